@@ -271,6 +271,11 @@ class Session:
         return self.state.deviations
 
     @property
+    def other_shapes(self) -> int:
+        """Number of these that are batches of another shape than planned, on plan."""
+        return self.state.other_shapes
+
+    @property
     def deviation_log(self) -> deque[str]:
         """The latest deviations, in words."""
         return self.state.deviation_log

@@ -27,7 +27,7 @@ from executor.off_plan.gradients_off_plan import OffPlanGradients
 from executor.off_plan.in_use import InUse
 from executor.off_plan.inline import Inline
 from executor.off_plan.mending import Mending
-from executor.off_plan.room_maker import Arrivals, Relief, RoomMaker, Tides
+from executor.off_plan.room_maker import Relief, RoomMaker, Tides
 from executor.off_plan.shortage import Shortage
 from executor.off_plan.states import States
 from executor.off_plan.stepping import Stepping
@@ -71,7 +71,6 @@ class Demand:
         in_use, shares, inline = InUse(), Shares(run.contents), Inline(run, state.ranks)
         states = States(run, inline, shares)
         self.room = RoomMaker(batches, shortage, inline, in_use, states, relieve)
-        self.arrivals = Arrivals(inline, in_use, self.room)
         self.gradients = OffPlanGradients(run, self.reader, inline, shares, states)
         self.inline = inline
         self._cut = PlanCut(following, shortage, inline, in_use, shares, states)
@@ -109,8 +108,8 @@ class Demand:
             self._in_use.position = at
         self.state.moment_off_plan = -1 if at is None else at
         if self._prefix and event.phase in (Phase.BWD, Phase.RECOMPUTE):
-            self.arrivals.ensure(table.read_in(event.name) | self._own_chunks(event.module))
-            self.arrivals.ensure(table.read_behind(event.name), required=False)
+            self.room.ensure(table.read_in(event.name) | self._own_chunks(event.module))
+            self.room.ensure(table.read_behind(event.name), required=False)
 
     def _tide_of(self, event: ModuleEvent) -> int:
         tides = self._tides if self.batches.moments is None else Tides(self.batches.moments)

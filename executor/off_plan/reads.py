@@ -111,7 +111,7 @@ class Reads:
             if self.reader.updates.eager and cursor.moment >= 0:
                 self._refuse_updated(chunks)
             if not cursor.off_plan and not cursor.visiting:
-                missing = [c for c in sorted(chunks) if not demand.arrivals.held(c)]
+                missing = [c for c in sorted(chunks) if not demand.room.held(c)]
                 if not missing:
                     for chunk in chunks:
                         run.queues.land(chunk)
@@ -119,7 +119,7 @@ class Reads:
                 names = ", ".join(repr(self.reader.name_of(t)) for t in run.timetable.tensors_of[missing[0]][:2])
                 where = f"moment {cursor.moment}, where the plan does not have it"
                 demand.leave(f"chunk {missing[0]} ({names}, ...) is read in {where}")
-            demand.arrivals.ensure(chunks)
+            demand.room.ensure(chunks)
 
     def _refuse_updated(self, chunks: Iterable[int]) -> None:
         """Raise ContractError where an eager update of this iteration has changed one of the chunks."""
@@ -146,7 +146,7 @@ class Reads:
             return packed
         chunk, view = packed
         with self.state.at_work, unseen():
-            self.demand.arrivals.ensure({chunk})
+            self.demand.room.ensure({chunk})
         assert isinstance(view, torch.Tensor)
         return view
 

@@ -17,7 +17,7 @@ from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, OutOfMemory
 from pstar_sim.workload.workload import Moment, Phase
 
-__all__ = ["Arrivals", "Relief", "RoomMaker", "Tides"]
+__all__ = ["Relief", "RoomMaker", "Tides"]
 
 GPU, HOST = Place.GPU, Place.HOST
 
@@ -146,13 +146,7 @@ class RoomMaker:
             except OutOfMemory as error:
                 self._relieve(error, needed)
 
-
-class Arrivals:
-    def __init__(self, inline: Inline, in_use: InUse, room: RoomMaker) -> None:
-        self.run = room.run
-        self.inline = inline
-        self.in_use = in_use
-        self.room = room
+    # -- what has to be there -----------------------------------------------------------------------------------------
 
     def held(self, chunk: int) -> bool:
         """Returns whether the working list may be read on the gpu."""
@@ -170,7 +164,7 @@ class Arrivals:
                 continue
             if not run.arena.has(GPU, chunk, "param"):
                 size = run.plan.layout.payload_bytes(chunk, "param")
-                self.room.make(size, needed=wanted, strict=required)
+                self.make(size, needed=wanted, strict=required)
                 if not required and run.arena.room_on_gpu() < size:
                     continue
             if GPU not in run.contents.chunks[chunk].current:
@@ -182,11 +176,11 @@ class Arrivals:
     def _gather(self, chunk: int, wanted: set[int]) -> None:
         """Gather the other ranks' slices."""
         if not self.run.arena.has(GPU, chunk, "remote"):
-            self.room.make(self.run.plan.layout.payload_bytes(chunk, "remote"), needed=wanted)
+            self.make(self.run.plan.layout.payload_bytes(chunk, "remote"), needed=wanted)
         self._bring(chunk, "remote", wanted)
 
     def _bring(self, chunk: int, list_name: str, wanted: set[int]) -> None:
-        self.room.until_taken(lambda: self.inline.bring(GPU, chunk, list_name), needed=wanted)
+        self.until_taken(lambda: self.inline.bring(GPU, chunk, list_name), needed=wanted)
 
 
 class Tides:

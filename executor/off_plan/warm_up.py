@@ -70,7 +70,7 @@ class WarmUp(Listener):
             elif at < len(self._script):
                 chunks, peak_bytes = self._script[at]
                 demand.on_event(event, found, peak_bytes)
-                demand.arrivals.ensure(chunks)
+                demand.room.ensure(chunks)
                 demand.reader.set_open(True)
         self._begun_s = self._clock()
         return True

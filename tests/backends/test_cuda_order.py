@@ -219,7 +219,7 @@ def test_a_read_that_no_plan_has_waits_for_the_copy(
             until_s = time.monotonic() + 0.3
             while not (in_flight := session.queues._in_flight.get(chunk)) and time.monotonic() < until_s:
                 time.sleep(0.001)
-            if in_flight and session.state.run.demand.arrivals.held(chunk):
+            if in_flight and session.state.run.demand.room.held(chunk):
                 read[later] = layers[later].weight[0].tolist()
 
         return hook
