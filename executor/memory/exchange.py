@@ -21,7 +21,7 @@ GPU = Place.GPU
 
 
 class SliceWire(Protocol):
-    """The part of the collectives between ranks (`distributed.collectives`) that this file uses."""
+    """The collectives between ranks that payloads need. `distributed.collectives`, above this floor, has them."""
 
     def gather(self, flat: torch.Tensor) -> object: ...
 

@@ -86,7 +86,8 @@ class Progress:
 
 
 class Work(Protocol):
-    """The work of a step, in two halves: `begin` takes memory, `finish` (after `work`) frees it and writes the log.
+    """The work of a step, in two halves: `begin` takes memory, `finish` (after `work`) frees it and writes the log. The
+    queues lie below what does it (`session.steps.Steps`), and run any other work in tests.
 
     [Note: short of memory] `begin` may raise OutOfMemory, having changed nothing. The queue then keeps the step and
     starts nothing until `jump`; the other queues continue. The user's thread gets the error from `wait`, or finds it in

@@ -176,7 +176,7 @@ class Fact(_Word):
 
 class FactSource(Protocol):
     """Facts of one act, each determined only where a row needs it. Its attributes are the words in the texts of
-    refusals (`refusals.TEXTS`)."""
+    refusals (`refusals.TEXTS`). This file knows no torch, and none of the parts that facts are read from."""
 
     @property
     def asks(self) -> Mapping[Fact, Callable[[Any], bool]]:
