@@ -12,10 +12,12 @@ Folders and files, lowest first (each imports only from its own row and the rows
     moments       hooks on the user's model, counts of operators and live bytes, a workload made of them
     activations   blocks that are recomputed or offloaded; beside it calibration, contract, models, scaling
     adamw, capture, compatibility
-    session       the state of the loop, an iteration on plan, reads by user code
-    lifetime      a session's begin, its change to another plan, its end
+    distributed   the other ranks
+    session       the state of a run, an iteration on plan, reads by user code
     off_plan      an iteration without a plan; warm-up; the ladder when memory runs out
-    measuring     the first iteration's tide, measured iterations, status; beside it distributed, driving
+    driving       the acts of the training loop, `session.step`
+    measuring     the first iteration's tide, measured iterations, status
+    lifetime      a session's begin, its change to another plan, its end
     engine        Session: puts the parts above together
     saving        weights and checkpoints; beside it training, the loop of `pstar run`
     optimizer, prepare

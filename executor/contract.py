@@ -109,7 +109,7 @@ _BASE_REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 
 
 class ParameterAccess(Protocol):
-    """The part of a session that a prepared parameter uses."""
+    """What a prepared parameter asks of its run (`session.reader.Reader`). Parameters lie below it, and outlive it."""
 
     def grad_of(self, tensor: int) -> torch.Tensor | None: ...
 

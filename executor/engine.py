@@ -1,6 +1,6 @@
 """Session: a model under a plan. A session joins the parts of the executor and holds them.
 
-The user's thread is the compute queue; the other queues run by themselves (`queues/`). `session/loop.py` receives the
+The user's thread is the compute queue; the other queues run by themselves (`queues/`). `driving/loop.py` receives the
 acts of the training loop. `session/cursor.py` is the one table of acts that may come next. `session/following.py`
 carries out an iteration on plan, `off_plan/demand.py` an iteration that left the plan. `contract.py` says what a loop
 may do.
@@ -8,7 +8,6 @@ may do.
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections import deque
@@ -20,12 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.activations.stashes import Stashes
+from executor.activations.stashes import SavedParameters, Stashes
 from executor.devices.adam import Hyper
-from executor.devices.backend import Backend, VirtualBackend
-from executor.distributed.absent import Absent
-from executor.distributed.ranks import Ranks, count_of
+from executor.devices.backend import Backend
+from executor.distributed.ranks import CountOf, Ranks, count_of
+from executor.driving.act_facts import Facts
 from executor.driving.drive import Driver, Loss, StepResult
+from executor.driving.loop import Loop
 from executor.lifetime.ending import Ending
 from executor.lifetime.renewal import renew
 from executor.lifetime.resources import Resources
@@ -37,51 +37,39 @@ from executor.memory.arena import Arena
 from executor.memory.contents import Contents
 from executor.models import forward_loss
 from executor.moments.compiled import untraced
-from executor.moments.hooks import MomentClock
-from executor.moments.unseen import Watching
+from executor.moments.hooks import ModuleEvent, MomentClock
 from executor.off_plan.demand import Demand
-from executor.off_plan.guard import Guard
 from executor.off_plan.ladder import Ladder
 from executor.off_plan.outgrown import Outgrown
-from executor.off_plan.reads import Reads
-from executor.off_plan.warm_up import WarmUp
-from executor.queues.interface import Progress, Queues
+from executor.off_plan.plan_run import PlanRun, WholeState
+from executor.off_plan.reads import Contract, Reads
+from executor.off_plan.shortage import Shortage
+from executor.queues.interface import Queues
 from executor.scaling import LossScaling, guard_boundary
+from executor.session.absent import Absent
 from executor.session.accelerated import Accelerated
-from executor.session.at_work import AtWork
 from executor.session.batches import Batches, Capture, Shapes
-from executor.session.cursor import Cursor
-from executor.session.following import Following
-from executor.session.iteration import Iteration
-from executor.session.loop import Loop
-from executor.session.others import CountOf
+from executor.session.following import Following, OffPlan
 from executor.session.reader import Reader
-from executor.session.spelling import COMMAND, Spelling
+from executor.session.standstill import Standstill
 from executor.session.steps import Steps
 from executor.session.timetable import Timetable
 from executor.session.updates import Updates
+from executor.session.weakly import weakly
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import ContractError, PlanError
 
 __all__ = ["Session", "SessionOptions"]
 
-log = logging.getLogger("executor")
-
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
     """Options of a session.
 
-    hyper: returns the current settings of the optimizer's groups.
-    max_grad_norm: see `session.updates`.
-    eager: whether updates run inside backward.
     capture: makes a workload of a model and a batch; see `session.batches.Shapes`.
     skeleton: a copy of the model without memory; see `session.batches.Shapes`.
     scaling: the loss scaling of the run; None without loss scaling.
-    replan_after: see `executor.prepare`.
-    count: see `executor.prepare`.
-    clock: gives seconds.
     """
 
     hyper: Callable[[], list[Hyper]]
@@ -96,16 +84,11 @@ class SessionOptions:
 
 
 class Session:
-    """One model being trained under one plan. Made by `executor.prepare`; ended by `close()`.
+    """One model being trained under one plan. Made by `executor.prepare`; ended by `close()`. A session makes its
+    parts, each after the parts that it uses, and holds them.
 
     Attributes:
-        deviations: number of iterations or events that left the plan.
-        other_shapes: number of these that are batches of another shape than planned, on plan.
-        deviation_log: the latest deviations, in words.
-        iteration: number of the current or next iteration, from 0.
-        hooks: functions that remove hooks, for `close`; see `lifetime/ending.py`.
-        on_close: functions that undo other changes of the model, for `close`.
-        watches: counters that get each moment on plan.
+        first: counts until the tide is compared with the plan's; its report stays.
     """
 
     def __init__(
@@ -121,110 +104,186 @@ class Session:
         options: SessionOptions,
     ) -> None:
         self.model = model
-        self.ranks = ranks
-        self.parameters = parameters
         self.backend = backend
         self.options = options
         self.scaling = options.scaling
-        self.home = torch.device("cpu")  # the model's device before `prepare` and after `close`; prepare sets it
-        self.iteration = 0
         self.iterations_before = 0  # iterations of earlier runs that this run continues
-        self.now = Iteration(number=-1)  # the current one; between two iterations, the one that ended last
-        self.cursor = Cursor()
-        self.at_work = AtWork()
-        self.held = False  # the queues stay paused until there is a new plan
-        self.renewing = False  # values are moving into the chunks of a new plan
-        self.closed = False
-        self.trained = False  # a Trainer's training is over: see `end_after_training`
-        self.replan_after = options.replan_after
-        self.deviations = 0
-        self.other_shapes = 0
-        self.deviation_log: deque[str] = deque(maxlen=100)
-        self.on_close: list[Callable[[], object]] = []
-        self.watches: list[Watching] = []
-        self.first: FirstIteration | None = None  # counts until the tide is compared; its report stays
-        self.warming: WarmUp | None = None
-        self.guard: Guard | None = None
+        self.first: FirstIteration | None = None
         self.weights_note = ""  # origin of the values, in words
-        self.spelling: Spelling = COMMAND  # names of the plan's settings in the user's program
-        self.accelerated = Accelerated()
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None  # prepare sets it
         self._driver: Driver | None = None
         self.resources = Resources(backend, ranks)
         dropped = weakref.finalize(self, self.resources.let_go)
         dropped.atexit = False  # `prepare` handles the interpreter's end
-        self.ending = Ending(self, dropped)
-        self.absent = None if ranks is None or options.eager else Absent(self)
+        self.state = state = WholeState(ranks, options.replan_after)
         self.shapes = Shapes(model, options.skeleton, options.capture)
-        self.reader = Reader(self, parameters)
-        self.loop = Loop(self, options.clock)
-        self.following = Following(self, options.clock)
+        self.clock = MomentClock(model, _unheard, trains=lambda: self.reader.trains, wrap=untraced)
+        self.standstill = Standstill(state, lambda: self.loop.meet_interruption())
+        self.shortage = Shortage(state, self.standstill)
         self.updates = Updates(
-            self, options.hyper, eager=options.eager, max_grad_norm=options.max_grad_norm, clock=options.clock
+            state,
+            options.scaling,
+            options.hyper,
+            eager=options.eager,
+            max_grad_norm=options.max_grad_norm,
+            clock=options.clock,
         )
-        self.ladder = Ladder(self)
-        self.outgrown = Outgrown(self)
+        self.reader = Reader(
+            state,
+            self.updates,
+            self.standstill,
+            parameters,
+            ask=lambda act, **about: self.loop.ask(act, **about),
+            touch=untraced(lambda *call: state.run.reads.touch(*call)),
+        )
+        self.ladder = Ladder(state, self.shortage, self.reader, self.clock, self.renew, self.resources.at_end)
+        self.outgrown = Outgrown(state, self.shortage, self.renew)
+        facts = Facts(state, self.reader, self.clock, self.shortage, Accelerated())
+        self.loop = Loop(facts, self.ladder, self.outgrown, self.renew, options.clock)
+        self.ending = Ending(self.loop, self.resources, dropped)
         if ranks is not None:
-            ranks.on_loss = _hear_of_loss(weakref.ref(self))
-            ranks.giver = weakref.ref(self.reader)
+            ranks.on_loss = _hear_of_loss(weakref.ref(state))
+            ranks.still, ranks.own_slice = weakly(self.standstill.still), weakly(self.reader.own_slice)
         self.install(plan, arena, queues)
-        self.clock = MomentClock(model, self.loop.on_event, trains=lambda: self.reader.trains, wrap=untraced)
-        self.hooks: list[Any] = []  # undone when the session ends
 
     def listen(self) -> None:
         """Hook the model. `close` removes the hooks, also if only some of them were placed."""
-        self.clock.listen()
-        self.hooks += self.following.hook_gradients(self.parameters, untraced)
-        scaling = self.scaling
+        self.clock.listen(self.loop.on_event)
+        hooks, scaling = self.ending.hooks, self.scaling
+        hooks += self.loop.hook_gradients(untraced)
         if scaling is not None:
-            self.hooks += guard_boundary(self.model, lambda: scaling.at_boundary, wrap=untraced)
+            hooks += guard_boundary(self.model, lambda: scaling.at_boundary, wrap=untraced)
 
     def install(self, plan: Plan, arena: Arena, queues: Queues) -> None:
-        """Make the objects of one plan, each after the objects that it reads. `start` is called later, when the values
-        are in the chunks."""
-        self.plan = plan
-        self.arena = arena
-        self.queues = queues
+        """Make the parts of one plan, each after the parts that it reads, and replace those of the plan before: [Note:
+        one plan] in session/state.py. `start` is called later, when the values are in the chunks."""
+        state, options, shapes, keeper = self.state, self.options, self.shapes, weakref.ref(self.state)
         self.resources.arena = arena
         self.resources.stoppers = [queues.stopper()]
-        self.contents = Contents(arena, self.reader.refresh, None if self.ranks is None else self.ranks.wire)
-        self.progress = Progress(plan)
-        self.timetable: Timetable = Timetable(plan)
-        self.steps = Steps(self, self.options.clock)
-        self.batches = Batches(self, self.options.count)
-        self.demand = Demand(self)
-        self.reads = Reads(self)
-        self.stashes = Stashes(self)
-        self.reader.on_demand = untraced(self.reads.touch)
-        if self.guard is not None:
-            self.guard.bind()
-        if self.first is not None:
-            self.first.bind()
+        contents = Contents(arena, self.reader.refresh, None if state.ranks is None else state.ranks.wire)
+        run = PlanRun(plan, arena, contents, queues)
+        run.stashes = Stashes(
+            arena,
+            self.model.buffers(),
+            self.clock,
+            SavedParameters(lambda tensor: run.reads.keep(tensor), lambda kept: run.reads.unpack(kept)),
+            off_plan=lambda: state.cursor.off_plan,
+            note_deviation=state.note_deviation,
+            present=lambda: None if (held := keeper()) is None else held.run.stashes,
+        )
+        run.steps = Steps(run, state, self.reader, run.stashes, options.clock)
+        run.batches = Batches(run, state, self.reader, shapes, options.count)
+        kind = Following if state.ranks is None or options.eager else Absent
+        off_plan = OffPlan(
+            lambda reason: run.demand.leave(reason),
+            lambda tensor, gradient: run.demand.gradients.accept(tensor, gradient),
+        )
+        run.following = kind(run, state, run.steps, run.batches, run.stashes, off_plan, options.clock)
+        run.demand = Demand(run.following, self.standstill, self.shortage, self.clock, self.ladder.give_back)
+        loop = self.loop
+        asks = Contract(
+            loop.ask, loop.refuse_while_updating, loop.meet_interruption, self.end_after_training, lambda: self.home
+        )
+        run.reads = Reads(run.demand, asks)
+        state.moment_off_plan = -1
+        former, state.run = getattr(state, "run", None), run
+        if former is not None:
+            former.let_go()
+        for listener in state.listeners:
+            listener.bind()
 
     def start(self) -> None:
         """Start the plan's queues, once per plan: they may fetch what the first moments of the next iteration need."""
-        self.arena.set_tide(self.timetable.cut_tide)
-        self.queues.pause()
-        self.steps.start()
-        self.queues.start(self.progress, self.steps)
-        if self.iteration:
-            self.queues.jump(self.iteration - 1)
-        self.queues.allow(self.iteration)
-        self.queues.resume()
+        run, iteration = self.state.run, self.state.iteration
+        run.arena.set_tide(run.timetable.cut_tide)
+        run.queues.pause()
+        run.steps.start()
+        run.queues.start(run.progress, run.steps)
+        if iteration:
+            run.queues.jump(iteration - 1)
+        run.queues.allow(iteration)
+        run.queues.resume()
 
     def guard_memory(self, *, always: bool = False) -> None:
         """Watch every operator from now on, if the accelerator is virtual and has a memory limit, or if `always`."""
-        limited = isinstance(self.backend, VirtualBackend) and self.backend.gpu_bytes is not None
-        if self.guard is None and (limited or always):
-            self.guard = Guard(self)
-            self.guard.begin()
-            self.resources.at_end.append(self.guard.end)
+        self.ladder.watch(self.model, always=always)
 
     def compare_first_tide(self) -> None:
         """Compare the tide of the first iteration that runs on plan with the plan's tide: `measuring/first.py`."""
-        self.first = FirstIteration(self)
+        self.first = FirstIteration(self.model, self.state, self.clock, self.renew)
         self.first.begin()
         self.resources.at_end.append(self.first.end)
+
+    # -- the parts of the present plan, and the place of the run ------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        return self.state.run.plan
+
+    @property
+    def arena(self) -> Arena:
+        return self.state.run.arena
+
+    @property
+    def contents(self) -> Contents:
+        return self.state.run.contents
+
+    @property
+    def queues(self) -> Queues:
+        return self.state.run.queues
+
+    @property
+    def timetable(self) -> Timetable:
+        return self.state.run.timetable
+
+    @property
+    def steps(self) -> Steps:
+        return self.state.run.steps
+
+    @property
+    def stashes(self) -> Stashes:
+        return self.state.run.stashes
+
+    @property
+    def following(self) -> Following:
+        return self.state.run.following
+
+    @property
+    def batches(self) -> Batches:
+        return self.state.run.batches
+
+    @property
+    def ranks(self) -> Ranks | None:
+        return self.state.ranks
+
+    @property
+    def closed(self) -> bool:
+        return self.state.closed
+
+    @property
+    def iteration(self) -> int:
+        """Number of the current or next iteration, from 0."""
+        return self.state.iteration
+
+    @property
+    def deviations(self) -> int:
+        """Number of iterations or events that left the plan."""
+        return self.state.deviations
+
+    @property
+    def other_shapes(self) -> int:
+        """Number of these that are batches of another shape than planned, on plan."""
+        return self.state.other_shapes
+
+    @property
+    def deviation_log(self) -> deque[str]:
+        """The latest deviations, in words."""
+        return self.state.deviation_log
+
+    @property
+    def home(self) -> torch.device:
+        """The model's device before `prepare` and after `close`."""
+        return self.ending.home
 
     # -- what a user calls --------------------------------------------------------------------------------------------
 
@@ -241,7 +300,7 @@ class Session:
         or more than planned, and inside an iteration.
         """
         if self._driver is None:
-            self._driver = Driver(self)
+            self._driver = Driver(self.model, self.loop, self.ending.on_close, lambda: self.optimizer())
         return self._driver.step(micro_batches, loss, order)
 
     @property
@@ -277,65 +336,60 @@ class Session:
 
         Raises PlanError if no iteration has run on plan.
         """
-        return self.steps.timeline(last)
+        return self.state.run.steps.timeline(last)
 
     def status(self) -> Status:
         """Returns the state of the run, for a progress line: see `executor.measuring.status.Status`. Waits for
         nothing."""
-        return status_of(self)
+        return status_of(self.state, self.first)
 
     def measure_iteration(self, step_fn: Callable[[], Any], order: Timeline | None = None) -> Measured:
         """Returns the measured bytes of an iteration, which runs `step_fn` twice: see
         `executor.measuring.measure.measure_iteration`."""
-        return measure_iteration(self, step_fn, order)
+        return measure_iteration(self.model, self.loop, self.use_queues, step_fn, order)
 
     def drain(self) -> None:
         """Return when every update of the finished iterations is in the parameters, and nothing moves."""
-        self.loop.drain()
+        self.standstill.drain()
 
     def still(self) -> AbstractContextManager[None]:
         """Returns a context in which the updates of finished iterations are done and nothing moves. The queues continue
         afterwards."""
-        return self.loop.still()
+        return self.standstill.still()
 
     def renew(self, plan: Plan) -> None:
         """Continue under another plan: see `lifetime.renewal`. Ends a running evaluation first. Raises PlanError on
         several ranks."""
-        if self.ranks is not None:
+        if self.state.ranks is not None:
             raise PlanError(
                 "session.renew on several ranks: each rank holds slices that the other plan cuts elsewhere; save a "
                 "checkpoint (optimizer.save), prepare the model under the new plan on all ranks, and load it"
             )
-        if self.cursor.visiting:
-            self.demand.end_visit()
-        renew(self, plan)
+        if self.state.cursor.visiting:
+            self.loop.end_visit()
+        renew(self.reader, plan, self.install, self.start)
 
     def use_queues(self, queues: Queues) -> None:
         """Continue with other queues from the position of the present queues, which pause. Both may be used again."""
-        self.queues.pause()
-        standing = self.queues.standing()
+        run = self.state.run
+        run.queues.pause()
+        standing = run.queues.standing()
         queues.pause()
         if queues.progress is None:
-            queues.start(self.progress, self.steps)
+            queues.start(run.progress, run.steps)
             self.resources.stoppers.append(queues.stopper())
         queues.stand(standing)
-        queues.allow(self.iteration)
-        self.queues = queues
+        queues.allow(self.state.iteration)
+        run.queues = queues
         queues.resume()
-
-    def note_deviation(self, reason: str) -> None:
-        """Count a deviation from the plan, and log it."""
-        self.deviations += 1
-        self.deviation_log.append(f"iteration {self.iteration}: {reason}")
-        log.info("iteration %d left the plan: %s", self.iteration, reason)
 
     def end_after_training(self) -> bool:
         """End the run, as `close()`, if its training is over (`trained`). Called when the user's code does something
         that a prepared model does not allow. Returns whether it did. Raises ContractError on several ranks, where
         `close` is for all of them at once."""
-        if not self.trained or self.closed:
+        if not self.state.trained or self.state.closed:
             return False
-        if self.ranks is not None:
+        if self.state.ranks is not None:
             raise ContractError(
                 "training is over, and the run of several ranks still holds the parameters: each rank has a part of "
                 "them; call session.close() on all ranks (trainer.offload_session.close()), then write weights, load, "
@@ -354,13 +408,17 @@ class Session:
         self.ending.close(restore=restore)
 
 
-def _hear_of_loss(keeper: weakref.ref[Session]) -> Callable[[BaseException], None]:
+def _unheard(event: ModuleEvent) -> None:
+    """Stands for the loop until `Session.listen`."""
+
+
+def _hear_of_loss(keeper: weakref.ref[WholeState]) -> Callable[[BaseException], None]:
     """Returns the function that the lifeline's thread calls when another rank is lost: every wait for a queue of this
     rank then raises."""
 
     def hear(error: BaseException) -> None:
-        held = keeper()
-        if held is not None:
-            held.queues.fail(error)
+        state = keeper()
+        if state is not None:
+            state.run.queues.fail(error)
 
     return hear

@@ -326,7 +326,7 @@ def trainers_offloaded(request: Request, on_end: Callable[[Session], None]) -> I
             if self._offload is not None:
                 begun.append(weakref.ref(self.offload_session))
         on_end(self.offload_session)
-        self.offload_session.trained = True
+        self.offload_session.state.trained = True
         return done
 
     def change(module: Any) -> None:
@@ -424,7 +424,7 @@ class OffloadTrainerMixin:
         continues from the last complete checkpoint."""
         _begin_again(self)
         done = super().train(_resumed_from(self, resume_from_checkpoint), *args, **kwargs)  # type: ignore[misc]
-        self.offload_session.trained = True
+        self.offload_session.state.trained = True
         return done
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
@@ -519,7 +519,7 @@ def _begin_again(trainer: Any) -> None:
     if trainer._offload is None:
         return
     session = trainer.offload_session
-    session.trained = False
+    session.state.trained = False
     if session.closed:
         trainer._offload = trainer.optimizer = trainer.lr_scheduler = None
 

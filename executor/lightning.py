@@ -234,7 +234,7 @@ class OffloadStrategy(SingleDeviceStrategy):
     def teardown(self) -> None:
         """Tear down as Lightning does, but do not move a prepared module to the CPU."""
         if self.offloaded is not None:
-            self.session.trained = True
+            self.session.state.trained = True
         module = self._lightning_module
         if self._prepared:
             self._lightning_module = None

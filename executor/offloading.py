@@ -405,7 +405,7 @@ def begin(
     limit = request.limit_bytes if is_cuda(request.where) else None
     _, offloaded = prepare(model, plan, spec, device=request.where, gpu_memory=limit, **more)  # type: ignore[arg-type]
     offloaded.session.shapes.planned = form
-    offloaded.session.spelling = spelling
+    offloaded.session.state.spelling = spelling
     _take_masters(offloaded, masters)
     if optimizer.state:
         offloaded.load_state_dict(optimizer.state_dict())

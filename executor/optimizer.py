@@ -34,10 +34,7 @@ groups then uses the same kernel."""
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
-    """The optimizer of a prepared model.
-
-    session: the run behind it.
-    """
+    """The optimizer of a prepared model."""
 
     session: Session
 
@@ -137,7 +134,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Load the states of this class or of torch.optim.AdamW, fused or not; updates stay fused. Raises
         ContractError, before any change, between backward and step, and for other groups or shapes."""
         session = self.session
-        if session.cursor.moment >= 0:
+        if session.state.cursor.moment >= 0:
             raise ContractError(
                 "optimizer.load_state_dict inside an iteration; call it before the forward or after step()"
             )
@@ -169,7 +166,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 zeros = torch.zeros(session.plan.workload.tensors[tensor].shape)
                 session.reader.set_state_value(tensor, list_name, zeros)
         if row is not None and "param32" in row:
-            session.reader.rewrite_from_master(tensor)
+            session.state.run.demand.rewrite_from_master(tensor)
 
     def _checked(self, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
         """Returns the rows of a state by position of their parameter. Raises ContractError for rows that do not fit."""

@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from executor.activations.planned import carry_out, check_activations
+from executor.activations.planned import RunOfBlocks, carry_out, check_activations
 from executor.adamw import AdamW, group_of
 from executor.capture import capture_module
 from executor.compatibility import check_model, check_settings
@@ -27,7 +27,7 @@ from executor.contract import reader_left, tensor_of
 from executor.devices.backend import Backend, available_host_bytes, keep_freed_pages
 from executor.devices.opening import DeviceOptions, check_placement, move_buffers, open_backend
 from executor.devices.torch_private import storage_key
-from executor.distributed.ranks import Ranks, count_of, join, share_values
+from executor.distributed.ranks import CountOf, Ranks, count_of, join, share_values
 from executor.engine import Session, SessionOptions
 from executor.lifetime.loading import load_parameters, unload_parameters
 from executor.lifetime.on_model import guard_model, watch_batches
@@ -40,7 +40,6 @@ from executor.queues.streams import StreamQueues, queues_for
 from executor.queues.threads import ThreadQueues
 from executor.saving.weights import Weights, check_values, give_memory
 from executor.scaling import LossScaling, loss_scale_for
-from executor.session.others import CountOf
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.checker.check import check_plan
 from pstar_sim.core.plan import Plan
@@ -136,14 +135,22 @@ def prepare(
         undo.pop_all()  # the session gives these back from here on
         session.listen()
         session.resources.at_end.append(take_threads_back)
-        session.on_close.append(put_buffers_back)
-        session.home = home
+        on_close, state = session.ending.on_close, session.state
+        on_close.append(put_buffers_back)
+        session.ending.home = home
         torch_optimizer.session = session
         session.optimizer = weakref.ref(torch_optimizer)
         _load(session, given.source)
-        session.on_close.append(guard_model(model, session))
-        session.on_close.append(carry_out(session))
-        session.hooks.append(watch_batches(model, session))
+        on_close.append(guard_model(model, session.loop, session.end_after_training))
+        blocks = RunOfBlocks(
+            closed=lambda: state.closed,
+            collects=lambda: (
+                session.reader.trains and not (state.closed or state.cursor.visiting) and state.cursor.inside
+            ),
+            stashes=lambda: state.run.stashes,
+        )
+        on_close.append(carry_out(model, plan.workload.activations, made.device, blocks))
+        session.ending.hooks.append(watch_batches(model, session.loop))
         session.guard_memory()
         if checked:
             session.compare_first_tide()
@@ -181,8 +188,8 @@ def _require_unprepared(model: nn.Module) -> None:
     if prepared is None:
         return
     reader = reader_left(prepared)
-    if reader is not None and reader.host.queues.progress is None:
-        reader.host.loop.require_running()  # left by an interrupted prepare, which returned no optimizer to close
+    if reader is not None and reader.state.run.queues.progress is None:
+        reader.standstill.require_running()  # left by an interrupted prepare, which returned no optimizer to close
     raise ContractError("the model is prepared already; call optimizer.session.close() before preparing it again")
 
 
@@ -265,7 +272,7 @@ def _queues_on(backend: Backend, queues: Queues | str, *, watchdog_s: float) -> 
         raise PlanError(f"queues={queues!r} is not known; use 'threads' or a queues object such as SerialQueues")
     if isinstance(queues, ThreadQueues) and queues.stopped:
         raise PlanError("the queues have been stopped with an earlier run; give new queues (queues.renew() makes them)")
-    if hasattr(backend, "record") and isinstance(queues, ThreadQueues) and not isinstance(queues, StreamQueues):
+    if backend.streams is not None and isinstance(queues, ThreadQueues) and not isinstance(queues, StreamQueues):
         raise PlanError(
             f"queues={type(queues).__name__} on {backend.name}: they do not wait for copies, which this device "
             "only issues in a step; leave queues out, or give StreamQueues"
@@ -333,7 +340,10 @@ def _load(session: Session, source: Weights | None) -> None:
     """Move the values into the chunks. Raises WeightsError for a file that changed after its header was read."""
     session.weights_note = source.note if source is not None else ""
     with torch.no_grad():
-        load_parameters(session, source)
+        if source is None:
+            load_parameters(session.reader)
+        else:
+            load_parameters(session.reader, source.tensors, source.fill)
 
 
 def _stop_at_exit(session: Session) -> None:
@@ -375,13 +385,13 @@ def _call_off(session: Session, error: BaseException, source: Weights | None) ->
     source, and not where ranks hold slices of them. After an interruption the run ends at once, without values: they
     may be incomplete in both places."""
     if not isinstance(error, Exception):
-        session.ending.interrupt(
+        session.standstill.interrupt(
             "executor.prepare was interrupted while values moved into the chunks; build or load the model again"
         )
         return
     try:
         if session.ranks is None:
-            unload_parameters(session, session.home, source)
+            unload_parameters(session.reader, session.home, () if source is None else source.tensors)
     except Exception as second:  # the device may be lost; prepare raises the first error
         log.warning("the parameters are left without values: %s: %s", type(second).__name__, second)
     finally:

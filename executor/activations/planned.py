@@ -17,23 +17,21 @@ tensor on the run's device as its first positional argument.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from executor.activations.stashes import Stashes, hooks_of_others
-from executor.devices.backend import Backend
 from executor.devices.torch_private import call_of, replace_call
-from pstar_sim.core.plan import Plan
 from pstar_sim.errors import ModelError, PlanError, TraceError
 from pstar_sim.workload.mixing import offload_blocks
 from pstar_sim.workload.workload import Workload, activations_text
 
-__all__ = ["as_planned", "carry_out", "check_activations", "recomputing"]
+__all__ = ["RunOfBlocks", "as_planned", "carry_out", "check_activations", "recomputing"]
 
 _SWITCH = "gradient_checkpointing"
 _Call = Callable[..., Any]
@@ -74,56 +72,37 @@ def _compiled(modules: Mapping[str, nn.Module], block: str) -> str | None:
     return next((name for name in around if getattr(modules.get(name), "_compiled_call_impl", None) is not None), None)
 
 
-class Training(Protocol):
-    """The part of the reader that this file uses."""
+@dataclass(frozen=True, kw_only=True)
+class RunOfBlocks:
+    """What a block's call asks of the run.
 
-    @property
-    def trains(self) -> bool: ...
+    collects(): whether the call belongs to an iteration of training, so that its saved tensors are collected.
+    """
 
-
-class CursorAsked(Protocol):
-    """The part of the session's cursor that this file uses."""
-
-    @property
-    def inside(self) -> bool: ...
-    @property
-    def visiting(self) -> bool: ...
+    closed: Callable[[], bool]
+    collects: Callable[[], bool]
+    stashes: Callable[[], Stashes]
 
 
-class Host(Protocol):
-    """The part of the session that this file uses."""
+def carry_out(
+    model: nn.Module, activations: Iterable[tuple[str, str]], device: torch.device, run: RunOfBlocks
+) -> Callable[[], None]:
+    """Call each block as the plan says from now on. Returns a function that undoes this.
 
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def backend(self) -> Backend: ...
-    @property
-    def cursor(self) -> CursorAsked: ...
-    @property
-    def closed(self) -> bool: ...
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def reader(self) -> Training: ...
-    @property
-    def stashes(self) -> Stashes: ...
-
-
-def carry_out(session: Host) -> Callable[[], None]:
-    """Call each block as the plan says from now on. Returns a function that undoes this."""
-    w = session.plan.workload
-    modules = dict(session.model.named_modules(remove_duplicate=False))
+    activations: `Workload.activations` of the plan.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
     undo: list[Callable[[], None]] = []
-    for block, how in w.activations:
+    for block, how in activations:
         module = modules[block]
         if how != "recompute":
             undo += _switch_off(module)
         if how == "offload":
-            undo.append(_around(module, _offloaded(session, block)))
+            undo.append(_around(module, _offloaded(run, block)))
         elif how == "recompute":
-            undo.append(_around(module, _recomputed_on(session.backend.device)))
+            undo.append(_around(module, _recomputed_on(device)))
         elif _compiled(modules, block) is None:
-            undo.append(_around(module, _kept(session, block)))
+            undo.append(_around(module, _kept(run, block)))
 
     def undo_all() -> None:
         for action in undo:
@@ -198,32 +177,31 @@ def _recomputed_on(device: torch.device) -> Callable[[_Call, nn.Module, Any, Any
     return call
 
 
-def _kept(session: Host, block: str) -> Callable[[_Call, nn.Module, Any, Any], Any]:
+def _kept(run: RunOfBlocks, block: str) -> Callable[[_Call, nn.Module, Any, Any], Any]:
     def call(plain: _Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        _refuse_its_own(session, block, "keeps")
+        _refuse_its_own(run, block, "keeps")
         return plain(*args, **kwargs)
 
     return call
 
 
-def _offloaded(session: Host, block: str) -> Callable[[_Call, nn.Module, Any, Any], Any]:
+def _offloaded(run: RunOfBlocks, block: str) -> Callable[[_Call, nn.Module, Any, Any], Any]:
     def call(plain: _Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        _refuse_its_own(session, block, "offloads")
-        trains = session.reader.trains and not session.closed
-        if not trains or session.cursor.visiting or not session.cursor.inside:
+        _refuse_its_own(run, block, "offloads")
+        if not run.collects():
             return plain(*args, **kwargs)
-        found = session.stashes.collect((args, kwargs))
-        with torch.autograd.graph.saved_tensors_hooks(found.pack, found.unpack):
+        saves = run.stashes().collect((args, kwargs))
+        with torch.autograd.graph.saved_tensors_hooks(saves.pack, saves.unpack):
             output = plain(*args, **kwargs)
-        session.stashes.collected(block, found)
+        run.stashes().collected(block, saves)
         return output
 
     return call
 
 
-def _refuse_its_own(session: Host, block: str, does: str) -> None:
+def _refuse_its_own(run: RunOfBlocks, block: str, does: str) -> None:
     """Raise PlanError where the model recomputes or offloads the block itself."""
-    if session.closed:
+    if run.closed():
         return
     if _in_backward():
         its = "recomputes them in backward"

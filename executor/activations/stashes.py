@@ -29,29 +29,24 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any
 
 import torch
-from torch import nn
 
-from executor.devices.backend import Backend
+from executor.devices.backend import StreamBackend
 from executor.devices.torch26 import saved_tensor_hooks
 from executor.devices.torch_private import storage_key, version_of
 from executor.memory.arena import Arena
 from executor.moments.hooks import MomentClock, tensors_of
 from executor.moments.unseen import unseen
-from pstar_sim.core.plan import Plan
 from pstar_sim.core.slabs import stash_key
 from pstar_sim.core.step import Kind, Queue, Step
 from pstar_sim.errors import ContractError
 from pstar_sim.policy.kit.stash_moves import StashMoves
 from pstar_sim.workload.workload import Stash
-
-if TYPE_CHECKING:
-    from executor.devices.backend import StreamBackend
 
 __all__ = ["BlockSaves", "ForwardSaves", "StashReport", "Stashes", "hooks_of_others"]
 
@@ -60,9 +55,7 @@ __all__ = ["BlockSaves", "ForwardSaves", "StashReport", "Stashes", "hooks_of_oth
 class StashReport:
     """One stash of the last iteration.
 
-    planned_bytes: bytes that the plan has for the stash.
     saved_bytes: bytes that the block's forward saved, including inputs of the block, without parameters and buffers.
-    moved_bytes: bytes that went to the host.
     freed_bytes: the part of moved_bytes that the gpu no longer held afterwards.
     """
 
@@ -150,74 +143,30 @@ class _Saved:
         self.source = None
 
 
-class Reading(Protocol):
-    """The part of `off_plan.reads.Reads` that this file uses."""
-
-    def chunk_of_storage(self, tensor: torch.Tensor) -> int | None: ...
-
-    def pack(self, tensor: torch.Tensor) -> Any: ...
-
-    def unpack(self, packed: Any) -> torch.Tensor: ...
-
-
-class CursorAsked(Protocol):
-    """The part of the session's cursor that this file uses."""
-
-    @property
-    def off_plan(self) -> bool: ...
-
-
-class Host(Protocol):
-    """The part of the session that this file uses."""
-
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def arena(self) -> Arena: ...
-    @property
-    def backend(self) -> Backend: ...
-    @property
-    def cursor(self) -> CursorAsked: ...
-    @property
-    def clock(self) -> MomentClock: ...
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def reads(self) -> Reading: ...
-    @property
-    def stashes(self) -> Stashes: ...
-
-    def note_deviation(self, reason: str) -> None: ...
-
-
 class BlockSaves:
-    """The tensors that one call of a block saves.
-
-    pack: the first hook for `torch.autograd.graph.saved_tensors_hooks`.
-    unpack: the second hook.
-    """
+    """The tensors that one call of a block saves."""
 
     def __init__(self, stashes: Stashes, inputs: Any) -> None:
-        self._keeper = weakref.ref(stashes.session)  # weak: an object that a graph holds would not be collected
+        self._present = stashes.present
         self.inputs = {storage_key(t) for t in tensors_of(inputs)}
         self.saved: dict[int, weakref.ref[_Saved]] = {}
 
     @property
-    def _session(self) -> Host:
-        session = self._keeper()
-        if session is None:
+    def _stashes(self) -> Stashes:
+        stashes = self._present()
+        if stashes is None:
             raise ContractError(
                 "a graph belongs to a prepared model that no longer exists; keep a reference to the model"
             )
-        return session
+        return stashes
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        session = self._session
-        reads = session.reads
+        stashes = self._stashes
         with unseen(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            if reads.chunk_of_storage(tensor) is not None:
-                return reads.pack(tensor) if session.cursor.off_plan else tensor.detach()
-            if not session.stashes.takes(tensor):
+            parameter = stashes.parameters.keep(tensor)
+            if parameter is not None:
+                return parameter
+            if not stashes.takes(tensor):
                 return tensor.detach()
             key = storage_key(tensor)
             known = self.saved.get(key)
@@ -232,8 +181,8 @@ class BlockSaves:
             return packed
         first, second = packed
         if isinstance(first, _Saved):
-            return self._session.stashes.tensor(first, second)
-        return self._session.reads.unpack(packed)
+            return self._stashes.tensor(first, second)
+        return self._stashes.parameters.restore(packed)
 
 
 class ForwardSaves(BlockSaves):
@@ -257,12 +206,12 @@ class ForwardSaves(BlockSaves):
 
     def end(self, block: str) -> None:
         """Note that the block's call has ended."""
-        mine = BlockSaves(self._session.stashes, ())
+        stashes = self._stashes
+        mine = BlockSaves(stashes, ())
         mine.inputs = self.inputs
         mine.saved = {
             key: ref for key, ref in self.saved.items() if key in self.inputs or self._before.get(key) is not ref
         }
-        stashes = self._session.stashes
         if not mine.saved:
             stashes.note_unsaved(block)
         stashes.collected(block, mine)
@@ -274,24 +223,51 @@ def hooks_of_others() -> bool:
     return hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), ForwardSaves)
 
 
+@dataclass(frozen=True)
+class SavedParameters:
+    """What autograd keeps of parameters, in place of their memory: `off_plan.reads.Reads`.
+
+    keep(tensor): returns what is kept of a view of a working list; None for any other tensor.
+    restore(kept): returns the view, with its values.
+    """
+
+    keep: Callable[[torch.Tensor], Any]
+    restore: Callable[[Any], torch.Tensor]
+
+
 class Stashes:
-    """The stashes of one session's plan.
+    """The stashes of one plan.
+
+    present(): returns the stashes of the session's present plan; None if the session is gone. An object that a graph
+        holds does not hold the session, which could not be collected.
 
     reports: reports of the last iteration, in the order in which they were made.
     """
 
-    def __init__(self, session: Host) -> None:
-        self.session = session
+    def __init__(
+        self,
+        arena: Arena,
+        buffers: Iterable[torch.Tensor],
+        clock: MomentClock,
+        parameters: SavedParameters,
+        *,
+        off_plan: Callable[[], bool],
+        note_deviation: Callable[[str], None],
+        present: Callable[[], Stashes | None],
+    ) -> None:
+        w = arena.plan.workload
+        self.arena = arena
+        self.backend = arena.backend
+        self.clock = clock
+        self.parameters = parameters
+        self.present = present
         self.reports: list[StashReport] = []
         self._lock = threading.Lock()
         self._ahead_bytes = 0  # summed over the session; see [Note: ahead of its step]
         self._rooms: dict[tuple[str, int], list[weakref.ref[_Saved]]] = {}  # (block, offset) -> storages there
         self._unsaved: set[str] = set()  # blocks that save nothing for their stash
-        self.bind()
-
-    def bind(self) -> None:
-        """Take over the session's new plan."""
-        w = self.session.plan.workload
+        self._off_plan = off_plan
+        self._note_deviation = note_deviation
         self._moves = StashMoves(w)
         self._offsets = w.stash_offsets
         self._stash: dict[tuple[str, int], int] = {(s.block, s.micro_batch): n for n, s in enumerate(w.stashes)}
@@ -300,11 +276,11 @@ class Stashes:
         self._ahead: dict[int, int] = {}  # stash -> bytes copied ahead of its step and not yet counted
         self._returning: list[int] = []  # stashes that need memory on the gpu again
         self._flying: dict[tuple[Kind, int], tuple[Any, list[torch.Tensor]]] = {}
-        self._buffers = {storage_key(b) for b in self.session.model.buffers()}
+        self._buffers = {storage_key(b) for b in buffers}
 
     @property
     def planned(self) -> Sequence[Stash]:
-        return self.session.plan.workload.stashes
+        return self.arena.plan.workload.stashes
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Returns whether the tensor may go to the host and come back: whether it is a plain tensor on the accelerator
@@ -312,7 +288,7 @@ class Stashes:
         return (
             type(tensor) in (torch.Tensor, torch.nn.Parameter)
             and tensor.layout is torch.strided
-            and tensor.device.type == self.session.backend.device.type
+            and tensor.device.type == self.backend.device.type
             and tensor.untyped_storage().nbytes() > 0
             and storage_key(tensor) not in self._buffers
             and not (tensor.is_leaf and tensor.requires_grad)
@@ -323,14 +299,14 @@ class Stashes:
     def boundaries(self) -> ForwardSaves | None:
         """Returns the collector for the saved tensors of one micro-batch's forward, in a relay with boundaries on the
         host. Returns None under another plan."""
-        return ForwardSaves(self) if self.session.plan.workload.boundaries_on_host else None
+        return ForwardSaves(self) if self.arena.plan.workload.boundaries_on_host else None
 
     def note_unsaved(self, block: str) -> None:
         """Note, once, that the plan has a stash of a block whose forward saves nothing."""
-        if block in self._unsaved or (block, self.session.clock.micro_batch) not in self._stash:
+        if block in self._unsaved or (block, self.clock.micro_batch) not in self._stash:
             return
         self._unsaved.add(block)
-        self.session.note_deviation(
+        self._note_deviation(
             f"{block} recomputes from what torch.utils.checkpoint does not save (keyword arguments, objects): that "
             "stays on the accelerator; give the block its tensors as positional arguments"
         )
@@ -342,8 +318,7 @@ class Stashes:
     def collected(self, block: str, found: BlockSaves) -> None:
         """Choose the storages that go to the host, when the block's forward has ended. Off the plan the copies are made
         at once."""
-        s = self.session
-        n = self._stash.get((block, s.clock.micro_batch))
+        n = self._stash.get((block, self.clock.micro_batch))
         if n is None:
             return
         stash = self.planned[n]
@@ -362,12 +337,12 @@ class Stashes:
                 left -= saved.size_bytes
         over = sum(e.size_bytes for e in inner) - sum(e.size_bytes for e in chosen if e in inner)
         if over > 0:
-            s.note_deviation(
+            self._note_deviation(
                 f"{block} saved {over} bytes more than the plan offloads ({stash.bytes}); they stay on the accelerator"
             )
         self._chosen[n] = [weakref.ref(e) for e in chosen]
         self._report(stash, saved_bytes=sum(e.size_bytes for e in (*inner, *outer)))
-        if s.cursor.off_plan:
+        if self._off_plan():
             with unseen(), torch.no_grad():
                 self._send(n)  # copied in the user's thread, so complete
                 self._let_go(n)
@@ -393,17 +368,17 @@ class Stashes:
         its step]."""
         with self._lock:
             ahead_bytes = self._ahead_bytes if queue is Queue.H2D else 0
-            return self.session.backend.copied_bytes[queue.value] - ahead_bytes
+            return self.backend.copied_bytes[queue.value] - ahead_bytes
 
     def move(self, step: Step) -> int:
         """Do a stash_out or stash_in. Returns the bytes of its stash that had been copied ahead."""
         assert step.stash is not None
         out = step.kind is Kind.STASH_OUT
         touched = self._send(step.stash) if out else self._fetch(step.stash)
-        backend = self.session.backend
-        backend.fence(step.queue)
-        if touched and hasattr(backend, "record"):  # issued; see [Note: who lets go]
-            self._flying[step.kind, step.stash] = (backend.record(step.queue), touched)
+        self.backend.fence(step.queue)
+        streams = self.backend.streams
+        if touched and streams is not None:  # issued; see [Note: who lets go]
+            self._flying[step.kind, step.stash] = (streams.record(step.queue), touched)
         return 0 if out else self._count_ahead(step.stash)
 
     def _count_ahead(self, n: int) -> int:
@@ -416,13 +391,13 @@ class Stashes:
         offset = self._offsets[n]
         place = stash.block, offset
         if any(saved.only_on_host for saved in _alive(self._rooms.get(place, ()))):
-            self.session.note_deviation(
+            self._note_deviation(
                 f"the stash of {stash.block} stays on the accelerator: the host's room still holds an earlier stash"
             )
             self._out[n] = []
             return []
         self._count_ahead(n)  # left over from an iteration that left the plan
-        room = self.session.arena.slabs.first_bytes(stash_key(stash.block), offset + stash.bytes)
+        room = self.arena.slabs.first_bytes(stash_key(stash.block), offset + stash.bytes)
         gone: list[weakref.ref[_Saved]] = []
         touched: list[torch.Tensor] = []
         for saved in _alive(self._chosen.pop(n, ())):
@@ -430,7 +405,7 @@ class Stashes:
                 continue
             target = room[offset : offset + saved.size_bytes]
             offset += saved.size_bytes
-            self.session.backend.copy(target, saved.source, Queue.D2H)
+            self.backend.copy(target, saved.source, Queue.D2H)
             saved.host, saved.stash = target, n
             touched.append(saved.source)
             gone.append(weakref.ref(saved))
@@ -439,10 +414,8 @@ class Stashes:
 
     def _fetch(self, n: int) -> list[torch.Tensor]:
         """Copy a stash back to the gpu. Returns the memory on the gpu that the copies write."""
-        backend = self.session.backend
-        issues = backend if hasattr(backend, "record") else None
-        found = (self._bring(saved, cast("StreamBackend", issues)) for saved in _alive(self._out.get(n, ())))
-        return [memory for memory in found if memory is not None]
+        copies = (self._bring(saved, self.backend.streams) for saved in _alive(self._out.get(n, ())))
+        return [memory for memory in copies if memory is not None]
 
     def _bring(self, saved: _Saved, issues: StreamBackend | None = None, *, ahead: bool = False) -> torch.Tensor | None:
         """Copy the storage back unless that is done already. Returns the memory of the copy; None if nothing was
@@ -454,7 +427,7 @@ class Stashes:
         with self._lock:
             if saved.back or saved.returned is None or saved.host is None:
                 return None
-            self.session.backend.copy(saved.returned, saved.host, Queue.H2D)
+            self.backend.copy(saved.returned, saved.host, Queue.H2D)
             saved.arrival = None if issues is None else issues.record(Queue.H2D)
             if ahead and saved.stash is not None:
                 self._ahead_bytes += saved.size_bytes
@@ -472,8 +445,9 @@ class Stashes:
             self._let_go(n)
         for n in self._moves.needed.get(moment, ()):
             self._flying.pop((Kind.STASH_IN, n), None)
+        streams = self.backend.streams
         for key, (event, _) in list(self._flying.items()):  # copies for graphs that were freed early
-            if cast("StreamBackend", self.session.backend).query(event):
+            if streams is not None and streams.query(event):
                 self._flying.pop(key, None)
         self._returning += self._moves.back.get(moment, ())
 
@@ -498,7 +472,7 @@ class Stashes:
                     saved.returned = self._memory(saved.size_bytes)
 
     def _memory(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, device=self.session.backend.device)
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.backend.device)
 
     def tensor(self, saved: _Saved, index: int) -> torch.Tensor:
         """Returns the tensor that autograd saved, for its backward."""
@@ -514,7 +488,8 @@ class Stashes:
         with unseen(), torch.no_grad():
             self._bring(saved, ahead=True)
             if saved.arrival is not None:
-                cast("StreamBackend", self.session.backend).wait_event(Queue.COMPUTE, saved.arrival)
+                assert self.backend.streams is not None
+                self.backend.streams.wait_event(Queue.COMPUTE, saved.arrival)
             made = torch.empty(0, dtype=view.dtype, device=saved.returned.device)
             return made.set_(saved.returned.untyped_storage(), view.offset, view.size, view.stride)
 

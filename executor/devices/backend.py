@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from executor.devices.copied import Copied
+from executor.devices.gate import Gate
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import OutOfMemory
@@ -43,6 +44,11 @@ class Backend(Protocol):
 
     name: str
     device: torch.device
+
+    @property
+    def streams(self) -> StreamBackend | None:
+        """The accelerator as one to which work is issued ahead of time; None where a call does its work at once."""
+        ...
 
     def begin(self, plan: Plan) -> None:
         """Prepare for the payloads of this plan, which are requested from now on."""
@@ -131,6 +137,25 @@ class Backend(Protocol):
         """Returns the bytes copied by now, by direction ("h2d", "d2h"), counted where they are copied."""
         ...
 
+    def recount(self, payloads: Iterable[torch.Tensor]) -> None:
+        """Count the bytes of these payloads, which are all of them, anew, after an interruption inside `take` or
+        `give`. Does nothing where bytes are not counted."""
+        ...
+
+    @property
+    def exchanges(self) -> int:
+        """Number of times that memory went back to the driver while plans ran; 0 where there is no driver."""
+        ...
+
+    def idle_bytes(self) -> int:
+        """Returns the bytes that are reserved and unused, and that operators could use."""
+        ...
+
+    def undisturbed(self) -> contextlib.AbstractContextManager[object] | None:
+        """Returns a context in which memory that an operator was refused may suffice ([Note: refused beside a pool] in
+        cuda_blocks.py); None where a refusal is final."""
+        ...
+
 
 class StreamBackend(Backend, Protocol):
     """An accelerator to which work is issued ahead of time. Each device queue is a stream, which does its work in the
@@ -139,9 +164,11 @@ class StreamBackend(Backend, Protocol):
     A thread says once, in `enter_thread`, for which queue it issues. A thread that has not said so issues for compute.
 
     host_queues: queues whose steps happen in their thread, and have happened when they have ended.
+    gate: the gate through which memory of payloads is given back.
     """
 
     host_queues: frozenset[Queue]
+    gate: Gate
 
     @property
     def queue(self) -> Queue:
@@ -174,7 +201,6 @@ class VirtualLink:
     """Copies that last as long as on a link.
 
     rates: bytes per second by direction (None: as fast as memory copies).
-    latency_s: latency of each copy.
     """
 
     def __init__(
@@ -219,7 +245,6 @@ class VirtualBackend:
 
     h2d_bytes_per_s: rate of the link to the gpu (None: as fast as memory copies).
     d2h_bytes_per_s: rate of the link to the host (None: as fast as memory copies).
-    latency_s: latency of each copy.
     gpu_bytes: memory of the accelerator, whatever a plan assumes (None: as the plan says); it may be changed while a
         plan runs. Payloads beyond it are refused with OutOfMemory, and the session counts all other live memory
         (`guard.py`).
@@ -229,6 +254,7 @@ class VirtualBackend:
     """
 
     name = "virtual"
+    exchanges = 0
 
     def __init__(
         self,
@@ -250,7 +276,17 @@ class VirtualBackend:
         self.payload_bytes = 0  # bytes of storages that have memory
         self.count_other: Callable[[], int] = lambda: 0  # all other bytes alive; the session's guard counts them
 
+    @property
+    def streams(self) -> StreamBackend | None:
+        return None
+
     def begin(self, plan: Plan) -> None:
+        return None
+
+    def idle_bytes(self) -> int:
+        return 0
+
+    def undisturbed(self) -> None:
         return None
 
     def host_slab(self, size_bytes: int) -> torch.Tensor:
@@ -284,8 +320,6 @@ class VirtualBackend:
         storage.resize_(0)
 
     def recount(self, payloads: Iterable[torch.Tensor]) -> None:
-        """Count the bytes of these payloads anew, after an interruption inside `take` or `give`. The caller must pass
-        all payloads."""
         with self._lock:
             self.payload_bytes = sum(payload.untyped_storage().nbytes() for payload in payloads)
 

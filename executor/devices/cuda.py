@@ -11,9 +11,11 @@ import contextlib
 import dataclasses
 import logging
 import os
+from collections.abc import Iterable
 
 import torch
 
+from executor.devices.backend import StreamBackend
 from executor.devices.cuda_blocks import (
     COLLECTED_SHARE,
     Blocks,
@@ -101,6 +103,10 @@ class CudaBackend(CudaStreams):
         self._budget_bytes = 0
         self._pins_all = True
         self.gate = Gate(self, grow=self._blocks.grow, shrink=self._blocks.shrink)
+
+    @property
+    def streams(self) -> StreamBackend:
+        return self
 
     def _cap(self, limit_bytes: int) -> None:
         """Set torch's own limit. The limit covers the memory that torch reserves, workspaces and fragments included.
@@ -200,6 +206,9 @@ class CudaBackend(CudaStreams):
         """Returns the bytes that torch has reserved and that are unused, beside the pool of payloads, which operators
         cannot use."""
         return self._blocks.idle_bytes()
+
+    def recount(self, payloads: Iterable[torch.Tensor]) -> None:
+        return None  # torch counts them
 
     def undisturbed(self) -> contextlib.AbstractContextManager[object]:
         """Returns a context without exchanges: [Note: refused beside a pool] in cuda_blocks.py."""

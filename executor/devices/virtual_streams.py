@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from executor.devices.backend import VirtualBackend
+from executor.devices.backend import StreamBackend, VirtualBackend
 from executor.devices.gate import Gate
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import PlanError
@@ -127,6 +127,10 @@ class VirtualStreams(VirtualBackend):
         self._thread = threading.local()
         self._streams: dict[Queue, _Stream] = {}
         self.gate = Gate(self, grow=self._grow, shrink=super().give)
+
+    @property
+    def streams(self) -> StreamBackend:
+        return self
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

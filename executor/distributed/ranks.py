@@ -35,7 +35,7 @@ import math
 import socket
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ from executor.moments.hooks import tensors_of
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import ModelError, PlanError, RankLost
 
-__all__ = ["READS", "SAVES", "Ranks", "join"]
+__all__ = ["READS", "SAVES", "CountOf", "Ranks", "join"]
 
 log = logging.getLogger("executor")
 
@@ -61,26 +61,17 @@ NEXT = {
 LEFT_S = 5.0  # after this wait, a rank that has ended its run will not come any more
 
 
-class Giver(Protocol):
-    """The part of the session that ranks need when they read one another's slices."""
-
-    def still(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which updates of finished iterations are done and nothing moves."""
-        ...
-
-    def own_slice(self, chunk: int) -> torch.Tensor:
-        """Returns a copy of this rank's slice of the chunk's current parameters, flat, in host memory."""
-        ...
+CountOf = Callable[[Any, Any], float]
+"""(args, kwargs) of the model's forward -> number of items (sequences, tokens) that the loss of this rank is a mean
+over."""
 
 
 class Ranks:
     """This process among the ranks of a run.
 
-    rank: number of this process, from 0.
-    count: number of processes.
-    wire: see `collectives.py`.
     on_loss(error): called from another thread when a rank is gone while this rank may wait for the device.
-    giver(): returns the object that gives this rank's slices.
+    still(): returns a context in which updates of finished iterations are done and nothing moves.
+    own_slice(chunk): returns a copy of this rank's slice of the chunk's current parameters, flat, in host memory.
 
     Raises RankLost, wherever this process waits for the others, when a rank is gone.
     """
@@ -92,7 +83,8 @@ class Ranks:
         self._timeout_s = timeout_s
         self._broken: BaseException | None = None
         self.on_loss: Callable[[BaseException], None] | None = None
-        self.giver: Callable[[], Giver | None] = lambda: None
+        self.still: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.own_slice: Callable[[int], torch.Tensor] | None = None
         self.life = Lifeline(self.rank, self.count)
         name, addresses = _introduce(group, self.life.address)
         self.life.connect(addresses)
@@ -224,10 +216,7 @@ class Ranks:
         return None if len(wanted) == 1 else self._serve([each for each in wanted if each >= 0], chunk)
 
     def come_to_read(self, number: float) -> list[float]:
-        """Meet the other ranks before all of them read the same value. Returns the numbers of all ranks.
-
-        number: number of that value.
-        """
+        """Meet the other ranks before all of them read the same value. Returns the numbers of all ranks."""
         return self.come_to(READS, number)
 
     def come_to(self, what: float, number: float = 0.0) -> list[float]:
@@ -252,15 +241,14 @@ class Ranks:
 
     def _serve(self, wanted: Iterable[float], mine: int = -1) -> torch.Tensor | None:
         """Join each of these chunks on every rank, in host memory. Returns the chunk that this rank needs."""
-        giver = self.giver()
-        assert giver is not None
-        found: torch.Tensor | None = None
-        with torch.no_grad(), giver.still():
+        assert self.own_slice is not None
+        joined: torch.Tensor | None = None
+        with torch.no_grad(), self.still():
             for chunk in sorted(int(each) for each in wanted):
-                rows = self._meeting.exchange(giver.own_slice(chunk).view(torch.uint8))
+                rows = self._meeting.exchange(self.own_slice(chunk).view(torch.uint8))
                 if chunk == mine:
-                    found = rows
-        return found
+                    joined = rows
+        return joined
 
     def weight(self, count: float) -> float:
         """Returns the weight of this rank in the micro-batch that begins ([Note: the weight of a rank]). Every rank

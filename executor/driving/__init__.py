@@ -1,1 +1,2 @@
-"""`session.step(micro_batches)`: the engine calls the model's blocks itself, in the order of the plan."""
+"""The acts of the training loop, and `session.step(micro_batches)`, in which the engine calls the model's blocks
+itself, in the order of the plan."""

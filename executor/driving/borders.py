@@ -31,12 +31,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
+from executor.activations.stashes import ForwardSaves
 from executor.devices.torch_private import backward_from, node_class
 from executor.moments.compiled import untraced
 from executor.moments.nests import map_tensors
@@ -182,14 +183,6 @@ class _Recorded(threading.local):
     tape: BlockTape | None = None
 
 
-class BlockCalls(Protocol):
-    """An object that gets each call of a block, with the block's inputs."""
-
-    def begin(self, inputs: Any) -> None: ...
-
-    def end(self, block: str) -> None: ...
-
-
 class Borders:
     """Hooks on a model's blocks, in place until `close()`, that act only inside `recording`. Because the hooks stay,
     their order never changes, and a model that collects tensors of its blocks by hooks always collects the same
@@ -204,7 +197,7 @@ class Borders:
         self._handles.append(model.register_forward_hook(untraced(self._leave), prepend=True))
 
     @contextlib.contextmanager
-    def recording(self, saves: BlockCalls | None = None) -> Iterator[BlockTape]:
+    def recording(self, saves: ForwardSaves | None = None) -> Iterator[BlockTape]:
         """Inside this context, calls of the blocks are cut at both ends. Yields the tape.
 
         saves: object to notify of each call.
@@ -244,7 +237,7 @@ class BlockTape:
     saves: see `recording`.
     """
 
-    def __init__(self, saves: BlockCalls | None = None) -> None:
+    def __init__(self, saves: ForwardSaves | None = None) -> None:
         self.calls = 0
         self._saves = saves
         self.parts: list[BlockPart] = []

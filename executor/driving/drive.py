@@ -31,26 +31,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from executor.activations.stashes import Stashes
 from executor.capture import RealShapes, fake_module
 from executor.driving.again import Before
 from executor.driving.borders import OTHER_FORWARD, BlockTape, Borders, find_blocks, shared_part
 from executor.driving.layer_major import relay
+from executor.driving.loop import Loop
 from executor.memory.update import Update
 from executor.models import forward_loss, known_masks, quiet, unpacked_sequences, unread_padding
 from executor.moments.hooks import tensors_of
-from executor.queues.interface import Stillness
-from executor.session.batches import Shapes
-from executor.session.following import Following
-from executor.session.hosting import BytesHost, LoopHost
-from executor.session.loop import Loop
-from executor.session.updates import Updates
+from executor.session.state import RunState
 from pstar_sim.errors import ContractError, OutOfMemory
 
 __all__ = ["ORDERS", "Driver", "Loss", "StepResult"]
@@ -87,51 +82,28 @@ class StepResult:
         return self._norm if self._ask is None else self._ask()
 
 
-class Recovering(Protocol):
-    """The part of `off_plan.ladder.Ladder` that this file uses."""
-
-    def recover(self, error: OutOfMemory | torch.OutOfMemoryError) -> None: ...
-
-
-class Host(BytesHost, LoopHost, Protocol):
-    """The part of the session that this file uses."""
-
-    @property
-    def queues(self) -> Stillness: ...
-    @property
-    def following(self) -> Following: ...
-    @property
-    def ladder(self) -> Recovering: ...
-    @property
-    def loop(self) -> Loop: ...
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def on_close(self) -> list[Callable[[], object]]: ...
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]: ...
-    @property
-    def optimizer(self) -> Callable[[], torch.optim.Optimizer | None]: ...
-    @property
-    def shapes(self) -> Shapes: ...
-    @property
-    def stashes(self) -> Stashes: ...
-    @property
-    def updates(self) -> Updates: ...
-
-
 class Driver:
     """Runs iterations of one session, and remembers the model's structure.
 
+    optimizer(): returns the optimizer; None if it is gone.
     whole: why the model runs whole; None if it can be cut at its blocks.
     """
 
-    def __init__(self, session: Host) -> None:
-        self.session = session
-        blocks = find_blocks(session.model)
+    def __init__(
+        self,
+        model: nn.Module,
+        loop: Loop,
+        on_close: list[Callable[[], object]],
+        optimizer: Callable[[], torch.optim.Optimizer | None],
+    ) -> None:
+        self.model = model
+        self.loop = loop
+        self.state = loop.state
+        self._optimizer = optimizer
+        blocks = find_blocks(model)
         self.whole: str | None = None if blocks else "the model has no list of blocks"
-        self._borders = Borders(session.model, blocks)
-        session.on_close.append(self._borders.close)
+        self._borders = Borders(model, blocks)
+        on_close.append(self._borders.close)
         # (micro-batches, signature) of tapes whose parts share no node
         self._clean: set[tuple[int, tuple[tuple[str, int], ...]]] = set()
         self._looked = False
@@ -143,18 +115,17 @@ class Driver:
 
         Raises ContractError as `Session.step` does.
         """
-        s = self.session
         begun_s = time.perf_counter()
         order = self._check(micro_batches, order)
-        optimizer = s.optimizer()
+        optimizer = self._optimizer()
         if optimizer is None:
             raise ContractError("the optimizer that executor.prepare returned is gone; keep it while you train")
         self._require_structure(micro_batches[0], loss, order)
         losses, calls = self._run(micro_batches, loss, order)
-        number = s.iteration
+        number = self.state.iteration
         optimizer.step()
         optimizer.zero_grad()
-        update = s.updates.last
+        update = self.loop.updates.last
         clips = update is not None and update.max_grad_norm is not None
         known = update.norm if update is not None and clips else None
         return StepResult(
@@ -164,7 +135,7 @@ class Driver:
             blocks=calls,
             whole=self.whole or "",
             _norm=None if known is None else float(known),
-            _ask=_asking(s, update, number) if update is not None and clips and known is None else None,
+            _ask=_asking(self.state, update, number) if update is not None and clips and known is None else None,
         )
 
     def _require_structure(self, batch: Any, loss: Loss, order: str) -> None:
@@ -182,31 +153,30 @@ class Driver:
     def _run(self, micro_batches: Sequence[Any], loss: Loss, order: str) -> tuple[list[torch.Tensor], int]:
         """Run forward and backward of every micro-batch. If memory runs out and the ladder finds a smaller plan, run
         them again. Returns the losses, and the number of calls of blocks in a micro-batch."""
-        s = self.session
-        before = Before(s.model)
+        before = Before(self.model)
         while True:
             try:
                 with torch.enable_grad():
                     return ORDERS[order](self, micro_batches, loss)
             except (OutOfMemory, torch.OutOfMemoryError) as error:
                 refused = error.with_traceback(None)  # the error's frames hold the forward's tensors
-            s.ladder.recover(refused)
+            self.loop.ladder.recover(refused)
             before.restore()
 
     def _check(self, micro_batches: Sequence[Any], order: str | None) -> str:
         """Check that the iteration can begin now. Returns the iteration's order."""
-        s = self.session
-        s.loop.require_running()
-        w = s.plan.workload
+        self.loop.standstill.require_running()
+        plan = self.state.run.plan
+        w = plan.workload
         if w.micro_batches > 1 and w.boundaries_on_host and w.order.one_by_one:
             raise ContractError(
-                f"session.step: the plan of {s.plan.policy} has the inputs of blocks on the host and runs "
+                f"session.step: the plan of {plan.policy} has the inputs of blocks on the host and runs "
                 f"{w.micro_batches} micro-batches one after the other; that runs with one micro-batch only; give "
                 "checkpoints=gpu, or make a plan layer by layer (tide:order=relay-host)"
             )
         known_order = self._known_order(order)
         self._check_micro_batches(micro_batches)
-        if s.cursor.moment >= 0 and s.now.arrived:
+        if self.state.cursor.moment >= 0 and self.state.now.arrived:
             raise ContractError(
                 "session.step inside an iteration: gradients of a backward wait for optimizer.step(); call it and "
                 "zero_grad() first"
@@ -215,7 +185,7 @@ class Driver:
 
     def _known_order(self, order: str | None) -> str:
         """Returns the iteration's order, which the plan has to allow; None stands for the plan's own."""
-        plan, w = self.session.plan, self.session.plan.workload
+        plan, w = self.state.run.plan, self.state.run.plan.workload
         planned = "relay" if w.relayed else "depth-first"
         order = planned if order is None else order
         if not isinstance(order, str) or order not in ORDERS:
@@ -232,11 +202,11 @@ class Driver:
             raise ContractError(
                 "session.step takes a list of micro-batches, one or more; for a single one give [batch]"
             )
-        planned = self.session.plan.workload.micro_batches
+        planned = self.state.run.timetable.micro_batches
         if len(micro_batches) > planned:
             raise ContractError(
                 f"session.step got {len(micro_batches)} micro-batches, the plan was made for {planned}; make the plan "
-                f"for as many ({self.session.spelling.micro_batches})"
+                f"for as many ({self.state.spelling.micro_batches})"
             )
 
     # -- structure ----------------------------------------------------------------------------------------------------
@@ -244,15 +214,15 @@ class Driver:
     def _look(self, batch: Any, loss: Loss, order: str) -> None:
         """Find out, on the copy without memory, whether the model can be cut; if not, set `whole` to the reason. In a
         relay, a model that asks for values of tensors (layer dropping) is examined in each forward instead."""
-        s = self.session
-        skeleton = s.shapes.skeleton
+        shapes_of = self.state.run.batches.shapes
+        skeleton = shapes_of.skeleton
         if skeleton is None:
-            self.whole = f"{type(s.model).__name__} cannot be copied to look at its structure"
+            self.whole = f"{type(self.model).__name__} cannot be copied to look at its structure"
             return
-        s.shapes.copy_attributes()
+        shapes_of.copy_attributes()
         borders = Borders(skeleton, find_blocks(skeleton))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        guard = s.model.register_forward_pre_hook(_not_this_one, prepend=True)
+        guard = self.model.register_forward_pre_hook(_not_this_one, prepend=True)
         try:
             with contextlib.ExitStack() as stack:
                 inputs = stack.enter_context(fake_module(skeleton, batch, mode))
@@ -290,12 +260,12 @@ class Driver:
 
         of: number of micro-batches in the iteration; the part of the loss is divided by it.
         """
-        model = self.session.model
+        model, run = self.model, self.state.run
         if self.whole is not None:
             tape, value = BlockTape(), loss(model, batch) / of
             tape.end(value)
             return tape, value.detach()
-        saves = self.session.stashes.boundaries()
+        saves = run.stashes.boundaries()
         hooks = contextlib.nullcontext() if saves is None else saves.hooks()
         with self._borders.recording(saves) as tape, hooks:
             value = loss(model, batch) / of
@@ -304,7 +274,7 @@ class Driver:
         if form not in self._clean:
             obstacle = _obstacle(tape) if tape.calls else None  # the forward has left out all blocks
             if obstacle is not None:
-                relayed = self.session.plan.workload.relayed
+                relayed = run.timetable.relayed
                 instead = _DEPTH_FIRST if relayed else "use loss.backward() in a loop of your own"
                 raise ContractError(
                     f"session.step cannot run this micro-batch block by block, although its structure seemed to "
@@ -315,14 +285,14 @@ class Driver:
 
     def backward(self, tape: BlockTape) -> None:
         """Run the whole backward of one micro-batch, part by part in reverse."""
-        s = self.session
-        s.following.in_parts = True
+        following = self.state.run.following
+        following.in_parts = True
         try:
-            with s.clock.one_backward():
+            with self.loop.clock.one_backward():
                 while tape.parts:
                     tape.back()
         finally:
-            s.following.in_parts = False
+            following.in_parts = False
 
 
 def _depth_first(driver: Driver, micro_batches: Sequence[Any], loss: Loss) -> tuple[list[torch.Tensor], int]:
@@ -338,7 +308,7 @@ def _depth_first(driver: Driver, micro_batches: Sequence[Any], loss: Loss) -> tu
 
 def _relay(driver: Driver, micro_batches: Sequence[Any], loss: Loss) -> tuple[list[torch.Tensor], int]:
     runs = [partial(driver.forward, batch, loss, len(micro_batches)) for batch in micro_batches]
-    return relay(driver.session, runs)
+    return relay(driver.loop, runs)
 
 
 ORDERS: dict[str, Callable[[Driver, Sequence[Any], Loss], tuple[list[torch.Tensor], int]]] = {
@@ -359,12 +329,12 @@ def _obstacle(tape: BlockTape) -> str | None:
     return f"a tensor that a block takes is also used past it: {shared[0]} and {shared[1]} share a part of the graph"
 
 
-def _asking(session: Host, update: Update, iteration: int) -> Callable[[], float | None]:
+def _asking(state: RunState, update: Update, iteration: int) -> Callable[[], float | None]:
     """Returns a function that waits for the iteration's updates and returns the norm of its gradients."""
 
     def ask() -> float | None:
         if update.norm is None:
-            session.queues.settle(iteration)
+            state.run.queues.settle(iteration)
         return None if update.norm is None else float(update.norm)
 
     return ask

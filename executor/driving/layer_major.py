@@ -15,53 +15,43 @@ Off the plan, the first unfinished micro-batch runs to its end, then the next.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
-from torch import nn
 
 from executor.contract import raw_grad, set_raw_grad
 from executor.driving.borders import BlockTape
 from executor.driving.forwards import Draws, Forward
-from executor.session.following import Following
-from executor.session.hosting import BytesHost, LoopHost
+from executor.driving.loop import Loop
 from pstar_sim.workload.mixing import block_of
 
-__all__ = ["Host", "relay"]
+__all__ = ["relay"]
 
 Run = Callable[[], tuple[BlockTape, torch.Tensor]]
 
 
-class Host(BytesHost, LoopHost, Protocol):
-    """The part of the session that this file uses."""
-
-    @property
-    def following(self) -> Following: ...
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]: ...
-
-
-def relay(session: Host, runs: Sequence[Run]) -> tuple[list[torch.Tensor], int]:
+def relay(loop: Loop, runs: Sequence[Run]) -> tuple[list[torch.Tensor], int]:
     """Run forward and backward of all micro-batches in the plan's layer-major order. Returns each micro-batch's part of
     the loss, and the number of calls of blocks in a micro-batch.
 
     runs: the forward of each micro-batch; returns its tape and its part of the loss.
     """
-    return _Relay(session, runs).run()
+    return _Relay(loop, runs).run()
 
 
 class _Relay:
-    def __init__(self, session: Host, runs: Sequence[Run]) -> None:
-        self._session = session
+    def __init__(self, loop: Loop, runs: Sequence[Run]) -> None:
+        self._state = loop.state
+        self._clock = loop.clock
+        self._parameters = loop.reader.parameters
         count = len(runs)
-        self._draws = Draws(count, session.backend.device)
+        self._draws = Draws(count, loop.state.run.backend.device)
         self._forwards = [Forward(run) for run in runs]
         self._waiting = list(range(count))  # unfinished micro-batches, in order
         self._aside: dict[int, dict[int, torch.Tensor]] = {}  # micro-batch -> tensor -> parts of its gradient
         self._now = 0
 
     def run(self) -> tuple[list[torch.Tensor], int]:
-        with self._session.clock.side_by_side(self._before_event):
+        with self._clock.side_by_side(self._before_event):
             try:
                 while self._waiting:
                     self._turn_to(self._next)
@@ -76,11 +66,11 @@ class _Relay:
     @property
     def _planned(self) -> int | None:
         """The micro-batch of the plan's next moment; None where the plan does not say."""
-        s = self._session
-        following = s.cursor.moment + 1
-        if s.cursor.off_plan or following >= len(s.timetable.micro_batch):
+        cursor, table = self._state.cursor, self._state.run.timetable
+        following = cursor.moment + 1
+        if cursor.off_plan or following >= len(table.micro_batch):
             return None
-        return s.timetable.micro_batch[following]
+        return table.micro_batch[following]
 
     @property
     def _next(self) -> int:
@@ -96,9 +86,9 @@ class _Relay:
     def _turn_to(self, micro_batch: int) -> None:
         if micro_batch == self._now:
             return
-        parameters = self._session.parameters
+        parameters = self._parameters
         aside = self._aside.setdefault(self._now, {})
-        for t in self._session.timetable.tied:
+        for t in self._state.run.timetable.tied:
             part = raw_grad(parameters[t])
             if part is not None:
                 aside[t] = part
@@ -106,7 +96,7 @@ class _Relay:
         self._now = micro_batch
         for t, part in self._aside.pop(micro_batch, {}).items():
             set_raw_grad(parameters[t], part)
-        self._session.clock.turn_to(micro_batch)
+        self._clock.turn_to(micro_batch)
 
     def _before_event(self) -> None:
         """Suspend the forward before an event that is not the plan's next."""
@@ -119,7 +109,7 @@ class _Relay:
             forward.go_on()
             return
         tape, _ = forward.result
-        following = self._session.following
+        following = self._state.run.following
         following.in_parts = following.keeps_tied = True
         try:
             self._back(tape)
@@ -131,9 +121,9 @@ class _Relay:
         while tape.parts and (self._mine or self._belongs(tape)):
             tape.back()
         if not tape.parts and self._mine:
-            if self._session.cursor.off_plan:
-                self._session.following.take_tied()
-            self._session.clock.end_backward()
+            if self._state.cursor.off_plan:
+                self._state.run.following.take_tied()
+            self._clock.end_backward()
             self._waiting.remove(self._now)
 
     def _belongs(self, tape: BlockTape) -> bool:
@@ -141,6 +131,6 @@ class _Relay:
         if it lies before the block of that cell and the plan has no event for it."""
         if not tape.parts[-1].before_block:
             return False
-        table, m = self._session.timetable, self._session.cursor.moment
+        table, m = self._state.run.timetable, self._state.cursor.moment
         mine = (name for name, u in zip(table.names[m + 1 :], table.micro_batch[m + 1 :]) if u == self._now)
         return block_of(next(mine, "").partition(":")[2]) is not None

@@ -1,7 +1,7 @@
 """Ending: the end of a run, by `close()`, by an interruption that cannot be repaired, or with the process.
 
-Three lists hold functions that undo changes. `Session.hooks` removes hooks from the model's modules and parameters.
-`Session.on_close` undoes other changes of the model. `Resources.at_end` undoes changes of the process; it does not hold
+Three lists hold functions that undo changes. `Ending.hooks` removes hooks from the model's modules and parameters.
+`Ending.on_close` undoes other changes of the model. `Resources.at_end` undoes changes of the process; it does not hold
 the session, and is also called where the session was dropped without `close()`.
 """
 
@@ -10,85 +10,47 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-from executor.queues.interface import Health, Lifetime
-from executor.session.hosting import BytesHost, LoopHost
-from executor.session.loop import Loop
-from executor.session.reader import Reader
+from executor.driving.loop import Loop
+from executor.lifetime.resources import Resources
 from executor.session.refusals import Refusal, refused
-from executor.session.updates import Updates
-from pstar_sim.errors import Interrupted
 
-__all__ = ["Ending", "Host"]
+__all__ = ["Ending"]
 
 log = logging.getLogger("executor")
-
-
-class SessionEnd(Protocol):
-    """The part of `resources.Resources` that this file uses."""
-
-    def end(self) -> None: ...
-
-
-class QueuesAsked(Lifetime, Health, Protocol):
-    """The part of the queues that this file uses."""
-
-
-class Host(BytesHost, LoopHost, Protocol):
-    """The part of the session that this file uses."""
-
-    closed: bool
-
-    @property
-    def queues(self) -> QueuesAsked: ...
-    @property
-    def reader(self) -> Reader: ...
-    @property
-    def updates(self) -> Updates: ...
-    @property
-    def loop(self) -> Loop: ...
-    @property
-    def resources(self) -> SessionEnd: ...
-    @property
-    def hooks(self) -> Sequence[Any]: ...
-    @property
-    def on_close(self) -> Sequence[Callable[[], object]]: ...
-    @property
-    def home(self) -> torch.device: ...
 
 
 class Ending:
     """Ends a session's run.
 
-    dropped: calls `Holdings.let_go` where the session is collected without `close()`.
+    dropped: calls `Resources.let_go` where the session is collected without `close()`.
+
+    Attributes:
+        on_close: functions that undo other changes of the model.
     """
 
-    def __init__(self, host: Host, dropped: weakref.finalize[..., Any]) -> None:
-        self.host = host
+    def __init__(self, loop: Loop, resources: Resources, dropped: weakref.finalize[..., Any]) -> None:
+        self.loop = loop
+        self.state = loop.state
+        self.reader = loop.reader
+        self.resources = resources
+        self.home = torch.device("cpu")
+        self.hooks: list[Any] = []
+        self.on_close: list[Callable[[], object]] = []
         self._dropped = dropped
-
-    def interrupt(self, why: str) -> Interrupted:
-        """End the run: queues and other ranks fail with Interrupted(why). Returns that error for the caller to raise.
-        Later calls of the session raise it too."""
-        host = self.host
-        error = Interrupted(why)
-        host.queues.fail(error)
-        if host.ranks is not None:
-            host.ranks.announce(error, host.iteration)
-        return error
 
     def tell_ranks(self, error: BaseException | None) -> None:
         """Tell the other ranks that this rank's run is over.
 
         error: the error that ends the run, where it is known.
         """
-        host = self.host
-        if host.ranks is not None and not host.closed:
-            host.ranks.announce(host.queues.failure or error, host.iteration)
+        state = self.state
+        if state.ranks is not None and not state.closed:
+            state.ranks.announce(state.run.queues.failure or error, state.iteration)
 
     def close(self, *, restore: bool) -> None:
         """Stop the queues and remove the hooks. A second call does nothing.
@@ -97,33 +59,34 @@ class Ending:
 
         Afterwards raises the error of a queue that died, unless that error was raised before.
         """
-        host = self.host
-        if host.closed:
+        state, queues = self.state, self.state.run.queues
+        if state.closed:
             return
         values: dict[int, torch.Tensor] = {}
         unreported: Exception | None = None
-        host.at_work.outermost()
-        if restore and host.queues.failure is None:
+        state.at_work.outermost()
+        if restore and queues.failure is None:
             self._mend()
-        if restore and host.queues.failure is None:
-            if host.updates.running:
+            queues = state.run.queues  # mending may have made a new plan
+        if restore and queues.failure is None:
+            if self.loop.updates.running:
                 log.warning(
                     "closed between the last backward and optimizer.step() with eager updates: some parameters keep "
                     "the update of iteration %d, others do not have it",
-                    host.iteration,
+                    state.iteration,
                 )
             try:
-                values = {t: host.reader.value_now(t) for t in host.timetable.chunk_of}
+                values = {t: self.reader.value_now(t) for t in state.run.timetable.chunk_of}
             except Exception as error:  # raised below, after the session has ended
-                host.queues.fail(error)
+                queues.fail(error)
                 unreported = error
-        if restore and host.queues.failure is not None:
-            log.warning("the parameters are left without values: the run ended with %s", host.queues.failure)
+        if restore and queues.failure is not None:
+            log.warning("the parameters are left without values: the run ended with %s", queues.failure)
         self.tell_ranks(sys.exc_info()[1])
-        host.closed = True
+        state.closed = True
         self._dropped.detach()
         try:
-            host.queues.stop()
+            queues.stop()
         finally:
             self._let_go(values)
         if unreported is not None:
@@ -131,27 +94,26 @@ class Ending:
 
     def _mend(self) -> None:
         """Mend an interruption, so that values can be read. Values that a load left half loaded cannot be."""
-        host = self.host
-        if host.at_work.loading:
-            host.queues.fail(refused(Refusal.HALF_LOADED, host.at_work))
-        elif host.at_work.torn:
+        state = self.state
+        if state.at_work.loading:
+            state.run.queues.fail(refused(Refusal.HALF_LOADED, state.at_work))
+        elif state.at_work.torn:
             try:
-                host.loop.mend()
+                self.loop.mend()
             except Exception as error:  # for example the device's own error: the session ends all the same
-                host.queues.fail(error)
+                state.run.queues.fail(error)
 
     def _let_go(self, values: Mapping[int, torch.Tensor]) -> None:
         """Undo the three lists. Parameters become plain before memory is freed, because they are views of it.
 
         values: tensor -> value of its parameter from now on; other parameters are left without a value.
         """
-        host = self.host
-        if host.ranks is not None:
-            host.ranks.close()
-        host.clock.close()
-        for handle in host.hooks:
+        if self.state.ranks is not None:
+            self.state.ranks.close()
+        self.loop.clock.close()
+        for handle in self.hooks:
             handle.remove()
-        for action in host.on_close:
+        for action in self.on_close:
             action()
-        host.reader.make_plain(lambda t: values[t].to(host.home) if t in values else None)
-        host.resources.end()
+        self.reader.make_plain(lambda t: values[t].to(self.home) if t in values else None)
+        self.resources.end()

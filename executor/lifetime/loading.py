@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
 
 from executor.contract import ChunkParameter, adopt, disown
-from executor.memory.arena import Arena
+from executor.memory.arena import PLACES, Arena
 from executor.memory.contents import Contents
-from executor.session.hosting import BytesHost
 from executor.session.reader import Reader
+from executor.session.state import PlanBytes
 from pstar_sim.core.effects import OTHERS
 from pstar_sim.core.layout import Chunk, Slot
 from pstar_sim.core.step import Place
 
-__all__ = ["Host", "ValueSource", "load_parameters", "unload_parameters", "views_of"]
+__all__ = ["load_parameters", "unload_parameters", "views_of"]
 
 
-class ValueSource(Protocol):
-    """A source of values other than the model: `saving.weights.Weights`."""
-
-    def holds(self, tensor: int) -> bool:
-        """Returns whether the source has the tensor's value."""
-        ...
-
-    def fill(self, arena: Arena, contents: Contents) -> None:
-        """Write the values into every list that has memory."""
-        ...
-
-
-class Host(BytesHost, Protocol):
-    """The part of the session that this file uses."""
-
-    @property
-    def reader(self) -> Reader: ...
-
-
-def load_parameters(host: Host, source: ValueSource | None = None) -> None:
+def load_parameters(
+    reader: Reader, others: Collection[int] = (), fill: Callable[[Arena, Contents], None] | None = None
+) -> None:
     """Move the parameters' values into their chunks, one chunk at a time, and make the parameters views of their
     chunks' working lists. Takes the memory of all payloads that the plan has resident between two iterations. Call
     before the queues start.
 
-    source: provides values in place of the model.
+    others: tensors whose values do not come from the model.
+    fill: writes these values into every list that has memory.
     """
-    plan, arena, contents = host.plan, host.arena, host.contents
+    run, parameters = reader.state.run, reader.parameters
+    plan, arena, contents = run.plan, run.arena, run.contents
     present = sorted(plan.initial)
     for resident in present:
         if resident.chunk >= 0:  # chunk -1 stands for buffers of modules, whose memory is not the arena's
@@ -56,16 +40,16 @@ def load_parameters(host: Host, source: ValueSource | None = None) -> None:
             else:
                 arena.at(resident.place, resident.chunk, resident.list).zero_()
     for chunk in plan.layout.chunks:
-        for slot, view in views_of(arena, chunk, host.reader.parameters):
-            parameter = host.reader.parameters[slot.tensor]
-            if source is None or not source.holds(slot.tensor):
+        for slot, view in views_of(arena, chunk, parameters):
+            parameter = parameters[slot.tensor]
+            if slot.tensor not in others:
                 _put_everywhere(contents, chunk.index, slot.tensor, parameter.detach().reshape(-1))
             parameter.data = view
-            adopt(parameter, host.reader, slot.tensor)
-    if source is not None:
-        source.fill(arena, contents)
+            adopt(parameter, reader, slot.tensor)
+    if fill is not None:
+        fill(arena, contents)
     for chunk in plan.layout.chunks:
-        for place in (Place.GPU, Place.HOST):
+        for place in PLACES:
             if arena.has(place, chunk.index, "param"):
                 contents.chunks[chunk.index].current.add(place)
         contents.chunks[chunk.index].whole = arena.sliced and arena.has(Place.GPU, chunk.index, "remote")
@@ -73,33 +57,33 @@ def load_parameters(host: Host, source: ValueSource | None = None) -> None:
 
 def _put_everywhere(contents: Contents, chunk: int, tensor: int, value: torch.Tensor) -> None:
     """Write a parameter's value, flat, into every list of its chunk that has memory."""
-    for place in (Place.GPU, Place.HOST):
+    for place in PLACES:
         for list_name in ("param", "param32"):
             if contents.arena.has(place, chunk, list_name):
                 contents.slots.put(place, tensor, list_name, value)
 
 
-def unload_parameters(host: Host, home: torch.device, source: ValueSource | None = None) -> None:
+def unload_parameters(reader: Reader, home: torch.device, others: Collection[int] = ()) -> None:
     """Undo `load_parameters`, also if it stopped halfway. Parameters that have moved into a chunk become plain again,
-    on `home`, with their former values. Parameters whose values are in `source` are left as they are. Only on one rank
-    and before the first step."""
-    for tensor, chunk in host.timetable.chunk_of.items():
-        parameter = host.reader.parameters[tensor]
+    on `home`, with their former values. Parameters of `others`, as in `load_parameters`, are left as they are. Only on
+    one rank and before the first step."""
+    run = reader.state.run
+    for tensor, chunk in run.timetable.chunk_of.items():
+        parameter = reader.parameters[tensor]
         if not isinstance(parameter, ChunkParameter):
             continue  # this parameter is still plain
-        if source is not None and source.holds(tensor):
+        if tensor in others:
             continue
-        shape, value = parameter.shape, _loaded_value(host, chunk, tensor)
+        shape, value = parameter.shape, _loaded_value(run, chunk, tensor)
         disown(parameter)
-        parameter.data = host.reader.in_memory_format(tensor, value.to(home, copy=True).reshape(shape))
+        parameter.data = reader.in_memory_format(tensor, value.to(home, copy=True).reshape(shape))
 
 
-def _loaded_value(host: Host, chunk: int, tensor: int) -> torch.Tensor:
+def _loaded_value(run: PlanBytes, chunk: int, tensor: int) -> torch.Tensor:
     """Returns the value that `_put_everywhere` wrote, flat, in the working dtype."""
     for list_name in ("param", "param32"):
-        for place in (Place.HOST, Place.GPU):
-            if host.arena.has(place, chunk, list_name):
-                return host.contents.slots.at(place, tensor, list_name).to(host.arena.dtype(chunk, "param"))
+        if any(run.arena.has(place, chunk, list_name) for place in PLACES):
+            return run.contents.slots.source(tensor, list_name).to(run.arena.dtype(chunk, "param"))
     raise AssertionError(f"tensor {tensor} has moved into chunk {chunk}, of which no list has memory")
 
 

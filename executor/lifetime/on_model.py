@@ -10,56 +10,29 @@ import copy
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from executor.contract import changes_nothing, tensor_of
 from executor.devices.torch_private import override, parameter_table
+from executor.driving.loop import Loop
 from executor.moments.compiled import untraced
 from executor.moments.unseen import unseen
 from pstar_sim.errors import ContractError
 
-__all__ = ["Host", "guard_model", "watch_batches"]
+__all__ = ["guard_model", "watch_batches"]
 
 
-class Looping(Protocol):
-    """The part of the loop that this file uses."""
-
-    def zero_grad(self, set_to_none: bool) -> None: ...
-
-    def see_batch(self, args: Any, kwargs: Any) -> None: ...
-
-
-class Reading(Protocol):
-    """The part of the reader that this file uses."""
-
-    def current_value(self, tensor: int) -> torch.Tensor: ...
-
-
-class Host(Protocol):
-    """The part of the session that this file uses."""
-
-    @property
-    def closed(self) -> bool: ...
-    @property
-    def loop(self) -> Looping: ...
-    @property
-    def reader(self) -> Reading: ...
-
-    def end_after_training(self) -> bool: ...
-
-
-def guard_model(model: nn.Module, session: Host) -> Callable[[], None]:
+def guard_model(model: nn.Module, loop: Loop, end_after_training: Callable[[], bool]) -> Callable[[], None]:
     """Put the module-level half of the contract (contract.py) in place. Returns the function that removes it."""
-    keeper = weakref.ref(session)
+    keeper, end_of = weakref.ref(loop), weakref.WeakMethod(end_after_training)
     undo: list[Callable[[], None]] = []
 
     def ended() -> bool:
-        held = keeper()
-        return held is not None and held.end_after_training()
+        end = end_of()
+        return end is not None and end()
 
     def moved(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         with unseen():
@@ -98,9 +71,9 @@ def guard_model(model: nn.Module, session: Host) -> Callable[[], None]:
         )
 
     def zeroed(self: nn.Module, set_to_none: bool = True) -> None:
-        held = keeper()
-        if held is not None:
-            held.loop.zero_grad(set_to_none)
+        loop = keeper()
+        if loop is not None:
+            loop.zero_grad(set_to_none)
 
     for module in model.modules():
         for name, function in (
@@ -121,30 +94,30 @@ def guard_model(model: nn.Module, session: Host) -> Callable[[], None]:
     return undo_all
 
 
-def _current_values(keeper: Callable[[], Host | None]) -> Callable[..., None]:
+def _current_values(keeper: Callable[[], Loop | None]) -> Callable[..., None]:
     """Returns a state_dict hook that gives the module's own parameters as copies of their current values."""
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        session = keeper()
-        if session is None or session.closed:
+        loop = keeper()
+        if loop is None or loop.state.closed:
             return
         for name, parameter in parameter_table(module).items():
             key = prefix + name
             tensor = None if parameter is None else tensor_of(parameter)
             if tensor is not None and key in state_dict:
-                state_dict[key] = session.reader.current_value(tensor)
+                state_dict[key] = loop.reader.current_value(tensor)
 
     return hook
 
 
-def watch_batches(model: nn.Module, session: Host) -> RemovableHandle:
+def watch_batches(model: nn.Module, loop: Loop) -> RemovableHandle:
     """Show the loop each batch with which the model is called, before any other forward hook. Returns the hook's
     handle."""
-    keeper = weakref.ref(session)
+    keeper = weakref.ref(loop)
 
     def see(module: nn.Module, args: Any, kwargs: Any) -> None:
-        held = keeper()
-        if held is not None and not held.closed:
-            held.loop.see_batch(args, kwargs)
+        loop = keeper()
+        if loop is not None and not loop.state.closed:
+            loop.see_batch(args, kwargs)
 
     return model.register_forward_pre_hook(untraced(see), prepend=True, with_kwargs=True)

@@ -10,15 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from executor.devices.backend import Backend, give_freed_pages_back
+from executor.distributed.ranks import Ranks
 from executor.memory.arena import Arena
-
-if TYPE_CHECKING:
-    from executor.session.others import Others
 
 __all__ = ["Resources", "ask_torch_threads"]
 
@@ -37,7 +34,7 @@ class Resources:
         at_end: functions that undo changes of the process. None may hold the session.
     """
 
-    def __init__(self, backend: Backend, ranks: Others | None) -> None:
+    def __init__(self, backend: Backend, ranks: Ranks | None) -> None:
         self._backend = backend
         self._ranks = ranks
         self.arena: Arena | None = None

@@ -26,19 +26,22 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
+
+from torch import nn
 
 from executor.measuring.measure import PeakMeter
-from executor.memory.arena import check_gpu_memory
-from executor.moments.standing import Host as StandingHost
+from executor.memory.arena import Arena, check_gpu_memory
+from executor.moments.hooks import MomentClock
 from executor.moments.standing import Standing
-from executor.moments.unseen import Watching, unseen
+from executor.moments.unseen import unseen
+from executor.off_plan.plan_run import WholeState
 from executor.off_plan.rungs import with_gpu_budget
-from executor.session.batches import Batches
-from executor.session.hosting import LoopHost
+from executor.session.weakly import weakly
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import DoesNotFit, PlanError, UnknownName
 from pstar_sim.policy.kit.points import Point
@@ -61,10 +64,7 @@ MOST_PLANS = 3  # new plans in a row; a tide that grows with each iteration come
 class TideReport:
     """One iteration's tide beside its plan's.
 
-    model: name of the plan's model.
     moment: the moment at which the difference rises most, on the way to its largest value.
-    name: name of that moment.
-    module: module of that moment.
     planned_bytes: non-model bytes of that moment by the plan.
     measured_bytes: non-model bytes of that moment as measured.
     most_bytes: the largest difference of any moment; negative if none is above the plan and some are below.
@@ -150,27 +150,26 @@ def compare(
     )
 
 
-class Host(StandingHost, LoopHost, Protocol):
-    """The part of the session that this file uses."""
-
-    @property
-    def batches(self) -> Batches: ...
-    @property
-    def watches(self) -> list[Watching]: ...
-
-    def renew(self, plan: Plan) -> None: ...
-
-
-class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
+class FirstIteration(Standing):  # type: ignore[no-untyped-call]
     """Counts live bytes operator by operator, from `begin` on until an iteration has run on plan.
 
-    report: the last comparison; None before the first.
+
     refused: function that makes the error that the next forward raises.
     """
 
-    def __init__(self, session: Host) -> None:
+    def __init__(self, model: nn.Module, state: WholeState, clock: MomentClock, renew: Callable[[Plan], None]) -> None:
+        self._keeper = keeper = weakref.ref(state)
+        self._clock = weakref.ref(clock)
+        self._renew = weakly(renew)
+        self._model = weakref.ref(model)
         self.peaks: list[int] = []
-        super().__init__(session)
+
+        def arena() -> Arena:
+            held = keeper()
+            assert held is not None  # operators are counted on demand only: `_watches`
+            return held.run.arena
+
+        super().__init__(model, state.run.backend.device, arena)
         self.report: TideReport | None = None
         # A new error each time: a traceback holds the loop's frames, and with them the session.
         self.refused: Callable[[], DoesNotFit] | None = None
@@ -184,33 +183,43 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
 
     def bind(self) -> None:
         super().bind()
-        self.peaks = [0] * len(self._session.plan.workload.moments)
+        self.peaks = [0] * len(self._state.run.timetable.names)
 
     def begin(self) -> None:
         super().begin()
-        self._session.watches.append(self)
+        self._state.listeners.append(self)
 
     def end(self) -> None:
         self._done = True
-        s = self._keeper()
-        if s is not None:
-            if self in s.watches:
-                s.watches.remove(self)
-            if self._marks is not None and s.arena.log.marks is self._marks:
-                s.arena.log.marks = None
+        state = self._keeper()
+        if state is not None:
+            if self in state.listeners and self.refused is None:  # else the next forward is refused
+                state.listeners.remove(self)
+            log_of = state.run.arena.log
+            if self._marks is not None and log_of.marks is self._marks:
+                log_of.marks = None
         self._marks = None
         if self._entered:
             super().end()
+
+    @property
+    def _state(self) -> WholeState:
+        state = self._keeper()
+        assert state is not None
+        return state
 
     @property
     def _watches(self) -> bool:
         """Whether operators are counted now: from the first forward to the end of the last backward. Operators of the
         loop between a backward and the next forward or the optimizer step do not count as the model's (as in
         `off_plan/guard.py`), nor those of another prepared model, whose own plan has room for them."""
-        s = self._keeper()
-        if s is None or self._done or s.closed or s.cursor.moment < 0 or s.cursor.off_plan or s.cursor.visiting:
+        state, clock = self._keeper(), self._clock()
+        if state is None or clock is None or self._done or state.closed:
             return False
-        return s.clock.at_turn and s.timetable.names[s.cursor.moment] not in ("backward-end", "step")
+        cursor = state.cursor
+        if cursor.moment < 0 or cursor.off_plan or cursor.visiting:
+            return False
+        return clock.at_turn and state.run.timetable.names[cursor.moment] not in ("backward-end", "step")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -231,13 +240,14 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
         """Begin the count of an iteration on plan; the queues run."""
         if self._done:
             return
-        s = self._session
+        log_of = self._state.run.arena.log
         self._seen = self._other_batch = False
         self.peaks = [0] * len(self.peaks)
         # Tensors of an abandoned iteration (its graph, in a traceback) do not belong to this iteration.
         self._live.clear()
         self.current = 0
-        for buffer in s.model.buffers():
+        model = self._model()
+        for buffer in () if model is None else model.buffers():
             self._see(buffer)
         self._iterations += 1
         if self._iterations > MOST_ITERATIONS:
@@ -246,12 +256,12 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
             )
             self.end()
             return
-        if s.arena.log.marks is None or s.arena.log.marks is self._marks:  # otherwise another measurement runs
+        if log_of.marks is None or log_of.marks is self._marks:  # otherwise another measurement runs
             self._marks = []
-            self._log_at, self._payload_bytes = s.arena.log.keep_marks(self._marks)
+            self._log_at, self._payload_bytes = log_of.keep_marks(self._marks)
 
     def close_moment(self, moment: int) -> None:
-        self._other_batch |= not self._session.batches.planned
+        self._other_batch |= not self._state.run.batches.planned
         self.peaks[moment] = max(self.peaks[moment], self.peak)
 
     def open_moment(self) -> None:
@@ -260,31 +270,30 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
     def end_iteration(self) -> None:
         """End the count of an iteration on plan, before the next iteration begins. Raises DoesNotFit if no plan fits
         the measured tide, PlanError if several ranks cannot continue."""
-        s = self._session
         if self._done:
             return
-        marks = self._marks
-        if marks is None or s.arena.log.marks is not marks or (self._other_batch and not self._any_above()):
+        state, plan, log_of, marks = self._state, self._state.run.plan, self._state.run.arena.log, self._marks
+        if marks is None or log_of.marks is not marks or (self._other_batch and not self._any_above()):
             return  # wait for the next iteration
-        changes = s.arena.log.changes[self._log_at :]
-        s.arena.log.marks = None
+        changes = log_of.changes[self._log_at :]
+        log_of.marks = None
         if not self._seen:
             why = "compiled blocks run without operators"
             if threading.get_ident() != self.thread:
                 why = "the loop runs in another thread than executor.prepare was called in"
-            log.warning("the tide of iteration %d was not compared with the plan's: %s", s.iteration - 1, why)
+            log.warning("the tide of iteration %d was not compared with the plan's: %s", state.iteration - 1, why)
             self.end()
             return
         walk = PeakMeter(self.peaks, self._payload_bytes)
         walk.follow(changes, marks, self._log_at)
         self.report = compare(
-            s.plan.workload, self.peaks, iteration=s.iteration - 1, gpu_peak_bytes=walk.peak,
-            gpu_budget_bytes=s.plan.gpu_budget_bytes,
+            plan.workload, self.peaks, iteration=state.iteration - 1, gpu_peak_bytes=walk.peak,
+            gpu_budget_bytes=plan.gpu_budget_bytes,
         )  # fmt: skip
         if not self.report.above:
             log.info("%s", self.report)
             self.end()
-        elif s.ranks is not None:
+        elif state.ranks is not None:
             self._on_ranks()
         else:
             self._replan()
@@ -292,7 +301,7 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
     def _any_above(self) -> bool:
         """Returns whether a moment held more than the plan has for it. A smaller batch shows this too, but not that the
         plan has enough for its own batch."""
-        w = self._session.plan.workload
+        w = self._state.run.plan.workload
         tolerance = tolerance_bytes(w)
         return any(there - m.peak_bytes > tolerance for there, m in zip(self.peaks, w.moments))
 
@@ -303,7 +312,7 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
 
     def _measured(self) -> Workload:
         """Returns the plan's workload with the measured tide where that was higher."""
-        w = self._session.plan.workload
+        w = self._state.run.plan.workload
         return replace(
             w,
             moments=tuple(replace(m, peak_bytes=max(m.peak_bytes, size)) for m, size in zip(w.moments, self.peaks)),
@@ -311,51 +320,52 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
 
     def _on_ranks(self) -> None:
         """Check the plan for the measured tide; several ranks cannot plan again: [Note: several ranks]."""
-        s = self._session
-        assert s.ranks is not None
+        state, ranks = self._state, self._state.ranks
+        assert ranks is not None
         workload = self._measured()
         try:
-            replace(s.plan, workload=workload, ranked=None).check()
+            replace(state.run.plan, workload=workload, ranked=None).check()
         except PlanError as error:
             self._say("the plan does not hold for this tide")
             self.end()
-            raise s.ranks.ends(
-                f"rank {s.ranks.rank}: {self.report}: {error}. Several ranks cannot plan again during a run: record "
+            raise ranks.ends(
+                f"rank {ranks.rank}: {self.report}: {error}. Several ranks cannot plan again during a run: record "
                 "the trace (executor.record, pstar run --record) and plan from it, or plan for less "
-                f"{s.spelling.gpu_memory}"
+                f"{state.spelling.gpu_memory}"
             ) from None
         self._say("the plan has room for this tide and stays, because several ranks cannot plan again during a run")
         self.end()
 
     def _replan(self) -> None:
-        s = self._session
+        state, backend, former = self._state, self._state.run.backend, self._state.run.plan
         if self._plans == MOST_PLANS:
             self._say(f"no further plan after {self._plans} new plans: the tide grows with every iteration")
             self.end()
             return
         self._plans += 1
-        workload, budget = self._measured(), s.plan.gpu_budget_bytes
+        workload, budget = self._measured(), former.gpu_budget_bytes
         try:
-            spec = s.plan.policy
+            spec = former.policy
             try:
                 policy = find_policy(spec)
             except UnknownName:  # the policy is the user's own function
                 policy, spec = find_policy(OTHERWISE), OTHERWISE
-            plan = policy(workload, with_gpu_budget(s.plan.machine, budget), s.plan.settings)
-            check_gpu_memory(plan, s.backend, plan.gpu_budget_bytes)
+            plan = policy(workload, with_gpu_budget(former.machine, budget), former.settings)
+            check_gpu_memory(plan, backend, plan.gpu_budget_bytes)
             with unseen():
-                s.renew(plan)
+                self._renew(plan)
         except DoesNotFit as error:
             report = self.report
             self._say(f"no plan for this tide fits: {error}")
             self.refused = partial(
                 DoesNotFit,
-                policy=s.plan.policy,
+                policy=former.policy,
                 place=error.place,
                 needed_bytes=error.needed_bytes,
                 available_bytes=error.available_bytes,
-                what=f"{error.what}; {report}; all parameters are those after step {s.iteration - 1}; give "
-                f"more {s.spelling.gpu_memory}, a smaller batch or checkpointing, or record the trace and plan from it",
+                what=f"{error.what}; {report}; all parameters are those after step {state.iteration - 1}; give "
+                f"more {state.spelling.gpu_memory}, a smaller batch or checkpointing, or record the trace and plan "
+                "from it",
             )
             self.end()
             raise self.refused() from None

@@ -9,18 +9,17 @@ throughout.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from executor.driving.loop import Loop
 from executor.measuring.measured import Measured
+from executor.memory.arena import PLACES, Arena
+from executor.moments.listener import Listener
 from executor.moments.live_bytes import LiveStorages
-from executor.moments.unseen import Watching
 from executor.queues.interface import Queues
 from executor.queues.serial import QueueEvent, SerialQueues, follow
-from executor.session.hosting import BytesHost
-from executor.session.loop import Loop
-from executor.session.steps import Steps
 from pstar_sim.core.step import COPIES, Place
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PlanError
@@ -28,74 +27,61 @@ from pstar_sim.errors import PlanError
 if TYPE_CHECKING:
     from executor.memory.byte_log import ByteChange
 
-__all__ = ["Host", "PeakMeter", "TideWatch", "measure_iteration"]
+__all__ = ["PeakMeter", "TideWatch", "measure_iteration"]
 
 
-class Host(BytesHost, Protocol):
-    """The part of the session that this file uses."""
-
-    @property
-    def queues(self) -> Queues: ...
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def steps(self) -> Steps: ...
-    @property
-    def loop(self) -> Loop: ...
-    @property
-    def deviations(self) -> int: ...
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]: ...
-    @property
-    def watches(self) -> list[Watching]: ...
-
-    def use_queues(self, queues: Queues) -> None: ...
-
-
-def measure_iteration(session: Host, step_fn: Callable[[], Any], order: Timeline | None = None) -> Measured:
+def measure_iteration(
+    model: nn.Module,
+    loop: Loop,
+    use_queues: Callable[[Queues], None],
+    step_fn: Callable[[], Any],
+    order: Timeline | None = None,
+) -> Measured:
     """Run `step_fn` (one whole iteration: every micro-batch, step and zero_grad) twice and measure the second
     iteration. Returns its bytes.
 
+
     Raises PlanError inside an iteration, or for a timeline of another plan.
     """
-    if session.cursor.moment >= 0:
+    state, run, parameters = loop.state, loop.state.run, loop.reader.parameters
+    if state.cursor.moment >= 0:
         raise PlanError("measure_iteration inside an iteration; call it after optimizer.step()")
-    chooser = follow(order, session.plan) if order is not None else _as_early_as_possible
-    threads = session.queues
+    chooser = follow(order, run.plan) if order is not None else _as_early_as_possible
+    threads, log = run.queues, run.arena.log
     serial = SerialQueues(chooser)
-    session.loop.drain()
-    session.use_queues(serial)
+    loop.standstill.drain()
+    use_queues(serial)
     watch: TideWatch | None = None
     try:
         step_fn()
         live = LiveStorages(
-            [session.parameters[t] for t in sorted(session.plan.layout.chunk_of)],
-            session.model.buffers(),
+            [parameters[t] for t in sorted(run.timetable.chunk_of)],
+            model.buffers(),
             costs=False,
-            device=session.backend.device,
+            device=run.backend.device,
         )
-        watch = TideWatch(session, live)
-        first = session.iteration
-        session.watches.append(watch)
+        watch = TideWatch(run.arena, live)
+        first = state.iteration
+        state.listeners.append(watch)
         begun = watch.payloads_now()
-        session.arena.log.marks = []
-        log_at = len(session.arena.log.changes)
-        deviations = session.deviations
+        log.marks = []
+        log_at = len(log.changes)
+        deviations = state.deviations
         with live:
             step_fn()
-        marks, session.arena.log.marks = session.arena.log.marks, None
-        changes = session.arena.log.changes[log_at:]
-        session.watches.remove(watch)
-        session.queues.settle(first)  # the iteration's last steps run on into the next forward
+        marks, log.marks = log.marks, None
+        changes = log.changes[log_at:]
+        state.listeners.remove(watch)
+        run.queues.settle(first)  # the iteration's last steps run on into the next forward
         moved = {"h2d": 0, "d2h": 0}
-        for step in session.steps.span_log:  # before the threads continue and add to it
+        for step in run.steps.span_log:  # before the threads continue and add to it
             if step.iteration == first and step.step.kind in COPIES:
                 moved[step.step.queue.value] += step.copied_bytes
     finally:
-        if watch is not None and watch in session.watches:
-            session.watches.remove(watch)
-        session.arena.log.marks = None
-        session.use_queues(threads)
+        if watch is not None and watch in state.listeners:
+            state.listeners.remove(watch)
+        log.marks = None
+        use_queues(threads)
     peaks = tuple(watch.peaks)
     gpu = PeakMeter(peaks, begun[Place.GPU])
     gpu.follow(changes, marks, log_at)
@@ -110,7 +96,7 @@ def measure_iteration(session: Host, step_fn: Callable[[], Any], order: Timeline
         payload_peak_bytes=gpu.payload_peak,
         peak_host_bytes=host_peak,
         moved_bytes=moved,
-        on_plan=session.deviations == deviations and session.iteration == first + 1,
+        on_plan=state.deviations == deviations and state.iteration == first + 1,
     )
 
 
@@ -118,16 +104,16 @@ def _as_early_as_possible(possible: Sequence[QueueEvent], compute: QueueEvent, m
     return 0
 
 
-class TideWatch:
-    """Measures the peak of live bytes in each moment; the session reports when a moment opens and closes."""
+class TideWatch(Listener):
+    """Measures the peak of live bytes in each moment."""
 
-    def __init__(self, session: Host, live: LiveStorages) -> None:
-        self.peaks = [0] * len(session.plan.workload.moments)
+    def __init__(self, arena: Arena, live: LiveStorages) -> None:
+        self.peaks = [0] * len(arena.plan.workload.moments)
         self._live = live
-        self._arena = session.arena
+        self._arena = arena
 
     def payloads_now(self) -> dict[Place, int]:
-        return {place: self._arena.payload_bytes(place) for place in (Place.GPU, Place.HOST)}
+        return {place: self._arena.payload_bytes(place) for place in PLACES}
 
     def close_moment(self, moment: int) -> None:
         self.peaks[moment] = self._live.peak
@@ -140,7 +126,6 @@ class PeakMeter:
     """Adds up payload bytes and the measured tide through the iteration.
 
     peak: most bytes of payloads and tide together.
-    payload_peak: most bytes of payloads alone.
     """
 
     def __init__(self, peaks: Sequence[int], payload: int) -> None:

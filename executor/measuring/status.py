@@ -13,14 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from executor.devices.backend import VirtualBackend
 from executor.measuring.first import FirstIteration, TideReport
-from executor.queues.interface import Timing
+from executor.off_plan.plan_run import PlanRun, WholeState
 from executor.queues.logs import IterationLog, StepLog
-from executor.session.hosting import BytesHost
-from executor.session.steps import Steps
 from pstar_sim.core.step import COPIES, Place, Queue
 
 __all__ = ["LinkUse", "Status"]
@@ -51,17 +48,14 @@ class Status:
     """A run after its last finished iteration. Before the first iteration has finished, seconds and rates are None and
     `links` is empty.
 
-    iterations: number of finished iterations.
     on_plan: whether the last iteration ran as the plan says.
     iteration_s: wall time of the last iteration, including the loop's time between two iterations.
     tokens_per_s: the plan's tokens (rows) per iteration over `iteration_s`.
     gpu_bytes: payloads and the plan's non-model bytes now.
     gpu_peak_bytes: most of these at once in the iteration; before the first iteration, by now.
-    host_bytes: payloads now.
     links: direction -> use of the link.
     waiting_share: part of the iteration in which the compute queue waited for another queue.
     adam_share: part of the iteration in which the CPU ran an update.
-    deviations: number of iterations or events off plan by now.
     other_shapes: number of these that are batches of another shape than planned, which ran on plan.
     last_deviation: the last of them, in words.
     tide: the measured tide of the first iteration beside the plan's, and the most bytes that the gpu held with the
@@ -90,38 +84,19 @@ class Status:
     other_shapes: int = 0
 
 
-class Host(BytesHost, Protocol):
-    """The part of the session that this file uses."""
-
-    @property
-    def queues(self) -> Timing: ...
-    @property
-    def steps(self) -> Steps: ...
-    @property
-    def deviations(self) -> int: ...
-    @property
-    def other_shapes(self) -> int: ...
-    @property
-    def deviation_log(self) -> Sequence[str]: ...
-    @property
-    def first(self) -> FirstIteration | None: ...
-
-
-def status_of(session: Host) -> Status:
-    plan, arena = session.plan, session.arena
-    steps, logs, _ = session.queues.in_device_time(
-        list(session.steps.span_log), list(session.steps.logs), (), wait=False
-    )
+def status_of(state: WholeState, first: FirstIteration | None) -> Status:
+    run, log = state.run, state.deviation_log
+    plan, arena = run.plan, run.arena
+    steps, logs, _ = run.queues.in_device_time(list(run.steps.span_log), list(run.steps.logs), (), wait=False)
     last: IterationLog | None = logs[-1] if logs else None
-    start_s, end_s = _window(session, logs)
+    start_s, end_s = _window(run, logs)
     length_s = end_s - start_s
     busy, waited_s = _busy(steps, last.number if last else 0, start_s, end_s)
     known = last is not None and length_s > 0
-    links = _links(session, logs, busy, length_s) if known else {}
-    log = session.deviation_log
+    links = _links(run, logs, busy, length_s) if known else {}
     return Status(
         policy=plan.policy,
-        iterations=session.iteration,
+        iterations=state.iteration,
         on_plan=last.on_plan if last is not None else True,
         iteration_s=length_s if known else None,
         tokens_per_s=plan.workload.tokens / length_s if known else None,
@@ -133,10 +108,10 @@ def status_of(session: Host) -> Status:
         links=links,
         waiting_share=min(1.0, waited_s / length_s) if known else 0.0,
         adam_share=min(1.0, busy[Queue.ADAM.value] / length_s) if known else 0.0,
-        deviations=session.deviations,
+        deviations=state.deviations,
         last_deviation=log[-1] if log else "",
-        tide=session.first.report if session.first is not None else None,
-        other_shapes=session.other_shapes,
+        tide=first.report if first is not None else None,
+        other_shapes=state.other_shapes,
         exchanges=(last.exchanges - (logs[-2].exchanges if len(logs) > 1 else 0)) if last is not None else 0,
     )
 
@@ -157,19 +132,19 @@ def _busy(steps: Sequence[StepLog], number: int, start_s: float, end_s: float) -
 
 
 def _links(
-    session: Host, logs: Sequence[IterationLog], busy: Mapping[str, float], length_s: float
+    run: PlanRun, logs: Sequence[IterationLog], busy: Mapping[str, float], length_s: float
 ) -> dict[str, LinkUse]:
     """Returns the use of the link per direction, in the newest iteration whose copies have all ended.
 
     busy: result of `_busy` for a window of `length_s`.
     """
-    backend, link = session.backend, session.plan.machine.link
+    backend, link = run.backend, run.plan.machine.link
     rates: Mapping[str, float | None] = {"h2d": link.h2d_bytes_per_s, "d2h": link.d2h_bytes_per_s}
     if isinstance(backend, VirtualBackend):
         rates = backend.link.bytes_per_s
-    at = _copied(session, logs)
-    moved = session.steps.moved.of(logs[at].number)
-    took_s = logs[at].end_s - (logs[at - 1].end_s if at else session.steps.first_s)
+    at = _copied(run, logs)
+    moved = run.steps.moved.of(logs[at].number)
+    took_s = logs[at].end_s - (logs[at - 1].end_s if at else run.steps.first_s)
     return {
         direction: LinkUse(
             iteration=logs[at].number,
@@ -182,17 +157,17 @@ def _links(
     }
 
 
-def _copied(session: Host, logs: Sequence[IterationLog]) -> int:
+def _copied(run: PlanRun, logs: Sequence[IterationLog]) -> int:
     """Returns the index of the newest log whose iteration has made all its copies; 0 if there is none yet."""
-    planned = sum(step.kind in COPIES for step in session.plan.steps)
+    planned = sum(step.kind in COPIES for step in run.plan.steps)
     for at in reversed(range(len(logs))):
-        if not logs[at].on_plan or session.steps.moved.ends_in(logs[at].number) >= planned:
+        if not logs[at].on_plan or run.steps.moved.ends_in(logs[at].number) >= planned:
             return at
     return 0
 
 
-def _window(session: Host, logs: Sequence[IterationLog]) -> tuple[float, float]:
+def _window(run: PlanRun, logs: Sequence[IterationLog]) -> tuple[float, float]:
     """Returns (start, end) of the last finished iteration, in seconds; empty before the first has finished."""
     if not logs:
-        return session.steps.first_s, session.steps.first_s
-    return (logs[-2].end_s if len(logs) > 1 else session.steps.first_s), logs[-1].end_s
+        return run.steps.first_s, run.steps.first_s
+    return (logs[-2].end_s if len(logs) > 1 else run.steps.first_s), logs[-1].end_s

@@ -23,25 +23,20 @@ from executor.memory.payloads import GpuPayloads, HostSlabs, dtype_of
 from pstar_sim.core.ledger import Ledger
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.slabs import HostRoom
-from pstar_sim.core.step import Place
+from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import DoesNotFit, OutOfMemory
 from pstar_sim.units import format_bytes
 
-__all__ = ["Arena", "check_gpu_memory", "check_host_memory"]
+__all__ = ["PLACES", "TOWARDS", "Arena", "check_gpu_memory", "check_host_memory"]
+
+PLACES = (Place.HOST, Place.GPU)
+"""Places of payloads, in the order in which a value is looked for."""
+TOWARDS = {Place.GPU: Queue.H2D, Place.HOST: Queue.D2H}
+"""Place -> queue whose copies end there."""
 
 
 class Arena:
-    """Payloads of one plan. Takes and frees may come from any thread.
-
-    rank: the rank whose slices these are.
-    clock: gives seconds.
-
-    Attributes:
-        log: every change of bytes.
-        categories: kind of data in each payload.
-        payloads: payloads on the gpu.
-        slabs: memory on the host.
-    """
+    """Payloads of one plan. Takes and frees may come from any thread."""
 
     def __init__(
         self, plan: Plan, backend: Backend, *, rank: int = 0, clock: Callable[[], float] = time.perf_counter
@@ -53,6 +48,7 @@ class Arena:
         self.backend = backend
         self.slabs = HostSlabs(plan, backend)
         self.payloads = GpuPayloads(plan.layout, backend, rank)
+        self._stores: dict[Place, GpuPayloads | HostSlabs] = {Place.GPU: self.payloads, Place.HOST: self.slabs}
         self._ledger = Ledger(plan)
         self._lock = threading.Lock()
         self.log = ByteLog(self._ledger, self._lock, clock)
@@ -70,16 +66,9 @@ class Arena:
     def dtype(self, chunk: int, list_name: str) -> torch.dtype:
         return dtype_of(self.layout, chunk, list_name)
 
-    def gpu(self, chunk: int, list_name: str) -> torch.Tensor:
-        """Returns the gpu payload, flat [numel]: see `GpuPayloads.at`."""
-        return self.payloads.at(chunk, list_name)
-
-    def host(self, chunk: int, list_name: str) -> torch.Tensor:
-        """Returns the host payload, flat [numel]: see `HostSlabs.at`."""
-        return self.slabs.at(chunk, list_name)
-
     def at(self, place: Place, chunk: int, list_name: str) -> torch.Tensor:
-        return self.gpu(chunk, list_name) if place is Place.GPU else self.host(chunk, list_name)
+        """Returns the payload, flat [numel], with or without memory: see `GpuPayloads.at` and `HostSlabs.at`."""
+        return self._stores[place].at(chunk, list_name)
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 
@@ -102,6 +91,13 @@ class Arena:
 
     def has(self, place: Place, chunk: int, list_name: str) -> bool:
         return self._ledger.holds(chunk, list_name, place)
+
+    def has_resident(self, resident: Resident) -> bool:
+        return self._ledger.holds(resident.chunk, resident.list, resident.place)
+
+    def elsewhere(self, place: Place, chunk: int, list_name: str) -> Place | None:
+        """Returns another place that holds the list; None if there is none."""
+        return next((p for p in PLACES if p is not place and self.has(p, chunk, list_name)), None)
 
     @property
     def present(self) -> frozenset[Resident]:
@@ -141,9 +137,8 @@ class Arena:
     def flush(self) -> None:
         """Return when all memory given back on the gpu is free. Where work is issued ahead, this waits for the last use
         of the memory."""
-        gate = getattr(self.backend, "gate", None)
-        if gate is not None:
-            gate.flush()
+        if self.backend.streams is not None:
+            self.backend.streams.gate.flush()
 
     def _refused(self, error: OutOfMemory | torch.OutOfMemoryError, what: str, size: int) -> OutOfMemory:
         if isinstance(error, OutOfMemory):

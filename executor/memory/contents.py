@@ -11,34 +11,34 @@ updates in `update.py`, other ranks in `exchange.py`.
 
 from __future__ import annotations
 
-from executor.memory.arena import Arena
+from collections.abc import Callable
+
+from executor.memory.arena import TOWARDS, Arena
 from executor.memory.chunk_state import ChunkState
 from executor.memory.exchange import Exchange, SliceWire
 from executor.memory.gradients import ChunkGradients
 from executor.memory.slots import Slots
 from executor.memory.update import Norms, Update, Updating
-from executor.memory.values import Changed, ParameterValues
-from pstar_sim.core.effects import OTHERS
-from pstar_sim.core.step import UPDATES, Kind, Place, Queue, Step
+from executor.memory.values import ParameterValues
+from pstar_sim.core.effects import OTHERS, frees, takes
+from pstar_sim.core.step import EFFECTS, UPDATES, Kind, Place, Step
 from pstar_sim.errors import PlanError
 
 __all__ = ["Contents"]
 
 GPU, HOST = Place.GPU, Place.HOST
+_UPDATED = {kind: place for kind in UPDATES if (place := EFFECTS[kind].reads) is not None}
+"""Kind of Adam -> the place where it updates."""
 
 
 class Contents:
     """Payload contents of one plan's chunks.
 
-    wire: connection to the other ranks; None on one rank.
-    changed: see `ParameterValues`.
-
     Attributes:
-        chunks: state of each chunk.
         steps_taken: tensor -> number of its updates.
     """
 
-    def __init__(self, arena: Arena, changed: Changed, wire: SliceWire | None = None) -> None:
+    def __init__(self, arena: Arena, changed: Callable[..., None], wire: SliceWire | None = None) -> None:
         self.arena = arena
         self.sliced = arena.sliced
         self.layout = arena.layout
@@ -54,25 +54,9 @@ class Contents:
 
     def begin(self, step: Step) -> None:
         """Take the memory that the step takes at its start."""
-        kind, arena = step.kind, self.arena
-        if kind is Kind.FETCH:
-            self._take_if_absent(GPU, step)
-        elif kind is Kind.WRITEBACK:
-            self._take_if_absent(HOST, step)
-        elif kind is Kind.GATHER and step.list in OTHERS:
-            self._take_if_absent(GPU, step)
-        elif kind is Kind.ALLOC:
-            assert step.place is not None and step.chunk is not None and step.list is not None
-            arena.take(step.place, step.chunk, step.list)
-        elif kind is Kind.CPU_ADD:
-            assert step.chunk is not None
-            if not arena.has(HOST, step.chunk, "grad32"):
-                arena.take(HOST, step.chunk, "grad32")
-
-    def _take_if_absent(self, place: Place, step: Step) -> None:
-        assert step.chunk is not None and step.list is not None
-        if not self.arena.has(place, step.chunk, step.list):
-            self.arena.take(place, step.chunk, step.list)
+        taken = takes(step)
+        if taken is not None and not (taken.lenient and self.arena.has_resident(taken.resident)):
+            self.arena.take(taken.resident.place, taken.resident.chunk, taken.resident.list)
 
     def work(self, step: Step, update: Update | None, norms: Norms) -> None:
         """Do the work of the step.
@@ -98,7 +82,7 @@ class Contents:
         elif kind in UPDATES:
             if update is None:
                 raise PlanError(f"step {step.id}: {kind.value} of chunk {chunk} came before optimizer.step()")
-            self.adam(chunk, HOST if kind is Kind.CPU_ADAM else GPU, update, norms, elements)
+            self.adam(chunk, _UPDATED[kind], update, norms, elements)
 
     def _zero(self, step: Step) -> None:
         assert step.place is not None and step.chunk is not None
@@ -114,17 +98,9 @@ class Contents:
 
     def finish(self, step: Step) -> None:
         """Free the memory that the step frees at its end."""
-        kind = step.kind
-        assert step.chunk is not None
-        if kind is Kind.DROP:
-            self.release(GPU, step.chunk, self._list(step))
-        elif kind is Kind.FREE:
-            assert step.place is not None
-            self.release(step.place, step.chunk, self._list(step))
-        elif kind is Kind.REDUCE_SCATTER and step.list in OTHERS:
-            self.arena.free(GPU, step.chunk, self._list(step))
-        elif kind is Kind.CPU_ADD and step.list != "param" and self.arena.has(HOST, step.chunk, "grad"):
-            self.release(HOST, step.chunk, "grad")
+        freed = frees(step)
+        if freed is not None and (not freed.lenient or self.arena.has_resident(freed.resident)):
+            self.release(freed.resident.place, freed.resident.chunk, freed.resident.list)
 
     def _list(self, step: Step) -> str:
         if step.list is None:
@@ -185,15 +161,28 @@ class Contents:
         return True
 
     def _copy_up(self, chunk: int, list_name: str, elements: tuple[int, int], *, in_fp32: bool) -> None:
-        arena, (first, end) = self.arena, elements
-        target = arena.gpu(chunk, list_name)[first:end]
-        if in_fp32:
-            values = list_name == "param" and not self.chunks[chunk].where(HOST, "param")
-            source = arena.host(chunk, "param32" if values and arena.has(HOST, chunk, "param32") else list_name)
-            arena.backend.copy_in_fp32(target, source[first:end], Queue.H2D)
-        else:
-            self._copy(target, arena.host(chunk, list_name)[first:end], Queue.H2D)
-        arena.backend.fence(Queue.H2D)
+        source = list_name
+        if in_fp32 and list_name == "param" and not self.chunks[chunk].where(HOST, "param"):
+            source = "param32" if self.arena.has(HOST, chunk, "param32") else list_name
+        self._transfer(GPU, chunk, (list_name, HOST, source), elements, in_fp32=in_fp32)
+
+    def _transfer(
+        self,
+        target: Place,
+        chunk: int,
+        lists: tuple[str, Place, str],
+        elements: tuple[int, int],
+        *,
+        in_fp32: bool,
+    ) -> None:
+        """Copy some elements.
+
+        lists: the list that is written, and the place and the list that is read.
+        """
+        arena, queue, (written, source, read), (first, end) = self.arena, TOWARDS[target], lists, elements
+        copy = arena.backend.copy_in_fp32 if in_fp32 else self._copy
+        copy(arena.at(target, chunk, written)[first:end], arena.at(source, chunk, read)[first:end], queue)
+        arena.backend.fence(queue)
 
     def _now_on_gpu(self, chunk: int, list_name: str) -> None:
         """Note that the gpu has the same content of a list as the host. Gradients in the list belong to the gpu from
@@ -230,9 +219,7 @@ class Contents:
             state.current.discard(HOST)
         first, end = elements or (0, self.layout.slice_numel(chunk))
         with arena.payloads.steady(chunk):
-            copy = arena.backend.copy_in_fp32 if in_fp32 else self._copy
-            copy(arena.host(chunk, list_name)[first:end], arena.gpu(chunk, list_name)[first:end], Queue.D2H)
-            arena.backend.fence(Queue.D2H)
+            self._transfer(HOST, chunk, (list_name, GPU, list_name), (first, end), in_fp32=in_fp32)
         if end == self.layout.slice_numel(chunk):
             self._now_on_host(chunk, list_name)
 

@@ -21,7 +21,7 @@ GPU = Place.GPU
 
 
 class SliceWire(Protocol):
-    """The part of the collectives between ranks (`distributed.collectives`) that this file uses."""
+    """The collectives between ranks that payloads need. `distributed.collectives`, above this floor, has them."""
 
     def gather(self, flat: torch.Tensor) -> object: ...
 
@@ -62,7 +62,7 @@ class Exchange:
         state, wire = self.chunks[chunk], self._to_others(chunk)
         issue = self.arena.backend.issue
         if list_name not in OTHERS:
-            flat = self.arena.gpu(chunk, list_name)
+            flat = self.arena.at(GPU, chunk, list_name)
             issue(lambda: wire.gather(flat))
             self._note_norms(state.where(GPU, list_name), list_name)
             return

@@ -161,12 +161,12 @@ class ChunkGradients:
         state = self.chunks[chunk]
         source = list_name if list_name is not None and list_name != "grad32" else "grad"
         arrived, there = state.where(HOST, source), state.where(HOST, "grad32")
-        whole = self.arena.host(chunk, "grad32")
+        whole = self.arena.at(HOST, chunk, "grad32")
         state.adding = True
         if not there:
             whole.zero_()
         if len(arrived) == len(self.arena.layout.chunks[chunk].slots) and not there:
-            whole.copy_(self.arena.host(chunk, source))
+            whole.copy_(self.arena.at(HOST, chunk, source))
         else:
             for tensor in arrived:
                 self.slots.at(HOST, tensor, "grad32").add_(self.slots.at(HOST, tensor, source))

@@ -111,10 +111,8 @@ class GpuPayloads:
             self._pair(chunk, list_name).free_own()
 
     def recount(self) -> None:
-        """Count the bytes anew after an interruption inside `take` or `give`, where the backend counts bytes."""
-        recount = getattr(self.backend, "recount", None)
-        if recount is not None:
-            recount(self._flat.values())
+        """Count the bytes anew after an interruption inside `take` or `give`."""
+        self.backend.recount(self._flat.values())
 
     def give_all(self) -> None:
         for payload in self._flat.values():

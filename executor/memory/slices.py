@@ -23,11 +23,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from executor.devices.backend import Backend, StreamBackend
+from executor.devices.backend import Backend
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.step import Queue
 
@@ -64,7 +64,7 @@ class Steady:
 
     def __init__(self, backend: Backend) -> None:
         self._lock = threading.RLock()
-        self._streams = cast(StreamBackend, backend) if hasattr(backend, "record") else None
+        self._streams = backend.streams
         self._last: dict[Queue, Any] = {}  # queue -> event behind the work that it issued here last
 
     def __enter__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from executor.memory.arena import Arena
+from executor.memory.arena import PLACES, Arena
 from executor.memory.slices import part_of
 from pstar_sim.core.step import Place
 
@@ -15,8 +15,6 @@ GPU = Place.GPU
 
 class Slots:
     """The positions of tensors in the lists of their chunks.
-
-    arena: the arena of the chunks.
 
     Attributes:
         parts: tensor -> the part of the tensor in this rank's slice of its chunk.
@@ -40,6 +38,11 @@ class Slots:
         elements in this rank's slice, possibly none."""
         chunk, part = self._slot[tensor][0], self.parts[tensor]
         return self.arena.at(place, chunk, list_name)[part.offset : part.offset + part.numel]
+
+    def source(self, tensor: int, list_name: str) -> torch.Tensor:
+        """Returns the same view in the first place that has the list: on the host where both places have it."""
+        chunk = self._slot[tensor][0]
+        return self.at(next(p for p in PLACES if self.arena.has(p, chunk, list_name)), tensor, list_name)
 
     def whole(self, tensor: int, list_name: str) -> torch.Tensor:
         """Returns a flat view of a whole tensor in "param" or "grad" on the gpu, where the other ranks' slices are

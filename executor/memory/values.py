@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
 
-from executor.memory.arena import Arena
+import torch
+
+from executor.memory.arena import PLACES, TOWARDS, Arena
 from executor.memory.chunk_state import ChunkState
 from executor.memory.slots import Slots
-from pstar_sim.core.step import Place, Queue
+from pstar_sim.core.step import Place
 from pstar_sim.errors import PlanError
 
-__all__ = ["Changed", "ParameterValues"]
+__all__ = ["ParameterValues"]
 
-GPU, HOST = Place.GPU, Place.HOST
-
-
-class Changed(Protocol):
-    """Type of `ParameterValues.changed`."""
-
-    def __call__(self, chunk: int, tensors: Sequence[int] | None = None) -> None: ...
+GPU = Place.GPU
 
 
 class ParameterValues:
@@ -29,7 +24,7 @@ class ParameterValues:
         become, or cease to be, readable.
     """
 
-    def __init__(self, arena: Arena, slots: Slots, chunks: Sequence[ChunkState], changed: Changed) -> None:
+    def __init__(self, arena: Arena, slots: Slots, chunks: Sequence[ChunkState], changed: Callable[..., None]) -> None:
         self.arena = arena
         self.slots = slots
         self.chunks = chunks
@@ -48,29 +43,43 @@ class ParameterValues:
         """Returns the tensors of the chunk whose slot on the gpu holds a gradient in place of the value."""
         return self.chunks[chunk].gradients.get((GPU, "param"), ())
 
+    def source(self, chunk: int, tensors: Collection[int]) -> tuple[Place, str]:
+        """Returns (place, list) of the current values of these tensors of the chunk: the working list, or the master
+        copy, of which the working list is a cast. Raises PlanError if no place has them."""
+        state = self.chunks[chunk]
+        for place in PLACES:
+            if place in state.current and state.where(place, "param").isdisjoint(tensors):
+                return place, "param"
+        for place in PLACES:
+            if self.arena.has(place, chunk, "param32"):
+                return place, "param32"
+        names = [self.arena.plan.workload.tensors[t].name for t in tensors]
+        raise PlanError(f"no place holds the current value of {', '.join(map(repr, names))}")
+
     def restore(self, place: Place, tensor: int) -> None:
-        """Rewrite the slot of a working list from the master copy, which may be at the other place."""
-        chunk = self.slots.chunk_of(tensor)
-        source = place if self.arena.has(place, chunk, "param32") else (HOST if place is GPU else GPU)
-        value, target = self.slots.at(source, tensor, "param32"), self.slots.at(place, tensor, "param")
+        """Rewrite the slot of a working list from the master copy, which may be at another place."""
+        chunk, at = self.slots.chunk_of(tensor), self.slots.at
+        self._cast(place, chunk, lambda where, list_name: at(where, tensor, list_name))
+
+    def rewrite(self, place: Place, chunk: int) -> None:
+        """Rewrite the working list at the place from the master copy, which may be at another place. Raises PlanError
+        if there is no master copy."""
+        self._cast(place, chunk, lambda where, list_name: self.arena.at(where, chunk, list_name))
+        self.chunks[chunk].current.add(place)
+        self.changed(chunk)
+
+    def _cast(self, place: Place, chunk: int, at: Callable[[Place, str], torch.Tensor]) -> None:
+        """Write a cast of the master copy.
+
+        at(place, list): the elements that are read and written.
+        """
+        arena = self.arena
+        source = place if arena.has(place, chunk, "param32") else arena.elsewhere(place, chunk, "param32")
+        if source is None:
+            raise PlanError(f"the parameters of chunk {chunk} are lost: no place holds them")
+        target, value = at(place, "param"), at(source, "param32")
         if source is place:
             target.copy_(value)
         else:
-            self.arena.backend.copy(target, value, Queue.H2D if place is GPU else Queue.D2H)
-        self.arena.categories.rewritten(place, chunk, "param")
-
-    def rewrite(self, place: Place, chunk: int) -> None:
-        """Rewrite the working list at the place from the master copy, which may be at the other place. Raises PlanError
-        if there is no master copy."""
-        arena, state = self.arena, self.chunks[chunk]
-        other = HOST if place is GPU else GPU
-        target = arena.at(place, chunk, "param")
-        if arena.has(place, chunk, "param32"):
-            target.copy_(arena.at(place, chunk, "param32"))
-        elif arena.has(other, chunk, "param32"):
-            self.arena.backend.copy(target, arena.at(other, chunk, "param32"), Queue.H2D if place is GPU else Queue.D2H)
-        else:
-            raise PlanError(f"the parameters of chunk {chunk} are lost: neither place holds them")
+            arena.backend.copy(target, value, TOWARDS[place])
         arena.categories.rewritten(place, chunk, "param")
-        state.current.add(place)
-        self.changed(chunk)

@@ -135,9 +135,12 @@ class MomentClock:
         self._wrap = wrap
         self._take_call_back: Callable[[], None] | None = None
 
-    def listen(self) -> None:
-        """Hook the model's units, and the root's call."""
-        wrap = self._wrap
+    def listen(self, on_event: Callable[[ModuleEvent], None] | None = None) -> None:
+        """Hook the model's units, and the root's call.
+
+        on_event: called from now on in place of the constructor's function.
+        """
+        wrap, self._on_event = self._wrap, on_event or self._on_event
         for name, module in self.units.items():
             self._handles.append(module.register_forward_pre_hook(wrap(self._begin_hook(name)), prepend=True))
             self._handles.append(module.register_forward_hook(wrap(self._end_hook(name))))

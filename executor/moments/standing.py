@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from executor.devices.backend import Backend
 from executor.memory.arena import Arena
+from executor.moments.listener import Listener
 from executor.moments.live_bytes import LiveStorages
-from pstar_sim.core.plan import Plan
 
-__all__ = ["Host", "Standing"]
+__all__ = ["Standing"]
 
 _FLAGS = (
     "old_dispatch_mode_flags",
@@ -28,29 +26,14 @@ _FLAGS = (
 )
 
 
-class Host(Protocol):
-    """The part of the session that this file uses."""
-
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def arena(self) -> Arena: ...
-    @property
-    def backend(self) -> Backend: ...
-
-
-HostType = TypeVar("HostType", bound=Host)
-
-
-class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call]
+class Standing(LiveStorages, Listener):  # type: ignore[no-untyped-call]
     """A count of live bytes that is active from `begin` to `end`, in the thread that called `begin`. Working lists do
-    not count."""
+    not count.
+    """
 
-    def __init__(self, session: HostType) -> None:
-        super().__init__([], session.model.buffers(), costs=False, device=session.backend.device)
-        self._keeper = weakref.ref(session)
+    def __init__(self, model: nn.Module, device: torch.device, arena: Callable[[], Arena]) -> None:
+        super().__init__([], model.buffers(), costs=False, device=device)
+        self._arena = arena
         self._entered = False
         self.thread = 0
         self.bind()
@@ -59,9 +42,9 @@ class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call
         """Take over the session's new plan, under which parameters have new storages."""
         self._ours.clear()
         self._keep.clear()
-        s = self._session
-        for chunk in s.plan.layout.chunks:
-            self.ignore(s.arena.payloads.whole(chunk.index, "param").untyped_storage())
+        arena = self._arena()
+        for chunk in arena.layout.chunks:
+            self.ignore(arena.payloads.whole(chunk.index, "param").untyped_storage())
 
     # A plain model beside may have sparse tensors, which do not count. Sparse gradients of this model are refused.
 
@@ -70,12 +53,6 @@ class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call
 
     def _see_outputs(self, outputs: Iterable[torch.Tensor], *, resized: bool) -> None:
         super()._see_outputs((t for t in outputs if t.layout is torch.strided), resized=resized)
-
-    @property
-    def _session(self) -> HostType:
-        session = self._keeper()
-        assert session is not None  # subclasses count on demand only: `watches` in guard.py, `_watches` in first.py
-        return session
 
     def begin(self) -> None:
         self.thread = threading.get_ident()
@@ -96,7 +73,7 @@ class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call
         self._entered = False
 
 
-_LEFT: weakref.WeakSet[Standing[Any]] = weakref.WeakSet()  # modes that have ended and are still on a stack
+_LEFT: weakref.WeakSet[Standing] = weakref.WeakSet()  # modes that have ended and are still on a stack
 
 
 def take_off(mode: TorchDispatchMode) -> bool:

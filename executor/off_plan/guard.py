@@ -12,16 +12,21 @@ where memory ran out before.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Protocol
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 
 from executor.devices.backend import VirtualBackend
-from executor.moments.standing import Host as StandingHost
+from executor.moments.hooks import MomentClock
 from executor.moments.standing import Standing
 from executor.moments.unseen import unseen
 from executor.off_plan.rungs import asked_bytes
-from executor.session.hosting import LoopHost
+from executor.off_plan.shortage import Shortage
+from executor.session.state import PlanBytes, RunState
+from executor.session.weakly import weakly
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, OutOfMemory
 
@@ -30,31 +35,42 @@ __all__ = ["Guard"]
 TRIES = 8
 
 
-class Climbing(Protocol):
-    """The part of `ladder.Ladder` that this file uses."""
-
-    @property
-    def given_up(self) -> bool: ...
-
-    def make_room(self, error: OutOfMemory, *, needed: set[int], alive_bytes: int | None = None) -> int: ...
-
-    def give_up(self, error: OutOfMemory, short_bytes: int) -> DoesNotFit: ...
-
-
-class Host(StandingHost, LoopHost, Protocol):
-    """The part of the session that this file uses."""
-
-    @property
-    def ladder(self) -> Climbing: ...
-
-
-class Guard(Standing[Host]):  # type: ignore[no-untyped-call]
+class Guard(Standing):  # type: ignore[no-untyped-call]
     """Watches the operators inside the model's modules and in backward, from `begin` to `end`. Other tensors of a loop
-    (a loss of its own, an evaluation's figures) count once the model's operators or backward use them."""
+    (a loss of its own, an evaluation's figures) count once the model's operators or backward use them.
 
-    def __init__(self, session: Host) -> None:
-        super().__init__(session)
-        backend = session.backend
+    make_room(error, alive_bytes): makes room for memory that was refused; returns the bytes that are still missing.
+    give_up(error, short_bytes): ends the iteration; returns the error to raise.
+
+    Attributes:
+        measured: moment -> non-model bytes seen in it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        state: RunState,
+        clock: MomentClock,
+        shortage: Shortage,
+        *,
+        make_room: Callable[[OutOfMemory, int], int],
+        give_up: Callable[[OutOfMemory, int], DoesNotFit],
+    ) -> None:
+        keeper, backend = weakref.ref(state), state.run.backend
+
+        def run() -> PlanBytes:
+            held = keeper()
+            assert held is not None  # the guard counts on demand only: `watches`
+            return held.run
+
+        self._keeper = keeper
+        self._run_of = run
+        super().__init__(model, backend.device, lambda: run().arena)
+        self.measured: dict[int, int] = {}
+        self._clock = weakref.ref(clock)
+        self._shortage = weakref.ref(shortage)
+        self._make_room = weakly(make_room)
+        self._give_up = weakly(give_up)
         self._counts = backend if isinstance(backend, VirtualBackend) else None
         if self._counts is not None:
             self._counts.count_other = lambda: self.current
@@ -66,18 +82,19 @@ class Guard(Standing[Host]):  # type: ignore[no-untyped-call]
 
     @property
     def watches(self) -> bool:
-        s = self._keeper()
-        if s is None or not self._entered or s.closed or s.ladder.given_up or not s.clock.inside:
+        state, clock, shortage = self._keeper(), self._clock(), self._shortage()
+        if state is None or clock is None or shortage is None or not self._entered or state.closed:
             return False
-        if self._counts is not None and not s.clock.at_turn:
+        if shortage.given_up or not clock.inside:
+            return False
+        if self._counts is not None and not clock.at_turn:
             return False  # another prepared model's, which has an accelerator of its own
-        return s.cursor.moment >= 0 or s.cursor.off_plan or s.cursor.visiting
+        return state.cursor.moment >= 0 or state.cursor.off_plan or state.cursor.visiting
 
-    def closes_moment(self) -> int:
-        """Close a moment. Returns the most bytes alive since the last call."""
-        peak = self.peak
+    def see_event(self, moment: int) -> None:
+        if moment >= 0:
+            self.measured[moment] = max(self.measured.get(moment, 0), self.peak)
         self.reset_peak()
-        return peak
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -89,16 +106,16 @@ class Guard(Standing[Host]):  # type: ignore[no-untyped-call]
         if self._counts is not None:
             for _ in range(TRIES):
                 if self._counts.over_bytes() > 0:
-                    self._session.arena.flush()
+                    self._run_of().arena.flush()
                 if self._counts.over_bytes() <= 0:
                     break
                 refusal = self._refusal(func, max(0, self.current - before), self._counts.gpu_bytes)
-                if short_bytes := self._make_room(refusal):
-                    raise self._session.ladder.give_up(refusal, short_bytes)
+                if short_bytes := self._room_for(refusal):
+                    raise self._give_up(refusal, short_bytes)
         return out
 
     def _run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        session = self._session
+        backend = self._run_of().backend
         short_bytes = 0  # missing although everything was given back
         for left in reversed(range(TRIES)):
             try:
@@ -112,31 +129,32 @@ class Guard(Standing[Host]):  # type: ignore[no-untyped-call]
                 )
                 refusal = self._refusal(func, asked, None)
             if left == TRIES - 1:
-                undisturbed = getattr(session.backend, "undisturbed", None)
+                undisturbed = backend.undisturbed()
                 if undisturbed is not None:
                     # See [Note: refused beside a pool] in cuda_blocks.py: the memory may in fact suffice.
-                    with undisturbed(), contextlib.suppress(torch.OutOfMemoryError):
+                    with undisturbed, contextlib.suppress(torch.OutOfMemoryError):
                         return super().__torch_dispatch__(func, types, args, kwargs)
-                if session.backend.give_back():  # under the plan: only memory that nobody uses
+                if backend.give_back():  # under the plan: only memory that nobody uses
                     continue
             if short_bytes:
-                raise session.ladder.give_up(refusal, short_bytes)
-            short_bytes = self._make_room(refusal)
-            session.backend.give_back()  # chunks and activations come from different pools
+                raise self._give_up(refusal, short_bytes)
+            short_bytes = self._room_for(refusal)
+            backend.give_back()  # chunks and activations come from different pools
         raise AssertionError("the last try raises")
 
     def _refusal(self, func: Any, asked_bytes: int, limit_bytes: int | None) -> OutOfMemory:
-        session = self._session
-        counted = self._counts is not None
+        arena, counted = self._run_of().arena, self._counts is not None
         return OutOfMemory(
             what=f"operator {func}",
             asked_bytes=asked_bytes,
-            payload_bytes=self._counts.payload_bytes if self._counts else session.arena.payload_bytes(Place.GPU),
+            payload_bytes=self._counts.payload_bytes if self._counts else arena.payload_bytes(Place.GPU),
             other_bytes=self.current - (asked_bytes if counted else 0),
             limit_bytes=limit_bytes,
         )
 
-    def _make_room(self, error: OutOfMemory) -> int:
-        """Returns the bytes that are still missing."""
-        with self._session.at_work, unseen():
-            return self._session.ladder.make_room(error, needed=set(), alive_bytes=self.current)
+    def _room_for(self, error: OutOfMemory) -> int:
+        """Make room for refused memory. Returns the bytes that are still missing."""
+        state = self._keeper()
+        assert state is not None
+        with state.at_work, unseen():
+            return self._make_room(error, self.current)

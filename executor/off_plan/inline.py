@@ -9,44 +9,35 @@ contents: the working list from the master copy (`rewrite`), slices that another
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import torch
 
+from executor.distributed.ranks import Ranks
 from executor.memory.update import Update
-from executor.session.hosting import BytesHost
-from executor.session.others import Others
+from executor.session.state import PlanBytes
 from pstar_sim.core import effects
 from pstar_sim.core.plan import Resident
 from pstar_sim.core.step import Kind, Place, Queue, Step
-from pstar_sim.errors import OutOfMemory, PlanError, PstarError
+from pstar_sim.errors import PlanError, PstarError
 
-__all__ = ["Host", "Inline"]
+__all__ = ["Inline"]
 
 GPU, HOST = Place.GPU, Place.HOST
 NO_ID = -1
-
-
-class Climbing(Protocol):
-    """The part of `ladder.Ladder` that this file uses."""
-
-    def give_back(self, error: OutOfMemory, *, needed: set[int]) -> None: ...
-
-
-class Host(BytesHost, Protocol):
-    """The part of the session that this file uses."""
-
-    @property
-    def ladder(self) -> Climbing: ...
-    @property
-    def ranks(self) -> Others | None: ...
+_COPIES = {GPU: (Queue.H2D, Kind.FETCH), HOST: (Queue.D2H, Kind.WRITEBACK)}
+"""Place -> queue and kind of the step that copies a list there."""
+_UPDATES = {GPU: (Queue.COMPUTE, Kind.GPU_ADAM), HOST: (Queue.ADAM, Kind.CPU_ADAM)}
+"""Place -> queue and kind of the step that updates there."""
 
 
 class Inline:
     """Performs steps in the user's thread. Only for use while the queues are paused."""
 
-    def __init__(self, host: Host) -> None:
-        self.host = host
+    def __init__(self, run: PlanBytes, ranks: Ranks | None) -> None:
+        self.layout = run.plan.layout
+        self.arena = run.arena
+        self.contents = run.contents
+        self.ranks = ranks
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -54,10 +45,8 @@ class Inline:
         return self._step(Queue.COMPUTE, Kind.ALLOC, chunk, list_name, place)
 
     def copy(self, place: Place, chunk: int, list_name: str) -> Step:
-        """Returns the step that copies a list to the place from the other place."""
-        if place is GPU:
-            return self._step(Queue.H2D, Kind.FETCH, chunk, list_name)
-        return self._step(Queue.D2H, Kind.WRITEBACK, chunk, list_name)
+        """Returns the step that copies a list to the place from another place."""
+        return self._step(*_COPIES[place], chunk, list_name)
 
     def drop(self, place: Place, chunk: int, list_name: str) -> Step:
         if place is GPU:
@@ -68,12 +57,10 @@ class Inline:
         return self._step(Queue.NET, Kind.GATHER, chunk, "remote")
 
     def adam(self, place: Place, chunk: int) -> Step:
-        if place is GPU:
-            return self._step(Queue.COMPUTE, Kind.GPU_ADAM, chunk, "param")
-        return self._step(Queue.ADAM, Kind.CPU_ADAM, chunk, "param")
+        return self._step(*_UPDATES[place], chunk, "param")
 
     def _step(self, queue: Queue, kind: Kind, chunk: int, list_name: str, place: Place | None = None) -> Step:
-        size = self.host.plan.layout.payload_bytes(chunk, list_name)
+        size = self.layout.payload_bytes(chunk, list_name)
         return Step(id=NO_ID, queue=queue, kind=kind, bytes=size, chunk=chunk, list=list_name, place=place)
 
     # -- performing ---------------------------------------------------------------------------------------------------
@@ -88,7 +75,7 @@ class Inline:
 
         update, norms: update and norms of the iteration, for Adam steps.
         """
-        contents, chunk = self.host.contents, step.chunk
+        contents, chunk = self.contents, step.chunk
         assert chunk is not None
         state = contents.chunks[chunk]
         taken = effects.takes(step)
@@ -111,8 +98,8 @@ class Inline:
     def _take(self, chunk: int, taken: Resident | None, take: Callable[[], object]) -> set[tuple[Place, str]]:
         """Let a list take its memory. The list is hollow until the caller has filled it: see [Note: between two lines]
         in memory/chunk_state.py. Does nothing for a list that has memory."""
-        new = {(taken.place, taken.list)} if taken is not None and not self._has(taken) else set()
-        hollow = self.host.contents.chunks[chunk].hollow
+        new = {(taken.place, taken.list)} if taken is not None and not self.arena.has_resident(taken) else set()
+        hollow = self.contents.chunks[chunk].hollow
         hollow |= new
         try:
             take()
@@ -121,59 +108,30 @@ class Inline:
             raise
         return new
 
-    def _has(self, row: Resident) -> bool:
-        return self.host.arena.has(row.place, row.chunk, row.list)
-
     def _fill(self, row: Resident, fill: Callable[[], object]) -> None:
         """Call `fill` to fill a list, which first gets memory if it has none. For work that no step expresses."""
-        arena = self.host.arena
         new: set[tuple[Place, str]] = set()
-        if not self._has(row):
-            new = self._take(row.chunk, row, lambda: arena.take(row.place, row.chunk, row.list))
+        if not self.arena.has_resident(row):
+            new = self._take(row.chunk, row, lambda: self.arena.take(row.place, row.chunk, row.list))
         with torch.no_grad():
             fill()
-        self.host.contents.chunks[row.chunk].hollow -= new
+        self.contents.chunks[row.chunk].hollow -= new
 
     # -- bringing a list ----------------------------------------------------------------------------------------------
 
-    def bring(self, place: Place, chunk: int, list_name: str, *, needed: set[int] | None = None) -> None:
-        """Give the list memory at the place, and current content. Raises PlanError if no place has the content,
-        DoesNotFit if no room can be made.
-
-        needed: chunks that stay while room is made after the accelerator's refusal; None: OutOfMemory is raised.
-        """
-        if needed is None:
-            self._bring(place, chunk, list_name)
-        else:
-            self.until_taken(lambda: self._bring(place, chunk, list_name), needed=needed)
-
-    def until_taken(self, take: Callable[[], object], *, needed: set[int]) -> None:
-        """Call `take`. After each refusal of the accelerator let the ladder make room and call it again. Raises
-        DoesNotFit if no room can be made.
-
-        needed: chunks that stay.
-        """
-        while True:
-            try:
-                take()
-                return
-            except OutOfMemory as error:
-                self.host.ladder.give_back(error, needed=needed)
-
-    def _bring(self, place: Place, chunk: int, list_name: str) -> None:
-        host = self.host
-        other = HOST if place is GPU else GPU
+    def bring(self, place: Place, chunk: int, list_name: str) -> None:
+        """Give the list memory at the place, and current content. Raises PlanError if no place has the content."""
         if list_name == "remote":
             self.join(chunk)
         elif list_name in ("grad", "grad32"):
             self.perform(self.alloc(place, chunk, list_name))
         elif list_name == "param":
-            state = host.contents.chunks[chunk]
-            if other in state.current and not state.where(other, "param"):
+            state = self.contents.chunks[chunk]
+            if any(p is not place and not state.where(p, "param") for p in state.current):
                 self.perform(self.copy(place, chunk, "param"))
             else:
-                self._fill(Resident(chunk, "param", place), lambda: host.contents.values.rewrite(place, chunk))
-        elif host.arena.has(other, chunk, list_name):
+                self._fill(Resident(chunk, "param", place), lambda: self.contents.values.rewrite(place, chunk))
+        elif self.arena.elsewhere(place, chunk, list_name) is not None:
             self.perform(self.copy(place, chunk, list_name))
         else:
             raise PlanError(f"{list_name} of chunk {chunk} is lost: neither place holds it")
@@ -181,9 +139,8 @@ class Inline:
     def join(self, chunk: int) -> None:
         """Gather the other ranks' slices of the working list. See [Note: evaluations that differ] in
         distributed/ranks.py."""
-        host = self.host
-        slices = None if host.ranks is None else host.ranks.slices_of(chunk)
+        slices = None if self.ranks is None else self.ranks.slices_of(chunk)
         if slices is None:
             self.perform(self.gather(chunk))
         else:
-            self._fill(Resident(chunk, "remote", GPU), lambda: host.contents.exchange.put_together(chunk, slices))
+            self._fill(Resident(chunk, "remote", GPU), lambda: self.contents.exchange.put_together(chunk, slices))

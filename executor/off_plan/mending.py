@@ -11,109 +11,93 @@ memory/chunk_state.py.
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from executor.lifetime.ending import Ending
 from executor.off_plan.cut import PlanCut
 from executor.off_plan.gradients_off_plan import OffPlanGradients
 from executor.off_plan.states import States
 from executor.off_plan.stepping import Stepping
-from executor.queues.interface import Stillness
 from executor.session.following import Following
-from executor.session.hosting import BytesHost, LoopHost
-from executor.session.reader import Reader
-from executor.session.updates import Updates
+from executor.session.standstill import Standstill
 from pstar_sim.errors import Interrupted
 
-__all__ = ["Host", "Mending"]
-
-
-class Host(BytesHost, LoopHost, Protocol):
-    """The part of the session that this file uses."""
-
-    @property
-    def queues(self) -> Stillness: ...
-    @property
-    def ending(self) -> Ending: ...
-    @property
-    def following(self) -> Following: ...
-    @property
-    def reader(self) -> Reader: ...
-    @property
-    def renewing(self) -> bool: ...
-    @property
-    def updates(self) -> Updates: ...
+__all__ = ["Mending"]
 
 
 class Mending:
     def __init__(
-        self, host: Host, gradients: OffPlanGradients, states: States, stepping: Stepping, cut: PlanCut
+        self,
+        following: Following,
+        standstill: Standstill,
+        gradients: OffPlanGradients,
+        states: States,
+        stepping: Stepping,
+        cut: PlanCut,
     ) -> None:
-        self.host = host
+        self.run = following.run
+        self.state = following.state
+        self.following = following
+        self.standstill = standstill
         self.gradients = gradients
         self.states = states
         self.stepping = stepping
         self.cut = cut
 
-    def mend(self) -> None:
-        """Repair the work that an interruption left half done: [Note: interrupted]. Raises the error that ends the run
-        if this is not possible."""
-        host = self.host
+    def mend(self) -> bool:
+        """Repair the work that an interruption left half done: [Note: interrupted]. Returns whether the optimizer step
+        was finished; otherwise the iteration begins anew. Raises the error that ends the run if neither is possible."""
+        run, state, cursor = self.run, self.state, self.state.cursor
         self._refuse_to_mend()
-        host.queues.settle(host.iteration - 1)
-        host.queues.pause()
+        self.standstill.rest()
         self._refuse_half_an_update()
-        host.contents.end_parts()
-        host.following.forget_open_step()
-        host.arena.mend()
-        for chunk in range(len(host.plan.layout.chunks)):
-            host.contents.free_hollow(chunk)
-        host.cursor.visiting = False
-        if host.cursor.committed != host.iteration:
-            host.cursor.off_plan = True
+        run.contents.end_parts()
+        self.following.forget_open_step()
+        run.arena.mend()
+        for chunk in range(len(run.plan.layout.chunks)):
+            run.contents.free_hollow(chunk)
+        cursor.visiting = False
+        if cursor.committed != state.iteration:
+            cursor.off_plan = True
             self.cut.start_over()
-            return
-        if not host.cursor.off_plan:
-            host.cursor.off_plan = True
+            return False
+        if not cursor.off_plan:
+            cursor.off_plan = True
             self.gradients.leave_gpu()
             self.states.send_streams_home()
-        assert host.now.update is not None
-        self.stepping.carry_out(host.now.update)
-        host.clock.reset()
-        host.cursor.stepped = True
+        assert state.now.update is not None
+        self.stepping.carry_out(state.now.update)
+        return True
 
     def _refuse_to_mend(self) -> None:
-        host = self.host
-        if host.ranks is not None:
-            raise host.ending.interrupt(
-                f"rank {host.ranks.rank} was interrupted in iteration {host.iteration} and the other ranks have "
+        state, interrupt = self.state, self.standstill.interrupt
+        if state.ranks is not None:
+            raise interrupt(
+                f"rank {state.ranks.rank} was interrupted in iteration {state.iteration} and the other ranks have "
                 "continued; continue from the last checkpoint (--save-every, --resume)"
             )
-        if host.renewing:
-            raise host.ending.interrupt(
-                f"iteration {host.iteration} was interrupted while values moved into the chunks of a new plan; "
+        if state.renewing:
+            raise interrupt(
+                f"iteration {state.iteration} was interrupted while values moved into the chunks of a new plan; "
                 "continue from the last checkpoint"
             )
 
     def _refuse_half_an_update(self) -> None:
-        host = self.host
-        committed = host.cursor.committed == host.iteration
-        if host.updates.begun and not committed:
+        run, state = self.run, self.state
+        committed = state.cursor.committed == state.iteration
+        if self.following.updates.begun and not committed:
             raise self.half_update_error()
-        for chunk, state in enumerate(host.contents.chunks):
-            if state.updating or (committed and state.adding):
-                names = ", ".join(repr(host.reader.name_of(t)) for t in host.timetable.tensors_of[chunk][:2])
-                raise host.ending.interrupt(
-                    f"optimizer.step() of iteration {host.iteration} was interrupted in the middle of the update of "
+        for chunk, each in enumerate(run.contents.chunks):
+            if each.updating or (committed and each.adding):
+                names = ", ".join(repr(self.following.reader.name_of(t)) for t in run.timetable.tensors_of[chunk][:2])
+                raise self.standstill.interrupt(
+                    f"optimizer.step() of iteration {state.iteration} was interrupted in the middle of the update of "
                     f"chunk {chunk} ({names}, ...): some of its values are updated and some are not; continue from "
                     "the last checkpoint"
                 )
 
     def half_update_error(self) -> Interrupted:
         """Returns the error for a backward that ended in the middle of its eager updates."""
-        host = self.host
-        return host.ending.interrupt(
-            f"iteration {host.iteration} was interrupted when {len(host.updates.begun)} parameters had had their eager "
+        count = len(self.following.updates.begun)
+        return self.standstill.interrupt(
+            f"iteration {self.state.iteration} was interrupted when {count} parameters had had their eager "
             "update and others had not; continue from the last checkpoint (AdamW(eager=False) updates nothing "
             "before optimizer.step())"
         )

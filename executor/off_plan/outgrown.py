@@ -12,46 +12,22 @@ made after 2**n outgrown batches, except for a batch that cannot run otherwise.
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from executor.moments.unseen import unseen
-from executor.session.batches import Batches, Shapes
+from executor.off_plan.plan_run import WholeState
+from executor.off_plan.shortage import Shortage
 from executor.session.forms import Form, covers
-from executor.session.hosting import LoopHost
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Host", "Outgrown"]
+__all__ = ["Outgrown"]
 
 log = logging.getLogger("executor")
-
-
-class Climbing(Protocol):
-    """The part of `ladder.Ladder` that this file uses."""
-
-    @property
-    def pending(self) -> bool: ...
-
-
-class Host(LoopHost, Protocol):
-    """The part of the session that this file uses."""
-
-    @property
-    def batches(self) -> Batches: ...
-    @property
-    def shapes(self) -> Shapes: ...
-    @property
-    def ladder(self) -> Climbing: ...
-    @property
-    def deviation_log(self) -> deque[str]: ...
-    @property
-    def replan_after(self) -> int: ...
-
-    def renew(self, plan: Plan) -> None: ...
 
 
 class Outgrown:
@@ -61,8 +37,10 @@ class Outgrown:
         plans: number of new plans made for them.
     """
 
-    def __init__(self, session: Host) -> None:
-        self.session = session
+    def __init__(self, state: WholeState, shortage: Shortage, renew: Callable[[Plan], None]) -> None:
+        self.state = state
+        self.shortage = shortage
+        self._renew = renew
         self.plans = 0
         self._met = 0  # outgrown batches since the last new plan
         self._wanted: tuple[Form, tuple[int, ...], tuple[Any, Any]] | None = None  # the largest of them
@@ -70,7 +48,7 @@ class Outgrown:
     def see(self, args: Any, kwargs: Any) -> None:
         """Handle the batch that `session.batches` has just seen. Raises DoesNotFit, before anything changes, if it can
         run neither under a new plan nor on demand."""
-        batches = self.session.batches
+        batches = self.state.run.batches
         if batches.outgrown:
             self._note()
         refusal = None if batches.fits else batches.refusal()
@@ -79,7 +57,7 @@ class Outgrown:
         if self._may_plan() and (refusal is not None or self._met >= 2**self.plans):
             why = self._plan()
             if not why:
-                self.session.batches.see(args, kwargs)
+                self.state.run.batches.see(args, kwargs)
                 return
             if refusal is not None:
                 refusal = refusal.restated(what=f"{refusal.what}; a new plan for this batch: {why}")
@@ -87,7 +65,7 @@ class Outgrown:
             raise refusal
 
     def _note(self) -> None:
-        batches = self.session.batches
+        batches = self.state.run.batches
         assert batches.last is not None
         self._met += 1
         if self._wanted is None or not covers(self._wanted[0], batches.form):
@@ -95,30 +73,30 @@ class Outgrown:
 
     def _may_plan(self) -> bool:
         """Returns whether a new plan can be made now: between two iterations, on one rank."""
-        s = self.session
-        idle = s.cursor.moment < 0 and not s.cursor.off_plan and not s.ladder.pending
-        return idle and s.ranks is None and bool(s.replan_after) and self._wanted is not None
+        state = self.state
+        idle = not state.cursor.inside and not self.shortage.pending
+        return idle and state.ranks is None and bool(state.replan_after) and self._wanted is not None
 
     def _plan(self) -> str:
         """Continue under a plan for the largest outgrown batch. Returns "", or why there is none."""
-        s = self.session
+        state, batches = self.state, self.state.run.batches
         assert self._wanted is not None
         (form, shape, batch), self._wanted, self._met = self._wanted, None, 0
         self.plans += 1
-        old = s.plan.workload
+        old, shapes = state.run.plan, batches.shapes
         try:
             with unseen():
-                workload, holds = _for_both(s.batches.workload_of(batch, old.micro_batches), old)
-                plan = find_policy(s.plan.policy)(workload, s.plan.machine, s.plan.settings)
-                s.renew(plan)
+                workload, holds = _for_both(batches.workload_of(batch, old.workload.micro_batches), old.workload)
+                plan = find_policy(old.policy)(workload, old.machine, old.settings)
+                self._renew(plan)
         except PstarError as error:
             log.warning("no new plan for a batch of shape %s: %s", list(shape), error)
             return error.what if isinstance(error, DoesNotFit) else str(error)
-        covered = () if s.shapes.planned is None or not holds else (s.shapes.planned, *s.shapes.covered)
-        s.shapes.plan_for(form, covered=covered)
+        covered = () if shapes.planned is None or not holds else (shapes.planned, *shapes.covered)
+        shapes.plan_for(form, covered=covered)
         done = f"new plan by {plan.policy} for a longer batch, of shape {list(shape)}"
-        log.info("iteration %d: %s", s.iteration, done)
-        s.deviation_log.append(f"iteration {s.iteration}: {done}")
+        log.info("iteration %d: %s", state.iteration, done)
+        state.note(done)
         return ""
 
 

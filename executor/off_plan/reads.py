@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,90 +24,76 @@ from executor.devices.torch26 import saved_tensor_hooks
 from executor.devices.torch_private import storage_key
 from executor.moments.hooks import tensors_of
 from executor.moments.unseen import unseen
-from executor.queues.interface import Landing
-from executor.session.cursor import Act
-from executor.session.hosting import BytesHost, LoopHost
-from executor.session.loop import Loop
-from executor.session.reader import Reader
+from executor.off_plan.demand import Demand
+from executor.session.cursor import Act, Answer
 from executor.session.refusals import Refusal, refused
-from executor.session.updates import Updates
 from pstar_sim.errors import ContractError
 
-__all__ = ["Host", "Reads"]
+__all__ = ["Contract", "Reads"]
 
 _SHOWN = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__})
 _OF_THE_GRAPH = frozenset({torch.autograd.backward, torch.autograd.grad})
 _ALIASES = frozenset({torch.Tensor.view_as, torch.Tensor.expand_as})
 
 
-class OnDemand(Protocol):
-    """The part of `demand.Demand` that this file uses."""
+@dataclass(frozen=True)
+class Contract:
+    """What the loop and the session say of a read (`driving.loop.Loop`, `Session`).
 
-    def visit(self) -> None: ...
+    ask(act, tensor=): raises ContractError where the contract refuses the act.
+    refuse_while_updating(what): raises ContractError while parameters may be changing.
+    meet_interruption(): mends an interruption before values are read.
+    end_after_training(): ends the run if its training is over; returns whether it did.
+    home(): returns the model's device before `prepare` and after `close`.
+    """
 
-    def leave(self, reason: str) -> None: ...
-
-    def held(self, chunk: int) -> bool: ...
-
-    def ensure(self, chunks: Iterable[int]) -> None: ...
-
-
-class Host(BytesHost, LoopHost, Protocol):
-    """The part of the session that this file uses."""
-
-    trained: bool
-
-    @property
-    def home(self) -> torch.device: ...
-
-    def end_after_training(self) -> bool: ...
-
-    @property
-    def queues(self) -> Landing: ...
-    @property
-    def reader(self) -> Reader: ...
-    @property
-    def updates(self) -> Updates: ...
-    @property
-    def loop(self) -> Loop: ...
-    @property
-    def demand(self) -> OnDemand: ...
+    ask: Callable[..., Answer]
+    refuse_while_updating: Callable[[str], None]
+    meet_interruption: Callable[[], None]
+    end_after_training: Callable[[], bool]
+    home: Callable[[], torch.device]
 
 
 class Reads:
     """Reads of one plan's working lists off the plan."""
 
-    def __init__(self, host: Host) -> None:
-        self.host = host
+    def __init__(self, demand: Demand, contract: Contract) -> None:
+        self.run = demand.run
+        self.state = demand.state
+        self.cursor = demand.cursor
+        self.reader = demand.reader
+        self.clock = demand.clock
+        self.demand = demand
+        self.contract = contract
         self._hooks = _held_weakly(self)
         self._behind: Any = None  # keeps the last alias's node alive, whose Python object does not do so in torch 2.6
         self._storages: dict[int, int] = {}  # storage of a working list -> chunk
-        for c in host.plan.layout.chunks:
-            self._storages[storage_key(host.arena.payloads.whole(c.index, "param"))] = c.index
+        for c in self.run.plan.layout.chunks:
+            self._storages[storage_key(self.run.arena.payloads.whole(c.index, "param"))] = c.index
 
     def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
         """Returns the result of a torch function that has parked parameters among its arguments: see [Note: reads off
         plan]."""
-        s = self.host
-        if s.closed:
-            raise refused(Refusal.CLOSED, s)
+        cursor = self.cursor
+        if self.state.closed:
+            raise refused(Refusal.CLOSED, self)
         changed = next((p for p in written(func, args, kwargs) if isinstance(p, ChunkParameter)), None)
         if changed is not None:
-            if s.end_after_training():
+            if self.contract.end_after_training():
                 return func(*args, **kwargs)
-            raise write_refused(s.reader.name_of(changed.plan_tensor))
+            raise write_refused(self.reader.name_of(changed.plan_tensor))
         if func in _SHOWN:
             return self._shown(func, *args, **kwargs)
         if func in _OF_THE_GRAPH:
             return self._of_the_graph(func, args, kwargs)
         if func is torch.Tensor.data_ptr:
             return self._address(args[0])
-        if not s.clock.inside:
+        if not self.clock.inside:
             return self._outside(func, args, kwargs)
-        if not s.cursor.off_plan and not s.cursor.visiting and s.cursor.moment < 0 and not s.reader.trains:
-            s.loop.meet_interruption()
-            with s.at_work, unseen():
-                s.demand.visit()
+        if not cursor.off_plan and not cursor.visiting and cursor.moment < 0 and not self.reader.trains:
+            self.contract.meet_interruption()
+            with self.state.at_work, unseen():
+                self.demand.visit()
         pack, unpack = self._hooks
         own = saved_tensor_hooks()
         if own is not None:  # the loop's hooks: activation offload, or checkpointing, which counts saved tensors
@@ -119,30 +106,36 @@ class Reads:
 
     def read(self, chunks: set[int]) -> None:
         """Make the working lists of `chunks` readable for the next operator."""
-        s = self.host
-        with s.at_work, unseen():
-            if s.updates.eager and s.cursor.moment >= 0:
+        cursor, run, demand = self.cursor, self.run, self.demand
+        with self.state.at_work, unseen():
+            if self.reader.updates.eager and cursor.moment >= 0:
                 self._refuse_updated(chunks)
-            if not s.cursor.off_plan and not s.cursor.visiting:
-                missing = [c for c in sorted(chunks) if not s.demand.held(c)]
+            if not cursor.off_plan and not cursor.visiting:
+                missing = [c for c in sorted(chunks) if not demand.room.held(c)]
                 if not missing:
                     for chunk in chunks:
-                        s.queues.land(chunk)
+                        run.queues.land(chunk)
                     return
-                names = ", ".join(repr(s.reader.name_of(t)) for t in s.timetable.tensors_of[missing[0]][:2])
-                where = f"moment {s.cursor.moment}, where the plan does not have it"
-                s.demand.leave(f"chunk {missing[0]} ({names}, ...) is read in {where}")
-            s.demand.ensure(chunks)
+                names = ", ".join(repr(self.reader.name_of(t)) for t in run.timetable.tensors_of[missing[0]][:2])
+                where = f"moment {cursor.moment}, where the plan does not have it"
+                demand.leave(f"chunk {missing[0]} ({names}, ...) is read in {where}")
+            demand.room.ensure(chunks)
 
     def _refuse_updated(self, chunks: Iterable[int]) -> None:
         """Raise ContractError where an eager update of this iteration has changed one of the chunks."""
-        s = self.host
-        updated = s.updates.begun.intersection(t for chunk in chunks for t in s.timetable.tensors_of[chunk])
+        tensors_of = self.run.timetable.tensors_of
+        updated = self.reader.updates.begun.intersection(t for chunk in chunks for t in tensors_of[chunk])
         if updated:
-            s.loop.refuse_while_updating(f"{s.reader.name_of(min(updated))!r} is read")
+            self.contract.refuse_while_updating(f"{self.reader.name_of(min(updated))!r} is read")
 
     def chunk_of_storage(self, tensor: torch.Tensor) -> int | None:
         return self._storages.get(storage_key(tensor))
+
+    def keep(self, tensor: torch.Tensor) -> Any:
+        """Returns what autograd keeps of a view of a working list; None for any other tensor."""
+        if self.chunk_of_storage(tensor) is None:
+            return None
+        return self.pack(tensor) if self.cursor.off_plan else tensor.detach()
 
     def pack(self, tensor: torch.Tensor) -> Any:
         chunk = self.chunk_of_storage(tensor)
@@ -152,16 +145,15 @@ class Reads:
         if isinstance(packed, torch.Tensor):
             return packed
         chunk, view = packed
-        with self.host.at_work, unseen():
-            self.host.demand.ensure({chunk})
+        with self.state.at_work, unseen():
+            self.demand.room.ensure({chunk})
         assert isinstance(view, torch.Tensor)
         return view
 
     def _shown(self, func: Any, parameter: ChunkParameter, *args: Any, **kwargs: Any) -> Any:
         """Returns the text of a parked parameter. Debuggers and logs may ask for it at any time."""
-        s = self.host
         try:
-            value = s.reader.current_value(parameter.plan_tensor).to(s.backend.device)
+            value = self.reader.current_value(parameter.plan_tensor).to(self.run.backend.device)
         except ContractError as error:
             return f"tensor(..., size={tuple(parameter.shape)}, dtype={parameter.dtype})  # values not shown: {error}"
         return func(value.requires_grad_(parameter.requires_grad), *args, **kwargs)
@@ -171,7 +163,7 @@ class Reads:
         places themselves, and torch functions stay on: the backward may read parameters."""
         inputs, rest = args[1:2], dict(kwargs)
         if func is torch.autograd.grad:
-            self.host.loop.ask(Act.DIFFERENTIATE)
+            self.contract.ask(Act.DIFFERENTIATE)
         zeros = rest.get("materialize_grads")
         if zeros:  # torch does not know the shape of a place
             rest.update(materialize_grads=False, allow_unused=True)
@@ -185,23 +177,22 @@ class Reads:
 
     def _address(self, parameter: ChunkParameter) -> int:
         """Returns the address of a parameter's first element, for a kernel of the user's own in a module's forward."""
-        s = self.host
-        if not s.clock.inside:
-            s.loop.ask(Act.LOCATE, tensor=parameter.plan_tensor)
-        self.read({s.timetable.chunk_of[parameter.plan_tensor]})
+        if not self.clock.inside:
+            self.contract.ask(Act.LOCATE, tensor=parameter.plan_tensor)
+        self.read({self.run.timetable.chunk_of[parameter.plan_tensor]})
         with torch._C.DisableTorchFunctionSubclass():
             return parameter.data_ptr()
 
     def _outside(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call the function with copies of current values, for parameters that are read while no module runs."""
-        s = self.host
+        device = self.contract.home() if self.state.trained else self.run.backend.device
 
         def copy(parameter: ChunkParameter) -> torch.Tensor:
-            value = s.reader.current_value(parameter.plan_tensor).to(s.home if s.trained else s.backend.device)
-            copied = snapshot_of(value, _adoption(s, parameter, value))
+            value = self.reader.current_value(parameter.plan_tensor).to(device)
+            copied = snapshot_of(value, _adoption(self, parameter, value))
             if not (torch.is_grad_enabled() and parameter.requires_grad):
                 return copied
-            name = s.reader.name_of(parameter.plan_tensor)
+            name = self.reader.name_of(parameter.plan_tensor)
             outside: torch.Tensor = _Outside.apply(parameter, lambda: copied, name)  # type: ignore[no-untyped-call]
             return outside
 
@@ -236,14 +227,14 @@ class _Outside(torch.autograd.Function):
         )
 
 
-def _adoption(session: Host, parameter: nn.Parameter, value: torch.Tensor) -> Callable[[], bool]:
+def _adoption(reads: Reads, parameter: nn.Parameter, value: torch.Tensor) -> Callable[[], bool]:
     """Returns a function that makes `value`, a copy of the parameter, the parameter's value, if this ends the session,
     or if the session has ended since with the same value. The function returns whether it did so."""
-    keeper = weakref.ref(session)
+    state_of, end_of = weakref.ref(reads.state), weakref.WeakMethod(reads.contract.end_after_training)
 
     def adopt() -> bool:
-        held = keeper()
-        ended = held is None or held.closed or held.end_after_training()
+        state, end = state_of(), end_of()
+        ended = state is None or end is None or state.closed or end()
         if not ended or isinstance(parameter, ChunkParameter):
             return False
         with torch.no_grad():

@@ -6,49 +6,42 @@ memory ran out, optimizer states of pinned chunks follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 from executor.off_plan.in_use import InUse
 from executor.off_plan.inline import Inline
+from executor.off_plan.shortage import Shortage
 from executor.off_plan.states import States
 from executor.session.batches import Batches, movable
-from executor.session.hosting import BytesHost
 from pstar_sim.core.step import Place
-from pstar_sim.errors import DoesNotFit
+from pstar_sim.errors import DoesNotFit, OutOfMemory
 from pstar_sim.workload.workload import Moment, Phase
 
-__all__ = ["Arrivals", "Host", "RoomMaker", "Tides"]
+__all__ = ["Relief", "RoomMaker", "Tides"]
 
 GPU, HOST = Place.GPU, Place.HOST
 
 
-class Climbing(Protocol):
-    """The part of `ladder.Ladder` that this file uses."""
-
-    @property
-    def pending(self) -> bool: ...
-
-
-class Host(BytesHost, Protocol):
-    """The part of the session that this file uses."""
-
-    @property
-    def batches(self) -> Batches: ...
-    @property
-    def ladder(self) -> Climbing: ...
+Relief = Callable[[OutOfMemory, set[int]], None]
+"""(refusal, chunks that stay): makes room for the refused memory: `Ladder.give_back`. Raises DoesNotFit if that is not
+possible."""
 
 
 class RoomMaker:
-    def __init__(self, host: Host, inline: Inline, in_use: InUse, states: States) -> None:
-        self.host = host
+    def __init__(
+        self, batches: Batches, shortage: Shortage, inline: Inline, in_use: InUse, states: States, relieve: Relief
+    ) -> None:
+        self.batches = batches
+        self.run = batches.run
+        self.shortage = shortage
         self.inline = inline
         self.in_use = in_use
         self.states = states
+        self._relieve = relieve
 
     def set_tide(self, size: int) -> None:
         """Set the tide, after dropping working lists until the gpu has room for it, as far as possible."""
-        arena = self.host.arena
+        arena = self.run.arena
         free = arena.gpu_budget_bytes - arena.payload_bytes(GPU)
         if size > free:
             self.make(size - arena.tide_bytes, needed=set(), strict=False)
@@ -60,8 +53,7 @@ class RoomMaker:
 
         strict: whether to raise DoesNotFit if that is not possible.
         """
-        host = self.host
-        arena = host.arena
+        arena, plan = self.run.arena, self.run.plan
         if arena.room_on_gpu() >= size:
             return
         for chunk in self._victims(needed):
@@ -70,15 +62,15 @@ class RoomMaker:
                 return
         # The known tide is that of the plan's moments; give up the part of it that is only an estimate.
         short = size - arena.room_on_gpu()
-        if strict and host.ladder.pending:
+        if strict and self.shortage.pending:
             short -= self.unpin(short, needed=needed)[1]
             if short <= 0:
                 return
-        if short <= arena.tide_bytes and not host.batches.moments:
+        if short <= arena.tide_bytes and not self.batches.moments:
             arena.set_tide(arena.tide_bytes - short)
         elif strict:
             raise DoesNotFit(
-                policy=host.plan.policy,
+                policy=plan.policy,
                 place="gpu",
                 needed_bytes=arena.gpu_budget_bytes + short,
                 available_bytes=arena.gpu_budget_bytes,
@@ -87,25 +79,25 @@ class RoomMaker:
 
     def _victims(self, needed: set[int]) -> list[int]:
         """Returns the chunks whose working list may leave the gpu now, the chunk with the farthest next use first."""
-        host = self.host
+        arena, table = self.run.arena, self.run.timetable
         protected = self.in_use.chunks | needed
         victims = [
             c.index
-            for c in host.plan.layout.chunks
-            if host.arena.has(GPU, c.index, "param")
+            for c in self.run.plan.layout.chunks
+            if arena.has(GPU, c.index, "param")
             and c.index not in protected
-            and (movable(host.arena, c.index) or host.arena.has(GPU, c.index, "remote"))
-            and not host.contents.chunks[c.index].where(GPU, "param")
+            and (movable(arena, c.index) or arena.has(GPU, c.index, "remote"))
+            and not self.run.contents.chunks[c.index].where(GPU, "param")
         ]
         position = self.in_use.position
-        return sorted(victims, key=lambda chunk: (-host.timetable.until_use(chunk, position), chunk))
+        return sorted(victims, key=lambda chunk: (-table.until_use(chunk, position), chunk))
 
     def _drop(self, chunk: int) -> None:
         """Drop the working list of a chunk from the gpu. If the list cannot leave, drop only the other ranks'
         slices."""
-        if self.host.arena.has(GPU, chunk, "remote"):
+        if self.run.arena.has(GPU, chunk, "remote"):
             self.inline.perform(self.inline.drop(GPU, chunk, "remote"))
-        if movable(self.host.arena, chunk):
+        if movable(self.run.arena, chunk):
             self.inline.perform(self.inline.drop(GPU, chunk, "param"))
 
     def give_back(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
@@ -118,20 +110,20 @@ class RoomMaker:
                 break
             self.inline.perform(self.inline.drop(GPU, chunk, "param"))
             dropped.append(chunk)
-            freed += self.host.plan.layout.payload_bytes(chunk, "param")
+            freed += self.run.plan.layout.payload_bytes(chunk, "param")
         return dropped, freed
 
     def unpin(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
         """Move the optimizer states of pinned chunks to the host until the gpu holds `size` bytes less, as far as the
         host has room. Their update of this iteration runs on the host. Returns (chunks moved, bytes)."""
-        host, layout = self.host, self.host.plan.layout
+        run, layout = self.run, self.run.plan.layout
         moved: list[int] = []
         freed = 0
         pinned = [c.index for c in layout.chunks if self.states.pinned(c.index)]
         for chunk in sorted(pinned, key=lambda c: (-layout.payload_bytes(c, "param32"), c)):
             if freed >= size:
                 break
-            gained = self.states.unpin(chunk, host.plan.host_budget_bytes - host.arena.payload_bytes(HOST))
+            gained = self.states.unpin(chunk, run.plan.host_budget_bytes - run.arena.payload_bytes(HOST))
             if not gained:
                 continue
             freed += gained
@@ -141,17 +133,24 @@ class RoomMaker:
                 freed += layout.payload_bytes(chunk, "param")
         return moved, freed
 
+    def until_taken(self, take: Callable[[], object], *, needed: set[int]) -> None:
+        """Call `take`. After each refusal of the accelerator make room and call it again. Raises DoesNotFit if no room
+        can be made.
 
-class Arrivals:
-    def __init__(self, host: Host, inline: Inline, in_use: InUse, room: RoomMaker) -> None:
-        self.host = host
-        self.inline = inline
-        self.in_use = in_use
-        self.room = room
+        needed: chunks that stay.
+        """
+        while True:
+            try:
+                take()
+                return
+            except OutOfMemory as error:
+                self._relieve(error, needed)
+
+    # -- what has to be there -----------------------------------------------------------------------------------------
 
     def held(self, chunk: int) -> bool:
         """Returns whether the working list may be read on the gpu."""
-        contents = self.host.contents
+        contents = self.run.contents
         return contents.values.holds(chunk) and not contents.chunks[chunk].where(GPU, "param")
 
     def ensure(self, chunks: Iterable[int], *, required: bool = True) -> None:
@@ -159,27 +158,29 @@ class Arrivals:
 
         required: whether there has to be room; otherwise lists without room are left out.
         """
-        host = self.host
-        wanted = set(chunks)
+        run, wanted = self.run, set(chunks)
         for chunk in sorted(wanted):
             if self.held(chunk):
                 continue
-            if not host.arena.has(GPU, chunk, "param"):
-                size = host.plan.layout.payload_bytes(chunk, "param")
-                self.room.make(size, needed=wanted, strict=required)
-                if not required and host.arena.room_on_gpu() < size:
+            if not run.arena.has(GPU, chunk, "param"):
+                size = run.plan.layout.payload_bytes(chunk, "param")
+                self.make(size, needed=wanted, strict=required)
+                if not required and run.arena.room_on_gpu() < size:
                     continue
-            if GPU not in host.contents.chunks[chunk].current:
-                self.inline.bring(GPU, chunk, "param", needed=wanted)
-            if host.arena.sliced:
+            if GPU not in run.contents.chunks[chunk].current:
+                self._bring(chunk, "param", wanted)
+            if run.arena.sliced:
                 self._gather(chunk, wanted)
         self.in_use.add(wanted)
 
     def _gather(self, chunk: int, wanted: set[int]) -> None:
         """Gather the other ranks' slices."""
-        if not self.host.arena.has(GPU, chunk, "remote"):
-            self.room.make(self.host.plan.layout.payload_bytes(chunk, "remote"), needed=wanted)
-        self.inline.bring(GPU, chunk, "remote", needed=wanted)
+        if not self.run.arena.has(GPU, chunk, "remote"):
+            self.make(self.run.plan.layout.payload_bytes(chunk, "remote"), needed=wanted)
+        self._bring(chunk, "remote", wanted)
+
+    def _bring(self, chunk: int, list_name: str, wanted: set[int]) -> None:
+        self.until_taken(lambda: self.inline.bring(GPU, chunk, list_name), needed=wanted)
 
 
 class Tides:

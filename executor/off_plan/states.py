@@ -9,7 +9,7 @@ import torch
 
 from executor.memory.shares import Shares
 from executor.off_plan.inline import Inline
-from executor.session.hosting import BytesHost
+from executor.session.state import PlanBytes
 from pstar_sim.core.step import Place
 
 __all__ = ["States"]
@@ -18,15 +18,17 @@ GPU, HOST = Place.GPU, Place.HOST
 
 
 class States:
-    def __init__(self, host: BytesHost, inline: Inline, shares: Shares) -> None:
-        self.host = host
+    def __init__(self, run: PlanBytes, inline: Inline, shares: Shares) -> None:
+        self.plan = run.plan
+        self.arena = run.arena
+        self.contents = run.contents
         self.inline = inline
         self.shares = shares
 
     def pinned(self, chunk: int) -> bool:
         """Returns whether the master copy is on the gpu: the working list can then be rewritten there without the
         host."""
-        return self.host.arena.has(GPU, chunk, "param32")
+        return self.arena.has(GPU, chunk, "param32")
 
     def home(self, chunk: int) -> Place:
         """Returns the place where the chunk is updated."""
@@ -35,25 +37,24 @@ class States:
     def leave_gpu(self, chunk: int, list_name: str) -> None:
         """Drop the list on the gpu. A list that was updated on the gpu is copied to the host first."""
         perform, inline = self.inline.perform, self.inline
-        if list_name in self.host.contents.chunks[chunk].ahead:
+        if list_name in self.contents.chunks[chunk].ahead:
             perform(inline.copy(HOST, chunk, list_name))
         perform(inline.drop(GPU, chunk, list_name))
 
     def send_streams_home(self) -> None:
         """Copy the states that came to the gpu for one update back to the host, updated or not."""
-        host = self.host
-        for c in host.plan.layout.chunks:
-            if host.plan.modes[c.index] != "stream":
+        for c in self.plan.layout.chunks:
+            if self.plan.modes[c.index] != "stream":
                 continue
-            for name in host.plan.layout.state_lists:
-                if host.arena.has(GPU, c.index, name):
+            for name in self.plan.layout.state_lists:
+                if self.arena.has(GPU, c.index, name):
                     self.leave_gpu(c.index, name)
-            host.contents.chunks[c.index].ahead.clear()
+            self.contents.chunks[c.index].ahead.clear()
 
     def unpin(self, chunk: int, room_bytes: int) -> int:
         """Move the states and gradients of a pinned chunk to the host; its update runs there from now on. Returns the
         bytes that this frees on the gpu: 0, with nothing moved, if they need more than `room_bytes` on the host."""
-        arena, layout = self.host.arena, self.host.plan.layout
+        arena, layout = self.arena, self.plan.layout
         lists = [n for n in (*layout.state_lists, "grad32") if arena.has(GPU, chunk, n)]
         if sum(layout.payload_bytes(chunk, n) for n in ("param", *lists)) > room_bytes:
             return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 
@@ -13,27 +12,27 @@ from executor.off_plan.gradients_off_plan import OffPlanGradients
 from executor.off_plan.inline import Inline
 from executor.off_plan.room_maker import RoomMaker
 from executor.off_plan.states import States
-from executor.session.hosting import BytesHost
-from executor.session.updates import Updates
+from executor.session.state import RunState
 from pstar_sim.core.step import Place
 
-__all__ = ["Host", "Stepping"]
+__all__ = ["Stepping"]
 
 GPU = Place.GPU
 
 
-class Host(BytesHost, Protocol):
-    """The part of the session that this file uses."""
-
-    @property
-    def updates(self) -> Updates: ...
-
-
 class Stepping:
     def __init__(
-        self, host: Host, inline: Inline, states: States, room: RoomMaker, gradients: OffPlanGradients, cut: PlanCut
+        self,
+        state: RunState,
+        inline: Inline,
+        states: States,
+        room: RoomMaker,
+        gradients: OffPlanGradients,
+        cut: PlanCut,
     ) -> None:
-        self.host = host
+        self.state = state
+        self.run = gradients.run
+        self.updates = gradients.updates
         self.inline = inline
         self.states = states
         self.room = room
@@ -42,20 +41,19 @@ class Stepping:
 
     def step(self) -> None:
         """Make every update of the iteration, then return to the cut."""
-        host = self.host
+        state = self.state
         self.gradients.collect_left_over()
-        update = host.now.update or host.updates.new()
-        host.now.update = update
-        host.updates.decide_scaling(update)
-        host.cursor.committed = host.iteration
+        update = state.now.update or self.updates.new()
+        state.now.update = update
+        self.updates.decide_scaling(update)
+        state.cursor.committed = state.iteration
         self.carry_out(update)
 
     def carry_out(self, update: Update) -> None:
         """Make the updates that have not been made yet: those of chunks that still have a gradient."""
-        host = self.host
-        contents = host.contents
+        contents, arena, layout = self.run.contents, self.run.arena, self.run.plan.layout
         self._take_kept_back()
-        chunks = [c for c in host.plan.layout.chunks if contents.chunks[c.index].with_gradient()]
+        chunks = [c for c in layout.chunks if contents.chunks[c.index].with_gradient()]
 
         def norms() -> Iterable[torch.Tensor]:
             arrived = sorted(t for c in chunks for t in contents.chunks[c.index].with_gradient())
@@ -63,13 +61,13 @@ class Stepping:
 
         for c in chunks if not update.skip else ():
             contents.gradients.fold(c.index, self.states.home(c.index))
-        if host.updates.max_grad_norm is not None and update.norm is None:
+        if self.updates.max_grad_norm is not None and update.norm is None:
             update.coefficient(norms)
         for c in chunks:
             home = self.states.home(c.index)
-            if not host.arena.has(home, c.index, "param"):
+            if not arena.has(home, c.index, "param"):
                 if home is GPU:
-                    self.room.make(host.plan.layout.payload_bytes(c.index, "param"), needed={c.index})
+                    self.room.make(layout.payload_bytes(c.index, "param"), needed={c.index})
                 self._take(c.index)
                 if not update.skip:
                     contents.gradients.fold(c.index, self.states.home(c.index))
@@ -79,7 +77,7 @@ class Stepping:
     def _take_kept_back(self) -> None:
         """Move kept gradients into the working lists, each at the place where its chunk is updated. The gradients
         overwrite the parameters there, which the update writes anew."""
-        shares, chunk_of = self.gradients.shares, self.host.contents.slots.chunk_of
+        shares, chunk_of = self.gradients.shares, self.run.contents.slots.chunk_of
         for t in list(shares.kept):
             self._take(chunk_of(t))
             shares.kept_to_param(t, self.states.home(chunk_of(t)))
@@ -90,7 +88,7 @@ class Stepping:
 
         def take() -> None:
             home = self.states.home(chunk)  # another place if the chunk's states were moved to make room
-            if not self.host.arena.has(home, chunk, "param"):
+            if not self.run.arena.has(home, chunk, "param"):
                 self.inline.perform(self.inline.alloc(home, chunk, "param"))
 
-        self.inline.until_taken(take, needed={chunk})
+        self.room.until_taken(take, needed={chunk})

@@ -2,48 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from executor.devices.backend import Backend
 from executor.moments.hooks import ModuleEvent
+from executor.moments.listener import Listener
 from executor.moments.live_bytes import LiveStorages
 from executor.moments.recorder import MomentRecorder
 from executor.moments.unseen import unseen
+from executor.off_plan.plan_run import WholeState
 from executor.session.cursor import Answer
-from executor.session.reader import Reader
 
-__all__ = ["WarmUp", "listen", "time_moments"]
-
-
-class OnDemand(Protocol):
-    """The part of `demand.Demand` that this file uses."""
-
-    def on_event(self, event: ModuleEvent, found: Answer, known_tide_bytes: int) -> None: ...
-
-    def ensure(self, chunks: set[int]) -> None: ...
-
-    def accept(self, tensor: int, grad: torch.Tensor) -> None: ...
+__all__ = ["WarmUp", "time_moments", "warmed_up"]
 
 
-class Host(Protocol):
-    """The part of the session that this file uses."""
-
-    warming: WarmUp | None
-
-    @property
-    def reader(self) -> Reader: ...
-    @property
-    def demand(self) -> OnDemand: ...
-    @property
-    def backend(self) -> Backend: ...
-
-
-class WarmUp:
+class WarmUp(Listener):
     """Passes events on to the on-demand mode.
 
     With a recorder (and its live storages), the recorder gets every event and gradient first. With a script ((chunks
@@ -57,7 +34,7 @@ class WarmUp:
 
     def __init__(
         self,
-        session: Host,
+        state: WholeState,
         firings: Mapping[int, int],
         *,
         recorder: MomentRecorder | None = None,
@@ -67,7 +44,7 @@ class WarmUp:
     ) -> None:
         self.durations: list[float] = []
         self._clock = clock
-        self._session = session
+        self._state = state
         self._firings = firings
         self._recorder = recorder
         self._live = live
@@ -75,28 +52,28 @@ class WarmUp:
         self._fired: Counter[tuple[int, int]] = Counter()
         self._micro_batch = 0
         self._begun_s: float | None = None
-        largest = max((p.numel() for p in session.reader.parameters), default=0)
+        run = state.run
+        largest = max((p.numel() for p in run.demand.reader.parameters), default=0)
         # Stands for a chunk's list; zeros, so that its pages exist before a moment begins.
-        self._list = (
-            None if script is None else torch.zeros(largest, dtype=torch.float32, device=session.backend.device)
-        )
+        self._list = None if script is None else torch.zeros(largest, dtype=torch.float32, device=run.backend.device)
 
-    def on_event(self, event: ModuleEvent, found: Answer) -> None:
+    def takes_event(self, event: ModuleEvent, found: Answer) -> bool:
         self.close()
         self._micro_batch = event.micro_batch
-        session, at = self._session, len(self.durations)
+        demand, at = self._state.run.demand, len(self.durations)
         if self._recorder is not None:
             self._recorder.on_event(event)
         with unseen():
             if self._script is None:
                 assert self._live is not None
-                session.demand.on_event(event, found, self._live.current)
+                demand.on_event(event, found, self._live.current)
             elif at < len(self._script):
                 chunks, peak_bytes = self._script[at]
-                session.demand.on_event(event, found, peak_bytes)
-                session.demand.ensure(chunks)
-                session.reader.set_open(True)
+                demand.on_event(event, found, peak_bytes)
+                demand.room.ensure(chunks)
+                demand.reader.set_open(True)
         self._begun_s = self._clock()
+        return True
 
     def close(self) -> None:
         """End the open moment now."""
@@ -104,16 +81,17 @@ class WarmUp:
             self.durations.append(self._clock() - self._begun_s)
             self._begun_s = None
 
-    def accept(self, tensor: int, gradient: torch.Tensor) -> None:
+    def takes_gradient(self, tensor: int, gradient: torch.Tensor) -> bool:
         """Take a final gradient to the host. A copy on the device counts for the moment's seconds; the copy to the host
         does not."""
         if self._list is not None:
             flat = gradient.reshape(-1)
             self._list.view(flat.dtype)[: flat.numel()].copy_(flat)
         begun_s = self._clock()
-        self._session.demand.accept(tensor, gradient)
+        self._state.run.demand.gradients.accept(tensor, gradient)
         if self._begun_s is not None:
             self._begun_s += self._clock() - begun_s
+        return True
 
     def gradient_is_final(self, tensor: int) -> bool:
         """Note that a gradient was accumulated. Returns whether it is the tensor's last in this micro-batch."""
@@ -124,18 +102,18 @@ class WarmUp:
         return self._fired[key] >= self._firings.get(tensor, 1)
 
 
-def listen(
-    session: Host, recorder: MomentRecorder | None, live: LiveStorages | None, firings: Mapping[int, int]
-) -> None:
-    """Send every event and gradient to `recorder` from now on; None: stop."""
-    if recorder is None or live is None:
-        session.warming = None
-    else:
-        session.warming = WarmUp(session, firings, recorder=recorder, live=live)
+@contextlib.contextmanager
+def warmed_up(state: WholeState, warm_up: WarmUp) -> Iterator[WarmUp]:
+    """Inside this context, every event and gradient of the run goes to the warm-up."""
+    state.listeners.append(warm_up)
+    try:
+        yield warm_up
+    finally:
+        state.listeners.remove(warm_up)
 
 
 def time_moments(
-    session: Host,
+    state: WholeState,
     script: Sequence[tuple[set[int], int]],
     firings: Mapping[int, int],
     iteration: Callable[[], None],
@@ -145,10 +123,7 @@ def time_moments(
 
     script: (chunks read, non-model peak) of each moment.
     """
-    session.warming = warm = WarmUp(session, firings, script=script, clock=clock)
-    try:
+    with warmed_up(state, WarmUp(state, firings, script=script, clock=clock)) as warm_up:
         iteration()
-        warm.close()
-    finally:
-        session.warming = None
-    return warm.durations
+        warm_up.close()
+    return warm_up.durations

@@ -26,16 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SIDE_QUEUES",
-    "ComputeSide",
-    "Handover",
-    "Health",
-    "Landing",
-    "Lifetime",
     "Progress",
     "Queues",
     "QueuesBase",
-    "Stillness",
-    "Timing",
     "Work",
     "without_locals",
 ]
@@ -93,7 +86,8 @@ class Progress:
 
 
 class Work(Protocol):
-    """The work of a step, in two halves: `begin` takes memory, `finish` (after `work`) frees it and writes the log.
+    """The work of a step, in two halves: `begin` takes memory, `finish` (after `work`) frees it and writes the log. The
+    queues lie below what does it (`session.steps.Steps`), and run any other work in tests.
 
     [Note: short of memory] `begin` may raise OutOfMemory, having changed nothing. The queue then keeps the step and
     starts nothing until `jump`; the other queues continue. The user's thread gets the error from `wait`, or finds it in
@@ -113,8 +107,10 @@ class Work(Protocol):
     def enter_thread(self, queue: Queue) -> None: ...
 
 
-class Lifetime(Protocol):
-    """Begin and end of queues."""
+class Queues(Protocol):
+    """The side queues of a plan. All methods but `fail` are called from the user's thread."""
+
+    # -- Begin and end of queues --------------------------------------------------------------------------------------
 
     @property
     def progress(self) -> Progress | None:
@@ -138,9 +134,7 @@ class Lifetime(Protocol):
         """Returns queues of the same kind that have not been started."""
         ...
 
-
-class ComputeSide(Protocol):
-    """Calls from the compute queue, which is the user's thread, to the other queues."""
+    # -- Calls from the compute queue, which is the user's thread, to the other queues --------------------------------
 
     def allow(self, iteration: int) -> None:
         """Let steps of iterations up to this iteration run."""
@@ -167,9 +161,7 @@ class ComputeSide(Protocol):
         """Return when these steps of the iteration have ended. Called for a running step, in any thread."""
         ...
 
-
-class Landing(Protocol):
-    """Copies to the gpu, for code that reads the copied lists."""
+    # -- Copies to the gpu, for code that reads the copied lists ------------------------------------------------------
 
     @property
     def in_flight(self) -> Container[int]:
@@ -180,9 +172,7 @@ class Landing(Protocol):
         """Order all later work of the compute queue after the chunk's copy, if a copy is in flight."""
         ...
 
-
-class Stillness(Protocol):
-    """Pausing the queues, so that other code can move bytes."""
+    # -- Pausing the queues, so that other code can move bytes --------------------------------------------------------
 
     def settle(self, iteration: int) -> None:
         """Return when every step of iterations up to this iteration has ended."""
@@ -199,9 +189,7 @@ class Stillness(Protocol):
         paused."""
         ...
 
-
-class Handover(Protocol):
-    """The positions of paused queues, from which other queues can continue."""
+    # -- The positions of paused queues, from which other queues can continue -----------------------------------------
 
     def standing(self) -> dict[Queue, tuple[int, int]]:
         """Returns (iteration, index in the queue's order) of each queue's next step. Only while paused."""
@@ -211,9 +199,7 @@ class Handover(Protocol):
         """Let each queue continue from its position in `at`. Only while paused."""
         ...
 
-
-class Timing(Protocol):
-    """The times at which work of a run happened."""
+    # -- The times at which work of a run happened --------------------------------------------------------------------
 
     def note_wait(self, seconds: float) -> None:
         """Note that the training thread has waited this long for the device or the other ranks, outside these
@@ -234,9 +220,7 @@ class Timing(Protocol):
         """
         ...
 
-
-class Health(Protocol):
-    """Reasons for which queues cannot continue."""
+    # -- Reasons for which queues cannot continue ---------------------------------------------------------------------
 
     @property
     def failure(self) -> BaseException | None:
@@ -256,11 +240,6 @@ class Health(Protocol):
     def fail(self, error: BaseException) -> None:
         """End the run: every wait raises `error`. May be called from any thread."""
         ...
-
-
-class Queues(Lifetime, ComputeSide, Landing, Stillness, Handover, Timing, Health, Protocol):
-    """The side queues. Code that needs less asks for one of the parts. All methods but `fail` are called from the
-    user's thread."""
 
 
 class QueuesBase:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from executor.queues.device_time import DeviceTimes
 from executor.queues.interface import SIDE_QUEUES, Progress, Work
@@ -44,9 +44,9 @@ _POLL_S = 2e-4
 
 def queues_for(backend: Backend, *, watchdog_s: float) -> ThreadQueues:
     """Returns the queues that suit the backend: StreamQueues if it has streams, else ThreadQueues."""
-    if hasattr(backend, "record"):
-        return StreamQueues(cast("StreamBackend", backend), watchdog_s=watchdog_s)
-    return ThreadQueues(watchdog_s=watchdog_s)
+    if backend.streams is None:
+        return ThreadQueues(watchdog_s=watchdog_s)
+    return StreamQueues(backend.streams, watchdog_s=watchdog_s)
 
 
 class StreamQueues(ThreadQueues):

@@ -32,7 +32,7 @@ from executor.moments.hooks import tensors_of
 from executor.moments.live_bytes import LiveStorages
 from executor.moments.recorder import MomentRecorder, describe_parameters, working_dtype
 from executor.moments.unseen import unseen
-from executor.off_plan.warm_up import listen, time_moments
+from executor.off_plan.warm_up import WarmUp, time_moments, warmed_up
 from executor.prepare import prepare
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
@@ -166,27 +166,24 @@ def _count_once(
     firings: tensor index -> number of its gradients in one micro-batch, where more than one.
     beside: modules whose tensors count from the start.
     """
-    own = sorted(session.plan.layout.chunk_of)
-    chunk_of = session.plan.layout.chunk_of
+    state, clock, parameters = session.state, session.clock, session.reader.parameters
+    chunk_of = state.run.timetable.chunk_of
+    own = sorted(chunk_of)
 
     def read(index: int) -> None:
         recorder.read(own[index])
-        session.reads.read({chunk_of[own[index]]})
+        state.run.reads.read({chunk_of[own[index]]})
 
     live = LiveStorages(
-        [session.parameters[t] for t in own],
+        [parameters[t] for t in own],
         itertools.chain(session.model.buffers(), tensors_beside(beside)),
         on_param_read=read,
         device=session.backend.device,
     )
-    recorder = MomentRecorder(session.plan.workload.tensors, live, inside=lambda: session.clock.inside)
-    listen(session, recorder, live, firings)
-    try:
-        with live:
-            iteration()
-            recorder.finish()
-    finally:
-        listen(session, None, None, {})
+    recorder = MomentRecorder(session.plan.workload.tensors, live, inside=lambda: clock.inside)
+    with warmed_up(state, WarmUp(state, firings, recorder=recorder, live=live)), live:
+        iteration()
+        recorder.finish()
     session.loop.zero_grad()
     return recorder
 
@@ -206,7 +203,7 @@ def _timed(
             firings[t] = max(firings.get(t, 1), final[key])
     columns: list[list[float]] = [[] for _ in w.moments]
     for _ in range(repeats):
-        durations = time_moments(session, script, firings, iteration, clock)
+        durations = time_moments(session.state, script, firings, iteration, clock)
         if len(durations) != len(w.moments):
             raise PlanError(
                 f"record: a repeated iteration had {len(durations)} moments, the first {len(w.moments)}; a model that "

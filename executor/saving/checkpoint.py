@@ -60,7 +60,6 @@ from executor.saving.tensor_files import (
     write_text_file,
 )
 from executor.saving.weights import INDEX, persistent_buffers
-from pstar_sim.core.step import Place
 from pstar_sim.dtypes import DTYPES, MASTER
 from pstar_sim.errors import CheckpointError, PstarError
 from pstar_sim.schema.records import read_record
@@ -93,7 +92,7 @@ def save(optimizer: Trained, folder: str | Path, *, extra: Any = None, shard_byt
     or writing fails (on any rank); the former content is then still there.
     """
     session = optimizer.session
-    session.loop.require_running()
+    session.standstill.require_running()
     folder = Path(folder).expanduser().absolute()
     ranks = session.ranks
     first = ranks is None or ranks.rank == 0
@@ -315,15 +314,9 @@ def _weight_rows(session: Session) -> list[TensorToStore]:
 
 def _value_of(session: Session, tensor: int) -> Callable[[], Iterable[torch.Tensor]]:
     def pieces() -> Iterable[torch.Tensor]:
-        contents, arena, chunk = session.contents, session.arena, session.plan.layout.chunk_of[tensor]
-        state = contents.chunks[chunk]
-        for place in (Place.HOST, Place.GPU):
-            if place in state.current and tensor not in state.where(place, "param"):
-                return [whole_of(session, tensor, contents.slots.at(place, tensor, "param"))]
-        for place in (Place.HOST, Place.GPU):
-            if arena.has(place, chunk, "param32"):
-                return [whole_of(session, tensor, contents.slots.at(place, tensor, "param32"))]
-        raise AssertionError(f"no place holds the value of {session.reader.name_of(tensor)!r}")
+        contents = session.contents
+        place, list_name = contents.values.source(contents.slots.chunk_of(tensor), (tensor,))
+        return [whole_of(session, tensor, contents.slots.at(place, tensor, list_name))]
 
     return pieces
 
@@ -355,9 +348,7 @@ def _state_rows(session: Session) -> list[TensorToStore]:
 
 def state_of(session: Session, tensor: int, name: str) -> Callable[[], Iterable[torch.Tensor]]:
     def pieces() -> Iterable[torch.Tensor]:
-        chunk = session.plan.layout.chunk_of[tensor]
-        place = Place.HOST if session.arena.has(Place.HOST, chunk, name) else Place.GPU
-        return [session.contents.slots.at(place, tensor, name)]
+        return [session.contents.slots.source(tensor, name)]
 
     return pieces
 

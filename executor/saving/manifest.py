@@ -104,9 +104,8 @@ class Manifest:
 
 
 class Trained(Protocol):
-    """The part of an optimizer that saving and loading use.
-
-    session: the run behind it.
+    """The part of an optimizer that saving and loading use; `optimizer.OffloadedAdamW` is above this floor, and saves
+    itself.
     """
 
     session: Session
@@ -197,7 +196,8 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 def check_between_iterations(session: Session, what: str) -> None:
     """Raise ContractError if an iteration is open."""
-    if session.cursor.inside or (session.now.arrived and not session.cursor.stepped):
+    state = session.state
+    if state.cursor.inside or (state.now.arrived and not state.cursor.stepped):
         raise ContractError(
             f"optimizer.{what} inside an iteration, whose gradients are in the chunks; call it after optimizer.step() "
             "and before the next forward"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from executor.contract import tensor_of
+from executor.driving.loop import LOAD
 from executor.moments.unseen import unseen
 from executor.saving.as_json import decode
 from executor.saving.checkpoint import together
@@ -36,7 +37,6 @@ from executor.saving.manifest import (
 )
 from executor.saving.tensor_files import TensorFile, piece_buffer
 from executor.saving.weights import Weights, some
-from executor.session.loop import LOAD
 from pstar_sim.core.step import Place
 from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import CheckpointError, PstarError, WeightsError
@@ -113,7 +113,7 @@ def load(optimizer: Trained, folder: str | Path, *, generators: bool = True, che
     checksums: whether to compare the checksums of all files first, which reads the folder once more.
     """
     session = optimizer.session
-    session.loop.require_running()
+    session.standstill.require_running()
     ranks = session.ranks
     folder = Path(folder).expanduser()
     what = f"be loaded from {folder}"

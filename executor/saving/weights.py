@@ -21,7 +21,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -346,9 +346,10 @@ class Weights:
             parts.append(f"{format_params(numel)} parameters stored in {stored}: {masters}, {kept}")
         return f"weights {self.folder}: " + "; ".join(parts)
 
-    def holds(self, tensor: int) -> bool:
-        """Returns whether the folder has the value of that parameter."""
-        return tensor in self._parameters
+    @property
+    def tensors(self) -> Collection[int]:
+        """Tensors whose values the files have."""
+        return self._parameters.keys()
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

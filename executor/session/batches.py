@@ -17,31 +17,22 @@ import torch
 from torch import nn
 
 from executor.activations.planned import as_planned, recomputing
+from executor.distributed.ranks import CountOf
 from executor.memory.arena import Arena
 from executor.models import map_batch
 from executor.moments.hooks import tensors_of
 from executor.session.forms import Form, covers, elements, form_of, names_of
-from executor.session.hosting import BytesHost, LoopHost
-from executor.session.others import CountOf
 from executor.session.reader import Reader
+from executor.session.state import PlanBytes, RunState
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, ModelError, PlanError
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.relay import relay
 from pstar_sim.workload.workload import Moment, Phase, Workload, repeat_micro_batch
 
-__all__ = ["Batches", "Capture", "Host", "Shapes", "movable", "scalar_of", "some_loss"]
+__all__ = ["Batches", "Capture", "Shapes", "movable", "scalar_of", "some_loss"]
 
 MOST_KNOWN = 64  # captured forms whose moments are kept, and forms that are kept as covered or doubted
-
-
-class Host(BytesHost, LoopHost, Protocol):
-    """The part of the session that this file uses."""
-
-    @property
-    def reader(self) -> Reader: ...
-    @property
-    def shapes(self) -> Shapes: ...
 
 
 def movable(arena: Arena, chunk: int) -> bool:
@@ -52,7 +43,8 @@ def movable(arena: Arena, chunk: int) -> bool:
 
 
 class Capture(Protocol):
-    """Type of `executor.capture.capture_module`, which lies above this file and comes in as an argument."""
+    """Type of `executor.capture.capture_module`. A function comes in as an argument: the caller has bound the device to
+    whose rules a capture keeps."""
 
     def __call__(
         self, model: nn.Module, batch: Any, /, *, name: str, loss: Callable[[nn.Module, Any], torch.Tensor]
@@ -61,8 +53,6 @@ class Capture(Protocol):
 
 class Shapes:
     """The model under fake tensors, for batches of any shape.
-
-    capture: makes a workload of a model and a batch.
 
     Attributes:
         skeleton: a copy of the model whose parameters have no memory; None where it cannot be copied.
@@ -129,8 +119,6 @@ class _Known:
 class Batches:
     """The batches of one plan.
 
-    count: see `others.CountOf`.
-
     Attributes:
         samples: number of items (sequences, tokens) that the loss of the last batch is a mean over; 1 on one rank.
         moments: moments of the last batch, under fake tensors; None where the batch has the plan's shape, is smaller,
@@ -142,41 +130,45 @@ class Batches:
         captured: whether the last batch was captured just now, inside its step.
     """
 
-    def __init__(self, host: Host, count: CountOf) -> None:
-        self.host = host
+    def __init__(self, run: PlanBytes, state: RunState, reader: Reader, shapes: Shapes, count: CountOf) -> None:
+        self.run = run
+        self.ranks = state.ranks
+        self.reader = reader
+        self.shapes = shapes
         self.samples = 1.0
         self.moments: tuple[Moment, ...] | None = None
         self.form: Form = ()
         self.last: tuple[Any, Any] | None = None
         self.planned = self.fits = True
         self.captured = False
+        self._state = state
         self._count = count
         self._known: OrderedDict[Form, _Known] = OrderedDict()  # the form used last is the last
         self._doubted: OrderedDict[Form, None] = OrderedDict()  # smaller forms that did not keep to the plan
 
     def see(self, args: Any, kwargs: Any) -> None:
         """Handle the batch with which the root's forward is about to begin. Captures it where its form is new."""
-        host = self.host
-        self.samples = self._counted(args, kwargs) if host.ranks is not None else 1.0
+        shapes = self.shapes
+        self.samples = self._counted(args, kwargs) if self.ranks is not None else 1.0
         self.moments, self.planned, self.fits, self.captured = None, True, True, False
-        if not host.reader.trains or host.timetable.on_demand_only or not self.samples:
+        if not self.reader.trains or self.run.timetable.on_demand_only or not self.samples:
             return  # an empty batch has nothing to compare
         # Only the batch's form: keeping the batch would keep its memory.
         self.last = map_batch((args, kwargs), _without_memory)
-        self.form = form = form_of(args, kwargs, host.shapes.names)
+        self.form = form = form_of(args, kwargs, shapes.names)
         if self._is_planned(form):
-            host.shapes.planned = form
+            shapes.planned = form
             return
         self.planned = False
-        if host.shapes.covers(form) and form not in self._doubted:
+        if shapes.covers(form) and form not in self._doubted:
             return
         self.captured = form not in self._known
         if self.captured:
-            captured = host.shapes.capture(host.plan.workload, args, kwargs)
+            captured = shapes.capture(self.run.plan.workload, args, kwargs)
             fits = self._fits(captured.moments) and self._reads_as_planned(captured)
             _keep(self._known, form, _Known(captured.moments, fits))
             if self._known[form].fits and form not in self._doubted:
-                host.shapes.covered = (*host.shapes.covered, form)[-MOST_KNOWN:]
+                shapes.covered = (*shapes.covered, form)[-MOST_KNOWN:]
         self._known.move_to_end(form)
         self.moments, self.fits = self._known[form].moments, self._known[form].fits
 
@@ -200,11 +192,11 @@ class Batches:
     def planned_size(self) -> int:
         """Number of sequences of this rank's micro-batch. A plan for ranks with unequal shares is made for the largest
         share."""
-        batch = self.host.plan.workload.batch
-        if self.host.ranks is None:
+        batch = self.run.plan.workload.batch
+        if self.ranks is None:
             return batch
-        shares = [rank.batch_share for rank in self.host.plan.machine.ranks]
-        return round(batch * shares[self.host.ranks.rank] / max(shares))
+        shares = [rank.batch_share for rank in self.run.plan.machine.ranks]
+        return round(batch * shares[self.ranks.rank] / max(shares))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -214,7 +206,7 @@ class Batches:
     @property
     def share(self) -> float:
         """Elements of the last batch, as a share of those of the plan's batch."""
-        planned = self.host.shapes.planned
+        planned = self.shapes.planned
         if self.planned or planned is None:
             return 1.0
         return elements(self.form) / max(1, elements(planned))
@@ -222,12 +214,12 @@ class Batches:
     def _fits(self, moments: tuple[Moment, ...]) -> bool:
         """Returns whether a batch with these moments may run on plan. In a relay, moments hold bytes of other
         micro-batches too; there a batch fits if no dimension is longer than the plan's."""
-        w = self.host.plan.workload
+        w = self.run.plan.workload
         body = self._body()
         if len(moments) - 1 != len(body) or any(a.name != b.name for a, b in zip(moments, body)):
             return False
         if w.relayed:
-            planned = self.host.shapes.planned
+            planned = self.shapes.planned
             if planned is not None:
                 return covers(planned, self.form)
             return all(size <= most for size, most in zip(self.shape, (self.planned_size, w.sequence)))
@@ -238,7 +230,7 @@ class Batches:
         reaches the batch reads those of the first layers."""
         if not self.differentiated:
             return True
-        w = self.host.plan.workload
+        w = self.run.plan.workload
         planned = {m.name: set[int]() for m in (*w.moments, *captured.moments)}
         for moment, reads in zip(w.moments, w.reads):
             planned[moment.name].update(reads)
@@ -251,7 +243,7 @@ class Batches:
 
     def _body(self) -> list[Moment]:
         """Returns the plan's moments of the first micro-batch."""
-        return [m for m in self.host.plan.workload.moments if m.micro_batch == 0 and m.phase is not Phase.ADAM]
+        return [m for m in self.run.plan.workload.moments if m.micro_batch == 0 and m.phase is not Phase.ADAM]
 
     def workload_of_last(self, micro_batches: int) -> Workload:
         """Returns the workload of an iteration of `micro_batches` batches like the last batch, captured anew. Raises
@@ -266,8 +258,8 @@ class Batches:
 
         batch: (args, kwargs) of the model's forward.
         """
-        planned = self.host.plan.workload
-        captured = self.host.shapes.capture(planned, *batch)
+        planned = self.run.plan.workload
+        captured = self.shapes.capture(planned, *batch)
         # The same parameters (and their groups, which a capture does not know).
         made = repeat_micro_batch(replace(captured, tensors=planned.tensors), max(1, micro_batches))
         return relay(made, stash="host" if planned.boundaries_on_host else "gpu") if planned.relayed else made
@@ -275,7 +267,7 @@ class Batches:
     def _is_planned(self, form: Form) -> bool:
         """Returns whether the batch has the plan's form. Where that is not known, the first batch counts whose first
         tensor with dimensions has the plan's batch and (of tokens) sequence."""
-        planned = self.host.shapes.planned
+        planned = self.shapes.planned
         if planned is not None:
             return form == planned
         if self.differentiated:
@@ -284,9 +276,7 @@ class Batches:
         if first is None:
             return True
         tokens = first.dim() == 2 and not first.is_floating_point()
-        return first.shape[0] == self.planned_size and (
-            not tokens or first.shape[1] == self.host.plan.workload.sequence
-        )
+        return first.shape[0] == self.planned_size and (not tokens or first.shape[1] == self.run.plan.workload.sequence)
 
     @property
     def outgrown(self) -> bool:
@@ -308,11 +298,11 @@ class Batches:
         """Returns the error to raise where a moment of the last batch needs more than the gpu budget for the payloads
         that never leave, the chunks that the moment reads, and its non-model data; None if the batch can run on
         demand."""
-        plan, table, moments = self.host.plan, self.host.timetable, self.moments or ()
+        plan, table, moments = self.run.plan, self.run.timetable, self.moments or ()
         worst, at = 0, 0
         for m, moment in enumerate(moments):
             chunks = table.reads[m] if len(moments) == len(table.names) else table.read_in(moment.name)
-            need = sum(plan.layout.payload_bytes(c, "param") for c in chunks if movable(self.host.arena, c))
+            need = sum(plan.layout.payload_bytes(c, "param") for c in chunks if movable(self.run.arena, c))
             if table.permanent_bytes + need + moment.peak_bytes > worst:
                 worst, at = table.permanent_bytes + need + moment.peak_bytes, m
         if worst <= plan.gpu_budget_bytes:
@@ -325,8 +315,8 @@ class Batches:
             available_bytes=plan.gpu_budget_bytes,
             what=f"a batch of shape {list(self.shape)} where the plan has batch {w.batch}, sequence "
             f"{w.sequence}: {format_bytes(moments[at].peak_bytes)} of non-model data at moment {at}, "
-            f"{moments[at].name}; cut its rows, make a plan for this shape, give more {self.host.spelling.gpu_memory}, "
-            "or recompute activations",
+            f"{moments[at].name}; cut its rows, make a plan for this shape, give more "
+            f"{self._state.spelling.gpu_memory}, or recompute activations",
         )
 
 

@@ -104,7 +104,7 @@ class Answer(_Word):
 
 
 class Fact(_Word):
-    """Conditions in the table, beside the state. `session/act_facts.py` determines each of them."""
+    """Conditions in the table, beside the state. `driving/act_facts.py` determines each of them."""
 
     TRAINS = "trains"
     """A forward that runs now is one of training."""
@@ -176,7 +176,7 @@ class Fact(_Word):
 
 class FactSource(Protocol):
     """Facts of one act, each determined only where a row needs it. Its attributes are the words in the texts of
-    refusals (`refusals.TEXTS`)."""
+    refusals (`refusals.TEXTS`). This file knows no torch, and none of the parts that facts are read from."""
 
     @property
     def asks(self) -> Mapping[Fact, Callable[[Any], bool]]:
@@ -189,7 +189,6 @@ class TableRow:
     """A row of the contract's table.
 
     when: (fact, whether it must hold); the row holds if every fact is as stated.
-    then: result of the row.
     """
 
     when: tuple[tuple[Fact, bool], ...]

@@ -1,7 +1,7 @@
 """Iteration: values that belong to one iteration of the loop and are replaced with it.
 
-The session replaces the value when the next iteration begins: one assignment, so that an interruption finds the old
-    value or the new value. Steps that run into the next forward still use the value of their own iteration.
+`RunState.now` gets a new value when the next iteration begins: one assignment, so that an interruption finds the old
+value or the new value. Steps that run into the next forward still use the value of their own iteration.
 """
 
 from __future__ import annotations

@@ -10,72 +10,55 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from executor.contract import ChunkParameter, ParkedParameter, disown, drop_raw_grads, raw_grad, set_raw_grad
 from executor.devices.torch_private import version_of
+from executor.memory.arena import PLACES
 from executor.moments.unseen import unseen
-from executor.queues.interface import Landing
 from executor.session.cursor import Act, Answer
-from executor.session.hosting import BytesHost, LoopHost
+from executor.session.standstill import Standstill
+from executor.session.state import RunState
 from executor.session.updates import Updates
-from pstar_sim.core.step import Place
-from pstar_sim.errors import PlanError
 
-__all__ = ["Host", "Reader"]
-
-
-class LoopAsked(Protocol):
-    """The part of the loop that this file uses."""
-
-    def ask(self, act: Act, *, tensor: int = -1, what: str = "") -> Answer: ...
-
-    def still(self) -> AbstractContextManager[None]: ...
-
-    def require_running(self) -> None: ...
-
-
-class Joining(Protocol):
-    """The part of `off_plan.demand.Demand` that this file uses."""
-
-    def join(self, chunk: int) -> None: ...
-
-
-class Host(BytesHost, LoopHost, Protocol):
-    """The part of the session that this file uses."""
-
-    @property
-    def queues(self) -> Landing: ...
-    @property
-    def updates(self) -> Updates: ...
-    @property
-    def loop(self) -> LoopAsked: ...
-    @property
-    def demand(self) -> Joining: ...
+__all__ = ["Reader"]
 
 
 class Reader:
     """Parameters, gradients and optimizer states as the user's code sees them.
 
+    ask(act, tensor=, what=): see `driving.loop.Loop.ask`.
+    touch(func, parameters, args, kwargs): returns the result of a torch function with parked parameters among its
+        arguments: `off_plan.reads.Reads.touch`.
+
     Attributes:
-        parameters: the model's own objects, by tensor.
         consumed: tensors whose gradient left autograd and that no `zero_grad` has cleared yet.
         switched: tensors whose present requires_grad is not the plan's.
         is_open: whether a module runs, so that parameters may be read directly where they are readable.
-        on_demand: called with a torch function that takes parked parameters, like `touch`; the session sets it for each
-            plan.
     """
 
-    def __init__(self, host: Host, parameters: Sequence[nn.Parameter]) -> None:
-        self.host = host
+    def __init__(
+        self,
+        state: RunState,
+        updates: Updates,
+        standstill: Standstill,
+        parameters: Sequence[nn.Parameter],
+        *,
+        ask: Callable[..., Answer],
+        touch: Callable[[Any, Sequence[nn.Parameter], Any, Any], Any],
+    ) -> None:
+        self.state = state
+        self.updates = updates
+        self.standstill = standstill
+        self.touch = touch
+        self._ask = ask
         self.parameters = parameters
         self.consumed: set[int] = set()
         self.switched: set[int] = set()
         self.is_open = False
-        self.on_demand: Callable[[Any, Sequence[nn.Parameter], Any, Any], Any] = _nobody
         # In memory a parameter may have another order of dimensions (channels_last), which it gets back at the end.
         self._strides = [torch.empty_like(p, device="meta").stride() for p in parameters]
         self._classes = threading.Lock()  # a queue's thread and the user's may change a parameter's class at once
@@ -88,11 +71,12 @@ class Reader:
 
         tensors: the parameters; None: all parameters of the chunk.
         """
-        host, parameters = self.host, self.parameters
+        run, parameters = self.state.run, self.parameters
         with self._classes:
-            readable = self.is_open and chunk not in host.queues.in_flight and host.contents.values.readable(chunk)
-            overwritten, updated = host.contents.values.overwritten(chunk), host.updates.begun
-            for t in host.timetable.tensors_of[chunk] if tensors is None else tensors:
+            values = run.contents.values
+            readable = self.is_open and chunk not in run.queues.in_flight and values.readable(chunk)
+            overwritten, updated = values.overwritten(chunk), self.updates.begun
+            for t in run.timetable.tensors_of[chunk] if tensors is None else tensors:
                 as_it_stands = readable and t not in overwritten and t not in updated
                 parameters[t].__class__ = ChunkParameter if as_it_stands else ParkedParameter
 
@@ -100,35 +84,35 @@ class Reader:
         """Note whether a module runs from now on. The parameters of every chunk change class accordingly."""
         if open_ != self.is_open:
             self.is_open = open_
-            for chunk in range(len(self.host.timetable.tensors_of)):
+            for chunk in range(len(self.state.run.timetable.tensors_of)):
                 self.refresh(chunk)
 
     @property
     def trains(self) -> bool:
         """Whether a forward that runs now is one of training: gradients are on, and not every trainable parameter is
         switched off for an evaluation."""
-        return torch.is_grad_enabled() and not (self.switched and self.switched >= self.host.timetable.trainable)
+        return torch.is_grad_enabled() and not (self.switched and self.switched >= self.state.run.timetable.trainable)
 
     # -- calls of parameters (contract.ParameterAccess) ---------------------------------------------------------------
 
     def name_of(self, tensor: int) -> str:
-        return self.host.plan.workload.tensors[tensor].name
+        return self.state.run.plan.workload.tensors[tensor].name
 
     def grad_of(self, tensor: int) -> torch.Tensor | None:
         """Returns the value of `p.grad`. Raises ContractError where the gradient has left for its chunk."""
-        self.host.loop.ask(Act.READ_GRAD, tensor=tensor)
+        self._ask(Act.READ_GRAD, tensor=tensor)
         return raw_grad(self.parameters[tensor])
 
     def set_grad_of(self, tensor: int, value: torch.Tensor | None) -> None:
         """Set `p.grad = value`. Raises ContractError for a tensor, except in a hook that runs before the gradient
         leaves, and for None while the gradient is in its chunk and not used by `optimizer.step()` yet."""
-        self.host.loop.ask(Act.DROP_GRAD if value is None else Act.SET_GRAD, tensor=tensor)
+        self._ask(Act.DROP_GRAD if value is None else Act.SET_GRAD, tensor=tensor)
         self.consumed.discard(tensor)
         set_raw_grad(self.parameters[tensor], value)
 
     def see_requires_grad(self, tensor: int, value: bool) -> None:
         """Note that requires_grad of a parameter is about to be `value`. Around an evaluation this has no effect."""
-        if value == (not self.host.plan.workload.tensors[tensor].frozen):
+        if value == (not self.state.run.plan.workload.tensors[tensor].frozen):
             self.switched.discard(tensor)
         else:
             self.switched.add(tensor)
@@ -137,106 +121,76 @@ class Reader:
     def written(self) -> int | None:
         """A tensor whose parameter was written in place: by the model's own forward, or an `Embedding(max_norm=)`."""
         with torch._C.DisableTorchFunctionSubclass():
-            for t in self.host.timetable.chunk_of:
+            for t in self.state.run.timetable.chunk_of:
                 if version_of(self.parameters[t]) != self.parameters[t].plan_version:  # type: ignore[attr-defined]
                     return t
         return None
 
-    def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
-        """Returns the result of `func(*args, **kwargs)`, a torch function with parked parameters among its
-        arguments."""
-        return self.on_demand(func, parameters, args, kwargs)
-
     def current_value(self, tensor: int) -> torch.Tensor:
         """Returns a copy of a parameter's current value, in its shape and working dtype, in host memory."""
-        self.host.loop.ask(Act.READ_VALUE, tensor=tensor, what=f"{self.name_of(tensor)!r} is read")
+        self._ask(Act.READ_VALUE, tensor=tensor, what=f"{self.name_of(tensor)!r} is read")
         return self.value_now(tensor)
 
     # -- copies of values and states ----------------------------------------------------------------------------------
 
     def value_now(self, tensor: int) -> torch.Tensor:
         """Returns the same as `current_value`, also where the contract does not let the loop read."""
-        host = self.host
-        chunk = host.timetable.chunk_of[tensor]
-        row = host.plan.workload.tensors[tensor]
-        with unseen(), torch.no_grad(), host.loop.still():
-            contents, arena = host.contents, host.arena
+        with unseen(), torch.no_grad(), self.standstill.still():
+            run = self.state.run
+            contents, chunk = run.contents, run.timetable.chunk_of[tensor]
             self._meet_others(tensor, "param")
-            state = contents.chunks[chunk]
-            for place in (Place.HOST, Place.GPU):
-                if place in state.current and tensor not in state.where(place, "param"):
-                    value = contents.slots.at(place, tensor, "param")
-                    return contents.exchange.joined(tensor, value).reshape(row.shape)
-            for place in (Place.HOST, Place.GPU):
-                if arena.has(place, chunk, "param32"):
-                    dtype = arena.dtype(chunk, "param")
-                    value = contents.slots.at(place, tensor, "param32").to(dtype, copy=True)
-                    return contents.exchange.joined(tensor, value).reshape(row.shape)
-        raise PlanError(f"no place holds the current value of {self.name_of(tensor)!r}")
+            place, list_name = contents.values.source(chunk, (tensor,))
+            value = contents.slots.at(place, tensor, list_name)
+            if list_name == "param32":
+                value = value.to(run.arena.dtype(chunk, "param"), copy=True)
+            return contents.exchange.joined(tensor, value).reshape(run.plan.workload.tensors[tensor].shape)
 
     def state_value(self, tensor: int, list_name: str) -> torch.Tensor:
         """Returns a copy of a tensor's part of an optimizer state list, in its shape, in host memory."""
-        host = self.host
-        host.loop.ask(Act.READ_STATE, tensor=tensor, what=f"the optimizer state of {self.name_of(tensor)!r} is read")
-        chunk = host.timetable.chunk_of[tensor]
-        with unseen(), torch.no_grad(), host.loop.still():
+        self._ask(Act.READ_STATE, tensor=tensor, what=f"the optimizer state of {self.name_of(tensor)!r} is read")
+        with unseen(), torch.no_grad(), self.standstill.still():
+            run = self.state.run
             self._meet_others(tensor, list_name)
-            place = Place.HOST if host.arena.has(Place.HOST, chunk, list_name) else Place.GPU
-            value = host.contents.exchange.joined(tensor, host.contents.slots.at(place, tensor, list_name))
-        return value.reshape(host.plan.workload.tensors[tensor].shape)
+            value = run.contents.exchange.joined(tensor, run.contents.slots.source(tensor, list_name))
+        return value.reshape(run.plan.workload.tensors[tensor].shape)
 
     def _meet_others(self, tensor: int, list_name: str) -> None:
         """Meet the other ranks, which read the tensor too, if each rank holds a part of the tensor."""
-        if self.host.ranks is not None and self.host.contents.sliced:
-            lists = ("param", *self.host.plan.layout.state_lists)
-            self.host.ranks.come_to_read(float(tensor * len(lists) + lists.index(list_name)))
+        run, ranks = self.state.run, self.state.ranks
+        if ranks is not None and run.contents.sliced:
+            lists = ("param", *run.plan.layout.state_lists)
+            ranks.come_to_read(float(tensor * len(lists) + lists.index(list_name)))
 
     def still(self) -> AbstractContextManager[None]:
         """Returns a context in which the updates of finished iterations are done and nothing moves."""
-        return self.host.loop.still()
+        return self.standstill.still()
 
     def own_slice(self, chunk: int) -> torch.Tensor:
         """Returns a copy of this rank's slice of a chunk's current parameters, flat, in host memory. Only while nothing
         moves."""
-        state, arena = self.host.contents.chunks[chunk], self.host.arena
-        for place in (Place.HOST, Place.GPU):
-            if place in state.current and arena.has(place, chunk, "param") and not state.where(place, "param"):
-                return arena.at(place, chunk, "param").to("cpu", copy=True)
-        for place in (Place.HOST, Place.GPU):
-            if arena.has(place, chunk, "param32"):
-                return arena.at(place, chunk, "param32").to(arena.dtype(chunk, "param"), copy=True).cpu()
-        raise PlanError(f"no place holds the current values of chunk {chunk}")
+        run = self.state.run
+        place, list_name = run.contents.values.source(chunk, run.timetable.tensors_of[chunk])
+        return run.arena.at(place, chunk, list_name).to("cpu", run.arena.dtype(chunk, "param"), copy=True)
 
     # -- writes from outside ------------------------------------------------------------------------------------------
 
     def set_state_value(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
         """Write a tensor's part (any shape) of an optimizer state list, in every place where the list has memory."""
-        with unseen(), torch.no_grad(), self.host.loop.still():
+        with unseen(), torch.no_grad(), self.standstill.still():
             self.put_state(tensor, list_name, value)
 
     def put_state(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
         """Do the same as `set_state_value`, while nothing moves."""
-        host = self.host
-        for place in (Place.HOST, Place.GPU):
-            if host.arena.has(place, host.timetable.chunk_of[tensor], list_name):
-                host.contents.slots.put(place, tensor, list_name, value)
-
-    def rewrite_from_master(self, tensor: int) -> None:
-        """Rewrite every copy of the working list after the master copy changed (a loaded state)."""
-        host = self.host
-        chunk = host.timetable.chunk_of[tensor]
-        with unseen(), torch.no_grad(), host.loop.still():
-            for place in (Place.HOST, Place.GPU):
-                if place in host.contents.chunks[chunk].current:
-                    host.contents.values.restore(place, tensor)
-            if host.contents.chunks[chunk].whole:  # the other ranks' slices, which have changed too
-                host.demand.join(chunk)
+        run = self.state.run
+        for place in PLACES:
+            if run.arena.has(place, run.timetable.chunk_of[tensor], list_name):
+                run.contents.slots.put(place, tensor, list_name, value)
 
     # -- gradients that autograd holds, and the end -------------------------------------------------------------------
 
     def forget_gradients(self) -> None:
         """Drop the gradients that the loop can see."""
-        drop_raw_grads(self.parameters[t] for t in self.host.timetable.chunk_of)
+        drop_raw_grads(self.parameters[t] for t in self.state.run.timetable.chunk_of)
         self.consumed.clear()
 
     def make_plain(self, value: Callable[[int], torch.Tensor | None]) -> None:
@@ -254,7 +208,3 @@ class Reader:
         if value.stride() == stride:
             return value
         return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
-
-
-def _nobody(func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
-    raise PlanError("a parameter is read before its session has a plan")

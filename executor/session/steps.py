@@ -8,87 +8,62 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
-from executor.queues.interface import ComputeSide, Stillness, Timing
+from executor.activations.stashes import Stashes
 from executor.queues.logs import IterationLog, StepLog
 from executor.queues.measured_timeline import build_timeline
 from executor.queues.moved import Moved
-from executor.session.hosting import BytesHost
 from executor.session.reader import Reader
-from executor.session.updates import Updates
-from pstar_sim.core.step import COPIES, UPDATES, Kind, Queue, Step
+from executor.session.state import PlanBytes, RunState
+from pstar_sim.core.step import COPIES, UPDATES, Kind, Queue
 from pstar_sim.core.timeline import Timeline
 
-__all__ = ["Host", "Steps"]
+__all__ = ["Steps"]
 
 KEPT_ITERATIONS = 16
 KEPT_CHANGES = 2_000  # least number of changes of bytes to keep; at twice this number the older ones are summed up
 
 
-class Stashing(Protocol):
-    """The part of the stashes of activations that this file uses."""
-
-    def copied_bytes(self, queue: Queue) -> int: ...
-
-    def move(self, step: Step) -> int: ...
-
-
-class QueuesAsked(ComputeSide, Stillness, Timing, Protocol):
-    """The part of the queues that this file uses."""
-
-
-class Host(BytesHost, Protocol):
-    """The part of the session that this file uses."""
-
-    @property
-    def queues(self) -> QueuesAsked: ...
-    @property
-    def reader(self) -> Reader: ...
-    @property
-    def updates(self) -> Updates: ...
-    @property
-    def stashes(self) -> Stashing: ...
-
-
 class Steps:
     """The `queues.interface.Work` of one plan.
 
-    clock: gives seconds.
-
     Attributes:
-        logs: the last iterations.
         span_log: steps of these iterations, in the order in which the steps ended.
-        moved: bytes copied by each iteration.
         first_s: time from which the plan's first iteration may begin.
     """
 
-    def __init__(self, host: Host, clock: Callable[[], float]) -> None:
-        self.host = host
-        self._plan_steps = host.plan.steps
+    def __init__(
+        self, run: PlanBytes, state: RunState, reader: Reader, stashes: Stashes, clock: Callable[[], float]
+    ) -> None:
+        self.run = run
+        self.state = state
+        self.reader = reader
+        self.updates = reader.updates
+        self.stashes = stashes
+        self._plan_steps = run.plan.steps
         self._clock = clock
         self.logs: deque[IterationLog] = deque(maxlen=KEPT_ITERATIONS)
-        self.span_log: deque[StepLog] = deque(maxlen=KEPT_ITERATIONS * max(1, len(host.plan.steps)))
-        self.moved = Moved(host.backend.copied_bytes)
+        self.span_log: deque[StepLog] = deque(maxlen=KEPT_ITERATIONS * max(1, len(run.plan.steps)))
+        self.moved = Moved(run.backend.copied_bytes)
         self.first_s = clock()
         self._begun: dict[int, tuple[float, float, str]] = {}  # step -> (ready, begun, cause of the wait)
         self._copied: dict[int, int] = {}  # step that copies -> bytes
-        self._last_moment = len(host.timetable.names) - 1
+        self._last_moment = len(run.timetable.names) - 1
         self._most_changes = KEPT_CHANGES
 
     def start(self) -> None:
         """Note that the first iteration may begin; bytes that were copied before do not count."""
-        self.moved = Moved(self.host.backend.copied_bytes)
+        self.moved = Moved(self.run.backend.copied_bytes)
 
     # -- Work: calls of the queues ------------------------------------------------------------------------------------
 
     def enter_thread(self, queue: Queue) -> None:
-        self.host.backend.enter_thread(queue)
+        self.run.backend.enter_thread(queue)
 
     def note_landing(self, chunk: int) -> None:
-        self.host.reader.refresh(chunk)
+        self.reader.refresh(chunk)
 
     def begin(self, i: int, iteration: int, ready_s: float, waited_for: int | None, *, take: bool = True) -> None:
         start_s = self._clock()
@@ -97,7 +72,7 @@ class Steps:
         if take:
             step = self._plan_steps[i]
             if step.stash is None:
-                self.host.contents.begin(step)
+                self.run.contents.begin(step)
 
     def _cause(self, waited_for: int) -> str:
         other = self._plan_steps[waited_for]
@@ -105,30 +80,28 @@ class Steps:
         return "barrier" if barrier else other.queue.value
 
     def work(self, i: int, iteration: int) -> None:
-        host = self.host
-        step = self._plan_steps[i]
+        step, contents, updates, stashes = self._plan_steps[i], self.run.contents, self.updates, self.stashes
         ahead_bytes = 0
         if step.kind in COPIES:
-            before = host.stashes.copied_bytes(step.queue)
+            before = stashes.copied_bytes(step.queue)
         with torch.no_grad():
-            updates = step.kind in UPDATES
-            now = host.now  # the user's thread may begin the next iteration between two lines
-            if updates and host.updates.eager and iteration == now.number and step.chunk is not None:
-                now.early.update(host.contents.chunks[step.chunk].with_gradient())
-                host.reader.refresh(step.chunk)
+            now = self.state.now  # the user's thread may begin the next iteration between two lines
+            if updates.eager and step.kind in UPDATES and iteration == now.number and step.chunk is not None:
+                now.early.update(contents.chunks[step.chunk].with_gradient())
+                self.reader.refresh(step.chunk)
             if step.stash is not None:
-                ahead_bytes = host.stashes.move(step)
+                ahead_bytes = stashes.move(step)
             else:
-                host.contents.work(step, host.now.update_of(iteration), lambda: host.updates.norms(iteration))
+                contents.work(step, self.state.now.update_of(iteration), lambda: updates.norms(iteration))
         if step.kind in COPIES:
-            copied_bytes = host.stashes.copied_bytes(step.queue) - before
+            copied_bytes = stashes.copied_bytes(step.queue) - before
             self._copied[i] = copied_bytes + ahead_bytes
             self.moved.step(iteration, step.queue.value, copied_bytes + ahead_bytes)
 
     def finish(self, i: int, iteration: int) -> None:
         step = self._plan_steps[i]
         if step.stash is None:
-            self.host.contents.finish(step)
+            self.run.contents.finish(step)
         self.note_end(i, iteration, self._clock())
 
     # -- the user's thread --------------------------------------------------------------------------------------------
@@ -141,7 +114,7 @@ class Steps:
 
     def run_inline(self, i: int, iteration: int) -> None:
         """Run a step of the compute queue, other than a moment, in the user's thread."""
-        queues = self.host.queues
+        queues = self.run.queues
         ready_s = self._clock()
         waited_for = queues.wait(i, iteration)
         self.begin(i, iteration, ready_s, waited_for)
@@ -156,20 +129,17 @@ class Steps:
 
     def close_iteration(self, iteration: int, *, on_plan: bool) -> None:
         """Write the log of an iteration whose compute is over."""
-        host = self.host
-        arena = host.arena
-        exchanges = getattr(host.backend, "exchanges", 0)
-        now = host.now
+        log, backend, now = self.run.arena.log, self.run.backend, self.state.now
         self.logs.append(
-            IterationLog(iteration, self._clock(), on_plan, exchanges, tuple(now.shares), captured=now.captured)
+            IterationLog(iteration, self._clock(), on_plan, backend.exchanges, tuple(now.shares), captured=now.captured)
         )
         if not on_plan:
-            self.moved.others(iteration, host.backend.copied_bytes)
+            self.moved.others(iteration, backend.copied_bytes)
         self.moved.forget(self.logs[0].number)
-        measured = arena.log.marks is not None  # a measurement needs the changes of this iteration
-        if len(self.logs) == KEPT_ITERATIONS and len(arena.log.changes) > self._most_changes and not measured:
-            arena.log.trim(self.logs[0].end_s)
-            self._most_changes = max(KEPT_CHANGES, 2 * len(arena.log.changes))
+        measured = log.marks is not None  # a measurement needs the changes of this iteration
+        if len(self.logs) == KEPT_ITERATIONS and len(log.changes) > self._most_changes and not measured:
+            log.trim(self.logs[0].end_s)
+            self._most_changes = max(KEPT_CHANGES, 2 * len(log.changes))
 
     def last_on_plan(self) -> IterationLog | None:
         """Returns the newest of the kept iterations that ran on plan with batches of the plan's shape; without one, the
@@ -186,11 +156,11 @@ class Steps:
 
         Raises PlanError if no iteration has run on plan.
         """
-        host = self.host
-        if not host.closed:
-            host.queues.settle(host.iteration - 1)
-        steps, iterations, changes = host.queues.in_device_time(
+        run = self.run
+        if not self.state.closed:
+            run.queues.settle(self.state.iteration - 1)
+        steps, iterations, changes = run.queues.in_device_time(
             list(self.span_log), [row for row in self.logs if last is None or row.number <= last],
-            list(host.arena.log.changes),
+            list(run.arena.log.changes),
         )  # fmt: skip
-        return build_timeline(host.plan, steps, iterations, changes, self.first_s)
+        return build_timeline(run.plan, steps, iterations, changes, self.first_s)

@@ -707,7 +707,7 @@ class TestBesideThePool:
             )
             run.session.guard_memory(always=True)
             ladder = run.session.ladder
-            ladder.note(error, "", in_fragments=ladder._in_fragments(error))
+            ladder.shortage.note(error, "", in_fragments=ladder._in_fragments(error))
             assert ladder._available() == pytest.approx(share * budget, abs=1)
 
     def test_the_plan_stays_where_only_fragments_were_missing_and_no_smaller_plan_fits(
@@ -720,10 +720,10 @@ class TestBesideThePool:
         ladder = run.session.ladder
         monkeypatch.setattr(ladder, "_available", lambda: 1)
         error = OutOfMemory(what="an operator", asked_bytes=4096, payload_bytes=0, other_bytes=0, limit_bytes=None)
-        ladder.note(error, "", in_fragments=ladder._in_fragments(error))
+        ladder.shortage.note(error, "", in_fragments=ladder._in_fragments(error))
         mine, theirs = kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=2, micro_batches=1)
         assert mine == pytest.approx(theirs, rel=1e-6)
-        assert run.session.plan is run.plan and not ladder.pending
+        assert run.session.plan is run.plan and not ladder.shortage.pending
         assert run.session.deviations == 0
 
     def test_what_is_idle(self, card: Card) -> None:

@@ -186,7 +186,7 @@ def test_what_was_done_while_the_queues_stood_has_happened_when_they_go_on(kit: 
     """The steps that go on have no edge to it: between iterations their edges are of steps that have ended."""
     run = start("mlp", "tide", device="cuda", clip=0.5)
     kit.train_alone(run.model, run.optimizer, on_the_device(run.batches), 1)
-    with run.session.loop.still():
+    with run.session.still():
         held_up()
         done = torch.cuda.Event()
         done.record()
@@ -219,7 +219,7 @@ def test_a_read_that_no_plan_has_waits_for_the_copy(
             until_s = time.monotonic() + 0.3
             while not (in_flight := session.queues._in_flight.get(chunk)) and time.monotonic() < until_s:
                 time.sleep(0.001)
-            if in_flight and session.demand.held(chunk):
+            if in_flight and session.state.run.demand.room.held(chunk):
                 read[later] = layers[later].weight[0].tolist()
 
         return hook

@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import executor
-from executor.activations.planned import carry_out
+from executor.activations.planned import RunOfBlocks, carry_out
 from executor.queues.streams import StreamQueues
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Place, Queue
@@ -245,12 +244,8 @@ def test_dropout_in_a_recomputed_block_called_with_keywords_only() -> None:
         return found
 
     kept = gradient()
-    session: Any = SimpleNamespace(
-        plan=SimpleNamespace(workload=SimpleNamespace(activations=(("block", "recompute"),))),
-        model=model,
-        backend=SimpleNamespace(device=x.device),
-    )
-    undo = carry_out(session)
+    run = RunOfBlocks(closed=lambda: False, collects=lambda: False, stashes=lambda: pytest.fail("nothing is offloaded"))
+    undo = carry_out(model, [("block", "recompute")], x.device, run)
     recomputed = gradient()
     undo()
     assert torch.equal(kept, recomputed)

@@ -178,7 +178,7 @@ def train(case: dict[str, Any], plan: Plan, rank: int, group: Any) -> dict[str, 
         "kinds": sorted({s.kind for s in plan.steps}),
     }
     if not case.get("evaluate"):  # an evaluation moves chunks without steps
-        session.loop.drain()
+        session.drain()
         logged, booked = kit.byte_changes(session)
         result["renamed"] = [str(row) for row in ((logged - booked) + (booked - logged)).elements()]
     values = {n: v.clone() for n, v in model.state_dict().items()}

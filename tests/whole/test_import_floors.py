@@ -49,11 +49,12 @@ EXECUTOR_FLOORS = (
     ("activations", "calibration", "contract", "models", "scaling"),
     ("adamw",),
     ("capture", "compatibility"),
+    ("distributed",),
     ("session",),
-    ("lifetime",),
     ("off_plan",),
-    # what is done with a session
-    ("distributed", "driving", "measuring"),
+    ("driving",),
+    ("measuring",),
+    ("lifetime",),
     ("engine",),
     ("saving", "training"),
     ("optimizer",),
@@ -208,11 +209,11 @@ def test_the_executors_front_door_lists_its_rooms_from_the_lowest_up(edges: Edge
 def test_a_circle_of_the_executor_is_found(edges: Edges) -> None:
     """A file that lies directly in the package closes it, a folder does, and one inside a folder does not."""
     assert {"executor/engine", "executor/session", "executor/prepare"} <= set(rooms(edges, "executor"))
-    for a, b in (("executor.contract", "executor.engine"), ("executor.session.others", "executor.distributed.ranks")):
+    for a, b in (("executor.contract", "executor.engine"), ("executor.distributed.ranks", "executor.session.state")):
         (found,) = circles(rooms({**edges, a: edges[a] | {b}}, "executor"))
         assert {room_of(a), room_of(b)} <= set(found)
-    inside = edges["executor.session.others"] | {"executor.session.loop"}
-    assert circles(rooms({**edges, "executor.session.others": inside}, "executor")) == []
+    inside = edges["executor.session.state"] | {"executor.session.following"}
+    assert circles(rooms({**edges, "executor.session.state": inside}, "executor")) == []
 
 
 def test_circles_inside_a_folder_are_those_listed(edges: Edges) -> None:

@@ -13,7 +13,6 @@ import gc
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import executor
-from executor.activations.planned import carry_out, recomputing
+from executor.activations.planned import RunOfBlocks, carry_out, recomputing
 from executor.capture import capture_module
 from executor.devices.virtual_streams import VirtualStreams
 from executor.models import enable_checkpointing
@@ -295,13 +294,9 @@ def test_a_block_called_with_keywords_only_draws_the_devices_masks_again(
 
     kept = gradient()
     after = torch.rand(1, generator=generator)
-    session: Any = SimpleNamespace(
-        plan=SimpleNamespace(workload=SimpleNamespace(activations=(("block", "recompute"),))),
-        model=model,
-        backend=SimpleNamespace(device=torch.device(device)),
-    )
+    run = RunOfBlocks(closed=lambda: False, collects=lambda: False, stashes=lambda: pytest.fail("nothing is offloaded"))
     with MadeThere():
-        undo = carry_out(session)
+        undo = carry_out(model, [("block", "recompute")], torch.device(device), run)
     recomputed = gradient()
     undo()
     assert len(block.masks) == 2

@@ -210,11 +210,11 @@ def test_a_second_ctrl_c_where_the_first_is_noted(place: str, kit: Any, monkeypa
                 kit.loss_of(model, draw(generator)).backward()
         finally:
             sys.settrace(before)
-    assert session.at_work.depth, "the block is open"
+    assert session.state.at_work.depth, "the block is open"
     if place == "in a gradient":
         with pytest.raises(ContractError, match="was interrupted"):
             optimizer.step()
     optimizer.zero_grad()
-    assert not (session.at_work.depth or session.at_work.torn)
+    assert not (session.state.at_work.depth or session.state.at_work.torn)
     kit.train_alone(model, optimizer, iter([draw(generator)]), 1)
     session.close()

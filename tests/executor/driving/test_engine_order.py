@@ -246,7 +246,7 @@ def test_hidden_states_that_the_loss_uses_too(start: Callable[..., Any], kit: An
         return output.loss + 0.1 * squares
 
     run = start("llama", "tide")
-    run.session.replan_after = 0
+    run.session.state.replan_after = 0
     results = []
     for _ in range(2):
         batch = next(run.batches)

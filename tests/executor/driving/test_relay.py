@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import executor
-from executor.measuring.measure import measure_iteration
 from executor.models import enable_checkpointing
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ContractError, DoesNotFit
@@ -71,7 +70,7 @@ def test_the_bytes_over_the_link_do_not_depend_on_the_micro_batches(start: Calla
     for count in (2, 4):
         run = start("mlp", "l2l", checkpointing=True, micro_batches=count)
         rows = [next(run.batches) for _ in range(count)]
-        measured = measure_iteration(run.session, partial(run.session.step, rows, order="relay"))
+        measured = run.session.measure_iteration(partial(run.session.step, rows, order="relay"))
         moved.append(measured.moved_bytes)
     assert moved[0] == moved[1] and moved[0]["h2d"] > 0 < moved[0]["d2h"]
 
@@ -193,7 +192,7 @@ def test_a_model_that_cannot_be_cut_is_refused_before_anything_runs(start: Calla
     try:
         with pytest.raises(ContractError, match=r"order='relay' runs the model block by block.*is also used past it"):
             optimizer.session.step([next(batches) for _ in range(2)], order="relay")
-        assert optimizer.session.cursor.moment == -1 and not optimizer.session.cursor.off_plan
+        assert optimizer.session.state.cursor.moment == -1 and not optimizer.session.state.cursor.off_plan
     finally:
         optimizer.session.close(restore=False)
 

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 import executor
 from executor.devices.torch_private import storage_key
-from executor.measuring.measure import measure_iteration
 from executor.models import enable_checkpointing
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, ContractError
@@ -196,7 +195,7 @@ def measured(run: Any, micro_batches: int, **options: Any) -> Any:
     gc.collect()
     gc.disable()
     try:
-        return measure_iteration(run.session, partial(run.session.step, rows, order="relay"), **options)
+        return run.session.measure_iteration(partial(run.session.step, rows, order="relay"), **options)
     finally:
         gc.enable()
 

@@ -177,7 +177,7 @@ def test_a_session_that_cannot_hook_the_model_leaves_it_as_it_was(kit: Any, monk
         raise MemoryError("no more hooks")
 
     with monkeypatch.context() as broken:
-        broken.setattr(executor.session.following.Following, "hook_gradients", refuse)
+        broken.setattr(executor.driving.loop.Loop, "hook_gradients", refuse)
         with pytest.raises(MemoryError, match="no more hooks"):
             executor.prepare(model, plan, executor.AdamW())
     assert is_plain(model)

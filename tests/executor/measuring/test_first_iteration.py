@@ -270,7 +270,7 @@ def test_it_counts_in_one_iteration_and_then_no_more(kit: Any, prepared: Callabl
     assert len(_get_current_dispatch_mode_stack()) == before + 1
     kit.train_alone(model, optimizer, kit.batches(draw), 1)
     assert len(_get_current_dispatch_mode_stack()) == before
-    assert optimizer.session.watches == [] and optimizer.session.arena.log.marks is None
+    assert optimizer.session.state.listeners == [] and optimizer.session.arena.log.marks is None
     tide = optimizer.session.status().tide
     real = optimizer.session.measure_iteration(
         lambda: kit.train_alone(model, optimizer, kit.batches(draw), 1)

@@ -67,7 +67,7 @@ def small(kit: Any) -> Plan:
 class TestArena:
     def test_eviction_lowers_allocated_bytes(self, small: Plan) -> None:
         arena = Arena(small, VirtualBackend())
-        payload = arena.gpu(1, "param")
+        payload = arena.at(Place.GPU, 1, "param")
         size = small.layout.payload_bytes(1, "param")
         assert payload.untyped_storage().nbytes() == 0
         arena.take(Place.GPU, 1, "param")
@@ -101,7 +101,7 @@ class TestArena:
         chunks = range(len(run.plan.layout.chunks))
         kit.train_alone(run.model, run.optimizer, run.batches, 1)
         run.session.drain()
-        allocated = sum(run.session.arena.gpu(c, "param").untyped_storage().nbytes() for c in chunks)
+        allocated = sum(run.session.arena.at(Place.GPU, c, "param").untyped_storage().nbytes() for c in chunks)
         everything = sum(run.plan.layout.payload_bytes(c, "param") for c in chunks)
         assert allocated < everything
         run.session.queues.resume()

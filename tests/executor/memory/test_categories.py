@@ -25,7 +25,7 @@ def test_the_log_names_bytes_as_the_simulator_does(
             (kit.loss_of(run.model, next(run.batches)) / micro_batches).backward()
         run.optimizer.step()
         run.optimizer.zero_grad()
-    run.session.loop.drain()
+    run.session.drain()
     logged, booked = kit.byte_changes(run.session)
     assert logged == booked
     in_place = any(r.category == "grad" and r.chunk < 0 for r in run.session.arena.log.changes)

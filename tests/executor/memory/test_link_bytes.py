@@ -160,7 +160,7 @@ def begun(plan: Plan, session: Any) -> dict[str, int]:
     """What the plan's queues have run ahead into iterations that have not begun, by the plan's own bytes."""
     steps: list[Step] = []
     for queue in (Queue.H2D, Queue.D2H):
-        order = [plan.steps[i] for i in session.progress.order.get(queue, [])]
+        order = [plan.steps[i] for i in session.state.run.progress.order.get(queue, [])]
         iteration, index = session.queues.standing().get(queue, (session.iteration, 0))
         assert order == [] or iteration >= session.iteration, "an iteration that has ended has copies left"
         steps += order * (iteration - session.iteration) + order[:index]

@@ -254,7 +254,7 @@ class TestShapes:
         for rows, length in ((2, 12), (2, 6), (1, 12), (2, 9), (1, 3), (2, 6)):
             batch = {k: v[:rows, :length] for k, v in full.items()}
             trained(kit, run, batch)
-        assert captured == [] and run.session.deviations == run.session.other_shapes == 5
+        assert captured == [] and run.session.deviations == run.session.state.other_shapes == 5
         log = run.session.steps.logs
         assert [row.shares for row in log] == [(1.0,), (0.5,), (0.5,), (0.75,), (0.125,), (0.5,)]
         assert run.session.steps.last_on_plan() is log[0]
@@ -295,7 +295,7 @@ class TestShapes:
             ids = torch.randint(0, 96, (2, length))
             trained(kit, run, {"input_ids": ids, "labels": ids})
         assert run.session.plan.workload.sequence == 15 and run.session.outgrown.plans == 1
-        assert run.session.deviations == run.session.other_shapes == 1  # the 12 after the 15
+        assert run.session.deviations == run.session.state.other_shapes == 1  # the 12 after the 15
         assert_same(kit, run)
 
     def test_a_longer_one_inside_an_iteration_gets_its_plan_before_the_next(

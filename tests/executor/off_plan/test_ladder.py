@@ -397,7 +397,7 @@ def test_an_operator_that_torch_itself_refuses(
     model, optimizer = executor.prepare(model, plan, executor.AdamW(lr=1e-2))
     if late:
         ladder, contents = optimizer.session.ladder, optimizer.session.contents
-        adam, shrink = contents.adam, ladder._shrink
+        adam, shrink = contents.adam, ladder.shortage._shrink
 
         def slow_adam(chunk: int, place: Place, *rest: Any) -> None:
             time.sleep(0.1 if place is Place.HOST else 0.0)
@@ -408,7 +408,7 @@ def test_an_operator_that_torch_itself_refuses(
             time.sleep(0.2)
 
         monkeypatch.setattr(contents, "adam", slow_adam)
-        monkeypatch.setattr(ladder, "_shrink", slow_shrink)
+        monkeypatch.setattr(ladder.shortage, "_shrink", slow_shrink)
     plain = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
     losses = []
     for module, chosen, trained in ((model, optimizer, loop), (twin, plain, by_train_step)):

@@ -109,7 +109,7 @@ def test_an_iteration_that_leaves_the_plan_among_the_parts_ends_them(kit: Any, s
     def leave(gradient: torch.Tensor) -> None:
         if session.iteration == 1 and not half:
             half.extend(state.updated for state in session.contents.chunks if state.updated)
-            session.demand.leave("the test asks for it")
+            session.state.run.demand.leave("the test asks for it")
 
     def hook(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
         output.register_hook(leave)

@@ -270,7 +270,7 @@ def test_sums_that_are_dropped_do_not_go_to_the_host(kit: Any, trained: Callable
     run.optimizer.zero_grad()
     assert run.session.backend.copied_bytes["d2h"] == copied
     both(kit, run, relative=1e-6)
-    run.session.loop.drain()
+    run.session.drain()
     on_host = {(r.place, r.chunk, r.list) for r in run.session.arena.present if r.place is Place.HOST}
     assert on_host <= run.session.timetable.cut
 
@@ -296,7 +296,7 @@ def test_between_backward_and_update_no_working_list_is_kept_for_its_own_sake(
                 (model(x) / MICRO_BATCHES).backward()
                 if model is run.reference.model:
                     run.reference.after_backward()
-        run.session.loop.drain()
+        run.session.drain()
         held = {(r.chunk, r.list) for r in run.session.arena.present if r.place is Place.GPU}
         assert not held & {(pinned, "param"), (stream_sum, "param")}
         for mine, theirs in zip(run.model.parameters(), run.reference.model.parameters()):

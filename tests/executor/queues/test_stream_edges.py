@@ -217,7 +217,7 @@ def test_an_overflow_check_is_time_the_training_thread_waits(
 ) -> None:
     run = start("mlp", "tide", backend=VirtualStreams())
     session, now = run.session, [0.0]
-    session.scaling = LossScaling(LossScale())
+    session.updates.scaling = LossScaling(LossScale())
     monkeypatch.setattr(session.updates, "_clock", lambda: now[0])
 
     def slow(scaling: LossScaling) -> bool:

@@ -165,7 +165,7 @@ def test_chunks_that_are_not_on_the_gpu_have_no_memory_there_after_prepare(start
     held = {(r.chunk, r.list) for r in session.arena.present if r.place is Place.GPU}
     absent = [c.index for c in session.plan.layout.chunks if (c.index, "param") not in held]
     assert absent
-    assert all(session.arena.gpu(c, "param").untyped_storage().nbytes() == 0 for c in absent)
+    assert all(session.arena.at(Place.GPU, c, "param").untyped_storage().nbytes() == 0 for c in absent)
     session.queues.resume()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from executor.session.act_facts import _FACTS, ActFacts
+from executor.driving.act_facts import _FACTS, ActFacts
 from executor.session.cursor import ACTS, TABLE, Act, Answer, Cursor, Fact, State, answer
 from executor.session.refusals import TEXTS, Refusal, refused
 from pstar_sim.errors import ContractError

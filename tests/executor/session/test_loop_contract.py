@@ -13,9 +13,9 @@ from torch import nn
 
 import executor
 from executor import contract
+from executor.driving.loop import Loop
 from executor.moments.hooks import ModuleEvent
 from executor.session.cursor import ACTS, Answer
-from executor.session.loop import Loop
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ContractError, DoesNotFit
 
@@ -29,7 +29,7 @@ def as_planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def check(loop: Loop, event: ModuleEvent) -> None:
         assert loop._ask_of(event, ACTS[event.kind, event.phase]) is Answer.FOLLOW
-        assert not loop.host.ladder.on_event(event)
+        assert not loop.ladder.on_event(event)
         names.append(event.name)
         go(loop, event)
 

@@ -472,7 +472,7 @@ def test_a_plan_that_is_never_followed_is_named_with_what_would_do(
         workload = capture_module(model, x)
     model, optimizer = executor.prepare(model, kit.tight_plan("tide", workload, Settings(clip=False)), executor.AdamW())
     if source == "Trainer":
-        optimizer.session.spelling = TRAINER
+        optimizer.session.state.spelling = TRAINER
     model.turned = True
     for _ in range(3):
         model(x).backward()

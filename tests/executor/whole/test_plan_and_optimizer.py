@@ -12,6 +12,7 @@ from torch import nn
 
 import executor
 from pstar_sim.core.plan import Settings
+from pstar_sim.core.step import Place
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.workload import with_optimizer
@@ -71,7 +72,9 @@ def test_bf16_states_take_half_the_room(kit: Any) -> None:
         arena = optimizer.session.arena
         numel = sum(c.numel for c in plan.layout.chunks)
         held = sum(
-            arena.host(r.chunk, r.list).nbytes for r in arena.present if r.list in ("param32", "momentum", "variance")
+            arena.at(Place.HOST, r.chunk, r.list).nbytes
+            for r in arena.present
+            if r.list in ("param32", "momentum", "variance")
         )
         sizes[name] = held / numel
         optimizer.session.close(restore=False)

@@ -16,51 +16,30 @@ iteration still ends the run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import torch
-from torch import nn
 
 from executor.contract import raw_grad
-from executor.distributed.ranks import Ranks
 from executor.moments.hooks import ModuleEvent
 from executor.session.following import Following
-from executor.session.hosting import BytesHost
 from pstar_sim.workload.workload import Phase
 
 __all__ = ["Absent"]
 
 
-class Host(BytesHost, Protocol):
-    """The part of the session that this file uses."""
+class Absent(Following):
+    """Carries out iterations under a plan with modules that this rank does not call."""
 
-    @property
-    def following(self) -> Following: ...
-    @property
-    def ranks(self) -> Ranks | None: ...
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]: ...
+    passes_over = True
 
-    def note_deviation(self, reason: str) -> None: ...
-
-
-class Absent:
-    """Handles modules of the plan that this rank does not call."""
-
-    def __init__(self, session: Host) -> None:
-        self.session = session
-
-    def moment_of(self, event: ModuleEvent) -> int | None:
+    def later_moment_of(self, event: ModuleEvent) -> int | None:
         """Returns the moment that the event opens, if it is a later moment of the micro-batch whose moment is open;
         else None."""
-        s = self.session
-        moments = s.plan.workload.moments
-        if s.cursor.moment < 0:
+        moments, at = self.run.plan.workload.moments, self.cursor.moment
+        if at < 0:
             return None
-        for m in range(s.cursor.moment + 1, len(moments)):
+        for m in range(at + 1, len(moments)):
             moment = moments[m]
-            if moment.micro_batch != moments[s.cursor.moment].micro_batch or moment.phase is Phase.ADAM:
+            if moment.micro_batch != moments[at].micro_batch or moment.phase is Phase.ADAM:
                 return None
             if moment.name == event.name:
                 return m if moment.phase is event.phase else None
@@ -70,50 +49,48 @@ class Absent:
 
     def pass_to(self, moment: int) -> None:
         """Pass over the moments before this moment, from the open moment on: nothing more is computed in them."""
-        s = self.session
+        state = self.state
         self.settle()
-        while s.cursor.moment + 1 < moment:
-            following = s.cursor.moment + 1
-            if not s.now.passed_over:
-                s.now.passed_over = True
-                name = s.timetable.names[following]
-                s.note_deviation(f"{name} does not come on this rank; gradients that are not there count as zero")
-            s.following.advance(following)
+        while self.cursor.moment + 1 < moment:
+            following = self.cursor.moment + 1
+            if not state.now.passed_over:
+                state.now.passed_over = True
+                name = self.run.timetable.names[following]
+                state.note_deviation(f"{name} does not come on this rank; gradients that are not there count as zero")
+            self.advance(following)
             self.settle()
 
     def settle(self) -> None:
         """Take the gradients that are due in the open moment. A gradient that has not come counts as zero."""
-        s = self.session
-        for tensor in sorted(s.now.outstanding):
-            if raw_grad(s.parameters[tensor]) is not None:
-                s.following.on_gradient(tensor, s.parameters[tensor])
+        run, now, parameters = self.run, self.state.now, self.reader.parameters
+        for tensor in sorted(now.outstanding):
+            if raw_grad(parameters[tensor]) is not None:
+                self.on_gradient(tensor, parameters[tensor])
                 continue
-            dtype = s.arena.dtype(s.timetable.chunk_of[tensor], "param")
-            zero = torch.zeros((), dtype=dtype, device=s.backend.device)
+            dtype = run.arena.dtype(run.timetable.chunk_of[tensor], "param")
+            zero = torch.zeros((), dtype=dtype, device=run.backend.device)
             with torch.no_grad():
-                s.contents.gradients.accept(
+                run.contents.gradients.accept(
                     tensor,
-                    zero.expand(s.plan.workload.tensors[tensor].numel),
-                    s.timetable.gradient_list(s.cursor.moment, tensor),
+                    zero.expand(run.plan.workload.tensors[tensor].numel),
+                    run.timetable.gradient_list(self.cursor.moment, tensor),
                 )
-            s.backend.touch()
-            s.now.missed.add(tensor)
-        s.now.outstanding = set()
+            run.backend.touch()
+            now.missed.add(tensor)
+        now.outstanding = set()
 
     def waits(self, tensor: int) -> bool:
-        """Returns whether a gradient that came stays in `.grad`, because its moment is a later moment of the
-        micro-batch."""
-        s = self.session
-        return s.cursor.moment >= 0 and s.timetable.final_in(s.cursor.moment, tensor) > s.cursor.moment
+        at = self.cursor.moment
+        return at >= 0 and self.run.timetable.final_in(at, tensor) > at
 
     def unused(self) -> frozenset[int]:
         """Returns the tensors without a gradient on any rank in this iteration. Every rank calls this before its
         updates."""
-        s = self.session
-        assert s.ranks is not None
-        mine = s.now.missed - s.now.arrived
-        if not s.ranks.any(bool(mine)):
+        ranks, now = self.state.ranks, self.state.now
+        assert ranks is not None
+        mine = now.missed - now.arrived
+        if not ranks.any(bool(mine)):
             return frozenset()
-        order = sorted(s.timetable.chunk_of)
-        rows = s.ranks.meet([float(tensor in mine) for tensor in order])
+        order = sorted(self.run.timetable.chunk_of)
+        rows = ranks.meet([float(tensor in mine) for tensor in order])
         return frozenset(tensor for i, tensor in enumerate(order) if all(row[i] for row in rows))

@@ -1,0 +1,36 @@
+"""PlanRun: everything that lives as long as one plan."""
+
+from __future__ import annotations
+
+from executor.activations.stashes import Stashes
+from executor.off_plan.demand import Demand
+from executor.off_plan.reads import Reads
+from executor.session.batches import Batches
+from executor.session.following import Following
+from executor.session.state import PlanBytes, RunState
+from executor.session.steps import Steps
+
+__all__ = ["PlanRun", "WholeState"]
+
+
+class PlanRun(PlanBytes):
+    """A plan with its memory, its queues and the parts that carry it out: [Note: one plan] in session/state.py.
+    `Session.install` makes the parts, each after the parts that it reads."""
+
+    stashes: Stashes
+    steps: Steps
+    batches: Batches
+    following: Following
+    demand: Demand
+    reads: Reads
+
+    def let_go(self) -> None:
+        """Forget the parts, once another plan has taken over. They hold one another, and would keep memory until the
+        next collection of garbage."""
+        vars(self).clear()
+
+
+class WholeState(RunState):
+    """A `RunState` as it is seen by what lies above the parts of a plan."""
+
+    run: PlanRun

@@ -1,0 +1,91 @@
+"""RunState: what the parts of a session share: the place of the run, and the plan that it follows.
+
+[Note: one plan] What lives as long as a plan is one value, `RunState.run`. A new plan replaces it with one assignment,
+so that an interruption finds the old plan or the new plan. Parts that outlive a plan read the value from the state when
+they need it; parts of one plan get it in their constructor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from executor.distributed.ranks import Ranks
+from executor.memory.arena import Arena
+from executor.memory.contents import Contents
+from executor.moments.listener import Listener
+from executor.queues.interface import Progress, Queues
+from executor.session.at_work import AtWork
+from executor.session.cursor import Cursor
+from executor.session.iteration import Iteration
+from executor.session.spelling import COMMAND, Spelling
+from executor.session.timetable import Timetable
+from pstar_sim.core.plan import Plan
+
+__all__ = ["PlanBytes", "RunState"]
+
+log = logging.getLogger("executor")
+
+
+class PlanBytes:
+    """A plan with its memory and its queues. `off_plan.plan_run.PlanRun` adds the parts that carry the plan out.
+
+    queues: replaced where a measurement lets other queues carry out the same plan.
+    """
+
+    def __init__(self, plan: Plan, arena: Arena, contents: Contents, queues: Queues) -> None:
+        self.plan = plan
+        self.arena = arena
+        self.backend = arena.backend
+        self.contents = contents
+        self.queues = queues
+        self.progress = Progress(plan)
+        self.timetable = Timetable(plan)
+
+
+class RunState:
+    """The state of one run.
+
+    Attributes:
+        now: the current iteration; between two iterations, the one that ended last.
+        moment_off_plan: the plan's moment that corresponds to the code that runs off plan; -1 without one.
+        held: whether the queues stay paused until there is a new plan.
+        renewing: whether values are moving into the chunks of a new plan.
+        trained: whether a Trainer's training is over: see `Session.end_after_training`.
+        replan_after: number of iterations off plan in a row after which a new plan is made; 0: never.
+        other_shapes: number of these that are batches of another shape than planned, on plan.
+    """
+
+    run: PlanBytes
+
+    def __init__(self, ranks: Ranks | None, replan_after: int) -> None:
+        self.ranks = ranks
+        self.replan_after = replan_after
+        self.cursor = Cursor()
+        self.at_work = AtWork()
+        self.now = Iteration(number=-1)
+        self.iteration = 0
+        self.moment_off_plan = -1
+        self.held = False
+        self.renewing = False
+        self.closed = False
+        self.trained = False
+        self.deviations = 0
+        self.other_shapes = 0
+        self.deviation_log: deque[str] = deque(maxlen=100)
+        self.spelling: Spelling = COMMAND  # names of the plan's settings in the user's program
+        self.listeners: list[Listener] = []
+
+    @property
+    def moment(self) -> int:
+        """The plan's moment in which the run stands, on plan or off; -1 without one."""
+        return self.moment_off_plan if self.cursor.off_plan else self.cursor.moment
+
+    def note_deviation(self, reason: str) -> None:
+        """Count a deviation from the plan, and log it."""
+        self.deviations += 1
+        self.note(reason)
+        log.info("iteration %d left the plan: %s", self.iteration, reason)
+
+    def note(self, text: str) -> None:
+        self.deviation_log.append(f"iteration {self.iteration}: {text}")

@@ -1,0 +1,26 @@
+"""Weakly: calls of a session's parts by objects that outlive the session and must not keep it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+__all__ = ["weakly"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def weakly(method: Callable[P, R]) -> Callable[P, R]:
+    """Returns a function that calls the method of an object without holding the object. Raises ReferenceError once the
+    object is gone."""
+    keeper = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        bound = keeper()
+        if bound is None:
+            raise ReferenceError("the session is gone")
+        return bound(*args, **kwargs)
+
+    return call
