@@ -277,8 +277,8 @@ class Moves:
         ]
 
     def _pattern(self, step: Step) -> tuple[_Pattern, _Pattern]:
-        """Returns the entries of the start and of the end. A part that is not the last leaves no category: [Note: parts of
-        a step] in step.py."""
+        """Returns the entries of the start and of the end. A part that is not the last leaves no category: [Note: parts
+        of a step] in step.py."""
         begins: _Pattern = []
         ends: _Pattern = []
         if step.kind in (Kind.STASH_OUT, Kind.STASH_IN):  # a stash's bytes are in the tide and in a buffer

@@ -583,7 +583,7 @@ class Walk:
 
     def _check_norm(self, k: int, step: Step, place: Place, found: set[tuple[int, int]]) -> None:
         """Check that the sum of a chunk's gradients has every gradient if gradients add up on the host: the norm is
-        taken of these sums. (A sum that the gpu adds up may be on the host in between; the update then has all of it.)"""
+        taken of these sums. (A sum that the gpu adds up may be on the host in between; the update then has all.)"""
         if not (self.plan.settings.clip and self.plan.workload.micro_batches > 1):
             return
         assert step.chunk is not None
