@@ -10,7 +10,7 @@ __all__ = ["run_ranks"]
 
 
 def run_ranks() -> int:
-    """Run the command line of one of several ranks and return the exit status."""
+    """Returns the exit status of one of several ranks."""
     from pstar_sim.cli.torchrun import main
 
     return main()

@@ -52,15 +52,14 @@ def refused(name: str, value: object, want: str, error: type[PstarError] = Pstar
 
 
 def spelled(name: str, known: Iterable[str]) -> str:
-    """Returns the known name that equals `name` in all but upper and lower case. Returns `name` itself if there is
-    none, or more than one."""
+    """In all but upper and lower case. Returns `name` itself if no known name, or more than one, equals it."""
     names_ = list(known)
     alike = [other for other in names_ if other.lower() == name.lower()]
     return alike[0] if len(alike) == 1 and name not in names_ else name
 
 
 def whole(name: str, value: object, *, least: int = 1, most: int = MOST, error: type[PstarError] = PstarError) -> int:
-    """Returns the number as a plain int; `value` may be a numpy integer."""
+    """`value` may be a numpy integer."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise refused(name, value, f"a whole number of at least {least}", error)
     found = int(value)
@@ -72,9 +71,9 @@ def whole(name: str, value: object, *, least: int = 1, most: int = MOST, error: 
 def number(
     name: str, value: object, *, above: float = 0.0, also: bool = False, error: type[PstarError] = PstarError
 ) -> float:
-    """Returns a finite number above `above`. Numbers whose sums or quotients could overflow are refused.
+    """Returns a finite number. Numbers whose sums or quotients could overflow are refused.
 
-    also: whether `above` itself is accepted.
+    also: `above` itself is accepted.
     """
     want = f"a finite number {'of at least' if also else 'above'} {above:g}"
     found = real(value)
@@ -86,7 +85,7 @@ def number(
 
 
 def real(value: object) -> float:
-    """Returns the value as a float; NaN if it is not a number."""
+    """NaN if the value is not a number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
@@ -114,8 +113,8 @@ def choice(name: str, value: object, known: Collection[str], *, error: type[Psta
 
 
 def parse_bytes(text: str) -> int:
-    """Returns the bytes of "8GB", "512 MiB" or "1e9". Raises PstarError for any other text, for zero and negative
-    sizes, and for a number below `BARE` without a unit."""
+    """ "8GB", "512 MiB" or "1e9". Raises PstarError for any other text, for sizes of 0 or less, and for a number below
+    `BARE` without a unit."""
     written = text.strip()
     try:
         size = SIZE.parse(written)
@@ -133,7 +132,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_bytes_per_s(text: str) -> float:
-    """Returns the bytes per second of "2GB/s" (the "/s" may be left out). Raises PstarError as `parse_bytes` does."""
+    """ "2GB/s" (the "/s" may be left out). Raises PstarError as `parse_bytes` does."""
     size = re.sub(r"\s*/\s*s\s*$", "", text)
     try:
         return float(parse_bytes(size))
@@ -144,7 +143,7 @@ def parse_bytes_per_s(text: str) -> float:
 
 
 def size_bytes(name: str, value: object, *, error: type[PstarError] = PstarError) -> int:
-    """Returns a number of bytes, given as a whole number or as a text such as "128MiB"."""
+    """A whole number, or a text such as "128MiB"."""
     if isinstance(value, str):
         try:
             return parse_bytes(value)
@@ -165,7 +164,7 @@ def file_path(
 
 
 def names(name: str, value: object, want: str) -> list[object]:
-    """Returns the elements of a list; a single text counts as a list of one text."""
+    """A single text counts as a list of one."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, Iterable) or isinstance(value, Mapping):
@@ -174,7 +173,7 @@ def names(name: str, value: object, want: str) -> list[object]:
 
 
 def function(name: str, value: object) -> None:
-    """Raise PstarError unless the value is a function. The caller handles None for an optional function."""
+    """The caller handles None for an optional function."""
     if not callable(value):
         raise refused(name, value, "a function")
 

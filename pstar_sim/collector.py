@@ -22,8 +22,9 @@ _was_enabled = False  # whether the collector was on before the first of them
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Inside this context the cycle collector is off. The collector is on again, if it was on before, when the last
-    thread has left the context. Also a decorator: `@without_garbage_collection()`."""
+    """The cycle collector is off inside, and on again, if it was on before, when the last thread has left. Also a
+    decorator: `@without_garbage_collection()`.
+    """
     global _inside, _was_enabled
     with _lock:
         if not _inside:

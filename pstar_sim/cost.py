@@ -97,8 +97,7 @@ _ON_HOST = {kind for kind, route in ROUTES.items() if route != "net"} | {Kind.CP
 
 
 def flops_rate(machine: Machine, dtype: str) -> float:
-    """Returns the effective matrix rate for `dtype`, in flops per second, with the fallback of this module. Raises
-    PlanError if the GPU has no rate for it."""
+    """Effective, with the fallback of this module. Raises PlanError if the GPU has no rate for `dtype`."""
     return _rate_of(machine.gpu, dtype)
 
 
@@ -110,8 +109,7 @@ def _rate_of(gpu: Gpu, dtype: str) -> float:
 
 
 def expected_link(machine: Machine) -> Link:
-    """Returns the link that a rank has when all ranks copy at once: the weakest link, slower if ranks share a PCIe
-    switch."""
+    """Of a rank, when all ranks copy at once: the weakest link, slower if ranks share a PCIe switch."""
     link = machine.link
     sharing = Counter(r.root for r in machine.ranks[: machine.local_ranks] if r.root is not None)
     if not sharing or machine.root_bytes_per_s is None:
@@ -125,8 +123,7 @@ def expected_link(machine: Machine) -> Link:
 
 
 def gradient_traffic_bytes(w: Workload, moment: int) -> int:
-    """Returns the bytes of GPU memory traffic of the gradients that arrive in a moment. Each gradient is copied into
-    its chunk, and its norm is taken."""
+    """In GPU memory, of the gradients that arrive in a moment. Each is copied into its chunk, and its norm is taken."""
     return 3 * sum(w.tensors[t].bytes for t in w.gradients[moment])
 
 
@@ -141,11 +138,7 @@ def cost_of(workload: Workload, machine: Machine, layout: Layout) -> CostModel:
 
 
 class Add(NamedTuple):
-    """The cost of adding gradients up.
-
-    seconds: seconds of the adds.
-    dram_bytes: bytes of DRAM traffic on the host.
-    """
+    """dram_bytes: on the host."""
 
     seconds: float
     dram_bytes: int
@@ -154,12 +147,12 @@ class Add(NamedTuple):
 class GpuAdds:
     """Seconds by which adds of gradients on the GPU make moments longer ([Note: adds on the GPU]).
 
-    bytes_per_s: bandwidth of the adds.
-    add_bytes: tensor -> bytes of GPU memory traffic of one add.
-    free: whether adds take no seconds of their own.
-    moments_s: (chunk, micro-batch) -> moment -> seconds, if the chunk's gradients add up on the GPU. A micro-batch
-        without adds is left out.
-    chunks_s: chunk -> seconds per iteration, if its gradients add up on the GPU.
+    bytes_per_s: of the adds.
+    add_bytes: tensor -> GPU memory traffic of one add.
+    free: adds take no seconds of their own.
+    moments_s: (chunk, micro-batch) -> moment -> seconds, if gradients add up on the GPU, without micro-batches without
+        adds.
+    chunks_s: chunk -> seconds per iteration, likewise.
     """
 
     def __init__(
@@ -180,8 +173,7 @@ class GpuAdds:
             self.chunks_s[chunk] += sum(at.values())
 
     def of(self, plan: Plan) -> Mapping[int, float]:
-        """Returns moment -> seconds of the adds that the plan makes in the moment. Moments without adds are left
-        out."""
+        """Moment -> seconds of the adds that the plan makes. Moments without adds are left out."""
         added: dict[int, float] = {}
         if self.moments_s:
             lists = gradient_list(plan)
@@ -200,7 +192,7 @@ class UpdateAdds:
         self._gpu_bytes_per_s = gpu_bytes_per_s
 
     def of(self, plan: Plan) -> Mapping[int, Add]:
-        """Returns step -> the adds of an update. Updates without adds are left out."""
+        """Updates without adds are left out."""
         adds: dict[int, Add] = {}
         for i, lists in folded_lists(plan).items():
             step = plan.steps[i]
@@ -213,10 +205,7 @@ class UpdateAdds:
         return adds
 
     def of_update(self, kind: Kind, chunk: int, lists: int = 1) -> Add:
-        """Returns the adds of one update.
-
-        lists: number of gradient lists that are added to another list.
-        """
+        """lists: added to another list."""
         cost = self._cost
         if kind is Kind.CPU_ADAM:
             return Add(lists * cost.cpu_add_s(chunk), lists * cost.cpu_add_bytes(chunk))
@@ -224,14 +213,13 @@ class UpdateAdds:
 
 
 def _final_moments(w: Workload) -> dict[tuple[int, int], int]:
-    """Returns (tensor, micro-batch) -> the moment in which the tensor's gradient is final."""
+    """(tensor, micro-batch) -> moment."""
     return {(t, w.moments[m].micro_batch): m for m, tensors in enumerate(w.gradients) for t in tensors}
 
 
 def _link_of_pins(link: Link, machine: Machine, layout: Layout) -> Link:
-    """Returns the link of a host that can pin only a part of its memory. The part of the job's parameters and states
-    that can be pinned passes at the link's rates, the rest at the link's pageable rate. Rates are means over all
-    bytes."""
+    """For a host that can pin only a part of its memory. The part of parameters and states that can be pinned passes at
+    the link's rates, the rest at the link's pageable rate. Rates are means over all bytes."""
     can_pin = machine.pinned_budget_bytes
     if can_pin is None or link.pageable_bytes_per_s is None:
         return link
@@ -251,8 +239,7 @@ def _link_of_pins(link: Link, machine: Machine, layout: Layout) -> Link:
 class CostModel:
     """Nominal seconds of every step of a plan for `workload` (one rank's) on `machine` with `layout`.
 
-    rank: index of the rank whose GPU and link count; None: the GPU and link with which a policy plans ([Note: several
-        ranks, in seconds]).
+    rank: whose GPU and link count; None: those with which a policy plans ([Note: several ranks, in seconds]).
 
     Raises PlanError for a dtype without a known rate, and for a kind of step that it cannot time.
     """
@@ -268,7 +255,7 @@ class CostModel:
 
     @cached_property
     def moments_s(self) -> tuple[float, ...]:
-        """Seconds of each moment, by [Note: which rate computes a moment]."""
+        """By [Note: which rate computes a moment]."""
         w, gpu = self.workload, self.gpu
         rate = _rate_of(gpu, w.dtype)
         out: list[float] = []
@@ -287,24 +274,23 @@ class CostModel:
 
     @cached_property
     def gpu_adds(self) -> GpuAdds:
-        """Seconds of adds of gradients on the GPU, for any plan."""
+        """For any plan."""
         return GpuAdds(self.workload, self.layout, self._operator_bytes_per_s, self._add_bytes, free=self._recorded)
 
     def _add_bytes(self, tensor: int) -> int:
-        """Returns the bytes of GPU memory traffic of adding a gradient to a sum, without the bytes of
-        `gradient_traffic_bytes`."""
+        """In GPU memory, of adding a gradient to a sum, without `gradient_traffic_bytes`."""
         t = self.workload.tensors[tensor]
         copied = 2 * t.bytes if self.gpu.operator_bytes_per_s is not None else 0
         return 2 * self.layout.sum_width(self.layout.chunk_of[tensor]) * t.numel + t.bytes - copied
 
     @cached_property
     def update_adds(self) -> UpdateAdds:
-        """Seconds of adds of gradients in updates, for any plan."""
+        """For any plan."""
         return UpdateAdds(self, self._operator_bytes_per_s)
 
     @property
     def _recorded(self) -> bool:
-        """Whether moments last their measured seconds."""
+        """Moments last their measured seconds."""
         w = self.workload
         return w.recorded_on is not None and w.recorded_on == self.machine.name
 
@@ -313,7 +299,7 @@ class CostModel:
         return self.gpu.operator_bytes_per_s or self.gpu.hbm_bytes_per_s
 
     def _kernels_s(self, moment: int, rate: float) -> float:
-        """Returns the seconds of a moment's kernels, by [Note: which rate computes a moment]."""
+        """By [Note: which rate computes a moment]."""
         w, gpu = self.workload, self.gpu
         m = w.moments[moment]
         moved = m.bytes_read + m.bytes_written
@@ -335,7 +321,7 @@ class CostModel:
         return products_s + flops / rate + moved / self._operator_bytes_per_s + gpu.launch_s
 
     def _product(self, product: Product, rate: float) -> tuple[int, float]:
-        """Returns (bytes, seconds) of a matrix product.
+        """(bytes, seconds).
 
         rate: flops per second of large products.
         """
@@ -349,17 +335,17 @@ class CostModel:
 
     @cached_property
     def params(self) -> tuple[int, ...]:
-        """Trainable parameters of each chunk, of one rank's slice without padding; 0 for a frozen chunk."""
+        """Trainable, of one rank's slice without padding; 0 for a frozen chunk."""
         slices = self.layout.ranks
         return tuple(0 if c.frozen else -(-sum(s.numel for s in c.slots) // slices) for c in self.layout.chunks)
 
     @cached_property
     def adam_bytes_per_s(self) -> float:
-        """Bytes per second of host memory traffic of one rank's CPU Adam that runs alone."""
+        """Host memory traffic of one rank's CPU Adam that runs alone."""
         return self.machine.adam_params_per_s * ADAM_BYTES_PER_PARAM
 
     def transfer_s(self, size_bytes: int, direction: str, via: str | None = None) -> float:
-        """Returns the seconds of a copy over the link: latency + bytes / rate. A copy of 0 bytes takes no time.
+        """Latency + bytes / rate. A copy of 0 bytes takes no time.
 
         direction: "h2d" or "d2h".
         via: "pageable" for host memory that is not pinned.
@@ -383,7 +369,7 @@ class CostModel:
         return link.latency_s + fixed_s + size_bytes / rate
 
     def collective_s(self, size_bytes: int) -> float:
-        """Returns the seconds of a gather or reduce-scatter over all ranks ([Note: collectives]).
+        """Of a gather or reduce-scatter over all ranks ([Note: collectives]).
 
         size_bytes: all slices together.
         """
@@ -396,8 +382,8 @@ class CostModel:
 
     @cached_property
     def _ring(self) -> tuple[float, float, tuple[Fabric, ...]]:
-        """Latency of all hops in seconds, rate of the slowest hop for large collectives in bytes per second, and the
-        fabrics whose rate depends on the size."""
+        """Latency of all hops in seconds, bytes per second of the slowest for large collectives, and the fabrics whose
+        rate depends on the size."""
         m = self.machine
         if m.data_parallel_size == 1:
             raise PlanError(f"machine {m.name!r} has one gpu; collectives need several")
@@ -424,8 +410,7 @@ class CostModel:
         return latency_s, min(rates), tuple(fabric for fabric in fabrics if fabric.table)
 
     def nvme_s(self, size_bytes: int, direction: str) -> float:
-        """Returns the seconds of a read from the node's disks or a write to them. The node's ranks use the disks in
-        equal parts.
+        """For a read or a write. The node's ranks use the disks in equal parts.
 
         direction: "read" or "write".
 
@@ -438,42 +423,37 @@ class CostModel:
         return disks.latency_s + size_bytes * self.machine.local_ranks / rate if size_bytes else 0.0
 
     def cpu_adam_bytes(self, chunk: int) -> int:
-        """Returns the bytes of host memory traffic of one CPU update of the chunk. `Step.bytes` of its cpu_adam should
-        be this number."""
+        """Host memory traffic of one update. `Step.bytes` of its cpu_adam should be this number."""
         return self.workload.optimizer.update_bytes(self.params[chunk])
 
     def cpu_adam_s(self, chunk: int) -> float:
-        """Returns the seconds of one CPU update of the chunk: params / rate, scaled by traffic for an optimizer other
-        than AdamW with its 28 bytes per parameter."""
+        """Params / rate, scaled by traffic for an optimizer other than AdamW with its 28 bytes per parameter."""
         return self.cpu_adam_bytes(chunk) / self.adam_bytes_per_s
 
     def cpu_add_bytes(self, chunk: int) -> int:
-        """Returns the bytes of host memory traffic of grad32 += grad: read the gradient (working dtype), read and write
-        the sum."""
+        """Host memory traffic of grad32 += grad: read the gradient (working dtype), read and write the sum."""
         width = DTYPES[self.layout.chunks[chunk].dtype].bytes
         return self.params[chunk] * (2 * self.layout.sum_width(chunk) + width)
 
     def cpu_add_s(self, chunk: int) -> float:
-        """Returns the seconds of one accumulation on the host, at the memory rate that CPU Adam reaches."""
+        """At the memory rate that CPU Adam reaches."""
         return self.cpu_add_bytes(chunk) / self.adam_bytes_per_s
 
     def gpu_adam_bytes(self, chunk: int) -> int:
-        """Returns the bytes of GPU memory traffic of one update on the GPU."""
+        """GPU memory traffic of one update."""
         return self.workload.optimizer.update_bytes(self.params[chunk])
 
     def gpu_adam_s(self, chunk: int) -> float:
-        """Returns the seconds of one update on the GPU: its traffic over the HBM bandwidth (28 bytes per parameter for
-        AdamW)."""
+        """Traffic over the HBM bandwidth (28 bytes per parameter for AdamW)."""
         return self.gpu_adam_bytes(chunk) / self.gpu.hbm_bytes_per_s
 
     def work_bytes(self, kind: Kind, chunk: int) -> int | None:
-        """Returns the bytes of memory traffic of a step that computes with a chunk's lists. `Step.bytes` should be this
-        number. Returns None for kinds that do not compute with them."""
+        """Memory traffic of a step that computes with a chunk's lists. `Step.bytes` should be this number. None for
+        other kinds."""
         return _WORK[kind][0](self, chunk) if kind in _WORK else None
 
     def seconds(self, step: Step) -> float:
-        """Returns the nominal seconds of one step that runs alone; for a moment without the adds of [Note: adds on the
-        GPU]."""
+        """Nominal, alone; for a moment without the adds of [Note: adds on the GPU]."""
         kind = step.kind
         if kind is Kind.COMPUTE:
             if step.moment is None:
@@ -496,8 +476,8 @@ class CostModel:
         return seconds(self, step.chunk)
 
     def duty(self, step: Step) -> float:
-        """Returns the share of a step's nominal seconds in which the step keeps the shared resources busy. The share is
-        below 1 for a copy over a link that is throttled below the measured rate."""
+        """Share of the nominal seconds in which a step keeps the shared resources busy: below 1 for a copy over a link
+        that is throttled below the measured rate."""
         link = self.link
         route = ROUTES.get(step.kind)
         if route == "h2d" and link.h2d_table:
@@ -507,12 +487,11 @@ class CostModel:
         return 1.0
 
     def dram_bytes(self, step: Step) -> int:
-        """Returns the bytes that the step moves through host DRAM: a copy's bytes once, Adam's `step.bytes`, otherwise
-        0."""
+        """A copy's bytes once, Adam's `step.bytes`, otherwise 0."""
         return step.bytes if step.kind in _ON_HOST else 0
 
     def step_costs(self, plan: Plan) -> StepCosts:
-        """Returns the seconds and the traffic of each step of a plan, for `follow`."""
+        """For `follow`."""
         slowed, steps = bool(self.machine.slowdowns), plan.steps
         seconds = [self.seconds(step) for step in steps]
         added = self.gpu_adds.of(plan)
@@ -531,7 +510,7 @@ class CostModel:
         )
 
     def rates(self) -> Rates:
-        """Returns the rates that the steps of one rank share while the other ranks of its node do the same."""
+        """Shared by the steps of one rank, while the other ranks of its node do the same."""
         machine = self.machine
         return Rates(
             dram_bytes_per_s=machine.host.dram_bytes_per_s / machine.local_ranks,

@@ -15,11 +15,10 @@ __all__ = ["DTYPES", "MASTER", "NATIVE", "WORKING", "Dtype", "same_size", "unsca
 class Dtype:
     """A number format.
 
-    name: its name in files and flags.
-    bytes: bytes of an element.
-    torch_name: its name in torch.
-    products: dtypes by whose rate the GPU multiplies it; the first for which a rate is known counts.
-    scaled: whether its gradients need loss scaling, because small ones are lost and sums may overflow.
+    name: in files and flags.
+    bytes: of an element.
+    products: dtypes by whose rate the GPU multiplies it; the first known rate counts.
+    scaled: gradients need loss scaling, because small ones are lost and sums may overflow.
     """
 
     name: str
@@ -30,12 +29,12 @@ class Dtype:
 
     @property
     def is_master(self) -> bool:
-        """Whether a parameter of this dtype is its own master copy."""
+        """A parameter is its own master copy."""
         return self.name == MASTER
 
     @property
     def can_sum(self) -> bool:
-        """Whether gradients may be summed in this dtype instead of `MASTER`."""
+        """Instead of in `MASTER`."""
         return not self.is_master and not self.scaled
 
 
@@ -59,12 +58,12 @@ NATIVE = DTYPES[WORKING].products
 
 
 def same_size(one: str, other: str) -> bool:
-    """Returns whether both dtypes are known and an element has as many bytes in one as in the other."""
+    """Also whether both are known."""
     return one in DTYPES and other in DTYPES and DTYPES[one].bytes == DTYPES[other].bytes
 
 
 def unscaled(name: str) -> str:
-    """Returns the dtype of the same size whose gradients need no loss scaling: bf16 for fp16, else the dtype itself."""
+    """Of the same size, without loss scaling: bf16 for fp16, else the dtype itself."""
     if name not in DTYPES or not DTYPES[name].scaled:
         return name
     return next(row.name for row in DTYPES.values() if not row.scaled and row.bytes == DTYPES[name].bytes)

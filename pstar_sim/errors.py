@@ -51,10 +51,7 @@ class PlanError(PstarError):
 
 
 class FalseFigures(PlanError):
-    """A plan whose steps are right but which states false figures.
-
-    false: a sentence for each false figure.
-    """
+    """A plan whose steps are right but which states false figures."""
 
     def __init__(self, false: tuple[str, ...]) -> None:
         super().__init__("; ".join(false))
@@ -82,17 +79,15 @@ class CheckpointError(PstarError):
 
 
 class Interrupted(PstarError):
-    """A run was interrupted (Ctrl-C) in the middle of an update, so that some values are from before the update and
-    some from after the update."""
+    """Ctrl-C in the middle of an update: some values are from before it and some from after."""
 
 
 class OutOfMemory(PstarError):
     """An accelerator refused memory while a plan ran; torch.OutOfMemoryError is the same for CUDA.
 
-    asked_bytes: bytes that were requested.
-    payload_bytes: bytes of chunks on the device.
-    other_bytes: bytes of everything else on the device.
-    limit_bytes: bytes that the device has (None where it does not say).
+    payload_bytes: chunks on the device.
+    other_bytes: everything else there.
+    limit_bytes: None where the device does not say.
 
     The executor catches the error and climbs its ladder (executor/off_plan/ladder.py). A user's loop sees the error
     only if no rung helps.
@@ -123,7 +118,7 @@ class RankLost(PstarError):
 class UnknownName(PstarError):
     """A name that no catalog, policy table or file knows; the text lists the nearest known names.
 
-    otherwise: what to do if none of the known names is meant, for the end of the text.
+    otherwise: what to do if none of the known names is meant, at the end of the text.
     """
 
     def __init__(self, kind: str, name: str, known: tuple[str, ...], otherwise: str = "") -> None:
@@ -146,11 +141,9 @@ class DoesNotFit(PstarError):
     """A policy cannot place this workload on this machine.
 
     place: "gpu", "host", "nvme", or "pinned" for host memory that is to be pinned.
-    needed_bytes: bytes needed in that place, at the moment that lacks most.
-    available_bytes: bytes available in that place at that moment.
-    what: one clause that names what needs the room ("all param16 resident plus 14.2 GB of non-model data at moment
-        361").
-    change: the change that would make it fit, if the refusal knows one ('with "pin_memory": false').
+    needed_bytes, available_bytes: in that place, at the moment that lacks most.
+    what: what needs the room, one clause ("all param16 resident plus 14.2 GB of non-model data at moment 361").
+    change: that would make it fit, if known ('with "pin_memory": false').
     """
 
     def __init__(
@@ -178,8 +171,6 @@ class DoesNotFit(PstarError):
         what: str | None = None,
         change: str | None = None,
     ) -> DoesNotFit:
-        """Returns the same refusal with another policy's name, other available bytes, another reason or another
-        change."""
         return DoesNotFit(
             policy=self.policy if policy is None else policy,
             place=self.place,

@@ -22,15 +22,14 @@ _LINKS = 40  # links in a row: as many as Linux follows
 
 
 def write_atomically(path: Path, text: str, *, error: type[PstarError] = PstarError) -> None:
-    """Write a file atomically: at any time it has either the old content or the new. Raises `error` as
-    `replaced_atomically` does."""
+    """Raises `error` as `replaced_atomically` does."""
     with replaced_atomically(path, error=error) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def check_writable(path: Path, *, error: type[PstarError] = PstarError) -> Path:
-    """Returns the file that writing to `path` would replace or make ([Note: what is written over]). For callers that
-    have work to do before they write. Raises `error`, naming `path`, where it cannot be written."""
+    """Returns the file that writing would replace or make ([Note: what is written over]), for callers that have work to
+    do before. Raises `error`, naming `path`, where it cannot be written."""
     try:
         target = _target(path, error)
         with tempfile.TemporaryFile(dir=target.parent):
@@ -42,7 +41,7 @@ def check_writable(path: Path, *, error: type[PstarError] = PstarError) -> Path:
 
 @contextlib.contextmanager
 def replaced_atomically(path: Path, *, error: type[PstarError] = PstarError) -> Iterator[Path]:
-    """Yields a new file beside `path`. The new file replaces `path` at the end, and is removed if anything is raised.
+    """Yields a new file beside `path`, which replaces it at the end, and is removed if anything is raised.
 
     Raises `error`, naming `path`, where `path` cannot be written ([Note: what is written over]): its folder is missing
     or closed to this process, or the disk is full.
@@ -69,7 +68,7 @@ def _refusal(path: Path, reason: OSError, error: type[PstarError]) -> PstarError
 
 
 def _target(path: Path, error: type[PstarError]) -> Path:
-    """Returns the file to which the links of `path` lead."""
+    """Follows links."""
     target = path
     for _ in range(_LINKS):
         if not target.is_symlink():
@@ -103,7 +102,7 @@ _KINDS = (
 
 
 def _mode(target: Path) -> int:
-    """Returns the permissions of the file that is replaced; for a new file, the permissions of any new file."""
+    """Of the file that is replaced; else those of any new file."""
     try:
         return stat.S_IMODE(target.stat().st_mode)
     except FileNotFoundError:

@@ -25,7 +25,7 @@ else:
     from typing_extensions import Unpack
 
     class StrEnum(str, Enum):
-        """An enum whose members are their text, also when printed or formatted."""
+        """Its members are their text, also when printed or formatted."""
 
         __str__ = str.__str__
         __format__ = str.__format__
@@ -34,6 +34,6 @@ else:
     toml_loads: Callable[[str], dict[str, Any]] = tomli.loads
 
     def add_note(error: BaseException, note: str) -> None:
-        """Add a note to an error, in the attribute that Python 3.11 uses. A traceback of 3.10 does not print it."""
+        """In the attribute that Python 3.11 uses.A traceback of 3.10 does not print it."""
         notes: list[str] = getattr(error, "__notes__", [])
         error.__notes__ = [*notes, note]  # type: ignore[attr-defined]

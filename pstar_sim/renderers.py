@@ -21,16 +21,13 @@ _FINDERS: dict[tuple[str, str], Callable[[], Renderer]] = {}
 
 
 def register(answer: str, form: str, find: Callable[[], Renderer]) -> None:
-    """Register a renderer.
-
-    answer: name of the class of answers.
-    find: returns the renderer; called when an answer is shown.
+    """answer: name of the class.
+    find: called when an answer is shown.
     """
     _FINDERS[answer, form] = find
 
 
 def render(answer: object, form: str, **options: Any) -> Any:
-    """Returns the answer in that form."""
     kinds = (kind.__name__ for kind in type(answer).__mro__)
     find = next((_FINDERS[kind, form] for kind in kinds if (kind, form) in _FINDERS), None)
     assert find is not None, f"nobody registered for {form} of {type(answer).__name__}"

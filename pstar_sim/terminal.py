@@ -34,7 +34,7 @@ _BEHIND = re.compile(r"(?<=[-_:,=/])(?=\w)")
 
 
 def terminal_width() -> int:
-    """Returns the columns of stdout: COLUMNS where it is set, else the terminal's columns, else 120."""
+    """Returns the columns : COLUMNS where it is set, else the terminal's, else 120."""
     asked = os.environ.get("COLUMNS", "")
     if asked.isdecimal() and int(asked) > 0:
         return max(LEAST, int(asked))
@@ -44,7 +44,7 @@ def terminal_width() -> int:
 
 
 def narrow_encoding(text: str, encoding: str | None) -> str:
-    """Returns the text with characters that the encoding lacks replaced."""
+    """Characters that the encoding lacks are replaced."""
     for character, plain in (("─", "-"), ("±", "+-")):
         text = text if _has(encoding, character) else text.replace(character, plain)
     encoding = encoding or "utf-8"
@@ -60,8 +60,8 @@ def _has(encoding: str | None, character: str) -> bool:
 
 
 def wrap(text: str, width: int, *, indent: str = "", hanging: str = "  ") -> list[str]:
-    """Returns the lines of prose, no longer than `width` where words allow it. Each line of the text begins a new line,
-    with its own leading spaces and `indent` before it."""
+    """No longer than `width` where words allow it. Each line of the text begins a new line, with its own leading spaces
+    and `indent`."""
     lines: list[str] = []
     for line in text.split("\n"):
         own = indent + line[: len(line) - len(line.lstrip())]
@@ -79,11 +79,8 @@ def wrap(text: str, width: int, *, indent: str = "", hanging: str = "  ") -> lis
 
 @dataclass(frozen=True, slots=True)
 class _TextColumn:
-    """A column of a table.
-
-    widest, natural, spaced, least: characters that the column takes unfolded; with a folded head; with texts folded at
-        spaces as well; with names folded as well.
-    """
+    """widest, natural, spaced, least: characters that the column takes unfolded; with a folded head; with texts folded
+    at spaces; with names folded, too."""
 
     head: str
     cells: tuple[str, ...]
@@ -106,11 +103,10 @@ def table_text(
     keys: int = 1,
     rule_before: int | None = None,
 ) -> str:
-    """Returns the table as lines that end in a newline, by [Note: narrow terminals]. Columns of figures are aligned
-    right.
+    """Lines end in a newline, by [Note: narrow terminals]. Columns of figures are aligned right.
 
-    keys: number of the first columns that a second table repeats.
-    rule_before: number of the row above which a rule is drawn, as above a sum.
+    keys: first columns that a second table repeats.
+    rule_before: row above which a rule is drawn, as above a sum.
     """
     columns = [_column(head.strip(), tuple(row[i] for row in rows)) for i, head in enumerate(heads)]
     lines = wrap(title, width) if title else []
@@ -135,13 +131,12 @@ def _column(head: str, cells: tuple[str, ...]) -> _TextColumn:
 
 
 def _words(cell: str) -> list[str]:
-    """Returns the words of a text; a figure and its unit count as one word."""
+    """A figure and its unit count as one word."""
     return [word.replace("\u00a0", " ") for word in _GLUED.sub("\u00a0", cell).split(" ")]
 
 
 def _name_pieces(word: str) -> list[str]:
-    """Returns the pieces of a name, between which it may fold. A word that begins with a digit or a sign is a figure,
-    which does not fold."""
+    """A name may fold between them. A word that begins with a digit or a sign is a figure, which does not fold."""
     return [word] if _FIGURE.match(word) else _BEHIND.split(word)
 
 
@@ -164,7 +159,7 @@ def _fold(cell: str, width: int) -> list[str]:
 
 
 def _blocks(columns: Sequence[_TextColumn], width: int, keys: int) -> list[list[_TextColumn]]:
-    """Returns the columns, divided among as few tables as the width allows."""
+    """Among as few tables as the width allows."""
     if _taken(columns) <= width:
         return [list(columns)]
     first = list(columns[:keys])
@@ -196,8 +191,8 @@ def _block(columns: Sequence[_TextColumn], width: int, rule_before: int | None) 
 
 
 def _widths(columns: Sequence[_TextColumn], width: int) -> list[int]:
-    """Returns the widths of the columns, folded as little as the width allows. Heads fold first, then texts, then
-    names. Of each kind, the widest folds first."""
+    """Folded as little as the width allows. Heads fold first, then texts, then names. Of each kind, the widest folds
+    first."""
     widths = [column.widest for column in columns]
     over = sum(widths) + len(GAP) * (len(widths) - 1) - width
     for limits in zip(*((column.natural, column.spaced, column.least) for column in columns)):

@@ -152,7 +152,7 @@ def round_machine(
     measured: bool = True,
     name: str = "virtual",
 ) -> Machine:
-    """Returns a machine on which a chain with 2**20 bf16 parameters per layer has round seconds.
+    """A chain with 2**20 bf16 parameters per layer has round seconds.
 
     A copy of such a layer (2 MiB) takes 2 s either way. Its Adam update takes 1 s on the CPU as well as on the GPU.
     DRAM and compute are fast enough not to count. With forward_s=1.0 in `chain_workload`, every duration is a whole
@@ -162,9 +162,9 @@ def round_machine(
     host_memory_bytes, dram_bytes_per_s, adam_params_per_s: figures of the node.
     d2h_bytes_per_s: by default the rate of h2d.
     flops_per_s: per dtype, or one figure for bf16, fp16 and fp32.
-    ranks: number of GPUs; each has an equal share of the batch.
-    peer_bytes_per_s: rate of the link between the GPUs; None: there is no such link.
-    nvme_memory_bytes: bytes of the disks of the node; None: no disks. Their rates are figures of the node.
+    ranks: GPUs; each has an equal share of the batch.
+    peer_bytes_per_s: between the GPUs; None: no such link.
+    nvme_memory_bytes: of the node; None: no disks. Their rates are figures of the node.
     """
     rates = flops_per_s if isinstance(flops_per_s, Mapping) else dict.fromkeys(NATIVE, flops_per_s)
     gpu = Gpu(
@@ -218,7 +218,7 @@ def round_machine(
 
 
 def _opened(layers: int, checkpointing: bool) -> list[tuple[str, Phase, int]]:
-    """Returns the event that opens each moment of a chain, without the optimizer step: (event, phase, layer)."""
+    """(event, phase, layer) of each moment of a chain, without the optimizer step."""
     opened: list[tuple[str, Phase, int]] = [("begin", Phase.FWD, i) for i in range(layers)]
     for i in reversed(range(layers)):
         if checkpointing:
@@ -241,8 +241,8 @@ def random_workload(
     """Returns a small model of random shape (1-8 layers, 1-4 micro-batches); the same seed gives the same workload.
 
     The model has an embedding, layers of one to three matrices with small tensors beside them, and a head. Sometimes
-    the head is tied to the embedding, which is then read at both ends. Sometimes there is a tensor much larger than the
-    rest, a frozen layer, two optimizer groups, a layer used in two places (its gradients arrive twice) or a tensor that
+    the head is tied to the embedding, which is then read at both ends, or there is a tensor much larger than the rest,
+    a frozen layer, two optimizer groups, a layer used in two places (its gradients arrive twice) or a tensor that
     nothing reads. At least one tensor is trainable. Most matrices have 0.25 to 8 MiB. The tide rises over FWD and falls
     over BWD, with spikes. A setting that is None is chosen at random; `unused=False` and the like leave the feature
     out.
@@ -298,11 +298,11 @@ def random_workload(
 
 @dataclass(kw_only=True)
 class _Drawn:
-    """Tensors of a random model, each drawn when it is added.
+    """Each is drawn when it is added.
 
-    uniform: whether all matrices are alike, as in a real transformer.
-    unit: average number of elements of a matrix.
-    two_groups: whether biases have an optimizer group of their own.
+    uniform: all matrices are alike, as in a real transformer.
+    unit: mean elements of a matrix.
+    two_groups: biases have an optimizer group of their own.
     """
 
     rng: random.Random
@@ -313,11 +313,10 @@ class _Drawn:
     tensors: list[Tensor] = field(default_factory=list)
 
     def matrix(self, scale: float = 1.0) -> int:
-        """Returns the number of elements of another matrix."""
         return max(1, round((self.unit if self.uniform else self.unit * self.rng.uniform(0.5, 2.0)) * scale))
 
     def add(self, name: str, numel: int, *, is_frozen: bool = False, tied_to: int | None = None) -> int:
-        """Add a tensor. Returns its index."""
+        """Returns its index."""
         rows = next(r for r in (64, 16, 4, 1) if numel % r == 0)
         group = 1 if self.two_groups and name.endswith("bias") else 0
         shape = (rows, numel // rows) if rows > 1 else (numel,)
@@ -328,7 +327,7 @@ class _Drawn:
         return len(self.tensors) - 1
 
     def layer(self, i: int, *, is_frozen: bool) -> list[int]:
-        """Add the tensors of a layer: one to three matrices, with small tensors beside them. Returns their indices."""
+        """One to three matrices, with small tensors beside them. Returns their indices."""
         rng, name = self.rng, f"layers.{i}"
         row: list[int] = []
         if rng.random() < 0.5:
@@ -343,8 +342,7 @@ class _Drawn:
 
 
 class _Opened(NamedTuple):
-    """A moment of a random workload: the event that opens it, tensors read, tensors whose gradient arrives, relative
-    work."""
+    """A moment : the event that opens it, tensors read, tensors whose gradient arrives, relative work."""
 
     event: str
     module: str
@@ -357,10 +355,10 @@ class _Opened(NamedTuple):
 def _random_table(
     rng: random.Random, embedding: int, rows: Sequence[list[int]], head: int, *, checkpointing: bool
 ) -> list[_Opened]:
-    """Returns the moments of one micro-batch.
+    """Of one micro-batch.
 
-    rows: tensors of each layer.
-    head: tensor of the head; the embedding where it is tied.
+    rows: of each layer.
+    head: the embedding where it is tied.
     """
     table = [
         _Opened("begin", "<root>", Phase.FWD, [], [], 0),
@@ -387,8 +385,7 @@ def _random_table(
 def _random_moments(
     rng: random.Random, table: Sequence[_Opened], tensors: Sequence[Tensor]
 ) -> tuple[list[Moment], list[Use]]:
-    """Returns the moments, including the optimizer step, and their uses. The tide rises over FWD and falls over BWD,
-    with spikes."""
+    """With the optimizer step.The tide rises over FWD and falls over BWD, with spikes."""
     base = rng.choice((0, rng.randint(0, MIB)))
     per_layer = rng.randint(0, 4 * MIB) if rng.random() < 0.8 else rng.randint(0, 32 * MIB)
     level = base
@@ -425,13 +422,11 @@ def _random_moments(
 
 
 def _uses(moment: int, reads: Iterable[int], gradients: Iterable[int]) -> list[Use]:
-    """Returns the uses of a moment: of the tensors that it reads, and of the tensors whose gradient arrives in it."""
     read = [Use(moment=moment, tensor=t, kind=UseKind.READ) for t in reads]
     return read + [Use(moment=moment, tensor=t, kind=UseKind.GRADIENT) for t in gradients]
 
 
 def _step(*, start_bytes: int, peak_bytes: int, end_bytes: int, duration_s: float | None = None) -> Moment:
-    """Returns the last moment of an iteration: optimizer.step()."""
     return Moment(
         name="step",
         phase=Phase.ADAM,
@@ -448,9 +443,8 @@ def _step(*, start_bytes: int, peak_bytes: int, end_bytes: int, duration_s: floa
 
 
 def random_machine(rng: random.Random, workload: Workload) -> Machine:
-    """Returns a machine of one GPU whose sizes are near the needs of the workload. GPU memory ranges from too little
-    for the worst moment to enough for all data. Host memory is sometimes too small. The rates vary, so that each
-    resource binds in some machines."""
+    """One GPU, with sizes near the workload's needs. GPU memory ranges from too little for the worst moment to enough
+    for all data. Host memory is sometimes too small. The rates vary, so that each resource binds in some machines."""
     width = DTYPES[workload.dtype].bytes
     share = rng.choice((0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.5, 5.0, 10.0)) * rng.uniform(0.8, 1.2)
     gpu_bytes = workload.peak_non_model_bytes + int(share * workload.params * width)
@@ -489,8 +483,7 @@ def random_machine(rng: random.Random, workload: Workload) -> Machine:
 
 
 def random_ranks(rng: random.Random, machine: Machine, count: int) -> Machine:
-    """Returns a machine with `count` of the machine's GPU, on a host larger by the same factor; with or without PCIe
-    switches and a peer link, on one node or two."""
+    """The host is larger by the same factor; with or without PCIe switches and a peer link, on one node or two."""
     if count == 1:
         return machine
     rank = machine.ranks[0]
@@ -513,8 +506,7 @@ def random_ranks(rng: random.Random, machine: Machine, count: int) -> Machine:
 
 
 def random_settings(rng: random.Random) -> Settings:
-    """Returns settings with update step or eager, clipping or not, the chunk size searched or (one time in three)
-    given."""
+    """Update step or eager, clipping or not, the chunk size searched or (one time in three) given."""
     return Settings(
         update=rng.choice(("step", "eager")),
         clip=rng.random() < 0.4,
@@ -523,8 +515,7 @@ def random_settings(rng: random.Random) -> Settings:
 
 
 def random_jitter(rng: random.Random, plan: Plan) -> Jitter:
-    """Returns factors for `play`: each queue is slower or faster than predicted by a factor of up to 10, each step by a
-    further factor of up to 4."""
+    """For `play`: each queue is slower or faster by a factor of up to 10, each step by a further factor of up to 4."""
     pace = {queue: 10 ** rng.uniform(-1, 1) for queue in sorted({step.queue for step in plan.steps})}
     queue_of = {step.id: step.queue for step in plan.steps}
     return lambda step, iteration: pace[queue_of[step]] * 4 ** rng.uniform(-1, 1)
@@ -532,12 +523,8 @@ def random_jitter(rng: random.Random, plan: Plan) -> Jitter:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyReport:
-    """The result of `check_policy`.
-
-    examples: jobs tried.
-    fitted: jobs for which the policy made a plan, which was then proved and played; for the others it raised
-        DoesNotFit. 0 shows that no plan was checked.
-    """
+    """fitted: jobs with a plan, proved and played; for the others it raised DoesNotFit. 0 shows that no plan was
+    checked."""
 
     policy: str
     examples: int
@@ -550,7 +537,7 @@ class PolicyReport:
 def check_policy(
     policy: Callable[[Workload, Machine, Settings], Plan], *, examples: int = 50, seed: int = 0
 ) -> PolicyReport:
-    """Put a policy through the checker and the simulator on `examples` random workloads, machines and settings.
+    """Draws random workloads, machines and settings.
 
     Each plan has to be for the given job, be the same when the policy is called twice, be proved by `check_plan` (every
     legal interleaving computes the right result within the budgets), and stay within the budgets when played with the
@@ -582,7 +569,7 @@ def check_once(
     *,
     rng: random.Random,
 ) -> bool:
-    """Check the policy on one job, as `check_policy` does. Returns whether the policy made a plan for it.
+    """Check the policy on one job, as `check_policy` does. Returns whether it made a plan.
 
     For property-based tests, whose strategies draw the job and shrink failures. Raises PlanError if anything is wrong;
     errors of the policy pass through.

@@ -31,15 +31,15 @@ NAMES = ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram", "net")
 class Bound:
     """A lower bound on the seconds of an iteration.
 
-    seconds: no schedule of this setting is faster.
-    binding: name of the largest term ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram", "net" or "stashes").
-        Of equal terms, the first in this order.
-    terms: name of each term -> its seconds, at the best `pinned_params` and `streamed_params`.
-    pinned_params: number of parameters whose states stay on the gpu.
-    max_pinned_params: number of parameters whose states would have room on the gpu.
-    streamed_params: number of parameters whose states come to the gpu for the update.
+    seconds: no schedule is faster.
+    binding: largest term ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram", "net" or "stashes"); of equal
+        terms, the first in this order.
+    terms: name -> seconds, at the best `pinned_params` and `streamed_params`.
+    pinned_params: parameters whose states stay on the gpu.
+    max_pinned_params: parameters whose states would have room there.
+    streamed_params: parameters whose states come to the gpu for the update.
     method: "closed form" (no linear program was solved), "joint LP" or "fluid LP".
-    notes: sentences about programs that could not be solved.
+    notes: on programs that could not be solved.
     """
 
     seconds: float
@@ -53,22 +53,22 @@ class Bound:
 
 
 def sums_are_whole(layout: Layout, micro_batches: int, *, clip: bool) -> bool:
-    """Returns whether every sum of a chunk's gradients on the host has all of them before any update. With clipping the
-    norm is taken of these sums, and the checker asks for it on one rank. (Two gradients need no sum.)"""
+    """Whether every sum of a chunk's gradients on the host is complete before any update. With clipping the norm is
+    taken of these sums, and the checker asks for it on one rank. (Two gradients need no sum.)"""
     return clip and micro_batches > 2 and layout.ranks == 1
 
 
 def rate_with_latency(rate: float, latency_s: float, largest_bytes: float) -> float:
-    """Returns the bytes per second that a sequence of copies cannot exceed if each copy has at most `largest_bytes`."""
+    """Bytes per second that copies of at most `largest_bytes` cannot exceed."""
     return 1 / (1 / rate + latency_s / largest_bytes) if largest_bytes > 0 else rate
 
 
 class Turn(NamedTuple):
     """A cut of an iteration.
 
-    bytes: bytes of the chunks read up to the cut and again before the next cut, of all ranks' slices.
-    others: bytes of the other ranks' slices among them.
-    room: bytes of room beside the tide in the moment before the cut.
+    bytes: of the chunks read up to the cut and again before the next cut, of all ranks' slices.
+    others: bytes of other ranks' slices among them.
+    room: bytes beside the tide in the moment before the cut.
     moment: index of that moment.
     """
 
@@ -117,7 +117,6 @@ class BoundFacts:
         self._stashes(w)
 
     def _trained(self, layout: Layout) -> None:
-        """Set the arrays with an entry per chunk that gets gradients."""
         job, cost = self.job, self.cost
         chunks = [layout.chunks[c] for c in job.trained]
         width = [job.width(c) for c in job.trained]
@@ -135,7 +134,7 @@ class BoundFacts:
         self._adds()
 
     def _parts(self, layout: Layout, payload: Sequence[int]) -> None:
-        """Set the least seconds of a part of each copy and of each CPU Adam. An operation in one piece is one part."""
+        """An operation in one piece is one part."""
         cost, parts = self.cost, parts_of(layout)
         count = [parts.get(c, 1) for c in self.job.trained]
         share = [
@@ -148,7 +147,7 @@ class BoundFacts:
         self.part_adam_s: Array = self.adam_s * np.array(share, dtype=float)
 
     def _adds(self) -> None:
-        """Set the least seconds per parameter of adds on the GPU: over all micro-batches, and over all but the last."""
+        """On the GPU, over all micro-batches, and over all but the last."""
         job, cost = self.job, self.cost
         last = job.workload.micro_batches - 1
         before_s = dict.fromkeys(job.trained, 0.0)
@@ -160,8 +159,7 @@ class BoundFacts:
         self.gpu_add_before_s = min((s / params[c] for c, s in before_s.items()), default=0.0)
 
     def _stashes(self, w: Workload) -> None:
-        """Set the bytes and seconds of all stashes together, and per moment the seconds of the copies up that begin
-        after it."""
+        """Of all stashes together, and per moment the seconds of the copies up that begin after it."""
         cost = self.cost
         self.stash_bytes = float(sum(s.bytes for s in w.stashes))
         self.stash_down_s = sum(cost.transfer_s(s.bytes, "d2h") for s in w.stashes)
@@ -173,7 +171,7 @@ class BoundFacts:
         self.stash_up_from_s: Array = np.maximum(0.0, np.cumsum(behind)[:-1])
 
     def barrier_s(self, *, clip: bool) -> float:
-        """Returns the least seconds from the start of an iteration to its barrier.
+        """Least seconds from the start of an iteration.
 
         clip: whether the gradients of all chunks are summed over the ranks before the barrier.
         """
@@ -185,13 +183,11 @@ class BoundFacts:
         return max(end_s, float(last_s.max()))
 
     def between(self, batch: int) -> tuple[int, int]:
-        """Returns the moments [low, high) from the last gradient of the micro-batch before `batch` to the first
-        gradient of `batch`."""
+        """Returns [low, high): from the last gradient of the micro-batch before to the first of `batch`."""
         return self.spans[batch - 1][1] + 1, self.spans[batch][0]
 
     def most_pinned(self) -> float:
-        """Returns the largest number of parameters whose states have room on the gpu, from 0 to the number of all
-        parameters that get gradients: x_max of [Note: the bound] in pinned.py."""
+        """x_max of [Note: the bound] in pinned.py, at most all parameters that get gradients."""
         total = float(self.params.sum())
         if not total:
             return 0.0
@@ -201,8 +197,7 @@ class BoundFacts:
 
     def turns(self) -> list[Turn]:
         """Returns one cut per turn of the iteration. Any cuts give a valid bound. Three choices are tried: the turns
-        themselves, the moment with the largest S_k + tide near each turn, and the moment with the largest S_k + tide in
-        the two passes beside each turn."""
+        themselves, and the moment with the largest S_k + tide near each turn or in the two passes beside it."""
         begin, bwd = self._begins()
         last = len(bwd) - 1
         # (turn, first and last moment in which to cut), last turn first
@@ -220,14 +215,14 @@ class BoundFacts:
         return max(choices, key=lambda turns: sum(max(0.0, turn.bytes - turn.room) for turn in turns))
 
     def turns_between(self) -> list[Turn]:
-        """Returns cuts at the turns that lie between two backward passes, where sums of gradients take room: the first
-        and the last moment of each forward pass."""
+        """Between two backward passes sums of gradients take room. The cuts are the first and the last moment of each
+        forward pass."""
         begin, bwd = self._begins()
         moments = [m for u in range(len(bwd)) for m in ((begin[u], bwd[u] - 1) if u else (bwd[u] - 1,))]
         return self._cut([(m, m, m) for m in reversed(moments)])
 
     def _begins(self) -> tuple[list[int], list[int]]:
-        """Returns the first moment of each micro-batch, with the end of the iteration, and of each backward pass."""
+        """Of each micro-batch, with the end of the iteration, and of each backward pass."""
         last = max(self.micro_batch)
         begin = [*(self.micro_batch.index(u) for u in range(last + 1)), self.moments]
         bwd = [
@@ -237,8 +232,8 @@ class BoundFacts:
         return begin, bwd
 
     def _cut(self, regions: list[tuple[int, int, int]]) -> list[Turn]:
-        """Returns one cut per region. The cut of the last region is chosen first, because the reads between a cut and
-        the next cut decide S_k. Of equally good cuts the latest is taken."""
+        """The cut of the last region is chosen first, because the reads between two cuts decide S_k. Of equally good
+        cuts the latest is taken."""
         turns: list[Turn] = []
         end = self.moments - 1
         for _, low, high in regions:
@@ -253,8 +248,8 @@ class BoundFacts:
         return turns
 
     def read_from(self) -> tuple[Array, Array]:
-        """Returns, for each moment m, the bytes of the chunks read at m or later, of this rank's slices and of the
-        others'. Reads after a chunk's last gradient do not count."""
+        """Returns (own, others): bytes of the chunks read at each moment or later. Reads after a chunk's last gradient
+        do not count."""
         lasts = []
         for own, others, moments, final in self.seen:
             before = [m for m in moments if final < 0 or m <= final]
@@ -263,8 +258,8 @@ class BoundFacts:
         return self._between_moments(lasts, self.moments)
 
     def _read_again(self, end: int, low: int, high: int) -> tuple[Array, Array]:
-        """Returns, for each moment m from low to high, the bytes of the chunks first read at or before m and read again
-        in (m, end], of this rank's slices and of the others'. Reads after a chunk's last gradient do not count."""
+        """Returns (own, others): for each m from low to high, bytes of the chunks first read at or before m and again
+        in (m, end]. Reads after a chunk's last gradient do not count."""
         spans = []
         for own, others, moments, final in self.seen:
             until = end if final < 0 else min(end, final)
@@ -274,7 +269,7 @@ class BoundFacts:
         return self._between_moments(spans, high - low + 1)
 
     def _between_moments(self, spans: list[tuple[int, int, int, int]], count: int) -> tuple[Array, Array]:
-        """Returns (own, others) at each of `count` moments: sums over the spans (begin, end, own, others) with begin <=
+        """Returns (own, others) at each of `count` moments: sums over the (begin, end, own, others) with begin <=
         moment < end."""
         changes = np.zeros((2, count + 1))
         for begin, end, own, others in spans:
@@ -285,7 +280,7 @@ class BoundFacts:
 
 
 def _gradient_spans(w: Workload) -> dict[int, tuple[int, int]]:
-    """Returns micro-batch -> first and last moment in which any gradient arrives."""
+    """Returns micro-batch -> first and last moment of its gradients."""
     spans: dict[int, tuple[int, int]] = {}
     for m, tensors in enumerate(w.gradients):
         if tensors:

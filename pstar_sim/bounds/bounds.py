@@ -44,14 +44,14 @@ def lower_bound(
     ranked: Sequence[Workload] | None = None,
     costs: Sequence[CostModel] | None = None,
 ) -> Bound:
-    """Returns the bound for every legal schedule, by [Note: the joint bound] of joint.py. On several ranks, returns the
-    largest bound of any kind of rank ([Note: the bound of several ranks]).
+    """For every legal schedule, by [Note: the joint bound] of joint.py. On several ranks, the largest of any kind of
+    rank ([Note: the bound of several ranks]).
 
     stream: False for schedules that stream no chunk, by [Note: the bound] of pinned.py.
-    max_pinned: the largest number of parameters, small chunks not counted, whose states may stay on the gpu (0 with
-        stream=False: CPU Adam updates everything).
-    ranked: each rank's own workload, if these differ. `workload` is then at least as hard as each of them.
-    costs: the cost model of each kind of rank; None: those of the workload and the machine.
+    max_pinned: parameters, without small chunks, whose states may stay on the gpu (0 with stream=False: CPU Adam
+        updates everything).
+    ranked: each rank's own workload, if these differ; `workload` is at least as hard as each.
+    costs: of each kind of rank; None: those of the workload and the machine.
 
     A workload that does not fit gets the bound with nothing pinned.
     """
@@ -73,7 +73,7 @@ def _of_rank(
     max_pinned: int | None,
     stream: bool,
 ) -> Bound:
-    """Returns the bound of one kind of rank, without the waits for stashes."""
+    """Without the waits for stashes."""
     facts = BoundFacts(workload, machine, layout, cost)
     barrier = settings.barrier(workload.dtype) is not None
     limit = np.inf if max_pinned is None else max_pinned + float(facts.params[facts.small].sum())
@@ -97,10 +97,7 @@ def _with_stashes(bound: Bound, workload: Workload, cost: CostModel) -> Bound:
 
 
 def _of_compute(facts: BoundFacts, why: str) -> Bound:
-    """Returns the bound of compute alone.
-
-    why: why no program gives a larger bound.
-    """
+    """why: why no program gives a larger bound."""
     seconds = float(facts.clock[-1])
     return Bound(
         seconds=seconds,
@@ -113,13 +110,13 @@ def _of_compute(facts: BoundFacts, why: str) -> Bound:
 
 
 def unknown_sums(workload: Workload, layout: Layout) -> bool:
-    """Returns whether sums of gradients take fewer bytes than the linear programs assume."""
+    """The linear programs assume more bytes."""
     return layout.sum_bytes < Layout.sum_bytes and workload.micro_batches > 1
 
 
 def relative_to(workload: Workload, machine: Machine, settings: Settings, layout: Layout) -> str:
-    """Returns words for the setting for which a bound holds. The bound claims nothing for another cost model, chunk
-    size or other setting."""
+    """Names the setting for which a bound holds. The bound claims nothing for another cost model, chunk size or other
+    setting."""
     w = workload
     barrier = settings.barrier(w.dtype)
     return ", ".join(

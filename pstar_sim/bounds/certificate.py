@@ -32,12 +32,11 @@ COARSE = frozenset({"closed form", "joint LP"})
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """The lower bound of a plan, and the setting for which it holds.
+    """The lower bound of a plan.
 
     seconds: no schedule is faster.
-    text: entries for a plan's choices and for a row of a comparison. "bound" is "joint LP", "fluid LP" or "closed
-        form". "binding" names the largest term. "relative_to" describes the setting. "note" says which program could
-        not be solved; it is absent if none failed.
+    text: for a plan's choices and a row of a comparison. "bound" is "joint LP", "fluid LP" or "closed form", "binding"
+        the largest term, "relative_to" the setting; "note" says which program could not be solved.
     """
 
     seconds: float
@@ -50,10 +49,7 @@ class Certificate:
 
 
 class Certifier:
-    """Bounds of one job.
-
-    lp: whether the fluid linear program is solved too (seconds instead of milliseconds, and a tighter bound).
-    """
+    """lp: also solve the fluid linear program (seconds instead of milliseconds, and a tighter bound)."""
 
     def __init__(
         self,
@@ -69,14 +65,14 @@ class Certifier:
         self._known: list[tuple[Layout, Certificate]] = []
 
     def usual(self) -> Certificate:
-        """Returns the certificate of the layout that a policy starts from."""
+        """Of the layout that a policy starts from."""
         ranks = self.machine.data_parallel_size
         return self.of(
             build_layout(self.workload, chunk_bytes=self.settings.chunk_bytes, ranks=ranks, sums=self.settings.sums)
         )
 
     def of(self, layout: Layout) -> Certificate:
-        """Returns the certificate of every plan with this layout."""
+        """Of every plan with this layout."""
         for known, certificate in self._known:
             if known is layout or (known.chunk_bytes == layout.chunk_bytes and known == layout):
                 return certificate
@@ -105,7 +101,7 @@ class Certifier:
 
 def require_bounded(plan: Plan) -> None:
     """Raise PlanError if the plan updates a chunk in more parts than the bounds count with: it could be faster than
-    they say that any plan is."""
+    they say."""
     most = parts_of(plan.layout)
     for chunk, count in part_counts(plan.steps).items():
         if count > most.get(chunk, 1):
@@ -117,21 +113,19 @@ def require_bounded(plan: Plan) -> None:
 
 
 def certificate_of(plan: Plan, *, lp: bool = False) -> Certificate:
-    """Returns the certificate of the plan's workload, machine, settings and layout. Raises the error of
-    `require_bounded`.
+    """Raises the error of `require_bounded`.
 
-    lp: solve the fluid program too.
+    lp: also solve the fluid program.
     """
     require_bounded(plan)
     return Certifier(plan.workload, plan.machine, plan.settings, lp=lp, ranked=plan.ranked).of(plan.layout)
 
 
 def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None) -> str:
-    """Compares the figures that the plan carries with a recomputation from workload, machine, settings and layout
-    alone. Returns a sentence if the figures agree, or if the plan carries no figures.
+    """Compares the plan's figures with a recomputation from workload, machine, settings and layout alone. Returns a
+    sentence if they agree, or if there are none.
 
-    lp: solve the fluid program too.
-    found: the recomputation, if the caller has it.
+    found: the recomputation, if known.
 
     Raises PlanError, naming the stored and the recomputed figure, if they do not agree.
     """
@@ -150,7 +144,7 @@ def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None) -> 
 
 
 def _verdict(stored_s: float, method: object, found_s: float, kind: str) -> str:
-    """Returns words that compare the stored bound with the recomputed bound.
+    """Returns words for the comparison.
 
     method, kind: how the stored and the recomputed bound were proved.
 

@@ -79,14 +79,13 @@ def fluid_bound(
     most_points: int = MOST_POINTS,
     time_limit_s: float = TIME_LIMIT_S,
 ) -> Bound:
-    """Returns the larger of the joint bound and the bound of [Note: the fluid program]. `method` of the result says
-    which program was solved. If HiGHS does not solve the fluid program, the result is the joint bound, and `notes` say
-    so. On several ranks, the program of the kind of rank with the largest bound counts. Collectives count in the joint
-    bound alone.
+    """Returns the larger of the joint bound and the bound of [Note: the fluid program]. `method` says which program was
+    solved; `notes` say if HiGHS does not solve the fluid one. On several ranks, the program of the kind of rank with
+    the largest bound counts. Collectives count in the joint bound alone.
 
     ranked: as for `lower_bound`.
-    most_points: the largest number of points of the program.
-    time_limit_s: time limit of the solver, in seconds.
+    most_points: of the program.
+    time_limit_s: of the solver.
     """
     joint = lower_bound(workload, machine, settings, layout, ranked=ranked)
     if unknown_sums(workload, layout):
@@ -114,11 +113,8 @@ def fluid_bound(
 
 @dataclass(frozen=True, kw_only=True)
 class _Flow:
-    """Variables of a flow.
-
-    upto: the amount up to each point of an iteration; the last entry is the amount of the whole iteration. These sums
-        keep rows about long windows short.
-    within: the amount in each interval.
+    """upto: amount up to each point of an iteration, last the whole. These sums keep rows about long windows short.
+    within: amount in each interval.
     """
 
     upto: Expression
@@ -183,16 +179,15 @@ class _FluidProgram:
         return _Flow(upto=upto, within=within)
 
     def _stock(self, most: float, change: Expression) -> Expression:
-        """Returns variables of a cyclic stock at each point. The stock at the next point is the stock at this point
-        plus the interval's change."""
+        """A cyclic stock at each point: the next is this plus the interval's change."""
         stock = self.lp.variables(self.facts.intervals, most=most)
         self.lp.add(self._next(stock, most) == stock + change)
         return stock
 
     def _next(self, stock: Expression, most: float) -> Expression:
-        """Returns the stock at the point after each interval.
+        """At the point after each interval.
 
-        most: upper bound of the stock at the first point of the alike micro-batches.
+        most: bound of the stock at the first point of the alike micro-batches.
         """
         period = self.facts.period
         if period is None:
@@ -201,7 +196,7 @@ class _FluidProgram:
         return self._behind(self._before(stock[self.facts.following], entered), stock, stock, entered)
 
     def _entered(self, stock: Expression, most: float) -> Expression:
-        """Returns the variable `entered` of [Note: alike micro-batches]."""
+        """`entered` of [Note: alike micro-batches]."""
         period = self.facts.period
         assert period is not None
         entered = self.lp.variable(most=most)
@@ -209,7 +204,7 @@ class _FluidProgram:
         return entered
 
     def _before(self, following: Expression, entered: Expression) -> Expression:
-        """Returns `following` with `entered` at the interval before the alike micro-batches.
+        """With `entered` at the interval before the alike micro-batches.
 
         following: the stock at the point after each interval.
         """
@@ -219,7 +214,7 @@ class _FluidProgram:
         return following * np.where(np.arange(n) == before, 0.0, 1.0) + entered.gathered([before], n)
 
     def _behind(self, following: Expression, stock: Expression, left: Expression, entered: Expression) -> Expression:
-        """Returns `following` with the mean of [Note: alike micro-batches] at the last interval of these micro-batches.
+        """With the mean of [Note: alike micro-batches] at their last interval.
 
         following: the stock at the point after each interval.
         stock: the stock whose value at their first point counts.
@@ -231,22 +226,20 @@ class _FluidProgram:
         return following * np.where(np.arange(n) == period.last, 0.0, 1.0) + mean.gathered([period.last], n)
 
     def _in_all(self, within: Expression) -> Expression:
-        """Returns a single row: the sum over the iteration of the amounts in each interval."""
+        """One row: the sum over the iteration."""
         return (within * self.facts.times).sum()
 
     def _running(self, of: Expression, most: Array | float) -> Expression:
-        """Returns variables of running sums: row r is the sum of all rows up to r. Rows that use these sums are
-        short."""
+        """Row r is the sum of all rows up to r. Rows that use these sums are short."""
         running = self.lp.variables(len(of), most=most)
         self.lp.add(running[:1] == of[:1])
         self.lp.add(running[1:] == running[:-1] + of[1:])
         return running
 
     def _there(self, points: Index, of_chunk: Sequence[Sequence[int]], units: Expression, most: float) -> Expression:
-        """Returns variables: the units on the gpu at each of the successive `points`.
+        """Units on the gpu at each of the successive `points`.
 
-        of_chunk: the points at which each chunk is on the gpu.
-        units: the units of each chunk.
+        of_chunk: points at which each chunk is on the gpu.
         """
         there = np.zeros((len(points) + 1, len(of_chunk)), dtype=int)  # a row of zeros before the first point
         for c, at in enumerate(of_chunk):
@@ -258,7 +251,7 @@ class _FluidProgram:
     # -- the life of a chunk --
 
     def _updated_on_cpu(self) -> None:
-        """Add the rows of the life gradient waits -> on the host -> updated on the host -> waits on the gpu -> read."""
+        """Rows: gradient waits -> on the host -> updated on the host -> waits on the gpu -> read."""
         lp, facts, n = self.lp, self.facts, self.facts.intervals
         units = self.on_cpu * facts.size
         final = units.gathered(facts.final_in, n)
@@ -273,9 +266,9 @@ class _FluidProgram:
         self.held += waiting + early
 
     def _identity(self) -> None:
-        """Add rows for the chunks up to j in the order of first reads. All these chunks go down, are updated and come
-        up between the end of the earliest of their last gradients and the next first read of j. On the gpu they are
-        updated by the end of the iteration. Behind a barrier, updates come only after the end of the last moment."""
+        """Rows: the chunks up to j in the order of first reads go down, are updated and come up between the earliest of
+        their last gradients and the next first read of j. On the gpu they are updated by the end of the iteration.
+        Behind a barrier, updates come only after the end of the last moment."""
         lp, facts = self.lp, self.facts
         if not facts.chunks:
             return
@@ -296,24 +289,21 @@ class _FluidProgram:
         lp.add(gpu_s[-1] + self._in_all(self.gpu_adds) <= self.stall.upto[-1])
 
     def _final(self) -> Index:
-        """Returns, for the chunks up to j in the order of first reads, the interval of the earliest of their last
-        gradients."""
+        """Of the chunks up to j in the order of first reads, the interval of the earliest last gradient."""
         return np.minimum.accumulate(self.facts.final_in)
 
     def _update(self) -> Index:
-        """Returns, for the chunks up to j, the first interval in which one of these chunks may be updated."""
+        """Of the chunks up to j, the first interval in which one may be updated."""
         begin = self._final()
         return np.full_like(begin, self.facts.end) if self.barrier else begin
 
     def _window(self, flow: _Flow, need: Expression, begin: Index, end: Index) -> None:
-        """Add the rows need <= the flow from `begin` to the end of the iteration and up to `end` of the next
-        iteration."""
+        """Rows: need <= flow from `begin` to the end of the iteration and up to `end` of the next."""
         j = end <= begin
         self.lp.add(need[j] <= flow.upto[-1] - flow.upto[begin[j]] + flow.upto[end[j]])
 
     def _updated_on_gpu(self) -> None:
-        """Add the rows of states: they come -> update -> go, or are resident. Streamed Adam and adds make the interval
-        longer."""
+        """Rows: states come -> update -> go, or are resident. Streamed Adam and adds make the interval longer."""
         lp, facts = self.lp, self.facts
         states = float(facts.states.sum())
         coming = self._stock(states, self.states_up - self.streamed_adam.within)
@@ -327,7 +317,7 @@ class _FluidProgram:
         self.held += resident + coming + going
 
     def _over_the_border(self) -> None:
-        """Add rows: chunks updated on the gpu stay from their last gradient to their next first read, or leave and come
+        """Rows: chunks updated on the gpu stay from their last gradient to their next first read, or leave and come
         back."""
         facts, points = self.facts, np.arange(self.facts.intervals)
         units = (self.p + self.q - self.whole) * facts.size
@@ -339,8 +329,8 @@ class _FluidProgram:
         self.held += there - absent
 
     def _between_reads(self) -> None:
-        """Add rows for chunks between two reads: they stay, or are given up and copied again. In each class of gaps
-        every gap opens before any gap closes, so the longest gaps are given up first."""
+        """Rows: chunks stay between two reads, or are given up and copied again. In each class of gaps every gap opens
+        before any gap closes, so the longest gaps are given up first."""
         lp, facts, n = self.lp, self.facts, self.facts.intervals
         again = Expression.zero(n)
         for gap in facts.gaps():
@@ -358,7 +348,7 @@ class _FluidProgram:
     # -- sums of several micro-batches --
 
     def _sums(self) -> None:
-        """Add rows: each gradient goes down, or the gradients add up on the gpu (as in [Note: the joint bound])."""
+        """Rows: each gradient goes down, or they add up on the gpu (as in [Note: the joint bound])."""
         lp, facts, batches = self.lp, self.facts, self.facts.batches
         on_gpu = self.p + self.q
         # Per chunk: the parts whose sums are on the gpu, with Adam on the CPU and with Adam on the gpu.
@@ -390,9 +380,9 @@ class _FluidProgram:
         self._until_the_update()
 
     def _down_each_time(self) -> None:
-        """Let gradients that do not add up on the gpu wait for the link. For CPU Adam these are the gradients of all
-        micro-batches but the last; for Adam on the gpu, of all but the last two, and the last where the host makes the
-        whole sum. Where that gradient waits is not counted."""
+        """Gradients that do not add up on the gpu wait for the link: for CPU Adam those of all micro-batches but the
+        last; for Adam on the gpu, all but the last two, and the last where the host makes the whole sum. Where that
+        gradient waits is not counted."""
         facts, n, before_last = self.facts, self.facts.intervals, self.facts.shown - 1
         arrives = [
             (facts.interval_of_end(m), c, batch == before_last - 1)
@@ -445,10 +435,10 @@ class _FluidProgram:
         self.sums_up += up.gathered(intervals % n, n)
 
     def _waiting(self, points: Index, of_chunk: Sequence[Sequence[int]]) -> None:
-        """Add rows for last gradients but one that are never added on the host. Such gradients are on the gpu at the
-        successive `points`, or go down and come up after their moments.
+        """Rows: last gradients but one that are never added on the host are on the gpu at the successive `points`, or
+        go down and come up after their moments.
 
-        of_chunk: the points at which each chunk's gradient waits.
+        of_chunk: points at which each chunk's gradient waits.
         """
         facts = self.facts
         waits = (self.waits - self.waits_on_host) * facts.size
@@ -460,12 +450,12 @@ class _FluidProgram:
         self.sums_up += up.within
 
     def _added_on_host(self, summed_on_host: Expression) -> None:
-        """Add rows: the host adds gradients between the first gradient that comes down and the next first read. For CPU
+        """Rows: the host adds gradients between the first gradient that comes down and the next first read. For CPU
         Adam the host adds the last gradient after its arrival, inside the update if nothing is clipped. A sum for Adam
         on the gpu comes up after the last gradient but two and stays until the update; of two gradients, after the
         first, which comes up as it is if it waits for the update.
 
-        summed_on_host: the part of each chunk that the gpu updates while its sum is on the host.
+        summed_on_host: part of each chunk that the gpu updates with its sum on the host.
         """
         facts, batches = self.facts, self.facts.batches
         add_s = np.array([facts.cost.cpu_add_s(c) for c in facts.chunks], dtype=float)
@@ -488,9 +478,9 @@ class _FluidProgram:
         self.sums_up += up.within
 
     def _used(self, units: Expression) -> Expression:
-        """Returns the units of gradients that Adam on the gpu uses up in each interval.
+        """In each interval, by Adam on the gpu.
 
-        units: units of each chunk.
+        units: of each chunk.
         """
         used, most = self._flow(4 * self.all_units), 4 * self.all_units
         self._window(used, self._running(units, most), self._update(), 0 * self.facts.first_at)
@@ -498,9 +488,9 @@ class _FluidProgram:
         return used.within
 
     def _until_the_update(self) -> None:
-        """Add rows for the width of sums: a sum is wider than the gradient or parameter that the other rows count after
-        the last gradient. For CPU Adam all of the sum goes down. For Adam on the gpu the sum stays until the update, or
-        goes down and comes up again."""
+        """Rows: a sum is wider than the gradient or parameter that the other rows count after the last gradient. For
+        CPU Adam all of the sum goes down. For Adam on the gpu the sum stays until the update, or goes down and comes up
+        again."""
         lp, facts, n = self.lp, self.facts, self.facts.intervals
         wider, most = np.maximum(0.0, facts.params * (4 / facts.unit) - facts.size), 4 * self.all_units
         units = self.cpu_sum * wider
@@ -519,8 +509,7 @@ class _FluidProgram:
     # -- stashes, seconds --
 
     def _stashes(self) -> None:
-        """Spread each stash's seconds on the link over the intervals in which the stash may move. The tide counts the
-        bytes of the stashes."""
+        """Each stash's seconds on the link lie in the intervals in which it may move. The tide counts its bytes."""
         facts, cost, stashes = self.facts, self.facts.cost, self.facts.workload.stashes
         down_s = np.array([cost.transfer_s(stash.bytes, "d2h") for stash in stashes], dtype=float)
         up_s = np.array([cost.transfer_s(stash.bytes, "h2d") for stash in stashes], dtype=float)
@@ -533,7 +522,7 @@ class _FluidProgram:
     def _spread(
         self, seconds: Array, units: Array, between: Sequence[tuple[int, int]]
     ) -> tuple[Expression, Expression]:
-        """Returns the seconds and the units, per interval, of copies that may move between the ends of two moments."""
+        """Per interval, of copies that may move between the ends of two moments."""
         facts, n = self.facts, self.facts.intervals
         may = [
             (copy, k)
@@ -546,7 +535,7 @@ class _FluidProgram:
         return (part * seconds[copy]).gathered(interval, n), (part * units[copy]).gathered(interval, n)
 
     def _link_s(self) -> tuple[Expression, Expression]:
-        """Returns the seconds of link work up and down in each interval, without stashes."""
+        """Up and down in each interval, without stashes."""
         facts = self.facts
         up = (self.params_up.within + self.again + self.back) / facts.up
         down = (self.gradients_down.within + self.early_down + self.leave) / facts.down
@@ -555,7 +544,7 @@ class _FluidProgram:
         return up, down
 
     def _rates(self) -> None:
-        """Add rows: the work of each copy direction, CPU Adam and host DRAM in an interval takes at most the interval's
+        """Rows: the work of each copy direction, CPU Adam and DRAM in an interval takes at most the interval's
         seconds."""
         lp, facts = self.lp, self.facts
         seconds = facts.seconds + self.stall.within
@@ -572,8 +561,8 @@ class _FluidProgram:
         lp.add(moved / facts.dram <= seconds)
 
     def _totals(self) -> None:
-        """Add rows for the whole iteration: the copies of each direction, and CPU Adam with its adds, take at most the
-        iteration's seconds. Each chunk counts with its own seconds (latency, padding)."""
+        """Rows: the copies of each direction, and CPU Adam with its adds, take at most the iteration's seconds. Each
+        chunk counts with its own seconds (latency, padding)."""
         lp, facts, cost = self.lp, self.facts, self.facts.cost
         seconds = facts.compute_s + self.stall.upto[-1]
         up_s, down_s = facts.copy_s("h2d", ("param",)), facts.copy_s("d2h", ("param",))
@@ -594,8 +583,7 @@ class _FluidProgram:
     # -- the answer --
 
     def bound(self, joint: Bound, found: Solution, seconds: float) -> Bound:
-        """Returns the bound with these seconds, and with the terms of this program beside the terms of the joint
-        program."""
+        """With these seconds, and the terms of both programs."""
         terms = {**joint.terms, **self.busy(found)}
         binding = joint.binding if self.barrier and joint.binding == "barrier" else self.binding(found, terms)
         return replace(
@@ -609,11 +597,11 @@ class _FluidProgram:
         )
 
     def params(self, found: Solution, parts: Expression) -> float:
-        """Returns the number of parameters in these parts of the chunks."""
+        """In these parts of the chunks."""
         return float(found.of(parts) @ self.facts.params)
 
     def busy(self, found: Solution) -> dict[str, float]:
-        """Returns the seconds of work over the iteration, by resource."""
+        """Seconds of work over the iteration."""
         facts = self.facts
         up, down = (float(found.of(self._in_all(seconds))[0]) for seconds in self._link_s())
         updated = float(found.of(self.adam.upto)[-1])
@@ -634,7 +622,7 @@ class _FluidProgram:
         return work
 
     def binding(self, found: Solution, terms: Mapping[str, float]) -> str:
-        """Returns the resource with the most work."""
+        """With the most work."""
         work = self.busy(found)
         top = max(work.values())
         return next(name for name in terms if work.get(name, 0.0) >= top * (1 - 1e-4))

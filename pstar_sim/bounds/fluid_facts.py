@@ -39,11 +39,9 @@ one, and the last three."""
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
-    """A micro-batch that represents several identical micro-batches.
+    """One micro-batch for several identical ones.
 
-    first: its first point.
-    last: its last point.
-    times: number of micro-batches that it represents, itself included.
+    times: micro-batches for which it stands, with itself.
     """
 
     first: int
@@ -52,12 +50,11 @@ class Period:
 
 
 def shortened(workload: Workload, layout: Layout, most_points: int) -> tuple[Workload, int]:
-    """Returns the workload with one micro-batch in place of all that are alike ([Note: alike micro-batches]), and the
-    number of micro-batches for which its second micro-batch stands.
+    """Returns the workload with one micro-batch in place of all that are alike ([Note: alike micro-batches]), and for
+    how many its second one stands.
 
-    Returns the workload itself and 1 in two cases: if each run of moments of all micro-batches can have a point, or if
-    no micro-batch can stand for others (few micro-batches, micro-batches that differ or run side by side,
-    stashes).
+    Returns the workload itself and 1 if each run of moments can have a point, or if no micro-batch can stand for others
+    (few micro-batches, micro-batches that differ or run side by side, stashes).
     """
     if workload.micro_batches <= SHOWN or not workload.order.one_by_one or workload.stashes:
         return workload, 1
@@ -73,10 +70,9 @@ def shortened(workload: Workload, layout: Layout, most_points: int) -> tuple[Wor
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """The units that lie unread between two reads, of all chunks of one class.
+    """Between two reads, of all chunks of one class.
 
-    points: the points within the gap.
-    units: units that lie unread at each of these points, kept or not.
+    units: lie unread at each of these points, kept or not.
     """
 
     points: Index
@@ -86,15 +82,13 @@ class Gap:
 class FluidFacts:
     """The quantities of [Note: the fluid program].
 
-    chunks: chunks that get gradients, in the order of their first reads. Arrays per chunk have this order.
-    points: the moments at whose starts time is cut.
+    chunks: with gradients, in the order of their first reads, as all arrays per chunk.
+    points: moments at whose starts time is cut.
     end: index of the point at the end of the last moment.
-    intervals: number of intervals. One interval begins at each point. The last interval runs to the first moment of the
-        next iteration.
-    period: the points of the micro-batch that stands for several; None if each stands for itself.
+    intervals: one begins at each point; the last runs to the first moment of the next iteration.
+    period: the micro-batch that stands for several; None if each stands for itself.
     times: per interval, how often an iteration has it.
-    batches: number of micro-batches of an iteration.
-    shown: number of micro-batches that have points of their own.
+    shown: micro-batches that have points of their own.
     """
 
     def __init__(
@@ -108,9 +102,9 @@ class FluidFacts:
         most_points: int,
         times: int = 1,
     ) -> None:
-        """dram_bytes_per_s: bandwidth of host DRAM that the rank may use at any time.
+        """dram_bytes_per_s: that the rank may use at any time.
 
-        times: number of micro-batches for which the second micro-batch of `workload` stands.
+        times: micro-batches for which the second of `workload` stands.
         """
         self.workload, self.layout, self.cost = workload, layout, cost
         self.job = job = facts_of(workload, layout)
@@ -123,9 +117,9 @@ class FluidFacts:
         self._speeds(dram_bytes_per_s)
 
     def _points(self, most: int, times: int) -> None:
-        """Choose one point for each run of moments that read the same chunks: the moment with the highest tide. If
-        these are more than `most`, keep one of every n that follow one another: the moment with the most bytes of tide
-        and chunks read. Each micro-batch begins with a point."""
+        """One point for each run of moments that read the same chunks, at the highest tide. If these are more than
+        `most`, one of every n in a row stays: that with the most bytes of tide and chunks read. Each micro-batch begins
+        with a point."""
         w, sets = self.workload, self.job.read_in
         batch = [m.micro_batch for m in w.moments]
         edges = [batch.index(number) for number in range(1, self.shown)]
@@ -154,12 +148,11 @@ class FluidFacts:
         self.compute_s = float(self.times @ self.seconds)  # seconds of the iteration without any stall
 
     def _needed_bytes(self, moment: int) -> int:
-        """Returns the bytes of the moment's tide and of the chunks that it reads."""
+        """Its tide and the chunks that it reads."""
         read = sum(self.layout.payload_bytes(c, "param") for c in self.job.read_in[moment])
         return self.workload.moments[moment].peak_bytes + read
 
     def _sizes(self, machine: Machine) -> None:
-        """Set the units of each chunk's lists, and the room at each point."""
         w, layout, cost, job = self.workload, self.layout, self.cost, self.job
         lists = {c: float(layout.payload_bytes(c, "param")) for c in (*self.chunks, *job.only_read)}
         self.largest_bytes = max(lists.values(), default=1.0)
@@ -174,7 +167,7 @@ class FluidFacts:
         self.room: Array = (machine.gpu_budget_bytes - np.array([*tide, at_end], dtype=float)) / self.unit
 
     def _lives(self) -> None:
-        """Set the moments of each chunk's first read and last gradient, as intervals and points."""
+        """Of each chunk's first read and last gradient, as intervals and points."""
         job, chunks = self.job, self.chunks
         self.first = [job.reads[c][0] for c in chunks]
         self.final = [job.last_gradient(c) for c in chunks]
@@ -189,8 +182,8 @@ class FluidFacts:
             self.read[k] = own * self.layout.ranks  # a moment reads all slices
 
     def _speeds(self, dram_bytes_per_s: float) -> None:
-        """Set the units per second of the link (with the latency of the largest list) and of host DRAM, and the costs
-        of an update."""
+        """Units per second of the link (with the latency of the largest list) and of host DRAM, and the costs of an
+        update."""
         w, cost, link = self.workload, self.cost, self.cost.link
         self.duplex = link.duplex
         largest_state = max([self.layout.slice_numel(c) * 4.0 for c in self.chunks], default=self.largest_bytes)
@@ -218,34 +211,33 @@ class FluidFacts:
         ]
 
     def interval_of_end(self, moment: int) -> int:
-        """Returns the interval in which the moment ends."""
         return bisect_right(self.points, moment) - 1
 
     def point_from(self, moment: int) -> int:
-        """Returns the first point at or after the moment's start; the end if there is none."""
+        """The end if no point is at or after the moment's start."""
         return bisect_left(self.points, moment)
 
     def inside(self, after: int, before: int) -> range:
-        """Returns the points strictly after moment `after` and before moment `before`."""
+        """Strictly after moment `after` and before moment `before`."""
         return range(bisect_right(self.points, after), bisect_left(self.points, before))
 
     def copy_s(self, direction: str, lists: Sequence[str]) -> Array:
-        """Returns, per chunk, the seconds of copying these lists one after the other."""
+        """Per chunk, one list after the other."""
         sizes = [[self.layout.payload_bytes(c, name) for name in lists] for c in self.chunks]
         return np.array([sum(self.cost.transfer_s(size, direction) for size in row) for row in sizes], dtype=float)
 
     def over_the_border(self) -> list[list[int]]:
-        """Returns, per chunk, the points between its last gradient and its next first read."""
+        """Per chunk, from its last gradient to its next first read."""
         return [
             [*range(final_in + 1, self.intervals), *self.inside(-1, first)]
             for final_in, first in zip(self.final_in, self.first)
         ]
 
     def gaps(self) -> list[Gap]:
-        """Returns one class of gaps for each pair of phases and micro-batches between which chunks are read again.
-        Within a class each gap opens before any gap closes. A chunk that is never updated also has a gap to the next
-        iteration. With alike micro-batches, all gaps from one micro-batch to the next form one class: either one gap
-        begins where the other has ended, or the rows of both are added up."""
+        """One class for each pair of phases and micro-batches between which chunks are read again. Within it each gap
+        opens before any closes. A chunk that is never updated also has a gap to the next iteration. With alike
+        micro-batches, all gaps from one micro-batch to the next form one class: either one gap begins where the other
+        has ended, or the rows of both are added up."""
         w = self.workload
         classes: dict[tuple[object, ...], dict[int, float]] = {}
 

@@ -87,7 +87,7 @@ def joint_bound(
 ) -> Bound:
     """Returns the bound of [Note: the joint bound].
 
-    x_limit: the largest number of pinned parameters.
+    x_limit: the most pinned parameters.
 
     Raises linear.Unsolved if HiGHS fails.
     """
@@ -109,10 +109,8 @@ def joint_bound(
 
 @dataclass(frozen=True, kw_only=True)
 class _Solved:
-    """The solved joint program.
-
-    proved_s: seconds that the dual solution proves.
-    terms: name of a term -> the largest seconds of that name.
+    """proved_s: by the dual solution.
+    terms: name -> its largest seconds.
     pinned, streamed: x and y of the note, in parameters.
     """
 
@@ -123,14 +121,14 @@ class _Solved:
 
     @property
     def on_gpu(self) -> float:
-        """s = x + y of [Note: the joint bound]: parameters that are updated on the gpu."""
+        """s of [Note: the joint bound]: parameters updated on the gpu."""
         return self.pinned + self.streamed
 
 
 def _best_windows(job: _JointFacts) -> _Solved:
-    """Returns the solution with the best windows. The best s lies in one [ends[k], ends[k + 1]]. The program is solved
-    with the windows of k and s >= ends[k]. If its s is beyond ends[k + 1], the best s lies further up. If s >= ends[k]
-    stops it, the best s lies in this interval or further down."""
+    """The best s lies in one [ends[k], ends[k + 1]]. The program is solved with the windows of k and s >= ends[k]. If
+    its s is beyond ends[k + 1], the best s lies further up. If s >= ends[k] stops it, the best s lies in this interval
+    or further down."""
     ends = job.ends
     best = _JointProgram(job, float(ends[0])).solve()
     low = 0
@@ -160,11 +158,11 @@ def _best_windows(job: _JointFacts) -> _Solved:
 class _Family:
     """Windows with one slope: T >= value - slope * `on`, for the windows that end after s.
 
-    name: term to which the windows belong.
-    on: the variable that shrinks the window: "s", "s, sums" or "kept".
-    slope: seconds per unit of that variable.
-    ends, values: per window, the s at which it ends, and its seconds, sorted by end.
-    best: per window, the largest value of the windows that end there or later.
+    name: of the term.
+    on: variable that shrinks the window: "s", "s, sums" or "kept".
+    slope: seconds per unit of it.
+    ends, values: of each window, the s at which it ends, and its seconds, sorted by end.
+    best: largest value of the windows that end there or later.
     """
 
     name: str
@@ -180,7 +178,7 @@ class _Family:
         self.best = np.maximum.accumulate(self.values[::-1])[::-1]
 
     def value(self, s: float) -> float | None:
-        """Returns the largest value of the windows that end after s; None if no window does."""
+        """Of the windows that end after s."""
         k = int(np.searchsorted(self.ends, s, side="right"))
         return float(self.best[k]) if k < len(self.best) else None
 
@@ -188,21 +186,16 @@ class _Family:
 class _JointFacts:
     """The quantities of [Note: the joint bound] that hold for every choice of windows.
 
-    u: number of micro-batches if each gives every gradient; otherwise 1.
-    v: bytes of the states per parameter.
+    u: micro-batches if each gives every gradient; otherwise 1.
     w, most_w: least and most bytes of the working list per parameter.
-    total, bytes: number of parameters with a gradient (E), and their bytes.
+    total, bytes: parameters with a gradient (E), and their bytes.
     frozen: bytes of frozen chunks.
     up, down: bytes per second of the link.
-    per_param_s: seconds of CPU Adam per parameter.
-    add_bytes: DRAM traffic of adding a parameter.
-    whole_sums: the result of `sums_are_whole`.
-    gpu_add_s: least seconds of all adds of a parameter on the gpu.
-    late_room: least room from the moment on after which nothing is read.
-    end_room: room at the last moment.
-    turns: cuts of the iteration, from `BoundFacts`.
-    families: windows by slope.
-    ends: all values of s at which a window ends.
+    add_bytes: DRAM traffic per parameter.
+    gpu_add_s: of all adds of a parameter, at least.
+    late_room: least from the moment on after which nothing is read.
+    end_room: at the last moment.
+    ends: all s at which a window ends.
     scale: approximate seconds of an iteration.
     """
 
@@ -286,9 +279,9 @@ class _JointFacts:
 
 
 class _JointProgram:
-    """The program for one choice of windows: the windows that end after s_min, with s >= s_min. Each method adds one
-    kind of rows of [Note: the joint bound]. The rows here are in parameters, bytes and seconds. The solver counts
-    parameters and bytes as shares of their totals, and seconds as shares of the job's scale."""
+    """The program for the windows that end after s_min, with s >= s_min. Each method adds one kind of rows of [Note:
+    the joint bound], in parameters, bytes and seconds. The solver counts them as shares of their totals, or of the
+    job's scale."""
 
     def __init__(self, job: _JointFacts, s_min: float) -> None:
         self.job, self.s_min = job, s_min
@@ -330,10 +323,7 @@ class _JointProgram:
         self._add_rows(several=several)
 
     def _add_rows(self, *, several: bool) -> None:
-        """Add every kind of rows that the job has.
-
-        several: whether gradients of several micro-batches are added up.
-        """
+        """several: gradients of several micro-batches add up."""
         lp, job, s_min = self.lp, self.job, self.s_min
         lp.add(self.s <= job.total, unit=self.all_params)
         if s_min:
@@ -362,7 +352,7 @@ class _JointProgram:
     # -- what fits --
 
     def _border(self) -> None:
-        """Add the rows of the border: w bytes of each parameter updated on the gpu are kept, or go down and come up."""
+        """Rows: w bytes of each parameter updated on the gpu are kept, or go down and come up."""
         lp, job = self.lp, self.job
         lp.add(self.kept <= job.most_w * self.s)
         if np.isfinite(job.late_room):
@@ -370,8 +360,8 @@ class _JointProgram:
             lp.add(self.kept + frozen + job.v * self.x <= job.late_room, unit=self.all_bytes)
 
     def _sums(self) -> None:
-        """Add rows: gradients of several micro-batches each go down, or add up on the gpu. Held sums need room from one
-        backward pass to the next."""
+        """Rows: gradients of several micro-batches each go down, or add up on the gpu. Held sums need room between
+        backward passes."""
         lp, job, facts = self.lp, self.job, self.job.facts
         lp.add(self.cpu_sum + self.s <= job.total, unit=self.all_params)
         lp.add(self.gpu_sum + self.whole <= self.s, unit=self.all_params)
@@ -387,13 +377,12 @@ class _JointProgram:
                 lp.add(self._held_sums(batch) + job.v * self.x <= room, unit=self.all_bytes)
 
     def _held_sums(self, batch: int) -> Expression:
-        """Returns the bytes of the sums on the gpu before micro-batch `batch`."""
+        """On the gpu, before micro-batch `batch`."""
         sums = (self.cpu_sum + self.gpu_sum - self.spilt[batch - 1]) * self.sum_bytes
         return sums + (self.waits - self.waits_on_host) * self.job.w if batch == self.job.u - 1 else sums
 
     def _turns(self) -> None:
-        """Add rows: bytes that are read before a turn and again behind it stay beside states and sums, or come up
-        again."""
+        """Rows: bytes read before a turn and again behind it stay beside states and sums, or come up again."""
         job = self.job
         others = 0
         for number, turn in enumerate(job.turns):
@@ -411,8 +400,8 @@ class _JointProgram:
     # -- seconds --
 
     def _added(self) -> Expression:
-        """Returns the number of parameters added on the host, counted once per addition: all gradients for CPU Adam,
-        all but two for Adam on the gpu, unless the host makes the whole sum."""
+        """On the host, counted once per addition: all gradients for CPU Adam, all but two for Adam on the gpu, unless
+        the host makes the whole sum."""
         job = self.job
         if job.u == 1:
             return Expression.zero(1)
@@ -421,9 +410,8 @@ class _JointProgram:
         return each * (job.total - self.s - self.cpu_sum) + self._own_lists() + whole
 
     def _own_lists(self) -> Expression:
-        """Returns the number of parameters of Adam on the gpu whose gradients go down and are added on the host. A
-        parameter counts once per list: in all micro-batches but the last, and without the last but one if that gradient
-        waits."""
+        """Parameters of Adam on the gpu whose gradients are added on the host, once per list: in all micro-batches but
+        the last, and without the last but one if that gradient waits."""
         return (self.job.u - 1) * (self.s - self.gpu_sum) - self.waits
 
     def _compute_and_adam(self) -> None:
@@ -437,7 +425,7 @@ class _JointProgram:
             self.terms.append(("adam", (job.total - self.s) * job.per_param_s + adds_s))
 
     def _windows(self) -> None:
-        """Add the terms of all windows: those of eager updates, those behind a barrier, and border windows."""
+        """Of eager updates, behind a barrier, and at the border."""
         inside = {"s": self.s, "kept": self.kept}
         if len(self.spilt):  # in parameters: an add counts as its share of an add and Adam
             inside["s, sums"] = self.s + self.cpu_sum * (self.job.add_s / (self.job.add_s + self.job.per_param_s))
@@ -447,9 +435,8 @@ class _JointProgram:
                 self.terms.append((family.name, value - family.slope * inside[family.on]))
 
     def _compute_queue(self) -> None:
-        """Add terms of the compute queue. The queue does an iteration's updates before the first moment of the next
-        iteration. All states, and everything read from a moment on (before any gradient is final), are on the gpu at
-        that moment or come up later."""
+        """The compute queue does an iteration's updates before the next begins. All states, and everything read from a
+        moment on (before any gradient is final), are on the gpu then or come up later."""
         job, facts = self.job, self.job.facts
         until = int(facts.final.min()) + 1
         own, _ = facts.read_from()
@@ -464,9 +451,9 @@ class _JointProgram:
         self.terms.append(("d2h", float(facts.clock[until]) + too_much / job.down))
 
     def _last_turn(self, until: int) -> None:
-        """Add a term of the compute queue, at a moment between the backward passes of the last two micro-batches. Sums
-        of gradients that add up on the gpu, or that Adam on the gpu needs, also take room or come up later. The adds of
-        all micro-batches but the last are done.
+        """A term of the compute queue, between the backward passes of the last two micro-batches. Sums of gradients
+        that add up on the gpu, or that Adam on the gpu needs, also take room or come up later. The adds of all
+        micro-batches but the last are done.
 
         until: the first moment after a final gradient.
         """
@@ -484,7 +471,7 @@ class _JointProgram:
         self.terms.append(("h2d", turn_s + added_s + (job.v * self.s + sums) / job.up))
 
     def _barrier(self) -> None:
-        """Add terms: behind a barrier the updates come between two iterations."""
+        """Terms: the updates come between two iterations."""
         job, facts = self.job, self.job.facts
         compute_s = float(facts.clock[-1])
         needed = job.v * self.s + self._gradients(job.w)
@@ -507,7 +494,7 @@ class _JointProgram:
             self.terms.append(("barrier", others_s + (job.v * self.s + wider) / job.up))
 
     def _gradients(self, width: float) -> Expression:
-        """Returns the bytes of gradients that Adam on the gpu reads.
+        """Read by Adam on the gpu.
 
         width: bytes of a gradient per parameter.
         """
@@ -516,7 +503,7 @@ class _JointProgram:
         return 4 * self.gpu_sum + (4 + width) * (self.s - self.gpu_sum) - width * self.whole
 
     def _copies(self) -> None:
-        """Add the terms of h2d, of d2h, of a link that both directions share, and of host DRAM."""
+        """Of h2d, d2h, a link that both directions share, and host DRAM."""
         job, facts, cost = self.job, self.job.facts, self.job.cost
         up, down = self._up(), self._down()
         up_s, down_s = up / job.up + facts.stash_up_s, down / job.down + facts.stash_down_s
@@ -527,9 +514,8 @@ class _JointProgram:
         self.terms.append(("dram", moved / facts.dram_bytes_per_s))
 
     def _up(self) -> Expression:
-        """Returns the bytes that come up: chunks updated on the CPU, bytes not kept over the border, bytes that turns
-        cannot keep, states of streamed chunks, sums that were sent down, and sums made on the host for Adam on the
-        gpu."""
+        """Bytes: chunks updated on the CPU, bytes not kept over the border, bytes that turns cannot keep, states of
+        streamed chunks, sums that were sent down, and sums made on the host for Adam on the gpu."""
         job = self.job
         up = job.bytes - job.most_w * self.s + self.gone + (job.frozen - self.frozen_kept)
         up += self.again.sum() + job.v * self.y
@@ -538,8 +524,8 @@ class _JointProgram:
         return up
 
     def _down(self) -> Expression:
-        """Returns the bytes that go down: gradients (each time or as a sum), bytes not kept over the border, states of
-        streamed chunks, sums that come up again, and gradients added on the host for Adam on the gpu."""
+        """Bytes: gradients (each time or as a sum), bytes not kept over the border, states of streamed chunks, sums
+        that come up again, and gradients added on the host for Adam on the gpu."""
         job, u = self.job, self.job.u
         down = u * (job.bytes - job.most_w * self.s) + self.gone + job.v * self.y
         if len(self.spilt):
@@ -548,8 +534,8 @@ class _JointProgram:
         return down
 
     def _collectives(self) -> None:
-        """Add terms: all collectives follow one another ([Note: the bound of several ranks]). With clipping no update
-        comes before the last sum."""
+        """Terms: all collectives follow one another ([Note: the bound of several ranks]). With clipping no update comes
+        before the last sum."""
         job, facts, net = self.job, self.job.facts, self.job.facts.net
         again = self.gathered.sum() + net.frozen_bytes - self.others_kept
         self.terms.append(("net", net.updates_s + again * net.byte_s))
@@ -560,7 +546,7 @@ class _JointProgram:
     # -- the answer --
 
     def solve(self) -> _Solved:
-        """Returns the solution with the least T that is at least each term. Raises linear.Unsolved if HiGHS fails."""
+        """The least T that is at least each term. Raises linear.Unsolved if HiGHS fails."""
         lp, scale = self.lp, self.job.scale
         lp.limit(self.t, max(float(lp.most_of(seconds)[0]) for _, seconds in self.terms) / scale)
         for _, seconds in self.terms:

@@ -29,16 +29,14 @@ Index = NDArray[np.intp]
 
 
 class Unsolved(Exception):
-    """The solver found no optimum; the text says why."""
+    """The text says why the solver found no optimum."""
 
 
 class Expression:
     """A block of rows. Row r is constant[r] + the sum of factor * variable over the terms with row == r.
 
-    constant: an entry per row.
-    row: per term, the row to which the term belongs.
-    column: per term, the index of its variable.
-    factor: per term, the factor of its variable.
+    row: of each term.
+    column: index of each term's variable.
     """
 
     __slots__ = ("column", "constant", "factor", "row")
@@ -50,7 +48,6 @@ class Expression:
 
     @staticmethod
     def zero(rows: int) -> Expression:
-        """Returns rows without terms."""
         none = np.zeros(0, dtype=np.intp)
         return Expression(np.zeros(rows), none, none, np.zeros(0))
 
@@ -58,7 +55,7 @@ class Expression:
         return len(self.constant)
 
     def __getitem__(self, index: int | slice | Index | NDArray[np.bool_]) -> Expression:
-        """Returns the rows that numpy would choose; for a number, a single row."""
+        """As numpy would choose; for a number, a single row."""
         chosen = np.atleast_1d(np.arange(len(self))[index])
         by_row = np.argsort(self.row, kind="stable")
         begin, end = (np.searchsorted(self.row, chosen, side, sorter=by_row) for side in ("left", "right"))
@@ -69,13 +66,13 @@ class Expression:
         return Expression(self.constant[chosen], row, self.column[terms], self.factor[terms])
 
     def gathered(self, where: Sequence[int] | Index, count: int) -> Expression:
-        """Returns `count` rows. Row k is the sum of the rows r with where[r] == k."""
+        """Row k of `count` is the sum of the rows r with where[r] == k."""
         to = np.asarray(where, dtype=np.intp)
         constant = np.asarray(np.bincount(to, self.constant, minlength=count), dtype=float)
         return Expression(constant, to[self.row], self.column, self.factor)
 
     def sum(self) -> Expression:
-        """Returns a single row: the sum of all rows."""
+        """As a single row."""
         return self.gathered(np.zeros(len(self), dtype=np.intp), 1)
 
     def spread(self, rows: int) -> Expression:
@@ -127,7 +124,7 @@ class Expression:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a comparison. Each row of `difference` is at most 0, or equal to 0 if `equal`."""
+    """Each row of `difference` is at most 0, or equal to 0 if `equal`."""
 
     difference: Expression
     equal: bool
@@ -138,11 +135,9 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """A solved linear program.
-
-    value: the optimum by the solver.
-    proved: a lower bound of the optimum that holds exactly, up to the rounding of one sum.
-    at: value of each variable.
+    """value: by the solver.
+    proved: a lower bound that holds exactly, up to the rounding of one sum.
+    at: of each variable.
     """
 
     value: float
@@ -150,14 +145,13 @@ class Solution:
     at: Array
 
     def of(self, expression: Expression) -> Array:
-        """Returns the value of each row."""
+        """Of each row."""
         terms = expression.factor * self.at[expression.column]
         return expression.constant + np.bincount(expression.row, terms, minlength=len(expression))
 
 
 class LinearProgram:
-    """Minimises a sum over variables between 0 and a finite upper bound, under rows that are at most 0 or equal to
-    0."""
+    """Minimises over variables between 0 and a finite upper bound, under rows that are at most 0 or equal to 0."""
 
     def __init__(self) -> None:
         self._most: list[float] = []
@@ -165,14 +159,13 @@ class LinearProgram:
         self._objective = Expression.zero(1)
 
     def variable(self, *, most: float) -> Expression:
-        """Add a variable with the bounds 0 and `most`. Returns the variable as an expression of one row."""
+        """With the bounds 0 and `most`. Returns an expression of one row."""
         return self.variables(1, most=most)
 
     def variables(self, count: int, *, most: float | Sequence[float] | Array) -> Expression:
-        """Add `count` variables with the bounds 0 and `most`. Returns an expression of `count` rows, with one variable
-        per row.
+        """With the bounds 0 and `most`. Returns one variable per row.
 
-        most: one number, or one number per variable.
+        most: one number, or one per variable.
         """
         row, before = np.arange(count), len(self._most)
         each = [most] * count if isinstance(most, int | float) else most
@@ -180,32 +173,23 @@ class LinearProgram:
         return Expression(np.zeros(count), row, row + before, np.ones(count))
 
     def limit(self, variable: Expression, most: float) -> None:
-        """Set another upper bound of a variable."""
         self._most[int(variable.column[0])] = most
 
     def most_of(self, expression: Expression) -> Array:
-        """Returns the largest value of each row that the variables' bounds allow."""
+        """Of each row, by the variables' bounds."""
         terms = np.maximum(0.0, expression.factor * np.array(self._most)[expression.column])
         return expression.constant + np.bincount(expression.row, terms, minlength=len(expression))
 
     def minimise(self, objective: Expression) -> None:
-        """Set the objective to minimise.
-
-        objective: an expression of one row.
-        """
+        """objective: of one row."""
         self._objective = objective
 
     def add(self, rows: Rows, *, unit: float = 1.0) -> None:
-        """Add rows.
-
-        unit: the unit in which the solver counts the rows, chosen so that factors are near 1.
-        """
+        """unit: of the solver's rows, chosen so that factors are near 1."""
         self._rows.append(rows if unit == 1.0 else Rows(rows.difference * (1 / unit), rows.equal))
 
     def solve(self, *, method: str = "simplex", time_limit_s: float | None = None) -> Solution:
-        """Solve the program. Returns its solution.
-
-        method: "simplex" or "ipx" (interior point, then a vertex).
+        """method: "simplex" or "ipx" (interior point, then a vertex).
 
         Raises Unsolved if HiGHS finds no optimum within the time limit.
         """
@@ -243,7 +227,7 @@ class LinearProgram:
         return Solution(value=constant + float(cost @ at), proved=proved, at=at)
 
     def _stacked(self) -> tuple[Expression, NDArray[np.bool_]]:
-        """Returns all rows in one expression, and a mask of the rows that are equations."""
+        """With a mask of the rows that are equations."""
         parts = [Expression.zero(0), *(rows.difference for rows in self._rows)]
         lengths = [len(part) for part in parts]
         begins = np.cumsum([0, *lengths[:-1]])
@@ -256,8 +240,8 @@ class LinearProgram:
 
 
 def _by_column(rows: Expression, columns: int) -> tuple[Index, Index, Array]:
-    """Returns the matrix by columns: start of each column, row of each entry, value of each entry. Terms with the same
-    row and variable are added up."""
+    """Start of each column, row of each entry, value of each entry. Terms with the same row and variable are added
+    up."""
     place = rows.column * len(rows) + rows.row
     order = np.argsort(place, kind="stable")
     place = place[order]

@@ -94,8 +94,7 @@ def _lines(facts: BoundFacts, barrier: bool, x_max: float, *, clip: bool) -> lis
 
 
 def _update_lines(facts: BoundFacts, barrier: bool, *, clip: bool) -> list[_BoundLine]:
-    """Returns the lines of Adam of all parameters that are not pinned, and of the windows of all chunks and of all but
-    the small chunks."""
+    """Of Adam of all parameters that are not pinned, and of the windows of all chunks and of all but the small ones."""
     per_param_s = facts.traffic / facts.cost.adam_bytes_per_s
     gpu_s = facts.traffic / facts.cost.gpu.hbm_bytes_per_s
     lines = [_BoundLine("adam", float(facts.params.sum()) * per_param_s, -per_param_s)]
@@ -113,8 +112,8 @@ def _update_lines(facts: BoundFacts, barrier: bool, *, clip: bool) -> list[_Boun
 
 
 def _byte_lines(facts: BoundFacts, x_max: float) -> list[_BoundLine]:
-    """Returns the lines of bytes moved: sums of hinges max(0, S + v x - room), linear between the points where a hinge
-    opens. At a turn, the other ranks' slices are given up first."""
+    """Sums of hinges max(0, S + v x - room), linear between the points where a hinge opens. At a turn, other ranks'
+    slices are given up first."""
     link = facts.cost.link
     total, total_bytes = float(facts.params.sum()), float(facts.bytes.sum())
     turns = [(turn.bytes - turn.others, turn.room) for turn in facts.turns()]
@@ -144,8 +143,8 @@ def _byte_lines(facts: BoundFacts, x_max: float) -> list[_BoundLine]:
 
 
 def _window_lines(facts: BoundFacts, windows: Windows, per_param_s: float) -> list[_BoundLine]:
-    """Returns one line per distinct end of a window: the largest of the lines that end there or later. This suffices
-    because all windows of a resource have the same slope, and a line ends where its window is pinned entirely."""
+    """One per distinct end of a window: the largest that ends there or later. This suffices because all windows of a
+    resource have the same slope, and a line ends where its window is pinned entirely."""
     link, w = facts.cost.link, float(facts.most_w)
     slopes = {"adam": -per_param_s, "h2d": -w / link.h2d_bytes_per_s, "d2h": -w / link.d2h_bytes_per_s}
     order = np.argsort(windows.params, kind="stable")
@@ -163,8 +162,7 @@ def _window_lines(facts: BoundFacts, windows: Windows, per_param_s: float) -> li
 
 
 def _least_maximum(lines: list[_BoundLine], x_max: float) -> tuple[float, float]:
-    """Returns (x, value) with the least maximum of the lines over [0, x_max]; exact. Where lines end, the infimum
-    counts."""
+    """(x, value) over [0, x_max]; exact. Where lines end, the infimum counts."""
     edges = sorted({0.0, x_max, *(e for line in lines for e in (line.from_x, line.until_x) if 0 < e < x_max)})
     pieces = list(pairwise(edges)) if len(edges) > 1 else [(0.0, 0.0)]
     value = np.array([line.value for line in lines])
@@ -187,8 +185,7 @@ def _least_maximum(lines: list[_BoundLine], x_max: float) -> tuple[float, float]
 
 
 def _least_of_piece(value: Array, slope: Array, low: float, high: float) -> tuple[float, float]:
-    """Returns (x, value) with the least maximum of lines that all hold on [low, high]: descends from `low` along the
-    highest line."""
+    """(x, value) of lines that all hold on [low, high]: descends from `low` along the highest."""
     x = low
     while True:
         y = value + slope * x

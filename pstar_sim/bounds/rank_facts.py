@@ -50,10 +50,7 @@ Array = NDArray[np.float64]
 def costs_of_ranks(
     workload: Workload, machine: Machine, layout: Layout, ranked: Sequence[Workload] | None = None
 ) -> list[CostModel]:
-    """Returns the cost model of each kind of rank.
-
-    ranked: each rank's own workload, if these differ.
-    """
+    """ranked: each rank's own workload, if these differ."""
     classes = classes_of(machine, ranked)
     if len(set(classes)) == 1:
         return [cost_of(workload if ranked is None else ranked[0], machine, layout)]
@@ -64,13 +61,13 @@ def costs_of_ranks(
 class NetFacts:
     """The least collectives of one rank; all values are zero on a machine with one rank.
 
-    reduce_s: per chunk in `job.trained`, seconds of the last sum of its gradient before the update.
-    gather_s: per chunk in `job.trained`, seconds of the gather of its parameters after the update.
-    updates_s: seconds per iteration of the collectives of all updated chunks.
-    byte_s: least seconds per byte of the others' slices that are gathered once more.
-    others: chunk -> bytes of the others' slices, without padding.
-    most_others: the largest share that the others' slices have of a chunk.
-    frozen_bytes: bytes of the others' slices of all chunks that are only read.
+    reduce_s: per chunk in `job.trained`, of the last sum before the update.
+    gather_s: per chunk in `job.trained`, of the gather after the update.
+    updates_s: per iteration, of all updated chunks.
+    byte_s: per byte of others' slices gathered once more.
+    others: chunk -> bytes, without padding.
+    most_others: largest share of a chunk.
+    frozen_bytes: others' slices of all chunks that are only read.
     """
 
     def __init__(self, job: Facts, cost: CostModel) -> None:
@@ -92,5 +89,5 @@ class NetFacts:
 
 
 def own_params(layout: Layout, chunk: int) -> int:
-    """Returns the number of parameters in a rank's slice of a chunk, without padding."""
+    """In a rank's slice, without padding."""
     return -(-layout.chunks[chunk].params // layout.ranks)

@@ -16,18 +16,14 @@ __all__ = ["Windows", "barrier_windows", "update_windows"]
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """Arrays with an entry per window j. The updates of the chunks J_j lie in window j.
+    """An entry per window j, in which the updates of the chunks J_j lie.
 
-    span_s: seconds of the iteration outside of the window.
-    params: parameters of all chunks of J_j.
-    bytes: bytes of all chunks of J_j.
-    down_s: seconds of the shortest copy down of any chunk of J_j, or of its shortest part where the chunk is updated in
-        parts (`parts_of`).
-    up_s: the same for the shortest copy up.
-    adam_s: the same for the shortest CPU Adam.
-    reduce_s: seconds of the shortest last sum over the ranks of any chunk of J_j.
-    gather_s: seconds of the shortest gather of any chunk of J_j.
-    net_s: seconds of the last sums and the gathers of all chunks of J_j, one after the other.
+    span_s: iteration outside of the window.
+    params, bytes: of all chunks of J_j.
+    down_s: shortest copy down of any chunk of J_j, or shortest part where it is updated in parts (`parts_of`).
+    up_s, adam_s: the same for the copy up and CPU Adam.
+    reduce_s, gather_s: shortest last sum over the ranks, and gather, of any chunk of J_j.
+    net_s: last sums and gathers of all chunks of J_j, one after the other.
     behind_barrier: whether copies down may lie outside the window.
     """
 
@@ -43,13 +39,13 @@ class Windows:
     behind_barrier: bool
 
     def seconds(self, *, adam_s: float, up: float, down: float) -> Mapping[str, Array]:
-        """Returns the least seconds of an iteration if nothing of J_j is pinned: for each resource that works serially
-        ("adam", "h2d", "d2h"), an array with an entry per window.
+        """Least seconds if nothing of J_j is pinned, per window and resource that works serially ("adam", "h2d",
+        "d2h").
 
         At least the shortest work of another resource comes before the resource's first work in the window and after
         its last work. On several ranks the shortest sum over the ranks and the shortest gather are added.
 
-        adam_s: seconds of CPU Adam per parameter.
+        adam_s: CPU Adam, per parameter.
         up, down: bytes per second.
         """
         none = np.zeros(len(self.span_s))
@@ -64,17 +60,16 @@ class Windows:
         return found
 
     def gpu_s(self, adam_s: float) -> Array:
-        """Returns the least seconds of an iteration if the GPU updates all of J_j: an entry per window.
+        """Least seconds if the GPU updates all of J_j.
 
-        adam_s: seconds of GPU Adam per parameter.
+        adam_s: GPU Adam, per parameter.
         """
         sum_s = np.zeros(len(self.span_s)) if self.behind_barrier else self.reduce_s
         return self.span_s + sum_s + self.params * adam_s + self.gather_s
 
 
 def update_windows(facts: BoundFacts) -> Iterator[Windows]:
-    """Yields the windows from each chunk's last gradient to its next first read: of all chunks, then of all but the
-    small chunks."""
+    """From each chunk's last gradient to its next first read: of all chunks, then without the small ones."""
     for members in _groups(facts):
         first, final = facts.first[members], facts.final[members]
         span_s = np.maximum(0.0, facts.clock[final + 1] - facts.clock[first])
@@ -82,7 +77,7 @@ def update_windows(facts: BoundFacts) -> Iterator[Windows]:
 
 
 def barrier_windows(facts: BoundFacts, *, clip: bool) -> Iterator[Windows]:
-    """Yields the windows from the end of the last moment to each chunk's next first read.
+    """From the end of the last moment to each chunk's next first read.
 
     clip: on several ranks, the windows begin with the last sum over the ranks.
     """
@@ -93,8 +88,8 @@ def barrier_windows(facts: BoundFacts, *, clip: bool) -> Iterator[Windows]:
 
 
 def _groups(facts: BoundFacts) -> list[NDArray[np.bool_]]:
-    """Returns the masks of all chunks, and of all but the small chunks. Small chunks have the shortest copies, so the
-    windows without them are tighter."""
+    """All chunks, and all but the small ones. Small chunks have the shortest copies, so the windows without them are
+    tighter."""
     everything = np.ones(len(facts.params), dtype=bool)
     if not everything.size:
         return []

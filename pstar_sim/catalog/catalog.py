@@ -63,8 +63,8 @@ class Catalog:
     """Checked entries by name.
 
     efficiency: the figures that entries leave out ([Note: the efficiency model]).
-    own: the machines that a user's file defined.
-    main: the machine that this file chooses.
+    own: defined by a user's file.
+    main: chosen by this file.
     """
 
     gpus: Mapping[str, Entry[Any]]
@@ -100,7 +100,7 @@ class Catalog:
         return Link(**{"pageable_bytes_per_s": self.efficiency.pageable_bytes_per_s} | _figures(Link, self.links[name]))
 
     def fabric(self, name: str) -> Fabric:
-        """Returns a link between GPUs or nodes, at the slower of its two directions."""
+        """At the slower of its two directions."""
         link = self.link(name)
         rate, table = min((link.h2d_bytes_per_s, link.h2d_table), (link.d2h_bytes_per_s, link.d2h_table))
         return Fabric(
@@ -134,8 +134,7 @@ class Catalog:
         return Framework(**_figures(Framework, self.frameworks[name]))
 
     def machine(self, name: str) -> Machine:
-        """Returns the machine of that name. Raises UnknownName, and CatalogError for a part that is not in any
-        table."""
+        """Raises UnknownName, and CatalogError for a part that is not in any table."""
         name = spelled(name, self.machines)
         if name not in self.machines:
             raise UnknownName("machine", name, (*self.machines, "here"), _OTHER_MACHINE)
@@ -173,9 +172,7 @@ class Catalog:
         return with_nodes(machine, given.nodes)
 
     def _shared_memory(self, e: Entry[MachineEntry], host: Host, node: Sequence[Rank]) -> Host:
-        """Returns the host of a unified machine. Its memory is the part that the GPUs leave. Raises CatalogError where
-        they leave nothing.
-        """
+        """Its memory is what the GPUs leave. Raises CatalogError where they leave nothing."""
         left = host.memory_bytes - sum(rank.gpu.usable_bytes for rank in node)
         if left <= host.reserved_bytes:
             raise e.refuse(
@@ -184,10 +181,8 @@ class Catalog:
         return replace(host, memory_bytes=left)
 
     def _framework(self, e: Entry[MachineEntry], node: Sequence[Rank]) -> Framework | None:
-        """Returns the framework that the machine's entry names, else the catalog's first framework for cards of a known
-        generation. Returns None where a GPU's measured launches, or its rates of whole iterations, include the
-        framework's Python.
-        """
+        """Without a name in the entry, the catalog's first framework for cards of a known generation. None where a
+        GPU's measured launches, or its rates of whole iterations, include the framework's Python."""
         if e.values.framework is not None:
             return self.framework(e.known("framework", "framework", tuple(self.frameworks)))
         if any(rank.gpu.measured or rank.gpu.products is None for rank in node):
@@ -195,8 +190,7 @@ class Catalog:
         return self.framework(next(iter(self.frameworks)))
 
     def _ranks(self, e: Entry[MachineEntry]) -> list[Rank]:
-        """Returns the ranks of one node: `gpus` equal ranks, or the groups of `ranks` with their sequences per
-        micro-batch."""
+        """Of one node: `gpus` equal ranks, or the groups of `ranks` with their sequences per micro-batch."""
         groups = _groups(e)
         total = sum(gpus * batch for _, gpus, batch in groups)
         ranks: list[Rank] = []
@@ -218,7 +212,7 @@ class Catalog:
 
 
 def _groups(e: Entry[MachineEntry]) -> list[tuple[str, int, float]]:
-    """Returns each group of equal GPUs in a node: (path of its fields, number of GPUs, sequences per GPU)."""
+    """In a node: (path of its fields, number of GPUs, sequences per GPU)."""
     given = e.values
     missing = [field for field in ("gpu", "gpus", "link") if getattr(given, field) is None]
     if given.ranks is not None:
@@ -237,9 +231,8 @@ def _groups(e: Entry[MachineEntry]) -> list[tuple[str, int, float]]:
 
 
 def with_nodes(machine: Machine, nodes: int) -> Machine:
-    """Returns `machine` with `nodes` nodes like its first node. The price grows in proportion. Raises CatalogError for
-    several nodes without a network between them.
-    """
+    """All are like the first node. The price grows in proportion. Raises CatalogError for several nodes without a
+    network between them."""
     whole(f"machine {machine.name!r}: nodes", nodes, most=MOST_NODES_OF_A_MACHINE, error=CatalogError)
     if nodes > 1 and machine.network is None:
         raise CatalogError(
@@ -250,9 +243,8 @@ def with_nodes(machine: Machine, nodes: int) -> Machine:
 
 
 def _launch_s(e: Entry[Any], efficiency: Efficiency) -> float | None:
-    """Returns the seconds of the launches of a moment, for an entry that does not give them. Returns None where the
-    rates are those of whole iterations; raises CatalogError if such a card also has products by shape.
-    """
+    """Of a moment, for an entry that does not give them. None where the rates are those of whole iterations; raises
+    CatalogError if such a card also has products by shape."""
     card = e.values
     if not any(getattr(card.calibrated, f"{dtype}_tflops", None) for dtype in DTYPES):
         return efficiency.launch_s
@@ -262,9 +254,8 @@ def _launch_s(e: Entry[Any], efficiency: Efficiency) -> float | None:
 
 
 def _products(e: Entry[Any], generation: Generation | None) -> ProductShape | None:
-    """Returns products by shape: the card's own table, else its generation's figures. Returns None where a measured
-    curve by flops replaces both. Raises CatalogError for a card that names a generation but not its SMs.
-    """
+    """The card's own table, else its generation's figures. None where a measured curve by flops replaces both. Raises
+    CatalogError for a card that names a generation but not its SMs."""
     card = e.values
     if card.products is not None:
         figures = {f.attribute: f.from_file(getattr(card.products, f.name)) for f in figures_of(ProductShape)}
@@ -277,9 +268,8 @@ def _products(e: Entry[Any], generation: Generation | None) -> ProductShape | No
 
 
 def _known(card: Any, generation: Generation | None) -> str:
-    """Returns how the rate of large products is known. This rate moves the seconds of a moment most; operators' share
-    of the bandwidth and launches are assumed for every card.
-    """
+    """Of the rate of large products, which moves the seconds of a moment most; operators' share of the bandwidth and
+    launches are assumed for every card."""
     if card.products is not None:
         return str(card.products.known)
     if generation is None:
@@ -289,10 +279,10 @@ def _known(card: Any, generation: Generation | None) -> str:
 
 
 def _figures(part: type, e: Entry[Any], shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, Any]:
-    """Returns the part's name, origin and figures, by attribute. Figures that the entry does not give are left out.
-    Raises CatalogError for a figure whose share is not known, and for a curve that contradicts its rate.
+    """With name and origin, by attribute, without what the entry does not give. Raises CatalogError for a figure whose
+    share is not known, and for a curve that contradicts its rate.
 
-    shares: the shares that an entry may leave out.
+    shares: that an entry may leave out.
     """
     measured = getattr(e.values, "calibrated", None)
     found: dict[str, Any] = {"name": e.name, "source": _source(e.values)}
@@ -311,7 +301,7 @@ def _figures(part: type, e: Entry[Any], shares: Mapping[str, float] = MappingPro
 
 
 def _stated(e: Entry[Any], figure: Figure, shares: Mapping[str, float]) -> Any:
-    """Returns the entry's figure times the share that the part reaches; None where the entry does not give it."""
+    """Times the share that the part reaches; None where the entry does not give it."""
     value = getattr(e.values, figure.name, None)
     if value is None or not figure.share:
         return value
@@ -360,9 +350,7 @@ def _read(raws: Mapping[str, Mapping[str, tuple[str, object]]], table: str) -> d
 
 @cache
 def _shipped() -> dict[str, dict[str, tuple[str, object]]]:
-    """Returns the shipped entries: table -> name -> (file, raw table). Cached, because the files do not change while a
-    program runs.
-    """
+    """Table -> name -> (file, raw table). Cached, because the files do not change while a program runs."""
     here = files("pstar_sim.catalog")
     return {
         table: {
@@ -374,9 +362,7 @@ def _shipped() -> dict[str, dict[str, tuple[str, object]]]:
 
 
 def _merged(file: str, known: object, given: object) -> object:
-    """Returns a user's entry over the catalog's entry. Each given field replaces the entry's field and the calibrated
-    field of the same name.
-    """
+    """Each field of a user's entry replaces the catalog's, and the calibrated field of the same name."""
     if not isinstance(known, dict) or not isinstance(given, dict):
         return given
     calibrated = known.get("calibrated")
@@ -396,7 +382,7 @@ def _merged(file: str, known: object, given: object) -> object:
 
 
 def load_catalog(user_file: str | Path | None = None) -> Catalog:
-    """Returns the shipped catalog, with a user's file over it. Raises CatalogError for a wrong entry in either."""
+    """A user's file lies over it. Raises CatalogError for a wrong entry in either."""
     raws = {table: dict(entries) for table, entries in _shipped().items()}
     own: list[str] = []
     main: str | None = None
@@ -440,13 +426,13 @@ def _given(file: str, known: tuple[str, object] | None, given: object) -> object
 
 
 def _own_origin(file: str) -> dict[str, object]:
-    """Returns source and date of a user's file: the file is its own source, checked when it was last written."""
+    """The file is its own source, checked when it was last written."""
     from datetime import date
 
     return {"source": file, "checked": date.fromtimestamp(Path(file).stat().st_mtime)}
 
 
 def _own_tables(file: str, given: Mapping[str, object], names: Sequence[str]) -> dict[str, object]:
-    """Returns the tables of these names in a user's entry. A table without an origin of its own gets the entry's."""
+    """A table without an origin of its own gets that of the user's entry."""
     tables = {name: given.get(name) for name in names}
     return {name: {**_own_origin(file), **table} for name, table in tables.items() if isinstance(table, dict)}

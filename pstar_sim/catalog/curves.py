@@ -15,7 +15,7 @@ Curve = tuple[tuple[float, float], ...]
 
 
 def rate_at(curve: Curve, size: float) -> float:
-    """Returns the curve's rate at `size` (> 0).
+    """At `size` (> 0).
 
     curve: at least one point.
     """
@@ -31,10 +31,9 @@ def rate_at(curve: Curve, size: float) -> float:
 
 
 def best_rate(curve: Curve) -> float:
-    """Returns the highest rate at any size."""
     return max(rate for _, rate in curve)
 
 
 def share_at(curve: Curve, size: float) -> float:
-    """Returns the rate at `size` (> 0) over the best rate of the curve; 1 without points."""
+    """Rate at `size` (> 0) over the best; 1 without points."""
     return rate_at(curve, size) / best_rate(curve) if curve else 1.0

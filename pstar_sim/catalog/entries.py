@@ -103,11 +103,8 @@ _E = TypeVar("_E", bound=Table, covariant=True)
 
 @dataclass(frozen=True)
 class Entry(Generic[_E]):
-    """One entry whose fields have been checked.
-
-    file: the file with the entry, for messages.
-    raw: the entry as written.
-    values: its fields.
+    """file: for messages.
+    raw: as written.
     """
 
     file: str
@@ -117,28 +114,27 @@ class Entry(Generic[_E]):
 
     @classmethod
     def read(cls, file: str, name: str, raw: object, table: type[_E]) -> Entry[_E]:
-        """Check the entry's fields. Returns the entry. Raises CatalogError for a missing, unknown or absurd field."""
+        """Raises CatalogError for a missing, unknown or absurd field."""
         return cls(file, name, raw, read_table(table, file, name, raw))
 
     def refuse(self, field: str, want: str) -> CatalogError:
-        """Returns the error for a value that is in range but contradicts another field.
+        """For a value that is in range but contradicts another field.
 
-        field: path of the field, such as "calibrated.usable_gb" in a table below.
+        field: such as "calibrated.usable_gb" in a table below.
         """
         *tables, last = field.split(".")
         place = ".".join((self.name, *tables))
         return CatalogError(f"{self.file}: [{place}] {last} = {self.written(field)!r}; must be {want}")
 
     def known(self, what: str, field: str, names: tuple[str, ...]) -> str:
-        """Returns the value of a field that names an entry of another table. Raises CatalogError if no entry has that
-        name."""
+        """The field names an entry of another table. Raises CatalogError if no entry has that name."""
         name = str(self.written(field))
         if name not in names:
             raise self.refuse(field, f"the name of a {what}, such as {nearest(name, names) or ', '.join(names)}")
         return name
 
     def written(self, field: str) -> Any:
-        """Returns the value of a field as it was written, None where it was not.
+        """As it was written, None where it was not.
 
         field: as for `refuse`, or "ranks[0].gpu".
         """

@@ -71,13 +71,13 @@ class Origin(Table, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a part's table in a TOML file, declared at the attribute that it stands before in the table.
+    """In a part's table of a TOML file, declared at the attribute that it stands before.
 
-    kind: type of its value, with its range.
-    says: its meaning there; "" for a key of the calibrated table only.
+    kind: type, with its range.
+    says: meaning there; "" for a key of the calibrated table only.
     default: None for a key that may be left out.
-    known: how a shipped figure is known, unless its entry says otherwise.
-    attribute: the attribute that it is declared at.
+    known: of a shipped figure, unless its entry says otherwise.
+    attribute: where it is declared.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Key:
     attribute: str = ""
 
     def field(self, meaning: str, *, name: str, optional: bool = False) -> tuple[Any, ...]:
-        """Returns the field of a table for `defstruct`."""
+        """For `defstruct`."""
         default = None if optional else self.default
         kind: Any = Annotated[self.kind | None if default is None else self.kind, says(meaning)]
         return (name, kind) if default is NODEFAULT else (name, kind, default)
@@ -96,16 +96,16 @@ class Key:
 
 @dataclass(frozen=True)
 class Figure(Key):
-    """A key whose value is a figure of the part.
+    """Its value is a figure of the part.
 
-    path: its path in an override, behind the name of the part; "" where it cannot be set.
-    calibrated: its meaning in the calibrated table; "" for a figure that does not stand there.
-    calibrated_name: its key there, where that differs.
-    share: the key with the share of the figure that the part reaches.
-    item: its key in the attribute, which is a mapping.
-    written: the table of a measured part's file with the figure.
-    worst: picks the worst of several values; None: the longest time, or the least of other figures.
-    whole: whether the attribute is a whole number.
+    path: in an override, behind the name of the part; "" where it cannot be set.
+    calibrated: meaning in the calibrated table; "" for a figure that does not stand there.
+    calibrated_name: key there, where that differs.
+    share: key of the share of the figure that the part reaches.
+    item: key in the attribute, which is a mapping.
+    written: which table of a measured part's file has the figure.
+    worst: None: the longest time, or the least of other figures.
+    whole: the attribute is a whole number.
     """
 
     path: str = ""
@@ -119,13 +119,13 @@ class Figure(Key):
 
     @cached_property
     def unit(self) -> tuple[Quantity, float]:
-        """How its value is written in an override, and the SI value of 1 in a file."""
+        """How a value is written in an override, and the SI value of 1 in a file."""
         units = (row[1:] for row in _UNITS if self.name == row[0] or self.name.endswith(f"_{row[0]}"))
         return next(units, (FLAG if self.kind is bool else COUNT, 1))
 
     @cached_property
     def range(self) -> tuple[float, float]:
-        """Its least and largest value, in SI units."""
+        """In SI units."""
         limits: tuple[Any, Any] = next(((m.ge, m.le) for m in split(self.kind)[2] if m.ge is not None), (0, 1))
         low, high = (float(f"{limit * self.unit[1]:.12g}") for limit in limits)
         return low, high
@@ -135,26 +135,25 @@ class Figure(Key):
         return self.calibrated_name or self.name
 
     def get(self, part: object) -> Any:
-        """Returns the figure of a part; None where it has none."""
+        """None where the part has none."""
         value = getattr(part, self.attribute)
         return value.get(self.item) if self.item else value
 
     def put(self, part: Any, value: float) -> Any:
-        """Returns the part with another value of the figure."""
         figure: Any = round(value) if self.whole else bool(value) if self.kind is bool else value
         if self.item:
             figure = {**getattr(part, self.attribute), self.item: figure}
         return replace(part, **{self.attribute: figure})
 
     def from_file(self, value: Any) -> Any:
-        """Returns the value of a file in SI units."""
+        """In SI units."""
         scale = self.unit[1]
         if scale == 1:
             return value
         return round(value * scale) if self.whole else value * scale
 
     def of(self, part: object) -> Any:
-        """Returns the figure of a part as a file has it; None where the part has none."""
+        """As a file has it; None where the part has none."""
         value, scale = self.get(part), self.unit[1]
         if value is None or scale == 1:
             return value
@@ -163,11 +162,11 @@ class Figure(Key):
 
 @dataclass(frozen=True)
 class Points(Figure):
-    """A measured curve: a key of the calibrated table only.
+    """A measured curve, in the calibrated table only.
 
-    best: the key of the rate that the curve belongs to.
-    exact: whether that rate is one of the curve's, and not its best or less.
-    units: SI values of 1 in the file, of the sizes and of the rates.
+    best: key of the rate that the curve belongs to.
+    exact: that rate is one of the curve's, and not its best or less.
+    units: SI values of 1 in the file, of sizes and rates.
     """
 
     best: str = ""
@@ -183,7 +182,7 @@ class Points(Figure):
 
 @cache
 def keys_of(part: type) -> tuple[Key, ...]:
-    """Returns the keys that the attributes of a part declare, in order."""
+    """In order of the attributes."""
     found: list[Key] = []
     for name, hint in typing.get_type_hints(part, include_extras=True).items():
         for note in getattr(hint, "__metadata__", ()):
@@ -196,12 +195,11 @@ def keys_of(part: type) -> tuple[Key, ...]:
 
 @cache
 def figures_of(part: type) -> tuple[Figure, ...]:
-    """Returns the figures of a part, in order."""
     return tuple(key for key in keys_of(part) if isinstance(key, Figure))
 
 
 def calibrated_figures(part: type) -> list[Figure]:
-    """Returns the figures of the part's calibrated table: rates, curves, and figures that stand nowhere else."""
+    """Rates, curves, and figures that stand nowhere else."""
 
     def place(figure: Figure) -> int:
         return 1 if isinstance(figure, Points) else 2 if figure.written == "calibrated" else 0
@@ -210,11 +208,9 @@ def calibrated_figures(part: type) -> list[Figure]:
 
 
 def table_of(part: type, what: str, calibrated: str = "", *, known: Known | None = None) -> type[Table]:
-    """Returns the type of the part's table in a TOML file.
+    """In a TOML file.
 
-    what: the meaning of the table.
-    calibrated: the meaning of the calibrated table below it.
-    known: takes only the figures that are known so.
+    known: only figures known so.
     """
     keys = [key for key in keys_of(part) if key.says and known in (None, key.known)]
     fields = [key.field(key.says, name=key.name) for key in keys]
@@ -239,7 +235,7 @@ def check_figures(where: str, part: object) -> None:
     """Raise CatalogError unless the part's figures are numbers, and positive unless their range begins at 0. A figure
     that the part does not have is not checked.
 
-    where: the name of the part, for messages.
+    where: for messages.
     """
     kind: type = type(part)
     for check, name in _checks(kind):
@@ -250,7 +246,7 @@ def check_figures(where: str, part: object) -> None:
 
 @cache
 def _checks(part: type) -> tuple[tuple[Callable[..., object], str], ...]:
-    """Returns (function that checks a value, attribute) for each figure that is a single number, true or false."""
+    """(check, attribute) for each figure that is a single number, true or false."""
 
     def natural(name: str, value: object, *, error: type[CatalogError]) -> float:
         return number(name, value, also=True, error=error)
@@ -264,8 +260,7 @@ def _checks(part: type) -> tuple[tuple[Callable[..., object], str], ...]:
 
 
 def worst_of(parts: Sequence[Any]) -> dict[str, Any]:
-    """Returns the worst value of each figure over several parts, by attribute; None where a part has none. Mappings
-    and curves are left out."""
+    """By attribute; None where a part has none. Mappings and curves are left out."""
     found: dict[str, Any] = {}
     kind: type = type(parts[0])
     for figure in figures_of(kind):

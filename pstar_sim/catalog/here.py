@@ -25,7 +25,7 @@ _QUERY = "name,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max"
 
 
 def nvidia_smi() -> str | None:
-    """Returns the GPUs as nvidia-smi lists them, one line per GPU; None where there is no nvidia-smi or it fails."""
+    """One line per GPU; None where there is no nvidia-smi or it fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
@@ -40,11 +40,9 @@ def nvidia_smi() -> str | None:
 def this_machine(
     catalog: Catalog, *, gpus: Callable[[], str | None] = nvidia_smi, root: Path = Path("/"), cores: int | None = None
 ) -> Machine:
-    """Returns the machine that this process runs on.
-
-    gpus: returns the output of nvidia-smi.
-    root: the folder with proc/ and sys/.
-    cores: number of cores; None: as `read_cores` finds.
+    """gpus: output of nvidia-smi.
+    root: has proc/ and sys/.
+    cores: None: as `read_cores` finds.
 
     Raises CatalogError for a GPU that the catalog does not have.
     """
@@ -93,9 +91,8 @@ def _whole(line: str, word: str) -> int:
 
 
 def _link(catalog: Catalog, gpu: Gpu, generation: str, width: str, notes: list[str]) -> Link:
-    """Returns the catalog's link of that PCIe generation, slowed down to the lanes in use. A virtual machine may hide
-    generation and lanes; then a link is assumed and a note says so.
-    """
+    """Slowed down to the lanes in use. A virtual machine may hide generation and lanes; then a link is assumed and a
+    note says so."""
     name = f"pcie{generation}-x16"
     if name not in catalog.links or not width.isdigit() or int(width) < 1:
         like = next((e for e in catalog.machines.values() if e.values.gpu == gpu.name), None)
@@ -134,8 +131,7 @@ def _host(catalog: Catalog, root: Path, cores: int, notes: list[str]) -> Host:
 
 
 def read_memory(root: Path) -> tuple[int, int]:
-    """Returns the bytes of memory that this process may use (RAM, or its cgroup's limit if lower), and the part of them
-    that is available.
+    """Bytes that this process may use (RAM, or its cgroup's limit if lower), and of them the available ones.
 
     Raises CatalogError where /proc/meminfo cannot be read.
     """
@@ -160,8 +156,7 @@ def read_memory(root: Path) -> tuple[int, int]:
 
 
 def read_cores(root: Path) -> int:
-    """Returns the number of cores that this process may use: its affinity, or its cgroup's CPU quota if lower (at least
-    1)."""
+    """That this process may use: its affinity, or its cgroup's CPU quota if lower (at least 1)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     quotas = [float(cores)]
     for path in _groups(root, "cpu"):
@@ -175,10 +170,9 @@ def read_cores(root: Path) -> int:
 
 
 def read_numa(root: Path, cores: Collection[int] | None = None) -> tuple[int, int] | None:
-    """Returns (number of NUMA nodes whose cores this process may use, number of NUMA nodes of the machine). Returns
-    None where the system does not say.
+    """(NUMA nodes whose cores this process may use, those of the machine). None where the system does not say.
 
-    cores: numbers of the cores that this process may use; None: its affinity.
+    cores: None: the affinity.
     """
     if cores is None:
         if not hasattr(os, "sched_getaffinity"):
@@ -191,14 +185,13 @@ def read_numa(root: Path, cores: Collection[int] | None = None) -> tuple[int, in
 
 
 def _numbers(ranges: str) -> set[int]:
-    """Returns the numbers of a list such as "0-3,8"."""
+    """Of a list such as "0-3,8"."""
     pairs = [part.partition("-") for part in ranges.split(",")]
     return {n for low, _, high in pairs for n in range(int(low), int(high or low) + 1)}
 
 
 def _groups(root: Path, controller: str) -> Sequence[Path]:
-    """Returns the folders of this process's cgroup and of all cgroups above it: version 2, and version 1 of one
-    controller."""
+    """Of this process's cgroup and of all above it: version 2, and version 1 of one controller."""
     folders: list[Path] = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

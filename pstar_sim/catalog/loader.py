@@ -23,7 +23,7 @@ __all__ = ["Catalog", "as_listed", "load_catalog", "load_machine", "machine_name
 
 
 def machine_names(user_file: str | Path | None = None) -> tuple[str, ...]:
-    """Returns the names that `load_machine` knows, in catalog order, without "here"."""
+    """In catalog order, without "here"."""
     return tuple(load_catalog(user_file).machines)
 
 
@@ -42,9 +42,8 @@ def load_machine(
     name: a name of the catalog; "here" for the machine that this process runs on; the path of a .toml file; or mixed
         GPUs, such as "a100-80x2+v100-32x2" (mixed.py).
     gpu_memory, host_memory: sizes ("8GB", or bytes) that replace those of the catalog (see `resize`).
-    nodes: number of nodes (see `with_nodes`).
-    gpus: number of GPUs per node.
-    overrides: any figure by its path, {"link.bandwidth": "25GB/s"} or ["link.bandwidth=25GB/s"] (see overrides.py).
+    gpus: per node.
+    overrides: by path, {"link.bandwidth": "25GB/s"} or ["link.bandwidth=25GB/s"] (see overrides.py).
     user_file: a file that extends or overrides the catalog.
 
     Raises UnknownName, CatalogError, and PstarError for a text that is not a size.
@@ -101,8 +100,8 @@ def _only_machine(file: str) -> Machine:
 
 
 def as_listed(machine: Machine) -> Machine | None:
-    """Returns the machine of the catalog that has this name. None where the catalog has none, and for "virtual", whose
-    memory has no usual size."""
+    """The machine of the catalog that has this name. None where there is none, and for "virtual", whose memory has no
+    usual size."""
     try:
         return None if machine.name == "virtual" else load_machine(machine.name)
     except PstarError:
@@ -110,10 +109,8 @@ def as_listed(machine: Machine) -> Machine | None:
 
 
 def resize(machine: Machine, *, gpu_memory: str | int | None = None, host_memory: str | int | None = None) -> Machine:
-    """Returns the machine with other memory sizes.
-
-    gpu_memory: memory of each GPU that a process can take, the context included.
-    host_memory: DRAM of a node, the part that is reserved for the system included.
+    """gpu_memory: of each GPU, the context included.
+    host_memory: DRAM of a node, the part reserved for the system included.
 
     On a unified machine a single given size leaves the rest to the other place; two given sizes must fit its memory
     together. Raises CatalogError where nothing would be left for plans.

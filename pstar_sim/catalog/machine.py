@@ -61,7 +61,7 @@ _Products = table_of(
 
 
 def _products(dtype: str) -> Points:
-    """Returns the curve of the products of a dtype, by their size."""
+    """Of a dtype, by size."""
     return Points(
         f"{dtype}_table",
         Annotated[FileCurve, curve("GFLOP of a product", "TFLOP/s")],
@@ -73,14 +73,13 @@ def _products(dtype: str) -> Points:
 
 
 def _copies(key: str, best: str) -> Points:
-    """Returns the curve of copies in one direction, by their size."""
+    """In one direction, by size."""
     kind = Annotated[FileCurve, curve("MB of a copy", "GB/s")]
     return Points(key, kind, calibrated="rate by size of a copy", best=best, units=(1e6, GB))
 
 
 def _check(what: str, part: object) -> str:
-    """Raise CatalogError for a figure that is no number or out of range. Returns kind and name of the part, for
-    messages."""
+    """For a figure that is no number or out of range. Returns kind and name of the part, for messages."""
     where = f"{what} {text(f'the name of a {what}', getattr(part, 'name', None), 'a text', error=CatalogError)!r}"
     check_figures(where, part)
     known = getattr(part, "known", KNOWN[0])
@@ -347,7 +346,7 @@ class Fabric:
         _check("link", self)
 
     def rate_of(self, size_bytes: float) -> float:
-        """Returns the bytes/s of a collective of `size_bytes` (> 0)."""
+        """Of a collective of `size_bytes` (> 0)."""
         return self.bytes_per_s * share_at(self.table, size_bytes)
 
 
@@ -619,38 +618,34 @@ class Machine:
 
     @cached_property
     def gpu(self) -> Gpu:
-        """The GPU of every rank; where the GPUs differ, a GPU with the worst value of each figure."""
         return _weakest_gpu([r.gpu for r in self.ranks])
 
     @cached_property
     def link(self) -> Link:
-        """The link of every rank; where the links differ, a link with the worst value of each figure."""
         return _weakest_link([r.link for r in self.ranks])
 
     @cached_property
     def mixed(self) -> bool:
-        """Whether its ranks have different GPUs or links."""
         first = self.ranks[0]
         return any((r.gpu, r.link) != (first.gpu, first.link) for r in self.ranks[1:])
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of all nodes."""
         return len(self.ranks)
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of ranks that share a batch, sum their gradients and may slice their chunks: all ranks, because every
-        rank has the whole model."""
+        """Number of ranks that share a batch, sum their gradients and may slice their chunks: all, because each has the
+        whole model."""
         return len(self.ranks)
 
     @property
     def local_ranks(self) -> int:
-        """Number of ranks of one node, which share its host, disks and links."""
+        """They share a node's host, disks and links."""
         return self.world_size // self.nodes
 
     def with_nodes(self, nodes: int) -> Machine:
-        """Returns the machine with `nodes` nodes like its first node. The price grows in proportion."""
+        """All are like the first node. The price grows in proportion."""
         node, price = self.ranks[: self.local_ranks], self.price_usd_per_hour
         return replace(
             self,
@@ -661,52 +656,51 @@ class Machine:
 
     @property
     def pool_bytes(self) -> int | None:
-        """Bytes of the one memory of a unified machine's node; None where GPUs have a memory of their own."""
+        """Of the one memory of a unified machine's node; None where GPUs have their own."""
         if not self.unified:
             return None
         return self.host.memory_bytes + sum(rank.gpu.usable_bytes for rank in self.ranks[: self.local_ranks])
 
     @property
     def host_memory_of(self) -> str:
-        """Words behind a size of host memory that is advised: what it is taken from. Empty where it can be added."""
+        """Behind a size of host memory that is advised: what it is taken from. Empty where it can be added."""
         return " of its one memory, the rest for the GPU" if self.unified else ""
 
     @property
     def gpu_budget_bytes(self) -> int:
-        """Bytes of each GPU that a plan may use."""
+        """Of each GPU, for a plan."""
         return self.gpu.budget_bytes
 
     @property
     def host_budget_bytes(self) -> int:
-        """Bytes of the host that a plan may use on each rank: its part of the node."""
+        """For a plan on each rank: its part of the node."""
         return self.host.budget_bytes // self.local_ranks
 
     @property
     def pinned_budget_bytes(self) -> int | None:
-        """Bytes that each rank can pin: its part of the node; None: all."""
+        """Of each rank: its part of the node; None: all."""
         return None if self.host.pinned_bytes is None else self.host.pinned_bytes // self.local_ranks
 
     @property
     def nvme_budget_bytes(self) -> int:
-        """Bytes of the disks that a plan may use on each rank: its part of the node; 0 without disks."""
+        """For a plan on each rank: its part of the node; 0 without disks."""
         return 0 if self.nvme is None else self.nvme.memory_bytes // self.local_ranks
 
     @property
     def adam_params_per_s(self) -> float:
-        """Rate of CPU Adam on one rank, with its part of the node's cores."""
+        """Of one rank, with its part of the node's cores."""
         return self.host.adam_params_per_s / self.local_ranks
 
     @property
     def calibrated(self) -> bool:
-        """Whether host, GPUs and links were all measured on this machine."""
+        """Host, GPUs and links were all measured on this machine."""
         return self.host.measured and all(r.gpu.measured and r.link.measured for r in self.ranks)
 
     @property
     def confidence_by_input(self) -> dict[str, str]:
-        """How each input of a prediction is known: input -> "calibrated", or one of KNOWN. Parts that this machine
-        lacks are left out. An input of several parts is known as well as the worst of them. "compute" is the rate of
-        large products, "operators" all other kernels and launches.
-        """
+        """Input of a prediction -> "calibrated", or one of KNOWN, without parts that this machine lacks. An input of
+        several parts is known as well as the worst of them. "compute" is the rate of large products, "operators" all
+        other kernels and launches."""
         found = {
             "compute": _worst((r.gpu.measured, r.gpu.known) for r in self.ranks),
             "link": _worst((r.link.measured, r.link.known) for r in self.ranks),
@@ -727,9 +721,9 @@ class Machine:
 
 
 def _worst(parts: Iterable[tuple[bool, str]]) -> str:
-    """Returns how the worst-known of these parts is known.
+    """How the worst-known is known.
 
-    parts: (whether the part is calibrated, how its figures are known).
+    parts: (calibrated?, how its figures are known).
     """
     words = ["calibrated" if measured else known for measured, known in parts]
     return max(words, key=("calibrated", *KNOWN).index)
@@ -753,12 +747,12 @@ def _weakest_gpu(gpus: Sequence[Gpu]) -> Gpu:
 
 
 def _weakest_products(shapes: Sequence[ProductShape | None]) -> ProductShape | None:
-    """Returns products with the worst value of each figure; None if some GPU has no products by shape."""
+    """The worst value of each figure; None if some GPU has no products by shape."""
     return None if None in shapes else ProductShape(**worst_of(shapes))
 
 
 def _different(parts: Sequence[_P]) -> list[_P]:
-    """Returns the first part, and all parts that differ from it."""
+    """The first part, and all that differ from it."""
     kinds = list({id(part): part for part in parts}.values())
     return [kinds[0], *(part for part in kinds[1:] if part != kinds[0])]
 

@@ -22,14 +22,13 @@ JOIN = "+"
 
 
 def names_parts(name: str, catalog: Catalog) -> bool:
-    """Returns whether the name lists parts and is not the name of a machine of the catalog."""
+    """Not for the name of a machine of the catalog."""
     return JOIN in name and spelled(name, catalog.machines) not in catalog.machines
 
 
 def mixed_machine(name: str, catalog: Catalog) -> Machine:
-    """Returns the machine of these parts. Raises CatalogError for a part that is empty or has no GPU, and for GPUs that
-    are all the same; UnknownName for a part that is not a machine with one GPU.
-    """
+    """Raises CatalogError for a part that is empty or has no GPU, and for GPUs that are all the same; UnknownName for a
+    part that is not a machine with one GPU."""
     known = _single(catalog)
     counts: dict[str, int] = {}
     for part in name.split(JOIN):
@@ -65,14 +64,14 @@ def mixed_machine(name: str, catalog: Catalog) -> Machine:
 
 
 def _single(catalog: Catalog) -> Mapping[str, str]:
-    """Returns the machines with one GPU: name of a part -> name of the machine."""
+    """Name of a part -> name of the machine."""
     found = {name: name for name, e in catalog.machines.items() if e.values.gpus == 1 and e.values.nodes == 1}
     of_gpus = {str(catalog.machines[name].values.gpu): name for name in reversed(found)}
     return {**of_gpus, **found}
 
 
 def _split(part: str, known: Mapping[str, str]) -> tuple[str | None, str]:
-    """Returns (name of the part, or None if it is not known; its number of GPUs as written)."""
+    """(name of the part, or None if unknown; its number of GPUs as written)."""
     head, _, number = part.rpartition("x")
     for name, written in ((part, "1"), (head.strip(), number.strip())):
         if name and spelled(name, known) in known and written.isascii() and written.isdigit():

@@ -94,27 +94,25 @@ class ModelEntry(Table, frozen=True, kw_only=True):
 
     @property
     def head_dim(self) -> int:
-        """Width of a head's query and key."""
         if self.latent is not None:
             return self.latent.rotary + self.latent.plain
         return self.own_head_dim or self.hidden // self.heads
 
     @property
     def value_dim(self) -> int:
-        """Width of a head's value."""
         return self.head_dim if self.latent is None else self.latent.value
 
     def has_experts(self, layer: int) -> bool:
-        """Returns whether the layer (counted from 0) has experts in place of one feed-forward layer."""
+        """Counted from 0."""
         return self.experts is not None and layer >= self.experts.dense_layers
 
     def window_of(self, layer: int) -> int:
-        """Returns the most tokens that the layer (counted from 0) sees; 0 for all of them."""
+        """The layer counts from 0; 0 for all tokens."""
         return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
 
     @property
     def active_params(self) -> int:
-        """Parameters that one token goes through: all parameters but those of experts that the token is not sent to."""
+        """Of one token: all but those of experts that it is not sent to."""
         if self.experts is None:
             return self.params
         idle = self.experts.count - self.experts.per_token
@@ -127,7 +125,7 @@ class _Row(ModelEntry, frozen=True, kw_only=True):
 
 
 def expert_params(m: ModelEntry) -> int:
-    """Returns the number of parameters of one expert of one layer; 0 for a model without experts."""
+    """In one layer; 0 for a model without experts."""
     if m.experts is None:
         return 0
     h, f = m.hidden, m.experts.ffn
@@ -135,7 +133,7 @@ def expert_params(m: ModelEntry) -> int:
 
 
 def _attention_params(m: ModelEntry) -> int:
-    """Returns the number of parameters of the attention of one layer of the llama family."""
+    """Of one layer of the llama family."""
     h = m.hidden
     if m.latent is not None:
         x = m.latent
@@ -149,7 +147,7 @@ def _attention_params(m: ModelEntry) -> int:
 
 
 def _mlp_params(m: ModelEntry, layer: int) -> int:
-    """Returns the number of parameters of a feed-forward layer, or of its experts, in the llama family."""
+    """Or of its experts, in the llama family."""
     x = m.experts
     if x is None or not m.has_experts(layer):
         return 3 * m.hidden * m.ffn
@@ -158,8 +156,7 @@ def _mlp_params(m: ModelEntry, layer: int) -> int:
 
 
 def count_params(m: ModelEntry) -> int:
-    """Returns the number of parameters of the shape, tied weights once. The head of models.toml describes the
-    families."""
+    """Tied weights count once. The head of models.toml describes the families."""
     h, f, v = m.hidden, m.ffn, m.vocab
     norm = 2 * h
     if m.family == "llama":
@@ -184,9 +181,7 @@ def _entry(file: str, name: str, raw: object) -> ModelEntry:
 
 
 def _check_shape(e: Entry[_Row], m: ModelEntry) -> None:
-    """Raise CatalogError, naming the field, for a shape that contradicts itself, or whose number of parameters is not
-    the `params` that it states.
-    """
+    """Raise CatalogError, naming the field, for a shape that contradicts itself or its `params`."""
     if m.hidden % m.heads and not (m.own_head_dim or m.latent):
         raise e.refuse("heads", f"a divisor of hidden = {m.hidden}, where head_dim is not given")
     if m.heads % m.kv_heads or (m.family != "llama" and m.kv_heads != m.heads):
@@ -213,7 +208,7 @@ _DETAILS = (
 
 
 def _check_details(e: Entry[_Row], m: ModelEntry) -> None:
-    """Raise CatalogError for details outside the llama family, and for details that exclude each other."""
+    """Details outside the llama family, or that exclude each other, are refused."""
     given = [name for name in _DETAILS if getattr(e.values, name)]
     if given and m.family != "llama":
         raise e.refuse(given[0].removeprefix("own_"), "left out outside the llama family")
@@ -228,7 +223,7 @@ def _check_details(e: Entry[_Row], m: ModelEntry) -> None:
 
 
 def _check_image(e: Entry[_Row], m: ModelEntry) -> None:
-    """Raise CatalogError unless a ViT has patch, image and classes, and every other family has a vocabulary."""
+    """A ViT has patch, image and classes, every other family a vocabulary."""
     if m.family == "vit":
         if not (m.patch and m.image and m.classes) or m.image % m.patch:
             raise e.refuse("patch", "given for a ViT, with image (a multiple of it) and classes")
@@ -241,9 +236,8 @@ def _check_image(e: Entry[_Row], m: ModelEntry) -> None:
 
 
 def read_models(file: str, text: str) -> dict[str, ModelEntry]:
-    """Returns the models by name, in the order of the file. Raises CatalogError for an entry that is wrong, or for a
-    name that is used twice.
-    """
+    """By name, in the order of the file. Raises CatalogError for an entry that is wrong, or a name that is used
+    twice."""
     models = {name: _entry(file, name, raw) for name, raw in parse_toml(file, text).items()}
     taken = set(models)
     for m in models.values():
@@ -262,17 +256,17 @@ def _models() -> dict[str, ModelEntry]:
 
 
 def model_names() -> tuple[str, ...]:
-    """Returns the names of all models, in catalog order, without aliases."""
+    """In catalog order, without aliases."""
     return tuple(_models())
 
 
 def is_model(name: str) -> bool:
-    """Returns whether the catalog has a model of exactly this name."""
+    """Exactly, without aliases."""
     return name in _models()
 
 
 def model_entry(name: str) -> ModelEntry:
-    """Returns the model of that name or alias. Raises UnknownName, and ModelError for a value that is not a name."""
+    """By name or alias. Raises UnknownName, and ModelError for a value that is not a name."""
     models = _models()
     text("model", name, "the name of a model, such as '12B'", error=ModelError)
     if name in models:

@@ -35,12 +35,9 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True)
 class _Path:
-    """A figure that can be replaced.
-
-    quantity: how its value is written.
-    low, high: its range, in SI units.
-    get: reads the figure from a machine; None where the machine has no such part.
-    put: returns the machine with another value of the figure.
+    """quantity: how it is written.
+    low, high: in SI units.
+    get: None where the machine has no such part.
     """
 
     quantity: Quantity
@@ -51,7 +48,7 @@ class _Path:
 
 
 def override(machine: Machine, changes: Mapping[str, Value] | Iterable[str]) -> Machine:
-    """Returns the machine with these figures in place of its own: {"gpu.memory": "48GB"} or ["gpu.memory=48GB"].
+    """{"gpu.memory": "48GB"} or ["gpu.memory=48GB"].
 
     Raises CatalogError, naming path and value: for an unknown path; for a value that is not a quantity, is out of range
     or contradicts the rest of the machine; and for a figure of a part that the machine does not have.
@@ -72,19 +69,18 @@ def override(machine: Machine, changes: Mapping[str, Value] | Iterable[str]) -> 
 
 
 def _plain(value: object) -> Any:
-    """Returns the value, with numpy's numbers as Python's."""
+    """With numpy's numbers as Python's."""
     if isinstance(value, (str, bool)) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
 
 
 def override_paths() -> tuple[str, ...]:
-    """Returns every path that `override` knows."""
     return tuple(_PATHS)
 
 
 def override_rows() -> list[tuple[str, str, str, str]]:
-    """Returns one row per path, for people: its name, its value and how the value is written, and its range."""
+    """For people: name, value and how it is written, and range."""
     rows = []
     for path, figure in _PATHS.items():
         quantity = figure.quantity
@@ -94,9 +90,8 @@ def override_rows() -> list[tuple[str, str, str, str]]:
 
 
 def parse_settings(texts: Iterable[str]) -> dict[str, Value]:
-    """Returns ["gpu.memory=48GB", "nodes=2"] as a mapping. Raises CatalogError for a text that is not PATH=VALUE, and
-    for a path that is given twice.
-    """
+    """From ["gpu.memory=48GB", "nodes=2"]. Raises CatalogError for a text that is not PATH=VALUE, and a path given
+    twice."""
     found: dict[str, Value] = {}
     for text in texts:
         if not isinstance(text, str):
@@ -112,10 +107,9 @@ def parse_settings(texts: Iterable[str]) -> dict[str, Value]:
 
 
 def _in_order(machine: Machine, given: Mapping[str, Value]) -> list[str]:
-    """Returns the paths as listed: nodes and GPUs, which multiply the present parts, come first, and cores before
-    Adam's own rate. Where a memory shrinks, the figures that are subtracted from it are set before it, so that no
-    intermediate machine contradicts itself.
-    """
+    """As listed: nodes and GPUs, which multiply the present parts, first, and cores before Adam's own rate. Where a
+    memory shrinks, the figures that are subtracted from it are set before it, so that no intermediate machine
+    contradicts itself."""
     places = {path: place for place, path in enumerate(_PATHS)}
     paths = sorted(given, key=lambda path: places.get(path, len(places)))
     for memory, taken in (("gpu.memory", "gpu.context"), ("host.memory", "host.reserved")):
@@ -156,7 +150,7 @@ _RELATIVE = re.compile(r"([+-])\s*([0-9]+(?:\.[0-9]*)?)\s*%|[x*]\s*([0-9]+(?:\.[
 
 
 def _number(machine: Machine, path: str, figure: _Path, value: Value) -> float:
-    """Returns the value in SI units (true as 1, false as 0)."""
+    """In SI units (true as 1, false as 0)."""
     quantity = figure.quantity
     refusal = CatalogError(
         f"{path} = {value!r} is no {quantity.what}; write {quantity.example}"
@@ -186,8 +180,7 @@ def _number(machine: Machine, path: str, figure: _Path, value: Value) -> float:
 
 
 def _changed(quantity: Quantity, present: float, change: re.Match[str]) -> float:
-    """Returns the figure after a change such as +10 % or x2. A count stays a whole number, and becomes 0 only by a
-    decrease."""
+    """Such as +10 % or x2. A count stays a whole number, and becomes 0 only by a decrease."""
     if change[3] is not None:
         number = present * float(change[3])
     else:
@@ -201,7 +194,7 @@ def _changed(quantity: Quantity, present: float, change: re.Match[str]) -> float
 
 
 def _with(machine: Machine, name: str, change: Callable[[Any], Any]) -> Machine:
-    """Returns the machine with the part of that name changed: the part of every rank, or of the node."""
+    """The part of every rank, or of the node."""
     if name in ("gpu", "link"):
         ranks = tuple(replace(rank, **{name: change(getattr(rank, name))}) for rank in machine.ranks)
         return replace(machine, ranks=ranks)
@@ -209,7 +202,7 @@ def _with(machine: Machine, name: str, change: Callable[[Any], Any]) -> Machine:
 
 
 def _new(name: str) -> Fabric | Nvme:
-    """Returns a part that a machine lacks. Its size and rates are set next."""
+    """For a machine that lacks it. Its size and rates are set next."""
     if name == "nvme":
         rates: dict[str, Any] = dict.fromkeys(("memory_bytes", "read_bytes_per_s", "write_bytes_per_s"), 1)
         return Nvme(name=name, **rates, latency_s=1e-4, measured=False, source="set by hand")
@@ -236,7 +229,7 @@ def _gpu_memory(machine: Machine, size: float) -> Machine:
 
 
 def _cores(machine: Machine, count: float) -> Machine:
-    """Returns the machine with `count` cores, and Adam's rate on them: [Note: cores and Adam]."""
+    """With Adam's rate on them: [Note: cores and Adam]."""
     host = machine.host
     most = max(host.adam_params_per_s, host.dram_bytes_per_s / ADAM_BYTES_PER_PARAM)
     rate = min(host.adam_params_per_s * count / host.cores, most)
@@ -244,8 +237,7 @@ def _cores(machine: Machine, count: float) -> Machine:
 
 
 def _hbm(machine: Machine, rate: float) -> Machine:
-    """Returns the machine with another memory bandwidth of its GPUs. The bandwidth of operators and of products
-    changes in proportion."""
+    """The bandwidth of operators and of products changes in proportion."""
 
     def change(gpu: Gpu) -> Gpu:
         was, operators, shape = gpu.hbm_bytes_per_s, gpu.operator_bytes_per_s, gpu.products
@@ -260,7 +252,7 @@ def _hbm(machine: Machine, rate: float) -> Machine:
 
 
 def _dram(machine: Machine, rate: float) -> Machine:
-    """Returns the machine with another DRAM bandwidth, and Adam's rate with it: [Note: cores and Adam]."""
+    """With Adam's rate: [Note: cores and Adam]."""
     host = machine.host
     most = max(rate / ADAM_BYTES_PER_PARAM, 0.0)
     adam = min(host.adam_params_per_s, most) if rate < host.dram_bytes_per_s else host.adam_params_per_s
@@ -287,7 +279,7 @@ def _both_ways(machine: Machine, rate: float) -> Machine:
 
 
 def _paths() -> dict[str, _Path]:
-    """Returns the figures by path: those that the parts declare, and those that change several attributes."""
+    """Those that the parts declare, and those that change several attributes."""
     paths = {
         "nodes": _Path(COUNT, 1, 4096, lambda m: m.nodes, lambda m, count: m.with_nodes(round(count))),
         "gpus": _Path(COUNT, 1, 64, lambda m: m.local_ranks, _gpus),
@@ -319,7 +311,7 @@ def _refusal(
 
 
 def _check_disk(machine: Machine, given: Mapping[str, Value]) -> None:
-    """Raise CatalogError for a single figure of disks on a machine without disks."""
+    """For a single figure of disks on a machine without disks."""
     paths = ("nvme.memory", "nvme.read", "nvme.write")
     if machine.nvme is None and 0 < sum(path in given for path in paths) < len(paths):
         instead = "a disk needs all three: nvme.memory, nvme.read and nvme.write"
@@ -327,7 +319,7 @@ def _check_disk(machine: Machine, given: Mapping[str, Value]) -> None:
 
 
 def _check(machine: Machine, given: Mapping[str, Value]) -> None:
-    """Raise CatalogError for values that contradict the rest of the machine."""
+    """For values that contradict the rest of the machine."""
     refuse = partial(_refusal, machine, given)
     if "link.bandwidth" in given and ("link.h2d" in given or "link.d2h" in given):
         raise refuse(
@@ -348,9 +340,8 @@ def _check(machine: Machine, given: Mapping[str, Value]) -> None:
 
 
 def _named(was: Machine, machine: Machine, given: Mapping[str, Value]) -> Machine:
-    """Returns `machine` with the changed figures in the `source` of their parts. A machine with another GPU speed gets
-    another name, because recorded timings of the old machine do not hold for it.
-    """
+    """Writes the changes into the `source` of the parts. A machine with another GPU speed gets another name, because
+    recorded timings of the old machine do not hold for it."""
     note = "; by hand: " + ", ".join(f"{path} = {value}" for path, value in given.items())
 
     for part in ("gpu", "link", "host"):

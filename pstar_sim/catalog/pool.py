@@ -14,11 +14,9 @@ __all__ = ["share_pool"]
 
 
 def share_pool(machine: Machine, pool_bytes: int, *, gpu_given: bool, host_given: bool) -> Machine:
-    """Returns the machine with the pool of each node divided between its GPUs and its host.
+    """Divides the pool of each node between its GPUs and its host.
 
-    pool_bytes: bytes of the pool.
-    gpu_given: whether the share of the GPUs was given by hand; the host then has the rest.
-    host_given: whether the share of the host was given by hand; the GPUs then have the rest.
+    gpu_given, host_given: the share was given by hand; the other place has the rest.
 
     Raises CatalogError if the given shares are larger than the pool, or if nothing is left for the other share.
     """

@@ -32,7 +32,6 @@ class Price(Table, frozen=True, kw_only=True):
 
     @property
     def own(self) -> bool:
-        """Whether the price is from a user's file."""
         return not isinstance(self, _Shipped)
 
 
@@ -46,7 +45,7 @@ class _Shipped(Price, frozen=True, kw_only=True):
 
 
 def load_prices(user_file: str | Path | None = None) -> dict[str, Price]:
-    """Returns the price by machine. Raises CatalogError for an entry that is wrong.
+    """By machine. Raises CatalogError for an entry that is wrong.
 
     user_file: entries [MACHINE] usd_per_hour = ... that replace the shipped entries; other fields are optional.
     """

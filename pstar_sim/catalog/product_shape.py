@@ -80,10 +80,10 @@ class ProductShape:
             raise CatalogError(f"products: wave_loss = {self.wave_loss!r}: it must be a share from 0 to 1")
 
     def seconds(self, product: Sequence[int], flops_per_s: float, moved_bytes: float) -> float:
-        """Returns the seconds of a product (batches, m, k, n).
+        """product: (batches, m, k, n).
 
-        flops_per_s: rate of large products.
-        moved_bytes: bytes of its factors and its result.
+        flops_per_s: of large products.
+        moved_bytes: of its factors and its result.
         """
         batches, m, k, n = product
         waves = batches * -(-m // self.tile[0]) * -(-n // self.tile[1]) / self.sms

@@ -23,9 +23,7 @@ __all__ = ["machine_toml", "save_machine"]
 
 
 def machine_toml(machine: Machine, *, checked: date) -> str:
-    """Returns the text of the machine's catalog file. Raises CatalogError for a machine whose ranks differ, because one
-    entry cannot describe them.
-    """
+    """Raises CatalogError for a machine whose ranks differ, because one entry cannot describe them."""
     if machine.mixed:
         raise CatalogError(f"machine {machine.name!r} has ranks that differ; write its file by hand")
     whole = _whole(machine, _per_root(machine))
@@ -38,8 +36,7 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
 
 
 def _per_root(machine: Machine) -> int | None:
-    """Returns the number of GPUs on one PCIe switch; None without a switch. Raises CatalogError for switches of
-    different widths."""
+    """None without a switch. Raises CatalogError for switches of different widths."""
     local = machine.local_ranks
     roots = [r.root for r in machine.ranks[:local]]
     width = next((i for i, root in enumerate(roots) if root != roots[0]), local) if roots[0] is not None else None
@@ -49,7 +46,7 @@ def _per_root(machine: Machine) -> int | None:
 
 
 def _tables(machine: Machine, checked: date) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yields the tables of the machine's parts, in the order of the file: (name, fields)."""
+    """(name, fields) of each part, in the order of the file."""
     yield from _of_part("gpus", machine.gpu, checked)
     yield from _of_part("links", machine.link, checked, {"connects": "host-gpu"})
     host = replace(machine.host, memory_bytes=machine.pool_bytes or machine.host.memory_bytes)
@@ -80,7 +77,7 @@ def _as_link(fabric: Fabric) -> Link:
 def _of_part(
     kind: str, part: Any, checked: date, head: Mapping[str, object] = MappingProxyType({})
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yields the tables of a part. Its rates are effective rates, so each share is 1.
+    """Its rates are effective rates, so each share is 1.
 
     head: fields in front.
     """
@@ -107,8 +104,8 @@ def _of_part(
 
 
 def _holds(figure: Figure, part: object) -> bool:
-    """Returns whether the part still has the figure as measured: a curve does not hold where its rate was set by hand
-    above the best rate of the curve, or is none of Adam's rates."""
+    """As measured: a curve does not hold where its rate was set by hand above the best rate of the curve, or is none of
+    Adam's rates."""
     if not isinstance(figure, Points) or not figure.get(part):
         return True
     kind: type = type(part)
@@ -122,7 +119,7 @@ def _given(fields: Mapping[str, object]) -> dict[str, object]:
 
 
 def _whole(machine: Machine, per_root: int | None) -> dict[str, object]:
-    """Returns the machine's own table, which names its parts.
+    """Names the parts.
 
     per_root: GPUs on one PCIe switch, None without a switch.
     """
@@ -151,7 +148,7 @@ def _name(part: Fabric | Nvme | Framework | None) -> str | None:
 
 
 def save_machine(machine: Machine, path: str | Path) -> None:
-    """Write the machine's file, atomically."""
+    """Atomically."""
     write_atomically(Path(path), machine_toml(machine, checked=date.today()), error=CatalogError)
 
 

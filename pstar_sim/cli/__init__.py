@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Open streams that are None: Python has None for a stream that was closed before it started (`pstar ... >&-`).
-    Text for such a stream is dropped; files are still written."""
+    """Python has None for a stream that was closed before it started (`pstar ... >&-`). Its text is dropped; files are
+    still written."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (open to the end)

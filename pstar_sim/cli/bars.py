@@ -16,10 +16,10 @@ __all__ = ["bar", "parts"]
 
 @contextmanager
 def bar(first: str, *, quiet: bool, alike: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar that goes away at the end. Yields the function that moves the bar (`planner.asked.OnPart`).
+    """The bar goes away at the end. Yields the function that moves it (`planner.asked.OnPart`).
 
     first: the text until the first call.
-    alike: whether all parts take about the same time, so that the bar shows the time left instead of the time spent.
+    alike: all parts take about the same time, so the bar shows the time left instead of the time spent.
     """
     if quiet or not sys.stderr.isatty():
         yield lambda name, number, count: None
@@ -34,8 +34,8 @@ def bar(first: str, *, quiet: bool, alike: bool = False) -> Iterator[Callable[[s
 
 
 def parts(time: type[ProgressColumn]) -> tuple[ProgressColumn, ...]:
-    """Returns the columns of a bar's line. On a narrow terminal the description folds. The figures do not fold; rich
-    cuts them only on a terminal without room for them (32 columns for thousands of parts)."""
+    """On a narrow terminal the description folds. The figures do not fold; rich cuts them only on a terminal without
+    room for them (32 columns for thousands of parts)."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.table import Column
 

@@ -104,7 +104,6 @@ def _rows(machine: Machine) -> list[tuple[str, str, str]]:
 
 
 def _span(curve: Curve, unit: float) -> str:
-    """Returns the rates from the smallest size to the largest."""
     return ", ".join(f"{rate / unit:.3g}" for _, rate in curve)
 
 

@@ -150,9 +150,9 @@ def max_model(
 
 
 def _say_limits(answer: Limits, asked: AskedFlags, *, smallest: str, machine: str) -> int:
-    """Print the largest sizes. Returns the exit status.
+    """Returns the exit status.
 
-    smallest: the smallest size in words, for the note that not even this size fits.
+    smallest: for the note that not even this size fits.
     """
     from pstar_sim.report.capacity_tables import limits_text
 

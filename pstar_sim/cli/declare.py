@@ -20,10 +20,8 @@ Function = Callable[..., int]
 
 
 def command(app: typer.Typer, example: str, *, name: str | None = None) -> Callable[[Function], Function]:
-    """Returns a decorator that adds a function as a command.
-
-    example: a command line, shown below the help.
-    name: name of the command, by default the function's.
+    """example: shown below the help.
+    name: the function's by default.
     """
 
     def declare(function: Function) -> Function:
@@ -34,9 +32,8 @@ def command(app: typer.Typer, example: str, *, name: str | None = None) -> Calla
 
 
 def flat(function: Function) -> Function:
-    """Returns the function in the form that typer takes: a parameter whose type is a dataclass of flags is replaced by
-    these flags. The dataclass may have a SECTION, the heading of its flags in the help. The dataclass raises
-    typer.BadParameter for flags that exclude each other."""
+    """For typer, flags replace a parameter whose type is a dataclass of flags. The dataclass may have a SECTION, the
+    heading of its flags in the help. The dataclass raises typer.BadParameter for flags that exclude each other."""
     groups: dict[str, Any] = {}
     taken: list[inspect.Parameter] = []
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
@@ -58,7 +55,6 @@ def flat(function: Function) -> Function:
 
 
 def _flags_of(kind: Any) -> list[inspect.Parameter]:
-    """Returns the fields of a dataclass as parameters."""
     hints = get_type_hints(kind, include_extras=True)
     section = getattr(kind, "SECTION", None)
     return [

@@ -11,8 +11,7 @@ __all__ = ["executor_module"]
 
 
 def executor_module(name: str) -> ModuleType:
-    """Returns the module executor.NAME. Raises ModelError where torch or transformers is missing, naming the extra to
-    install."""
+    """Raises ModelError where torch or transformers is missing, naming the extra to install."""
     try:
         return importlib.import_module(f"executor.{name}")
     except ModuleNotFoundError as error:

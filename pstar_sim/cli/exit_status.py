@@ -15,5 +15,5 @@ HELP = (
 
 
 def status_of(error: PstarError) -> int:
-    """Returns NO for an error that is an answer, MISTAKE for every other error."""
+    """NO for an error that is an answer, MISTAKE for any other."""
     return NO if isinstance(error, DoesNotFit | NothingFits) else MISTAKE

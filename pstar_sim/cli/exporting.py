@@ -58,7 +58,7 @@ class _Targets:
 
     @property
     def files(self) -> dict[str, str]:
-        """Flag -> file to write, for the given flags of frameworks."""
+        """Flag -> file, for the given flags of frameworks."""
         return {name: path for name in _FRAMEWORKS if (path := getattr(self, name)) is not None}
 
 

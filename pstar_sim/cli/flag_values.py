@@ -39,8 +39,7 @@ T = TypeVar("T")
 
 
 def _value(parse: Callable[[str], T]) -> Callable[[Any], T]:
-    """Returns a parser that leaves defaults alone: typer hands a default, which is a value already, to the parser
-    too."""
+    """Leaves defaults alone: typer hands them, values already, to the parser too."""
 
     @functools.wraps(parse)
     def parse_text(given: Any) -> T:
@@ -94,7 +93,7 @@ def learning_rate(text: str) -> float:
 
 @_value
 def new_file(text: str) -> str:
-    """Returns the name of a file that can be written. The writing is tried before any work is done for the file."""
+    """Writing is tried before any work is done for the file."""
     try:
         check_writable(Path(text))
     except PstarError as error:
@@ -104,7 +103,6 @@ def new_file(text: str) -> str:
 
 @_value
 def new_page(text: str) -> str:
-    """Returns the name of a web page that can be written."""
     path = Path(text)
     if path.suffix.lower() not in (".html", ".htm") and not path.is_dir():
         raise typer.BadParameter(f"{text} is a web page; give it a name that ends in .html, such as {path.stem}.html")
@@ -126,26 +124,25 @@ def _within(value: float, text: str, least: float, most: float, want: str) -> fl
 
 @_value
 def count(text: str) -> float:
-    """Returns the number of "300e9", "3.5B" or "2T"."""
+    """ "300e9", "3.5B" or "2T"."""
     return _within(_number(NUMBER, text), text, 1, 1e18, "a positive number such as 300e9 or 3B")
 
 
 @_value
 def duration_s(text: str) -> float:
-    """Returns the seconds of "14d" or "36h"."""
+    """ "14d" or "36h"."""
     return _within(_number(TIME, text), text, 1e-9, 1e18, "a positive time such as 14d, 36h or 2w")
 
 
 @_value
 def share(text: str) -> float:
-    """Returns the share of "10%" or "0.1"."""
+    """ "10%" or "0.1"."""
     value = _number(FACTOR, text.removesuffix("%").rstrip()) / (100 if text.endswith("%") else 1)
     return _within(value, text, 1e-9, 10, "a share above 0 and up to 10, such as 10% or 0.5")
 
 
 @_value
 def loading(text: str) -> str:
-    """Returns the text of a `Loading`."""
     from pstar_sim.workload.loading import loading_of
 
     try:
@@ -156,19 +153,19 @@ def loading(text: str) -> str:
 
 @_value
 def factor(text: str) -> float:
-    """Returns the number of "4" or "0.25"."""
+    """ "4" or "0.25"."""
     return _within(_number(FACTOR, text), text, 1e-9, 1e9, "a number above 0 such as 4 or 0.5")
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Returns a hint with the known names that begin with `name`, or else resemble it; "" if there are none."""
+    """The known names that begin with `name`, or else resemble it."""
     begin = [one for one in known if len(name) > 2 and one.startswith(name)]
     near = begin or difflib.get_close_matches(name, list(known), n=3, cutoff=0.65)
     return f"; did you mean {', '.join(near)}?" if near else ""
 
 
 def one_of(choices: Any) -> Callable[[Any], str]:
-    """Returns a parser that accepts the texts of a Literal."""
+    """Accepts the texts of a Literal."""
     names = get_args(choices)
 
     def parse(text: str) -> str:

@@ -103,7 +103,7 @@ OPTIMIZERS = "adamw, adamw-bf16-states, sgd-momentum or sgd"
 
 
 def policies(what: str, default: str) -> Any:
-    """Returns the flag --policy, which may be given several times."""
+    """The flag may be given several times."""
     return typer.Option(
         "--policy",
         metavar="P",
@@ -117,7 +117,7 @@ def certify(what: str) -> Any:
 
 
 def output(what: str, *, parser: Callable[[Any], str] = new_file) -> Any:
-    """Returns the flag -o FILE. The flag's parser checks that the file can be written before the work begins."""
+    """The parser checks that the file can be written before the work begins."""
     return typer.Option("-o", "--output", parser=parser, metavar="FILE", help=what)
 
 

@@ -32,8 +32,7 @@ MOST_SPLITS, LARGE_BATCH = 5, 64  # splits to try at most; larger micro-batches 
 
 
 def machine_of(flags: MachineFlags | OptionalMachineFlags) -> Machine:
-    """Returns the machine named by --machine, with the changes of --nodes, --gpus, --gpu-memory, --host-memory and
-    --set."""
+    """Applies --nodes, --gpus, --gpu-memory, --host-memory and --set to --machine."""
     if flags.machine is None:
         raise PstarError("--machine is needed (see `pstar machines`)")
     return load_machine(
@@ -61,7 +60,7 @@ def settings_of(flags: SettingFlags) -> Settings:
 
 
 def lora_of(text: str | None) -> Adapter | None:
-    """Returns the adapter of --lora: "r=16", "16", "r=8,targets=q_proj+v_proj". Raises PstarError for another text."""
+    """ "r=16", "16", "r=8,targets=q_proj+v_proj". Raises PstarError for another text."""
     if text is None:
         return None
     try:
@@ -71,26 +70,25 @@ def lora_of(text: str | None) -> Adapter | None:
 
 
 def workload_of(job: OptionalWorkloadFlags, machine: Machine) -> Workload:
-    """Returns one rank's job: see `workloads_of`. Where ranks take different shares, the workload is as hard as the
-    hardest rank's."""
+    """Where ranks take different shares, the workload is as hard as the hardest rank's."""
     return share_out(workloads_of(job, machine), machine).workload
 
 
 def workloads_of(job: OptionalWorkloadFlags, machine: Machine, *, nearly: bool = False) -> tuple[Workload, ...]:
-    """Returns the job of each rank: the variant of --trace that agrees with the given flags, or the preset --model with
-    --batch and --seq. --batch is the batch of all GPUs together, and each GPU gets its share. Without --batch, the
-    batch of a trace is the batch of one GPU.
+    """Returns for each rank the variant of --trace that agrees with the given flags, or the preset --model with --batch
+    and --seq. --batch is the batch of all GPUs together, and each GPU gets its share. Without --batch, the batch of a
+    trace is the batch of one GPU.
 
-    nearly: whether ranks may take one sequence more than others, for a batch that they cannot share equally.
+    nearly: ranks may take one sequence more than others, for a batch that they cannot share equally.
 
-    Raises PstarError for flags that name no variant of the trace or more than one, for flags that are missing, and for
-    a batch that the ranks cannot share.
+    Raises PstarError for flags that name no variant of the trace or more than one, for missing flags, and for a batch
+    that the ranks cannot share.
     """
     return job_of(job).of(machine, nearly=nearly)
 
 
 def job_of(flags: OptionalWorkloadFlags) -> Job:
-    """Returns the job of the flags. Raises PstarError for flags that are missing or do not go together."""
+    """Raises PstarError for flags that are missing or do not go together."""
     axes = {field.name: getattr(flags, field.name) for field in fields(flags)} | {"lora": lora_of(flags.lora)}
     if flags.trace is None:
         return _with_sizes(Job(**axes))
@@ -114,14 +112,13 @@ def _with_sizes(job: Job) -> Job:
 
 
 def cut_of(job: OptionalWorkloadFlags, machine: Machine) -> Callable[[int], Workload] | None:
-    """Returns a function that finds, among the variants of --trace, the job of a GPU with a given number of sequences
-    per micro-batch. Returns None for a preset."""
+    """Finds, among the variants of --trace, the job of a GPU by its sequences per micro-batch. None for a preset."""
     return None if job.trace is None else partial(job_of(job).share, machine=machine)
 
 
 def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine) -> tuple[Way, ...]:
-    """Returns the ways in which one rank can run --global-batch: the variants of --trace that the other flags allow, or
-    the preset --model in SPLITS micro-batches.
+    """Ways to run --global-batch: the variants of --trace that the other flags allow, or the preset --model in SPLITS
+    micro-batches.
 
     Raises PstarError for flags that leave no way, and for ranks that take different shares.
     """
@@ -149,8 +146,7 @@ def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine)
 
 
 def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:
-    """Returns whether a variant of a trace agrees with --seq, --checkpointing and --dtype. bf16 and fp16 count as
-    equal."""
+    """For --seq, --checkpointing and --dtype; bf16 and fp16 count as equal."""
     if job.seq is not None and w.sequence != job.seq:
         return False
     if job.checkpointing is not None and w.checkpointing != job.checkpointing:
@@ -159,8 +155,8 @@ def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:
 
 
 def _preset_variants(job: OptionalWorkloadFlags, machine: Machine, share: int) -> tuple[Way, ...]:
-    """Returns the preset in some of SPLITS micro-batches, with and without recomputation (unless --checkpointing says),
-    and the mixes of these block by block."""
+    """In some of SPLITS micro-batches, with and without recomputation (unless --checkpointing says), and mixed block by
+    block."""
     choices = (True, False) if job.checkpointing is None else (job.checkpointing,)
     possible = [split for split in SPLITS if share % split == 0]
     splits = [split for split in possible if share // split <= LARGE_BATCH] or possible[-1:]

@@ -103,7 +103,7 @@ def launch(*, asked: _LaunchFlags) -> int:
 
 
 def _check_flags(asked: _LaunchFlags) -> None:
-    """Raise PstarError for a size, a machine or a policy that cannot be used, before the script runs."""
+    """For a size, a machine or a policy that cannot be used, before the script runs."""
     from pstar_sim.catalog.loader import load_machine
     from pstar_sim.policy.registry import find_policy
 
@@ -114,8 +114,7 @@ def _check_flags(asked: _LaunchFlags) -> None:
 
 
 def _run(script: Path, arguments: Sequence[str]) -> int:
-    """Run the script as Python would. Returns its exit status. An exception of the script is printed as Python prints
-    it, and the status is 1."""
+    """As Python would. Returns the exit status; for an exception, which is printed as Python prints it, 1."""
     with _as_main(script, arguments):
         try:
             runpy.run_path(str(script), run_name="__main__")
@@ -134,7 +133,7 @@ def _run(script: Path, arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """Inside this context, sys.argv and the first entry of sys.path are the script's."""
+    """sys.argv and the first entry of sys.path are the script's."""
     before = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
@@ -145,7 +144,7 @@ def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _print_own(error: Exception, script: Path) -> None:
-    """Print the traceback, from the script's own first frame on."""
+    """From the script's own first frame on."""
     tb = error.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename != str(script):
         tb = tb.tb_next
@@ -153,17 +152,12 @@ def _print_own(error: Exception, script: Path) -> None:
 
 
 class _Report:
-    """Prints the plan before a run, and the results after the run.
-
-    quiet: whether nothing is printed.
-    """
-
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet
         self._predicted: tuple[Plan, Machine, Timeline] | None = None
 
     def announce(self, plan: Plan) -> None:
-        """Print the plan, with the seconds and bytes that it is predicted to take on this machine."""
+        """With the seconds and bytes predicted on this machine."""
         with self._while_read():
             self._announce(plan)
 
@@ -200,14 +194,12 @@ class _Report:
         return self._predicted[1:]
 
     def compare(self, session: Any) -> None:
-        """Print measured beside predicted figures."""
         with self._while_read():
             self._compare(session)
 
     @contextmanager
     def _while_read(self) -> Iterator[None]:
-        """Inside this context, the report falls silent where nobody reads it any more (`pstar launch ... | head`); the
-        script goes on."""
+        """The report falls silent where nobody reads it any more (`pstar launch ... | head`); the script goes on."""
         try:
             yield
         except BrokenPipeError:
@@ -253,7 +245,7 @@ class _Report:
 
 
 def _measured_step(step: Any) -> str:
-    """Returns words for the step whose figures are shown, an `executor.queues.logs.IterationLog`."""
+    """step: the shown `executor.queues.logs.IterationLog`."""
     if step.planned:
         return "the last on plan with the planned batch"
     share = sum(step.shares) / len(step.shares)

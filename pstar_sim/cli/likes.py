@@ -37,13 +37,13 @@ OURS = ("optimal",)
 
 @dataclass(frozen=True, kw_only=True)
 class Likes:
-    """The configurations that --like names: (label, configuration)."""
+    """(label, configuration) of each --like."""
 
     configurations: tuple[tuple[str, Configuration], ...]
 
     def fill(self, job: Any, setting: SettingFlags, machine: Machine) -> tuple[Any, SettingFlags]:
-        """Returns the flags, with the configurations' values for flags that are not given. Raises PstarError if two
-        configurations, or a configuration and a flag, contradict each other."""
+        """Flags that are not given get the configurations' values. Raises PstarError if two configurations, or a
+        configuration and a flag, contradict each other."""
         ranks, world = machine.data_parallel_size, machine.world_size
         given = {name: getattr(job, name) for name in _JOB}
         filled = {name: self._answer(name, say(ranks), given[name]) for name, say in _JOB.items()}
@@ -59,8 +59,8 @@ class Likes:
         return replace(job, **filled), replace(setting, clip=clip)
 
     def loaded(self, flag: str | None) -> tuple[Likes, str | None]:
-        """Returns the configurations, loaded as the flag says, and the way in which the job loads its weights: that of
-        the configurations if these agree, or of the flag; None if nothing says it."""
+        """Returns the configurations, loaded as the flag says, and how the job loads its weights: as the configurations
+        if these agree, or the flag; None if nothing says it."""
         from pstar_sim.frameworks.targets import target_of
 
         read = self.configurations
@@ -85,10 +85,10 @@ class Likes:
     def predict(
         self, workloads: Sequence[Workload], machine: Machine, job: Any, setting: SettingFlags
     ) -> tuple[ConfigurationPrediction, ...]:
-        """Returns the predictions for the configurations on the machine. Raises PstarError, naming the file, for a
-        configuration that the machine cannot run at all, for example because it needs disks.
+        """Raises PstarError, naming the file, for a configuration that the machine cannot run at all, for example
+        because it needs disks.
 
-        job, setting: the flags that `fill` has returned.
+        job, setting: as `fill` returned them.
         """
         from pstar_sim.cli.inputs import settings_of
         from pstar_sim.frameworks.prediction import predict
@@ -107,7 +107,7 @@ class Likes:
 
 
 def _assumed(*, recomputed: bool) -> str:
-    """Returns a note for a job of which neither a file nor a flag says whether activations are recomputed."""
+    """For a job of which neither a file nor a flag says whether activations are recomputed."""
     if recomputed:
         return "activations are taken as recomputed, which no file says; --no-checkpointing if the script keeps them"
     return "activations are taken as kept, which no file says; --checkpointing if the script recomputes them"
@@ -169,8 +169,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 def read_likes(paths: Sequence[str] | None) -> Likes | None:
-    """Returns the configurations in the files; None for no files. Raises PstarError as `load_configuration` does, and
-    for a file that is given twice."""
+    """None for no files. Raises PstarError as `load_configuration` does, and for a file given twice."""
     if not paths:
         return None
     from pstar_sim.frameworks.load import load_configuration

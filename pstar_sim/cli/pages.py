@@ -123,7 +123,7 @@ def app(
 
 
 def _check_free(at: int) -> None:
-    """Raise PstarError for a port on which no server can listen."""
+    """For a port on which no server can listen."""
     import socket
 
     with socket.socket() as one:
@@ -137,7 +137,7 @@ def _check_free(at: int) -> None:
 
 
 def _subjects(paths: Sequence[str], on_part: OnPart) -> list[Subject]:
-    """Returns the content of the files, in order. Raises PstarError for a run that does not follow its plan."""
+    """In order. Raises PstarError for a run that does not follow its plan."""
     from pstar_sim.core.plan import load_plan
     from pstar_sim.core.run_file import load_timelines
     from pstar_sim.planner.stated import examine
@@ -158,8 +158,7 @@ def _subjects(paths: Sequence[str], on_part: OnPart) -> list[Subject]:
 
 
 def _is_plan(path: str) -> bool:
-    """Returns whether a file is a plan. A file that cannot be read counts as a plan, so that the reader of plans
-    reports the error."""
+    """A file that cannot be read counts as a plan, so that the reader of plans reports the error."""
     from pstar_sim.core import run_file, timeline
     from pstar_sim.core.timeline import read_values
     from pstar_sim.errors import TraceError
@@ -171,7 +170,7 @@ def _is_plan(path: str) -> bool:
 
 
 def _run_of(planned: Subject, timelines: dict[str, Timeline], path: str) -> list[Subject]:
-    """Returns two subjects: the plan with the prediction that was made for the run, and the run."""
+    """The plan, with the prediction that was made for the run, and the run."""
     from dataclasses import replace
 
     from pstar_sim.errors import TraceError
@@ -190,8 +189,7 @@ def _run_of(planned: Subject, timelines: dict[str, Timeline], path: str) -> list
 
 
 def with_distinct_titles(subjects: Sequence[Subject], paths: Sequence[str]) -> list[Subject]:
-    """Returns the subjects, one per file, with different titles. Equal titles get the names of their files, or
-    numbers."""
+    """Equal titles get the names of their files, or numbers."""
     from dataclasses import replace
 
     titles = [subject.title for subject in subjects]

@@ -57,8 +57,6 @@ GlobalBatch = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class _PlanningQuestion:
-    """The question that a planning command answers: a job on a machine."""
-
     job: WorkloadFlags
     on: MachineFlags
     setting: SettingFlags
@@ -118,7 +116,7 @@ def compare(
 def _beside(
     asked: _PlanningQuestion, likes: Likes, policies: Sequence[str] | None
 ) -> tuple[_PlanningQuestion, list[str], tuple[ConfigurationPrediction, ...]]:
-    """Returns the question completed by the configurations, the policies to set beside them, and their predictions."""
+    """Completed by the configurations, with the policies to set beside them, and their predictions."""
     from pstar_sim.cli.inputs import machine_of, workloads_of
 
     if asked.global_batch is not None:
@@ -134,7 +132,7 @@ def _beside(
 
 
 def _fits_or_says_why(result: Comparison) -> int:
-    """Returns the exit status. If no policy fits, it prints a line on stderr that points to the answer on stdout."""
+    """Returns the exit status. If no policy fits, a line on stderr points to the answer on stdout."""
     if any(row.fits for row in result.rows):
         return 0
     what = "no policy fits" if len(result.rows) > 1 else f"{result.rows[0].policy} does not fit"
@@ -205,21 +203,21 @@ def plan(
 
 
 def say_notes(result: Comparison) -> None:
-    """Print one line on stderr for each problem in the computation of the bound."""
+    """Problems in the computation of the bound, on stderr."""
     notes = {str(row.certificate["note"]) for row in result.rows if row.certificate and "note" in row.certificate}
     for one in sorted(notes):
         note(one)
 
 
 def say_left_out(result: Comparison) -> None:
-    """Print on stderr what an answer for several GPUs does not model, if the answer itself has no place for it."""
+    """What an answer for several GPUs does not model, on stderr."""
     for one in result.notes:
         note(f"note: {one}")
 
 
 def checked_plan(path: str) -> tuple[Plan, CheckReport]:
-    """Returns a plan file and the checker's report on it. A run needs the steps and bytes that the checker has proved.
-    Raises PlanError, naming the file, if it is unreadable or wrong."""
+    """With the checker's report. A run needs the steps and bytes that the checker has proved. Raises PlanError, naming
+    the file, if it is unreadable or wrong."""
     from pstar_sim.core.plan import load_plan
 
     plan = load_plan(path)
@@ -352,7 +350,7 @@ commands.add_typer(plot, name="plot")
 
 
 def measured_of(path: str) -> Timeline:
-    """Returns the measured timeline in a file. Raises TraceError, naming the file, if it has none."""
+    """Raises TraceError, naming the file, if it has none."""
     from pstar_sim.core.run_file import load_timelines
     from pstar_sim.errors import TraceError
 
@@ -369,10 +367,7 @@ def _compared(
     only_best: bool = False,
     likes: Sequence[ConfigurationPrediction] = (),
 ) -> Comparison:
-    """Returns the comparison of the policies for the question.
-
-    likes: predictions for configurations, which stand above the policies in the table.
-    """
+    """likes: stand above the policies in the table."""
     from pstar_sim.cli.inputs import cut_of, machine_of, settings_of, workloads_of
     from pstar_sim.planner.asked import asked_policies
     from pstar_sim.planner.balance import all_balance
@@ -407,7 +402,7 @@ def _among_variants(
     *,
     only_best: bool,
 ) -> Comparison:
-    """Returns the comparison on the fastest variant, by the only named policy or by `optimal`."""
+    """On the fastest variant, by the only named policy or by `optimal`."""
     from pstar_sim.cli.inputs import variants_of
     from pstar_sim.planner.compare import Comparison, unfit_row
     from pstar_sim.planner.compare import compare as ask
@@ -457,7 +452,7 @@ def _among_variants(
 
 
 def _timelines_of(plans: Sequence[str]) -> tuple[list[Timeline], str]:
-    """Returns the timelines of plan files, and a title for them."""
+    """With a title."""
     from pstar_sim.planner.compare import play_plan
 
     loaded = [checked_plan(path)[0] for path in plans]
@@ -468,7 +463,7 @@ def _timelines_of(plans: Sequence[str]) -> tuple[list[Timeline], str]:
 def _planned_timelines(
     job: OptionalWorkloadFlags, on: OptionalMachineFlags, setting: SettingFlags, policies: Sequence[str] | None
 ) -> tuple[list[Timeline], str]:
-    """Makes plans. Returns their timelines, and a title for them."""
+    """With a title."""
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.compare import compare as ask
 

@@ -34,10 +34,10 @@ def progress(
     file: IO[str] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[OnStep | None]:
-    """Yields the function to call after each step; None if quiet.
+    """Yields the function to call after each step, unless quiet.
 
-    file: where to write (stderr). On a terminal it gets live lines. Other files get one line per step, at most one per
-        second, and the last.
+    file: stderr by default. A terminal gets live lines, other files one line per step, at most one per second, and the
+        last.
     """
     if quiet:
         yield None
@@ -91,8 +91,7 @@ def plain_line(steps: int, plan: Plan, report: StepReport, status: Status) -> st
 
 
 def words(plan: Plan, report: StepReport, status: Status) -> list[str]:
-    """Returns three lines: loss, speed and deviations from the plan; bytes held in each place; the link in both
-    directions."""
+    """Loss, speed and deviations from the plan; bytes held in each place; the link in both directions."""
     rate = plan.tokens / report.time_s if report.time_s > 0 else 0.0
     held = (
         f"GPU {format_bytes(status.gpu_peak_bytes)} at most of {format_bytes(status.gpu_budget_bytes)}, "

@@ -51,8 +51,7 @@ OUTPUTS = ("record", "timeline", "perfetto", "plot")
 
 
 def predictor(machine: Machine) -> Callable[[Plan], Timeline]:
-    """Returns a function that predicts plans on `machine`, each plan once: a run may end with another plan than it
-    began with."""
+    """Each plan is predicted once on `machine`: a run may end with another plan than it began with."""
     from pstar_sim.planner.compare import play_plan
 
     known: dict[int, tuple[Plan, Timeline]] = {}
@@ -66,9 +65,9 @@ def predictor(machine: Machine) -> Callable[[Plan], Timeline]:
 
 
 def machine_here(plan: Plan, bandwidth: tuple[float, float], *, virtual: bool) -> Machine:
-    """Returns the machine for which a run of the plan is predicted.
+    """Predicts a run of the plan.
 
-    bandwidth: bytes per second of the virtual link, (to the gpu, to the host).
+    bandwidth: of the virtual link, in bytes per second (to the gpu, to the host).
     """
     if not virtual:
         return plan.machine
@@ -82,7 +81,7 @@ def machine_here(plan: Plan, bandwidth: tuple[float, float], *, virtual: bool) -
 
 
 def save_recording(recorded: Workload, machine: Machine, path: str, *, quiet: bool) -> None:
-    """Write the files of --record: the trace, and the rates measured here as a machine file of the same name."""
+    """The files of --record: the trace, and the rates measured here as a machine file of the same name."""
     from pstar_sim.catalog.writing import save_machine
     from pstar_sim.workload.trace import save_trace
 
@@ -94,8 +93,7 @@ def save_recording(recorded: Workload, machine: Machine, path: str, *, quiet: bo
 
 
 def check_outputs(flags: RunFlags) -> None:
-    """Raise PstarError where two flags name one file (the second would replace the first), and where --plot has an
-    ending that is not a kind of picture."""
+    """Raise PstarError where two flags name one file, and where --plot has an ending that is no kind of picture."""
     named: dict[Path, str] = {}
     for flag in OUTPUTS:
         name = getattr(flags, flag)
@@ -114,7 +112,7 @@ def check_outputs(flags: RunFlags) -> None:
 
 
 def try_outputs(flags: RunFlags) -> None:
-    """Raise PstarError, naming the flag, for a file that cannot be written. Called before any work for the file."""
+    """Raise PstarError, naming the flag, for a file that cannot be written, before any work for it."""
     for flag in OUTPUTS:
         name = getattr(flags, flag)
         if name is not None:
@@ -125,7 +123,7 @@ def try_outputs(flags: RunFlags) -> None:
 
 
 def write_timelines(flags: RunFlags, plan: Plan, predicted: Timeline, result: RunResult) -> None:
-    """Write the requested files that show the measured timeline beside the predicted timeline."""
+    """Of the measured beside the predicted timeline, as the flags say."""
     asked = [name for name in (flags.timeline, flags.perfetto, flags.plot) if name is not None]
     if result.timeline is None:
         for name in asked:
@@ -151,27 +149,26 @@ def write_timelines(flags: RunFlags, plan: Plan, predicted: Timeline, result: Ru
 
 
 def measured_s(result: RunResult) -> float:
-    """Returns the measured seconds per iteration: the median of the steps after the first."""
+    """Per iteration: the median of the steps after the first."""
     times = [r.time_s for r in result.reports]
     return statistics.median(times[1:] or times)
 
 
 def _counted(result: RunResult) -> str:
-    """Returns the steps of which `measured_s` is the time, in words."""
+    """The steps of `measured_s`, in words."""
     steps = len(result.reports)
     return f"median of steps 2 to {steps}" if steps > 2 else "the last step" if steps == 2 else "the one step"
 
 
 def measured_words(result: RunResult) -> str:
-    """Returns the title of a picture of the measured iteration. It has the seconds that the table has."""
+    """Title of a picture of the measured iteration, with the seconds of the table."""
     return f"measured: {format_s(measured_s(result))} per iteration ({_counted(result)}); drawn: the last step"
 
 
 def compare_with_run(plan: Plan, predicted: Timeline, result: RunResult) -> list[Figure]:
-    """Returns predicted beside measured figures: seconds of the median step after the first, bytes of the measured
-    iteration.
+    """Seconds are those of the median step after the first, bytes those of the measured iteration.
 
-    "re-timed" is the same plan, simulated with the seconds that its steps took in the run (sim/retime.py).
+    "re-timed" is the plan, simulated with the seconds of its steps in the run (sim/retime.py).
     """
     step_s = measured_s(result)
     wanted: dict[str, float] = {"iteration_s": predicted.iteration_s}
@@ -188,8 +185,7 @@ def compare_with_run(plan: Plan, predicted: Timeline, result: RunResult) -> list
 
 
 def retimed_s(plan: Plan, measured: Timeline) -> float | None:
-    """Returns the seconds of the re-timed iteration. Returns None for ranks that differ, which are simulated with
-    seconds of their own."""
+    """None for ranks that differ, which are simulated with seconds of their own."""
     from pstar_sim.sim.retime import retime
     from pstar_sim.sim.several_ranks import classes_of
 
@@ -199,10 +195,10 @@ def retimed_s(plan: Plan, measured: Timeline) -> float | None:
 def result_as_json(
     plan: Plan, machine: Machine, result: RunResult, rows: Sequence[Figure], *, steps: int
 ) -> dict[str, object]:
-    """Returns the object that `pstar run --json` prints.
+    """For `pstar run --json`.
 
-    machine: the machine for which the run was predicted.
-    steps: the requested number of steps.
+    machine: for which the run was predicted.
+    steps: requested.
     """
     return {
         "policy": plan.policy,
@@ -225,8 +221,7 @@ def figures_as_json(rows: Sequence[Figure]) -> list[dict[str, object]]:
 
 
 def predicted_from(plan: Plan, machine: Machine) -> str:
-    """Returns the sources of the predicted seconds, in words, for a run of the plan on `machine` (see
-    `machine_here`)."""
+    """The sources of the seconds, in words, for a run on `machine` (see `machine_here`)."""
     w, known = plan.workload, machine.confidence_by_input
     if w.recorded_on is not None and w.recorded_on == machine.name:
         compute = "compute as recorded in a warm-up"
@@ -241,8 +236,7 @@ def predicted_from(plan: Plan, machine: Machine) -> str:
 
 
 def predicted_bar(plan: Plan, machine: Machine) -> str:
-    """Returns the error to expect of the predicted seconds, in words, for a run of the plan on `machine` (see
-    `machine_here`)."""
+    """The error to expect of the seconds, in words, for a run on `machine` (see `machine_here`)."""
     if is_lower_bound(plan, machine):
         return "at least: matrix products, copies and updates count, other operators and Python do not"
     from pstar_sim.planner.trust import trust
@@ -251,16 +245,15 @@ def predicted_bar(plan: Plan, machine: Machine) -> str:
 
 
 def is_lower_bound(plan: Plan, machine: Machine) -> bool:
-    """Returns whether the predicted seconds of a run on `machine` count only matrix products, copies and updates, so
-    that the run takes longer. True on the virtual accelerator for a plan whose trace was not recorded on `machine`."""
+    """Whether the predicted seconds count only matrix products, copies and updates, so that the run takes longer. True
+    on the virtual accelerator for a plan whose trace was not recorded on `machine`."""
     return plan.machine.gpu.name == "virtual" and plan.workload.recorded_on != machine.name
 
 
 def smaller_batches(plan: Plan, machine: Machine, shares: Sequence[float]) -> Plan:
-    """Returns the plan for an iteration of smaller batches on `machine`: the seconds of a micro-batch's moments are
-    scaled by the size of its batch. Steps and bytes are the plan's.
+    """The seconds of a micro-batch's moments are scaled by the size of its batch; steps and bytes are the plan's.
 
-    shares: size of each micro-batch, as a share of the plan's batch.
+    shares: of the plan's batch, of each micro-batch.
     """
     from pstar_sim.cost import cost_of
     from pstar_sim.workload.workload import Phase
@@ -275,10 +268,10 @@ def smaller_batches(plan: Plan, machine: Machine, shares: Sequence[float]) -> Pl
 
 
 def explain_run(plan: Plan, machine: Machine, result: RunResult) -> str:
-    """Returns lines below the table: the meaning of the figures, the sources of the prediction, whether other programs
-    disturbed the run, and how the run left the plan if it did.
+    """Below the table: the meaning of the figures, the sources of the prediction, whether other programs disturbed the
+    run, and how it left the plan.
 
-    machine: the machine for which the run was predicted.
+    machine: for which the run was predicted.
     """
     lines = [
         *result.notes,

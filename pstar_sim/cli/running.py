@@ -28,8 +28,6 @@ KERNELS = Literal["flash", "efficient", "math"]
 
 @dataclass(frozen=True, kw_only=True)
 class _TraceFlags:
-    """The model and the iteration to trace."""
-
     model: Annotated[
         str,
         typer.Argument(
@@ -142,7 +140,7 @@ def trace(
 
 
 def _note_own_shape(w: Workload, asked: _TraceFlags) -> None:
-    """Say on stderr if a factory's own batch was traced instead of the requested batch."""
+    """If a factory's own batch was traced instead of the requested one."""
     if not asked.model.startswith("py:"):
         return
     for name, flag, own, wanted in (
@@ -185,7 +183,7 @@ def _variant_words(w: Workload) -> str:
 
 
 def record_on_device(asked: _TraceFlags) -> Workload:
-    """Returns the workload of one real iteration, counted and timed, for `pstar trace --device`."""
+    """Runs one real iteration, counted and timed, for `pstar trace --device`."""
     from pstar_sim.arguments import parse_bytes
     from pstar_sim.catalog.loader import load_machine
 

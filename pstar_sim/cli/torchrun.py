@@ -120,8 +120,7 @@ def _run(flags: RunFlags, plan: Plan, processes: Processes) -> None:
 
 
 def _files_of(flags: RunFlags, rank: int) -> RunFlags:
-    """Returns the flags with the names of the files that this rank writes; None for files of other ranks. Raises
-    PstarError for a file that cannot be written."""
+    """Other ranks' files are None. Raises PstarError for a file that cannot be written."""
     names: dict[str, str | None] = {}
     for flag in OUTPUTS:
         name = getattr(flags, flag)
@@ -140,7 +139,7 @@ def _first_rank_of(machine: Machine) -> Machine:
 
 
 def _say(plan: Plan, machine: Machine, predicted: Timeline, result: RunResult, *, as_json: bool) -> None:
-    """Print the results of the run, beside its prediction for `machine`."""
+    """Beside the prediction for `machine`."""
     said = _Said(plan=plan, machine=machine, predicted=predicted, result=result)
     if as_json:
         sys.stdout.write(json.dumps(said.figures()) + "\n")
@@ -157,7 +156,7 @@ def _say(plan: Plan, machine: Machine, predicted: Timeline, result: RunResult, *
 
 @dataclass(frozen=True, kw_only=True)
 class _Said:
-    """The figures of a run of several ranks, from the view of one rank."""
+    """From the view of one of several ranks."""
 
     plan: Plan
     machine: Machine
@@ -170,12 +169,11 @@ class _Said:
 
     @cached_property
     def times(self) -> list[float]:
-        """Seconds of each step."""
         return [report.time_s for report in self.result.reports]
 
     @cached_property
     def step_s(self) -> float:
-        """Median seconds per step, without the first step if there are others."""
+        """Without the first step if there are others."""
         return statistics.median(self.times[1:] or self.times)
 
     @cached_property
@@ -185,7 +183,7 @@ class _Said:
 
     @cached_property
     def again_s(self) -> float | None:
-        """Seconds of the plan, simulated with the measured seconds of this rank's steps."""
+        """Of the plan, simulated with this rank's measured steps."""
         return None if self.result.timeline is None else retimed_s(self.plan, self.result.timeline)
 
     @cached_property
@@ -194,13 +192,13 @@ class _Said:
 
     @cached_property
     def moved(self) -> dict[str, int]:
-        """Measured bytes by lane."""
+        """By lane."""
         here, shared = self.result.measured, self.result.shared
         return {**(here.moved_bytes if here is not None else {}), **({"net": shared.sent_bytes} if shared else {})}
 
     @cached_property
     def peaks(self) -> list[int]:
-        """GPU peaks in bytes, of the ranks that reported a peak."""
+        """Of the ranks that reported one."""
         here, shared = self.result.measured, self.result.shared
         if shared is not None:
             return list(shared.peak_gpu_bytes)
@@ -211,7 +209,7 @@ class _Said:
         return 0 if self.result.shared is None else self.result.shared.transient_bytes
 
     def figures(self) -> dict[str, object]:
-        """Returns the figures of the run, for programs."""
+        """For programs."""
         plan, result, wanted = self.plan, self.result, self.plan.moved_bytes
         return {
             "policy": plan.policy, "model": plan.workload.model, "ranks": self.ranks,
@@ -226,7 +224,7 @@ class _Said:
         }  # fmt: skip
 
     def step_rows(self) -> list[tuple[str, str, str, str]]:
-        """Returns the rows of the first step and the last steps."""
+        """Of the first step and the last steps."""
         first, count = self.result.reports[0].step, len(self.losses)
         from_ = count - 5 if count > 6 else 0
         return [
@@ -236,7 +234,7 @@ class _Said:
         ]
 
     def predicted_rows(self) -> list[tuple[str, str, str]]:
-        """Returns predicted beside measured figures."""
+        """Beside measured figures."""
         wanted, moved = self.plan.moved_bytes, self.moved
         rows = [("iteration", format_s(self.predicted.iteration_s), format_s(self.step_s))]
         if self.again_s is not None:

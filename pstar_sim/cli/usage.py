@@ -32,7 +32,7 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
 
 
 def _words(error: typer.TyperException) -> str:
-    """Returns a message for a wrong value: the flag, the fault of its value, and the command that lists the flags."""
+    """The flag, the fault of its value, and the command that lists the flags."""
     text, context = error.message.rstrip("."), getattr(error, "ctx", None)
     if (parameter := getattr(error, "param", None)) is not None:
         text = f"argument {_name(parameter)}: {text}"
@@ -48,10 +48,10 @@ def _name(parameter: Any) -> str:
 
 
 def _check_words(context: Any, parameters: Sequence[Any], words: Sequence[str], *, until_word: bool) -> None:
-    """Refuse flags that are not known or have no value, and arguments that are missing or too many. click itself would
-    take the next flag for a value, and names one missing flag at a time.
+    """Refuses flags that are unknown or have no value, and missing or needless arguments. click itself would take the
+    next flag for a value, and names one missing flag at a time.
 
-    until_word: whether to stop at the first argument, because a command follows.
+    until_word: stop at the first argument, because a command follows.
     """
     flags = {name: p for p in parameters for name in (*p.opts, *p.secondary_opts) if p.param_type_name == "option"}
     places = [p for p in parameters if p.param_type_name == "argument"]
@@ -77,12 +77,11 @@ def _check_words(context: Any, parameters: Sequence[Any], words: Sequence[str], 
 
 
 def _is_flag(word: str) -> bool:
-    """Returns whether a word begins like a flag. "-" alone stands for a file."""
+    """ "-" alone stands for a file."""
     return word.startswith("-") and word != "-"
 
 
 def _check_number(context: Any, places: Sequence[Any], number: int, word: str) -> None:
-    """Refuse the argument `word` if `number` arguments are more than the command takes."""
     if number > len(places) and all(p.nargs == 1 for p in places):
         raise PstarError(_see(context, f"unexpected argument {word!r}"))
 
@@ -94,7 +93,7 @@ def _check_required(context: Any, left_out: Sequence[Any]) -> None:
 
 
 def _flag_of(context: Any, word: str, flags: Mapping[str, Any]) -> Any:
-    """Returns the flag that a word names: `--flag`, `--flag=VALUE`, `-f` or `-fVALUE`."""
+    """`--flag`, `--flag=VALUE`, `-f` or `-fVALUE`."""
     name = word.partition("=")[0]
     flag = flags.get(name) or (None if word.startswith("--") else flags.get(word[:2]))
     if flag is None:
@@ -105,16 +104,16 @@ def _flag_of(context: Any, word: str, flags: Mapping[str, Any]) -> Any:
 
 
 def _commands_with(context: Any, name: str) -> list[str]:
-    """Returns at most three other commands of the group that have the flag."""
+    """At most three others of the group."""
     group = getattr(context.parent, "command", None)
     commands = getattr(group, "commands", {})
     return [other for other, one in commands.items() if any(name in p.opts for p in one.get_params(context))][:3]
 
 
 def _take_value(context: Any, flag: Any, word: str, left: list[str], flags: Collection[str]) -> None:
-    """Take the value of a flag from the words behind it, unless the value is in the flag's own word (--flag=value).
+    """From the words behind the flag, unless it is in the flag's own word (--flag=value).
 
-    left: the words behind the flag.
+    left: words behind the flag.
     """
     name, equals, value = word.partition("=")
     if flag.is_flag:
@@ -128,8 +127,8 @@ def _take_value(context: Any, flag: Any, word: str, left: list[str], flags: Coll
 
 
 class _OwnParser:
-    """Reads the value of a flag by the flag's parser, or leaves the text as it is. Typer's own parser gives the same
-    values, but imports pydantic, which takes a tenth of a second of CPU time per command."""
+    """Uses the flag's parser, or leaves the text as it is. Typer's own parser gives the same values, but imports
+    pydantic, which takes a tenth of a second of CPU time per command."""
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
         read = param.type_descriptor.parameter_info.parser or (lambda text: text)
@@ -144,7 +143,7 @@ def _read_values(parameters: Sequence[Any]) -> None:
 
 
 def _write_options(command: Any, context: Any, formatter: Any) -> None:
-    """Write arguments, then flags by section; flags without a section come last."""
+    """Arguments, then flags by section; flags without a section come last."""
     sections: dict[str, list[tuple[str, str]]] = {"arguments": []}
     others: list[tuple[str, str]] = []
     for parameter in command.get_params(context):
@@ -169,19 +168,19 @@ def _argument_name(parameter: Any) -> str:
 
 
 def _column(width: int) -> int:
-    """Returns the width of the column of names. The column beside it has their meanings."""
+    """The column beside it has the meanings of names."""
     return min(26, width // 3)
 
 
 def _write_epilog(command: Any, formatter: Any) -> None:
-    """Write examples unchanged, so that they can be copied; fold other lines."""
+    """Examples are unchanged, so that they can be copied; other lines are folded."""
     for line in (command.epilog or "").splitlines():
         formatter.write("\n")
         formatter.write(f"{line}\n") if line.startswith("example") else formatter.write_text(line)
 
 
 class Command(TyperCommand):
-    """A command of `pstar`."""
+    """Of `pstar`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "rich_markup_mode": None})
@@ -200,7 +199,7 @@ class Command(TyperCommand):
 
 
 class CommandGroup(TyperGroup):
-    """A group of commands. Its metavar, such as COMMAND, is the word for a command of the group."""
+    """Its metavar, such as COMMAND, is the word for a command of the group."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "rich_markup_mode": None})

@@ -11,12 +11,11 @@ __all__ = ["CheckReport", "GpuPeak"]
 
 @dataclass(frozen=True, kw_only=True)
 class GpuPeak:
-    """The most bytes that the GPU of some ranks can hold in any legal interleaving (exact).
+    """The most bytes that the GPU of these ranks can hold in any legal interleaving (exact).
 
-    ranks: numbers of these ranks.
-    moment: the moment of this peak, -1 for the cut.
+    moment: of this peak, -1 for the cut.
     running: ids of the steps under way at this peak.
-    budget_bytes: bytes of its GPU that each of these ranks may take.
+    budget_bytes: for each of these ranks.
     """
 
     ranks: tuple[int, ...]
@@ -28,17 +27,12 @@ class GpuPeak:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """The result of a check.
-
-    steps: number of steps of the plan.
-    moments: number of moments of the plan.
-    iterations: number of iterations that had to be unrolled; 2 unless a queue may run further ahead.
-    peak_bytes: place -> the most bytes that the place can hold in any legal interleaving (exact), on any rank.
+    """iterations: number unrolled; 2 unless a queue may run further ahead.
+    peak_bytes: place -> the most bytes on any rank in any legal interleaving (exact).
     peak_at: place -> the moment of this peak, -1 for the cut.
     running: place -> ids of the steps under way at this peak.
-    budget_bytes: place -> bytes of the place that the plan may take.
-    gpus: the peaks of the GPUs, one for all ranks that are alike.
-    figures: names of the plan's figures that were computed again and are right.
+    gpus: one peak for all ranks that are alike.
+    figures: names of those that were computed again and are right.
     not_checked: a line for each kind of statement in the plan that was not computed again ([Note: what a check says] in
         figures.py).
     """
@@ -55,7 +49,6 @@ class CheckReport:
     not_checked: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Returns the report in words, for people."""
         lines = [f"correct: {self.steps} steps, {self.moments} moments, every legal interleaving"]
         rows = [(place, size, self.peak_at[place], self.budget_bytes[place]) for place, size in self.peak_bytes.items()]
         if len(self.gpus) > 1:

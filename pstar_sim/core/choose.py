@@ -54,10 +54,7 @@ class Events(Sequence[tuple[int, int, bool]]):
     after the end of the op. A search reads the events of its best attempts alone, so they are read from the log each
     time.
 
-    log: entries of one iteration.
-    lap: number of that iteration.
     rows: number of rows of the draft.
-    parts: op -> its parts.
     """
 
     log: Sequence[int]
@@ -90,17 +87,12 @@ class Events(Sequence[tuple[int, int, bool]]):
 
 @dataclass(slots=True)
 class Window:
-    """One iteration of a schedule that repeats, from the first step of its compute queue to the first step of the next
-    iteration.
+    """One iteration of a schedule that repeats: between two first steps of the compute queue.
 
-    iteration_s: predicted seconds per iteration.
-    events: events of the window, in order.
-    gpu_free_bytes: bytes of the GPU that are free when the window opens.
-    host_free_bytes: bytes of the host that are free when the window opens.
-    stuck: (row, place, bytes wanted, bytes free) of the step that can never start; None if there is none.
-    periods_s: seconds of each iteration that was tried.
-    starts_s: op of the compute queue, in order -> seconds from the begin of the window to the op's start; empty if the
-        search gave up.
+    gpu_free_bytes, host_free_bytes: when the window opens.
+    stuck: (row, place, bytes wanted, bytes free) of the step that can never start.
+    periods_s: of each iteration that was tried.
+    starts_s: ops of the compute queue, in order, from the begin of the window; empty if the search gave up.
     """
 
     iteration_s: float
@@ -113,8 +105,7 @@ class Window:
 
     @property
     def repeats(self) -> bool:
-        """Whether the last two periods agree. If they do not, the seconds of a plan made from this window may differ
-        from `iteration_s`."""
+        """If they do not, the seconds of a plan made from this window may differ from `iteration_s`."""
         return len(self.periods_s) > 1 and agree(self.periods_s[-1], self.periods_s[-2], TOLERANCE)
 
 
@@ -133,13 +124,9 @@ class _Chooser:
     """Advances a draft: starts the steps that can start, goes on to the next end, and repeats. choose_columns.py says
     how steps are numbered. Lists with an entry per iteration grow as iterations open.
 
-    waits: row -> number of ops for which it still waits.
-    started: op -> whether it has started.
-    ended: op -> whether it has ended.
     over: op -> whether it has ended, or has no bytes on the GPU.
     ready: queue -> heap of the ops that wait for nothing more.
-    current: queue -> its current iteration.
-    unstarted: queue -> number of its ops in that iteration that have not started.
+    unstarted: queue -> number of its ops in its iteration that have not started.
     lap: iteration of the compute queue.
     at: index in `Columns.compute` of the compute queue's next op.
     position: position that runs or is next, counted through all iterations.
@@ -200,7 +187,6 @@ class _Chooser:
     # -- iterations and steps --
 
     def _open_iteration(self) -> None:
-        """Open an iteration in which no step has started."""
         c, ready, k = self.columns, self.ready, len(self.waits)
         row = list(c.base_waits if k else c.first_waits)
         opened = c.at_once if k else [i for i in c.by_rank if not row[i]]
@@ -219,10 +205,6 @@ class _Chooser:
             self.ahead.open_iteration()
 
     def _free(self, waits: list[int], rows: Sequence[int], base: int) -> None:
-        """Let these rows no longer wait for an op that has ended.
-
-        base: number of the first op of their iteration.
-        """
         rank, queue_of, ready = self.columns.rank, self.columns.queue_of, self.ready
         for j in rows:
             waits[j] = waiting = waits[j] - 1
@@ -230,8 +212,7 @@ class _Chooser:
                 heappush(ready[queue_of[j]], base + rank[j])
 
     def _start(self, q: int, i: int, k: int) -> bool:
-        """Start step i of iteration k on queue q. Returns whether the step has ended already, because it takes no
-        time."""
+        """Returns whether the step has ended already, because it takes no time."""
         c = self.columns
         if q != COMPUTE:
             heappop(self.ready[q])
@@ -252,7 +233,6 @@ class _Chooser:
         return False
 
     def _finish(self, i: int, k: int) -> None:
-        """End step i of iteration k."""
         c = self.columns
         self.gpu_free += c.gpu_free[i]
         self.host_free += c.host_free[i]
@@ -268,8 +248,7 @@ class _Chooser:
     # -- what can start --
 
     def _start_compute(self) -> Window | None:
-        """Start all steps of the compute queue that can start at this instant. Returns the outcome if the search ends
-        here."""
+        """Returns the outcome if the search ends here."""
         c, running = self.columns, self.clock.running
         compute, gpu_take, host_take = c.compute, c.gpu_take, c.host_take
         while running[COMPUTE] < 0:
@@ -295,8 +274,7 @@ class _Chooser:
         return None
 
     def _start_ready(self, q: int) -> bool:
-        """Start ready steps on a queue whose steps take no bytes ahead of their use. Returns whether any step took no
-        time."""
+        """On a queue whose steps take no bytes ahead of their use. Returns whether any step took no time."""
         c, ready, running = self.columns, self.ready[q], self.clock.running
         gpu_take, host_take = c.gpu_take, c.host_take
         at_once = False
@@ -311,8 +289,7 @@ class _Chooser:
         return at_once
 
     def _start_ahead(self, q: int) -> bool:
-        """Start ready steps on a queue whose steps take bytes ahead of their use. Returns whether any step took no
-        time."""
+        """On a queue whose steps take bytes ahead of their use. Returns whether any step took no time."""
         c, ready, running, ahead = self.columns, self.ready[q], self.clock.running, self.ahead
         at_once = False
         while ready and running[q] < 0:
@@ -355,7 +332,7 @@ class _Chooser:
     # -- when it ends --
 
     def _end_window(self) -> Window | None:
-        """End the window, when the compute queue begins an iteration. Returns the outcome if the search ends here."""
+        """Returns the outcome if the search ends here."""
         windows = self.windows
         windows.mark(self.clock.now, self.gpu_free, self.host_free)
         outcome = windows.outcome()
@@ -368,7 +345,7 @@ class _Chooser:
         return None
 
     def _with_starts(self, outcome: Window) -> Window:
-        """Returns the outcome with the starts of the latest window that was run."""
+        """The starts are those of the latest window that was run."""
         begin_s = self.starts_s[0]
         return replace(outcome, starts_s=[start_s - begin_s for start_s in self.starts_s])
 
@@ -394,7 +371,7 @@ class _Chooser:
         )
 
     def _stuck(self) -> Window:
-        """Returns the outcome if no step runs and none can start: the step that wants more bytes than there are."""
+        """Names the step that wants more bytes than there are."""
         c, gpu_free, host_free = self.columns, self.gpu_free, self.host_free
         at = c.compute[self.at]
         candidates = [at] if not self.waits[self.lap][at] else []
@@ -414,7 +391,7 @@ class _RoomAhead:
 
     slack: bytes at each position, counted through all iterations, that are neither needed nor reserved.
     urgent: queue -> (index into `Columns.fetch_order`, iteration) of its earliest step that has not started.
-    refused: queue -> the last step (as in `ready`) that had no room, and the last position without room for it.
+    refused: queue -> the last step (as in `ready`) that had no room, and until which position.
     """
 
     __slots__ = ("_base", "_columns", "_lead", "refused", "slack", "urgent")
@@ -430,12 +407,11 @@ class _RoomAhead:
         self.slack = np.concatenate((self.slack, self._base))
 
     def was_refused(self, q: int, step: int, position: int) -> bool:
-        """Returns whether this step of the queue is known to still have no room."""
         refused, until = self.refused[q]
         return refused == step and position <= until
 
     def reserve(self, q: int, i: int, k: int, position: int, started: Sequence[bytearray]) -> bool:
-        """Reserve room for step i of iteration k from `position` to its use. Returns whether there is room."""
+        """From `position` to the use of step i. Returns whether there is room."""
         c = self._columns
         use = c.use[i]
         assert use is not None
@@ -452,7 +428,7 @@ class _RoomAhead:
         return True
 
     def _most_urgent(self, q: int, started: Sequence[bytearray]) -> tuple[int, int]:
-        """Returns (iteration, step) of the earliest step of the queue that has not started."""
+        """Returns (iteration, step)."""
         order = self._columns.fetch_order[q]
         n, lap = self.urgent[q]
         while started[lap][order[n]]:
@@ -464,10 +440,8 @@ class _RoomAhead:
 
 
 class _WindowLog:
-    """The windows so far, and whether the latest window is the outcome.
-
-    log: starts and ends of ops so far, as numbers (choose_columns.py).
-    marks: for each end of a window: time, length of the log, bytes free on the GPU, bytes free on the host.
+    """log: starts and ends of ops, as numbers (choose_columns.py).
+    marks: ends of windows: time, length of the log, bytes free on the GPU and on the host.
     """
 
     __slots__ = ("_columns", "_draft", "limit_s", "log", "marks")
@@ -478,16 +452,14 @@ class _WindowLog:
 
     @property
     def period_s(self) -> float:
-        """Seconds of the latest window."""
         return self.marks[-1][0] - self.marks[-2][0]
 
     def mark(self, now: float, gpu_free: int, host_free: int) -> None:
-        """Record that a window ends."""
         self.marks.append((now, len(self.log), gpu_free, host_free))
 
     def outcome(self) -> Window | None:
-        """Returns the outcome if the latest window took too long, or if it is as long as the window before and contains
-        every step once; None otherwise."""
+        """Returns None unless the latest window took too long, or is as long as the one before and contains every step
+        once."""
         marks = self.marks
         periods = self._periods()
         period = periods[-1]
@@ -521,8 +493,7 @@ class _WindowLog:
         )
 
     def repeated(self, clock: Clock) -> Window | None:
-        """Returns the outcome if the latest window comes again. Otherwise returns None and changes nothing: [Note: a
-        window again]."""
+        """Returns None, and changes nothing, unless the latest window comes again: [Note: a window again]."""
         log, marks = self.log, self.marks
         kept, entries, windows = clock.kept(), len(log), len(marks)
         (_, _, gpu_free, host_free), outcome = marks[-1], None
@@ -539,7 +510,7 @@ class _WindowLog:
         return outcome
 
     def given_up(self) -> Window:
-        """Returns the outcome of a search that gave up: no window, only the seconds of the iterations tried."""
+        """Has no window, only the seconds of the iterations tried."""
         periods = self._periods()
         return Window(periods[-1], [], self.marks[-1][2], self.marks[-1][3], periods_s=periods)
 

@@ -14,11 +14,10 @@ _Kept = tuple[float, float, bool, list[int], list[tuple[float, float, float, flo
 
 
 class Clock:
-    """Time, and the op that runs on each queue. Speeds depend on the ops that run. Speeds are computed once per
-    instant, after all ops that start or end in it.
+    """Speeds depend on the ops that run, and are computed once per instant, after all ops that start or end in it.
 
-    now: seconds since the cut.
-    running: queue -> the op that runs on it; -1 if none does.
+    now: since the cut.
+    running: queue -> op; -1 if none runs.
     """
 
     __slots__ = (
@@ -39,7 +38,6 @@ class Clock:
         self._left, self._speed, self._demand = [0.0] * queues, [1.0] * queues, [0.0] * queues
 
     def occupy(self, q: int, op: int, seconds: float) -> None:
-        """Let a queue run an op of these nominal seconds."""
         self.running[q] = op
         if self._sharing[q]:
             self._changed = True
@@ -49,14 +47,13 @@ class Clock:
             self._until[q] = self.now + seconds
 
     def vacate(self, q: int) -> None:
-        """Let a queue run nothing."""
         self.running[q] = -1
         self._until[q] = math.inf
         if self._sharing[q]:
             self._changed = True
 
     def advance(self) -> int:
-        """Advance to the next end. Returns the queue whose op ends then; -1 if none runs."""
+        """Advance to the next end. Returns its queue; -1 if nothing runs."""
         if self._changed:
             self._retime()
         until = self._until
@@ -64,7 +61,6 @@ class Clock:
         return until.index(now) if now != math.inf else -1
 
     def _retime(self) -> None:
-        """Compute the new ends of steps that share something."""
         self._changed = False
         now, running, left, speed, demand = self.now, self.running, self._left, self._speed, self._demand
         elapsed, self._settled_s = now - self._settled_s, now
@@ -76,7 +72,7 @@ class Clock:
             self._until[q] = now + max(0.0, rest) / rate
 
     def pass_over(self, entries: Sequence[int]) -> bool:
-        """Advance over these entries of the log. Returns whether their steps end in that order."""
+        """Returns whether the steps of these entries end in that order."""
         seconds_of, queue_of, count = self._columns.seconds, self._columns.queue_of, self._columns.count
         for entry in entries:
             op = entry // 2
@@ -93,7 +89,7 @@ class Clock:
         return True
 
     def kept(self) -> _Kept:
-        """Returns the state of the clock, for `set_back`."""
+        """For `set_back`."""
         rates = [*zip(self._until, self._left, self._speed, self._demand)]
         return self.now, self._settled_s, self._changed, self.running[:], rates
 

@@ -29,20 +29,15 @@ _INDEX = {
 
 
 class Columns:
-    """The columns of a draft.
-
-    count: number of rows.
-    ops: number of ops.
-    parts: op -> the rows that follow it at once.
+    """parts: op -> the rows that follow it at once.
     compute: ops of the compute queue, in order.
-    positions: number of ops of the compute queue that are positions.
-    queues: number of queues.
+    positions: ops of the compute queue that are positions.
     lengths: queue -> number of its ops that start when they are ready, in any order.
     on_dram: queues whose steps use host DRAM.
-    shared: whether several queues together may want more of host DRAM, or of the link, than there is.
-    demand: op -> bytes of host DRAM per second that it wants.
-    by_rank: ops that start when they are ready, in the order of their keys.
-    rank: op -> its place in `by_rank`; -1 for an op that is not there.
+    shared: whether queues together may want more of host DRAM, or of the link, than there is.
+    demand: op -> bytes of host DRAM per second.
+    by_rank: these ops, in the order of their keys.
+    rank: op -> its place in `by_rank`, or -1.
     at_once: ops of `by_rank` that wait for no op.
     followers: op -> rows that wait for it in the same iteration.
     successors: op -> rows that wait for it in the next iteration.
@@ -52,7 +47,7 @@ class Columns:
     rest_s: at each place of `compute`, nominal seconds from there to the end of the iteration.
     reserving: queues whose steps take bytes ahead of their use.
     others: queues that neither reserve nor compute.
-    fetch_order: queue -> its ops that serve a position, sorted by that position.
+    fetch_order: queue -> its ops that serve a position, by that position.
     """
 
     __slots__ = (
@@ -78,7 +73,7 @@ class Columns:
         ]
 
     def _read(self, rows: Sequence[DraftRow]) -> list[int]:
-        """Read the columns of the rows. Returns the bytes of host DRAM per row, from which the demand is computed."""
+        """Returns the bytes of host DRAM per row."""
         charges = [row.charge for row in rows]
         self.use = [row.use for row in rows]
         self.queue_of = [_INDEX[row.queue] for row in rows]
@@ -111,7 +106,6 @@ class Columns:
         return op_of
 
     def _link(self, rows: Sequence[DraftRow], op_of: Sequence[int]) -> None:
-        """Compute the followers, successors and waits of all rows."""
         self.followers: list[list[int]] = [[] for _ in rows]  # in the same iteration
         self.successors: dict[int, list[int]] = {}  # in the next iteration
         self.base_waits = [len(row.after) for row in rows]
@@ -126,7 +120,7 @@ class Columns:
                     followers[op_of[j]].append(i)
 
     def _sort(self, rows: Sequence[DraftRow], ops: Sequence[int]) -> None:
-        """Sort the ops of each queue by the order in which they may start."""
+        """The order is that in which they may start."""
         queue_of = self.queue_of
         self.ops = len(ops)
         self.compute = [i for i in ops if queue_of[i] == COMPUTE]
@@ -149,7 +143,6 @@ class Columns:
         self.fetch_order = [[i for i in served if queue_of[i] == q] for q in range(self.queues)]
 
     def _look_ahead(self) -> None:
-        """Compute what lies ahead at each place of the compute queue."""
         self.upcoming = [0] * len(self.compute)
         self.rest_s = [0.0] * len(self.compute)
         need, rest_s = 0, 0.0

@@ -18,13 +18,9 @@ __all__ = ["FREE", "Charge", "Draft", "DraftRow"]
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """The time and bytes of a row.
-
-    seconds: nominal seconds of the row running alone.
-    gpu_take: bytes of the GPU that it takes when it starts.
-    host_take: bytes of the host that it takes when it starts.
-    gpu_free: bytes of the GPU that it frees when it ends.
-    host_free: bytes of the host that it frees when it ends.
+    """seconds: nominal, of the row running alone.
+    gpu_take, host_take: bytes taken at the start.
+    gpu_free, host_free: bytes freed at the end.
     dram_bytes: bytes that cross host DRAM.
     """
 
@@ -43,19 +39,12 @@ FREE = Charge()
 class DraftRow:
     """One step, or a block of moments. The value -1 means none.
 
-    chunk: chunk of the step.
-    list_name: list of the step.
-    moment: moment of the step. For a block, an Adam or a stash, the other fields determine the moment.
-    charge: time and bytes of the row.
+    moment: for a block, an Adam or a stash, the other fields determine it.
     after: (row, back) pairs that have to end first, in this iteration (back 0) or the previous iteration (back 1).
     key: order among the ready rows of a queue, smallest first (None: the order of the draft).
-    behind: an earlier row of the same queue that this row follows at once (for example a drop, after its write-back or
-        after the last moment that used the list). This row then takes no time and no bytes, waits for no other row, and
-        has no key.
-    use: position that a fetch or a gather serves.
+    behind: an earlier row of the same queue that this row follows at once (for example a drop after its write-back).
+        This row then takes no time and no bytes, waits for no other row, and has no key.
     is_position: whether the row is the next position of the compute queue.
-    block: index of the block of moments.
-    stash: index into the workload's stashes.
     """
 
     queue: Queue
@@ -77,9 +66,8 @@ class DraftRow:
 class Draft:
     """Rows of one iteration, in an order in which they could run one after the other.
 
-    gpu_free_bytes: free bytes of the GPU at the cut, when no step of the iteration has begun.
-    host_free_bytes: free bytes of the host at the cut.
-    rates: rates that copies and CPU Adam share, without measured slow-downs. Collectives use other wires.
+    gpu_free_bytes, host_free_bytes: at the cut, when no step of the iteration has begun.
+    rates: of copies and CPU Adam, without measured slow-downs. Collectives use other wires.
     room: per position, bytes that fetches ahead of their use may take.
     lead_bytes: see [Note: fetching ahead] in choose.py.
     """

@@ -39,34 +39,28 @@ _CATEGORY = {"param": "param", "grad": "grad", "grad32": "grad", "remote": "para
 
 
 def category_of(list_name: str) -> str:
-    """Returns the category of a list in a timeline: "param", "grad" or "states"."""
+    """ "param", "grad" or "states", as in a timeline."""
     return _CATEGORY.get(list_name, "states")
 
 
 class Touched(NamedTuple):
-    """A payload that a step takes or frees.
-
-    lenient: whether the step takes the payload only if it is absent, or frees it only if it is present.
-    """
+    """lenient: whether it is taken only if absent, or freed only if present."""
 
     resident: Resident
     lenient: bool
 
 
 def takes(step: Step) -> Touched | None:
-    """Returns the payload that a step takes when it starts; None if it takes none. The tide's rise is in
-    `tide_moves`."""
+    """The tide's rise is in `tide_moves`."""
     return _touched(step, EFFECTS[step.kind].takes)
 
 
 def frees(step: Step) -> Touched | None:
-    """Returns the payload that a step frees when it ends; None if it frees none."""
     return _touched(step, EFFECTS[step.kind].frees)
 
 
 def reads(step: Step) -> tuple[Resident, ...]:
-    """Returns the lists that have to be there when a step starts and that the step copies or reduces; none for moments
-    and Adam."""
+    """Returns what has to be there when a step starts and that it copies or reduces; none for moments and Adam."""
     if step.list is None or step.chunk is None:
         return ()
     there = EFFECTS[step.kind].reads
@@ -94,7 +88,7 @@ def _touched(step: Step, touch: Touch | None) -> Touched | None:
 def tide_moves(tide: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns (rise, fall) of the tide at each moment: non-model bytes taken when it starts, and freed when it ends.
 
-    tide: bytes of each moment of an iteration, or of each block of moments.
+    tide: of each moment of an iteration, or of each block.
     """
     changes = [now - before for before, now in zip((tide[-1], *tide), tide)]
     rise = tuple(change if change > 0 else 0 for change in changes)
@@ -103,13 +97,12 @@ def tide_moves(tide: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def tide_at_cut(tide: Sequence[int]) -> int:
-    """Returns the non-model bytes between two iterations: the last moment's fall has happened, the first moment's rise
-    has not."""
+    """The last moment's fall has happened, the first moment's rise has not."""
     return min(tide[-1], tide[0])
 
 
 def name_of(resident: Resident) -> str:
-    """Returns words for messages: "the param list of chunk 3 on the gpu"."""
+    """Returns words such as "the param list of chunk 3 on the gpu"."""
     return f"the {resident.list} list of chunk {resident.chunk} on the {resident.place.value}"
 
 
@@ -144,13 +137,11 @@ def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
 
 
 def folded_lists(plan: Plan) -> dict[int, int]:
-    """Returns step -> number of gradient lists of its chunk that an update adds to another list before it begins. Only
-    steps with such adds are included.
+    """Returns step -> number of gradient lists that an update adds to another before it begins, if any.
 
-    All gradients of a chunk are added up when it is updated. Each micro-batch has one gradient. A cpu_add adds a
-    gradient to the sum on the host, and a sum on the gpu takes each gradient as it arrives. The update adds all other
-    gradients. On a sliced layout, updates on the gpu are left out, as are other adds on the gpu. A part of an update
-    makes its part of each add.
+    Each micro-batch has one gradient. A cpu_add adds a gradient to the sum on the host, and a sum on the gpu takes each
+    gradient as it arrives. The update adds all other gradients. On a sliced layout, updates on the gpu are left out, as
+    are other adds on the gpu. A part of an update makes its part of each add.
     """
     if plan.workload.micro_batches == 1:
         return {}
@@ -163,7 +154,7 @@ def folded_lists(plan: Plan) -> dict[int, int]:
 
 
 def _summed_on_gpu(plan: Plan) -> set[int]:
-    """Returns the chunks that have a list for the sum of their gradients on the gpu, always or for a time."""
+    """The list is there always or for a time."""
     opened = {s.chunk for s in plan.steps if s.kind is Kind.ALLOC and s.place is Place.GPU and s.list == "grad32"}
     stays = {r.chunk for r in plan.initial if r.place is Place.GPU and r.list == "grad32"}
     return {chunk for chunk in opened | stays if chunk is not None}
@@ -176,8 +167,7 @@ def overwritten_in_place(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _last_gradients(plan: Plan) -> dict[tuple[int, int], int]:
-    """Returns (chunk, micro-batch) -> the moment in which the chunk's last gradient of the micro-batch arrives. Keys
-    are in the order in which the first gradients arrive."""
+    """Keys are in the order in which the first gradients arrive."""
     w, chunk_of = plan.workload, plan.layout.chunk_of
     last: dict[tuple[int, int], int] = {}
     for m, (moment, tensors) in enumerate(zip(w.moments, w.gradients)):
@@ -187,7 +177,7 @@ def _last_gradients(plan: Plan) -> dict[tuple[int, int], int]:
 
 
 def needed(layout: Layout, workload: Workload) -> list[tuple[int, ...]]:
-    """Returns the chunks that each moment reads, ascending."""
+    """Returns the chunks of each moment, ascending."""
     chunk_of = layout.chunk_of
     chunks = {tensors: tuple(sorted({chunk_of[t] for t in tensors})) for tensors in set(workload.reads)}
     return [chunks[tensors] for tensors in workload.reads]

@@ -36,10 +36,10 @@ _PEAKS = {"peak_gpu_bytes": Place.GPU, "peak_host_bytes": Place.HOST}
 
 @dataclass(frozen=True, kw_only=True)
 class Stated:
-    """Figures that a plan states, compared with recomputed figures.
+    """A plan's figures, compared with recomputed figures.
 
-    false: a sentence for each figure that differs from the recomputed figure.
-    checked: names of the figures that are right.
+    false: a sentence for each figure that differs.
+    checked: names of those that are right.
     """
 
     false: tuple[str, ...]
@@ -47,15 +47,14 @@ class Stated:
 
 
 def moves_on_disks(moved_bytes: Mapping[str, int]) -> bool:
-    """Returns whether a plan, or a timeline, with these moved bytes reads or writes disks. Lower bounds count no disks,
-    so the distance of such a plan from its bound says nothing."""
+    """Lower bounds count no disks, so the distance of such a plan from its bound says nothing."""
     return any(moved_bytes.get(way, 0) for way in ("nvme_read", "nvme_write"))
 
 
 def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
-    """Check the figures of bytes. Returns which are right, and which differ from the recomputed figures.
+    """Compares figures of bytes with recomputed ones.
 
-    peak_bytes: the most bytes that each place can hold, as proved.
+    peak_bytes: as proved.
 
     The peak of a run depends on its timing. So a stated peak has to lie between the bytes that every run holds,
     whatever its timing, and the proved peak; on several ranks, on the rank with the largest.
@@ -81,8 +80,8 @@ def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
 
 
 def _least_bytes(plan: Plan, place: Place) -> int:
-    """Returns the least bytes that the place holds at its peak on some rank, whatever the timing: the bytes that it
-    holds at the cut or, on the gpu, the bytes of the moment with the largest need if these are more."""
+    """Whatever the timing: the bytes at the cut or, on the gpu, of the moment with the largest need if these are
+    more."""
     cut = sum(size for _, where, size in plan.buffers if where is place)
     cut += sum(plan.layout.payload_bytes(r.chunk, r.list) for r in plan.initial if r.chunk >= 0 and r.place is place)
     if place is not Place.GPU:
@@ -101,11 +100,11 @@ def _least_bytes(plan: Plan, place: Place) -> int:
 def not_checked(
     plan: Plan, checked: Collection[str], why: Mapping[str, str], *, workload: bool, machine: bool
 ) -> tuple[str, ...]:
-    """Returns one line per kind of statement in the plan that was not computed again, or that is missing.
+    """Returns a line per kind of statement that was not computed again, or is missing.
 
-    checked: names of figures and words that were computed.
-    why: name -> reason why the figure was not computed.
-    workload, machine: whether the plan was compared with a workload, and with a machine.
+    checked: names of figures and words.
+    why: name -> reason.
+    workload, machine: whether the plan was compared with one.
     """
     lines: list[str] = []
     rest: dict[str, list[str]] = {}

@@ -37,8 +37,6 @@ class Times:
     """Seconds since the run began, one row per iteration and one column per step.
 
     ready: when the queue came to the step.
-    begin: when the step began.
-    end: when the step ended.
     """
 
     ready: NDArray[np.float64]
@@ -48,17 +46,15 @@ class Times:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """Events of a run. The last of `iterations` counts. Events of later iterations may follow, cut off at the end of
-    the run.
+    """Events of a run. The last of `iterations` counts. Events of later iterations may follow.
 
     events: every start (2 * step) and end (2 * step + 1), in order of time.
-    at_s: seconds of each event.
     marks: number of events when the compute queue had ended each iteration.
     last_wait: per iteration, step -> the step for which it waited last. Steps that did not wait are left out.
-    arrival_s: per iteration, step that meets the same step of other ranks -> seconds at which this rank was ready for
-        it. Every other step began when it was ready.
-    dram_loss_s: per iteration and step, seconds lost because DRAM was short; no rows if DRAM is never short.
-    times: times of the iterations that every queue had ended at the last `end_iteration`.
+    arrival_s: per iteration, step that meets the same step of other ranks -> when this rank was ready for it. Every
+        other step began when it was ready.
+    dram_loss_s: per iteration and step; no rows if DRAM is never short.
+    times: of the iterations that every queue had ended at the last `end_iteration`.
     steady: whether the last two iterations agree.
     """
 
@@ -74,9 +70,7 @@ class Record:
 
     @classmethod
     def empty(cls, program: Program, most: int, *, shared: bool) -> Record:
-        """Returns the record of a run that begins.
-
-        most: number of iterations.
+        """most: iterations.
         shared: whether DRAM can be short.
         """
         steps = len(program.ids)
@@ -120,9 +114,9 @@ def follow(
     factor: Factor | None = None,
     most: int = 8,
 ) -> Record:
-    """Follow the program until it is steady, for at most `most` (>= 2) iterations. Returns the record.
+    """Follow the program until it is steady, for at most `most` (>= 2) iterations.
 
-    factor: factor on the seconds of each step, for jitter.
+    factor: on the seconds of each step, for jitter.
 
     Raises Deadlock for a program that deadlocks, naming the step at which each queue stands.
     """
@@ -130,9 +124,9 @@ def follow(
 
 
 class Deadlock(PlanError):
-    """The error of a run in which every queue waits.
+    """Every queue waits.
 
-    record: events before the deadlock; None if they were not kept, as after pickling.
+    record: events before it; None after pickling.
     """
 
     def __init__(self, message: str, record: Record | None = None) -> None:
@@ -145,8 +139,8 @@ class _Sharer:
     """A running step that shares DRAM or the link.
 
     left_s: nominal seconds still to do.
-    demand: bytes of DRAM per second that the step wants.
-    loss_before_s: seconds that DRAM had cost the run when the step began.
+    demand: of DRAM, in bytes per second.
+    loss_before_s: lost to DRAM before the step began.
     speed: nominal seconds per second.
     end: number of the end that was scheduled when the speed last changed; earlier ends are void.
     """
@@ -233,8 +227,8 @@ class _Follower:
         return record
 
     def _ends_all(self, i: int, most: int) -> bool:
-        """Record that the last step of a queue has ended. Returns whether the queue has now ended `most` iterations.
-        The run is over when all queues have ended a steady iteration, or the last iteration."""
+        """Returns whether the queue has now ended `most` iterations. The run is over when all queues have ended a
+        steady iteration, or the last."""
         program, record, k = self.program, self.record, self.done[i]
         if program.queue_of[i] == program.compute:
             record.marks.append(len(record.events))
@@ -247,13 +241,12 @@ class _Follower:
     # -- shared rates -------------------------------------------------------------------------------------------------
 
     def _join(self, i: int, takes_s: float, demand: float, now: float) -> None:
-        """Let the step share DRAM or the link from now on."""
         self._settle(now)
         self.sharing[i] = _Sharer(takes_s, demand, self.loss_s)
         self._retime(now)
 
     def _leave(self, i: int, now: float) -> None:
-        """Remove a step that has done all its work. Its end is scheduled after the new ends of the other steps."""
+        """Its end is scheduled after the new ends of the other steps."""
         self._settle(now)
         self.record.dram_loss_s[self.done[i] + 1][i] = self.loss_s - self.sharing.pop(i).loss_before_s
         self._retime(now)
@@ -287,9 +280,9 @@ class _Follower:
 
 
 def deadlock(record: Record, at: dict[int, tuple[int, int]], done: Sequence[int]) -> Deadlock:
-    """Returns the error for a run in which every queue waits, with the steps for which each queue waits.
+    """Names the steps for which each queue waits.
 
-    at: queue -> (step, iteration) at which it stands.
+    at: queue -> (step, iteration).
     """
     program, lines = record.program, []
     for q, (i, k) in sorted(at.items(), key=lambda item: program.queues[item[0]]):

@@ -62,13 +62,8 @@ class Slot:
 class Chunk:
     """A run of consecutive parameters of one dtype and one optimizer group, all frozen or all trainable.
 
-    index: index of the chunk in the layout.
-    dtype: dtype of the parameters.
-    numel: elements of the payload (waste included).
-    slots: the tensors in the chunk.
-    frozen: whether the parameters are frozen.
-    small: whether the chunk holds tensors too small to be worth moving; such a chunk stays resident.
-    group: optimizer group of the parameters.
+    numel: with waste.
+    small: holds tensors too small to be worth moving; stays resident.
     """
 
     index: int
@@ -81,7 +76,7 @@ class Chunk:
 
     @property
     def params(self) -> int:
-        """Number of parameters that the chunk holds, without padding."""
+        """Without padding."""
         return sum(slot.numel for slot in self.slots)
 
 
@@ -90,13 +85,9 @@ class Layout:
     """All chunks of a model, in order of first use; small chunks first.
 
     chunk_bytes: payload of the working list of a uniform chunk.
-    chunks: the chunks.
-    optimizer: the optimizer, whose states are lists of the chunks.
-    ranks: number of equal slices into which each list is cut, one per rank (1: every rank has the whole list). Payloads
-        are those of one rank. With several ranks there are also the lists "remote" and "grad_remote", the slices of all
-        other ranks.
-    sum_bytes: bytes per parameter of "grad32", the sum of the gradients of several micro-batches: 4, or 2 if it has the
-        dtype of a 2-byte chunk.
+    ranks: equal slices of each list, one per rank. Payloads are those of one rank. With several ranks there are also
+        the lists "remote" and "grad_remote", the slices of all other ranks.
+    sum_bytes: bytes per parameter of "grad32": 4, or 2 if it has the dtype of a 2-byte chunk.
     """
 
     chunk_bytes: int
@@ -123,7 +114,6 @@ class Layout:
 
     @cached_property
     def lists(self) -> tuple[str, ...]:
-        """Every list that a trainable chunk may have."""
         others = ("remote", "grad_remote") if self.ranks > 1 else ()
         return ("param", "grad", "grad32", *self.state_lists, *others)
 
@@ -149,12 +139,11 @@ class Layout:
         return {name: tuple([payloads.get((c.index, name)) for c in self.chunks]) for name in self.lists}
 
     def sum_width(self, chunk: int) -> int:
-        """Returns the bytes per parameter of the chunk's sum of gradients."""
+        """Bytes per parameter of the chunk's sum of gradients."""
         return max(self.sum_bytes, DTYPES[self.chunks[chunk].dtype].bytes)
 
     def slice_numel(self, chunk: int) -> int:
-        """Returns the number of elements of one rank's slice of a list, rounded up so that all slices are equal and
-        aligned."""
+        """Rounded up so that all slices are equal and aligned."""
         numel = self.chunks[chunk].numel
         if self.ranks == 1:
             return numel
@@ -162,14 +151,12 @@ class Layout:
         return (numel + unit - 1) // unit * ALIGN
 
     def whole_bytes(self, chunk: int) -> int:
-        """Returns the bytes of the working list with the slices of all ranks, which a gather or a reduce-scatter
-        handles."""
+        """The slices of all ranks, which a gather or a reduce-scatter handles."""
         return self.payload_bytes(chunk, "param") * self.ranks
 
     def payload_bytes(self, chunk: int, list_name: str) -> int:
-        """Returns the bytes of one rank's slice of a list of a chunk. For "remote" and "grad_remote", returns the bytes
-        of the slices of all other ranks. A frozen chunk has only "param" and "remote". Raises PlanError for an unknown
-        chunk or list."""
+        """For "remote" and "grad_remote", returns the bytes of the slices of all other ranks. A frozen chunk has only
+        "param" and "remote". Raises PlanError for an unknown chunk or list."""
         try:
             return self._payloads[chunk, list_name]
         except KeyError:
@@ -182,27 +169,26 @@ class Layout:
         raise PlanError(f"{kind} {chunk} has no list {list_name!r}; it has {known}")
 
     def part_range(self, chunk: int, part: Part) -> tuple[int, int]:
-        """Returns the elements (first, end) of one part of every list of a chunk, of one rank's slice. Parts begin at
-        multiples of `PART_ALIGN`."""
+        """Returns (first, end) in one rank's slice of every list. Parts begin at multiples of `PART_ALIGN`."""
         numel = self.slice_numel(chunk)
         first, end = (numel * n // part.of // PART_ALIGN * PART_ALIGN for n in (part.number, part.number + 1))
         return first, numel if part.last else end
 
     def part_bytes(self, chunk: int, part: Part, size_bytes: int) -> int:
-        """Returns the share of a part in bytes that are spread evenly over the elements of a chunk."""
+        """The bytes are spread evenly over the elements of a chunk."""
         (first, end), numel = self.part_range(chunk, part), self.slice_numel(chunk)
         return size_bytes * end // numel - size_bytes * first // numel
 
     def list_bytes(self, list_name: str) -> tuple[int | None, ...]:
-        """Returns the bytes of a list of each chunk; None for a chunk without this list."""
+        """None for a chunk without this list."""
         return self._lists_bytes.get(list_name, (None,) * len(self.chunks))
 
     def states_bytes(self, chunk: int) -> int:
-        """Returns the bytes of all optimizer state lists of a chunk, of one rank's slice; 0 for a frozen chunk."""
+        """Of one rank's slice; 0 for a frozen chunk."""
         return 0 if self.chunks[chunk].frozen else self.optimizer.states_bytes(self.slice_numel(chunk))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the layout as plain values for JSON; `layout_file.layout_of` is the reverse."""
+        """Returns the layout for JSON; `layout_file.layout_of` is the reverse."""
         return {
             "chunk_bytes": self.chunk_bytes,
             "ranks": self.ranks,
@@ -223,12 +209,8 @@ class Layout:
 
 
 class _Item(NamedTuple):
-    """A tensor on its way into a chunk.
-
-    first_use: moment of its first use.
-    tensor: index of the tensor.
-    numel: number of its elements.
-    padded: number of its elements, rounded up to ALIGN.
+    """first_use: a moment.
+    padded: numel, rounded up to ALIGN.
     """
 
     first_use: int
@@ -238,7 +220,7 @@ class _Item(NamedTuple):
 
 
 class _Class(NamedTuple):
-    """Properties that the tensors of a chunk share."""
+    """What the tensors of a chunk share."""
 
     frozen: bool
     dtype: str
@@ -246,15 +228,14 @@ class _Class(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Bytes of an element."""
         return DTYPES[self.dtype].bytes
 
 
 def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: int = 1, sums: str = "32-bit") -> Layout:
-    """Returns the layout of a workload. The chunk size is searched for least waste, unless `chunk_bytes` (of the
-    working list) gives it. Calls with the same workload object return the same layout object.
+    """Returns the layout of a workload. Without `chunk_bytes`, the size that wastes least is searched. Calls with the
+    same workload object return the same layout object.
 
-    ranks: number of slices into which each list is cut.
+    ranks: slices of each list.
     sums: as `Settings.sums`.
 
     Raises PlanError for a chunk_bytes that is not positive, for a tensor of a dtype without a known width, for ranks <
@@ -272,7 +253,6 @@ def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: i
 
 
 def _with_sums(layout: Layout, workload: Workload, sums: str) -> Layout:
-    """Returns the layout with sums of gradients as `Settings.sums` says. Raises the errors of `sum_bytes_of`."""
     sum_bytes = sum_bytes_of(workload, sums)
     return layout if layout.sum_bytes == sum_bytes else replace(layout, sum_bytes=sum_bytes)
 
@@ -294,14 +274,14 @@ def sum_bytes_of(workload: Workload, sums: str) -> int:
 
 
 def layout_of_parts(workload: Workload, parts: Sequence[tuple[int, int]], *, sums: str = "32-bit") -> Layout:
-    """Returns a layout with a chunk for each part of the iteration. The chunk holds all tensors that the part is the
-    first to read; if they are of several classes, each class has a chunk. Tensors that no moment reads have chunks of
-    their own. No chunk is small. Calls with the same workload object return the same layout object.
+    """Returns a layout with a chunk for each part of the iteration. It holds all tensors that the part is the first to
+    read, or those of a class. Tensors that no moment reads have chunks of their own. No chunk is small. Calls with the
+    same workload object return the same layout object.
 
-    parts: (first, last) moment of each part, in order, with no moment between two parts.
+    parts: (first, last) moment of each part, with no moment between two parts.
     sums: as `Settings.sums`.
 
-    Raises PlanError for a tensor of a dtype without a known width, and for 16-bit sums of a model that is not bf16.
+    Raises the errors of `build_layout`.
     """
     key = ("layout of parts", tuple(parts), sums)
     known = workload.derived.get(key)
@@ -328,8 +308,7 @@ def _of_parts(workload: Workload, begins: Sequence[int]) -> Layout:
 
 
 def size_near(workload: Workload, chunk_bytes: int) -> int:
-    """Returns the chunk size within half an octave of `chunk_bytes` that wastes least; of equally good sizes, the
-    nearest to `chunk_bytes`."""
+    """Returns the size within half an octave that wastes least, and then is nearest."""
     _, classes = _by_size(_in_order_of_first_use(workload))
     granule = GRANULE_BYTES
     while granule > 4 * KIB and granule > chunk_bytes // 32:
@@ -370,8 +349,7 @@ def _chunk(index: int, key: _Class, items: Iterable[_Item], numel: int, small: b
 
 
 def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
-    """Returns the tensors with storage of their own, per class, in order of the moment that first reads them. Tensors
-    that are never read come last."""
+    """Returns the tensors with storage of their own. Those never read come last."""
     never = len(workload.moments)
     first = [never] * len(workload.tensors)
     for use in workload.uses:
@@ -421,9 +399,9 @@ def _small_limit(classes: Mapping[_Class, Sequence[_Item]]) -> float:
 
 
 def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
-    """Returns the payload bytes of the uniform chunk. The search wants little waste (2 % at most if any size allows
-    it), few bytes in oversize chunks, a size near 64 to 128 MiB (smaller for models of less than 4 GB) and at least
-    about 24 chunks. The granule is halved until a good size is found."""
+    """Wants little waste (2 % at most if any size allows it), few bytes in oversize chunks, a size near 64 to 128 MiB
+    (smaller for models of less than 4 GB) and at least about 24 chunks. The granule is halved until a good size is
+    found."""
     total = _padded_bytes(classes)
     used = sum(key.width * sum([item.numel for item in items]) for key, items in classes.items())
     if total == 0:
@@ -446,7 +424,7 @@ def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
 
 
 def _coarsest(total: int) -> int:
-    """Returns the granule with which a search over chunk sizes begins: finer for a small model."""
+    """Finer for a small model."""
     granule = GRANULE_BYTES
     while granule > 4 * KIB and granule > total / 64:
         granule //= 2
@@ -472,7 +450,7 @@ def _candidates(prefixes: Mapping[_Class, NDArray[np.int64]], granule: int, tota
 
 
 def _waste(classes: Mapping[_Class, Sequence[_Item]], size: int) -> float:
-    """Returns the share of padding for chunks of that size, exact to 1e-3."""
+    """Exact to 1e-3."""
     used = held = 0
     for key, items in classes.items():
         used += sum(item.numel for item in items) * key.width
@@ -485,8 +463,8 @@ def _score(classes: Iterable[tuple[Sequence[int], Sequence[int], int]], size: in
     by bytes) of its chunks from 64 to 128 MiB (from 1/64 to 1/32 of a smaller model). The penalty is at least 1 for a
     size that wastes too much.
 
-    classes: per class the padded elements of its items, their running sum, and bytes per element.
-    total, used: bytes of all items with and without padding.
+    classes: per class the padded elements, their running sum, and bytes per element.
+    total, used: with and without padding.
     """
     held = oversize = 0
     octaves = 0.0
@@ -508,8 +486,8 @@ def _score(classes: Iterable[tuple[Sequence[int], Sequence[int], int]], size: in
 
 
 def _pack(items: Sequence[_Item], capacity: int) -> list[tuple[list[_Item], int]]:
-    """Fill chunks of `capacity` elements in order. A tensor larger than the capacity gets a chunk of its own size and
-    leaves the open chunk open. The last chunk is trimmed to its contents. Returns (items, elements) for each chunk."""
+    """A tensor larger than the capacity gets a chunk of its own size and leaves the open chunk open. The last chunk is
+    trimmed to its contents. Returns (items, elements) for each chunk."""
     capacity = _aligned(capacity)
     oversize = [([item], item.padded) for item in items if item.padded > capacity]
     rest = [item for item in items if item.padded <= capacity] if oversize else items
@@ -520,9 +498,9 @@ def _pack(items: Sequence[_Item], capacity: int) -> list[tuple[list[_Item], int]
 
 
 def _packed_numels(padded: Sequence[int], ends: Sequence[int], capacity: int) -> list[int]:
-    """Returns the elements of each chunk that `_pack` makes of items with these numbers of elements.
+    """Returns the elements of each chunk that `_pack` makes.
 
-    ends: running sum of these numbers.
+    ends: running sum of `padded`.
     """
     capacity = _aligned(capacity)
     oversize = [numel for numel in padded if numel > capacity]
@@ -534,7 +512,7 @@ def _packed_numels(padded: Sequence[int], ends: Sequence[int], capacity: int) ->
 def _cuts(ends: Sequence[int], capacity: int) -> list[tuple[int, int, int]]:
     """Returns (first item, end, elements) of each chunk.
 
-    ends: running sum of the items' elements, none above the capacity.
+    ends: running sum of elements, none above the capacity.
     """
     chunks: list[tuple[int, int, int]] = []
     begin, base = 0, 0

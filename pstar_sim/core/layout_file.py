@@ -39,8 +39,7 @@ class LayoutForm(Table, frozen=True, kw_only=True):
 
 
 def layout_of(form: LayoutForm, optimizer: OptimizerSpec) -> Layout:
-    """Returns the layout that a file holds, for a job with this optimizer; `Layout.to_dict` is the reverse. Raises
-    PlanError if it is for other states."""
+    """`Layout.to_dict` is the reverse. Raises PlanError for a layout of other states."""
     if form.state_bytes != optimizer.state_bytes:
         raise PlanError("field 'layout.state_bytes' differs from 'workload.optimizer.state_bytes'")
     return Layout(

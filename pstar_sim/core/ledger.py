@@ -69,11 +69,8 @@ BECOME."""
 
 
 class Payloads:
-    """Payloads by number.
-
-    numbers: (chunk, list, place) -> number, counted in order of first use.
+    """numbers: (chunk, list, place) -> number, counted in order of first use.
     names: number -> (chunk, list, place).
-    sizes: number -> bytes.
     places: number -> index into PLACES.
     categories: number -> index into CATEGORIES, by the payload's list.
     """
@@ -124,12 +121,12 @@ def _spread(first: _Ints, counts: _Ints) -> _Ints:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Changes of bytes by column, in the order in which they happened.
+    """Columns, in the order in which the changes happened.
 
     event: index into the events of the run.
     cell: place * WIDTH + category.
-    size: bytes added; negative when freed.
-    held: per place, bytes that it holds after each change.
+    size: negative when freed.
+    held: per place, after each change.
     """
 
     event: _Ints
@@ -142,7 +139,6 @@ class Moves:
     """The changes of bytes in each place by every step of a plan.
 
     cells: bytes of each cell at the cut.
-    used: bytes of each place at the cut.
 
     Raises PlanError for a step that lacks a field its kind needs, and for a plan that is over a budget at the cut.
     """
@@ -177,7 +173,6 @@ class Moves:
                 raise self._over("between two iterations the plan holds", p, used)
 
     def _book_initial(self) -> list[int]:
-        """Book the payloads that are there at the cut, and add their bytes to `cells`."""
         plan = self.plan
         at_cut: defaultdict[tuple[str, Place], list[int]] = defaultdict(list)
         for r in plan.initial:
@@ -194,7 +189,7 @@ class Moves:
     # -- what each step does ------------------------------------------------------------------------------------------
 
     def _first_of(self, list_name: str, place: int) -> int:
-        """Returns the payload of chunk 0; the payloads of the other chunks follow it."""
+        """Returns the payload of chunk 0; those of the other chunks follow."""
         return self._lists.setdefault((list_name, place), len(self._lists) * len(self.plan.layout.chunks))
 
     def _resident(self, payload: int) -> Resident:
@@ -203,8 +198,8 @@ class Moves:
         return Resident(chunk, list_name, PLACES[place])
 
     def _compile(self) -> tuple[_Ints, _Ints, _Ints, _Ints]:
-        """Returns columns (kind, payload, value) of the entries of events 0, 1, 2, ... in a row, and the number of
-        entries of each event. Event 2 * i is the start of step i, event 2 * i + 1 its end.
+        """Returns columns (kind, payload, value) of the entries of events 0, 1, 2, ..., and the number of entries of
+        each. Event 2 * i is the start of step i, event 2 * i + 1 its end.
 
         Entries are written once for all steps that differ in their chunk alone, as if it were chunk 0, and once for all
         steps of a moment. Steps of number n have pattern 2 * n at their start and pattern 2 * n + 1 at their end.
@@ -244,10 +239,7 @@ class Moves:
         return what[entry], who[entry] + about, value[entry], counts[of_event]
 
     def _know(self, first: _Ints, chunk: _Ints) -> None:
-        """Check that the layout has these payloads. Raises PlanError for the first that it does not have.
-
-        first: payload of chunk 0 for each payload.
-        """
+        """Raises PlanError for the first payload that the layout does not have."""
         layout, (lists, _) = self.plan.layout, zip(*self._lists)
         chunks = len(layout.chunks)
         there = np.array([[size is not None for size in layout.list_bytes(name)] for name in lists])
@@ -258,14 +250,14 @@ class Moves:
             layout.payload_bytes(int(chunk[n]), lists[int(first[n]) // chunks])
 
     def _moments(self) -> list[_Ints]:
-        """Returns the entries of the moments, by column (pattern, kind, payload, value)."""
+        """By column (pattern, kind, payload, value)."""
         plan = self.plan
         lists = ("param", "remote") if plan.layout.ranks > 1 else ("param",)
         working = np.array([self._first_of(name, _GPU) for name in lists])
         rise, fall = map(np.array, tide_moves(self._tide))
 
         def about(what: int, moment: _Ints, chunk: _Ints, value: int, *, at_end: int) -> _Ints:
-            """Returns entries for each working list of these chunks at these moments, by column."""
+            """By column, for each working list."""
             moment = np.repeat(moment, len(working))
             who = (chunk[:, np.newaxis] + working).ravel()
             return np.stack([2 * moment + at_end, np.full_like(who, what), who, np.full_like(who, value)])
@@ -285,8 +277,8 @@ class Moves:
         ]
 
     def _pattern(self, step: Step) -> tuple[_Pattern, _Pattern]:
-        """Returns the entries of the start and of the end of such a step, for the payloads of its chunk. A part that is
-        not the last leaves no category: [Note: parts of a step] in step.py."""
+        """Returns the entries of the start and of the end. A part that is not the last leaves no category: [Note: parts
+        of a step] in step.py."""
         begins: _Pattern = []
         ends: _Pattern = []
         if step.kind in (Kind.STASH_OUT, Kind.STASH_IN):  # a stash's bytes are in the tide and in a buffer
@@ -315,9 +307,9 @@ class Moves:
     # -- what a run did -----------------------------------------------------------------------------------------------
 
     def book(self, events: Sequence[int]) -> Changes:
-        """Book a whole run: [Note: booked at once]. Returns its changes of bytes.
+        """Book a whole run: [Note: booked at once].
 
-        events: events in order of time, from the cut on.
+        events: in order of time, from the cut on.
 
         Raises PlanError for the first step that takes a payload that is there already, that frees or needs an absent
         payload, or that brings a place over the plan's budget.
@@ -339,9 +331,8 @@ class Moves:
         return Changes(event[at], cell, size, held)
 
     def _changes(self, entry: _Ints) -> tuple[_Ints, _Ints, NDArray[Any], int | None]:
-        """Returns all changes of bytes in a run of these entries, as (entry, cell, bytes), and the first entry that
-        contradicts the contents of its place (None if there is none). Arrays are sorted by payload; entries of one
-        payload are in the order of the run."""
+        """Returns (entry, cell, bytes), and the first entry that contradicts the contents of its place. Arrays are
+        sorted by payload; entries of one payload are in the order of the run."""
         home, size = self._home, self._size
         order = np.argsort(self._who[entry], kind="stable")
         which = entry[order]
@@ -350,8 +341,7 @@ class Moves:
         opens = np.maximum.accumulate(np.where(np.diff(who, prepend=-2) != 0, here, 0))  # first entry of the payload
 
         def last(rows: NDArray[np.bool_]) -> _Ints:
-            """Returns, for each entry, the last entry of `rows` before it about the same payload; -1 if there is
-            none."""
+            """Returns the last earlier entry of `rows` about the same payload, or -1."""
             before = np.full_like(here, -1)
             np.maximum.accumulate(np.where(rows, here, before)[:-1], out=before[1:])
             before[before < opens] = -1
@@ -425,11 +415,8 @@ class Moves:
 class Holdings:
     """The payloads that are held while steps run one after the other.
 
-    residents: payloads held at the cut.
-    buffers: buffers held at the cut.
-    tide: non-model bytes of each moment, which the GPU also holds; None leaves them out.
-    used_bytes: bytes held in each place now, in the order of PLACES.
-    peak_bytes: the most bytes held in each place so far.
+    tide: non-model bytes of each moment; None leaves them out.
+    used_bytes, peak_bytes: in the order of PLACES.
 
     A step that takes a payload already there, or frees an absent one, changes nothing. The checker says whether such a
     step is legal.
@@ -462,12 +449,12 @@ class Holdings:
         return chunk in self._listed(list_name, place).chunks
 
     def chunks(self, list_name: str, place: Place) -> Set[int]:
-        """Returns the chunks whose list is at the place: a live view, which changes as steps run."""
+        """A live view, which changes as steps run."""
         return self._listed(list_name, place).chunks
 
     @property
     def changed(self) -> frozenset[Resident]:
-        """Payloads that came since the cut, and payloads that left since then."""
+        """What came since the cut, or left since then."""
         return frozenset(
             Resident(c, name, PLACES[p])
             for (name, p), listed in self._lists.items()
@@ -475,7 +462,6 @@ class Holdings:
         )
 
     def run(self, step: Step) -> None:
-        """Book a step that starts and ends."""
         taken, freed = self._of(step)
         if taken is not None or self._rises:
             self._take(step, taken)
@@ -483,11 +469,9 @@ class Holdings:
             self._free(step, freed)
 
     def begin(self, step: Step) -> None:
-        """Book the start of a step: it takes bytes."""
         self._take(step, self._of(step)[0])
 
     def end(self, step: Step) -> None:
-        """Book the end of a step: it frees bytes."""
         self._free(step, self._of(step)[1])
 
     def _take(self, step: Step, taken: _Listed | None) -> None:
@@ -512,7 +496,6 @@ class Holdings:
             self.peak_bytes[place] = used
 
     def _of(self, step: Step) -> tuple[_Listed | None, _Listed | None]:
-        """Returns the lists that such a step takes and frees, by the table."""
         key = (id(step.kind), step.list, id(step.place))  # members hash slowly
         touched = self._touched.get(key)
         if touched is None:
@@ -533,8 +516,6 @@ class Holdings:
 
 @dataclass(slots=True)
 class _Listed:
-    """Chunks that have this list at this place."""
-
     name: str
     place: int
     chunks: set[int] = field(default_factory=set)
@@ -543,9 +524,9 @@ class _Listed:
 class Ledger:
     """The payloads held now, one move at a time. A move that is refused changes nothing.
 
-    budget_bytes: budget of each place, in the order of PLACES; may be lowered.
+    budget_bytes: in the order of PLACES; may be lowered.
     tide_bytes: non-model bytes on the gpu.
-    peak_bytes: for each place, the most bytes that payloads and buffers have held.
+    peak_bytes: of payloads and buffers, in each place.
 
     [Note: claims] A payload is first claimed; then its memory is allocated; then it is held. A claim counts against the
     budget, so that two threads never get the same room. A claim is withdrawn if the allocation fails. A payload that
@@ -570,31 +551,30 @@ class Ledger:
 
     @property
     def residents(self) -> frozenset[Resident]:
-        """All payloads that are held."""
         return frozenset(self._payloads.resident(number) for number in self._held)
 
     @property
     def unfinished(self) -> list[Resident]:
-        """Payloads that are claimed but not held yet, or held but about to be released."""
+        """Claimed but not held yet, or about to be released."""
         return [self._payloads.resident(number) for number in self._unfinished]
 
     def used_bytes(self, place: Place) -> int:
-        """Returns the bytes of payloads, claims and buffers."""
+        """Payloads, claims and buffers."""
         return self._used[PLACES.index(place)]
 
     def held_bytes(self, place: Place) -> int:
-        """Returns the bytes of payloads and buffers, without claims."""
+        """Without claims."""
         p = PLACES.index(place)
         return self._used[p] - self._claimed[p]
 
     def room_bytes(self, place: Place) -> int:
-        """Returns the bytes that could still be claimed."""
+        """What could still be claimed."""
         p = PLACES.index(place)
         return self.budget_bytes[p] - self._used[p] - (self.tide_bytes if p == _GPU else 0)
 
     def claim(self, chunk: int, list_name: str, place: Place) -> int:
-        """Claim a payload's bytes and return them. Raises PlanError if the payload is held or claimed already, or if
-        the place would go over its budget."""
+        """Returns the payload's bytes. Raises PlanError if it is held or claimed already, or if the place would go over
+        its budget."""
         number = self._number(chunk, list_name, place)
         if number in self._held or number in self._unfinished:
             raise PlanError(f"{list_name} of chunk {chunk} already has memory on the {place.value}")
@@ -610,7 +590,6 @@ class Ledger:
         return size
 
     def hold(self, chunk: int, list_name: str, place: Place) -> None:
-        """Record that a claimed payload has its memory now."""
         number, p = self._number(chunk, list_name, place), PLACES.index(place)
         self._claimed[p] -= self._payloads.sizes[number]
         self._held.add(number)
@@ -618,7 +597,6 @@ class Ledger:
         self.peak_bytes[p] = max(self.peak_bytes[p], self._used[p] - self._claimed[p])
 
     def withdraw(self, chunk: int, list_name: str, place: Place) -> None:
-        """Withdraw the claim of a payload that gets no memory."""
         number, p = self._number(chunk, list_name, place), PLACES.index(place)
         size = self._payloads.sizes[number]
         self._used[p] -= size
@@ -626,14 +604,13 @@ class Ledger:
         self._unfinished.discard(number)
 
     def begin_release(self, chunk: int, list_name: str, place: Place) -> None:
-        """Record that the payload's memory is about to be released. Raises PlanError if the payload is not held."""
+        """Raises PlanError if the payload is not held."""
         number = self._number(chunk, list_name, place)
         if number not in self._held:
             raise PlanError(f"{list_name} of chunk {chunk} has no memory on the {place.value} to free")
         self._unfinished.add(number)
 
     def end_release(self, chunk: int, list_name: str, place: Place) -> int:
-        """Record that the payload's memory is released. Returns the payload's bytes."""
         number = self._number(chunk, list_name, place)
         size = self._payloads.sizes[number]
         self._held.remove(number)
@@ -642,7 +619,7 @@ class Ledger:
         return size
 
     def set_tide(self, tide_bytes: int) -> int:
-        """Set the tide. Returns its change in bytes. Raises PlanError if a rise does not fit."""
+        """Returns the change. Raises PlanError if a rise does not fit."""
         held = self._used[_GPU] + tide_bytes
         if tide_bytes > self.tide_bytes and held > self.budget_bytes[_GPU]:
             raise PlanError(
@@ -653,7 +630,7 @@ class Ledger:
         return change
 
     def mend(self) -> None:
-        """Repair the book after an interruption: unfinished payloads are not held, and all bytes are counted anew."""
+        """After an interruption, unfinished payloads are not held, and all bytes are counted anew."""
         self._held -= self._unfinished
         self._unfinished.clear()
         self._used, self._claimed = list(self._buffers), [0] * len(PLACES)
@@ -661,8 +638,7 @@ class Ledger:
             self._used[self._payloads.places[number]] += self._payloads.sizes[number]
 
     def clear(self) -> None:
-        """Hold no payload from now on. `used_bytes` stays as it was at the end, because earlier samples are counted
-        back from it."""
+        """`used_bytes` stays as it was, because earlier samples are counted back from it."""
         self._held.clear()
         self._unfinished.clear()
 

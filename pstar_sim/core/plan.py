@@ -87,8 +87,7 @@ class Settings:
             object.__setattr__(self, "chunk_bytes", size_bytes("chunk_bytes", self.chunk_bytes, error=PlanError))
 
     def barrier(self, dtype: str) -> str | None:
-        """Returns the reason why no Adam may run before all gradients are there ("clip", "loss scaling",
-        "update=step"); None if there is no such reason."""
+        """ "clip", "loss scaling", "update=step", or None: why no Adam may run before all gradients are there."""
         if self.clip:
             return "clip"
         if DTYPES[dtype].scaled:
@@ -98,8 +97,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Resident:
-    """One list of one chunk at one place. For a buffer of the policy, chunk is -1, `list` is the buffer's name, and its
-    bytes are in Plan.buffers."""
+    """One list of one chunk at one place, or a buffer: chunk -1, `list` its name, its bytes in Plan.buffers."""
 
     chunk: int
     list: str
@@ -110,19 +108,14 @@ class Resident:
 class Plan:
     """One iteration, as every rank runs it.
 
-    policy: name of the policy.
     workload: the job of each rank. If ranks have different jobs, one that is at least as hard as each of these.
-    machine: the machine that the plan is for.
-    settings: the settings that the caller gave to the policy.
-    layout: chunks of the model.
     modes: per chunk "cpu", "pin", "stream" or "frozen".
     initial: residents at the cut.
-    steps: the steps; the steps of each queue are in the order in which they run.
-    gpu_budget_bytes: bytes that one rank may take of the GPU.
-    host_budget_bytes: bytes that one rank may take of the host.
-    nvme_budget_bytes: bytes that one rank may take of the disks; 0 for disks that the plan does not use.
+    steps: those of each queue in the order in which they run.
+    gpu_budget_bytes, host_budget_bytes: what one rank may take.
+    nvme_budget_bytes: 0 for disks that the plan does not use.
     buffers: (name, place, bytes) that the policy holds throughout, including the room for stashes (STASHES).
-    predictions: figures by name (iteration_s, peak_gpu_bytes, lower_bound_s ...), may be empty.
+    predictions: figures by name (iteration_s, peak_gpu_bytes, lower_bound_s ...).
     choices: the policy's decisions and their reasons, for `explain` (capacity rule, pins tried, kept gaps ...).
     ranked: each rank's own job, if these differ. They are of one model and run the same moments.
 
@@ -157,18 +150,16 @@ class Plan:
 
     @property
     def jobs(self) -> tuple[Workload, ...]:
-        """The job of each rank."""
         return self.ranked or (self.workload,) * self.machine.world_size
 
     @property
     def tokens(self) -> int:
-        """Tokens per iteration, of all ranks."""
+        """Per iteration, of all ranks."""
         return sum(job.tokens for job in self.jobs)
 
     @property
     def own_batches(self) -> str | None:
-        """Words for the batches of ranks whose jobs differ: "8 on rank 0, 4 on ranks 1, 2"; None if all have one
-        job."""
+        """Words such as "8 on rank 0, 4 on ranks 1, 2"; None if all ranks have one job."""
         if self.ranked is None:
             return None
         ranks_of: dict[int, list[int]] = {}
@@ -178,15 +169,13 @@ class Plan:
 
     @property
     def gpu_budgets(self) -> tuple[int, ...]:
-        """Bytes of its GPU that each rank may take. `gpu_budget_bytes` is that of the smallest GPU; a larger GPU has so
-        many bytes more."""
+        """`gpu_budget_bytes` is that of the smallest GPU; a larger GPU has so many bytes more."""
         smallest = self.machine.gpu_budget_bytes
         return tuple(self.gpu_budget_bytes + rank.gpu.budget_bytes - smallest for rank in self.machine.ranks)
 
     @property
     def budgets(self) -> dict[Place, int]:
-        """Returns the bytes of each place that the plan may take, on one rank. Places that the plan does not use are
-        left out."""
+        """Of one rank, without places that the plan does not use."""
         budgets = {Place.GPU: self.gpu_budget_bytes, Place.HOST: self.host_budget_bytes}
         return {**budgets, Place.NVME: self.nvme_budget_bytes} if self.nvme_budget_bytes else budgets
 
@@ -198,8 +187,8 @@ class Plan:
 
     def check(self, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
         """Prove the plan, and compare its budgets with its machine and its figures of bytes with the proof
-        (core/checker). With `workload` or `machine`, also check that the plan is for it. Returns the report, which also
-        names everything that is not checked.
+        (core/checker). With `workload` or `machine`, also check that the plan is for it. The report also names
+        everything that is not checked.
 
         Raises PlanError with the first violation.
         """
@@ -207,17 +196,16 @@ class Plan:
         return report
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as a self-contained JSON file, atomically. Raises PlanError if a value has no JSON form."""
+        """Write a self-contained JSON file, atomically. Raises PlanError if a value has no JSON form."""
         from pstar_sim.core.plan_file import save_plan
 
         save_plan(self, Path(path))
 
     def to_text(self) -> str:
-        """Returns the steps, one line each; `steps_from_text` is the exact reverse."""
+        """`steps_from_text` is the exact reverse."""
         return steps_to_text(self.steps)
 
     def describe(self) -> str:
-        """Returns a few lines for people: the job, the budgets, the modes, the bytes moved and the prediction."""
         w = self.workload
         modes = Counter(self.modes)
         kinds = Counter(step.kind.value for step in self.steps)
@@ -251,7 +239,7 @@ class Plan:
 
 
 def _check_ranked(ranked: Sequence[Workload], workload: Workload, machine: Machine) -> None:
-    """Raise PlanError unless there is one job per rank, all of the model of `workload`, with its moments and uses."""
+    """Raise PlanError unless there is one job per rank, all with the model, moments and uses of `workload`."""
     if len(ranked) != machine.world_size:
         raise PlanError(f"{len(ranked)} workloads for {machine.world_size} ranks; each rank needs its own")
 
@@ -266,10 +254,7 @@ def _check_ranked(ranked: Sequence[Workload], workload: Workload, machine: Machi
 
 
 def moved_bytes(steps: Iterable[Step], ranks: int) -> dict[str, int]:
-    """Returns the bytes that one rank moves with these steps, by route, as `Plan.moved_bytes`.
-
-    ranks: number of ranks of the machine.
-    """
+    """By route, as `Plan.moved_bytes`."""
     moved = {"h2d": 0, "d2h": 0}
     for step in steps:
         route = ROUTES.get(step.kind)
@@ -280,13 +265,11 @@ def moved_bytes(steps: Iterable[Step], ranks: int) -> dict[str, int]:
 
 
 def steps_to_text(steps: Iterable[Step]) -> str:
-    """Returns one line per step, each ended by a newline."""
     return "".join(to_text(step) + "\n" for step in steps)
 
 
 def steps_from_text(text: str) -> tuple[Step, ...]:
-    """Returns the steps of a text; the reverse of `steps_to_text`. Empty lines and lines that begin with "#" are left
-    out.
+    """The reverse of `steps_to_text`, without empty lines and lines that begin with "#".
 
     Raises PlanError naming the line number and the wrong word.
     """
@@ -303,7 +286,7 @@ def steps_from_text(text: str) -> tuple[Step, ...]:
 
 @without_garbage_collection()
 def load_plan(path: str | Path) -> Plan:
-    """Returns the plan in a file; does not run the checker. Raises PlanError naming the file and the field or line."""
+    """Does not run the checker. Raises PlanError naming the file and the field or line."""
     from pstar_sim.core.plan_file import read_plan
 
     return read_plan(file_path("path", path, error=PlanError))

@@ -81,7 +81,6 @@ class PlanFile:
 
 
 def save_plan(plan: Plan, path: Path) -> None:
-    """Write the plan's file atomically."""
     write_atomically(path, _to_json(plan))
 
 
@@ -115,16 +114,14 @@ def _to_json(plan: Plan) -> str:
 
 
 def _written(fields: list[tuple[str, Any]]) -> dict[str, object]:
-    """Returns the fields of a machine's part. Fields that the first files did not have are left out if they are empty,
-    so that such files stay the same."""
+    """Fields that the first files did not have are left out if they are empty, so that such files stay the same."""
     usual = {"known": "datasheet"} if any(name == "measured" for name, _ in fields) else {}
     empty = (None, False, ())
     return {n: v for n, v in fields if n in _FIRST or not (any(v is e for e in empty) or v == usual.get(n))}
 
 
 def _settings_to_dict(settings: Settings) -> dict[str, object]:
-    """Returns the settings as plain values. `loop`, `sums` and `effort` are left out if they have their defaults, so
-    that such files stay as they were before these fields existed."""
+    """Without `loop`, `sums` and `effort` at their defaults, so that older files stay as they were."""
     values = dataclasses.asdict(settings)
     for name in ("loop", "sums", "effort"):
         if values[name] == getattr(Settings, name):
@@ -138,7 +135,6 @@ def _workload_to_dict(w: Workload) -> dict[str, object]:
 
 
 def _plain(w: Workload, name: str) -> object:
-    """Returns a field of the workload as plain values."""
     value = getattr(w, name)
     if name in _COLUMNS:
         return to_columns(_COLUMNS[name], value)
@@ -160,7 +156,6 @@ def _ranked_to_list(plan: Plan) -> list[dict[str, object]]:
 
 
 def _with_whole_jobs(body: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of the file with all fields of each rank's job."""
     workload, rows = body.get("workload"), body.get("ranked")
     if not isinstance(workload, dict) or not isinstance(rows, list):
         return body
@@ -174,7 +169,7 @@ def _with_whole_jobs(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read and validate a plan file; see the module docstring. Returns the plan. Raises PlanError."""
+    """Raises PlanError; see the module docstring."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

@@ -21,17 +21,10 @@ __all__ = ["NO_STEPS", "Program"]
 class Program:
     """A plan compiled once to columns of integers.
 
-    ids: id of each step.
-    position: step id -> position of the step.
-    kinds: kind of each step.
-    queues: queues, in the order in which the plan first names them.
-    queue_of: queue of each step.
-    order: steps of each queue, in the order in which the queue runs them.
     waits: for each step, the (step, back) pairs that have to end first, in this iteration (back 0) or the previous
         iteration (back 1).
-    copies: whether each step crosses the link between host and gpu.
-    lanes: cause under which a wait for each step is counted: the name of its queue, or "barrier".
-    compute: the compute queue.
+    copies: whether each step crosses the link.
+    lanes: cause of a wait for each step: the name of its queue, or "barrier".
     """
 
     ids: tuple[int, ...]
@@ -47,8 +40,8 @@ class Program:
 
     @classmethod
     def of(cls, plan: Plan) -> Program:
-        """Returns the program of a plan. Raises PlanError for an id given twice, for a wait for a step that is not in
-        the plan, and for a plan without compute steps."""
+        """Raises PlanError for an id given twice, for a wait for a step that is not in the plan, and for a plan without
+        compute steps."""
         steps, index = plan.steps, _positions(plan)
         queues = tuple(dict.fromkeys(step.queue for step in steps))
         number = {queue: q for q, queue in enumerate(queues)}
@@ -77,14 +70,14 @@ class Program:
         )
 
     def previous(self) -> list[int]:
-        """Step -> the step before it on its queue; -1 for the first."""
+        """Step -> the step before it on its queue, or -1."""
         before = np.full(len(self.ids), -1)
         for row in map(np.array, self.order):
             before[row[1:]] = row[:-1]
         return before.tolist()
 
     def following(self) -> list[int]:
-        """Step -> the next step on its queue. The last step is followed by the first step of the next iteration."""
+        """The last step is followed by the first of the next iteration."""
         behind = np.zeros(len(self.ids), dtype=int)
         for row in map(np.array, self.order):
             behind[row] = np.roll(row, -1)
@@ -94,17 +87,17 @@ class Program:
         """Returns the waits of step i that are not satisfied. [Note: readiness] Step i may start in an iteration when
         each (step, back) for which it waits has ended in the iteration `back` before it.
 
-        done: per step, the last iteration in which it ended, -1 before the first.
+        done: per step, its last iteration that ended, -1 before the first.
         """
         return [(j, back) for j, back in self.waits[i] if done[j] < iteration - back]
 
     def backs(self, i: int, j: int) -> int:
-        """Returns the number of iterations, 0 or 1, by which step j, for which step i waits, comes before step i."""
+        """Returns 0 or 1, the iterations by which step j, for which step i waits, comes before it."""
         return min(back for other, back in self.waits[i] if other == j)
 
 
 def _positions(plan: Plan) -> dict[int, int]:
-    """Returns step id -> position of the step. Raises PlanError for an id given twice."""
+    """Raises PlanError for an id given twice."""
     index = {step.id: i for i, step in enumerate(plan.steps)}
     if len(index) < len(plan.steps):
         again = next(step.id for i, step in enumerate(plan.steps) if index[step.id] != i)
@@ -113,10 +106,6 @@ def _positions(plan: Plan) -> dict[int, int]:
 
 
 def _waits(steps: Sequence[Step], index: Mapping[int, int]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Returns `Program.waits`.
-
-    index: id of a step -> its position.
-    """
     try:
         return tuple([tuple([(index[ref.id], ref.back) for ref in step.after]) for step in steps])
     except KeyError:

@@ -37,9 +37,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepCosts:
-    """Seconds and traffic of each step of a program.
-
-    seconds: nominal seconds of the step running alone.
+    """seconds: nominal, of the step running alone.
     dram_bytes: bytes that cross host DRAM.
     duty: share of the seconds, 0 to 1, in which the step keeps the shared resources busy.
     """
@@ -53,8 +51,8 @@ class StepCosts:
 class Rates:
     """Rates that the steps of one rank share.
 
-    dram_bytes_per_s: bandwidth of the rank's part of host DRAM.
-    duplex: whether the link copies in both directions at full speed at once.
+    dram_bytes_per_s: of the rank's part of host DRAM.
+    duplex: whether the link copies both ways at full speed at once.
     slowdowns: "A_while_B" -> factor by which a step of queue A slows down while a step of queue B runs.
     """
 
@@ -63,9 +61,9 @@ class Rates:
     slowdowns: Mapping[str, float] = field(default_factory=dict)
 
     def may_be_short(self, queue_of: Sequence[int], costs: StepCosts, *, jitter: bool = False) -> bool:
-        """Returns whether any shared resource could be short; otherwise shared rates need not be computed.
+        """If not, shared rates need not be computed.
 
-        queue_of: queue of each step.
+        queue_of: of each step.
         jitter: whether steps may take other seconds than given.
         """
         if not self.duplex or self.slowdowns:
@@ -79,20 +77,19 @@ class Rates:
         return sum(most) > self.dram_bytes_per_s
 
     def shares(self, seconds: float, dram_bytes: float) -> bool:
-        """Returns whether a step of these seconds and bytes uses a shared resource."""
         return seconds > 0 and bool(dram_bytes or self.slowdowns)
 
     def share_of_dram(self, wanted_bytes_per_s: float) -> float:
-        """Returns the factor by which all steps that together want these bytes per second of DRAM slow down."""
+        """The factor of all steps that together want these bytes per second."""
         return min(1.0, self.dram_bytes_per_s / wanted_bytes_per_s) if wanted_bytes_per_s > 0 else 1.0
 
     def speeds(
         self, queues: Sequence[str], demands: Sequence[float], copies: Sequence[bool], duty: Sequence[float]
     ) -> tuple[list[float], float]:
-        """Returns the speed of each of the steps that share something now, and the share of DRAM that each gets.
+        """Returns the speed of each step that shares something now, and its share of DRAM.
 
-        queues, demands, copies, duty: per step, the name of its queue, the bytes per second of DRAM that it wants,
-            whether it crosses the link, and its duty.
+        queues, demands, copies, duty: per step, its queue, the DRAM bytes per second that it wants, whether it crosses
+            the link, and its duty.
         """
         if self.duplex and not self.slowdowns:  # all steps are alike
             share = self.share_of_dram(sum(demands))
@@ -121,15 +118,13 @@ def is_steady(ended: NDArray[np.float64], before: NDArray[np.float64]) -> bool:
 
 
 def agree(period_s: float, before_s: float, tolerance: float) -> bool:
-    """Returns whether two successive windows of a schedule that is still being chosen take equally long."""
+    """For two successive windows of a schedule that is still being chosen."""
     return abs(period_s - before_s) <= tolerance * period_s
 
 
 def pace_s(program: Program, ended: NDArray[np.float64], *, steady: bool) -> float:
-    """Returns the pace of a program after a run, in seconds per iteration.
-
-    ended: end of each step in seconds, one row per iteration (at least two), one column per step.
-    steady: whether the last iteration is steady.
+    """ended: seconds, one row per iteration (at least two), one column per step.
+    steady: whether the last iteration is.
     """
     k = len(ended) - 1
     if steady:

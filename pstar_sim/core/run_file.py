@@ -28,27 +28,25 @@ _TIMELINE = Meta(extra={"rule": Rule(bool, "an object with the fields of a timel
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunTimelines:
-    """Both timelines of one plan, in the same schema. Steps and bytes are equal; seconds can be compared."""
+    """Both timelines of one plan. Steps and bytes are equal; seconds can be compared."""
 
     predicted: Timeline
     measured: Timeline
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON, atomically; `load_run` is the reverse."""
+        """Atomic; `load_run` is the reverse."""
         rows = (f"{json.dumps(name)}: {json.dumps(getattr(self, name).to_dict())}" for name in _BOTH)
         head = f'"format": {json.dumps(FORMAT)},\n"version": {VERSION}'
         write_atomically(Path(path), "{\n" + head + ",\n" + ",\n".join(rows) + "\n}\n")
 
 
 def load_run(path: str | Path) -> RunTimelines:
-    """Returns the timelines in a file of `pstar run --timeline`. Raises TraceError naming the file and the wrong
-    field."""
+    """From a file of `pstar run --timeline`. Raises TraceError naming the file and the wrong field."""
     return _run(read_values(path), path)
 
 
 def load_timelines(path: str | Path) -> dict[str, Timeline]:
-    """Returns the timelines of a file by name: "predicted" and "measured" of a run file; for a timeline file, its
-    timeline under its source.
+    """Returns "predicted" and "measured" of a run file; for a timeline file, its timeline under its source.
 
     Raises TraceError naming the file and the wrong field.
     """

@@ -36,11 +36,7 @@ _Held = list[tuple[int, tuple[int, str]]]
 
 @dataclass(frozen=True)
 class HostRoom:
-    """The address of each host payload.
-
-    where: (chunk, list) -> (slab, byte offset).
-    slab_bytes: bytes of each slab, powers of two.
-    """
+    """where: (chunk, list) -> (slab, byte offset)."""
 
     where: dict[tuple[int, str], tuple[int, int]]
     slab_bytes: tuple[int, ...]
@@ -51,8 +47,7 @@ class HostRoom:
 
 
 def pack_slabs(sizes: Iterable[tuple[tuple[int, str], int]], *, largest_bytes: int = LARGEST_SLAB_BYTES) -> HostRoom:
-    """Carves payloads (key, bytes) from power-of-two slabs: first fit, largest first, 256-byte aligned. Returns their
-    addresses.
+    """Carves payloads (key, bytes) from power-of-two slabs: first fit, largest first, 256-byte aligned.
 
     A slab is at least as large as the largest payload. The last slabs shrink to their contents.
     """
@@ -83,8 +78,7 @@ def pack_slabs(sizes: Iterable[tuple[tuple[int, str], int]], *, largest_bytes: i
 
 
 def _shrink(used: list[int], held: list[_Held], where: dict[tuple[int, str], tuple[int, int]]) -> tuple[int, ...]:
-    """Returns the slab sizes as powers of two. A slab that is just over half full is split in two if a payload boundary
-    allows it."""
+    """Sizes are powers of two. A slab just over half full is split in two if a payload boundary allows it."""
     sizes = [_power_of_two(size) for size in used]
     for slab in range(len(used)):
         # e.g. 5 units in a slab of 8: one of 4 and one of 1 hold the same payloads with less left over
@@ -111,20 +105,18 @@ def _power_of_two(size: int) -> int:
 
 
 def stash_key(block: str) -> tuple[int, str]:
-    """Returns the key of a stash's room among the host payloads."""
     return -1, f"stash of {block}"
 
 
 def passing_payloads(plan: Plan) -> set[tuple[int, str]]:
-    """Returns (chunk, list) of every payload that a step takes on the host."""
+    """Returns the (chunk, list) that steps take on the host."""
     taken = (takes(step) for step in plan.steps if step.chunk is not None)
     residents = (touched.resident for touched in taken if touched is not None)
     return {(r.chunk, r.list) for r in residents if r.place is Place.HOST}
 
 
 def host_payloads(plan: Plan) -> dict[tuple[int, str], int]:
-    """Returns (chunk, list) -> bytes of every payload that the plan ever has on the host, including room for stashes
-    (`stash_key`)."""
+    """Also has room for stashes (`stash_key`)."""
     sizes = {stash_key(block): size for block, size in plan.workload.stash_room}
     at_cut = {(r.chunk, r.list) for r in plan.initial if r.chunk >= 0 and r.place is Place.HOST}
     for chunk, list_name in sorted(at_cut | passing_payloads(plan)):
@@ -133,6 +125,6 @@ def host_payloads(plan: Plan) -> dict[tuple[int, str], int]:
 
 
 def host_room(plan: Plan) -> HostRoom:
-    """Returns the slabs for every host payload that the plan ever takes. Permanent and passing payloads each have an
-    address of their own, so that every order of the queues finds room."""
+    """Permanent and passing payloads each have an address of their own, so that every order of the queues finds
+    room."""
     return pack_slabs(host_payloads(plan).items())

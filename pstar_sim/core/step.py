@@ -137,12 +137,11 @@ OTHERS = {"remote": "param", "grad_remote": "grad"}
 class Touch:
     """A list of the step's chunk that a step takes or frees.
 
-    place: place of the list; None for the step's own place.
-    list: name of the list; None for the step's own list.
-    lenient: whether the step does nothing if it takes a list that is there already, or frees a list that is not there.
-        Otherwise this is an error.
-    only: the effect holds only for steps with one of these lists; None for all lists.
-    but: the effect does not hold for steps with this list; None for no exception.
+    place, list: None for the step's own.
+    lenient: whether a list that is there already is not taken, and a list that is not there not freed. Otherwise this
+        is an error.
+    only: for steps with one of these lists; None for all lists.
+    but: not for steps with this list.
     """
 
     place: Place | None
@@ -157,13 +156,7 @@ class Touch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """The effect of a kind of step on the payloads of its chunk.
-
-    reads: place where the step's list has to be when the step starts; for Adam, the place of the working list and the
-        states.
-    takes: list that the step takes when it starts.
-    frees: list that the step frees when it ends.
-    """
+    """reads: where the step's list has to be when the step starts; for Adam, the working list and the states."""
 
     reads: Place | None = None
     takes: Touch | None = None
@@ -196,8 +189,8 @@ EFFECTS: dict[Kind, Effect] = {
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A step that has to end first, in this iteration (back = 0) or in the previous iteration (back = 1). Steps of the
-    iteration before the first count as done."""
+    """A step of this iteration (back = 0) or the previous one (back = 1). Steps of the iteration before the first count
+    as done."""
 
     id: int
     back: int = 0
@@ -224,19 +217,14 @@ class Part(NamedTuple):
 class Step:
     """One action.
 
-    id: number of the step.
-    queue: queue that runs the step.
-    kind: kind of the step.
     bytes: see the module's docstring.
-    chunk: chunk of the payload that the step handles.
-    list: list of that payload.
-    place: place of that payload. Only an alloc or a free has a place.
+    place: only for an alloc or a free.
     moment: for compute, the moment that runs; for fetch, the first use; for writeback and Adam, the last gradient; for
         stash_out and stash_in, the moment that makes or needs the stash.
-    after: steps that have to end first.
-    via: None for a copy of pinned memory, which is asynchronous; "pageable" for host memory that is not pinned.
+    after: what has to end first.
+    via: "pageable" for a copy of host memory that is not pinned; None for pinned memory, which is asynchronous.
     stash: index into the workload's stashes.
-    part: which part of the operation the step is; None for all of it ([Note: parts of a step]).
+    part: None for all of the operation ([Note: parts of a step]).
     """
 
     id: int
@@ -254,11 +242,9 @@ class Step:
 
     @property
     def completes(self) -> bool:
-        """Whether the step is all of its operation, or the last part."""
         return self.part is None or self.part.last
 
     def waiting_for(self, after: tuple[Ref, ...]) -> Step:
-        """Returns the same step, but waiting for `after`."""
         return step_with(
             self.id, self.queue, self.kind, self.bytes, self.chunk, self.list, self.place, self.moment, after, self.via,
             self.stash, self.part,
@@ -285,8 +271,8 @@ def step_with(
     stash: int | None,
     part: Part | None = None,
 ) -> Step:
-    """Returns `Step` with these fields, in less than half of the time. The constructor of a frozen dataclass looks each
-    field up by its name, and plans have hundreds of thousands of steps."""
+    """A faster constructor, in less than half of the time: that of a frozen dataclass looks each field up by its name,
+    and plans have hundreds of thousands of steps."""
     step = object.__new__(Step)
     _set_id(step, number)
     _set_queue(step, queue)
@@ -304,7 +290,7 @@ def step_with(
 
 
 def part_counts(steps: Iterable[Step]) -> dict[int, int]:
-    """Returns chunk -> number of parts of its update, for the chunks that are updated in parts."""
+    """Returns chunk -> number of parts, for the chunks that are updated in parts."""
     return {s.chunk: s.part.of for s in steps if s.part is not None and s.chunk is not None}
 
 
@@ -312,7 +298,7 @@ PAGEABLE = "pageable"
 
 
 def to_text(step: Step) -> str:
-    """Returns the step as one line: "12 h2d fetch chunk=3 list=param moment=15 bytes=67108864 after=4,9@-1"."""
+    """ "12 h2d fetch chunk=3 list=param moment=15 bytes=67108864 after=4,9@-1"."""
     words = [str(step.id), step.queue.value, step.kind.value]
     for name in _READERS:
         value = getattr(step, name)
@@ -326,9 +312,7 @@ _Member = TypeVar("_Member", bound=Enum)
 
 
 class _WrongWord(ValueError):
-    """word: the wrong word of a line.
-    want: what is wrong with it.
-    """
+    """want: what is wrong with it."""
 
     def __init__(self, word: str, want: str) -> None:
         super().__init__(word, want)
@@ -343,10 +327,7 @@ def _natural(name: str, text: str) -> int:
 
 
 def _member(members: type[_Member], what: str) -> Callable[[str, str], _Member]:
-    """Returns the reader of an enumeration.
-
-    what: its word for messages.
-    """
+    """what: word for messages."""
     known = {member.value: member for member in members}
 
     def read(name: str, text: str) -> _Member:
@@ -407,8 +388,7 @@ _READERS: dict[str, Callable[[str, str], Any]] = {
 
 
 def from_text(line: str) -> Step:
-    """Returns the step of a line; the exact reverse of `to_text`. Raises PlanError naming the line and the wrong
-    word."""
+    """The exact reverse of `to_text`. Raises PlanError naming the line and the wrong word."""
     try:
         return _read(line)
     except _WrongWord as wrong:

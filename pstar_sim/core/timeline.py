@@ -96,10 +96,7 @@ class RowsByColumn(Generic[_Row]):
         columns: Callable[[], Mapping[str, list[Any]]],
         rows: tuple[_Row, ...] | None = None,
     ) -> None:
-        """columns: function that makes the columns.
-
-        rows: the rows, if they exist already.
-        """
+        """rows: if they exist already."""
         self._cls = cls
         self._make: Callable[[], Mapping[str, list[Any]]] | None = columns
         self._columns: Mapping[str, list[Any]] = {}
@@ -178,19 +175,18 @@ class Timeline:
         )
 
     def labelled(self, label: str) -> Timeline:
-        """Returns the same timeline under another label. Makes no row."""
+        """Makes no row."""
         twin = copy.copy(self)
         object.__setattr__(twin, "label", label)
         return twin
 
     def columns(self, name: str) -> dict[str, list[Any]]:
-        """Returns "spans" or "samples" by column: field of `Span` or `ByteSample` -> its values. Makes no row."""
+        """Returns "spans" or "samples": field of `Span` or `ByteSample` -> its values. Makes no row."""
         kept: RowsByColumn[Any] = self.__dict__[f"_{name}"]
         return dict(kept.columns())
 
     def to_frame(self) -> pandas.DataFrame:
-        """Returns a frame with one row per span, in the order of `spans`. The columns are the fields of `Span`; a
-        missing chunk or moment is <NA>."""
+        """Returns one row per span, with the fields of `Span`; a missing chunk or moment is <NA>."""
         import pandas
 
         columns = self.columns("spans")
@@ -200,15 +196,14 @@ class Timeline:
         return frame.astype({"chunk": "Int64", "moment": "Int64"})
 
     def bytes_frame(self) -> pandas.DataFrame:
-        """Returns a frame with one row per sample: time_s, place, category, bytes."""
+        """Returns one row per sample: time_s, place, category, bytes."""
         import pandas
 
         columns = [f.name for f in dataclasses.fields(ByteSample)]
         return pandas.DataFrame(self.columns("samples"), columns=columns)
 
     def plot_tide(self, ax: Axes | None = None, x: str = "time") -> Axes:
-        """Plots the memory tide of the steady iteration, against x="time" or x="moment". Returns the axes without
-        showing them."""
+        """Plots the tide of the steady iteration, against x="time" or x="moment", without showing it."""
         axes: Axes = render(self, "tide", ax=ax, x=x)
         return axes
 
@@ -216,8 +211,7 @@ class Timeline:
         return render_html(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the timeline as plain values for JSON, with spans and samples by columns; `Timeline.from_dict` is the
-        reverse."""
+        """Spans and samples are by column; `Timeline.from_dict` is the reverse."""
         values: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         for f in dataclasses.fields(self):
             value = self.columns(f.name) if f.name in _COLUMNS else getattr(self, f.name)
@@ -226,8 +220,8 @@ class Timeline:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Timeline:
-        """Returns the timeline of plain values; the reverse of `to_dict`. Raises TraceError naming the field that is
-        missing, unknown or of the wrong kind."""
+        """The reverse of `to_dict`. Raises TraceError naming the field that is missing, unknown or of the wrong
+        kind."""
         try:
             body = without_head(values, what="a timeline", format=FORMAT, version=VERSION, error=TraceError)
             timeline: Timeline = read_record(Annotated[Timeline, columns(**_COLUMNS)], body)
@@ -236,18 +230,17 @@ class Timeline:
         return timeline
 
     def save(self, path: str | Path) -> None:
-        """Writes the timeline as JSON, atomically; `load_timeline` is the reverse."""
+        """Atomic; `load_timeline` is the reverse."""
         lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in self.to_dict().items())
         write_atomically(Path(path), "{\n" + ",\n".join(lines) + "\n}\n")
 
     @staticmethod
     def load(path: str | Path) -> Timeline:
-        """Returns the timeline in a file: see `load_timeline`."""
         return load_timeline(path)
 
 
 def load_timeline(path: str | Path) -> Timeline:
-    """Returns the timeline in a file. Raises TraceError naming the file and the wrong field or line."""
+    """Raises TraceError naming the file and the wrong field or line."""
     values = read_values(file_path("path", path, error=TraceError))
     try:
         return Timeline.from_dict(values)
@@ -256,7 +249,7 @@ def load_timeline(path: str | Path) -> Timeline:
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises TraceError naming the file and the error in it."""
+    """Raises TraceError naming the file and the error in it."""
     try:
         values = parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -110,9 +110,7 @@ _UNQUOTED = {"distributed_type": "NO", "mixed_precision": "no"}
 
 
 def read(content: object, file: str) -> Configuration:
-    """Returns the configuration that a file says, by KEYS. Raises PstarError as `read_keys` does, and for a distributed
-    type or strategy that is not known.
-    """
+    """Raises PstarError as `read_keys` does, and for a distributed type or strategy that is not known."""
     if isinstance(content, dict):
         content = {key: _UNQUOTED.get(key, value) if value is False else value for key, value in content.items()}
     found = read_keys(KEYS, content, file, "an accelerate configuration")
@@ -151,7 +149,7 @@ def read(content: object, file: str) -> Configuration:
 
 
 def _hint(word: str, known: tuple[str, ...]) -> str:
-    """Returns a hint for a word that is not known: the nearest known word, or all of them."""
+    """The nearest known word, or all."""
     near = nearest(word, known)
     return f"did you mean {near}?" if near else f"it must be one of {', '.join(known)}"
 
@@ -168,10 +166,8 @@ def _details(found: KeyReading, details: dict[str, object]) -> tuple[tuple[str, 
 
 
 def _reshard(found: KeyReading, file: str) -> tuple[bool, list[str]]:
-    """Returns whether parameters are given up after forward, and notes on settings that are not modelled. accelerate
-    reads this from the sharding strategy (a word or its number) with FSDP 1, and from fsdp_reshard_after_forward with
-    FSDP 2.
-    """
+    """Returns also notes on settings that are not modelled. accelerate reads this from the sharding strategy (a word or
+    its number) with FSDP 1, and from fsdp_reshard_after_forward with FSDP 2."""
     one = found.usual("version", 1) == 1
     notes = []
     if found["reshard" if one else "strategy"] not in (None, AUTO):
@@ -196,9 +192,7 @@ def _reshard(found: KeyReading, file: str) -> tuple[bool, list[str]]:
 
 
 def _as_deepspeed(found: KeyReading, file: str, notes: list[str]) -> Configuration:
-    """Returns the configuration that DeepSpeed's own file would give. Raises PstarError where the configuration names
-    such a file, and asks for that file instead.
-    """
+    """Raises PstarError where the configuration names a file of DeepSpeed's own, and asks for that file instead."""
     if found.known("ds_file") is not None:
         raise PstarError(f"{file}: {_DS}.deepspeed_config_file = {found['ds_file']!r}: give that file to --like")
     zero: dict[str, Any] = {"stage": found.usual("ds_stage", 2)}
@@ -221,7 +215,7 @@ def _as_deepspeed(found: KeyReading, file: str, notes: list[str]) -> Configurati
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Returns the bytes that the GPU holds beside the plan's lists where the model is whole on every GPU.
+    """Beside the plan's lists, where the model is whole on every GPU.
 
     A single process ends its backward pass with 16 bytes per parameter: the fp32 parameters, their fp32 gradients, and
     two moments. In 16 bits, the lists of all_on_gpu are 14 bytes beside all activations, which are gone by then.
@@ -245,7 +239,7 @@ MEMORY = replace(
 
 
 def values_of(configuration: Configuration) -> dict[str, object]:
-    """Returns the value of each of KEYS for the configuration. `read` of these values gives the configuration back."""
+    """For each of KEYS. `read` of these values gives the configuration back."""
     c, detail = configuration, configuration.detail
     precision = {dtype: word for word, dtype in _DTYPES.items()}
     values: dict[str, object] = {
@@ -270,13 +264,13 @@ def values_of(configuration: Configuration) -> dict[str, object]:
 
 
 def write(configuration: Configuration) -> str:
-    """Returns the configuration as the text of a YAML file."""
+    """As YAML."""
     content = {"compute_environment": "LOCAL_MACHINE", **nested(KEYS, values_of(configuration))}
     return msgspec.yaml.encode(content).decode("utf-8")
 
 
 def express(plan: Plan) -> Expressed:
-    """Returns the FSDP 2 configuration nearest to a plan. The script sets clipping, batch and micro-batches."""
+    """The nearest FSDP 2 configuration. The script sets clipping, batch and micro-batches."""
     details: dict[str, object] = {
         "type": "FSDP",
         "version": 2,

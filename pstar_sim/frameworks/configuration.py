@@ -18,25 +18,23 @@ __all__ = ["Configuration", "in_full", "spec"]
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """The content of a file, without the file's name: two files with the same content have equal configurations.
+    """Two files with the same content have equal configurations.
 
-    framework: name of the target that reads and writes it (targets.py).
-    policy: the policy that stands for the configuration, with its options.
-    dtype: working dtype; None where the file leaves it to the script, as for the next five attributes.
+    framework: target that reads and writes it (targets.py).
+    policy: stands for the configuration, with its options.
+    dtype: None where the file leaves it to the script, as for the next five attributes.
     batch_per_gpu: sequences per micro-batch of each GPU.
-    micro_batches: number of micro-batches per iteration.
     clip: whether gradients are clipped by their global norm.
-    checkpointing: whether activations are recomputed.
-    optimizer: name of the optimizer.
-    train_batch: sequences per iteration on all GPUs; None where the file does not say.
-    train_batch_key: the key of the file with train_batch, for messages.
-    pinned: whether gradients and states on the host are page-locked.
+    checkpointing: activations are recomputed.
+    train_batch: sequences per iteration on all GPUs.
+    train_batch_key: in the file, for messages.
+    pinned: gradients and states on the host are page-locked.
     pinned_params: the same for parameters.
-    loading: the way in which the weights are loaded, as the text of a `Loading`.
-    details: other values that decide how the framework allocates, by name.
+    loading: text of a `Loading`.
+    details: other values that decide how the framework allocates.
     left_open: options of the policy that the file leaves to the script, which sets them by the model's hidden size.
     notes: one line per setting that is not modelled.
-    without_effect: keys of the file that have no effect on memory and time.
+    without_effect: keys that have no effect on memory and time.
     """
 
     framework: str
@@ -59,12 +57,12 @@ class Configuration:
 
     @property
     def base(self) -> str:
-        """Name of the policy without its options."""
+        """The policy without its options."""
         return split_spec(self.policy)[0]
 
     @property
     def options(self) -> dict[str, object]:
-        """All options of the policy, including options at their default values."""
+        """Also those at their default values."""
         return in_full(self.policy)
 
     @property
@@ -72,9 +70,8 @@ class Configuration:
         return dict(self.details)
 
     def for_model(self, workload: Workload) -> Configuration:
-        """Returns the configuration with its open options set as the HF Trainer sets them for this model: DeepSpeed's
-        buckets follow the hidden size. A model that does not recompute has no checkpoints that could be on the host.
-        """
+        """Sets open options as the HF Trainer does: DeepSpeed's buckets follow the hidden size. A model that does not
+        recompute has no checkpoints that could be on the host."""
         options = self.options
         none_kept = options.get("checkpoints") == "host" and not workload.checkpointing
         if not self.left_open and not none_kept:
@@ -89,13 +86,12 @@ class Configuration:
         return replace(self, policy=spec(self.base, {**options, **changed}))
 
     def job(self, workload: Workload) -> Workload:
-        """Returns the workload as the configuration's policy runs it: the inputs of recomputed blocks may go to the
-        host."""
+        """As the policy runs it: the inputs of recomputed blocks may go to the host."""
         return in_order(self.base, workload, ON_HOST) if self.options.get("checkpoints") == "host" else workload
 
 
 def in_full(policy: str) -> dict[str, object]:
-    """Returns all options of the policy that the spec names, including options at their default values."""
+    """All options, also those at their default values."""
     found = find_policy(policy)
     set_options = dict(found.values) if isinstance(found, Specified) else {}
     base = found.policy if isinstance(found, Specified) else found
@@ -103,14 +99,13 @@ def in_full(policy: str) -> dict[str, object]:
 
 
 def spec(name: str, options: Mapping[str, object]) -> str:
-    """Returns the normalised spec of a policy with these options. Options that the policy does not have are left
-    out."""
+    """Normalised, without options that the policy does not have."""
     known = options_of(find_policy(name))
     words = ",".join(f"{key}={show(options[key])}" for key in known if key in options)
     return policy_name(f"{name}:{words}") if words else name
 
 
 def _hidden_size(workload: Workload) -> int:
-    """Returns the most frequent length of the model's vectors (norms and biases); 0 where it has none."""
+    """The most frequent length of the model's vectors (norms and biases); 0 where it has none."""
     lengths = Counter(t.shape[0] for t in workload.tensors if len(t.shape) == 1)
     return lengths.most_common(1)[0][0] if lengths else 0

@@ -251,9 +251,7 @@ _NVME_PATH = "/local_nvme"
 
 
 def read(content: object, file: str) -> Configuration:
-    """Returns the configuration that a file says, by KEYS. Raises PstarError as `read_keys` does, and for values that
-    exclude each other.
-    """
+    """Raises PstarError as `read_keys` does, and for values that exclude each other."""
     found = read_keys(KEYS, content, file, "a DeepSpeed configuration")
     if all(map(found.known, _HALF)):
         raise PstarError(f"{file}: bf16.enabled and fp16.enabled are both true; DeepSpeed takes one of them")
@@ -286,15 +284,13 @@ def read(content: object, file: str) -> Configuration:
 
 
 def _loading(stage: int) -> str:
-    """Returns the way in which the weights are loaded. With stage 3, zero.Init slices the model while it is made (the
-    HF Trainer uses zero.Init); otherwise every process loads the whole model."""
+    """With stage 3, zero.Init slices the model while it is made (the HF Trainer uses zero.Init); otherwise every
+    process loads the whole model."""
     return "whole" if stage == 3 else "each"
 
 
 def _micro_batches(found: KeyReading) -> int | None:
-    """Returns the number of micro-batches that the file says; None if it does not say. DeepSpeed runs a batch of an
-    iteration that is given alone as one micro-batch.
-    """
+    """DeepSpeed runs a batch of an iteration that is given alone as one micro-batch."""
     alone = found.known("train_batch") is not None and not {"batch_per_gpu", "micro_batches"} & found.named
     return 1 if alone else found.known("micro_batches")
 
@@ -320,8 +316,7 @@ def _dtype(found: KeyReading) -> str | None:
 
 
 def _optimizer(found: KeyReading) -> tuple[str | None, list[str]]:
-    """Returns pstar_sim's name of the optimizer (None where the script brings its own), and notes on settings that are
-    not modelled."""
+    """Returns pstar_sim's name (None where the script brings its own), and notes on settings that are not modelled."""
     if found["bf16_states"] is True:
         return "adamw-bf16-states", []
     written = found.known("optimizer")
@@ -358,8 +353,7 @@ _SIZES = {
 
 
 def _notes(found: KeyReading, stage: int, states: str, params: str) -> list[str]:
-    """Returns notes on combinations of keys that are not modelled, and on defaults that depend on DeepSpeed's
-    version."""
+    """On combinations of keys that are not modelled, and on defaults that depend on DeepSpeed's version."""
     zero3, zero12 = stage == 3, stage in (1, 2)
     on_host = found["checkpoints_on_host"] is True
     offloaded3 = zero3 and states == "cpu" and params != "nvme"
@@ -397,7 +391,7 @@ def _notes(found: KeyReading, stage: int, states: str, params: str) -> list[str]
 
 
 def _details(found: KeyReading, stage: int, states: str, params: str) -> tuple[tuple[str, object], ...]:
-    """Returns the values that decide how DeepSpeed allocates, beside the policy's options: (name, value)."""
+    """How DeepSpeed allocates, beside the policy's options: (name, value)."""
     kept: dict[str, object] = {"stage": stage, "states": states, "params": params}
     if states == "nvme":
         kept["states_buffers"] = found.usual("states_buffers", 4)
@@ -410,7 +404,7 @@ def _details(found: KeyReading, stage: int, states: str, params: str) -> tuple[t
 
 
 def values_of(configuration: Configuration) -> dict[str, object]:
-    """Returns the value of each of KEYS for the configuration. `read` of these values gives the configuration back."""
+    """For each of KEYS. `read` of these values gives the configuration back."""
     c, detail, options = configuration, configuration.detail, configuration.options
     values: dict[str, object] = {
         "batch_per_gpu": c.batch_per_gpu,
@@ -436,7 +430,7 @@ def values_of(configuration: Configuration) -> dict[str, object]:
 
 
 def _values_of_places(c: Configuration) -> dict[str, object]:
-    """Returns the values that name the places of states and parameters, and how they are held there."""
+    """Places of states and parameters, and how they are held there."""
     values: dict[str, object] = {}
     for what, key, pinned in (("states", "pinned", c.pinned), ("params", "pinned_params", c.pinned_params)):
         place = c.detail[what]
@@ -450,8 +444,7 @@ def _values_of_places(c: Configuration) -> dict[str, object]:
 
 
 def write(configuration: Configuration) -> str:
-    """Returns the configuration as the text of a JSON file. Values that the configuration leaves to the script are left
-    out."""
+    """As JSON, without what the configuration leaves to the script."""
     content = nested(KEYS, values_of(configuration))
     zero = content[_ZERO]
     zero |= {"overlap_comm": True, "contiguous_gradients": True}
@@ -459,7 +452,7 @@ def write(configuration: Configuration) -> str:
 
 
 def _allocations(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Allocation, ...]:
-    """Returns the host memory that one rank requests: see [Note: pinned blocks] in host_memory.py.
+    """One rank's: see [Note: pinned blocks] in host_memory.py.
 
     Stages 1 and 2 have flat buffers of the rank's slices. Stage 3 has masters, gradients and moments by sub-group;
     gradients in the working dtype, and offloaded parameters, lie in one buffer each.
@@ -506,9 +499,8 @@ def _stage3_allocations(configuration: Configuration, numels: list[int], moments
 
 
 def _parameters(configuration: Configuration, numels: list[int], width: int) -> list[Allocation]:
-    """Returns the blocks of parameters that live off the GPU. DeepSpeed pins the parameters one by one, then moves them
-    into one buffer. PyTorch keeps the small blocks that this frees.
-    """
+    """DeepSpeed pins parameters off the GPU one by one, then moves them into one buffer. PyTorch keeps the small blocks
+    that this frees."""
     detail = configuration.detail
     if detail["params"] == "none":
         return []
@@ -532,16 +524,16 @@ def _whole(value: object) -> int:
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Returns the bytes that the GPU holds beside the plan's lists: with stage 0 in 16 bits, working gradients and fp32
-    gradients. With several micro-batches the lists of all_on_gpu include the fp32 gradients already."""
+    """Beside the plan's lists: with stage 0 in 16 bits, working gradients and fp32 gradients. With several
+    micro-batches the lists of all_on_gpu include the fp32 gradients already."""
     if configuration.detail["stage"] != 0 or workload.dtype == MASTER:
         return 0
     return workload.trainable_params * (2 if workload.micro_batches > 1 else 6)
 
 
 def _unpinned(configuration: Configuration) -> str:
-    """Returns what pins less memory, in words. accelerate's own file (which says its type) has no key for it, and can
-    name one of DeepSpeed's."""
+    """What pins less memory. accelerate's own file (which says its type) has no key for it, and can name one of
+    DeepSpeed's."""
     sections = {"states": "offload_optimizer", "params": "offload_param"}
     offloading = " and ".join(name for what, name in sections.items() if configuration.detail[what] != "none")
     file = "a deepspeed_config_file that has " if "type" in configuration.detail else ""
@@ -566,9 +558,8 @@ _OWN = (
 
 
 def express(plan: Plan) -> Expressed:
-    """Returns the configuration nearest to a plan. If the plan's policy stands for DeepSpeed, the configuration has the
-    policy's options. Otherwise the configuration keeps model data where the plan keeps most of them.
-    """
+    """Has the options of a policy that stands for DeepSpeed. Otherwise the configuration keeps model data where the
+    plan keeps most of them."""
     w, settings = plan.workload, plan.settings
     base, options, cannot = _nearest(plan)
     stage, states, params = _placing(base, options, sliced=plan.machine.data_parallel_size > 1)
@@ -607,16 +598,14 @@ def express(plan: Plan) -> Expressed:
 
 
 def _without_pinning(configuration: Configuration) -> Configuration:
-    """Returns the configuration with "pin_memory": false in each section that offloads, as `read` reads it."""
+    """ "pin_memory": false in each section that offloads, as `read` reads it."""
     c = configuration
     policy = spec(c.base, {**c.options, "pinned": False, "flush": "blocking"})
     return replace(c, policy=policy, pinned=c.detail["states"] == "none", pinned_params=c.detail["params"] == "none")
 
 
 def _nearest(plan: Plan) -> tuple[str, dict[str, object], list[str]]:
-    """Returns name and options of the DeepSpeed policy that is nearest to the plan, and notes on the parts of the plan
-    that this policy cannot express.
-    """
+    """Returns name and options of the nearest DeepSpeed policy, and notes on what it cannot express."""
     known = options_of_plan(plan, *_OWN)
     cannot = common_limits(plan, DEEPSPEED, *_OWN)
     if known is None:
@@ -644,9 +633,9 @@ def _nearest(plan: Plan) -> tuple[str, dict[str, object], list[str]]:
 
 
 def _placing(base: str, options: Mapping[str, object], *, sliced: bool) -> tuple[int, str, str]:
-    """Returns the ZeRO stage, and where states and parameters live.
+    """The ZeRO stage, and where states and parameters live.
 
-    sliced: whether there are several ranks.
+    sliced: there are several ranks.
     """
     if base == "zero_infinity":
         return 3, str(options["states"]), str(options["params"])

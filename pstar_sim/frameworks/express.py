@@ -29,11 +29,9 @@ NOT_PINNED = "host memory not pinned: the host cannot pin as much"
 
 @dataclass(frozen=True, kw_only=True)
 class Expressed:
-    """A plan in the terms of a framework.
-
-    configuration: the configuration nearest to the plan.
-    says: the parts of the plan that the file states, one per line.
-    cannot: the parts of the plan that the framework cannot express, one per line.
+    """configuration: nearest to the plan.
+    says: parts of the plan that the file states, one per line.
+    cannot: parts that the framework cannot express, one per line.
     """
 
     configuration: Configuration
@@ -43,12 +41,8 @@ class Expressed:
 
 @dataclass(frozen=True, kw_only=True)
 class Whereabouts:
-    """Where a plan keeps model data between two iterations, as shares of the bytes of each kind.
+    """Shares of the bytes of each kind between two iterations.
 
-    params_on_gpu: share of the parameters that stays on the GPU.
-    states_on_gpu: share of the states that stays on the GPU.
-    params_on_disks: share of the parameters on disks.
-    states_on_disks: share of the states on disks.
     streamed: chunks whose states come to the GPU for their update.
     """
 
@@ -60,7 +54,7 @@ class Whereabouts:
 
 
 def whereabouts(plan: Plan) -> Whereabouts:
-    """Returns where the plan keeps parameters and states between two iterations."""
+    """Between two iterations."""
     held: dict[tuple[bool, Place], int] = {}
     on_gpu = {(r.chunk, r.list) for r in plan.initial if r.place is Place.GPU}
     for r in plan.initial:
@@ -85,9 +79,8 @@ def whereabouts(plan: Plan) -> Whereabouts:
 
 
 def job_left(plan: Plan) -> tuple[Workload, Settings]:
-    """Returns the job that a framework runs in place of the plan's: depth-first, updated in optimizer.step(), with the
-    activations of all blocks kept or all recomputed. A traced workload stays as it is.
-    """
+    """As a framework runs it: depth-first, updated in optimizer.step(), with the activations of all blocks kept or all
+    recomputed. A traced workload stays as it is."""
     settings = replace(plan.settings, update="step", loop="own")
     w = plan.workload
     if not w.activations and not w.relayed:
@@ -99,15 +92,15 @@ def job_left(plan: Plan) -> tuple[Workload, Settings]:
 
 
 def options_of_plan(plan: Plan, *names: str) -> Mapping[str, object] | None:
-    """Returns all options of the plan's policy if it is one of `names`, else None."""
+    """If the plan's policy is one of `names`, else None."""
     base = split_spec(plan.policy)[0]
     return in_full(plan.policy) if base in names else None
 
 
 def common_limits(plan: Plan, framework: str, *own: str) -> list[str]:
-    """Returns the parts of the plan that no framework can express, one per line.
+    """Parts of the plan that no framework can express, one per line.
 
-    own: policies that stand for the framework itself.
+    own: policies of the framework itself.
     """
     base = split_spec(plan.policy)[0]
     w, settings = plan.workload, plan.settings
@@ -139,17 +132,16 @@ def _follows_tide(plan: Plan) -> bool:
 
 
 def common_says(plan: Plan) -> list[str]:
-    """Returns the facts of the job that the file states for every framework."""
+    """Facts of the job that the file states for every framework."""
     w = plan.workload
     steps = f" in {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""
     return [f"{w.batch} sequences per GPU{steps}, {w.dtype}"]
 
 
 def placed(plan: Plan, *, zero_offload: bool) -> tuple[str, dict[str, object]]:
-    """Returns name and options of the policy of the DeepSpeed family that keeps model data where the plan keeps most of
-    them.
+    """Name and options of the DeepSpeed policy that keeps model data where the plan keeps most of them.
 
-    zero_offload: whether parameters may stay whole on the GPU with everything else on the host.
+    zero_offload: parameters may stay whole on the GPU with everything else on the host.
     """
     where = whereabouts(plan)
     if where.states_on_disks > 0 or where.params_on_disks > 0:

@@ -33,7 +33,7 @@ _GPU_BUFFER = "the framework's own gradients"
 
 
 def _planned_on(machine: Machine, gpu_bytes: int) -> Machine:
-    """Returns the machine with host memory enough for every policy, and with gpu_bytes less memory per GPU."""
+    """With host memory enough for every policy, and gpu_bytes less memory per GPU."""
     ranks = tuple(
         replace(rank, gpu=replace(rank.gpu, usable_bytes=max(rank.gpu.context_bytes + 1, left)))
         for rank in machine.ranks
@@ -44,8 +44,8 @@ def _planned_on(machine: Machine, gpu_bytes: int) -> Machine:
 
 
 def _copied(plan: Plan, configuration: Configuration) -> Plan:
-    """Returns the plan with its copies at the rate of memory that is not pinned, if the configuration pins none. A
-    policy with an option for this has marked its copies itself."""
+    """Copies run at the rate of memory that is not pinned, if the configuration pins none. A policy with an option for
+    this has marked its copies itself."""
     pinned = configuration.pinned or "pinned" in configuration.options
     if pinned or plan.machine.link.pageable_bytes_per_s is None:
         return plan
@@ -55,7 +55,7 @@ def _copied(plan: Plan, configuration: Configuration) -> Plan:
 class Follows:
     """A policy (workload, machine, settings) -> Plan that follows a configuration; `__name__` is its label.
 
-    plans_by: the spec of the policy that stands for the configuration.
+    plans_by: spec of the policy that stands for the configuration.
     """
 
     def __init__(self, configuration: Configuration, label: str) -> None:
@@ -67,8 +67,8 @@ class Follows:
         return f"<policy {self.__name__}: {self.configuration.policy}>"
 
     def __call__(self, workload: Workload, machine: Machine, settings: Settings) -> Plan:
-        """Returns the plan. Raises DoesNotFit if the framework's allocations exceed the host, or if the policy's lists
-        exceed the GPU or the disks."""
+        """Raises DoesNotFit if the framework's allocations exceed the host, or if the policy's lists exceed the GPU or
+        the disks."""
         configuration = self.configuration.for_model(workload)
         memory, ranks = target_of(configuration).memory, machine.data_parallel_size
         need = memory.host_need(configuration, configuration.job(workload), machine)
@@ -91,10 +91,9 @@ class Follows:
         return self._with_own_buffers(_copied(plan, configuration), machine, need.host_bytes, more_bytes)
 
     def _with_own_buffers(self, plan: Plan, machine: Machine, host_bytes: int, gpu_bytes: int) -> Plan:
-        """Returns the plan on the machine that the user asks about. The plan's GPU buffer is gpu_bytes; its host buffer
-        is so large that buffer and lists together take host_bytes, the most that the framework takes at any time
-        (weights while they are loaded included). Raises DoesNotFit if the lists, or host_bytes, exceed the host.
-        """
+        """The GPU buffer is gpu_bytes; the host buffer is so large that it and the lists take host_bytes, the most that
+        the framework takes at any time (weights while they are loaded included). Raises DoesNotFit if the lists, or
+        host_bytes, exceed the host."""
         kept = tuple(b for b in plan.buffers if b[1] is not Place.HOST or b[0] == STASHES)
         gone = {name for name, *_ in plan.buffers} - {name for name, *_ in kept}
         own = sum(size for name, place, size in plan.buffers if place is Place.HOST and name in gone)

@@ -42,9 +42,9 @@ _WIDTH = 4  # bytes of a parameter, of its gradient, and of each of its two mome
 
 
 def fsdp_policy(*, offload: bool, reshard: bool) -> str:
-    """Returns the spec of the policy that stands for FSDP.
+    """The spec that stands for FSDP.
 
-    reshard: whether parameters are given up after forward, and gathered again for backward.
+    reshard: parameters are given up after forward, and gathered again for backward.
     """
     if not offload:
         return spec("zero3_resident", {"reshard": reshard})
@@ -61,8 +61,8 @@ def reshards(configuration: Configuration) -> bool:
 
 
 def _allocations(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Allocation, ...]:
-    """Returns the host memory that one rank requests where everything is offloaded. FSDP 2 pins each parameter, FSDP 1
-    the flat parameter of each wrapped block. A gradient arrives in a block as large as its parameter."""
+    """One rank's, where everything is offloaded. FSDP 2 pins each parameter, FSDP 1 the flat parameter of each wrapped
+    block. A gradient arrives in a block as large as its parameter."""
     if not offloads(configuration):
         return ()
     tensors = trained(workload)
@@ -77,8 +77,7 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
 
 
 def _units(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Returns the tensors grouped by block. Tensors whose names share the part up to the first number are of one
-    block."""
+    """By block: tensors whose names share the part up to the first number."""
     units: dict[str, list[Tensor]] = {}
     for t in tensors:
         parts = t.name.split(".")
@@ -98,7 +97,7 @@ MEMORY = MemoryRules(
 def express_as(
     plan: Plan, framework: str, details: dict[str, object], *, says_batch: bool = True, trains_scaled: bool = True
 ) -> Expressed:
-    """Returns the FSDP configuration nearest to a plan, with offloading if the plan keeps anything off the GPU."""
+    """The nearest FSDP configuration, with offloading if the plan keeps anything off the GPU."""
     where = whereabouts(plan)
     offload = min(where.params_on_gpu, where.states_on_gpu) < 1
     reshard = _gives_up(plan)
@@ -125,7 +124,7 @@ def express_as(
 
 
 def _gives_up(plan: Plan) -> bool:
-    """Returns whether the plan gives the parameters up after forward; for a policy that is not FSDP's, True."""
+    """Whether parameters go after forward; for a policy that is not FSDP's, True."""
     known = options_of_plan(plan, *OWN)
     if known is None:
         return True
@@ -133,7 +132,7 @@ def _gives_up(plan: Plan) -> bool:
 
 
 def _limits(plan: Plan, framework: str, where: Whereabouts, dtype: str, *, says_batch: bool) -> dict[str, bool]:
-    """Returns words for each part of a plan that the file cannot say -> whether the plan has it.
+    """Words for a part that the file cannot say -> whether the plan has it.
 
     dtype: the file's.
     """

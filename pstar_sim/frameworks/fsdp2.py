@@ -70,7 +70,7 @@ def shard(model: nn.Module) -> nn.Module:
 
 
 def write(configuration: Configuration) -> str:
-    """Returns the configuration as the text of a Python file."""
+    """As Python."""
     dtype = configuration.dtype or MASTER
     return _CODE.format(
         dtype=dtype,
@@ -83,7 +83,7 @@ def write(configuration: Configuration) -> str:
 
 
 def express(plan: Plan) -> Expressed:
-    """Returns the configuration nearest to a plan. The script sets the optimizer, clipping, batch and micro-batches."""
+    """The script sets the optimizer, clipping, batch and micro-batches."""
     found = express_as(plan, FSDP2, {"version": 2}, says_batch=False)
     if MEMORY.pins_too_much(found.configuration, plan.workload, plan.machine):
         unpinned = replace(found.configuration, pinned=False, pinned_params=False)

@@ -27,12 +27,12 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """Memory that one rank requests under one name.
+    """Requested by one rank under one name.
 
-    name: its content, in words.
-    sizes: bytes of each request.
-    pinned: whether the memory is page-locked.
-    freed: whether the framework has freed the memory, which only PyTorch's cache of pinned memory still holds.
+    name: content.
+    sizes: of each request.
+    pinned: page-locked.
+    freed: by the framework; only PyTorch's cache of pinned memory still holds it.
     """
 
     name: str
@@ -46,18 +46,18 @@ class Allocation:
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes that the allocation takes of the host: [Note: pinned blocks]."""
+        """Of the host: [Note: pinned blocks]."""
         return sum(map(_power_of_two, self.sizes)) if self.pinned else self.asked_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostNeed:
-    """Host memory that a framework takes on one rank.
+    """Of a framework on one rank.
 
-    allocations: held from the first step on.
-    startup_bytes: weights while they are loaded; they are freed before the allocations are made.
-    loading: words for the way in which they are loaded.
-    stash_bytes: activations on the host.
+    allocations: from the first step on.
+    startup_bytes: weights while they are loaded, freed before the allocations are made.
+    loading: words.
+    stash_bytes: activations.
     """
 
     allocations: tuple[Allocation, ...]
@@ -67,31 +67,31 @@ class HostNeed:
 
     @property
     def asked_bytes(self) -> int:
-        """Requested bytes of the allocations, and the activations."""
+        """With the activations."""
         return sum(a.asked_bytes for a in self.allocations) + self.stash_bytes
 
     @property
     def rounding_bytes(self) -> int:
-        """Bytes that pinning adds to the requested bytes."""
+        """What pinning adds."""
         return sum(a.taken_bytes - a.asked_bytes for a in self.allocations)
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of page-locked memory, as PyTorch rounds them."""
+        """As PyTorch rounds them."""
         return sum(a.taken_bytes for a in self.allocations if a.pinned)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are held while the job trains."""
+        """While the job trains."""
         return self.asked_bytes + self.rounding_bytes
 
     @property
     def host_bytes(self) -> int:
-        """The most bytes at any time."""
+        """At any time, the most."""
         return max(self.held_bytes, self.startup_bytes)
 
     def parts(self) -> list[str]:
-        """Returns the parts of `host_bytes`, each as a phrase for a message."""
+        """Phrases for a message."""
         if self.startup_bytes > self.held_bytes:
             how = f", {self.loading}" if self.loading else ""
             return [f"{format_bytes(self.startup_bytes)} of weights while they are loaded{how}"]
@@ -105,8 +105,7 @@ class HostNeed:
         return said
 
     def shortage(self, machine: Machine, policy: str) -> DoesNotFit | None:
-        """Returns the error for a host without enough room, or without enough memory that can be pinned; None where
-        there is enough."""
+        """For too little room, or too little memory that can be pinned."""
         if self.host_bytes > machine.host_budget_bytes:
             return DoesNotFit(
                 policy=policy,
@@ -132,13 +131,13 @@ class HostNeed:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRules:
-    """Rules by which a framework allocates: functions of (configuration, workload of one rank, number of ranks).
+    """Functions of (configuration, workload of one rank, number of ranks).
 
-    allocations: host memory that one rank requests.
-    loaded_dtype: dtype of the weights while they are loaded, where the job does not say it; None: the working dtype.
-    once: what makes one process of a node load the weights for all, in words; "" if nothing does.
-    unpinned: configuration -> what makes the framework pin less memory, in words; "" if nothing does.
-    gpu_beyond_bytes: bytes that the GPU holds beside the lists of the policy; by default none.
+    allocations: of one rank, on the host.
+    loaded_dtype: of the weights while they are loaded, where the job does not say it; None: the working dtype.
+    once: what makes one process of a node load the weights for all; "" if nothing does.
+    unpinned: what makes the framework pin less memory; "" if nothing does.
+    gpu_beyond_bytes: beside the lists of the policy; by default none.
     """
 
     allocations: Callable[[Configuration, Workload, int], tuple[Allocation, ...]]
@@ -150,8 +149,7 @@ class MemoryRules:
     def shortage(
         self, configuration: Configuration, workload: Workload, machine: Machine, policy: str
     ) -> DoesNotFit | None:
-        """Returns the error for a host without enough room for the configuration, with the value of the configuration
-        that would do; None where there is enough."""
+        """With the value of the configuration that would do."""
         short = self.host_need(configuration, workload, machine).shortage(machine, policy)
         if short is None:
             return None
@@ -164,17 +162,17 @@ class MemoryRules:
         return short
 
     def pins_too_much(self, configuration: Configuration, workload: Workload, machine: Machine) -> bool:
-        """Returns whether the framework would pin more host memory than the machine can pin."""
+        """More than the machine can pin."""
         need = self.host_need(configuration, workload, machine)
         return machine.pinned_budget_bytes is not None and need.pinned_bytes > machine.pinned_budget_bytes
 
     def loading(self, configuration: Configuration) -> Loading:
-        """Returns the way in which the framework loads the weights of a job with this configuration."""
+        """Of a job with this configuration."""
         loading = loading_of(configuration.loading)
         return loading if loading.dtype is not None else replace(loading, dtype=self.loaded_dtype)
 
     def host_need(self, configuration: Configuration, workload: Workload, machine: Machine) -> HostNeed:
-        """Returns the host memory that the framework takes on one rank."""
+        """On one rank."""
         loading = self.loading(configuration)
         return HostNeed(
             allocations=self.allocations(configuration, workload, machine.data_parallel_size),
@@ -189,38 +187,36 @@ def _power_of_two(size: int) -> int:
 
 
 def allocation(name: str, size_bytes: float, *, pinned: bool) -> Allocation:
-    """Returns the memory of a single request."""
     return Allocation(name=name, sizes=(int(size_bytes),) if size_bytes else (), pinned=pinned)
 
 
 def tensor_allocations(name: str, numels: Iterable[int], width: float, *, pinned: bool) -> Allocation:
-    """Returns memory with one request per tensor.
+    """One request per tensor.
 
-    numels: elements of each tensor.
+    numels: of each tensor.
     width: bytes per element.
     """
     return Allocation(name=name, sizes=tuple(int(numel * width) for numel in numels if numel), pinned=pinned)
 
 
 def moments_bytes_per_param(workload: Workload) -> int:
-    """Returns the bytes per parameter of the optimizer's states, without the fp32 master."""
+    """Without the fp32 master."""
     return workload.optimizer.states_bytes_per_param - 4
 
 
 def trained(workload: Workload) -> list[Tensor]:
-    """Returns the parameters that are updated, in the model's order."""
+    """In the model's order."""
     return [t for t in workload.tensors if t.tied_to is None and not t.frozen]
 
 
 def rank_sizes(tensors: Iterable[Tensor], ranks: int) -> list[int]:
-    """Returns the elements that one rank has of each tensor. Slices are padded to equal length."""
+    """Elements of each tensor. Slices are padded to equal length."""
     return [-(-t.numel // ranks) for t in tensors]
 
 
 def sub_groups(numels: Sequence[int], most: int) -> list[int]:
-    """Returns the number of elements of each sub-group. Tensors are added in order; the tensor that reaches `most`
-    elements closes its sub-group.
-    """
+    """Returns the elements of each. Tensors are added in order; the tensor that reaches `most` elements closes its
+    sub-group."""
     groups: list[int] = []
     held = 0
     for numel in numels:

@@ -29,11 +29,11 @@ Count = Annotated[int, least(1)]
 
 
 class KeyEffect(Enum):
-    """The effect of a key on a prediction.
+    """On a prediction.
 
     USED: the prediction depends on the key.
-    NONE: the key has no effect on memory and time.
-    NOT_MODELLED: the key may have an effect, which is not predicted.
+    NONE: no effect on memory and time.
+    NOT_MODELLED: may have an effect, which is not predicted.
     """
 
     USED = auto()
@@ -46,11 +46,9 @@ class Key:
     """A key of a framework's configuration.
 
     path: dotted; a path that ends with ".*" stands for every key below it.
-    effect: the effect of the key on a prediction.
-    name: name of its value, for a key that is used.
-    kind: type of its value, None for any type.
+    name: of its value, for a key that is used.
+    kind: None for any type.
     default: the framework's default; for a key that is not modelled, the value at which it has no effect.
-    why: why the key is not modelled.
     also: other paths that mean the same.
     """
 
@@ -64,37 +62,37 @@ class Key:
 
 
 def used(path: str, name: str, kind: Any, default: object = None, *, also: tuple[str, ...] = ()) -> Key:
-    """Returns a key whose value a prediction depends on.
+    """A prediction depends on its value.
 
-    also: other paths that are read as this key; they are not written.
+    also: read as this key, but not written.
     """
     return Key(path=path, effect=KeyEffect.USED, name=name, kind=kind, default=default, also=also)
 
 
 def ignored(*paths: str) -> tuple[Key, ...]:
-    """Returns keys without an effect on memory and time."""
+    """Without an effect on memory and time."""
     return tuple(Key(path=path, effect=KeyEffect.NONE) for path in paths)
 
 
 def unmodelled(path: str, why: str, off: object = False, *, also: tuple[str, ...] = ()) -> Key:
-    """Returns a key that is not modelled, although it may have an effect.
+    """It may have an effect.
 
-    off: the value at which the key has no effect.
-    also: other paths that are read as this key.
+    off: where the key has no effect.
+    also: read as this key.
     """
     return Key(path=path, effect=KeyEffect.NOT_MODELLED, default=off, why=why, also=also)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyReading:
-    """The values of a file, by a table of keys.
+    """By a table of keys.
 
-    file: name of the file, for messages.
-    values: name of a used key -> its value; AUTO where the file leaves the key to the script, the framework's default
-        where the file does not name the key.
-    named: names of the used keys that the file names.
-    without_effect: paths of keys without an effect.
-    notes: one line per key of the table that is not modelled.
+    file: for messages.
+    values: used key -> value; AUTO where the file leaves the key to the script, the framework's default where it does
+        not name the key.
+    named: used keys that the file names.
+    without_effect: paths.
+    notes: one per key that is not modelled.
     """
 
     file: str
@@ -107,18 +105,18 @@ class KeyReading:
         return self.values[name]
 
     def known(self, name: str) -> Any:
-        """Returns the value of a key; None where the file leaves the key to the script."""
+        """None where the file leaves the key to the script."""
         value = self.values[name]
         return None if value == AUTO else value
 
     def usual(self, name: str, usual: Any) -> Any:
-        """Returns the value of a key; `usual` where the file lacks the key or leaves it to the script."""
+        """`usual` where the file lacks the key or leaves it to the script."""
         value = self.known(name)
         return usual if value is None else value
 
 
 def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> KeyReading:
-    """Returns the content of a file, by the table.
+    """By the table of keys.
 
     what: the kind of file, for messages.
 
@@ -147,7 +145,7 @@ def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> Key
 
 
 def _off(key: Key, value: object) -> bool:
-    """Returns whether the key, which is not modelled, has no effect at this value."""
+    """For a key that is not modelled: no effect at this value."""
     alike = isinstance(value, bool) is isinstance(key.default, bool)
     return value is None or value == AUTO or (alike and value == key.default)
 
@@ -175,9 +173,7 @@ def _leaves(
 
 
 def _near(name: str, table: Mapping[str, Key], above: str) -> str:
-    """Returns the known key that is most like an unknown key, else "". A key qualifies if it is in the same table of
-    the file, or has the same name in another table.
-    """
+    """The known key most like it, else "": of the same table of the file, or with the same name in another."""
     beside = {one.removeprefix(above).partition(".")[0] for one in table if one.startswith(above)}
     near = nearest(name, sorted(beside - {"*"}))
     if near:
@@ -186,7 +182,7 @@ def _near(name: str, table: Mapping[str, Key], above: str) -> str:
 
 
 def _star(path: str, table: Mapping[str, Key]) -> str:
-    """Returns the path of the key that ends with ".*" and covers this path; "" if there is none."""
+    """The path ending in ".*" that covers this one; "" if there is none."""
     parts = path.split(".")
     stars = (".".join(parts[:n]) + ".*" for n in range(len(parts), 0, -1))
     return next((star for star in stars if star in table), "")
@@ -211,9 +207,7 @@ def _value(key: Key, value: object, file: str) -> object:
 
 
 def nested(keys: Sequence[Key], values: Mapping[str, object]) -> dict[str, Any]:
-    """Returns the nested tables of a file with these values (name of a used key -> value), in the order of `keys`.
-    Values that are None are left out.
-    """
+    """Returns the tables of a file with these values (used key -> value), in the order of `keys`, without None."""
     content: dict[str, Any] = {}
     for key in keys:
         if key.effect is not KeyEffect.USED or values.get(key.name) is None:

@@ -27,9 +27,7 @@ _ENDINGS = {ending: target for target in TARGETS.values() for ending in target.e
 
 
 def load_configuration(path: str) -> Configuration:
-    """Returns the configuration in a file. Raises PstarError, naming the file, for a file that cannot be read, is of no
-    known kind, or has wrong content.
-    """
+    """Raises PstarError, naming the file, for a file that cannot be read, is of no known kind, or has wrong content."""
     ending = Path(path).suffix.lower()
     if ending not in _ENDINGS:
         known = ", ".join(f"{end} ({target.name})" for end, target in _ENDINGS.items())
@@ -61,7 +59,7 @@ def load_configuration(path: str) -> Configuration:
 
 
 def _launched_with(content: dict[str, object]) -> str:
-    """Returns the file to give instead of a trainer's configuration."""
+    """To give instead of a trainer's configuration."""
     named = content.get("deepspeed")
     if isinstance(named, str):
         return f"give --like the DeepSpeed file that its key deepspeed names, {named}"

@@ -28,25 +28,17 @@ __all__ = ["ConfigurationPrediction", "predict"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ConfigurationPrediction:
-    """A configuration on a machine; bytes are those of one rank.
+    """A configuration ; bytes are those of one rank.
 
-    label: name of the configuration, such as that of its file.
-    configuration: the configuration, with the values that its file leaves to the script set for this model.
-    policy: the policy that stands for the configuration.
-    host: host memory that the configuration takes.
-    host_available_bytes: the machine's budget of host memory.
-    gpu_available_bytes: the machine's budget of GPU memory.
-    reason: why the configuration does not fit or cannot be planned; None if it fits.
-    short_of: place that lacks memory; None if none does.
-    short_bytes: bytes that the place lacks.
-    gpu_needed_bytes: the most bytes on the GPU, or, if the GPU lacks memory, the bytes that are needed. None if the
-        host lacks memory. If GPUs differ, the smallest budget less the least room that any GPU has left.
-    iteration_s: simulated seconds per iteration; None if the configuration does not fit.
-    tokens_per_s: simulated tokens per second; None if the configuration does not fit.
-    expected_error: as in `Fit`, for the policy.
-    trust: as in `Fit`, for the policy.
-    plan: the policy's plan; None if the configuration does not fit.
-    timeline: simulation of the plan; None if the configuration does not fit.
+    label: such as its file.
+    configuration: with what its file leaves to the script set for this model.
+    policy: stands for the configuration.
+    reason: why it does not fit or cannot be planned.
+    short_of: None if no place lacks memory.
+    gpu_needed_bytes: the most on the GPU, or what is needed if it lacks memory. None if the host lacks memory. If GPUs
+        differ, the smallest budget less the least room that any GPU has left.
+    iteration_s, tokens_per_s, plan, timeline: simulated; None if the configuration does not fit.
+    expected_error, trust: as in `Fit`, for the policy.
     """
 
     label: str
@@ -71,15 +63,14 @@ class ConfigurationPrediction:
         return self.reason is None
 
     def noted(self, note: str) -> ConfigurationPrediction:
-        """Returns the prediction with one more note."""
         return replace(self, configuration=replace(self.configuration, notes=(*self.configuration.notes, note)))
 
     def as_policy(self) -> Follows:
-        """Returns the configuration as a policy, for `compare`."""
+        """For `compare`."""
         return Follows(self.configuration, self.label)
 
     def as_fit(self) -> Fit:
-        """Returns the prediction as a line of `fits`."""
+        """A line of `fits`."""
         return Fit(
             policy=self.label,
             fits=self.fits,
@@ -101,7 +92,7 @@ class ConfigurationPrediction:
         )
 
     def to_json(self) -> dict[str, object]:
-        """Returns the prediction as plain values of JSON, host memory first, without the plan."""
+        """Host memory first, without the plan."""
         return {
             "label": self.label,
             "framework": self.configuration.framework,
@@ -132,10 +123,7 @@ def predict(
     *,
     label: str,
 ) -> ConfigurationPrediction:
-    """Returns the prediction for a configuration on a machine.
-
-    workload: as for `compare`.
-    """
+    """workload: as for `compare`."""
     share = share_out(workload, machine)
     configuration = configuration.for_model(share.workload)
     belief = trust(machine, configuration.policy, share.workload)

@@ -18,13 +18,9 @@ __all__ = ["TARGETS", "Target", "target_of"]
 class Target:
     """A framework.
 
-    name: name of the framework.
-    file: the kind of file that is written, in words.
-    express: plan -> the nearest configuration, and the parts of the plan that it cannot express.
-    read: (content of a file, name of the file) -> configuration; None if its files are not read.
-    write: configuration -> text of the file.
-    memory: the rules by which it allocates.
-    endings: endings of its files.
+    file: kind that is written, in words.
+    express: also gives the parts of the plan that cannot be expressed.
+    read: (content of a file, name of the file) -> configuration; None: not read.
     """
 
     name: str

@@ -70,7 +70,7 @@ _DTYPES = {DTYPES[dtype].torch_name: dtype for dtype in (WORKING, MASTER)}
 
 
 def read(content: object, file: str) -> Configuration:
-    """Returns the configuration that a file says, by KEYS. Raises PstarError as `read_keys` does."""
+    """Raises PstarError as `read_keys` does."""
     found = read_keys(KEYS, content, file, "a torchtitan configuration")
     notes = list(found.notes)
     if found["recompute"] in ("selective", "memory_budget"):
@@ -92,7 +92,7 @@ def read(content: object, file: str) -> Configuration:
 
 
 def write(configuration: Configuration) -> str:
-    """Returns the configuration as the text of a TOML file. `read` of the text gives the configuration back."""
+    """As TOML. `read` of the text gives the configuration back."""
     c = configuration
     values: dict[str, object] = {
         "batch_per_gpu": c.batch_per_gpu,

@@ -65,12 +65,9 @@ class Line:
     """One line of an ablation. A line whose policy does not fit has a reason and no figures.
 
     change: the difference from the line above (in `without`: from the policy asked about).
-    policy: spec of the line's policy.
-    gained_s: seconds that the change saves (negative: costs); None for the first line.
-    gained_h2d_bytes: bytes to the GPU that the change saves; None for the first line.
-    gained_d2h_bytes: bytes to the host that the change saves; None for the first line.
+    gained_s: negative if the change costs time; None for the first line.
+    gained_h2d_bytes, gained_d2h_bytes: bytes that the change saves; None for the first line.
     total_s: seconds saved since the first line that fits.
-    gap: as in `compare`.
     """
 
     change: str
@@ -93,15 +90,12 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ablation(Collection):
-    """The answer of `ablate`.
-
-    workload: one rank's share.
+    """workload: one rank's share.
     batch: sequences per micro-batch, of all GPUs together.
     settings: the settings asked for, with the chunk size that every line has.
     lines: the ladder, first to last. The gains of the lines that fit add up to total_s of the last of them.
     without: the policy asked about (`policy`) with one idea taken out, one line per idea. The gains are against that
         policy, so they are negative if the idea pays.
-    notes: as in `Comparison`.
     """
 
     workload: Workload
@@ -118,7 +112,7 @@ class Ablation(Collection):
 
     @property
     def barrier(self) -> str | None:
-        """The reason why Adam waits for all gradients in this setting; None if it does not."""
+        """The reason why Adam waits for all gradients; None if it does not."""
         return self.settings.barrier(self.workload.dtype)
 
     def to_json(self) -> dict[str, object]:
@@ -130,7 +124,7 @@ class Ablation(Collection):
         }
 
     def to_frame(self) -> pandas.DataFrame:
-        """Returns a frame with one row per line, with columns as in `Line`. `part` is "ladder" or "without"."""
+        """Returns a frame with one row per line. `part` is "ladder" or "without"."""
         import pandas
 
         rows = [{"part": "ladder", **line.to_json()} for line in self.lines]
@@ -159,7 +153,7 @@ def ablate(
     workload, machine: as in `compare`. If `settings` leave the chunk size open, every line has the chunk size of
         `policy`, which is planned first. On several ranks `patrickstar`, whose chunks are not sliced, has its own.
     begin: any policy other than `policy`.
-    certify: whether to compare all lines with the bound of the fluid linear program.
+    certify: whether to use the bound of the fluid linear program.
     progress: called with (lines planned, number of lines).
 
     Raises UnknownName for an unknown policy, PstarError for a `policy` that is not a point of the family or is `begin`
@@ -218,8 +212,7 @@ def _unheard(done: int, count: int) -> None:
 
 
 def _in_its_order(policy: str, each: Sequence[Workload], machine: Machine, settings: Settings) -> str:
-    """Returns the policy. For a policy that chooses the order of the iteration, returns it with the order that it
-    chooses here."""
+    """For a policy that chooses the order of the iteration, returns it with the order that it chooses here."""
     if not can(policy).tries_others:
         return policy
     found = compare(each, machine, policies=[policy], settings=settings, barrier_cost=False, near=False)
@@ -230,13 +223,12 @@ def _in_its_order(policy: str, each: Sequence[Workload], machine: Machine, setti
 
 
 def _has_own_chunks(spec: str, machine: Machine) -> bool:
-    """Returns whether the policy keeps a chunk size of its own. On several ranks patrickstar does, because its chunks
-    are whole."""
+    """On several ranks patrickstar keeps a chunk size of its own, because its chunks are whole."""
     return spec == BASE and machine.data_parallel_size > 1
 
 
 def _ladder_lines(steps: Sequence[tuple[str, str]], rows: Mapping[str, Row]) -> list[Line]:
-    """Returns the lines. Each line that fits is compared with the line before it that fits, and with the first."""
+    """Each line that fits is compared with the line before it that fits, and with the first."""
     lines: list[Line] = []
     first: Row | None = None
     before: Row | None = None
@@ -261,7 +253,7 @@ def ladder(policy: str, *, barrier: bool, begin: str = BASE, sums: bool = False)
     barrier: whether the policy may choose the barrier.
     sums: whether the policy may choose where gradients add up.
 
-    Raises PstarError for a policy that is not a point of the asynchronous family or is `begin` itself.
+    Raises PstarError for a policy outside of the asynchronous family or `begin` itself.
     """
     own = _place_of(policy, barrier, sums)
     able, first = can(begin.partition(":")[0].strip()), policy_name(begin)
@@ -291,11 +283,7 @@ def _between(words: Sequence[str], first: str, last: str) -> Sequence[str]:
 
 
 def left_out(policy: str, *, barrier: bool, sums: bool = False) -> list[tuple[str, str]]:
-    """Returns the policies that differ from `policy` in one coordinate, once for each plainer value of that coordinate,
-    as (the plainer value, spec of the policy with it).
-
-    barrier, sums: as in `ladder`.
-    """
+    """Returns (the plainer value, spec of the policy with it) for each plainer value of each coordinate of `policy`."""
     own = _place_of(policy, barrier, sums)
     return [
         (_means(key, word), _spec(policy, {**own, key: word}))
@@ -312,7 +300,6 @@ def _before(words: Sequence[str], own: str) -> Sequence[str]:
 
 
 def _place_of(policy: str, barrier: bool, sums: bool) -> dict[str, str]:
-    """Returns coordinate -> value, as texts, of the policy asked about."""
     name = policy.partition(":")[0].strip()
     found = find_policy(policy)
     options = options_of(find_policy(name))

@@ -27,8 +27,7 @@ def settings_of(settings: Settings | None) -> Settings:
 
 
 def asked_policies(policies: Iterable[str | Policy] | str | None, machine: Machine | None = None) -> list[str | Policy]:
-    """Returns the policies asked about: all known policies if none is named. One name counts as a list of one. Raises
-    PstarError for an empty list.
+    """Returns the policies asked about: all known policies if none is named. Raises PstarError for an empty list.
 
     machine: if its GPUs differ, all known policies include those that choose the ranks' shares of the batch. On equal
         GPUs each of these makes the same plan as another policy.
@@ -49,7 +48,6 @@ def asked_policies(policies: Iterable[str | Policy] | str | None, machine: Machi
 
 
 def asked_names(policies: Iterable[str] | str | None) -> list[str]:
-    """Returns the same as `asked_policies`, for names alone."""
     found = asked_policies(policies)
     if not all(isinstance(policy, str) for policy in found):
         raise refused("policies", policies, "names of policies")
@@ -57,8 +55,7 @@ def asked_names(policies: Iterable[str] | str | None) -> list[str]:
 
 
 def teller(on_part: OnPart | None) -> OnPart:
-    """Returns the callback for progress; a callback that does nothing if the caller gave none. Raises PstarError for a
-    callback that is not a function."""
+    """Returns a callback that does nothing if the caller gave none. Raises PstarError for what is not a function."""
     if on_part is None:
         return lambda part, done, parts: None
     function("on_part", on_part)

@@ -30,8 +30,8 @@ Cut = Callable[[int], Workload]
 
 
 def refuse_balance(policies: Iterable[str | Policy], machine: Machine) -> None:
-    """Raise PstarError for a policy that chooses the shares of the batch. Questions about the machine's own shares call
-    this function."""
+    """Raise PstarError for a policy that chooses the shares of the batch, for questions about the machine's own
+    shares."""
     if not machine.mixed:
         return
     for policy in policies:
@@ -57,13 +57,7 @@ def _balance_of(policy: Policy) -> Callable[..., tuple[int, ...]] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Balanced:
-    """A job with the shares that a policy chose, and the same job with equal shares.
-
-    share: the job with the shares that the policy chose.
-    machine: the machine with these shares.
-    even: the same job with equal shares, as nearly as whole sequences allow.
-    even_machine: the machine with equal shares.
-    """
+    """even: equal shares, as nearly as whole sequences allow."""
 
     share: Share
     machine: Machine
@@ -83,8 +77,7 @@ class Balanced:
 def balanced(
     policy: Policy, share: Share, machine: Machine, settings: Settings, cut: Cut | None = None
 ) -> Balanced | None:
-    """Returns the job with the shares that the policy chooses. Returns None if the policy takes the shares of the
-    machine, because it chooses none or because all GPUs are alike.
+    """Returns the job with the shares that the policy chooses; None if it chooses none or all GPUs are alike.
 
     cut: number of sequences -> the job of one GPU, for a job that was not written from a preset.
 
@@ -113,7 +106,6 @@ def balanced(
 
 
 def _cut(workload: Workload, sequences: int, cut: Cut | None, policy: str) -> Workload:
-    """Returns the job with this number of sequences. Raises CannotPlan."""
     if cut is None and can_vary(workload) and not workload.activations:
         return variant(workload, batch=sequences)
     wanted = f"{policy}: a GPU would take {sequences} sequences of a micro-batch"
@@ -130,7 +122,6 @@ def _cut(workload: Workload, sequences: int, cut: Cut | None, policy: str) -> Wo
 
 
 def _with(machine: Machine, shares: Sequence[int], workload_of: Callable[[int], Workload]) -> tuple[Machine, Share]:
-    """Returns the machine whose ranks take these sequences, and each rank's part of the job."""
     batch = sum(shares)
     ranks = tuple(replace(rank, batch_share=n / batch) for rank, n in zip(machine.ranks, shares))
     there = replace(machine, ranks=ranks)

@@ -58,7 +58,6 @@ class Share:
 
 
 def machine_of(machine: Machine | str) -> Machine:
-    """Returns the machine itself, or the machine of that name. Raises PstarError for any other value."""
     if isinstance(machine, Machine):
         return machine
     if isinstance(machine, str) and machine:
@@ -73,8 +72,6 @@ def share_out(workload: Workload | Sequence[Workload], machine: Machine, *, near
     single workload is the job of the whole machine: a preset is written again for each rank's share of its batch. A
     workload captured from a module cannot be cut, so on several GPUs it has to come as a list, one workload per rank.
     Each workload in such a list, and the workload of a plan, is the job of one rank.
-
-    nearly: as in `shares_of_batch`.
 
     A preset whose dtype was left open gets the dtype of the GPU. Raises PstarError for a value that is not a workload,
     for a batch that the ranks cannot share, for a single captured workload for several GPUs, and for a list without one
@@ -98,7 +95,6 @@ def share_out(workload: Workload | Sequence[Workload], machine: Machine, *, near
 
 
 def _divided(workload: Workload, machine: Machine, *, nearly: bool) -> tuple[Workload, ...]:
-    """Returns each rank's share of the job."""
     if machine.data_parallel_size == 1:
         return (_typed(workload, machine),)
     shares = shares_of_batch(workload.batch, machine, nearly=nearly)
@@ -114,7 +110,7 @@ def _divided(workload: Workload, machine: Machine, *, nearly: bool) -> tuple[Wor
 
 
 def _typed(workload: Workload, machine: Machine) -> Workload:
-    """Returns the workload with a dtype. An open dtype becomes that of the GPU."""
+    """An open dtype becomes that of the GPU."""
     if not workload.dtype_open:
         return workload
     dtype = default_dtype(machine)
@@ -124,7 +120,7 @@ def _typed(workload: Workload, machine: Machine) -> Workload:
 
 
 def shares_of_batch(batch: int, machine: Machine, *, nearly: bool = False) -> list[int]:
-    """Returns the number of sequences of each rank of a micro-batch of `batch` sequences, by the ranks' batch shares.
+    """Returns the sequences of each rank in a micro-batch of `batch` sequences.
 
     nearly: whether shares need not be whole numbers. All ranks then take equally many sequences, or one more.
 
@@ -147,18 +143,17 @@ def shares_of_batch(batch: int, machine: Machine, *, nearly: bool = False) -> li
 
 
 def of_shares(shares: Sequence[int], write: Callable[[int], Workload]) -> tuple[Workload, ...]:
-    """Returns what `write` returns for each share. Ranks with equal shares have the same object."""
+    """Ranks with equal shares have the same object."""
     written = {share: write(share) for share in sorted(set(shares))}
     return tuple(written[share] for share in shares)
 
 
 def equal_shares(batch: int, ranks: int) -> list[int]:
-    """Returns the sequences of each rank, as nearly equal as whole sequences allow."""
     return [batch // ranks + (r < batch % ranks) for r in range(ranks)]
 
 
 def least_batch(machine: Machine) -> int:
-    """Returns the smallest batch that the ranks can share. Its multiples are all such batches."""
+    """Returns the smallest batch that the ranks can share."""
     return math.lcm(*(p.denominator for p in _parts(machine)))
 
 
@@ -215,7 +210,7 @@ def _products_of(moments: Sequence[Moment]) -> tuple[Product, ...]:
 
 
 def _check_one_job(workloads: Sequence[Workload], machine: Machine) -> None:
-    """Check the workloads. Raises PstarError unless there is one per rank, all of one model and shape of iteration."""
+    """Raises PstarError unless there is one workload per rank, all of one model and shape of iteration."""
     if len(workloads) != machine.world_size:
         raise PstarError(
             f"{len(workloads)} workloads for the {machine.world_size} ranks of {machine.name}; give one per rank"
@@ -244,8 +239,7 @@ def unmodelled_notes(
 ) -> tuple[str, ...]:
     """Returns notes on the omissions of an answer for several GPUs, and on parallelism that is likely faster.
 
-    timelines: timelines of the policies that fit, by name.
-    short_of_gpu: whether every policy that does not fit is short of GPU memory.
+    short_of_gpu: whether every policy that does not fit is.
     """
     if machine.data_parallel_size == 1:
         return ()

@@ -55,15 +55,12 @@ POLICIES = named(lambda able: able.tries_others)
 
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """Days and dollars for a number of tokens, at a rate and a price."""
-
     days: float
     usd: float
     usd_per_million_tokens: float
 
 
 def bill(tokens: float, tokens_per_s: float, usd_per_hour: float) -> Bill:
-    """Returns the bill: seconds = tokens / rate; USD = hours x price."""
     seconds = tokens / tokens_per_s
     usd = seconds / HOUR_S * usd_per_hour
     return Bill(days=seconds / DAY_S, usd=usd, usd_per_million_tokens=usd / tokens * 1e6)
@@ -71,20 +68,15 @@ def bill(tokens: float, tokens_per_s: float, usd_per_hour: float) -> Bill:
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """A number of nodes of one machine.
+    """Some nodes of one machine.
 
-    machine: name of the machine.
-    nodes: number of nodes.
-    gpus: number of GPUs of all nodes.
-    tried: all numbers of nodes that were tried.
     in_time: whether the offer makes the deadline; True without a deadline.
-    in_time_is_sure: whether the deadline lies outside of the error of `days`; True without a deadline.
-    usd_per_hour: price of all nodes; None without a price.
+    in_time_is_sure: whether the deadline lies outside of the error of `days`; True without one.
+    usd_per_hour: price of all nodes.
     batch: sequences per micro-batch, of all GPUs together.
     price_of: the offer from which the price comes, and its date.
-    expected_error: error of tokens_per_s, as in `Fit`.
-    trust: the basis of expected_error, as in `Fit`.
-    least_days: days that the matmuls alone take; if these miss the deadline, nothing is planned.
+    expected_error, trust: of tokens_per_s, as in `Fit`.
+    least_days: days of the matmuls alone; if these miss the deadline, nothing is planned.
     reason: why there are no figures, or why more nodes were not tried.
     """
 
@@ -111,12 +103,8 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cheapest(Collection):
-    """The answer of `cheapest`.
-
-    kernels: flavour in which the model runs, as in `Workload`.
-    rows: offers that make the deadline, cheapest first; then offers that do not, fastest first; then offers without
-        figures.
-    """
+    """rows: offers that make the deadline, cheapest first; then offers that do not, fastest first; then offers without
+    figures."""
 
     model: str
     tokens: float
@@ -128,17 +116,14 @@ class Cheapest(Collection):
 
     @property
     def best(self) -> Offer | None:
-        """The cheapest offer in time; None if no offer is in time."""
         return self.rows[0] if self.rows and self.rows[0].in_time else None
 
     @property
     def too_late(self) -> bool:
-        """Whether no offer makes the deadline, but a later deadline would help: some machine trains the model too
-        slowly, or was left out as too slow."""
+        """Whether no offer makes the deadline, but a later deadline would help."""
         return self.best is None and any(row.days is not None or row.least_days is not None for row in self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
-        """Returns the offers, each with the kernels of the job."""
         return [{**asdict(row), "kernels": self.kernels} for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
@@ -171,11 +156,10 @@ def cheapest(
     model: name of a model of the catalog.
     batch: sequences per iteration, of all ranks and micro-batches together.
     seq: tokens per sequence.
-    deadline_s: seconds of training; None: no deadline.
-    machines: machines to try; None: every machine with a price.
-    policies: policies to try; None: all_on_gpu, zero_offload and tide.
-    settings: as in `compare`.
-    loading: as in `fits`.
+    deadline_s: seconds of training.
+    machines: None: every machine with a price.
+    policies: None: all_on_gpu, zero_offload and tide.
+    settings, loading: as in `fits`.
     most_nodes: the largest number of nodes to try.
     prices: a price file that takes precedence over the shipped list.
     on_part: called with the machine that is asked next, the number of machines done and the number of all machines.
@@ -226,7 +210,7 @@ def _rank(row: Offer) -> tuple[float, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """The question about each machine. `batch` counts the sequences of an iteration."""
+    """`batch` counts the sequences of an iteration."""
 
     job: Job
     batch: int
@@ -235,13 +219,12 @@ class _Question:
     policies: tuple[str, ...] | None
 
     def workloads(self, machine: Machine, micro_batches: int) -> tuple[Workload, ...]:
-        """Returns the workload of each rank. Raises PstarError if the ranks cannot share a micro-batch of all."""
+        """Raises PstarError if the ranks cannot share a micro-batch."""
         return replace(self.job, batch=self.batch // micro_batches, micro_batches=micro_batches).of(machine)
 
 
 def _price_of(machine: Machine, prices: Mapping[str, Price]) -> tuple[float, str] | str:
-    """Returns (USD per hour of one node, the offer or source of this price). For an unknown price, returns a text that
-    says how to give a price."""
+    """Returns (USD per hour of one node, the source of this price), or a text that says how to give a price."""
     price = prices.get(machine.name)
     if price is not None and (price.own or machine.price_usd_per_hour is None):
         when = "" if price.as_of is None else f", {price.as_of}"
@@ -252,7 +235,7 @@ def _price_of(machine: Machine, prices: Mapping[str, Price]) -> tuple[float, str
 
 
 def _prices_of(machines: Sequence[Machine], known: Mapping[str, Price]) -> list[tuple[float, str] | str]:
-    """Returns the price of each machine: see `_price_of`. Raises PstarError if no machine has a price."""
+    """Raises PstarError if no machine has a price."""
     costs = [_price_of(machine, known) for machine in machines]
     missing = [cost for cost in costs if isinstance(cost, str)]
     if missing and len(missing) == len(costs):
@@ -263,7 +246,7 @@ def _prices_of(machines: Sequence[Machine], known: Mapping[str, Price]) -> list[
 
 
 def _counts(machine: Machine, batch: int, most: int) -> list[int]:
-    """Returns the numbers of nodes, from the machine's own to `most`, that can share the batch."""
+    """Returns the numbers of nodes up to `most` that can share the batch."""
     if machine.network is None:
         return [machine.nodes]
     local = machine.ranks[: machine.local_ranks]
@@ -323,7 +306,7 @@ def _no_more(machine: Machine, batch: int, most_nodes: int) -> str:
 def _so_many(
     machine: Machine, asked: _Question, usd: float, what: str, tokens: float, deadline_s: float | None
 ) -> tuple[Offer, bool]:
-    """Returns the offer of one number of nodes, and whether its reason would be the same with more nodes."""
+    """Returns the offer of `machine`, and whether its reason would be the same with more nodes."""
     base = Offer(
         machine=machine.name,
         nodes=machine.nodes,
@@ -364,8 +347,7 @@ def _so_many(
 
 
 def _least_s(machine: Machine, asked: _Question, tokens: float) -> float:
-    """Returns the seconds of the matmuls alone, with a rank's sequences in one micro-batch, on the rank that takes
-    longest."""
+    """Returns the seconds of the matmuls alone on the slowest rank, with its sequences in one micro-batch."""
     workloads = asked.workloads(machine, 1)
     every = sum(w.tokens for w in workloads)
     kinds = {(id(rank.gpu), id(w)): (r, w) for r, (rank, w) in enumerate(zip(machine.ranks, workloads))}
@@ -410,7 +392,7 @@ def _fastest(machine: Machine, asked: _Question) -> tuple[Row, int, int]:
 def _with_room(
     workload: Workload, machine: Machine, asked: _Question
 ) -> tuple[list[str], list[DoesNotFit | CannotPlan]]:
-    """Returns the policies that have room for the workload, and the errors that say why the others have none."""
+    """Returns the policies that have room, and the errors of the others."""
     roomy: list[str] = []
     refusals: list[DoesNotFit | CannotPlan] = []
     for policy in asked.policies or POLICIES:

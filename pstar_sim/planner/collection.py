@@ -9,8 +9,7 @@ __all__ = ["Collection"]
 
 
 class Collection:
-    """A base class with `for row in answer`, `len(answer)`, and `in` for a row or for its name (policy, machine or
-    part)."""
+    """Gives an answer `for row in answer`, `len(answer)`, and `in` for a row or its name (policy, machine or part)."""
 
     _name = "policy"  # the field that names a row
 

@@ -53,22 +53,19 @@ class Row:
     figures.
 
     lower_bound_s: lower bound for the policy's own chunk size.
-    gap: iteration_s / lower_bound_s - 1. None for a plan that moves lists on disks, which the bound does not count.
+    gap: iteration_s / lower_bound_s - 1. None for a plan that moves lists on disks.
     certificate: kind of the bound, the term that binds it and the setting for which it holds; or the reason why there
         is none (`Certificate.text`).
     bound_by: see `binding.bound_by`.
-    peak_gpu_bytes: the most bytes on the GPU of any rank.
-    peak_host_bytes: the most bytes of any rank on the host.
-    peak_gpu_bytes_by_rank: the most bytes on each rank's GPU, if these differ.
-    barrier_cost_s: seconds that the same policy would save if no Adam had to wait for all gradients; None if nothing
-        makes it wait.
-    expected_error: one standard deviation of the seconds, as a share of them. The deviation comes from published runs
-        of this class of machine, or of any class if this class has none. None for a policy that does not fit.
+    peak_gpu_bytes, peak_host_bytes: the most of any rank.
+    peak_gpu_bytes_by_rank: None if these are equal.
+    barrier_cost_s: what the policy would save if no Adam had to wait for all gradients; None if nothing makes it wait.
+    expected_error: one standard deviation of the seconds, as a share of them, from published runs of this class of
+        machine, or of any class if this class has none. None for a policy that does not fit.
     trust: the basis of expected_error.
-    short_of: place that lacks memory, "gpu", "host" or "nvme"; None if the policy fits.
-    needed_bytes: bytes needed in that place.
-    available_bytes: bytes available in that place.
-    needed_for: words for the things that need these bytes.
+    short_of: "gpu", "host" or "nvme"; None if the policy fits.
+    needed_bytes, available_bytes: in that place.
+    needed_for: what needs these bytes.
     nearest: changes that would make the policy fit.
     """
 
@@ -101,8 +98,6 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Planned:
-    """A plan with its predicted timeline and its line of the table."""
-
     row: Row
     plan: Plan
     timeline: Timeline
@@ -131,12 +126,10 @@ class Planned:
 
     @property
     def policy(self) -> str:
-        """Name of the policy, as the comparison lists it."""
         return self.row.policy
 
     def explain(self) -> str:
-        """Returns an explanation: where chunks live and why, what binds, and the gain of following the tide; see
-        `planner.explain`."""
+        """Returns where chunks live and why, what binds, and the gain of following the tide."""
         return explain(self.plan, self.timeline, bound_by=self.row.bound_by, barrier_cost_s=self.row.barrier_cost_s)
 
     def __repr__(self) -> str:
@@ -148,7 +141,7 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Comparison(Collection):
-    """Rows in the order asked for. `planned` holds the plan and timeline of every policy that fits.
+    """Rows in the order asked for. `planned` has every policy that fits.
 
     workload: the job of one rank.
     batch: sequences per micro-batch, of all GPUs together.
@@ -167,10 +160,9 @@ class Comparison(Collection):
 
     def best(self) -> Planned:
         """Returns the fastest policy that fits. Of equally fast policies it returns the policy that moves and pins
-        least (policy/kit/ties.py), and of equal policies the first, because simpler policies are listed first. A loop
-        of the user cannot follow a plan in another order than the workload's. Such a plan is the best only if
-        `Settings.loop` is "step", or if policies were named and no other fits. Raises NothingFits with every reason if
-        no policy fits."""
+        least (policy/kit/ties.py), then the first. A loop of the user cannot follow a plan in another order than the
+        workload's. Such a plan is the best only if `Settings.loop` is "step", or if policies were named and no other
+        fits. Raises NothingFits with every reason if no policy fits."""
         if not (self.planned if self.named else _in_order(self.workload, self.settings, self.planned)):
             raise NothingFits(
                 f"no policy fits {self.workload.model} on {self.machine.name}: "
@@ -179,8 +171,8 @@ class Comparison(Collection):
         return _best(self.workload, self.settings, self.rows, self.planned)
 
     def __getitem__(self, policy: str) -> Planned:
-        """Returns the plan of one policy, named in any spelling of its spec. Raises PlanError if the policy was not
-        compared or does not fit."""
+        """Returns the plan of a policy, in any spelling of its spec. Raises PlanError if it was not compared or does
+        not fit."""
         text("policy", policy, "the name of one that was compared")
         if policy not in self.planned and ":" in policy:
             policy = policy_name(policy)
@@ -191,11 +183,10 @@ class Comparison(Collection):
         return self.planned[policy]
 
     def to_json(self) -> list[dict[str, object]]:
-        """Returns the rows, each with the kernels and the notes of the job."""
         return [{**row.to_json(), **self.workload.said} for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
-        """Returns a frame with one row per policy, with columns as in `Row`, and the kernels and notes of the job."""
+        """Returns a frame with one row per policy, with columns as in `to_json`."""
         import pandas
 
         return pandas.DataFrame(self.to_json())
@@ -228,26 +219,22 @@ def compare(
     cut: Cut | None = None,
     on_part: OnPart | None = None,
 ) -> Comparison:
-    """Returns the plans, the simulated seconds and the bounds of every policy (all known policies if none is named) for
-    `workload` on `machine`.
+    """Returns the plans, the simulated seconds and the bounds of every policy (all known policies if none is named).
 
     workload: the job of all GPUs together, which get their shares of its batch; or a list of workloads, one per rank.
-    machine: a Machine, or its name.
     policies: names or specs (`tide:capacity=peak`), or functions (workload, machine, settings) -> Plan.
-    settings: settings; update, clip, chunk_bytes, loop, sums and effort override single fields of them.
+    settings: update, clip, chunk_bytes, loop, sums and effort override single fields of them.
     loading: as in `fits`.
     barrier_cost: whether to simulate every fitting policy also without its barrier.
     near: whether to look for the nearest machine or setting under which the other policies would fit.
-    certify: whether to use the tighter bound of the fluid linear program, which takes seconds, instead of the joint
-        bound.
+    certify: whether to use the tighter bound of the fluid linear program, which takes seconds,.
     only_best: for a caller that uses `best()` alone. Barrier costs of the other policies are left out, and so is the
         search for changes if some policy fits. If no policy is named, policies whose order the loop cannot follow are
         left out too.
-    made: plans and timelines of policies for this very job that are known already.
+    made: plans and timelines of policies for this very job.
     cut: number of sequences per micro-batch -> the job of one GPU, for policies that choose the shares of unequal GPUs
         (`whale`). A preset needs no `cut`.
-    on_part: called with the next policy to plan or to search a change for, the number of policies done and the number
-        of all policies.
+    on_part: called with the next part of the work, the number of policies done and the number of all policies.
 
     Raises UnknownName for an unknown policy, and PstarError for settings that make no sense.
     """
@@ -361,12 +348,7 @@ def _compare(
 
 @dataclass(frozen=True)
 class _Found:
-    """Results of a comparison so far.
-
-    rows: a row per policy.
-    planned: plan and timeline of each policy that fits.
-    failures: each policy that does not fit, and why.
-    free: the job without a barrier of each policy that chooses the shares of the batch.
+    """free: the job without a barrier of each policy that chooses its shares.
     gains: words for the gains of such policies over equal shares.
     """
 
@@ -388,12 +370,7 @@ class _Found:
         certify: bool,
         only_best: bool,
     ) -> None:
-        """Plan and simulate one policy.
-
-        made: its plan and timeline, if they are known.
-
-        Raises CannotPlan and DoesNotFit.
-        """
+        """Raises CannotPlan and DoesNotFit."""
         asked, machine, settings = job.share.workload, job.machine, job.settings
         tokens = job.share.tokens
         own = balanced(policy, job.share, machine, settings, cut)
@@ -414,8 +391,7 @@ class _Found:
 
 
 def _certificate(proof: Certifier, plan: Plan, workload: Workload) -> Certificate:
-    """Returns the certificate of a plan. If the plan's order of the iteration is not the job's, the certificate is for
-    the plan's order."""
+    """A plan in another order than the job's gets a certificate of its own."""
     require_bounded(plan)
     same = plan.workload.order is workload.order
     return proof.of(plan.layout) if same else certificate_of(plan)
@@ -432,8 +408,7 @@ _Free = tuple[Workload, Machine, Settings, Sequence[Workload] | None]
 
 
 def _free(workload: Workload, ranked: Sequence[Workload] | None, machine: Machine, settings: Settings) -> _Free | None:
-    """Returns the setting in which no Adam waits for all gradients, with its workloads. Returns None if no Adam waits
-    anyway."""
+    """Returns None if no Adam waits anyway."""
     if settings.barrier(workload.dtype) is None:
         return None
     return (*without_barrier(workload, machine, settings), _retyped(ranked, machine, settings))
@@ -443,8 +418,7 @@ def _free(workload: Workload, ranked: Sequence[Workload] | None, machine: Machin
 class _Question:
     """The job for which a policy is asked to plan.
 
-    loading: the way in which the weights are loaded.
-    free: the same job if no Adam waits for all gradients; None if that is not asked.
+    free: the job if no Adam waits; None if that is not asked.
     """
 
     share: Share
@@ -459,14 +433,13 @@ class _Question:
 
 
 def _of_balance(own: Balanced, job: _Question) -> _Question:
-    """Returns the job with the shares that a policy chose."""
     wanted = job.free is not None
     free = _free(own.share.workload, own.share.ranked, own.machine, job.settings) if wanted else None
     return replace(job, share=own.share, machine=own.machine, free=free)
 
 
 def _gain(policy: Policy, own: Balanced, settings: Settings, seconds: float) -> str:
-    """Returns words for the shares that a policy chose, with the seconds for these shares and for equal shares."""
+    """Returns words that compare the shares that a policy chose with equal shares."""
     even = own.even
     try:
         _, timeline = plan_and_play(policy, even.workload, own.even_machine, settings, workloads=even.ranked)
@@ -479,7 +452,7 @@ def _gain(policy: Policy, own: Balanced, settings: Settings, seconds: float) -> 
 
 
 def _fitting(workload: Workload, settings: Settings, rows: Sequence[Row], planned: Mapping[str, Planned]) -> list[str]:
-    """Returns the policies that fit, the best first and the others by their pace."""
+    """Returns the policies that fit, the best first."""
     if not planned:
         return []
     first, later_first = _best(workload, settings, rows, planned).row, rows[::-1]
@@ -487,7 +460,7 @@ def _fitting(workload: Workload, settings: Settings, rows: Sequence[Row], planne
 
 
 def _retyped(ranked: Sequence[Workload] | None, machine: Machine, settings: Settings) -> Sequence[Workload] | None:
-    """Returns the ranks' own workloads in a dtype with which Adam need not wait for all gradients."""
+    """Returns the ranks' workloads in a dtype with which no Adam waits for all gradients."""
     if ranked is None:
         return None
     known = {id(w): without_barrier(w, machine, settings)[0] for w in ranked}
@@ -506,8 +479,8 @@ def plan_and_play(
 ) -> tuple[Plan, Timeline]:
     """Returns the policy's plan and its simulated timeline, which carries the fields for its picture.
 
-    loading: the way in which the weights are loaded; the host then has room for a run of the plan (memory_needs.py).
-        None: the host has room for the plan's payloads, which is enough for its seconds.
+    loading: the host then has room for a run of the plan (memory_needs.py). None: it has room for the plan's payloads,
+        which is enough for its seconds.
     workloads: each rank's own workload, if these differ. `workload` is then at least as hard as each of them.
 
     A user's policy is not trusted: its plan has to be for this job and to pass the checker. Raises DoesNotFit and
@@ -527,7 +500,6 @@ def plan_and_play(
 
 
 def _users_plan(policy: Policy, workload: Workload, machine: Machine, settings: Settings, label: str) -> Plan:
-    """Returns the checked plan of a policy that is not built in. Raises the same errors as `plan_and_play`."""
     name = label or getattr(policy, "__name__", "policy")
     try:
         plan = policy(workload, machine, settings)
@@ -549,16 +521,12 @@ def _users_plan(policy: Policy, workload: Workload, machine: Machine, settings: 
 
 
 def _played(plan: Plan, label: str, ranked: Sequence[Workload] | None) -> tuple[Plan, Timeline]:
-    """Returns the plan with the jobs of its ranks, and its timeline."""
     plan = replace(plan, ranked=None if ranked is None else tuple(ranked))
     return plan, play_plan(plan, label=label)
 
 
 def play_plan(plan: Plan, *, label: str = "", rank: int | None = None) -> Timeline:
-    """Returns the plan's simulated timeline with a label.
-
-    rank: rank of the timeline, if ranks differ; None: the slowest rank.
-    """
+    """rank: None: the slowest, if ranks differ."""
     instance("plan", plan, Plan, "a Plan")
     if rank is not None:
         whole("rank", rank, least=0)
@@ -567,8 +535,8 @@ def play_plan(plan: Plan, *, label: str = "", rank: int | None = None) -> Timeli
 
 
 def without_barrier(workload: Workload, machine: Machine, settings: Settings) -> tuple[Workload, Machine, Settings]:
-    """Returns the same job if no Adam had to wait for all gradients: eager, without clipping, and for fp16 without loss
-    scaling (bf16 in its place, at the same rate)."""
+    """Returns the job if no Adam waited for all gradients: eager, without clipping, and for fp16 without loss scaling
+    (bf16 in its place, at the same rate)."""
     free = replace(settings, update="eager", clip=False)
     if free.barrier(workload.dtype) is None:
         return workload, machine, free
@@ -584,11 +552,8 @@ def without_barrier(workload: Workload, machine: Machine, settings: Settings) ->
 
 
 def barrier_cost_of(plan: Plan, timeline: Timeline) -> float | None:
-    """Returns the seconds that the plan's policy would save if no Adam had to wait for all gradients; None if none
-    waits, or if the policy then lacks room. Raises UnknownName for a policy that is not known.
-
-    timeline: the simulated timeline of the plan.
-    """
+    """Returns the seconds that the policy would save if no Adam waited for all gradients; None if none waits, or if the
+    policy then lacks room. Raises UnknownName for an unknown policy."""
     free = _free(plan.workload, plan.ranked, plan.machine, plan.settings)
     return _barrier_cost(find_policy(plan.policy), timeline, free)
 
@@ -609,10 +574,6 @@ def _barrier_cost(
 
 
 def unfit_row(name: str, error: DoesNotFit, certificate: Certificate | None = None, hint: str = "") -> Row:
-    """Returns the row of a policy that lacks memory.
-
-    hint: changes that would make it fit.
-    """
     return replace(
         _unfit(name, certificate, reason=str(error) + (f"; {hint}" if hint else "")),
         short_of=error.place,
@@ -662,21 +623,20 @@ def _figures(
 
 
 def _best(workload: Workload, settings: Settings, rows: Sequence[Row], planned: Mapping[str, Planned]) -> Planned:
-    """Returns the fastest plan that the loop can follow; if there is none, the fastest of all."""
+    """If the loop can follow none, returns the fastest of all."""
     fitting = {row.policy: planned[row.policy] for row in rows if row.fits}
     followed = _in_order(workload, settings, fitting) or list(fitting.values())
     return least_of(followed, seconds=lambda p: _pace(p.row), burden=lambda p: burden(p.plan))
 
 
 def _in_order(workload: Workload, settings: Settings, planned: Mapping[str, Planned]) -> list[Planned]:
-    """Returns the plans that the loop can follow. A loop of the user runs in the order of the workload, `session.step`
-    in any order."""
+    """A loop of the user runs in the order of the workload, `session.step` in any order."""
     any_order = settings.loop == "step"
     return [p for p in planned.values() if any_order or p.plan.workload.relayed == workload.relayed]
 
 
 def _pace(row: Row) -> float:
-    """Returns the iteration time to a nanosecond, so that rounding does not decide between equals."""
+    """To a nanosecond, so that rounding does not decide between equals."""
     return round(row.iteration_s or 0.0, 9)
 
 

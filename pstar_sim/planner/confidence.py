@@ -14,9 +14,8 @@ ORDER = ("recorded", "calibrated", *KNOWN)  # the best known first
 
 
 def confidence(workload: Workload, machine: Machine) -> dict[str, str]:
-    """Returns "calibrated", "measured", "fitted", "datasheet" or "assumed" for each input
-    (`Machine.confidence_by_input`). For compute it may also be "recorded": the moments' own durations on this very
-    machine, operators and framework included."""
+    """Returns "calibrated", "measured", "fitted", "datasheet" or "assumed" for each input. For compute it may also be
+    "recorded": the moments' own durations on this very machine, operators and framework included."""
     found = machine.confidence_by_input
     if workload.recorded_on is not None and workload.recorded_on == machine.name:
         found["compute"] = "recorded"
@@ -33,7 +32,7 @@ def worst_known(found: Mapping[str, str]) -> str:
 
 def confidence_line(found: Mapping[str, str]) -> str:
     """Returns a line such as "calibrated: compute, link; datasheet: CPU Adam, DRAM". Both words always appear, with
-    "none" for an empty list. Other words appear only with inputs."""
+    "none" for an empty list."""
     always = ("calibrated", "datasheet")
     words = [w for w in ORDER if w in always or w in found.values()]
     named = {word: [name for name, source in found.items() if source == word] for word in words}

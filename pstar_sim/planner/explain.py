@@ -70,8 +70,7 @@ WAITS = {
 class BoundGap:
     """A chunk is used in moment `start` and next in moment `end`; between them it could be away.
 
-    turn: whether the first use is a forward use and the second a backward use. Otherwise the second is the next
-        micro-batch's forward use after a backward use.
+    turn: whether backward follows forward. Otherwise the next micro-batch's forward follows backward.
     """
 
     chunk: int
@@ -81,8 +80,7 @@ class BoundGap:
 
 
 def chunk_gaps(plan: Plan) -> tuple[BoundGap, ...]:
-    """Returns the long gaps within the iteration of every chunk whose parameters travel: forward to backward of a
-    micro-batch, and backward to the next micro-batch's forward."""
+    """Returns the gaps of every chunk whose parameters travel, within the iteration."""
     w, chunk_of = plan.workload, plan.layout.chunk_of
     uses: dict[int, list[int]] = {}
     for moment, (reads, gradients) in enumerate(zip(w.reads, w.gradients)):
@@ -104,8 +102,8 @@ def chunk_gaps(plan: Plan) -> tuple[BoundGap, ...]:
 
 
 def tide_gain(plan: Plan) -> str:
-    """Returns words for the gain of a capacity that follows the tide over a capacity sized for its peak, in bytes to
-    the GPU; if there is no gain, words that say why."""
+    """Returns words for the bytes to the GPU that a capacity that follows the tide saves over one sized for its peak,
+    or why it saves none."""
     w = plan.workload
     both: dict[str, Plan] = {}
     short: dict[str, DoesNotFit] = {}
@@ -161,9 +159,9 @@ def tide_gain(plan: Plan) -> str:
 
 
 def order_gain(plan: Plan, timeline: Timeline) -> str | None:
-    """Returns words for the gain of the layer-major order over the plan's order, or why it is not known. Returns None
-    for a plan for which no other order is possible (with one micro-batch, several GPUs, offloaded activations, or
-    layer-major already), and for a plan whose policy tried both orders."""
+    """Returns words for the gain of the layer-major order, or why it is not known. Returns None where no other order is
+    possible (one micro-batch, several GPUs, offloaded activations, layer-major already), and for a policy that tried
+    both orders."""
     w = plan.workload
     if (
         w.micro_batches == 1
@@ -191,8 +189,7 @@ def order_gain(plan: Plan, timeline: Timeline) -> str | None:
 
 
 def _relayed(policy: str) -> str:
-    """Returns the spec of the policy in layer-major order; if the policy does not have this order, of the plainest
-    policy that has."""
+    """A policy without this order becomes the plainest that has it."""
     name, options = split_spec(policy)
     try:
         able = "order" in options_of(find_policy(name))
@@ -212,11 +209,7 @@ def explain(
     first_steps: int = 12,
     width: int | None = None,
 ) -> str:
-    """Returns the plan in words, for people.
-
-    timeline: the simulated timeline of the plan.
-    first_steps: number of the plan's first steps to list.
-    bound_by, barrier_cost_s: as in the comparison's row, if known.
+    """bound_by, barrier_cost_s: as in the comparison's row, if known.
     width: columns; None: the terminal's.
     """
     instance("plan", plan, Plan, "a Plan")
@@ -253,7 +246,6 @@ def explain(
 
 
 def _job(plan: Plan) -> list[str]:
-    """Returns lines for model, batch, machine and settings."""
     w, m, s = plan.workload, plan.machine, plan.settings
     barrier = s.barrier(w.dtype)
     when = (
@@ -315,7 +307,7 @@ def _where(plan: Plan, timeline: Timeline) -> list[str]:
 
 
 def _lines_of_experts(plan: Plan) -> list[str]:
-    """Returns a line for the probability that chunks of experts are used; no line for a model without experts."""
+    """Returns a line for the probability that chunks of experts are used, if there are any."""
     w = plan.workload
     experts = model_entry(w.model).experts if w.source == "preset" and is_model(w.model) else None
     if experts is None:
@@ -342,8 +334,7 @@ def _lines_of_modes(plan: Plan) -> list[str]:
 
 
 def _lines_of_sums(plan: Plan) -> list[str]:
-    """Returns lines for the places where the gradients of several micro-batches add up, and why; no lines if there is
-    no choice."""
+    """Returns where the gradients of several micro-batches add up, and why; nothing if there is no choice."""
     batches, layout = plan.workload.micro_batches, plan.layout
     if batches == 1:
         return []
@@ -359,12 +350,11 @@ def _lines_of_sums(plan: Plan) -> list[str]:
 
 
 def _moved_sums(plan: Plan, kind: Kind) -> set[int | None]:
-    """Returns the chunks whose sums of gradients are copied by steps of this kind."""
     return {step.chunk for step in plan.steps if step.kind is kind and step.list == "grad32"}
 
 
 def _places_of_sums(plan: Plan) -> dict[int, str]:
-    """Returns chunk -> words for the place where its gradients add up."""
+    """Returns chunk -> words."""
     lists = gradient_list(plan)
     stays = {r.chunk for r in plan.initial if r.list == "grad32" and r.place is Place.GPU}
     sent, back = _moved_sums(plan, Kind.WRITEBACK), _moved_sums(plan, Kind.FETCH)
@@ -416,8 +406,7 @@ def _why(plan: Plan) -> list[str]:
 
 
 def _certificate(plan: Plan) -> list[str]:
-    """Returns a line for the kind of the plan's bound and the setting for which it holds, or for the reason why there
-    is none."""
+    """Returns a line for the plan's bound and the setting for which it holds, or why there is none."""
     said = plan.choices.get("certificate")
     if not isinstance(said, Mapping):
         return []

@@ -45,29 +45,21 @@ __all__ = ["Fit", "Fits", "SmallestChange", "fits"]
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The answer of one policy; bytes are those of one rank.
+    """Bytes are those of one rank.
 
     gpu_needed_bytes: least GPU budget with which the policy fits on this host. If the policy does not fit, the bytes of
         the GPU that it needs when the place that is short has just enough.
-    gpu_available_bytes: GPU budget of the machine.
     host_needed_bytes: payloads, pinned rounding and start-up, with as few chunks pinned as the host allows. If the
         policy does not fit, as for the GPU.
-    host_available_bytes: host budget of the machine.
-    host_payload_bytes: bytes of the payloads, a part of host_needed_bytes.
-    host_rounding_bytes: bytes that pinning adds, a part of host_needed_bytes.
+    host_payload_bytes, host_rounding_bytes (pinning adds it): parts of host_needed_bytes.
     host_startup_bytes: weights while they are loaded.
     loading_short_bytes: bytes that the host lacks if every process loads the weights whole, in fp32. None if it lacks
         none, if the question says how they are loaded, and for one rank.
-    host_buffer_bytes: buffers of the policy. The larger of host_startup_bytes and host_buffer_bytes is the rest of
+    host_buffer_bytes: the policy's own. The larger of host_startup_bytes and host_buffer_bytes is the rest of
         host_needed_bytes.
-    short_of: place that is short ("gpu", "host", "nvme", or "pinned" for host memory that is to be pinned), if the
-        policy does not fit.
-    short_bytes: bytes that the place lacks.
-    reason: why the policy does not fit, and which changes would make it fit. A policy that has no plan for such a
-        machine has a reason and no figures.
-    changes: the changes that would make it fit, as flags ("with --host-memory 128GB"), at most one of each kind.
-    iteration_s: simulated seconds per iteration, if the policy fits.
-    tokens_per_s: simulated tokens per second, if the policy fits.
+    short_of: place that is short ("gpu", "host", "nvme", or "pinned" for host memory that is to be pinned).
+    reason: also names the changes that would make it fit. A policy without a plan for such a machine has only a reason.
+    changes: as flags ("with --host-memory 128GB"), at most one of each kind.
     expected_error: one standard deviation of such times, as a share of them, from published runs (planner/trust.py).
     trust: the basis of expected_error, or that there is none.
     """
@@ -94,12 +86,10 @@ class Fit:
 
     @property
     def gpu_headroom_bytes(self) -> int | None:
-        """Bytes that are left of the GPU's budget; negative if the GPU is short."""
         return None if self.gpu_needed_bytes is None else self.gpu_available_bytes - self.gpu_needed_bytes
 
     @property
     def host_headroom_bytes(self) -> int | None:
-        """Bytes that are left of the host's budget; negative if the host is short."""
         return None if self.host_needed_bytes is None else self.host_available_bytes - self.host_needed_bytes
 
     def to_json(self) -> dict[str, object]:
@@ -112,10 +102,10 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class SmallestChange:
-    """The smallest change that makes a job fit, if the job fits under none of the policies asked about.
+    """The smallest change that makes a job fit, if no policy does.
 
-    words: the change as flags, "with --host-memory 128GB" or "with --policy optimal".
-    policies: names of the policies that fit with the change.
+    words: flags, "with --host-memory 128GB" or "with --policy optimal".
+    policies: those that fit with the change.
     """
 
     words: str
@@ -124,16 +114,11 @@ class SmallestChange:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fits(Collection):
-    """One `Fit` per policy, in the order asked for.
-
-    workload: the job of one rank.
-    machine: the machine asked about.
-    settings: the settings asked about.
+    """workload: of one rank.
     batch: sequences per micro-batch, of all GPUs together.
-    loading: the way in which the weights are loaded.
-    rows: the answers.
+    rows: in the order asked for.
     near: whether changes were looked for.
-    change: the smallest change that makes the job fit, if no policy fits; None if a policy fits or no change helps.
+    change: None if a policy fits or no change helps.
     """
 
     workload: Workload
@@ -147,15 +132,13 @@ class Fits(Collection):
 
     @property
     def any(self) -> bool:
-        """Whether the job fits under at least one policy."""
         return any(row.fits for row in self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
-        """Returns the rows, each with the kernels and the notes of the job."""
         return [{**row.to_json(), **self.workload.said} for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
-        """Returns a frame with one row per policy, with columns as in `Fit`, and the kernels and notes of the job."""
+        """Returns a frame with one row per policy, with columns as in `to_json`."""
         import pandas
 
         return pandas.DataFrame(self.to_json())
@@ -182,7 +165,7 @@ def fits(
     workload, machine, settings: as in `compare`.
     loading: the way in which the weights are loaded ([Note: what the host really has to give] in memory_needs.py);
         None: whole, once per node. The answer then says where another way would decide.
-    times: whether to plan and simulate the policies that fit.
+    times: whether to simulate the policies that fit.
     near: whether to look for changes that would make the others fit, and for their needs in the place that is not
         short.
     on_part: as in `compare`.
@@ -249,11 +232,7 @@ def fits(
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The job that was asked about.
-
-    loading: the way in which the weights are loaded.
-    said: whether the question says how they are loaded.
-    """
+    """said: whether the question says how the weights are loaded."""
 
     workload: Workload
     machine: Machine
@@ -262,14 +241,10 @@ class Asked:
     said: bool
 
     def of(self, policy: str, *, others: bool = True) -> Ask:
-        """Returns a function from a job to the reason why the policy has no room for it; None if it has room.
-
-        others: as in `memory_need`.
-        """
+        """Returns the question of one policy."""
         return asker(policy, loading=self.loading, others=others)
 
     def short_if_each_loads(self, need: Need) -> int | None:
-        """Returns `Fit.loading_short_bytes` of a policy with this need."""
         w, m = self.workload, self.machine
         beside = need.pinned_bytes + max(EACH_FP32.startup_bytes(w, m.local_ranks), need.buffer_bytes)
         if self.said or m.local_ranks == 1 or beside <= m.host_budget_bytes:
@@ -278,7 +253,7 @@ class Asked:
         return None if short is None else short.short_bytes
 
     def least_gpu_bytes(self, policy: str, machine: Machine, *, others: bool = True) -> int | None:
-        """Returns the least GPU budget with which the policy fits the machine; None if the policy does not fit now."""
+        """Returns None if the policy does not fit now."""
         ask = self.of(policy, others=others)
         return least_gpu_bytes(lambda where: ask(self.workload, where, self.settings), machine)
 
@@ -343,9 +318,8 @@ def _filled(row: Fit, gpu_needed_bytes: int | None, need: Need) -> Fit:
 
 
 def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit]:
-    """Returns the row of a policy that does not fit, with its needs in both places, and the refusal. The refusal counts
-    everything that the short place would have to hold; a policy that is refused before it plans names only a part of
-    it."""
+    """Returns the row, with its needs in both places, and the refusal. The refusal counts everything that the short
+    place would have to hold; a policy that is refused before it plans names only a part of it."""
     machine = job.machine
     roomy = need_with_room(row.policy, job.workload, machine, job.settings, error, loading=job.loading)
     if roomy is None:
@@ -362,8 +336,8 @@ def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit
 def _smallest(
     found: Sequence[tuple[Remedy, str]], job: Asked, asked: Sequence[str], elsewhere: Elsewhere
 ) -> SmallestChange | None:
-    """Returns another policy if one fits; else the smallest of the changes found, with all policies that it helps; else
-    another policy together with a change."""
+    """Returns another policy if one fits; else the smallest change, with all policies that it helps; else both
+    together."""
     others = {
         name: job.of(name)(job.workload, job.machine, job.settings)
         for name in built_in()

@@ -104,7 +104,6 @@ class Group:
     """Points that differ in their policy only, so that workload, machine and bound are computed once for all.
 
     values: every axis but the policy.
-    policies: each policy, with the index of its point in the grid.
     """
 
     values: tuple[tuple[str, Value], ...]
@@ -112,7 +111,7 @@ class Group:
 
     @property
     def cost(self) -> float:
-        """Estimate of the group's time, so that long groups are handed out first: layers x micro-batches."""
+        """For handing out long groups first: layers x micro-batches."""
         given = dict(self.values)
         layers = model_entry(str(given["model"])).layers if "model" in given else 100
         return layers * float(given.get("micro_batches", 1)) * len(self.policies)
@@ -120,10 +119,8 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The grid of a sweep.
-
-    axes: name -> values, in the order in which points count (the last axis varies fastest).
-    source: name of the grid's file, for messages.
+    """axes: in the order in which points count (the last varies fastest).
+    source: for messages.
     """
 
     axes: Mapping[str, tuple[Value, ...]]
@@ -136,12 +133,10 @@ class Grid:
         return count
 
     def points(self) -> Iterator[dict[str, Value]]:
-        """Yields every combination, as axis -> value."""
         for values in product(*self.axes.values()):
             yield dict(zip(self.axes, values))
 
     def groups(self) -> list[Group]:
-        """Returns the points, grouped by everything but their policy."""
         rows: dict[tuple[tuple[str, Value], ...], list[tuple[int, str]]] = {}
         for index, point in enumerate(self.points()):
             policy = str(point.pop("policy"))
@@ -150,7 +145,7 @@ class Grid:
 
     @property
     def digest(self) -> str:
-        """Returns the digest of axes and values. Two grids with the same digest have the same results."""
+        """Grids with the same digest have the same results."""
         text = json.dumps({name: list(values) for name, values in self.axes.items()}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -159,9 +154,8 @@ def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
     """Returns the grid of a TOML file, the shipped grid of that name ("whatif"), or the grid of a mapping of the same
     form.
 
-    Raises PstarError, naming file and axis, for an unknown axis, a value that the axis does not take, an axis without
-    values or with a value twice, and for a grid without a machine, without a policy, or with both or neither of model
-    and trace.
+    Raises PstarError, naming file and axis, for an axis that is unknown, empty or has a value twice or a wrong one, and
+    for a grid without a machine, without a policy, or with both or neither of model and trace.
     """
     if isinstance(source, Mapping):
         file, content = "grid", dict(source)
@@ -195,7 +189,6 @@ def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
 
 
 def _own_or_shipped(path: Path) -> Path:
-    """Returns the file, or the shipped grid of that name if there is no such file."""
     shipped = Path(str(files("pstar_sim.catalog") / "grids" / f"{path}.toml"))
     plain = path.name == str(path) and not path.suffix
     return shipped if plain and not path.exists() and shipped.is_file() else path
@@ -207,8 +200,7 @@ def _hint(word: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def _check_axes(file: str, axes: Collection[str]) -> None:
-    """Check the axes. Raises PstarError for an axis that is missing, and for two axes of which only one may be
-    given."""
+    """Raises PstarError for an axis that is missing, and for two axes of which only one may be given."""
     if ("model" in axes) == ("trace" in axes):
         raise PstarError(f"{file}: a sweep is over models or over traces; give one of the axes model and trace")
     needed = ["machine", "policy"] + (["batch", "seq"] if "model" in axes else [])
@@ -269,7 +261,6 @@ _LOOK_UP: dict[str, Callable[[str], object]] = {
 
 
 def _check(file: str, name: str, value: Value) -> None:
-    """Check a value of an axis. Raises PstarError for a value that the axis cannot have."""
     if name.startswith("set."):
         return  # checked on each machine
     kind = _KINDS[name]
@@ -306,7 +297,7 @@ def machine_of(name: str, overrides: tuple[tuple[str, Value], ...]) -> Machine:
 
 
 def job_of(group: Group) -> tuple[list[Workload], Machine, Settings]:
-    """Returns the job of the group's points, with a workload for each rank.
+    """Returns a workload for each rank, with the machine and settings.
 
     Raises PstarError for values that make no sense together.
     """

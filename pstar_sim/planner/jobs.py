@@ -24,7 +24,7 @@ __all__ = ["Job", "JobAxes"]
 
 
 class JobAxes(TypedDict, total=False):
-    """Axes of a `Job` that questions about presets take as keyword arguments, as in `ps.preset`."""
+    """Keyword arguments of questions about presets, as in `ps.preset`."""
 
     dtype: str | None
     checkpointing: bool
@@ -35,13 +35,11 @@ class JobAxes(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The work of each iteration. Raises PstarError for a value that an axis cannot have.
+    """The work of each iteration. Raises PstarError for an impossible value.
 
-    model: name of a model of the catalog.
-    trace: a trace file, in its place.
     batch: sequences per micro-batch, of all ranks together; None: the batch of the trace for each rank.
-    seq: tokens per sequence. None for an axis of a trace: that of the trace; several variants have to agree.
-    micro_batches: number of micro-batches per iteration; None: 1, or those of the trace.
+    seq: None: that of the trace; several variants have to agree.
+    micro_batches: None: 1, or those of the trace.
     dtype: working dtype; None: that of the machine's GPU.
     checkpointing: whether activations are recomputed; None: yes, or as the trace.
     attention, kernels: as in `ps.preset`.
@@ -80,19 +78,15 @@ class Job:
 
     @property
     def states(self) -> OptimizerSpec:
-        """The optimizer of a preset."""
         return optimizer_spec(self.optimizer or "adamw")
 
     def dtype_on(self, machine: Machine) -> str:
-        """Returns the working dtype on a machine."""
         return self.dtype or default_dtype(machine)
 
     def of(self, machine: Machine, *, nearly: bool = False) -> tuple[Workload, ...]:
-        """Returns the workload of each rank.
+        """nearly: as in `shares_of_batch`.
 
-        nearly: as in `shares_of_batch`.
-
-        Raises PstarError for a batch that the ranks cannot share, and the errors of `ps.preset` and `load_trace`.
+        Raises PstarError for a batch that the ranks cannot share, and as `ps.preset` and `load_trace` do.
         """
         if self.batch is None:
             return (self.share(None, machine),) * machine.world_size
@@ -100,14 +94,13 @@ class Job:
         return of_shares(shares, lambda batch: self.share(batch, machine))
 
     def share(self, batch: int | None, machine: Machine) -> Workload:
-        """Returns the workload of a rank with `batch` sequences per micro-batch."""
         if self.trace is not None:
             return self._traced(batch, machine)
         assert self.model is not None and batch is not None
         return self.write(model_entry(self.model), batch, self.dtype_on(machine))
 
     def write(self, entry: ModelEntry, batch: int, dtype: str) -> Workload:
-        """Returns the workload of one rank for a model of this shape. Equal calls may return the same object."""
+        """Equal calls may return the same object."""
         return _written(self, entry, batch, dtype)
 
     def _traced(self, batch: int | None, machine: Machine) -> Workload:

@@ -55,15 +55,9 @@ MOST_LAYERS = 1 << 13
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """The limit of one policy.
-
-    policy: name of the policy.
-    value: layers, or sequences per micro-batch of all ranks; 0 if not even 1 fits.
-    params: parameters of the largest model.
-    catalog_model: the largest model of the catalog that fits; None if none does.
-    catalog_params: its parameters; None if none fits.
+    """value: layers, or sequences per micro-batch of all ranks; 0 if not even 1 fits.
+    catalog_model, catalog_params: the largest model of the catalog that fits.
     short_of: the place of one rank that is short for one more layer or sequence.
-    short_bytes: the bytes that this place lacks.
     reason: why one more layer or sequence does not fit. A policy that has no plan for such a machine has only a reason.
     """
 
@@ -82,12 +76,7 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Limits(Collection):
-    """The answer of `max_model` or `max_batch`.
-
-    what: "layers" or "batch".
-    of: words for the family or the model.
-    rows: one per policy, in the order asked for.
-    kernels: flavour in which the family or the model runs, as in `Workload`.
+    """what: "layers" or "batch".
     job: arguments of the question, by name.
     """
 
@@ -106,11 +95,10 @@ class Limits(Collection):
         return known[policy]
 
     def to_json(self) -> list[dict[str, object]]:
-        """Returns the rows, each with the kernels of the job."""
         return [{**row.to_json(), "kernels": self.kernels} for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
-        """Returns a frame with one row per policy, with columns as in `Limit`, and the kernels of the job."""
+        """Returns a frame with one row per policy, with columns as in `to_json`."""
         import pandas
 
         return pandas.DataFrame(self.to_json())
@@ -171,15 +159,14 @@ def max_model(
     on_policy: Callable[[str, int, int], None] | None = None,
     **axes: Unpack[JobAxes],
 ) -> Limits:
-    """Returns, for each policy, the deepest model of a family that it can train on the machine.
+    """Returns the deepest model of a family that each policy can train.
 
     batch: sequences per micro-batch, of all ranks together.
     seq: tokens per sequence.
-    like: name of a model of the catalog. A model of its family has the same shape with another number of layers.
+    like: model of the catalog whose family is tried.
     hidden, heads: hidden size, and number of attention heads, of all models tried; None: those of `like`. Other widths
         change in proportion to the hidden size.
     policies, settings: as in `compare`.
-    micro_batches: number of micro-batches per iteration.
     loading: as in `fits`.
     catalog: whether to find the largest model of the catalog, too.
     near: policy -> the number of layers at which the search begins, such as the limit of a similar machine.
@@ -257,16 +244,10 @@ def _check_known(given: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Models:
-    """Models of one family on a machine, and their workloads.
-
-    machine: the machine.
-    entry: the model `like` of the family.
-    hidden, heads: hidden size and number of heads; None: those of `entry`.
+    """entry: the model `like` of the family.
     shares: batch of each rank.
-    job: the work of each iteration.
-    dtype: its working dtype on the machine.
-    least_bytes: least bytes that a parameter takes, in all places together.
-    written: the workloads made so far, by (shape, batch).
+    least_bytes: what a parameter takes in all places together.
+    written: by (shape, batch).
     """
 
     machine: Machine
@@ -287,7 +268,7 @@ class _Models:
         return self.of(self.shape(layers))
 
     def of(self, shape: ModelEntry) -> Workload:
-        """Returns the workload of the shape, of the rank with the hardest share of the batch."""
+        """For the rank with the hardest share of the batch."""
         if shape not in self.made:
             ranked = of_shares(self.shares, partial(self._of_share, shape))
             alike = len(set(self.shares)) == 1
@@ -317,10 +298,8 @@ def _depth_row(
     names: Sequence[str],
     ask: Callable[[str | Policy, Workload], Refusal | None],
 ) -> Limit:
-    """Returns the limit of one policy.
-
-    error: why it has no room for one more layer.
-    names: models of the catalog to try, the largest first.
+    """error: why one more layer has no room.
+    names: models of the catalog, the largest first.
     """
     row = _limit(policy, layers, error)
     if layers:
@@ -339,8 +318,7 @@ def _check_positions(entry: ModelEntry, seq: int, kernels: str | None) -> None:
 
 
 def _known_models(seq: int, kernels: str | None) -> list[str]:
-    """Returns the models of the catalog that take a sequence of this length and have these kernels (None: the usual
-    kernels), the largest first."""
+    """Returns the models that take such a sequence and have these kernels (None: the usual ones), the largest first."""
     entries = [model_entry(name) for name in model_names()]
     able = [entry for entry in entries if entry.max_seq >= seq and entry.family != "vit"]
     able = [entry for entry in able if kernels is None or has_kernels(entry, kernels)]
@@ -357,13 +335,11 @@ def max_batch(
     loading: Loading | str | None = None,
     on_policy: Callable[[str, int, int], None] | None = None,
 ) -> Limits:
-    """Returns the most sequences per micro-batch, of all GPUs together, with which each policy can train on the
-    machine.
+    """Returns the most sequences per micro-batch, of all GPUs together, with which each policy can train.
 
     write: returns the workload of a batch of all GPUs together, such as `lambda batch: ps.preset("12B", batch=batch,
         seq=1024)`.
-    policies, settings: as in `compare`.
-    loading: as in `fits`.
+    policies, settings, loading: as in `fits`.
     on_policy: as in `max_model`.
     """
     machine, settings = machine_of(machine), settings_of(settings)
@@ -427,8 +403,8 @@ def _limits(
     near: Mapping[str, int] | None = None,
     on_policy: Callable[[str, int, int], None] | None = None,
 ) -> list[tuple[int, Refusal | None]]:
-    """Returns `_largest` of each policy. A policy that tries others fits wherever another policy does (disks are left
-    out here), so it comes last, when the limits of the others are known."""
+    """A policy that tries others fits wherever another does (disks are left out here), so it comes last, when the
+    limits of the others are known."""
     found: dict[str, tuple[int, Refusal | None]] = {}
     for number, policy in enumerate(sorted(policies, key=lambda policy: can(policy).tries_others)):
         if on_policy is not None:
@@ -448,9 +424,9 @@ def _others_go_on(
     ask_of: Callable[[str], Callable[[int], Refusal | None]],
     most: int,
 ) -> tuple[int, Refusal | None]:
-    """Returns the limit of a policy that tries others: the limit of its own modes, or a higher limit of another policy.
+    """Returns the limit of its own modes, or a higher limit of another policy.
 
-    known: limits of others that are known already; the other policies are asked whether one more fits.
+    known: limits of others; they are asked whether one more fits.
     """
     largest, error = max((found, *known.values()), key=lambda limit: limit[0])  # its own if the limits are equal
     for other in built_in():
@@ -466,10 +442,9 @@ def _largest(
     ask: Callable[[int], Refusal | None], most: int, *, first: int = 1, near: int | None = None
 ) -> tuple[int, Refusal | None]:
     """Returns (the largest n in 0..most that fits, why n + 1 does not fit; None if `most` fits). n doubles from `first`
-    until it does not fit, because a larger n takes longer to ask about. Then the search follows lines, and every third
-    time it halves the interval.
+    until it does not fit. Then the search follows lines, and every third time it halves the interval.
 
-    near: a guess, which is asked about first, then the number behind it, then numbers further and further away.
+    near: a guess, which is asked about first, then numbers further and further away.
     """
     low, high = 0, most + 1
     errors: dict[int, Refusal] = {}
@@ -492,9 +467,8 @@ def _largest(
 
 
 def _along_a_line(errors: Mapping[int, Refusal], low: int, high: int) -> int:
-    """Returns the next n to ask about, between `low`, which fits, and `high`, which is refused: the largest n that has
-    room if bytes grow along a line. The line goes through the needs of `high` and of the next refused n that lacks room
-    in the same place; if there is none, through 0 bytes at n = 0. Returns the middle if `high` is not refused for
+    """Returns the largest n that has room if bytes grow along a line through the needs of `high` and of the next
+    refused n that lacks room in the same place (else 0 bytes at n = 0). Returns the middle if `high` is not refused for
     room."""
     last = errors[high]
     if not isinstance(last, DoesNotFit):
@@ -512,8 +486,7 @@ def _along_a_line(errors: Mapping[int, Refusal], low: int, high: int) -> int:
 
 
 def _may_use_disks(policy: str | Policy) -> bool:
-    """Returns whether a plan of the policy may keep anything on disks. A built-in policy does so only with its option
-    `nvme`."""
+    """A built-in policy uses disks only with its option `nvme`."""
     if not isinstance(policy, str):
         return True
     _, options = split_spec(policy)
@@ -540,8 +513,8 @@ def _with_nearest_yes(
     loading: Loading,
     shape: ModelEntry | None = None,
 ) -> list[Limit]:
-    """Returns the rows. A policy that cannot run even `least`, one layer or one sequence, also gets words for the
-    change that would make it fit.
+    """A policy that cannot run even `least`, one layer or one sequence, gets words for the change that would make it
+    fit.
 
     shape: the shape of `least` if it is not in the catalog.
     """
@@ -566,6 +539,5 @@ def _with_nearest_yes(
 
 
 def _all_bytes(machine: Machine, *, disks: bool) -> int:
-    """Returns the bytes of GPUs and hosts of all ranks, and with `disks` of their disks."""
     each = machine.gpu_budget_bytes + machine.host_budget_bytes + (machine.nvme_budget_bytes if disks else 0)
     return each * machine.world_size

@@ -20,10 +20,7 @@ _DAYS_OF_A_YEAR = 365.25
 
 
 def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> list[str]:
-    """Returns the notes of an answer on a machine.
-
-    plans: plan and timeline of each policy that fits.
-    """
+    """plans: of the policies that fit."""
     plans = list(plans)
     copies = any(plan.moved_bytes["h2d"] or plan.moved_bytes["d2h"] for plan, _ in plans)
     notes = []
@@ -42,7 +39,7 @@ def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> l
 
 
 def pinned_notes(machine: Machine) -> list[str]:
-    """Returns the note on copies of a plan where the host can pin only a part of its memory; none if it can pin all."""
+    """Returns the note on copies of a plan where the host can pin only a part of its memory."""
     if machine.host.pinned_bytes is None:
         return []
     rate = format_bytes(machine.link.pageable_bytes_per_s or 0)
@@ -51,11 +48,8 @@ def pinned_notes(machine: Machine) -> list[str]:
 
 
 def disk_life(plan: Plan, iteration_s: float) -> str:
-    """Returns words for the bytes that a plan writes to the disks of a node per day, and for the life of the disks by
-    their rating. Empty for a plan that writes nothing to disks.
-
-    iteration_s: seconds per iteration.
-    """
+    """Returns words for the bytes that a plan writes to a node's disks per day, and for their life by their rating;
+    empty if it writes none."""
     disks, written = plan.machine.nvme, plan.moved_bytes.get("nvme_write", 0) * plan.machine.local_ranks
     if disks is None or not written:
         return ""

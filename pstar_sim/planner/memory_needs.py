@@ -65,16 +65,13 @@ MOST_SHORT = 6  # refusals in a row: payloads, rounding and start-up of the host
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """The needs of a policy on the host of each rank, see [Note: what the host really has to give].
+    """On the host of each rank, see [Note: what the host really has to give].
 
-    policy: name of the policy.
-    payload_bytes: payloads that its plan counts.
-    pinned_bytes: the payloads in slabs.
+    pinned_bytes: the payloads in slabs, rounded.
     startup_bytes: weights while they are loaded.
-    buffer_bytes: buffers of the policy.
-    loading: words for the way in which they are loaded.
-    pins: number of chunks that stay on the GPU, None if only the policy's plan knows it.
-    plan: the plan, if one had to be made.
+    loading: words.
+    pins: chunks that stay on the GPU, None if only the policy's plan knows.
+    plan: if one had to be made.
     """
 
     policy: str
@@ -88,7 +85,6 @@ class Need:
 
     @property
     def host_bytes(self) -> int:
-        """The most bytes that all parts together take at any time."""
         return self.pinned_bytes + max(self.startup_bytes, self.buffer_bytes)
 
 
@@ -101,7 +97,7 @@ def shortage(
     loading: Loading = WHOLE,
     others: bool = True,
 ) -> DoesNotFit | None:
-    """Returns why the policy has no room for a job; None if it has room.
+    """Returns why the policy has no room; None if it has.
 
     loading, others: as in `memory_need`.
     """
@@ -121,11 +117,7 @@ def with_room(
     *,
     loading: Loading = WHOLE,
 ) -> Plan:
-    """Returns a plan of the policy that the host has room to run ([Note: what the host really has to give]). Raises
-    DoesNotFit if the policy finds none.
-
-    plan_on: the policy's plan for this job on a machine.
-    """
+    """Returns a plan that the host has room to run ([Note: what the host really has to give]). Raises DoesNotFit."""
     plan, budget_bytes = plan_on(machine), machine.host_budget_bytes
     if can(policy).counts_host:
         return plan
@@ -150,7 +142,6 @@ def with_room(
 
 
 def _planned_within(plan_on: Callable[[Machine], Plan], machine: Machine, budget_bytes: int) -> Plan | None:
-    """Returns the plan for a host with this budget; None if there is none."""
     if budget_bytes <= 0:
         return None
     try:
@@ -160,7 +151,6 @@ def _planned_within(plan_on: Callable[[Machine], Plan], machine: Machine, budget
 
 
 def _moved(plan: Plan, machine: Machine) -> Plan:
-    """Returns the plan for a machine with more host memory than it was made for."""
     return replace(plan, machine=machine, host_budget_bytes=machine.host_budget_bytes)
 
 
@@ -178,14 +168,11 @@ def memory_need(
     others: bool = True,
     fewest: bool = True,
 ) -> Need:
-    """Returns the needs of the policy on the host. Raises DoesNotFit if it has no room, even if only rounding or
-    start-up is too much.
+    """Raises DoesNotFit if it has no room, even if only rounding or start-up is too much.
 
-    loading: the way in which the weights are loaded.
-    others: whether to ask other policies for a policy that tries others. Such a policy fits wherever one of them does:
-        if its own checks and its plan find no room, the need is that of the first other policy that finds room.
-    fewest: whether to find the fewest pins. False takes any number of pins that fits, which is enough to know whether
-        there is room at all.
+    others: whether to ask other policies for one that tries others. It fits wherever one of them does: if it finds no
+        room itself, the need is that of the first other that does.
+    fewest: whether to find the fewest pins. False takes any number that fits.
     """
     able = can(policy)
     refusal: DoesNotFit | None = None
@@ -221,7 +208,6 @@ def memory_need(
 
 
 def need_of_plan(plan: Plan, loading: Loading = WHOLE) -> Need:
-    """Returns the needs of a run of the plan on the host of each rank."""
     need = _need(plan.policy, _host_sizes(plan), plan.workload, plan.machine, loading, pins=plan.modes.count("pin"))
     return replace(need, buffer_bytes=_buffer_bytes(plan), plan=plan)
 
@@ -235,7 +221,6 @@ def _need(
     *,
     pins: int,
 ) -> Need:
-    """Returns the needs for host payloads of these sizes."""
     return Need(
         policy=name,
         payload_bytes=sum(sizes.values()),
@@ -247,8 +232,7 @@ def _need(
 
 
 def _host_sizes(plan: Plan) -> dict[tuple[int, str], int]:
-    """Returns the sizes of everything that has a place on the host: each payload, or [Note: payloads that pass through
-    the host]."""
+    """Returns the payloads, or [Note: payloads that pass through the host]."""
     sizes = host_payloads(plan)
     if not plan.nvme_budget_bytes:
         return sizes
@@ -263,12 +247,12 @@ def _host_sizes(plan: Plan) -> dict[tuple[int, str], int]:
 
 
 def _buffer_bytes(plan: Plan) -> int:
-    """Returns the bytes of the policy's own buffers on the host; stashes are payloads."""
+    """Stashes are payloads."""
     return sum(size for name, place, size in plan.buffers if place is Place.HOST and name != STASHES)
 
 
 def host_shortage(need: Need, machine: Machine) -> DoesNotFit | None:
-    """Returns why the host has no room for a need, with each of its parts; None if it has room."""
+    """Returns why the host has no room, with each part of the need."""
     budget = machine.host_budget_bytes
     if need.host_bytes <= budget:
         return None
@@ -299,7 +283,7 @@ def _check_host(need: Need, machine: Machine) -> None:
 
 
 def _job(name: str, point: Point, workload: Workload, machine: Machine, settings: Settings) -> Job:
-    """Returns the job of an asynchronous policy. Raises DoesNotFit where the policy would."""
+    """Raises DoesNotFit where the policy would."""
     job = Job(name, workload, machine, settings, point)
     check_gpu(job)
     check_host(job, Modes(frozenset(job.candidates[: most_pins_of(job)])))
@@ -309,7 +293,7 @@ def _job(name: str, point: Point, workload: Workload, machine: Machine, settings
 def _asynchronous_need(job: Job, machine: Machine, loading: Loading, *, fewest: bool) -> Need:
     """Returns the needs with as few pins as the host allows, by bisection: more pins never need more of the host.
 
-    fewest: False stops at the first number of pins that the host allows, which is no pins or the most.
+    fewest: False stops at no pins or the most, the first that the host allows.
     """
 
     def need(pins: int) -> Need:
@@ -334,8 +318,7 @@ def _asynchronous_need(job: Job, machine: Machine, loading: Loading, *, fewest: 
 
 
 def _payloads(job: Job, pins: int) -> dict[tuple[int, str], int]:
-    """Returns the host payloads of every chunk that is not pinned: its lists there, and gradients that pass (each has
-    its own place in a slab)."""
+    """Returns the lists of every chunk that is not pinned, and gradients that pass (each has a place in a slab)."""
     pinned = frozenset(job.candidates[:pins])
     sizes = {
         (c, name): job.layout.payload_bytes(c, name)
@@ -354,11 +337,8 @@ def _payloads(job: Job, pins: int) -> dict[tuple[int, str], int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Roomy:
-    """A machine with enough room for a job that did not fit.
-
-    machine: the machine, with larger budgets.
-    need: the job's needs on its host.
-    gpu_shortage: why the GPU of the original machine has no room; None if it has room.
+    """machine: with larger budgets.
+    gpu_shortage: why the GPU of the original machine has no room, if it has none.
     """
 
     machine: Machine
@@ -375,11 +355,7 @@ def need_with_room(
     *,
     loading: Loading = WHOLE,
 ) -> Roomy | None:
-    """Returns the machine, with just enough added to each place that is short to make the job fit. Returns None if more
-    memory does not help.
-
-    short: why the job does not fit.
-    """
+    """Adds just enough to each place that is short. Returns None if more memory does not help."""
     roomy, error = machine, short
     gpu: DoesNotFit | None = None
     for _ in range(MOST_SHORT):
@@ -405,10 +381,8 @@ def need_with_room(
 def least_gpu_bytes(ask: Callable[[Machine], DoesNotFit | None], machine: Machine) -> int | None:
     """Returns the smallest budget of each GPU with which a job still fits this host; None if it does not fit now.
 
-    ask: function from a machine to the reason why the job does not fit it, None if it does.
-
-    Asked with almost no GPU memory, a policy names the bytes that it needs at its worst moment. If these are too few
-    (the host is short then, so chunks have to be pinned), bisection finds the smallest budget, to a hundredth of a GB.
+    Asked with almost no GPU memory, a policy names its bytes at its worst moment. If these are too few (chunks have to
+    be pinned, because the host is short), bisection finds the budget, to a hundredth of a GB.
     """
     if ask(machine) is not None:
         return None
@@ -438,9 +412,6 @@ def _with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
 
 
 def _with_host_budget(machine: Machine, budget_bytes: int) -> Machine:
-    """Returns the machine with another host budget.
-
-    budget_bytes: bytes of each rank.
-    """
+    """budget_bytes: of each rank."""
     memory = budget_bytes * machine.local_ranks + machine.host.reserved_bytes
     return replace(machine, host=replace(machine.host, memory_bytes=memory))

@@ -35,12 +35,9 @@ KINDS = ("loading", "policy", "checkpointing", "micro-batches", "host memory", "
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change that was tried and makes a job fit.
-
-    kind: kind of the change, one of KINDS.
-    size: size of the change, to compare two changes of one kind: bytes of memory (for a machine, of its GPU) or a
-        number of micro-batches.
-    words: the change as flags, "with --host-memory 128GB" or "on a100-80".
+    """kind: one of KINDS.
+    size: bytes of memory (for a machine, of its GPU) or a number of micro-batches.
+    words: flags, "with --host-memory 128GB" or "on a100-80".
     """
 
     kind: str
@@ -49,7 +46,6 @@ class Remedy:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sort key that puts smaller changes first."""
         return KINDS.index(self.kind), self.size
 
 
@@ -58,7 +54,7 @@ Ask = Callable[[Workload, Machine, Settings], DoesNotFit | None]
 
 
 class Elsewhere:
-    """Other machines and workloads to try for a job. Each is made once for all policies that ask.
+    """Each is made once for all policies that ask.
 
     shape: shape of a preset that is not in the catalog.
     """
@@ -70,8 +66,8 @@ class Elsewhere:
 
     @cached_property
     def machines(self) -> tuple[Machine, ...]:
-        """Other machines of the catalog with as many GPUs, unified only if this machine is: the smallest GPU first, and
-        of equal GPUs the largest host first."""
+        """Catalog machines with as many GPUs, unified only if this machine is: the smallest GPU first, then the largest
+        host."""
         known: list[Machine] = []
         for name in machine_names():
             try:
@@ -85,16 +81,13 @@ class Elsewhere:
 
     @property
     def varies(self) -> bool:
-        """Whether the workload can be written with another batch or with checkpointing."""
         return can_vary(self.workload, self._shape)
 
     @cached_property
     def checkpointed(self) -> Workload:
-        """The preset with checkpointing."""
         return variant(self.workload, checkpointing=True, shape=self._shape)
 
     def smaller(self, batch: int, micro_batches: int) -> Workload:
-        """Returns the preset with another number of sequences per micro-batch, and of micro-batches."""
         key = (batch, micro_batches)
         if key not in self._smaller:
             self._smaller[key] = variant(self.workload, batch=batch, micro_batches=micro_batches, shape=self._shape)
@@ -113,9 +106,9 @@ def nearest(
     ask: Ask | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> str:
-    """Returns words for the changes that make a job fit ("fits on a100-80, or with --batch 4 --micro-batches 2").
+    """Returns words such as "fits on a100-80, or with --batch 4 --micro-batches 2".
 
-    fitting: policies known to fit this very job, best first.
+    fitting: policies that fit this very job, best first.
     loading, ask, elsewhere: as in `remedies`.
     """
     ways = remedies(policy, workload, machine, settings, error, loading=loading, ask=ask, elsewhere=elsewhere)
@@ -123,7 +116,6 @@ def nearest(
 
 
 def in_words(found: Sequence[Remedy], fitting: Sequence[str] = ()) -> str:
-    """Returns words for the remedies and the best policy that fits, as the end of a sentence."""
     ways = [one.words for one in found] + [f"with --policy {name}" for name in fitting[:1]]
     return f"fits {', or '.join(ways)}" if ways else "nothing tried would make it fit"
 
@@ -140,10 +132,9 @@ def remedies(
     ask_of: Callable[[str], Ask] | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> tuple[Remedy, ...]:
-    """Returns changes that make the policy fit, at most one of each kind; none if no tried change does. Host memory may
-    come twice: with the options for disks, which need less, and alone.
+    """Returns at most one change of each kind. Host memory may come twice: with the options for disks, which need less,
+    and alone.
 
-    loading: the way in which the weights are loaded.
     ask: returns why a job does not fit, or None if it fits; None: `shortage` of the policy.
     ask_of: returns the `ask` of another spec; None: `shortage` of the spec.
     elsewhere: the machines and workloads to try, for a caller who asks for several policies.
@@ -170,10 +161,6 @@ def remedies(
 
 
 def asker(policy: str | Policy, *, loading: Loading, others: bool = True) -> Ask:
-    """Returns the question whether the policy has room for a job.
-
-    others: as in `memory_need`.
-    """
 
     def ask(workload: Workload, machine: Machine, settings: Settings) -> DoesNotFit | None:
         return shortage(policy, workload, machine, settings, loading=loading, others=others)
@@ -182,7 +169,7 @@ def asker(policy: str | Policy, *, loading: Loading, others: bool = True) -> Ask
 
 
 def _once(policy: Policy, workload: Workload, machine: Machine, settings: Settings, loading: Loading) -> Remedy | None:
-    """Returns weights that are loaded once per node, where every process loads them, if the job fits then."""
+    """Weights that are loaded once per node."""
     once = replace(loading, way="whole")
     if loading.way != "each" or asker(policy, loading=once)(workload, machine, settings) is not None:
         return None
@@ -192,8 +179,8 @@ def _once(policy: Policy, workload: Workload, machine: Machine, settings: Settin
 def _on_disks(
     policy: Policy, workload: Workload, machine: Machine, settings: Settings, ask_of: Callable[[str], Ask]
 ) -> Remedy | None:
-    """Returns the policy with the options under which lists live on the machine's disks, if the job fits then; with
-    more host memory if the job fits with it alone, under the options that need the least of it."""
+    """Returns the options under which lists live on disks; with more host memory, if these alone do not help, those
+    that need the least of it."""
     if machine.nvme is None:
         return None
     least: tuple[str, DoesNotFit] | None = None
@@ -234,8 +221,8 @@ def _machines(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNot
 
 
 def _gpu_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit) -> Remedy | None:
-    """Returns the GPU memory that makes the job fit, in whole MB, rounded up to two digits or to 0.1 GB. Only for
-    "virtual", and for a machine of the catalog that was given less than it has, up to the memory that it has."""
+    """In whole MB, rounded up to two digits or to 0.1 GB. Only for "virtual", and for a machine of the catalog that was
+    given less than it has, up to the memory that it has."""
     listed = as_listed(machine)
     if machine.name != "virtual" and listed is None:
         return None
@@ -256,7 +243,7 @@ def _gpu_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settin
 def _host_memory(
     ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
 ) -> Remedy | None:
-    """Returns the smallest multiple of 16 GB of host memory that makes the job fit."""
+    """In multiples of 16 GB."""
     short: DoesNotFit | None = error
     for _ in range(3):  # the place that was short first may hide further needs
         assert short is not None
@@ -281,7 +268,7 @@ def _workloads(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNo
         return
 
     def promising(changed: Workload) -> bool:
-        """Returns whether the policy would fit if its need fell by as much as the tide: only then is it planned."""
+        """The policy is planned only if it would fit with a need lower by as much as the tide."""
         lower = workload.peak_non_model_bytes - changed.peak_non_model_bytes
         return error.needed_bytes - lower <= error.available_bytes
 

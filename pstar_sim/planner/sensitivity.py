@@ -78,21 +78,15 @@ PLANNED, REPLAYED, AS_NOW = "planned", "replayed", "as now"
 
 @dataclass(frozen=True, kw_only=True)
 class PartEffect:
-    """The effect of enlarging one part.
-
-    part: the part; None for the machine as it is.
-    policy: the fastest policy that fits.
-    iteration_s: seconds per iteration of the fastest policy that fits; None if none fits.
-    expected_error: one standard deviation of iteration_s, as a share of it (`Row` of compare.py).
-    trust: the basis of expected_error.
+    """part: None for the machine as it is.
+    iteration_s: of the fastest policy that fits; None if none fits.
+    expected_error, trust: of iteration_s, as in `Row`.
     change: relative change of the time per token (-0.05: 5 % faster).
     change_error: one standard deviation of `change` (trust.py, [Note: error of a change]).
     how: origin of iteration_s ([Note: better is not worse]).
     planned_s: seconds of the fastest plan made for the larger machine, if iteration_s is another time.
     layers: layers of the largest model of the family, found by largest_policy.
-    params: parameters of that model.
-    more_layers: the gain in layers over the machine as it is.
-    largest_policy: the policy that trains the largest model on the machine as it is.
+    more_layers: over the machine as it is.
     """
 
     part: str | None
@@ -112,15 +106,9 @@ class PartEffect:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sensitivity(Collection):
-    """The answer of `sensitivity`.
-
-    workload: the job of one rank.
+    """workload: the job of one rank.
     batch: sequences per micro-batch, of all GPUs together.
-    by: share by which each part is enlarged.
-    now: the machine as it is.
-    rows: one per part.
-    policies: policies that were tried.
-    short: words for the lack of each policy on the machine as it is, if none fits.
+    short: what each policy lacks on the machine as it is, if none fits.
     """
 
     workload: Workload
@@ -139,7 +127,7 @@ class Sensitivity(Collection):
         return (self.now, *self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
-        """Returns the machine as it is, then the parts, each with the kernels and the notes of the job."""
+        """Returns the machine as it is, then the parts."""
         return [{**asdict(row), **self.workload.said} for row in (self.now, *self.rows)]
 
     def to_frame(self) -> pandas.DataFrame:
@@ -229,16 +217,12 @@ def sensitivity(
 
 @dataclass(frozen=True, kw_only=True)
 class _Deepest:
-    """The largest model of the workload's family that a machine can train, and the policy that trains it."""
-
     layers: int
     params: int | None
     policy: str
 
 
 class _Larger(TypedDict):
-    """Fields of a `PartEffect` about the largest model."""
-
     layers: int | None
     params: int | None
     more_layers: int | None
@@ -247,11 +231,6 @@ class _Larger(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class _MachineQuestion:
-    """The question about each machine.
-
-    written: workloads that searches of the largest model have written so far.
-    """
-
     share: Share
     machine: Machine
     policies: Sequence[str]
@@ -262,8 +241,7 @@ class _MachineQuestion:
     written: Written = field(default_factory=dict)
 
     def now(self) -> tuple[PartEffect, Plan | None, tuple[str, ...]]:
-        """Returns the effect of the machine as it is, the fastest plan for it, and words for the lack of each policy.
-        The plan is None if nothing fits."""
+        """Returns also the fastest plan, if any fits, and words for the lack of each policy."""
         found = self._compared(self.machine)
         best = found.best().row if any(row.fits for row in found.rows) else None
         deepest = self._deepest(self.machine, self.policies, {})
@@ -284,10 +262,7 @@ class _MachineQuestion:
         return effect, found[best.policy].plan, ()
 
     def effect(self, part: str, where: Machine, now: PartEffect, plan: Plan | None) -> PartEffect:
-        """Returns the effect of having more of one part.
-
-        plan: the fastest plan for the machine as it is.
-        """
+        """plan: the fastest for the machine as it is."""
         found = self._compared(where)
         best = found.best().row if any(row.fits for row in found.rows) else None
         policy, seconds = (None, None) if best is None else (best.policy, best.iteration_s)
@@ -328,14 +303,12 @@ class _MachineQuestion:
         )
 
     def _change(self, seconds: float | None, where: Machine, now: PartEffect) -> float | None:
-        """Returns the relative change of the time per token."""
         if seconds is None or now.iteration_s is None:
             return None
         return seconds / where.data_parallel_size / (now.iteration_s / self.machine.data_parallel_size) - 1
 
     def _larger(self, where: Machine, now: PartEffect) -> _Larger:
-        """Returns the figures of the largest model. The search uses the policy that trains the largest model now, and
-        begins at that model's depth."""
+        """The search uses the policy that trains the largest model now, and begins at that model's depth."""
         if now.largest_policy is None:
             deepest = self._deepest(where, self.policies, {})
         else:
@@ -347,7 +320,7 @@ class _MachineQuestion:
         return {"layers": layers, "params": params, "more_layers": more, "largest_policy": policy}
 
     def _deepest(self, where: Machine, policies: Sequence[str], near: Mapping[str, int]) -> _Deepest | None:
-        """Returns the largest model that `where` can train; None if that is not asked.
+        """Returns None if that is not asked.
 
         near: see `max_model`. (A tenth more of a part moves the limit little, or not at all.)
         """
@@ -377,10 +350,7 @@ class _MachineQuestion:
 
 
 def _change_error(part: str, change: float | None, *errors: float | None) -> float | None:
-    """Returns the bar of a change of time.
-
-    errors: bars of both times.
-    """
+    """errors: bars of both times."""
     known = [error for error in errors if error is not None]
     if change is None or len(known) < len(errors):
         return None
@@ -388,7 +358,7 @@ def _change_error(part: str, change: float | None, *errors: float | None) -> flo
 
 
 def _known_parts(parts: Iterable[str]) -> list[str]:
-    """Returns the parts as a list of known names. Raises PstarError for an unknown part."""
+    """Raises PstarError for an unknown part."""
     names = [str(part) for part in listed("parts", parts, "parts of a machine")]
     for name in names:
         if name not in PARTS:
@@ -403,7 +373,7 @@ def _no_part(machine: Machine, part: str) -> PstarError:
 
 
 def _more(machine: Machine, part: str, by: float) -> Machine | None:
-    """Returns the machine with more of one part; None if it has no such part."""
+    """Returns None if the machine has no such part."""
     if part == "network" and machine.nodes == 1:
         return None
     if part == "peer link" and (machine.peer is None or machine.local_ranks == 1):

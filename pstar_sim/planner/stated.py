@@ -48,11 +48,8 @@ _BEYOND = {
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """The results of examining a plan.
-
-    report: the proof, the other checks, and the statements that were not checked.
+    """report: the proof, the other checks, and what was not checked.
     bound: words for the comparison with the recomputed lower bound.
-    timeline: the simulated timeline.
     """
 
     report: CheckReport
@@ -69,11 +66,11 @@ def examine(
     lp: bool = False,
     on_part: OnPart | None = None,
 ) -> Examined:
-    """Proves the plan and computes its statements again. Returns the results.
+    """Proves the plan and computes its statements again.
 
     workload, machine: also compare the plan with these.
-    lp: whether to solve the fluid program of the bound again, and to plan again without the barrier.
-    on_part: called with the next part of the work, the number of parts done and the number of all parts.
+    lp: whether to solve the fluid program again, and to plan again without the barrier.
+    on_part: called with the next part of the work, the number done and the number of all.
 
     Raises PlanError with the first error in the plan itself. Raises FalseFigures with all its figures that are false.
     """
@@ -103,9 +100,7 @@ def examine(
 
 
 class _Notes:
-    """Findings about one plan.
-
-    timeline: the simulated timeline of the slowest rank.
+    """timeline: of the slowest rank.
     checked: names of the figures that are as the plan states them.
     false: a sentence for each figure that is not.
     why: name of a figure that was not computed again -> the reason.
@@ -130,7 +125,7 @@ class _Notes:
             )
 
     def jobs(self) -> None:
-        """Compare the plan's workload with the jobs of its ranks, if these differ."""
+        """Compare the plan's workload with the jobs of its ranks."""
         ranked, workload = self.plan.ranked, self.plan.workload
         if ranked is None:
             return
@@ -146,7 +141,7 @@ class _Notes:
         self.false += stated.false
 
     def seconds(self) -> None:
-        """Compare the figures of the simulation with the plan's: times to SECONDS_AGREE, peaks to the byte."""
+        """Times agree to SECONDS_AGREE, peaks to the byte."""
         plan, timeline = self.plan, self.timeline
         peaks = [each.peak_bytes for each in self.timelines]
         for name, value, tolerance in (
@@ -166,10 +161,7 @@ class _Notes:
                 )
 
     def barrier(self, *, again: bool) -> None:
-        """Compare the cost of the barrier.
-
-        again: whether to make the plan without its barrier.
-        """
+        """again: whether to make the plan without its barrier."""
         timeline = self.timeline
         stated = self.plan.predictions.get("barrier_cost_s")
         if stated is None:
@@ -201,8 +193,7 @@ class _Notes:
             self.checked.append("barrier_cost_s")
 
     def bound(self, found: Certificate, *, lp: bool) -> str:
-        """Compare the stated lower bound, and the gap over it, with a recomputation. Returns words for the
-        comparison."""
+        """Compare lower bound and gap with a recomputation. Returns words for it."""
         plan = self.plan
         try:
             said = agree(plan, found=found)
@@ -217,8 +208,7 @@ class _Notes:
         return said
 
     def _stated_bound(self, stated: float, seconds: float, *, lp: bool) -> None:
-        """Record, for a stated bound that agrees with the recomputed bound, whether it is as stated, or why this is not
-        known."""
+        """Record whether a bound that agrees with the recomputed one is as stated, or why this is not known."""
         if stated > seconds * (1 + SECONDS_AGREE):
             self.false.append(f"lower_bound_s is {stated:.9g} s in the plan, but its iteration lasts {seconds:.9g} s")
         elif self._method() == "fluid LP" and not lp:
@@ -244,8 +234,7 @@ class _Notes:
         return said.get("bound") if isinstance(said, Mapping) else None
 
     def words(self, found: Certificate) -> None:
-        """Compare the words about the sources of the figures: the measured parts, the bound, and the errors of
-        validation."""
+        """Compare the words about the sources of the figures."""
         plan = self.plan
         said, sources = plan.choices.get("confidence"), confidence(plan.workload, plan.machine)
         if said == sources:
@@ -256,7 +245,7 @@ class _Notes:
         self._expected_error()
 
     def _expected_error(self) -> None:
-        """Compare the expected error. Nothing here can verify the error that another validation found."""
+        """Nothing here can verify the error that another validation found."""
         plan = self.plan
         error, known = plan.predictions.get("expected_error"), trust(plan.machine, plan.policy, plan.workload).error
         rows = plan.choices.get("validation")
@@ -303,11 +292,10 @@ class LoadedPlan(Plan):
     """A plan read from a file. `check` computes everything that it states again, seconds and bounds included."""
 
     def check(self, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
-        """Compute everything that the plan states again; see `examine`. Returns the report."""
         return examine(self, workload, machine).report
 
 
 def load_plan(path: str | Path) -> LoadedPlan:
-    """Returns the plan in a file, without checking the plan. Raises PlanError naming the file and the field or line."""
+    """Does not check the plan. Raises PlanError naming the file and the field or line."""
     plan = plans.load_plan(path)
     return LoadedPlan(**{f.name: getattr(plan, f.name) for f in fields(plan)})

@@ -72,11 +72,8 @@ _METADATA = b"pstar_sim.sweep"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sweep(Collection):
-    """The answer of `sweep`.
-
-    grid: the grid.
-    rows: one per point, in the order of the grid: its axes and `COLUMNS`.
-    cached: number of points that were known already.
+    """rows: one per point, in the order of the grid: its axes and `COLUMNS`.
+    cached: points that were known already.
     """
 
     grid: Grid
@@ -108,10 +105,10 @@ def sweep(
     """Computes every point of the grid (a TOML file, or a mapping of the same form) and writes them to `output`
     (.parquet). Returns the points.
 
-    jobs: number of processes, -1 for one per core, None for the setting of `joblib.parallel_config`.
-    backend: any backend that joblib knows; None for the setting of `joblib.parallel_config`, or loky without it.
+    jobs: processes, -1 for one per core, None for the setting of `joblib.parallel_config`.
+    backend: of joblib; None for the setting of `joblib.parallel_config`, or loky without it.
     cache: folder of the points; None: OUTPUT.points. Without cache and output nothing is kept.
-    on_progress: called after each point, as `Progress` says.
+    on_progress: called after each point.
 
     Raises PstarError for a wrong grid, for an `output` that holds another grid's results or is not a results file, and
     for a backend that joblib does not know.
@@ -152,7 +149,7 @@ def _check_running(jobs: object, backend: object) -> None:
 
 
 def _folder(cache: str | Path | None, output: Path | None) -> Path:
-    """Returns the folder of the points, made if it does not exist. One of cache and output is given."""
+    """Makes the folder. One of cache and output is given."""
     if cache is not None:
         folder = file_path("cache", cache)
     else:
@@ -166,14 +163,14 @@ def _folder(cache: str | Path | None, output: Path | None) -> Path:
 
 
 class _PointFiles:
-    """Points that are kept in a folder, with a file each; folder = None keeps nothing."""
+    """Keeps points in a folder, with a file each; folder = None keeps nothing."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.files: dict[int, Path] = {}
 
     def known(self, grid: Grid) -> tuple[dict[int, dict[str, object]], list[Group]]:
-        """Returns the points that were computed before, and groups of the points that were not."""
+        """Returns the points that were computed before, and groups of the others."""
         if self.folder is None:
             return {}, grid.groups()
         rows: dict[int, dict[str, object]] = {}
@@ -202,8 +199,7 @@ Done = list[tuple[int, dict[str, object]]]
 
 
 def evaluate(group: Group) -> Done:
-    """Returns (index, result) of every point of the group. Arguments and results are plain values, so any process can
-    run it."""
+    """Returns (index, result) . Arguments and results are plain values, so any process can run it."""
     with without_garbage_collection():  # until plans and timelines are gone
         results = _computed(group)
     return [
@@ -212,7 +208,7 @@ def evaluate(group: Group) -> Done:
 
 
 def _computed(group: Group) -> list[dict[str, object]]:
-    """Returns the results of a group. A policy that has no plan for such a machine takes no other policy along."""
+    """A policy that has no plan for such a machine takes no other along."""
     policies = [policy for _, policy in group.policies]
     try:
         workload, machine, settings = job_of(group)
@@ -263,7 +259,7 @@ def _in_batches(groups: Sequence[Group]) -> Iterator[Done]:
 
 
 def _read_point(path: Path) -> dict[str, object] | None:
-    """Returns a cached point; None if there is none or if it cannot be read (it is then computed again)."""
+    """Returns None for a point that cannot be read (it is then computed again)."""
     try:
         row = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -274,7 +270,7 @@ def _read_point(path: Path) -> dict[str, object] | None:
 
 
 def _check_output(path: Path, grid: Grid) -> None:
-    """Check the output. Raises PstarError for a results file of another grid, or a file that is not a results file."""
+    """Raises PstarError for a results file of another grid, or a file that is not a results file."""
     if path.suffix != ".parquet":
         raise PstarError(f"{path}: results are written as Parquet; name a file that ends in .parquet")
     check_writable(path)
@@ -298,7 +294,7 @@ def _check_output(path: Path, grid: Grid) -> None:
 def load_results(path: str | Path) -> tuple[list[str], list[dict[str, object]]]:
     """Returns the axes of a results file, and its points: axes and `COLUMNS`, None for an unknown value.
 
-    Raises PstarError, naming the file, for a file that cannot be read or that no sweep has written.
+    Raises PstarError, naming the file, for a file that no sweep has written.
     """
     import pyarrow.parquet as parquet
     from pyarrow import ArrowException

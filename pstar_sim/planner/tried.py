@@ -23,8 +23,8 @@ class WayOutcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Cap:
-    """The reason why a way that might have been the best was not planned. `policy` plans a limited number of `ways` in
-    total, and `alike` ways with the same number of micro-batches."""
+    """The reason why a way that might have been the best was not planned. `policy` plans a limited number of `ways`,
+    and `alike` ways with the same number of micro-batches."""
 
     policy: str
     ways: int
@@ -39,13 +39,8 @@ class Cap:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """The outcome of one way to run a job.
-
-    outcome: kind of the outcome.
-    seconds: seconds per iteration of its plan; for a way that was not planned, a lower bound on the seconds of every
-        plan; None if the way does not fit.
-    place: the place that is short, if the way does not fit.
-    short_bytes: the bytes that this place lacks.
+    """seconds: for a way that was not planned, a lower bound; None if it does not fit.
+    place: the place that is short.
     stashes: whether computing waits for any stash.
     chunk_bytes: chunk size of the bound.
     cap: why the way was not planned, if it might have been the best.
@@ -60,7 +55,6 @@ class Tried:
     cap: Cap | None = None
 
     def to_json(self) -> dict[str, object]:
-        """Returns the outcome for JSON, without the fields that such an outcome does not have."""
         said = {key: value for key, value in asdict(self).items() if value is not None and value is not False}
         return {**said, "outcome": self.outcome.value}
 
@@ -80,8 +74,8 @@ class Tried:
 
 
 def tried_of(value: object) -> dict[str, Tried] | None:
-    """Returns the outcomes that `Tried.to_json` wrote into a plan's choices, by way. Returns None for any other value,
-    because a file is not trusted, and because earlier versions wrote words instead."""
+    """Returns None for anything but what `Tried.to_json` wrote: a file is not trusted, and earlier versions wrote
+    words."""
     if not isinstance(value, Mapping):
         return None
     try:
@@ -106,10 +100,7 @@ def _one(said: object) -> Tried:
 
 def tried_text(tried: Mapping[str, Tried], chosen: str = "") -> str:
     """Returns the ways that were planned, with their seconds, and the number of ways that were not planned, with the
-    reasons.
-
-    chosen: the chosen way, which the text leaves out.
-    """
+    reasons."""
 
     def of(*outcomes: WayOutcome) -> list[Tried]:
         return [row for row in tried.values() if row.outcome in outcomes]
@@ -129,10 +120,9 @@ def tried_text(tried: Mapping[str, Tried], chosen: str = "") -> str:
 
 
 def _capped_text(capped: Sequence[Tried]) -> str:
-    """Returns words for the ways that were not planned because of a cap, such as "3 not tried (optimal plans at most 5
-    ways ...; their bounds are 1.1 s to 2.0 s)".
+    """Returns words such as "3 not tried (optimal plans at most 5 ways ...; their bounds are 1.1 s to 2.0 s)".
 
-    capped: these ways, in the order of their bounds.
+    capped: in the order of their bounds.
     """
     first, last = (format_s(row.seconds or 0.0) for row in (capped[0], capped[-1]))
     bounds = f"its bound is {first}" if len(capped) == 1 else f"their bounds are {first} to {last}"

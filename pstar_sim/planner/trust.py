@@ -54,11 +54,7 @@ validation computes."""
 
 @dataclass(frozen=True)
 class Trust:
-    """The trust in predicted times.
-
-    error: one standard deviation of predicted times, as a share of them ([Note: bars]).
-    label: the basis of the error, in words.
-    """
+    """error: one standard deviation of predicted times, as a share of them ([Note: bars])."""
 
     error: float
     label: str
@@ -68,12 +64,9 @@ class Trust:
 class ExpectedError:
     """Absolute relative errors of predicted iteration times, over `rows` rows to which nothing is fitted.
 
-    median: median of the errors.
-    p90: 90th percentile of the errors.
     bar: the error that 68 % of the rows do not exceed ([Note: bars]).
-    rows: number of rows.
     policy: policy to which the rows belong, or "any policy" of the class if that policy has no rows.
-    machine_class: class of the answer, for example "h100 node".
+    machine_class: for example "h100 node".
     """
 
     median: float
@@ -93,7 +86,7 @@ class ExpectedError:
 def error_of_change(change: float, *errors: float) -> float:
     """Returns the bar of a change of time, as a share of the time before: [Note: error of a change].
 
-    change: (time after - time before) / time before.
+    change: relative to the time before.
     errors: bars of both times.
     """
     return min(abs(change) * math.hypot(*errors), error_of_ratio(1 + change, *errors))
@@ -108,8 +101,7 @@ def error_of_ratio(ratio: float, *errors: float) -> float:
 
 
 def class_of(machine: Machine, workload: Workload) -> str:
-    """Returns the class of a job on a machine: [Note: classes]. Unequal GPUs are a class of their own
-    ("a100 + v100 node")."""
+    """Unequal GPUs are a class of their own ("a100 + v100 node"): [Note: classes]."""
     return class_name(
         " + ".join(dict.fromkeys(r.gpu.name.split("-")[0] for r in machine.ranks)),
         ranks=machine.world_size,
@@ -132,9 +124,8 @@ def machines_of(name: str) -> str:
 
 
 def expected_error(machine: Machine, policy: str, workload: Workload) -> ExpectedError | None:
-    """Returns the errors that validation found for the job's class and the policy (a name or a spec; options do not
-    matter). If the policy has fewer than FEWEST_ROWS rows, returns the errors of the whole class. Returns None if the
-    class has too few rows as well."""
+    """Returns the errors for the job's class and the policy (options do not matter); with fewer than FEWEST_ROWS rows,
+    those of the whole class; None if it has too few as well."""
     name = class_of(machine, workload)
     known = _shipped().get(name)
     if known is None:
@@ -155,8 +146,7 @@ def expected_error(machine: Machine, policy: str, workload: Workload) -> Expecte
 
 
 def trust(machine: Machine, policy: str, workload: Workload) -> Trust:
-    """Returns the error that validation found for this class of job and this policy, or for the class with other
-    policies. If no measurement is near, returns UNTUNED, or a larger bar of the same machines."""
+    """Falls back on the class with other policies, and then on UNTUNED, or a larger bar of the same machines."""
     found = expected_error(machine, policy, workload)
     if found is not None:
         return Trust(found.bar, found.label)
@@ -173,7 +163,7 @@ def trust(machine: Machine, policy: str, workload: Workload) -> Trust:
 
 @cache
 def validation_digest() -> str:
-    """Returns a digest of the errors that validation found. Answers with the same digest state the same errors."""
+    """Answers with the same digest state the same errors."""
     return hashlib.sha256(json.dumps(_shipped(), sort_keys=True).encode()).hexdigest()[:16]
 
 

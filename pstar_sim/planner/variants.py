@@ -60,16 +60,9 @@ QUICK = policy_at(Point())  # the policy whose own checks of room say which cand
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """The fastest way, and the ways from which it was chosen.
-
-    workload: the variant to run, one rank's share.
-    words: the variant in words, among the variants looked at.
-    policy: name of the policy.
-    plan: its plan by `policy`.
-    timeline: simulation of that plan.
-    iteration_s: seconds per iteration of that plan.
-    tried: each way that was looked at, in words -> its outcome.
-    left_out: words for the ways that were not considered, and why.
+    """workload: to run, one rank's share.
+    tried: way in words -> its outcome.
+    left_out: the ways that were not considered, and why.
     """
 
     workload: Workload
@@ -82,7 +75,6 @@ class Chosen:
     left_out: tuple[str, ...]
 
     def choices(self) -> dict[str, object]:
-        """Returns the entries for `Plan.choices`: the choice, and the other ways."""
         tried = {way: row.to_json() for way, row in self.tried}
         return {"variant": self.words, "variants_tried": tried, "not_considered": self.left_out}
 
@@ -97,11 +89,11 @@ def choose(
     loading: Loading | str | None = None,
     on_way: Callable[[str, int, int], None] | None = None,
 ) -> Chosen:
-    """Returns the fastest of the ways (or workloads) under `policy`. Each of them is one rank's whole share of the same
-    batch. [Note: what is planned] says which of them are planned.
+    """Returns the fastest under `policy`. Each of them is one rank's whole share of the same batch. [Note: what is
+    planned] says which of them are planned.
 
     loading: as in `fits`.
-    on_way: called with the work in hand, the number of ways done and the number of all ways.
+    on_way: called with the work in hand, the number of ways done and of all ways.
 
     Raises DoesNotFit, of the candidate that lacks least, if none fits. Raises CannotPlan if the policy can plan none of
     them, and TraceError if they are not the same work.
@@ -143,8 +135,8 @@ def choose(
 
 
 def _own_ways(ways: Sequence[Way], machine: Machine, settings: Settings, policy: str) -> list[Way]:
-    """Returns the ways that the policy's own rule makes from the ways without choices for blocks. Empty if the policy
-    has no such rule or all ways are of one kind."""
+    """Returns the ways that the policy's own rule makes of those without choices for blocks, if it has one and they are
+    of several kinds."""
     rule = can(policy).activations
     if rule is None:
         return []
@@ -157,15 +149,13 @@ def _own_ways(ways: Sequence[Way], machine: Machine, settings: Settings, policy:
 class _Race:
     """Candidates planned one after the other by one policy.
 
-    promise_s: see [Note: what is planned]; at first only the time of computing and stashes.
-    best_s: seconds of the fastest plan so far.
-    fast: plans and timelines that are as fast as best_s.
-    best: the plan in `fast` that moves and pins least.
-    shortest: of the candidates that do not fit, the candidate that lacks least, and why it does not fit.
+    promise_s: see [Note: what is planned]; at first the time of computing and stashes.
+    fast: plans and timelines that take best_s.
+    best: which of `fast` moves and pins least.
+    shortest: the candidate that lacks least, and why it does not fit.
     reorders: whether the policy's plans have another order than the workloads, whose bounds then do not hold.
-    unable: reasons why the policy cannot plan candidates, one per candidate.
-    tried: each candidate in words -> its outcome.
-    planned: candidates that were planned.
+    unable: why the policy cannot plan candidates.
+    tried: candidate in words -> its outcome.
     """
 
     def __init__(
@@ -202,8 +192,8 @@ class _Race:
         self.tried: dict[str, Tried] = {}
 
     def run_all(self) -> list[Way]:
-        """Plan all candidates in the order of their promises. Returns the candidates that a policy with a long search
-        left out because tide has no room for them."""
+        """In the order of their promises. Returns the candidates that a policy with a long search left out because tide
+        has no room for them."""
         later: list[Way] = []
         # Of equal promises the candidate with fewer micro-batches goes first, then the candidate that moves less.
         less = [(way.micro_batches, way.stash_bytes, n) for n, way in enumerate(self.ways)]
@@ -227,7 +217,6 @@ class _Race:
         return later
 
     def run(self, way: Way) -> None:
-        """Plan the candidate if this is worthwhile."""
         hopeless = self._hopeless(way)
         if hopeless is not None:
             self.tried[self._words(way)] = hopeless
@@ -235,7 +224,7 @@ class _Race:
             self._plan(way)
 
     def ask_others(self) -> None:
-        """Plan each candidate that was not planned if another policy is faster on it."""
+        """Plan each candidate that was left out but is faster under another policy."""
         others = [policy for name, policy in built_in().items() if name != self.policy]
         for number, way in enumerate(sorted(self.ways, key=self.promise_s.__getitem__)):
             self._tell("asking other policies", number)
@@ -261,20 +250,17 @@ class _Race:
         return seconds < self.best_s
 
     def _may_win(self, way: Way, *, stream: bool) -> bool:
-        """Returns whether no bound of the candidate is above the best so far.
-
-        stream: whether plans may stream chunks.
-        """
+        """stream: whether plans may stream chunks."""
         return all(self._could_win(self._bound_s(way, count, stream=stream)) for count in self._stand_ins(way))
 
     def _stand_ins(self, way: Way) -> tuple[int, ...]:
-        """Returns the numbers of micro-batches of the stand-ins that are bounded. The last is the candidate's own."""
+        """The last is the candidate's own."""
         return way.stand_ins() if self.machine.data_parallel_size == 1 else (way.repeats,)
 
     def _bound_s(self, way: Way, count: int, *, stream: bool = True) -> float:
-        """Returns a lower bound on the seconds of the candidate's plans with the usual chunks.
+        """Returns a lower bound on the seconds of plans with the usual chunks.
 
-        stream: False bounds only plans that stream nothing.
+        stream: as in `_may_win`.
         count: micro-batches of the stand-in that is bounded.
         """
         key = (way, count, stream)
@@ -297,9 +283,9 @@ class _Race:
         return self.bounds_s[key]
 
     def _short(self, way: Way, count: int) -> DoesNotFit | None:
-        """Returns why tide has no room for the candidate, if the race's policy searches long.
+        """Only for a policy that searches long.
 
-        count: micro-batches of the stand-in that is asked about; the result is None for one micro-batch of several.
+        count: one micro-batch of several gives None.
         """
         if not self.searching or (count == 1 and way.repeats > 1):
             return None
@@ -329,8 +315,8 @@ class _Race:
         self.best = least_of(self.fast, seconds=lambda one: one[1].iteration_s, burden=lambda one: burden(one[0]))
 
     def refusal(self, left_out: Sequence[str]) -> DoesNotFit:
-        """Returns the error if no candidate fits: the lack of the nearest candidate, the changes that would make it
-        fit, and the ways that were not tried (`left_out`)."""
+        """Names the lack of the nearest candidate, the changes that would make it fit, and the ways that were not tried
+        (`left_out`)."""
         assert self.shortest is not None
         way, error = self.shortest
 
@@ -340,14 +326,13 @@ class _Race:
         return error.restated(policy=self.policy, what="; ".join((error.what, ways, hint, *left_out)))
 
     def note(self, way: Way, error: DoesNotFit) -> None:
-        """Record that the candidate does not fit."""
         short = Tried(outcome=WayOutcome.NO_ROOM, place=error.place, short_bytes=error.short_bytes)
         self.tried[self._words(way)] = short
         if self.shortest is None or error.short_bytes < self.shortest[1].short_bytes:
             self.shortest = (way, error)
 
     def _hopeless(self, way: Way) -> Tried | None:
-        """Returns the outcome of a candidate that need not be planned; None if it has to be planned."""
+        """Returns None for a candidate that has to be planned."""
         if self.best is None:
             return None
         least, promise = self.least_s[way], self.promise_s[way]
@@ -362,8 +347,7 @@ class _Race:
         return None
 
     def _enough(self, way: Way) -> bool:
-        """Returns whether enough candidates in the order of this candidate are planned, for a policy that takes
-        long."""
+        """Whether enough candidates in this order are planned, for a policy that takes long."""
         alike = self.splits[way.order, way.micro_batches]
         return alike >= ALIKE or sum(n for (order, _), n in self.splits.items() if order is way.order) >= SEARCHED
 
@@ -387,7 +371,7 @@ def _left_out(ways: Sequence[Way]) -> tuple[str, ...]:
 
 
 def _splits_left_out(ways: Sequence[Way]) -> list[str]:
-    """Returns a line for the numbers of micro-batches that the batch would allow and no variant has."""
+    """Returns a line for the numbers of micro-batches that no variant has."""
     share = ways[0].batch * ways[0].micro_batches
     splits = {way.micro_batches for way in ways}
     missing = [n for n in range(1, share + 1) if share % n == 0 and n not in splits]

@@ -48,10 +48,9 @@ STAND_INS = (1, 3)  # numbers of micro-batches that stand for larger numbers, wh
 class Way:
     """One way to run a rank's share of a global batch.
 
-    micro_batches: number of micro-batches.
     batch: sequences per micro-batch.
     activations, checkpointing: as in the workload.
-    stashes: stashes of one micro-batch, in moments of the variant that keeps its activations.
+    stashes: of one micro-batch, in moments of the variant that keeps its activations.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Way:
 
     @property
     def source(self) -> Workload:
-        """The variant; of two variants, the variant whose blocks recompute."""
+        """Of two variants, the one whose blocks recompute."""
         return self._one
 
     @cached_property
@@ -101,7 +100,7 @@ class Way:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A key that is equal for two ways of running the same workload."""
+        """Equal for two ways of running the same workload."""
         return (self.batch, self.micro_batches, self.checkpointing, self.attention, self.activations)
 
     @property
@@ -112,11 +111,9 @@ class Way:
         return self.repeats * sum(stash.bytes for stash in self.stashes)
 
     def repeated(self, repeats: int) -> Way:
-        """Returns this way of one micro-batch, repeated. A way that is not repeated is the same way."""
         return self if repeats == 1 else self._with(repeats, self.relay)
 
     def in_order(self, order: str) -> Way:
-        """Returns the same way in another order."""
         return self._with(self.repeats, order)
 
     def _with(self, repeats: int, order: str) -> Way:
@@ -125,13 +122,11 @@ class Way:
 
     @cached_property
     def micro_batch(self) -> Workload:
-        """The workload of one micro-batch."""
         w = self._one if self._kept is None else mix_blocks(self._one, self._kept, self._keep)
         return offload_blocks(w, [stash.block for stash in self.stashes]) if self.stashes else w
 
     @cached_property
     def workload(self) -> Workload:
-        """The workload of the whole share."""
         return in_order("a way", self._of(self.repeats), self.relay)
 
     def _of(self, repeats: int) -> Workload:
@@ -143,10 +138,7 @@ class Way:
     def compute_s(self, machine: Machine, chunk_bytes: int) -> float:
         """Returns the least seconds of computing and stashes with the link to themselves: [Note: the bound of stashes]
         in bounds/stash_bound.py, run by run of moments, because all waits are at the ends of runs. With boundaries on
-        the host, returns the seconds of computing alone.
-
-        chunk_bytes: size of the chunks, for the cost model.
-        """
+        the host, returns the seconds of computing alone."""
         variants = tuple(_seconds_of(w, machine, chunk_bytes) for w in (self._one, self._kept or self._one))
         if self.repeats == 1 and self._kept is None and not self.stashes:
             return variants[0].stash_bound_s
@@ -183,8 +175,7 @@ class Way:
         return self.workload if count == self.repeats else self._of(count)
 
     def costs(self, count: int, machine: Machine, layout: Layout) -> Sequence[CostModel] | None:
-        """Returns the cost models of the stand-in with `count` micro-batches on a machine of one GPU; None if `count`
-        is the way's own number."""
+        """Returns None for the way's own `count`, and on several GPUs."""
         if count == self.repeats:
             return None
         left_out, evenly = self.repeats - count, self.relay != OWN
@@ -198,7 +189,7 @@ _NONE: _Run = (None, False, 0.0)
 class _StashLink:
     """The link while it carries only stashes.
 
-    copies: offloaded block -> seconds of its copy out and of its copy in.
+    copies: block -> seconds of its copy out and of its copy in.
     ends: block -> the offloaded block whose time to leave and to come back ends with it.
     """
 
@@ -209,10 +200,7 @@ class _StashLink:
         self._down = self._up = 0.0
 
     def waits_s(self, before: _Run, block: str | None, forward: bool) -> float:
-        """Returns the seconds at which the copies for which a run waits have ended.
-
-        before: the run before it.
-        """
+        """Returns when the copies for which a run waits end."""
         waits = 0.0
         if before[1] and before[0] is not None and before[0] in self.ends:
             waits = self._out_s[self.ends[before[0]]]
@@ -221,10 +209,6 @@ class _StashLink:
         return waits
 
     def send(self, clock: float, block: str | None, forward: bool, behind: _Run) -> None:
-        """Begin the copies behind a run that ends at `clock`.
-
-        behind: the run after it.
-        """
         if forward and block is not None and block in self.copies:
             self._down = self._out_s[block] = max(clock, self._down) + self.copies[block][0]
         if not behind[1] and behind[0] is not None and behind[0] in self.ends:
@@ -233,9 +217,7 @@ class _StashLink:
 
 
 class _Longer(CostModel):
-    """The seconds of a stand-in.
-
-    left_out: number of micro-batches that the stand-in does not have.
+    """left_out: micro-batches that the stand-in does not have.
     evenly: whether all moments last longer, instead of the turn alone.
     """
 
@@ -257,7 +239,7 @@ class _Longer(CostModel):
 
 @dataclass(frozen=True, kw_only=True)
 class _Seconds:
-    """Seconds of a variant on a machine, run by run ([Note: which blocks])."""
+    """Of a variant, run by run ([Note: which blocks])."""
 
     cost: CostModel
     runs: Sequence[tuple[str | None, bool]]
@@ -298,8 +280,8 @@ def _blocks_that_give_time(w: Workload, stashes: Sequence[Stash]) -> Mapping[str
 
 
 def words(w: Way | Workload, among: Sequence[Way | Workload] = ()) -> str:
-    """Returns a variant in words: "2 micro-batches of 8, activations recomputed"; with the attention kernel if the
-    candidates differ in it: "..., flash attention"."""
+    """Returns words such as "2 micro-batches of 8, activations recomputed"; "..., flash attention" if candidates differ
+    in it."""
     batches = f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}"
     kernel = f", {w.attention} attention" if any(other.attention != w.attention for other in among) else ""
     order = w.order.words + (" with the boundaries on the host" if w.boundaries_on_host else "")
@@ -308,8 +290,7 @@ def words(w: Way | Workload, among: Sequence[Way | Workload] = ()) -> str:
 
 @without_garbage_collection()
 def candidates(variants: Sequence[Workload], share: int) -> tuple[Way, ...]:
-    """Returns the ways to run one rank's `share` sequences per iteration that the variants of one model allow. No two
-    are alike.
+    """No two are alike.
 
     A variant with one micro-batch is repeated; a variant with several is taken as it is. Raises TraceError if no
     variant divides the share (naming the batches of the variants), and for variants of different models, types or
@@ -342,8 +323,7 @@ def candidates(variants: Sequence[Workload], share: int) -> tuple[Way, ...]:
 
 
 def _block_by_block(variants: Sequence[Workload]) -> Iterator[Way]:
-    """Yields the ways that [Note: which blocks] makes of the variants with one micro-batch in which no block has a
-    choice yet."""
+    """Yields [Note: which blocks] of the variants with one micro-batch in which no block has a choice yet."""
     plain = [w for w in variants if w.micro_batches == 1 and not w.activations]
     recomputing = {(w.batch, w.attention, w.dtype): w for w in reversed(plain) if w.checkpointing}
     seen: set[tuple[int, str, str]] = set()
@@ -356,8 +336,8 @@ def _block_by_block(variants: Sequence[Workload]) -> Iterator[Way]:
 
 
 def _of_pair(recomputed: Workload | None, kept: Workload) -> Iterator[Way]:
-    """Yields the ways of one variant, or of two. A model that is not a stack of equal blocks has no mixtures. A block
-    that keeps no activations cannot be offloaded."""
+    """A model that is not a stack of equal blocks has no mixtures. A block that keeps no activations cannot be
+    offloaded."""
     blocks = _blocks(kept)
     count = len(blocks)
     if recomputed is not None and blocks:
@@ -413,8 +393,7 @@ def relayed_ways(ways: Sequence[Way], policy: str) -> Iterator[Way]:
 
 
 def _has_order(w: Workload, order: str, policy: str) -> bool:
-    """Returns whether several micro-batches of the variant can be run in that order, and whether this differs from
-    other orders."""
+    """False also if this does not differ from other orders."""
     try:
         made = in_order(policy, w if w.micro_batches > 1 else repeat_micro_batch(w, 2), order)
     except CannotPlan:

@@ -107,10 +107,7 @@ def optimal(workload: Workload, machine: Machine, settings: Settings, **changes:
 
 
 def _schedule_words(best: SearchResult, found: Sequence[SearchResult], reason: DoesNotFit | None) -> str:
-    """Returns words for the policy whose schedule was taken, and why.
-
-    reason: why no plan of optimal's own fits.
-    """
+    """reason: why no plan of optimal's own fits."""
     own_s = min((f.seconds for f in found if f.of == "optimal"), default=None)
     if own_s is None:
         why = f"no plan of optimal's own fits ({reason})"
@@ -122,8 +119,7 @@ def _schedule_words(best: SearchResult, found: Sequence[SearchResult], reason: D
 
 
 def _orders(workload: Workload, machine: Machine, settings: Settings) -> list[str]:
-    """Returns the orders to search, by [Note: which order]: the workload's order and, if they can be made, the
-    layer-major orders."""
+    """The workload's and, if they can be made, the layer-major ones: [Note: which order]."""
     own, *others = ORDERS
     if settings.loop == "own" or workload.micro_batches == 1 or machine.data_parallel_size > 1 or workload.relayed:
         return [own]
@@ -136,7 +132,7 @@ def _orders(workload: Workload, machine: Machine, settings: Settings) -> list[st
 
 
 def _order_words(found: Sequence[SearchResult], best: SearchResult, orders: Sequence[str]) -> str:
-    """Returns words for the seconds of the order that was taken and of the other orders."""
+    """Gives the seconds of all orders."""
     mine = order_of(best.plan.workload)
     least_s = dict.fromkeys((mine, *orders), math.inf)
     for f in found:
@@ -149,10 +145,9 @@ def _order_words(found: Sequence[SearchResult], best: SearchResult, orders: Sequ
 def _others(
     workload: Workload, machine: Machine, settings: Settings, own: Sequence[SearchResult], orders: Sequence[str]
 ) -> Iterator[SearchResult]:
-    """Yields the plans of the other shipped policies that fit. Policies whose plans are layer-major are left out if the
-    orders do not include layer-major. Policies that bring no states to the GPU are left out if a found plan is faster
-    than the closed form of their order allows for pins alone; on several GPUs, this leaves out only policies of
-    optimal's own space."""
+    """Yields the plans of the other shipped policies that fit. Leaves out layer-major policies if no such order is
+    searched, and policies that bring no states to the GPU if a found plan is faster than the closed form of their order
+    allows for pins alone (on several GPUs, only those of optimal's own space)."""
     best_s = min((f.seconds for f in own), default=math.inf)
     beaten = {not f.plan.workload.order.of_loop for f in own if best_s < f.pins_alone_s}
     for name, policy in _rivals().items():
@@ -171,7 +166,7 @@ def _others(
 
 
 def _from_disks(workload: Workload, machine: Machine, settings: Settings) -> Iterator[SearchResult]:
-    """Yields plans with lists on the disks, for jobs that fit no other way."""
+    """For jobs that fit no other way."""
     for name, policy in _rivals().items():
         for options in capabilities_of(policy).from_disks:
             try:

@@ -29,15 +29,13 @@ _BUILT_IN: dict[str, Policy] = {**BEFORE_OPTIMAL, "optimal": optimal, **AFTER_OP
 
 
 def built_in() -> dict[str, Policy]:
-    """Returns name -> policy for the policies shipped here."""
     return dict(_BUILT_IN)
 
 
 def policies() -> dict[str, Policy]:
     """Returns name -> policy. An entry point cannot take over a built-in name.
 
-    Raises PstarError, naming the entry point and its package, for an entry point that cannot be loaded or is not a
-    function.
+    Raises PstarError, naming entry point and package, for one that cannot be loaded or is not a function.
     """
     found = dict(_BUILT_IN)
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: p.name):
@@ -47,17 +45,15 @@ def policies() -> dict[str, Policy]:
 
 
 def is_built_in(policy: Policy) -> bool:
-    """Returns whether the function is one of the policies shipped here, with or without options, or plans by one of
-    them (its attribute `plans_by` is the spec)."""
+    """Whether it is shipped here, with or without options, or plans by such a policy (its attribute `plans_by` is the
+    spec)."""
     spec = getattr(policy, "plans_by", None)
     found = find_policy(spec) if isinstance(spec, str) else policy
     return (found.policy if isinstance(found, Specified) else found) in _BUILT_IN.values()
 
 
 def can(policy: str | Policy) -> Capabilities:
-    """Returns the capabilities of a policy.
-
-    policy: its spec, or the function.
+    """policy: spec or function.
 
     Raises the errors of `find_policy`.
     """
@@ -65,8 +61,8 @@ def can(policy: str | Policy) -> Capabilities:
 
 
 def reorders(policy: str | Policy) -> bool:
-    """Returns whether the policy's plans are layer-major, by itself or by its option `order`. A loop of the user cannot
-    follow such plans. Raises the errors of `find_policy`."""
+    """By itself or by its option `order`. A loop of the user cannot follow such plans. Raises the errors of
+    `find_policy`."""
     found = find_policy(policy) if isinstance(policy, str) else policy
     if isinstance(found, Specified):
         return reorders(found.policy) or found.values.get("order", Point().order) != Point().order
@@ -74,27 +70,27 @@ def reorders(policy: str | Policy) -> bool:
 
 
 def can_follow(settings: Settings, workload: Workload, policy: str | Policy) -> bool:
-    """Returns whether the loop of the settings can follow the policy's plans for the workload. A loop of the user runs
-    micro-batches in the order of the workload, `session.step` in any order. Raises the errors of `find_policy`."""
+    """A loop of the user runs micro-batches in the order of the workload, `session.step` in any order. Raises the
+    errors of `find_policy`."""
     return settings.loop == "step" or workload.micro_batches == 1 or not workload.order.of_loop or not reorders(policy)
 
 
 def named(wanted: Callable[[Capabilities], bool]) -> tuple[str, ...]:
-    """Returns the names of the shipped policies that have the wanted capabilities, in registry order."""
+    """In registry order."""
     return tuple(name for name, policy in _BUILT_IN.items() if wanted(capabilities_of(policy)))
 
 
 def policy_at(point: Point) -> str:
-    """Returns the name of the policy that is this point of the asynchronous family without options."""
+    """The policy without options."""
     (name,) = named(lambda able: able.point == point)
     return name
 
 
 def find_policy(spec: str) -> Policy:
-    """Returns the policy with this name, with its options set as the spec says (`name[:key=value[,key=value...]]`).
+    """The spec is `name[:key=value[,key=value...]]`.
 
-    Entry points are loaded only for a name that is not built in. Raises UnknownName with the nearest names, PstarError
-    for options that the policy does not have, and the errors of `policies`.
+    Loads entry points only for a name that is not built in.Raises UnknownName with the nearest names, PstarError for
+    options that the policy does not have, and the errors of `policies`.
     """
     name, options = split_spec(spec)
     policy = _BUILT_IN.get(name)
@@ -109,8 +105,7 @@ def find_policy(spec: str) -> Policy:
 
 
 def policy_name(spec: str | Policy) -> str:
-    """Returns the name of a policy: the normalised spec, or the function's own name. Raises the errors of
-    `find_policy`."""
+    """The normalised spec, or the function's own name. Raises the errors of `find_policy`."""
     if not isinstance(spec, str):
         return str(getattr(spec, "__name__", type(spec).__name__))
     policy = find_policy(spec)

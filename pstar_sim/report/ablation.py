@@ -21,7 +21,6 @@ WITHOUT = ("instead", "iteration", "costs", "h2d", "more", "d2h", "more ", "over
 
 
 def ladder_cells(line: Line) -> tuple[str, ...]:
-    """Returns a line of the ladder in words."""
     if not line.fits:
         return (line.change, "does not fit", *[""] * (len(LADDER) - 2))
     return (
@@ -39,7 +38,7 @@ def ladder_cells(line: Line) -> tuple[str, ...]:
 
 
 def without_cells(line: Line) -> tuple[str, ...]:
-    """Returns a line of the second table: the cost of leaving the idea out."""
+    """Of the second table: the cost of leaving the idea out."""
     if not line.fits:
         return (line.change, "does not fit", *[""] * (len(WITHOUT) - 2))
     return (
@@ -56,9 +55,9 @@ def without_cells(line: Line) -> tuple[str, ...]:
 
 
 def ablation_text(ablation: Ablation, *, width: int | None = None) -> str:
-    """Returns heading, ladder, the barrier of the setting, the policy without each idea, and why some lines do not fit.
+    """Returns everything that `pstar ablate` prints.
 
-    width: of the terminal; None: as it is.
+    width: None: the terminal's.
     """
     width = terminal_width() if width is None else width
     ladder = f"from {ablation.lines[0].policy} to {ablation.policy}, one change at a time"
@@ -72,7 +71,7 @@ def ablation_text(ablation: Ablation, *, width: int | None = None) -> str:
 
 
 def ablation_html(ablation: Ablation) -> str:
-    """Returns the two tables for a notebook."""
+    """For a notebook."""
     ladder = _table(LADDER, [ladder_cells(line) for line in ablation.lines])
     without = _table(WITHOUT, [without_cells(line) for line in ablation.without])
     notes = "".join(f"<p><small>{escape(note)}</small></p>" for note in _notes(ablation))
@@ -106,7 +105,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _signed(seconds: float | None) -> str:
-    """Returns the seconds with their sign; "0" if too small to matter."""
+    """ "0" if too small to matter."""
     if seconds is None:
         return ""
     return "0 s" if abs(seconds) < 5e-7 else f"{'+' if seconds > 0 else '-'}{format_s(abs(seconds))}"

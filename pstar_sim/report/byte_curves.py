@@ -49,7 +49,7 @@ class Curves:
 
     @property
     def model_data(self) -> IntArray:
-        """The sum of all categories but the tide."""
+        """All categories but the tide."""
         return sum((v for c, v in self.values.items() if c != "non-model"), np.zeros(len(self.edges) - 1, np.int64))
 
     @property
@@ -71,8 +71,8 @@ class PhaseBand:
 
 
 def steady_start_s(timeline: Timeline) -> float:
-    """Returns the time at which the steady iteration begins on the clock of the spans: the end of the compute queue's
-    work in the iteration before. A timeline of one iteration begins with its first moment.
+    """Returns the time on the clock of the spans: the end of the compute queue's work in the iteration before. A
+    timeline of one iteration begins with its first moment.
 
     Raises PstarError for a timeline without compute spans.
     """
@@ -88,7 +88,7 @@ def steady_start_s(timeline: Timeline) -> float:
 
 
 def moment_windows(timeline: Timeline) -> tuple[IntArray, FloatArray, FloatArray]:
-    """Returns the moments of the steady iteration in order: (indices, start_s, end_s), seconds relative to its start.
+    """Returns (indices, start_s, end_s) of the steady iteration, in order; seconds relative to its start.
 
     Raises PstarError for a timeline without compute spans.
     """
@@ -104,10 +104,10 @@ def moment_windows(timeline: Timeline) -> tuple[IntArray, FloatArray, FloatArray
 
 
 def byte_curves(timeline: Timeline, *, x: str = "time", place: str = "gpu") -> Curves:
-    """Returns the curve of every category's bytes.
+    """Of every category.
 
-    x: "time": all changes, in seconds. "moment": one value per moment, that of the instant with the largest total
-        between the moment's start and the next moment's start.
+    x: "time": all changes, in seconds. "moment": one value per moment, that of the instant with the largest total until
+        the next moment.
 
     Raises PstarError for another x and for a timeline without samples of `place`.
     """
@@ -142,13 +142,13 @@ def _by_moment(timeline: Timeline, curves: Curves) -> Curves:
 
 
 def axis_unit(top_bytes: float) -> tuple[int, str]:
-    """Returns the unit, its bytes and its name, of an axis that ends at `top_bytes`."""
+    """(bytes, name) of the unit of an axis that ends at `top_bytes`."""
     return next((unit for unit in ((GB, "GB"), (MB, "MB"), (KB, "kB")) if top_bytes >= unit[0]), (1, "B"))
 
 
 def phase_bands(timeline: Timeline, *, x: str = "time") -> tuple[PhaseBand, ...]:
-    """Returns FWD, BWD (including recomputation inside it) and ADAM as stretches of the x axis. Empty if phases are not
-    known. By time, a stretch in which no phase computes and updates run, on the GPU or on the host, is ADAM as well."""
+    """Returns FWD, BWD (with recomputation) and ADAM as stretches of the x axis. Empty if phases are not known. By
+    time, a stretch in which no phase computes and updates run, on the GPU or on the host, is ADAM as well."""
     if not timeline.phases:
         return ()
     moments, start_s, end_s = moment_windows(timeline)
@@ -166,8 +166,7 @@ def phase_bands(timeline: Timeline, *, x: str = "time") -> tuple[PhaseBand, ...]
 
 
 def _with_updates(timeline: Timeline, bands: Sequence[PhaseBand]) -> Iterator[PhaseBand]:
-    """Yields the bands, and in the gaps before, between and after them the stretches from the first update to the
-    last."""
+    """And in the gaps before, between and after the bands the stretches from the first update to the last."""
     origin = steady_start_s(timeline)
     updates = [(s.start_s - origin, s.end_s - origin) for s in timeline.spans if s.kind in UPDATES]
     at_s = 0.0

@@ -48,7 +48,7 @@ _DATA_PARALLEL = (
 
 
 def _named(machine: Machine) -> str:
-    """Returns the machine's name, with the memory sizes that are not those of the catalog's machine of this name."""
+    """With the memory sizes that are not the catalog's."""
     listed = as_listed(machine)
     if listed is None:
         return machine.name
@@ -66,13 +66,12 @@ def _memory(machine: Machine) -> str:
 
 
 def _kernels(kernels: str) -> str:
-    """Returns the kernels for a heading; "" where the job names no kernels."""
+    """For a heading; "" where the job names no kernels."""
     return f", {kernels_text(kernels)}" if kernels else ""
 
 
 def fits_text(answer: Fits, *, width: int | None = None, why: bool = False) -> str:
-    """Returns yes or no, why, and the smallest change that would make the job fit; then a line per policy with the
-    changes that would make it fit.
+    """Yes or no, why, and the smallest change that would make the job fit; then a line per policy.
 
     why: also what takes the room on the host, and a paragraph for each policy that does not fit.
     """
@@ -89,7 +88,7 @@ def fits_text(answer: Fits, *, width: int | None = None, why: bool = False) -> s
 
 
 def _asked(answer: Fits) -> tuple[str, str]:
-    """Returns the job and the machine, a line each."""
+    """A line each."""
     w, m = answer.workload, answer.machine
     each = "" if m.world_size == 1 else f" for each of {m.world_size} GPUs"
     parts = [w.model, f"{_params(w.params)} parameters", batch_words(answer), f"sequence {w.sequence}", w.dtype]
@@ -99,16 +98,16 @@ def _asked(answer: Fits) -> tuple[str, str]:
 
 
 def _loaded(loading: Loading, machine: Machine) -> str:
-    """Returns words for the way in which weights are loaded."""
+    """Words."""
     if loading.way == "in-place":
         return "made in place"
     return f"loaded {loading.words(machine.local_ranks) or 'whole'}"
 
 
 def _fit_notes(answer: Fits, *, why: bool) -> Iterator[str]:
-    """Yields the notes below the table: sources and errors of times, why policies do not fit, and what is not modelled.
+    """Sources and errors of times, why policies do not fit, and what is not modelled.
 
-    why: whether policies that lack room have a note, too.
+    why: policies that lack room have a note, too.
     """
     known = [(row.policy, row.trust) for row in answer.rows if row.fits]
     yield from sources_of_times(answer.workload, answer.machine, known)
@@ -125,7 +124,6 @@ def _fit_notes(answer: Fits, *, why: bool) -> Iterator[str]:
 
 
 def _verdict(answer: Fits) -> list[str]:
-    """Returns sentences: yes or no, why, and what would make the job fit."""
     return _yes(answer) if answer.any else _no(answer)
 
 
@@ -173,7 +171,6 @@ def _no(answer: Fits) -> list[str]:
 
 
 def _changes(answer: Fits) -> list[str]:
-    """Returns sentences on the changes that would make the job fit."""
     said: list[str] = []
     change = answer.change
     if change is not None:
@@ -199,8 +196,7 @@ def _under(policies: Sequence[str]) -> str:
 
 
 def _lack(row: Fit, machine: Machine, loading: Loading) -> str:
-    """Returns the bytes that a policy needs of the place that is short, the bytes that can be used, and the difference,
-    in words."""
+    """Names the bytes needed of the place that is short, the bytes that can be used, and the difference."""
     needed = {"gpu": row.gpu_needed_bytes, "host": row.host_needed_bytes}.get(row.short_of or "")
     if needed is None:
         return f"lacks {format_bytes(row.short_bytes or 0)} on {row.short_of}"
@@ -227,15 +223,12 @@ def _each(machine: Machine) -> str:
 
 
 def _would_fit(row: Fit) -> str:
-    """Returns the changes that would make the policy fit, for a table."""
+    """For a table."""
     return "; ".join(row.changes) or ("-" if row.short_of is None else "nothing tried helps")
 
 
 def _fit_cells(row: Fit, *, why: bool) -> tuple[str, ...]:
-    """Returns the cells of a policy.
-
-    why: also those of what takes the room on the host.
-    """
+    """why: also what takes the room on the host."""
     seconds = "" if row.iteration_s is None else format_s(row.iteration_s)
     figures = [
         format_size(row.gpu_needed_bytes),
@@ -252,8 +245,7 @@ def _fit_cells(row: Fit, *, why: bool) -> tuple[str, ...]:
 
 
 def limits_text(answer: Limits, *, width: int | None = None) -> str:
-    """Returns one line per policy, published limits beside them where there are any, and the bytes that the next size
-    lacks."""
+    """One line per policy, with published limits where there are any, and the bytes that the next size lacks."""
     width = terminal_width() if width is None else width
     m = answer.machine
     each = "" if m.world_size == 1 else f" for each of {m.world_size} GPUs"
@@ -278,7 +270,7 @@ def limits_text(answer: Limits, *, width: int | None = None) -> str:
 
 
 def _depths(limits: Sequence[Limit], published: Sequence[PublishedLimit]) -> tuple[list[str], list[list[str]]]:
-    """Returns columns and rows of the deepest models, with a column of published limits where there are any."""
+    """With a column of published limits where there are any."""
     columns = ["policy", "layers", "parameters", "of the catalog", "then short of"]
     rows = [_depth_cells(row) for row in limits]
     if published:
@@ -303,7 +295,7 @@ def _tokens(count: float) -> str:
 
 
 def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
-    """Returns the offers in time, cheapest first; then the others."""
+    """Offers in time first, the cheapest first."""
     width = terminal_width() if width is None else width
     by = "" if answer.deadline_s is None else f" in {_deadline(answer.deadline_s)}"
     kernels = f" ({kernels_text(answer.kernels)})" if answer.kernels else ""
@@ -326,7 +318,7 @@ def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
 
 
 def _offer_notes(answer: Cheapest, shown: Sequence[Offer]) -> Iterator[str]:
-    """Yields notes: why the other machines are not offered, and the meaning of the columns."""
+    """Why the other machines are not offered, and the meaning of the columns."""
     yield from (f"{_tried(row)}: {row.reason}" for row in answer.rows if row.reason is not None)
     if shown:
         prices = dict.fromkeys(f"{row.machine}: {row.price_of}" for row in shown)
@@ -381,7 +373,7 @@ def _offer_cells(row: Offer) -> tuple[str, ...]:
 
 
 def sensitivity_text(answer: Sensitivity, *, width: int | None = None) -> str:
-    """Returns one line per part: the effect of a better part."""
+    """One line per part: the effect of a better one."""
     width = terminal_width() if width is None else width
     w = answer.workload
     by = f"{answer.by * 100:+g} %"
@@ -406,8 +398,8 @@ def sensitivity_text(answer: Sensitivity, *, width: int | None = None) -> str:
 
 
 def _kept_text(row: PartEffect, now: PartEffect) -> str:
-    """Returns why the shown time is the time of the present plan: a plan made for the better part would be slower.
-    Empty otherwise."""
+    """Why the shown time is that of the present plan: a plan made for the better part would be slower. Empty
+    otherwise."""
     from pstar_sim.planner.sensitivity import PLANNED, REPLAYED
 
     if row.how == PLANNED or now.iteration_s is None:

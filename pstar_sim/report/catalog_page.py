@@ -28,7 +28,7 @@ _GUESSED = ("an estimate", "placeholder", "from memory")
 
 
 def catalog_page(table: str) -> str:
-    """Returns a table of the catalog in Markdown: a row per figure with its value, how it is known, and its source.
+    """In Markdown: a row per figure with its value, how it is known, and its source.
 
     table: one of PAGES.
 
@@ -43,8 +43,8 @@ def catalog_page(table: str) -> str:
 
 
 def known_figures(table: str) -> dict[str, list[tuple[str, str, str, str]]]:
-    """Returns the figures of each entry of a table: (figure, its value, how it is known, its source). How a figure is
-    known is one of `machine.KNOWN`, by [Note: how a figure is known]."""
+    """Of each entry: (figure, value, how it is known, source). The third is one of `machine.KNOWN`, by [Note: how a
+    figure is known]."""
     if table == "generations":
         return {
             name: [
@@ -75,10 +75,7 @@ def _of_entry(entry: Entry[Any]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _of_table(raw: Mapping[str, Any], prefix: str, known: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """Yields the rows of a table.
-
-    known: how all its figures are known, where the table says so.
-    """
+    """known: of all its figures, where the table says so."""
     source = str(raw.get("source", ""))
     for figure, value in raw.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -29,8 +29,8 @@ _HEADS = (
 
 
 def predictions_text(predictions: Sequence[ConfigurationPrediction], *, width: int | None = None) -> str:
-    """Returns a table, and below it for each configuration: the parts of its host memory, why it does not fit, the
-    policy that stands for it, and the settings that are not modelled."""
+    """A table, and for each configuration the parts of its host memory, why it does not fit, the policy that stands for
+    it, and the settings that are not modelled."""
     width = terminal_width() if width is None else width
     lines = [table_text(_HEADS, [_cells(p) for p in predictions], width=width).rstrip()]
     for p in predictions:
@@ -53,7 +53,6 @@ def _cells(p: ConfigurationPrediction) -> tuple[str, ...]:
 
 
 def _said(p: ConfigurationPrediction) -> list[str]:
-    """Returns sentences about one configuration."""
     said = [f"{p.label}: host memory per GPU: {', '.join(p.host.parts()) or 'none'}."]
     if p.reason is not None:
         said.append(f"{p.reason}.")
@@ -68,8 +67,7 @@ def _said(p: ConfigurationPrediction) -> list[str]:
 def export_text(
     path: str, expressed: Expressed, prediction: ConfigurationPrediction, *, width: int | None = None
 ) -> str:
-    """Returns the parts of a plan that a written file states and those it cannot state, then the prediction for the
-    file."""
+    """What a written file states of the plan and what it cannot, then the prediction for the file."""
     width = terminal_width() if width is None else width
     texts = [
         f"{path}: {expressed.configuration.framework}: {'; '.join(expressed.says)}.",

@@ -44,13 +44,11 @@ _UNITS = (
 
 @dataclass(frozen=True)
 class Format:
-    """One kind of file.
-
-    what: the purpose of such a file, in one or two sentences.
-    version: the version that this package writes, and the newest that it reads.
-    version_place: the place of the version in a file.
+    """what: its purpose, in one or two sentences.
+    version: that this package writes, and the newest that it reads.
+    version_place: in a file.
     tables: heading -> type of the keys below it.
-    more: the text behind the tables, in Markdown.
+    more: Markdown behind the tables.
     """
 
     what: str
@@ -127,8 +125,7 @@ FORMATS = ("machine", "prices", "grid", "options", "plan", "timeline", "run", "t
 
 
 def format_page(name: str) -> str:
-    """Returns the reference of a format in Markdown: its purpose, its version, and a table of keys for each of its
-    tables.
+    """In Markdown: purpose, version, and keys of each table.
 
     Raises KeyError for a name that is not in FORMATS.
     """
@@ -142,7 +139,7 @@ def format_page(name: str) -> str:
 
 
 def _tables(title: str, table: type[Struct], shown: set[type[Struct]]) -> Iterator[tuple[str, type[Struct]]]:
-    """Yields the table and the tables below it, each once, with their titles."""
+    """Each once, with its title, the table itself first."""
     if table in shown:
         return
     shown.add(table)
@@ -156,13 +153,11 @@ def _tables(title: str, table: type[Struct], shown: set[type[Struct]]) -> Iterat
 
 
 def _summary(table: type[Struct]) -> str:
-    """Returns the first sentence of the type's docstring."""
     text = inspect.cleandoc((record_class(table) or table).__doc__ or "")
     return " ".join(text.split("\n\n")[0].split())
 
 
 def _fields(table: type[Struct]) -> Iterator[tuple[str, ...]]:
-    """Yields the rows of the page: key, possible values, unit, meaning, default."""
     said = _said(record_class(table))
     defaults = _defaults(record_class(table))
     for field in fields_of(table).values():
@@ -212,8 +207,8 @@ def _defaults(cls: Any) -> dict[str, object]:
 
 
 def _said(cls: Any) -> dict[str, str]:
-    """Returns the description of each field of a dataclass: from lines "name: text" or "name, other: text" of its
-    docstring, with the indented lines below them; else the meaning of the figure in a machine file."""
+    """Describes the fields of a dataclass: from lines "name: text" or "name, other: text" of its docstring, with the
+    indented lines below them; else the meaning of the figure in a machine file."""
     known = {f.name for f in dataclasses.fields(cls)} if cls is not None else set()
     found = {} if cls is None else {figure.attribute: figure.says for figure in figures_of(cls)}
     names: list[str] = []

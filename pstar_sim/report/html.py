@@ -34,7 +34,6 @@ POINTS = 320  # points of a curve; each is the highest instant of its stretch
 
 
 def machine_html(machine: Machine) -> str:
-    """Returns parts, memory, rates and sources of a machine, as HTML."""
     m, count = machine, machine.world_size
     gpus = " + ".join(f"{n} x {name}" for name, n in Counter(rank.gpu.name for rank in m.ranks).items())
     each, node = (" per GPU", " of a node") if count > 1 else ("", "")
@@ -60,7 +59,6 @@ def machine_html(machine: Machine) -> str:
 
 
 def workload_html(workload: Workload) -> str:
-    """Returns the sizes of a workload, and the tide over the moments of an iteration, as HTML."""
     w = workload
     rows = [
         ("parameters", f"{w.params / 1e9:.3f} billion, {w.dtype}"),
@@ -78,7 +76,7 @@ def workload_html(workload: Workload) -> str:
 
 
 def plan_html(plan: Plan) -> str:
-    """Returns the job of a plan, its chunks and steps, and its bytes in each place between two iterations, as HTML."""
+    """With its bytes in each place between two iterations."""
     w = plan.workload
     modes = [f"{plan.modes.count(mode)} {mode}" for mode in MODES if mode in plan.modes]
     rows = [
@@ -98,7 +96,6 @@ def plan_html(plan: Plan) -> str:
 
 
 def comparison_html(comparison: Comparison) -> str:
-    """Returns heading, table, seconds as bars, reasons and notes, as HTML."""
     rows = [cells(row) for row in comparison.rows]
     said = [*reasons(comparison), *(f"note: {note}" for note in comparison.notes)]
     notes = "".join(f"<p><small>{escape(text)}</small></p>" for text in said)
@@ -110,14 +107,12 @@ def comparison_html(comparison: Comparison) -> str:
 
 
 def planned_html(planned: Planned) -> str:
-    """Returns the line of the table, the number of the plan's steps by kind, and the picture of the bytes on the GPU,
-    as HTML."""
+    """The line of the table, the number of steps by kind, and the picture of the bytes on the GPU."""
     steps = f"<p><small>{escape(_kinds(planned.plan))}</small></p>"
     return f"{_table(HEADS, [cells(planned.row)])}{steps}{_tide(planned.timeline)}"
 
 
 def timeline_html(timeline: Timeline) -> str:
-    """Returns iteration time, peaks, bytes moved, stalls, and the picture of the bytes on the GPU, as HTML."""
     rows = [("iteration", format_s(timeline.iteration_s))]
     rows += [(f"peak {place}", format_bytes(size)) for place, size in timeline.peak_bytes.items()]
     rows += [(direction, format_bytes(size)) for direction, size in timeline.moved_bytes.items()]
@@ -129,7 +124,7 @@ def timeline_html(timeline: Timeline) -> str:
 
 
 def _kinds(plan: Plan) -> str:
-    """Returns the number of steps by kind, most frequent first."""
+    """Most frequent first."""
     kinds: dict[str, int] = {}
     for step in plan.steps:
         kinds[step.kind.value] = kinds.get(step.kind.value, 0) + 1
@@ -138,7 +133,7 @@ def _kinds(plan: Plan) -> str:
 
 
 def _tide(timeline: Timeline) -> str:
-    """Returns the picture of GPU memory over the iteration; "" for a timeline without samples of it."""
+    """GPU memory over the iteration; "" for a timeline without samples."""
     try:
         curves = byte_curves(timeline)
     except PstarError:  # a timeline may have no samples; its table needs none
@@ -150,11 +145,11 @@ def _tide(timeline: Timeline) -> str:
 def _stacked(
     edges: np.ndarray, values: Mapping[str, np.ndarray], top: float, says: str, *, hanging: str | None = None
 ) -> str:
-    """Returns areas on top of each other as an SVG with its legend. Areas of `hanging` start from the top.
+    """An SVG with its legend.Areas of `hanging` start from the top.
 
     edges: n + 1 positions.
     values: category -> n bytes.
-    top: bytes at the top of the picture.
+    top: bytes there.
     """
     at = np.searchsorted(edges, np.linspace(edges[0], edges[-1], POINTS + 1)[:-1], side="right") - 1
     ends = np.append(at[1:], len(edges) - 1)
@@ -184,7 +179,7 @@ def _stacked(
 
 
 def _bars(seconds: Mapping[str, tuple[float, float | None]]) -> str:
-    """Returns the seconds per iteration as bars, each with its policy and its error beside it."""
+    """Seconds per iteration, each with policy and error beside it."""
     longest, row = max(time_s for time_s, _ in seconds.values()), 22
     lines = []
     colours = policy_colours(seconds)

@@ -21,7 +21,7 @@ __all__ = ["Listing", "machines", "models", "policies"]
 class Listing(Sequence[str]):
     """Names, in the order of the catalog, which print as a table.
 
-    rows: one mapping per name: column -> figure; the first column is the name.
+    rows: one per name: column -> figure; the first column is the name.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, object]], *, hidden: str = "") -> None:

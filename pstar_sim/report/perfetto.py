@@ -30,10 +30,9 @@ _LANES = {
 
 
 def to_perfetto(timelines: Timeline | Sequence[Timeline], plan: Plan | None = None) -> dict[str, Any]:
-    """Returns the trace as an object ready for `json.dump`. Raises PstarError where one of several timelines has no
-    compute spans.
+    """For `json.dump`.Raises PstarError where one of several timelines has no compute spans.
 
-    plan: the plan of the timelines. It gives moments, lists and parts of chunks their names.
+    plan: gives moments, lists and parts of chunks their names.
     """
     many = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     steady = [steady_start_s(t) for t in many] if len(many) > 1 else [0.0]
@@ -47,7 +46,6 @@ def to_perfetto(timelines: Timeline | Sequence[Timeline], plan: Plan | None = No
 
 
 def _group(timeline: Timeline, plan: Plan | None, pid: int, shift_s: float) -> list[dict[str, Any]]:
-    """Returns the events of one timeline, as process `pid`, shifted by `shift_s`."""
     name = f"{timeline.label or 'plan'} ({timeline.source})"
     events = [_meta("process_name", pid, 0, {"name": name}), _meta("process_sort_index", pid, 0, {"sort_index": pid})]
     lanes = {queue: number for number, queue in enumerate(_LANES, start=1)}
@@ -92,8 +90,7 @@ def _about(timeline: Timeline) -> Mapping[str, Any]:
 
 
 def _counters(timeline: Timeline, pid: int, shift_s: float) -> list[dict[str, Any]]:
-    """Returns one counter event for every change of a place, with all its categories (drawn stacked in
-    chrome://tracing)."""
+    """Returns one counter event for every change of a place, drawn stacked in chrome://tracing."""
     origin = steady_start_s(timeline) + shift_s
     events: list[dict[str, Any]] = []
     for place in sorted({s.place for s in timeline.samples}):
@@ -120,10 +117,7 @@ def _name(span: Span, plan: Plan | None, names: Mapping[int, str]) -> str:
 def _slice(
     name: str, category: str, where: tuple[int, int, float], start_s: float, end_s: float, args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the event of a span.
-
-    where: process, lane, and seconds by which the span is shifted.
-    """
+    """where: process, lane, and seconds of shift."""
     pid, tid, shift_s = where
     begin = _us(start_s + shift_s)
     return {

@@ -35,11 +35,10 @@ Ints = NDArray[np.int64]
 class Residence:
     """The data of chunks on the GPU, in bins of time of equal length.
 
-    edges_s: n + 1 edges of the bins, seconds from the start of the steady iteration.
-    first_chunks: first chunk of each row of `contents`; a row ends before the next row's first chunk.
-    chunks: number of chunks.
+    edges_s: n + 1, from the start of the steady iteration.
+    first_chunks: of each row of `contents`; a row ends before the next.
     contents: rows x n indices into CONTENTS, with n bins: the kind of most of the bytes that the row has on the GPU. A
-        chunk that was there for a part of a bin counts as the kind that it had for the longest time.
+        chunk counts in a bin as what it was for the longest time.
     """
 
     edges_s: NDArray[np.float64]
@@ -49,9 +48,7 @@ class Residence:
 
 
 def residence(plan: Plan, timeline: Timeline, *, bins: int = 240, rows: int = 240) -> Residence:
-    """Returns the map of a plan whose steps ran as the timeline says.
-
-    bins: number of bins of time.
+    """bins: of time.
     rows: most rows; where a plan has more chunks, neighbours share a row.
 
     Raises PstarError for a timeline with steps that are not in the plan.
@@ -76,8 +73,7 @@ def residence(plan: Plan, timeline: Timeline, *, bins: int = 240, rows: int = 24
 
 
 def _spells(plan: Plan, timeline: Timeline) -> dict[int, list[tuple[float, float, int]]]:
-    """Returns chunk -> (begin, end, index into CONTENTS) from the first iteration on, in seconds from the start of the
-    steady iteration."""
+    """From the first iteration on, in seconds from the start of the steady one."""
     book = _Book(plan)
     known = {step.id: step for step in plan.steps}
     check_of_plan(plan, timeline)
@@ -116,7 +112,7 @@ def check_of_plan(plan: Plan, timeline: Timeline) -> None:
 
 
 class _Book:
-    """The data of each chunk on the GPU, while the steps of a plan begin and end."""
+    """While the steps of a plan begin and end."""
 
     def __init__(self, plan: Plan) -> None:
         self._held = Holdings(plan.layout, plan.initial)
@@ -127,7 +123,7 @@ class _Book:
         self._overwritten: set[int] = set()  # chunks whose working list holds gradients
 
     def advance(self, step: Step, *, begins: bool) -> tuple[int, ...]:
-        """Book the begin or the end of a step. Returns the chunks that it may have changed."""
+        """Returns the chunks that may have changed."""
         if begins:
             self._held.begin(step)
         else:
@@ -143,7 +139,7 @@ class _Book:
         return (step.chunk,)
 
     def content(self, chunk: int) -> int:
-        """Returns the kind of the chunk's data on the GPU, as an index into CONTENTS."""
+        """An index into CONTENTS."""
         found = [content for name, content in self._lists if self._held.holds(chunk, name, Place.GPU)]
         most = max(found, default=AWAY)
         return GRAD if most == PARAM and chunk in self._overwritten else most

@@ -45,7 +45,7 @@ class Figure:
 
 
 def figures(predicted: Mapping[str, float], measured: Mapping[str, float]) -> list[Figure]:
-    """Returns the figures of the keys that both have, in order. A key ends in "_s" (seconds) or "_bytes"."""
+    """Of the keys that both have, in order. A key ends in "_s" (seconds) or "_bytes"."""
     rows = []
     for key, value in predicted.items():
         if key in measured:
@@ -59,10 +59,9 @@ def figures_text(rows: Sequence[Figure], *, width: int) -> str:
 
 
 def losses_text(columns: Mapping[str, Sequence[float]], *, width: int, first: int = 0, most: int | None = None) -> str:
-    """Returns losses per step, one column per run, and in each row the largest relative difference to the first column.
+    """Per step, one column per run, and the largest relative difference to the first column.
 
-    first: the number of the first step.
-    most: number of rows; if there are more steps, the first and the last steps are shown.
+    most: rows; if there are more steps, the first and the last are shown.
     """
     heads = ["step", *columns, *(["relative difference"] if len(columns) > 1 else [])]
     rows = list(enumerate(zip(*columns.values()), start=first))

@@ -35,9 +35,8 @@ NUMBERS = ("numbers: chunks", "numbers on compute: moments")
 def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None, *, plan: Plan | None = None) -> Any:
     """Draw the queues of one timeline over time. Returns the axes.
 
-    timeline: a timeline, or a plan of a comparison.
-    ax: the axes to draw on; None makes a figure.
-    plan: the timeline's plan, which knows the parts of steps; a plan of a comparison brings its own.
+    ax: None makes a figure.
+    plan: knows the parts of steps; a plan of a comparison brings its own.
 
     Raises PstarError for other values, and for a timeline without compute spans.
     """
@@ -79,10 +78,10 @@ def _draw_bars(
     rows: list[Queue],
     parts: Mapping[int, Part],
 ) -> tuple[dict[str, Any], set[str]]:
-    """Draw a bar per span in the row of its queue. Returns one bar per name, and what the numbers on the bars are, both
-    for the legend.
+    """A bar per span, in the row of its queue. Returns one bar per name, and what the numbers on the bars are, both for
+    the legend.
 
-    parts: id of a step -> its part, for the steps that are a part of one.
+    parts: id of a step -> its part.
     """
     found: dict[str, Any] = {}
     numbered: set[str] = set()
@@ -108,14 +107,13 @@ def _draw_bars(
 
 
 def _in_order(handles: Handles) -> list[str]:
-    """Returns the names of the legend: phases, then kinds of steps, then what the numbers are."""
+    """Phases, then kinds of steps, then what the numbers are."""
     order = [*PHASES, *(name for name, _, _ in STEPS.values()), *NUMBERS]
     return sorted(handles, key=lambda n: order.index(n) if n in order else len(order))
 
 
 def _steady_spans(timeline: Timeline) -> list[tuple[Span, float, float]]:
-    """Returns the spans that take time within the steady iteration, each with its start and end in the iteration,
-    relative to the iteration's start."""
+    """Those that take time, each with start and end in the iteration."""
     origin = steady_start_s(timeline)
     found = []
     for span in timeline.spans:
@@ -126,7 +124,7 @@ def _steady_spans(timeline: Timeline) -> list[tuple[Span, float, float]]:
 
 
 def _style(timeline: Timeline, span: Span) -> tuple[str, str, str]:
-    """Returns the span's name in the legend, its colour, and the colour of its number."""
+    """Name in the legend, colour, and colour of the number."""
     if span.kind is not Kind.COMPUTE:
         return STEPS[span.kind]
     phase = timeline.phases[span.moment] if timeline.phases and span.moment is not None else "compute"

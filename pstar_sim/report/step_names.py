@@ -13,8 +13,8 @@ _USUAL = (None, "param", "grad")
 
 
 def chunk_words(plan: Plan | None) -> Mapping[int, str]:
-    """Returns id of a step -> "chunk 3", "chunk 3, momentum" or "chunk 3, part 2 of 8", for the steps with a chunk.
-    Parameters and gradients are not named, because the kind of the step tells them apart. Empty without a plan."""
+    """Returns id of a step -> "chunk 3", "chunk 3, momentum" or "chunk 3, part 2 of 8". The kind of the step tells
+    parameters and gradients apart. Empty without a plan."""
     found: dict[int, str] = {}
     for step in plan.steps if plan is not None else ():
         if step.chunk is not None:

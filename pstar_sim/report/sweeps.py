@@ -33,8 +33,7 @@ NOTHING = "#EEEEEE"
 
 
 def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
-    """Draw the largest model of each machine as bars, one per policy, with billions of parameters beside each bar.
-    Returns the axes.
+    """One bar per machine and policy, with billions of parameters beside it.Returns the axes.
 
     Raises PstarError for no limits at all and for limits of batches.
     """
@@ -63,7 +62,7 @@ def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
 
 
 def _with_memory(limits: Limits) -> str:
-    """Returns the machine's name and the memory per GPU: machines of equal GPUs may differ in host memory."""
+    """Memory is that of a GPU: machines of equal GPUs may differ in host memory."""
     m = limits.machine
     each = "" if m.data_parallel_size == 1 else " per GPU"
     return f"{m.name}\n{m.gpu_budget_bytes / GB:.0f} GB of GPU and\n{m.host_budget_bytes / GB:.0f} GB of RAM{each}"
@@ -72,9 +71,9 @@ def _with_memory(limits: Limits) -> str:
 def _bar(
     ax: Any, y: float, row: Limit, thick: float, widest: float, colour: str, *, machine: str, legend: bool
 ) -> None:
-    """Draw one policy on one machine, with billions of parameters beside the bar.
+    """With billions of parameters beside the bar.
 
-    widest: length of the longest bar.
+    widest: length of the longest.
     """
     billions = (row.params or 0) / 1e9
     label = row.policy if legend else None
@@ -84,11 +83,10 @@ def _bar(
 
 
 def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound: bool = True) -> Any:
-    """Draw the seconds per iteration along the axis `x` of a sweep, one line per policy and the lower bound dashed.
-    Returns the axes.
+    """Seconds per iteration, one line per policy and the lower bound dashed. Returns the axes.
 
     A policy's line begins where the policy fits. Sizes as texts ("48GB") are drawn in GB. Raises PstarError for an axis
-    that is not in the frame, and for a frame in which another axis varies, too.
+    not in the frame, and if another axis varies, too.
     """
     frame = _over(frame, [x])
     ax = _axes(ax, (8.0, 4.2))
@@ -111,8 +109,8 @@ def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound
 
 
 def plot_regimes(frame: pandas.DataFrame, x: str, y: str, ax: Axes | None = None) -> Any:
-    """Draw what binds (`bound_by`) over two axes of a sweep of one policy, as coloured fields; "no" where the job does
-    not fit. Returns the axes.
+    """What binds (`bound_by`) in a sweep of one policy, as coloured fields; "no" where the job does not fit. Returns
+    the axes.
 
     Raises PstarError as `plot_times` does, and for more than one policy.
     """
@@ -133,11 +131,10 @@ def plot_regimes(frame: pandas.DataFrame, x: str, y: str, ax: Axes | None = None
 def plot_map(
     table: pandas.DataFrame, x: str, y: str, ax: Axes | None = None, *, unit: str = "", most: float | None = None
 ) -> Any:
-    """Draw a table of numbers (rows: axis `y`, columns: axis `x`) as fields with the numbers in them. Fields are blue
-    above 0 and orange below 0, darker the farther from 0. Returns the axes.
+    """Rows are the axis `y`, columns `x`. Fields are blue above 0 and orange below 0, darker the farther from 0.
+    Returns the axes.
 
-    most: the number of the darkest field (default: the number farthest from 0). Tables with the same `most` can be
-        compared.
+    most: of the darkest field (default: the farthest from 0). Tables with the same `most` can be compared.
     """
     from matplotlib import colormaps
 
@@ -158,7 +155,7 @@ def plot_map(
 
 
 def _table(frame: pandas.DataFrame, x: str, y: str, value: str) -> pandas.DataFrame:
-    """Returns the column `value` of the frame as a table, rows by `y`, columns by `x`, in the order of the sweep."""
+    """In the order of the sweep."""
     frame = _over(frame, [x, y])
     if frame["policy"].nunique() != 1:
         raise PstarError(f"a map shows one policy, not {', '.join(frame['policy'].unique())}; choose one")
@@ -167,8 +164,7 @@ def _table(frame: pandas.DataFrame, x: str, y: str, value: str) -> pandas.DataFr
 
 
 def _over(frame: pandas.DataFrame, axes: Sequence[str]) -> pandas.DataFrame:
-    """Returns the frame with the column `at`: the first axis as numbers. Raises PstarError for a frame that cannot be
-    drawn over these axes."""
+    """Returns it with the column `at`: the first axis as numbers. Raises PstarError for what cannot be drawn."""
     for name in (*axes, "policy", "iteration_s"):
         if name not in frame:
             raise PstarError(f"the frame has no column {name!r}, only {', '.join(map(str, frame.columns))}")
@@ -195,7 +191,7 @@ def _axis_name(x: str, values: Sequence[object]) -> str:
 
 
 def _label(ax: Axes, table: pandas.DataFrame, x: str, y: str) -> None:
-    """Write names and values of the two axes around a map."""
+    """Names and values of both axes."""
 
     def words(values: Sequence[object]) -> list[str]:
         return [f"{_number(v):g}" if isinstance(v, str) else str(v) for v in values]
@@ -212,7 +208,7 @@ def _label(ax: Axes, table: pandas.DataFrame, x: str, y: str) -> None:
 
 
 def words_colour(binds: Any) -> str:
-    """Returns the colour of words on a field, with a contrast of at least 4.5 to it."""
+    """With a contrast of at least 4.5 to the field."""
     return "white" if BINDS.get(binds, NOTHING) in (BLUE, WINE) else "black"
 
 

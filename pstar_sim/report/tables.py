@@ -40,7 +40,7 @@ BINDS_WORDS = BINDS_NAMES | {"h2d": "copies to the GPU", "d2h": "copies to the h
 
 
 class TableAnswer(Protocol):
-    """The attributes that every answer about one job on one machine has."""
+    """Of every answer about one job on one machine."""
 
     @property
     def workload(self) -> Workload: ...
@@ -53,8 +53,7 @@ class TableAnswer(Protocol):
 
 
 def heading(answer: TableAnswer) -> str:
-    """Returns job, setting and machine of the answer; for the machine "here" also the parts that were found and those
-    that were assumed."""
+    """Job, setting and machine; for "here" also the parts that were found and those assumed."""
     w, m, s = answer.workload, answer.machine, answer.settings
     barrier = s.barrier(w.dtype)
     parts = [
@@ -87,7 +86,7 @@ def heading(answer: TableAnswer) -> str:
 
 
 def batch_words(answer: TableAnswer) -> str:
-    """Returns the batch of all GPUs together, and the share of each GPU."""
+    """Of all GPUs together, and the share of each."""
     w, ranks = answer.workload, answer.machine.data_parallel_size
     words = f"batch {answer.batch}"
     if w.micro_batches > 1:
@@ -104,7 +103,7 @@ HEADS = (
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Returns a row's figures in words, in the order of HEADS. A missing figure is empty."""
+    """In the order of HEADS. A missing figure is empty."""
     if not row.fits:
         return (row.policy, "no", *[""] * 9)
     return (
@@ -123,24 +122,24 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def format_size(size_bytes: float | None) -> str:
-    """Returns a size for a table: tenths of a GB from 1 GB on; "" for None."""
+    """Tenths of a GB from 1 GB on; "" for None."""
     if size_bytes is None:
         return ""
     return f"{size_bytes / GB:.1f} GB" if abs(size_bytes) >= GB else format_bytes(size_bytes)
 
 
 def format_change(change: float, *errors: float | None) -> str:
-    """Returns a change of time, as a share, with its bar, in the form of `format_barred`.
+    """A share with its bar, in the form of `format_barred`.
 
-    errors: bars of both times, None where one is not known.
+    errors: bars of both times.
     """
     known = [error for error in errors if error is not None]
     return format_barred(change, error_of_change(change, *known) if len(known) == len(errors) else None)
 
 
 def format_barred(change: float, bar: float | None) -> str:
-    """Returns a change and its bar, both as shares: "-2.1 ± 0.4 %", with "?" for a bar of None. Below 1 % both have two
-    digits after the point, and below 0.1 % three, so that the bar of a small change is not shown as 0."""
+    """Both are shares: "-2.1 ± 0.4 %", with "?" for a bar of None. Below 1 % both have two digits after the point, and
+    below 0.1 % three, so that the bar of a small change is not shown as 0."""
     if abs(change) < 5e-5:
         return "no change"
     digits = 3 if abs(change) < 0.000995 else 2 if abs(change) < 0.00995 else 1
@@ -149,22 +148,18 @@ def format_barred(change: float, bar: float | None) -> str:
 
 
 def format_percent(share: float) -> str:
-    """Returns a share as a percentage. Below 1 % it has two digits after the point."""
+    """Below 1 % it has two digits after the point."""
     percent = round(share * 100, 9) + 0.0  # rounding of a sum must not show as a negative share
     return f"{percent:.2f} %" if abs(percent) < 0.995 else f"{percent:.1f} %"
 
 
 def reasons(comparison: Comparison) -> list[str]:
-    """Returns a text for every policy that does not fit: the reason, the lacking bytes, and a change that would make it
-    fit."""
+    """For every policy that does not fit: the reason, the lacking bytes, and a change that would make it fit."""
     return [row.reason or f"{row.policy} does not fit" for row in comparison.rows if not row.fits]
 
 
 def comparison_text(comparison: Comparison, *, width: int | None = None) -> str:
-    """Returns heading, table, the bound, and why the other policies do not fit.
-
-    width: of the terminal; None: as it is.
-    """
+    """width: None: the terminal's."""
     width = terminal_width() if width is None else width
     table = table_text(HEADS, [cells(row) for row in comparison.rows], width=width)
     lines = [*wrap(heading(comparison), width), "", table.rstrip()]
@@ -185,9 +180,9 @@ REFUSAL = ("policy", "short of", "needs", "has", "what would do", "what needs th
 
 
 def refusal_text(comparison: Comparison, *, width: int | None = None) -> str:
-    """Returns why no policy fits, one row per policy.
+    """One row per policy.
 
-    width: of the terminal; None: as it is.
+    width: None: the terminal's.
     """
     width = terminal_width() if width is None else width
     rows = [
@@ -207,7 +202,7 @@ def refusal_text(comparison: Comparison, *, width: int | None = None) -> str:
 
 
 def trust_lines(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
-    """Returns a line on the known errors of the shown times; no line without times.
+    """On the known errors of times; no line without times.
 
     pairs: (policy, label of its error).
     """
@@ -223,17 +218,13 @@ def trust_lines(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
 
 
 def sources_of_times(workload: Workload, machine: Machine, pairs: Sequence[tuple[str, str | None]]) -> list[str]:
-    """Returns a line on how the inputs of the shown times are known, and a line on the errors of the times; no line
-    without times.
-
-    pairs: as for `trust_lines`.
-    """
+    """On how the inputs of times are known, and on the errors of the times; no line without times."""
     errors = trust_lines(pairs)
     return [f"inputs: {confidence_line(confidence(workload, machine))}", *errors] if errors else []
 
 
 def _bounds(rows: Sequence[Row]) -> list[str]:
-    """Returns a text per bound that the rows are compared with. Several bounds each name their policies."""
+    """Per bound of the rows. Several bounds each name their policies."""
     policies: dict[tuple[float | None, str], list[str]] = {}
     for row in rows:
         policies.setdefault((row.lower_bound_s, _certificate(row)), []).append(row.policy)
@@ -249,7 +240,7 @@ def _bounds(rows: Sequence[Row]) -> list[str]:
 
 
 def _certificate(row: Row) -> str:
-    """Returns the kind of bound that a line is compared with, or why there is none."""
+    """Its kind, or why there is none."""
     said = row.certificate or {}
     if said.get("bound") is None:
         return str(said.get("reason", ""))

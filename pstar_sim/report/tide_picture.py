@@ -60,16 +60,15 @@ def plot_tide(
     measured: Timeline | None = None,
     place: str = "gpu",
 ) -> Any:
-    """Draw one timeline, or several with the same axes. Returns the axes (an array of them for several).
+    """Several timelines have the same axes. Returns the axes (an array of them for several).
 
-    timelines: a timeline or a plan of a comparison, a list of them, or a comparison, of which up to three plans are
-        drawn: the slowest, the median and the fastest.
+    timelines: of a comparison up to three plans are drawn: the slowest, the median and the fastest.
     x: "time" (seconds) or "moment".
-    measured: a recorded timeline drawn as lines over the first timeline.
-    ax: the axes to draw on, one per timeline; None makes a figure.
-    place: the place whose bytes are drawn: "gpu", "host" or "nvme".
+    measured: drawn as lines over the first timeline.
+    ax: one per timeline; None makes a figure.
+    place: "gpu", "host" or "nvme".
 
-    Raises PstarError for an unknown x, for a timeline without bytes to draw, and for a wrong number of axes.
+    Raises PstarError for an unknown x, no bytes to draw, and a wrong number of axes.
     """
     many = _timelines(timelines)
     choice("x", x, ("time", "moment"))
@@ -93,9 +92,9 @@ def _plot(
     *,
     hatch: bool = True,
 ) -> Handles:
-    """Draw each timeline on its axes, all with the same x and y range. Returns the entries of a legend.
+    """All have the same x and y range. Returns the entries of a legend.
 
-    hatch: whether to hatch the room that a static partition cannot reach.
+    hatch: the room that a static partition cannot reach.
     """
     top = max(_capacity(t, place) for t in many)
     unit, name = axis_unit(top)
@@ -126,11 +125,11 @@ def _plot(
 
 @dataclass(frozen=True)
 class _Strip:
-    """Strips above the capacity line that name phases, each tall enough for its letters.
+    """Above the capacity line, with the names of phases, each tall enough for its letters.
 
-    start: where the first strip begins, in the unit of the y axis.
-    height: height of each strip.
-    end: end of the y axis.
+    start: of the first strip, in the unit of the y axis.
+    height: of each.
+    end: of the y axis.
     """
 
     start: float
@@ -147,8 +146,7 @@ class _Strip:
 
 
 def _axes_for(ax: Axes | Iterable[Axes] | None, count: int) -> list[Any]:
-    """Returns the axes to draw `count` timelines on; None makes a figure. Raises PstarError for another number of
-    axes."""
+    """None makes a figure. Raises PstarError for another number of axes."""
     if ax is None:
         from matplotlib import pyplot
 
@@ -164,7 +162,7 @@ def _axes_for(ax: Axes | Iterable[Axes] | None, count: int) -> list[Any]:
 
 
 def _timelines(given: object) -> list[Timeline]:
-    """Returns the timelines to draw. Raises PstarError for an empty list, and for a value without a timeline."""
+    """Raises PstarError for an empty list, and for a value without a timeline."""
     rows = [given] if isinstance(given, Timeline | Planned) else given
     if isinstance(rows, Comparison):
         rows = spread(rows)
@@ -175,7 +173,7 @@ def _timelines(given: object) -> list[Timeline]:
 
 
 def spread(comparison: Comparison) -> list[Planned]:
-    """Returns up to three plans of a comparison: the slowest, the median and the fastest."""
+    """The slowest, the median and the fastest."""
     fitting = [comparison[row.policy] for row in comparison.rows if row.fits]
     if not fitting:
         return []
@@ -194,13 +192,13 @@ def tide_figure(
     title: str = "",
     width: float | None = None,
 ) -> Figure:
-    """Returns a whole figure without pyplot: a row for every timeline, a column for every x of `xs`, one legend below.
-    Save it with `.savefig(file)`.
+    """Made without pyplot: a row for every timeline, a column for every x of `xs`, one legend below. Save it with
+    `.savefig(file)`.
 
-    measured: a run of the first timeline. By moment the run is drawn over the prediction; by time the figure has a row
-        for the prediction and a row for the run, on one axis of time. `xs` is ignored then.
-    measured_as: title of the row of the run (default: the seconds of the iteration that is drawn).
-    width: width of the figure in inches (default: 11, or 14 for two x). Words are as large in every width.
+    measured: a run of the first timeline. By moment it is drawn over the prediction; by time each has a row, on one
+        axis. `xs` is ignored then.
+    measured_as: title of its row (default: the seconds of the iteration drawn).
+    width: inches (default: 11, or 14 for two x). Words are as large in every width.
     """
     from matplotlib.figure import Figure
 
@@ -221,7 +219,7 @@ def tide_figure(
 
 
 def _measured_figure(predicted: Timeline, measured: Timeline, measured_as: str, title: str, width: float) -> Figure:
-    """Returns the figure of a run and its prediction: by moment the run over the prediction, below it both by time."""
+    """By moment the run over the prediction, below it both by time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, 9.4), layout="constrained")
@@ -244,7 +242,7 @@ def _legend_below(figure: Figure, handles: Handles, title: str) -> None:
 
 
 def _capacity(timeline: Timeline, place: str) -> int:
-    """Returns the plan's budget of the place; for a timeline without a budget, the timeline's peak."""
+    """Without a budget, the timeline's peak."""
     known = timeline.budget_bytes.get(place) or timeline.peak_bytes.get(place)
     return known if known else int(byte_curves(timeline, place=place).total.max())
 
@@ -252,8 +250,7 @@ def _capacity(timeline: Timeline, place: str) -> int:
 def _polyline(
     curves: Curves, values: np.ndarray[Any, Any], unit: int
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Returns the curve, constant between its edges, as a polyline: x and y (in units of `unit` bytes) of its
-    corners."""
+    """x and y (in units of `unit` bytes) of the corners."""
     return np.repeat(curves.edges, 2)[1:-1], np.repeat(values, 2) / unit
 
 
@@ -308,10 +305,10 @@ def _draw(timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: 
 def _phases(
     timeline: Timeline, ax: Axes, x: str, strip: _Strip, named: Handles, unnamed: Handles, *, measured: bool
 ) -> None:
-    """Draw a strip above the capacity line, with the names of phases that have room for a name. The strip of a measured
-    timeline lies above the strip of its prediction.
+    """With the names of phases that have room for one. The strip of a measured timeline lies above that of its
+    prediction.
 
-    named, unnamed: get the phases that are drawn with a name, and those that are drawn without.
+    named, unnamed: get the phases drawn with a name, and without.
     """
     bands = phase_bands(timeline, x=x)
     if not bands:
@@ -354,7 +351,7 @@ def _overlay(
 
 
 def _in_order(handles: Handles) -> list[str]:
-    """Returns the names of the legend, from the top of a picture to its floor."""
+    """From the top of a picture to its floor."""
     order = [NAMES[c] for c in ("non-model", "buffer", "grad", "param", "states")]
     order += [_WASTE, "capacity of a static partition", "capacity (the plan's budget)"]
     return [n for n in order if n in handles] + [n for n in handles if n not in order]

@@ -18,8 +18,8 @@ __all__ = ["validation_text"]
 def validation_text(validation: Validation, *, width: int | None = None, every_row: bool = False) -> str:
     """Returns everything that `pstar validate` prints.
 
-    width: of the terminal; None: as it is.
-    every_row: whether to add each row in scope.
+    width: None: the terminal's.
+    every_row: also each row in scope.
     """
     width = width or terminal_width()
     v = validation
@@ -51,12 +51,12 @@ def validation_text(validation: Validation, *, width: int | None = None, every_r
 
 
 def _reasons(v: Validation) -> list[str]:
-    """Returns a line for each reason why a run does not fit here."""
+    """Why runs do not fit here."""
     return [f"  {reason}" for reason in sorted({r.reason for r in v.results if r.reason})]
 
 
 def _wrong_orders(v: Validation) -> list[str]:
-    """Returns a line for each pair whose order is predicted wrongly."""
+    """Pairs whose order is predicted wrongly."""
     return [
         f"  {p.first.system} and {p.second.system}, {p.first.params} and {p.second.params}, {p.first.gpus} GPUs: "
         f"{p.first.metric} {_figure(p.first.published)} and {_figure(p.second.published)}, predicted "
@@ -76,7 +76,7 @@ _USES = {
 
 
 def summary_text(v: Validation, width: int) -> str:
-    """Returns one line per machine and system: rows, and the absolute error of iteration times, phases and memory."""
+    """Per machine and system: rows, and the absolute error of iteration times, phases and memory."""
     heads = ("machine", "system", "use", "rows", "median", "90th", "time", "phases", "memory")
     lines: dict[tuple[str, str, str], list[Result]] = {}
     for r in v.results:
@@ -91,7 +91,7 @@ def summary_text(v: Validation, width: int) -> str:
 
 
 def files_text(v: Validation, width: int) -> str:
-    """Returns one line per file of rows and use: errors, bias of the seconds, runs that do not fit, and orders kept."""
+    """Per file of rows and use: errors, bias of the seconds, runs that do not fit, and orders kept."""
     heads = ("rows of", "use", "rows", "median", "90th", "bias", "do not fit", "systems", "models")
     rows: list[tuple[str, ...]] = []
     for file in dict.fromkeys(r.file for r in v.results):
@@ -107,7 +107,7 @@ def files_text(v: Validation, width: int) -> str:
 
 
 def distance_text(v: Validation, width: int) -> str:
-    """Returns one line per distance of tested times from the machines of the fitted rows."""
+    """Per distance of tested times from the machines of the fitted rows."""
     rows = [
         (name, str(e.rows), _share(e.median), _share(e.p90), "" if e.bias is None else f"{e.bias:+.1%}")
         for name, e in v.by_distance().items()
@@ -117,8 +117,7 @@ def distance_text(v: Validation, width: int) -> str:
 
 
 def _inside(v: Validation) -> list[str]:
-    """Returns a line on the share of rows that lie inside the bar that an answer would quote for them, then a line per
-    distance."""
+    """The share of rows inside the bar that an answer would quote for them, then a line per distance."""
     quoted, distance = quoted_bars(v.results), v.distances()
     groups: dict[str, list[bool]] = {}
     for r, bar in quoted:
@@ -198,14 +197,13 @@ def _rows_text(title: str, rows: Sequence[Result], width: int) -> str:
 
 
 def _family(system: str) -> str:
-    """Returns the system's name without options: systems that differ in an option only (gap5, ratio0.8) share a
-    line."""
+    """Returns its name without options: systems that differ in one only (gap5, ratio0.8) share a line."""
     words = [w for w in system.split(" ") if not w.startswith(("gap", "ratio"))]
     return " ".join(words)
 
 
 def _short(r: Result) -> str:
-    """Returns a label of the machine with at most 22 characters."""
+    """At most 22 characters."""
     if r.hardware.startswith("Polaris"):
         return f"Polaris, {r.nodes}x4 A100-40" if r.nodes > 1 else "Polaris, 1-4 A100-40"
     for text, short in (

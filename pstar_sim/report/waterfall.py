@@ -29,9 +29,9 @@ LEGIBLE = 0.004  # a change below this share of the picture's width is a mark, n
 
 
 def plot_waterfall(ablation: Ablation, ax: Axes | Iterable[Axes] | None = None) -> Any:
-    """Draw the ladder on one axes (seconds) or two (seconds, gigabytes). Returns the axes.
+    """On one axes (seconds) or two (seconds, gigabytes). Returns the axes.
 
-    ax: the axes to draw on; None makes a figure with both.
+    ax: None makes a figure with both.
 
     Raises PstarError for another number of axes.
     """
@@ -54,7 +54,7 @@ def plot_waterfall(ablation: Ablation, ax: Axes | Iterable[Axes] | None = None) 
 
 
 def waterfall_figure(ablation: Ablation, *, pyplot: bool = False) -> Figure:
-    """Returns the waterfall as a matplotlib figure, made without pyplot. Save it with `.savefig(file)`."""
+    """Made without pyplot. Save it with `.savefig(file)`."""
     size = (11.0, 1.5 + 0.36 * (len(ablation.lines) + 1))
     if pyplot:
         from matplotlib import pyplot as plt
@@ -71,7 +71,7 @@ def waterfall_figure(ablation: Ablation, *, pyplot: bool = False) -> Figure:
 
 
 def _seconds(ablation: Ablation, ax: Axes) -> None:
-    """Draw a whole bar for the first line, a floating bar for each change, and a whole bar for the last line."""
+    """A floating bar for each change, between whole bars for the first and the last line."""
     lines = ablation.lines
     fitting = [n for n, line in enumerate(lines) if line.fits]
     widest = max(lines[n].iteration_s or 0.0 for n in fitting)
@@ -122,7 +122,7 @@ def _change(line: Line) -> str:
 
 
 def _bytes(ablation: Ablation, ax: Axes) -> None:
-    """Draw the gigabytes that each line copies to and from the GPU."""
+    """Gigabytes to and from the GPU."""
     lines = ablation.lines
     fitting = [n for n, line in enumerate(lines) if line.fits]
     rows = [*fitting, len(lines)]

@@ -53,7 +53,7 @@ class Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Rule:
     """A condition, beyond bounds, on a value of the right type.
 
-    want: the values that meet the condition, in words.
+    want: the condition in words.
     """
 
     test: Callable[[Any], bool]
@@ -61,12 +61,12 @@ class Rule:
 
 
 def says(meaning: str) -> Meta:
-    """Returns the note that gives a field its meaning, for the field's page."""
+    """For the field's page."""
     return Meta(description=meaning)
 
 
 def between(low: float, high: float) -> Meta:
-    """Returns the note for a number from `low` to `high`, both included. NaN is outside."""
+    """Both included. NaN is outside."""
     return Meta(ge=low, le=high)
 
 
@@ -75,12 +75,10 @@ def least(low: float) -> Meta:
 
 
 def filled() -> Meta:
-    """Returns the note for a list that is not empty."""
     return Meta(min_length=1)
 
 
 def choice(words: Iterable[str]) -> Meta:
-    """Returns the note for a text that must be one of these words."""
     known = tuple(words)
     return Meta(extra={"rule": Rule(known.__contains__, f"one of {', '.join(known)}")})
 
@@ -108,9 +106,9 @@ Curve = tuple[tuple[Positive, Positive], ...]
 
 
 def curve(size: str, rate: str) -> Meta:
-    """Returns the note with the words for a field that is a `Curve`.
+    """For a `Curve`.
 
-    size, rate: meaning and unit of the two numbers of a pair.
+    size, rate: meaning and unit of a pair's numbers.
     """
     words = f"a list of [{size}, {rate}] pairs of positive numbers, sizes ascending"
     return Meta(extra={"rule": Rule(_ascending, words)})
@@ -118,8 +116,6 @@ def curve(size: str, rate: str) -> Meta:
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a table: its declared type, whether it is required, and its default otherwise."""
-
     name: str
     kind: Any
     required: bool
@@ -128,7 +124,7 @@ class Field:
 
 @cache
 def fields_of(table: type[Struct]) -> dict[str, Field]:
-    """Returns the fields of a table by name, in the order of declaration; fields of its base come last."""
+    """In the order of declaration; fields of the base come last."""
     base = getattr(table.__base__, "__struct_fields__", ())
     hints = typing.get_type_hints(table, include_extras=True)
     found = {}
@@ -140,8 +136,7 @@ def fields_of(table: type[Struct]) -> dict[str, Field]:
 
 
 def split(kind: Any) -> tuple[Any, tuple[Any, ...], tuple[Meta, ...]]:
-    """Returns (base type, its arguments, the bounds and words declared with it). For "X or nothing", the result is that
-    for X."""
+    """(base type, its arguments, the bounds and words declared with it). For "X or nothing" as for X."""
     metas: tuple[Meta, ...] = ()
     while True:
         if typing.get_origin(kind) is Annotated:
@@ -161,7 +156,7 @@ def is_table(kind: Any) -> bool:
 
 
 def meaning(kind: Any) -> str:
-    """Returns the meaning that `says` gave a field; "" without one."""
+    """What `says` gave; "" without."""
     return next((m.description for m in split(kind)[2] if m.description), "")
 
 
@@ -171,9 +166,9 @@ def rule_of(kind: Any) -> Rule | None:
 
 
 def want(kind: Any, table: str = "an object") -> str:
-    """Returns the values that the type accepts, in words.
+    """The values that the type accepts, in words.
 
-    table: the word for a table in this kind of file.
+    table: word for one in this kind of file.
     """
     rule = rule_of(kind)
     if rule is not None:
@@ -213,8 +208,7 @@ _WANT: dict[object, Callable[[tuple[Any, ...], Sequence[Meta], str], str]] = {
 
 
 def _entries(args: tuple[object, ...]) -> str:
-    """Returns the word for the entries of a list: "texts", "tables", "numbers"; for a tuple of fixed length "2 whole
-    numbers"."""
+    """ "texts", "tables", "numbers"; for a tuple of fixed length "2 whole numbers"."""
     base = split(args[0])[0]
     words = "tables" if is_table(base) else {int: "whole numbers", float: "numbers"}.get(base, "texts")
     return words if len(args) == 1 or args[-1] is Ellipsis else f"{len(args)} {words}"

@@ -14,7 +14,7 @@ __all__ = ["parse_json", "parse_toml", "read_toml", "without_head"]
 
 
 def parse_toml(file: str, text: str) -> dict[str, object]:
-    """Returns the content of a TOML text. Raises CatalogError for a text that is not TOML."""
+    """Raises CatalogError for a text that is not TOML."""
     try:
         return toml_loads(text)
     except TOMLDecodeError as error:
@@ -26,11 +26,11 @@ def parse_toml(file: str, text: str) -> dict[str, object]:
 
 
 def read_toml(path: Path, what: str, version: int) -> dict[str, object]:
-    """Returns the content of a file without its `version`, which is optional because the first edition had none. Raises
-    CatalogError for a file that cannot be read, is not TOML, or is of a newer version.
+    """Without the `version`, which is optional because the first edition had none. Raises CatalogError for a file that
+    cannot be read, is not TOML, or is of a newer version.
 
     what: the format, for messages.
-    version: the newest version that this package reads.
+    version: newest that this package reads.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -45,7 +45,7 @@ def read_toml(path: Path, what: str, version: int) -> dict[str, object]:
 
 
 def parse_json(text: str) -> object:
-    """Returns the value in the text of a JSON file. Raises Fault, naming the place, for a text that is not JSON."""
+    """Raises Fault, naming the place, for a text that is not JSON."""
     try:
         return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
     except json.JSONDecodeError as error:
@@ -73,11 +73,10 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def without_head(values: object, *, what: str, format: str, version: int, error: type[PstarError]) -> dict[str, Any]:
-    """Returns a JSON object without its fields `format` and `version`. Raises `error` for another format or
-    another version.
+    """Without `format` and `version`. Raises `error` for another format or version.
 
     what: the kind of file, for messages.
-    version: the version that this package reads.
+    version: that this package reads.
     """
     if not isinstance(values, dict) or values.get("format") != format:
         raise error(f"is not {what} (field 'format' is not {format!r})")

@@ -25,12 +25,12 @@ _PLAIN = (date, datetime)  # types that TOML has beside JSON's: TOML has dates, 
 
 
 class Fault(Exception):
-    """The first value that does not fit its type. The reader of the file turns it into an error that names the file.
+    """The first value that does not fit its type. The file's reader names the file.
 
-    path: keys and indices that lead to the value.
-    value: the value; `MISSING` where there is none.
-    want: the values that would fit, in words.
-    known: the keys that exist, where the fault is an unknown key.
+    path: keys and indices.
+    value: `MISSING` where there is none.
+    want: what would fit, in words.
+    known: existing keys, where one is unknown.
     """
 
     def __init__(self, path: Path, value: object, want: str, known: tuple[str, ...] | None = None) -> None:
@@ -41,11 +41,11 @@ class Fault(Exception):
         self.known = known
 
     def under(self, key: str | int) -> Fault:
-        """Returns the same fault, with the path that begins one table or list further up."""
+        """One table or list further up."""
         return Fault((key, *self.path), self.value, self.want, self.known)
 
     def in_json(self) -> str:
-        """Returns the fault of a JSON file in words: "field 'machine.host.cores' is 0; it must be ..."."""
+        """ "field 'machine.host.cores' is 0; it must be ..."."""
         where = dotted(self.path)
         if self.value is REFUSED:
             return f"field {where!r}: {self.want}" if where else self.want
@@ -57,8 +57,7 @@ class Fault(Exception):
         return f"field {where!r} is {brief(self.value)}; it {self.want}"
 
     def in_toml(self, file: str, name: str) -> str:
-        """Returns the fault in words, for the entry `name` of a TOML file: "my.toml: [mine.calibrated] usable_gb = 0;
-        must be ..."."""
+        """ "my.toml: [mine.calibrated] usable_gb = 0; must be ...", for the entry `name`."""
         if not self.path:
             return f"{file}: {name} = {self.value!r}; must be a table: [{name}] and its fields below it"
         *above, field = self.path
@@ -79,7 +78,7 @@ REFUSED = object()
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Returns the known word that is most like `word`; None if none is alike enough."""
+    """The known word most like `word`; None if none is alike enough."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return near[0] if near else None
 
@@ -90,15 +89,15 @@ def dotted(path: Path) -> str:
 
 
 def brief(value: object) -> str:
-    """Returns the value for a message, as JSON, cut to 60 characters."""
+    """For a message: JSON, cut to 60 characters."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def convert(kind: type[T] | Any, value: object, *, whole_fields: bool = False) -> T:
-    """Returns `value`, made of plain values, as a value of the type. Raises Fault.
+    """From plain values. Raises Fault.
 
-    whole_fields: whether a fault names the field of a table, not a place within the field.
+    whole_fields: a fault names the field of a table, not a place within.
     """
     try:
         found = msgspec.convert(value, kind, builtin_types=_PLAIN)
@@ -115,8 +114,7 @@ def convert(kind: type[T] | Any, value: object, *, whole_fields: bool = False) -
 
 
 def read_table(kind: type[T], file: str, name: str, raw: object) -> T:
-    """Returns the entry `name` of a TOML file. Raises CatalogError, naming file, entry, field, value and what would
-    do."""
+    """Raises CatalogError, naming file, entry, field, value and what would do."""
     try:
         return convert(kind, raw, whole_fields=True)
     except Fault as fault:
@@ -124,7 +122,7 @@ def read_table(kind: type[T], file: str, name: str, raw: object) -> T:
 
 
 def _faults(kind: Any, value: object, path: Path, word: str, whole: bool) -> Iterator[Fault]:
-    """Yields the faults of a value from the top down; none where msgspec accepts the value."""
+    """From the top down; none where msgspec accepts the value."""
     try:
         msgspec.convert(value, kind, builtin_types=_PLAIN)
         return
@@ -143,10 +141,7 @@ def _faults(kind: Any, value: object, path: Path, word: str, whole: bool) -> Ite
 def _list_faults(
     base: type, args: Sequence[Any], value: list[object], path: Path, word: str, whole: bool
 ) -> Iterator[Fault]:
-    """Yields faults of a list, or of a tuple with a fixed number of parts.
-
-    args: types of the parts.
-    """
+    """Or of a tuple with a fixed number of parts."""
     if whole and not is_table(split(args[0])[0]):
         return
     fixed = base is tuple and args[-1] is not Ellipsis
@@ -157,7 +152,7 @@ def _list_faults(
 
 
 def _item_faults(items: Iterable[tuple[Any, str | int, object]], path: Path, word: str, whole: bool) -> Iterator[Fault]:
-    """Yields faults within the items of a list or an object.
+    """Within a list or an object.
 
     items: (type, place, value).
     """
@@ -179,8 +174,7 @@ def _table_faults(table: type[Struct], value: dict[str, Any], path: Path, word: 
 
 @cache
 def _ruled(table: type[Struct]) -> tuple[tuple[str, Rule | None], ...]:
-    """Returns the fields that have a rule, with their rule. The rule is None for a field of tables, whose own fields
-    may have rules."""
+    """The rule is None for a field of tables, whose own fields may have rules."""
 
     def concerned(kind: Any) -> bool:
         base, args, _ = split(kind)

@@ -39,12 +39,12 @@ class _ColumnFields:
 
 
 def columns(**rows: type) -> object:
-    """Returns the note that a file holds fields of a dataclass by columns: field -> dataclass of a row."""
+    """A file holds fields of a dataclass by columns: field -> dataclass of a row."""
     return _ColumnFields(tuple(rows.items()))
 
 
 def to_columns(cls: type, rows: Iterable[Any]) -> dict[str, list[Any]]:
-    """Returns the rows of a dataclass by column. A column of tuples is left out if all its tuples are empty."""
+    """A column of tuples is left out if all are empty."""
     table = list(rows)
     columns = {f.name: [getattr(row, f.name) for row in table] for f in dataclasses.fields(cls)}
     spare = [f.name for f in dataclasses.fields(cls) if f.default == ()]
@@ -52,21 +52,19 @@ def to_columns(cls: type, rows: Iterable[Any]) -> dict[str, list[Any]]:
 
 
 def read_record(kind: type[T] | Any, values: object) -> T:
-    """Returns a value of the type, a dataclass or a type with dataclasses in it, from plain values of JSON. Raises
-    Fault, also where the dataclass itself refuses."""
+    """From plain values of JSON. Raises Fault, also where the dataclass itself refuses."""
     found: T = made(kind, convert(file_kind(kind), values))
     return found
 
 
 def made(kind: type[T] | Any, form: Any) -> T:
-    """Returns a value of the type from a value that was read as `file_kind(kind)`. Raises Fault where a dataclass
-    itself refuses."""
+    """From a value that was read as `file_kind(kind)`. Raises Fault where a dataclass itself refuses."""
     maker = _maker(file_kind(kind))
     return typing.cast(T, form if maker is None else maker(form))
 
 
 def file_kind(kind: Any) -> Any:
-    """Returns the type in a file that stands for values of this type."""
+    """Stands for values of this type in a file."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return _annotated_kind(*args)
@@ -82,7 +80,7 @@ def file_kind(kind: Any) -> Any:
 
 
 def _annotated_kind(base: Any, *notes: object) -> Any:
-    """Returns the type with the notes that are bounds and words; other readers of the type have notes of their own."""
+    """With the notes that are bounds and words; other readers of the type have notes of their own."""
     by_column = next((note for note in notes if isinstance(note, _ColumnFields)), None)
     words = [note for note in notes if isinstance(note, Meta)]
     bounded = any(m.ge is not None or m.gt is not None for m in words)
@@ -94,7 +92,7 @@ _CLASS_OF: dict[type[Struct], type] = {}
 
 
 def record_class(table: type[Struct]) -> type | None:
-    """Returns the dataclass that a table was derived from, or whose columns it holds; None for any other table."""
+    """From which a table was derived, or whose columns it holds; None for any other."""
     return _CLASS_OF.get(table)
 
 
@@ -136,8 +134,7 @@ _Maker = Callable[[Any], Any]
 
 
 def _maker(kind: Any) -> _Maker | None:
-    """Returns the function that turns a value that msgspec has read into a value of this type; None where both are the
-    same."""
+    """Turns a value that msgspec has read into one of this type; None where both are the same."""
     base, args, _ = split(kind)
     if is_table(base):
         if base in _CLASS_OF:

@@ -21,13 +21,13 @@ __all__ = ["Held", "held"]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes over one iteration.
+    """Over one iteration.
 
     cells: bytes of each cell (place * WIDTH + category) when the iteration began.
-    time_s: per change, seconds since then. Changes are in order of time.
-    cell: per change, its cell.
-    size: per change, the bytes added; negative when freed.
-    peaks: place -> most bytes. Includes gpu and host, and other places that ever held bytes.
+    time_s: of each change, in order.
+    cell: of each change.
+    size: of each change; negative when freed.
+    peaks: of gpu and host, and of other places that ever held bytes.
     """
 
     cells: tuple[int, ...]
@@ -37,7 +37,7 @@ class Held:
     peaks: dict[str, int]
 
     def samples(self) -> dict[str, list[Any]]:
-        """Returns the columns of a timeline's samples: the bytes of each cell at the start, then at each change."""
+        """At the start, then at each change."""
         cells, changed = list(self.cells), self.cell.tolist()
         shown = [cell for cell in range(len(cells)) if PLACES[cell // WIDTH] in self.peaks]
         values = [cells[cell] for cell in shown]
@@ -54,8 +54,7 @@ class Held:
 
 
 def held(moves: Moves, record: Record) -> Held:
-    """Returns the bytes of the record's last iteration. Raises PlanError for the first illegal change of any
-    iteration."""
+    """Of the record's last iteration. Raises PlanError for the first illegal change of any."""
     changes = moves.book(record.events)
     last = record.iterations - 1
     low, high = np.searchsorted(changes.event, record.marks[last - 1 : last + 1])

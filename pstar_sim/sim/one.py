@@ -27,9 +27,9 @@ def play_one(
     *,
     moved_bytes: Mapping[str, int] | None = None,
 ) -> Timeline:
-    """Returns the timeline of one rank that has DRAM and link of the plan's machine to itself.
+    """The rank has DRAM and link of the plan's machine to itself.
 
-    moved_bytes: bytes moved by direction; None: those of the plan.
+    moved_bytes: by direction; None: those of the plan.
     """
     program = Program.of(plan)
     moves = Moves(plan)

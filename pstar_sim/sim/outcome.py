@@ -31,9 +31,9 @@ __all__ = ["timeline"]
 
 
 def timeline(plan: Plan, record: Record, held: Held, moved_bytes: Mapping[str, int] | None = None) -> Timeline:
-    """Returns the timeline of a plan that was followed. The last iteration of the record counts.
+    """The last iteration of the record counts.
 
-    moved_bytes: bytes moved by direction; None: those of the plan.
+    moved_bytes: by direction; None: those of the plan.
     """
     program, times = record.program, record.times
     k = record.iterations - 1
@@ -59,7 +59,7 @@ def timeline(plan: Plan, record: Record, held: Held, moved_bytes: Mapping[str, i
 
 
 def _spans(plan: Plan, record: Record, waits: _Waits) -> dict[str, list[Any]]:
-    """Returns the columns of the spans: every step of every iteration, in the order of the plan."""
+    """Every step of every iteration, in the order of the plan."""
     steps, count, times = plan.steps, record.iterations, record.times
     return {
         "step": [step.id for step in steps] * count,
@@ -86,7 +86,7 @@ class _Waits:
         self._ready, self._begin, self._end = times.ready.tolist(), times.begin.tolist(), times.end.tolist()
 
     def stall_s(self, k: int) -> dict[str, float]:
-        """Returns cause -> seconds for which the compute queue waited in iteration k."""
+        """Of the compute queue, in iteration k."""
         stall_s: dict[str, float] = defaultdict(float)
         order = np.array(self._program.order[self._program.compute])
         for i in order[self._waited[k][order]].tolist():
@@ -95,7 +95,7 @@ class _Waits:
         return dict(stall_s)
 
     def causes(self) -> list[str]:
-        """Returns the cause of each step of each iteration; "" if the step did not wait."""
+        """Of each step of each iteration; "" if it did not wait."""
         program, causes = self._program, [""] * self._waited.size
         for n in np.flatnonzero(self._waited).tolist():
             k, i = divmod(n, len(program.ids))
@@ -107,7 +107,7 @@ class _Waits:
         return causes
 
     def _blame(self, i: int, k: int) -> dict[str, float]:
-        """Returns, for the wait of step i of iteration k, cause -> seconds."""
+        """Of the wait of step i of iteration k."""
         program, last_wait, dram_loss_s = self._program, self._record.last_wait, self._record.dram_loss_s
         since_s, at_s = self._ready[k][i], self._begin[k][i]
         blame: dict[str, float] = defaultdict(float)

@@ -28,17 +28,16 @@ def play(
     every_rank: bool = False,
     rank: int | None = None,
 ) -> Timeline:
-    """Simulates the plan on its machine until it is steady, for at most `max_iterations` (>= 2) iterations. Returns the
-    timeline. Equal arguments give equal timelines.
+    """Simulates the plan on its machine until it is steady, for at most `max_iterations` (>= 2) iterations. Equal
+    arguments give equal timelines.
 
-    cost: cost model; None: that of the plan's own workload, machine and layout. On a machine of several ranks, equal
-        ranks are simulated once (several_ranks.py).
-    jitter: factor on the seconds of each step, for tests.
-    every_rank: whether to simulate all ranks one by one.
-    rank: rank of the timeline, if ranks differ; None: the slowest rank.
+    cost: None: of the plan's own workload, machine and layout. Equal ranks are simulated once (several_ranks.py).
+    jitter: on the seconds of each step, for tests.
+    every_rank: simulate all ranks one by one.
+    rank: None: the slowest, if ranks differ.
 
     Raises PlanError, naming the step, for a plan that deadlocks, that goes over a budget, or whose steps contradict
-    each other. Raises PlanError for a rank that the machine does not have.
+    each other.
     """
     count = plan.machine.world_size
     if rank is not None and not 0 <= rank < count:
@@ -55,7 +54,7 @@ def play_each(
     jitter: Jitter | None = None,
     every_rank: bool = False,
 ) -> tuple[Timeline, ...]:
-    """Returns the timeline of each rank. The arguments and errors are those of `play`."""
+    """As `play` does."""
     if max_iterations < 2:
         raise PlanError(f"max_iterations must be at least 2, so that two can agree, not {max_iterations}")
     if plan.machine.world_size > 1 or plan.ranked is not None:
@@ -66,15 +65,12 @@ def play_each(
 
 
 def slowest(timelines: Sequence[Timeline]) -> Timeline:
-    """Returns the timeline of the slowest rank, the first of equally slow ranks. Its period is the machine's."""
+    """The first of equally slow ranks. Its period is the machine's."""
     return max(timelines, key=lambda timeline: timeline.iteration_s)
 
 
 def peaks_of_ranks(plan: Plan, timeline: Timeline) -> tuple[Mapping[str, int], ...]:
-    """Returns the peaks of each rank by place.
-
-    timeline: that of the plan's slowest rank.
-    """
+    """timeline: of the slowest rank."""
     from pstar_sim.sim.several_ranks import classes_of
 
     classes = classes_of(plan.machine, plan.ranked)

@@ -25,8 +25,7 @@ __all__ = ["retime"]
 
 
 class _OneSecond(CostModel):
-    """A cost model in which every step lasts one second and shares no resource. The factors of `play`'s jitter are then
-    seconds."""
+    """Every step lasts one second and shares no resource. The factors of `play`'s jitter are then seconds."""
 
     def seconds(self, step: Step) -> float:
         return 1.0
@@ -36,12 +35,12 @@ class _OneSecond(CostModel):
 
     @cached_property
     def gpu_adds(self) -> GpuAdds:
-        """No adds, because the seconds of the moments contain them."""
+        """None, because the seconds of the moments contain them."""
         return GpuAdds(self.workload, self.layout, 1.0, lambda tensor: 0, free=True)
 
     @cached_property
     def update_adds(self) -> UpdateAdds:
-        """No adds, because the seconds of an update contain them."""
+        """None, because the seconds of an update contain them."""
         return _NoAdds(self, 1.0)
 
 
@@ -51,7 +50,7 @@ class _NoAdds(UpdateAdds):
 
 
 def retime(plan: Plan, measured: Timeline) -> float:
-    """Returns the median seconds per iteration of the plan, simulated with the seconds of the measured steps.
+    """Returns the median per iteration, simulated with the measured steps.
 
     The first of several iterations does not count, because no iteration precedes it. Raises PlanError if `measured`
     lacks a step of the plan in one of its iterations, or if the plan's ranks differ (each has steps of its own).

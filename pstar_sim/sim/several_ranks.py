@@ -45,7 +45,7 @@ __all__ = ["classes_of", "fair_rates", "new_environment", "play_ranks"]
 def play_ranks(
     plan: Plan, cost: CostModel | None, max_iterations: int, jitter: Jitter | None, *, every_rank: bool = False
 ) -> tuple[Timeline, ...]:
-    """Returns the timeline of each rank; ranks of one class share one.
+    """Ranks of one class share one.
 
     Raises PlanError as `play` does.
     """
@@ -72,7 +72,7 @@ def play_ranks(
 
 
 def _play_one_class(plan: Plan, cost: CostModel | None, max_iterations: int, jitter: Jitter | None) -> Timeline:
-    """Returns the timeline of equal ranks: that of one rank with its part of DRAM and switch."""
+    """Of one rank with its part of DRAM and switch."""
     job = plan.jobs[0]
     seconds = cost or CostModel(job, plan.machine, plan.layout)
     one = replace(plan, workload=job, ranked=None, machine=_one_rank(plan.machine))
@@ -102,7 +102,7 @@ def new_environment() -> simpy.Environment:
 
 
 def _one_rank(machine: Machine) -> Machine:
-    """Returns the part of the machine that one of several equal ranks has while all do the same."""
+    """Of one of several equal ranks, while all do the same."""
     local = machine.local_ranks
     host = replace(machine.host, dram_bytes_per_s=machine.host.dram_bytes_per_s / local)
     rank = replace(machine.ranks[0], link=expected_link(machine), batch_share=1.0)
@@ -110,7 +110,7 @@ def _one_rank(machine: Machine) -> Machine:
 
 
 def classes_of(machine: Machine, workloads: Sequence[Workload] | None = None) -> list[int]:
-    """Returns the class number of each rank ([Note: representative ranks]), counted in order of first appearance."""
+    """Of each rank ([Note: representative ranks]), in order of first appearance."""
     local = machine.local_ranks
     colours: list[Hashable] = []
     seen: list[tuple[Rank, int]] = []
@@ -147,12 +147,10 @@ def _counted(colours: Sequence[Hashable]) -> Hashable:
 
 @dataclass(frozen=True)
 class _Commons:
-    """The resources that a simulated rank shares with others.
+    """Shared by a simulated rank with others.
 
-    node: its node.
-    root: its PCIe switch; None without one.
-    in_node: number of ranks of the node for which it stands.
-    in_root: number of ranks on the switch for which it stands.
+    root: PCIe switch; None without one.
+    in_node, in_root: ranks there for which it stands.
     """
 
     node: Hashable
@@ -175,7 +173,7 @@ def _commons_of(machine: Machine, classes: Sequence[int], r: int, *, alone: bool
 
 
 class _Simulation:
-    """All ranks of one simulation: their clock and jitter, their collectives, and the end of the simulation."""
+    """All ranks: their clock and jitter, their collectives, and the end."""
 
     def __init__(self, env: simpy.Environment, max_iterations: int, jitter: Jitter | None) -> None:
         self.env = env
@@ -188,8 +186,7 @@ class _Simulation:
         self.runs.append(run)
 
     def meet(self, i: int, k: int, duration: float, event: simpy.Event) -> None:
-        """Record that a rank has come to a collective. The last rank to come starts the collective on all ranks. The
-        collective lasts as long as on the slowest rank."""
+        """The last rank to come starts the collective on all ranks. It lasts as long as on the slowest."""
         waiting = self._waiting[i, k]
         waiting.append((event, duration))
         if len(waiting) == len(self.runs):
@@ -296,8 +293,7 @@ class _RankRun:
 
 
 def _wire_s(step: Step, cost: CostModel) -> float:
-    """Returns the part of a copy's nominal seconds in which its bytes pass the link; 0 for a step that is not a
-    copy."""
+    """In which the bytes pass the link; 0 for a step that is not a copy."""
     if step.kind not in COPIES:
         return 0.0
     link = cost.link
@@ -330,8 +326,8 @@ class _Task:
 
 
 class _Node:
-    """The tasks that run on the ranks of one node, and their speeds: [Note: shared rates] of core/rules.py for all
-    tasks together, and [Note: PCIe switches].
+    """Speeds of the tasks on one node:[Note: shared rates] of core/rules.py for all tasks together, and [Note: PCIe
+    switches].
 
     dram_loss_s: integral over time of (1 - DRAM share), from which the seconds lost to short DRAM in any interval
         follow.
@@ -351,14 +347,14 @@ class _Node:
         return self._loss_s + (self.env.now - self._since_s) * (1.0 - self._share)
 
     def join(self, task: _Task) -> simpy.Event:
-        """Start the task. Returns the event of its end."""
+        """Returns the event of its end."""
         self._settle()
         self._tasks.append(task)
         self._retime()
         return task.done
 
     def _settle(self) -> None:
-        """Record the progress made at the old speeds."""
+        """At the old speeds."""
         now = self.env.now
         elapsed = now - self._since_s
         if elapsed > 0:
@@ -368,7 +364,7 @@ class _Node:
         self._since_s = now
 
     def _retime(self) -> None:
-        """Compute new speeds for the tasks that run now, and a new alarm for each task whose speed changed."""
+        """A task whose speed changed gets a new alarm."""
         for task, speed in zip(self._tasks, self._speeds()):
             if speed != task.speed:
                 task.speed = speed
@@ -395,7 +391,7 @@ class _Node:
         return [on_link * self._share for on_link in on_links]
 
     def _on_links(self) -> list[float]:
-        """Returns the speeds by links and switches alone."""
+        """Without DRAM."""
         copying = Counter(id(t.rank) for t in self._tasks if t.wire_s)
         speeds: list[float] = []
         through: dict[tuple[Hashable, Kind], list[int]] = defaultdict(list)
@@ -418,10 +414,10 @@ class _Node:
 
 
 def fair_rates(wanted: Sequence[float], counts: Sequence[int], capacity: float) -> list[float]:
-    """Returns the rate of each flow, in bytes per second, if `capacity` is divided max-min fairly.
+    """In bytes per second, if `capacity` is divided max-min fairly.
 
-    wanted: rate that each flow wants.
-    counts: number of equal flows for which each flow stands.
+    wanted: by each flow.
+    counts: equal flows for which each stands.
     """
     rates = [0.0] * len(wanted)
     left, flows = capacity, sum(counts)

@@ -25,9 +25,8 @@ _Z90 = 1.645
 
 
 def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns class -> policy (and "any policy") -> median, p90, bar and number of rows. Only rows of whole iterations
-    to which nothing is fitted, and from which nothing is inferred, are counted.
-    """
+    """Returns class -> policy (and "any policy") -> median, p90, bar and rows, of whole iterations to which nothing is
+    fitted, and from which nothing is inferred."""
     groups = _groups(_judged(results))
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in sorted(groups):
@@ -44,10 +43,8 @@ def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, dict[str, 
 
 
 def quoted_bars(results: Iterable[Result]) -> list[tuple[Result, float]]:
-    """Returns the rows of whole iterations to which nothing is fitted, and from which nothing is inferred. Each comes
-    with the bar that an answer would quote for it without knowing the row itself: the bar of its class and policy, of
-    its class, or UNTUNED (at least the bar of a class of the same machines).
-    """
+    """Returns the rows of `errors_by_class`, each with the bar that an answer would quote without knowing it: of its
+    class and policy, of its class, or UNTUNED (at least that of a class of the same machines)."""
     judged = _judged(results)
     groups = _groups(judged)
     found = []
@@ -69,15 +66,14 @@ def quoted_bars(results: Iterable[Result]) -> list[tuple[Result, float]]:
 
 
 def binomial_interval(rows: int) -> tuple[int, int]:
-    """Returns the interval (least, most) that contains, with 90 % probability, the number of rows inside their bars.
-    Each of the `rows` is inside its bar with probability INSIDE (normal law).
-    """
+    """Returns (least, most) of the number of rows inside their bars, with 90 % probability. Each of the `rows` is
+    inside with probability INSIDE (normal law)."""
     middle, wide = rows * INSIDE, _Z90 * math.sqrt(rows * INSIDE * (1 - INSIDE))
     return max(0, math.floor(middle - wide)), min(rows, math.ceil(middle + wide))
 
 
 def write_errors(validation: Validation, path: Path = ERRORS_FILE) -> None:
-    """Keep the errors of a whole validation. Raises PstarError for the validation of a part of the rows."""
+    """Raises PstarError for the validation of a part of the rows."""
     if sum(validation.counts.values()) != len(published_rows()):
         raise PstarError("errors are written only after a validation of all rows: leave out --system and --machine")
     write_atomically(path, json.dumps(errors_by_class(validation.results), indent=2) + "\n")
@@ -92,7 +88,7 @@ def _class(r: Result) -> str:
 
 
 def _groups(results: Iterable[Result]) -> dict[str, dict[str, list[Result]]]:
-    """Returns class -> policy, and class -> "any policy", -> rows."""
+    """By class, and by policy and "any policy"."""
     groups: dict[str, dict[str, list[Result]]] = {}
     for r in results:
         for key in (ANY, split_spec(r.policy)[0]):

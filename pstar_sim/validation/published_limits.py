@@ -29,9 +29,9 @@ _POLICIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedLimit:
-    """The largest model that a system trained, by a publication.
+    """By a publication, trained by a system.
 
-    policy: the policy that stands for the system; None if none does.
+    policy: stands for the system; None if none does.
     """
 
     system: str
@@ -41,7 +41,7 @@ class PublishedLimit:
 
 
 def published_limits(machine: Machine) -> tuple[PublishedLimit, ...]:
-    """Returns the published limits of this machine with all its ranks; empty if no publication names the machine."""
+    """With all ranks of this machine."""
     return tuple(
         PublishedLimit(system=row.system, policy=_POLICIES.get(row.system), params=row.value, source=row.source)
         for row in published_rows()

@@ -35,9 +35,9 @@ class Phases:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The simulator's results for one experiment: predicted values by metric, or the reason why there are none.
+    """By metric, or the reason why there is none.
 
-    batch: the batch that was used; of several batches, the fastest.
+    batch: that was used; of several, the fastest.
     """
 
     experiment: Experiment
@@ -47,7 +47,7 @@ class Prediction:
 
 
 def phases_of(plan: Plan, timeline: Timeline) -> Phases:
-    """Returns the phases of the steady iteration. Raises PstarError for a plan without compute or update steps."""
+    """Of the steady iteration. Raises PstarError for a plan without compute or update steps."""
     moments = plan.workload.moments
     last = max(span.iteration for span in timeline.spans)
     spans = [span for span in timeline.spans if span.iteration == last]
@@ -69,10 +69,8 @@ def phases_of(plan: Plan, timeline: Timeline) -> Phases:
 
 
 def replay(experiment: Experiment) -> Prediction:
-    """Plan and simulate the experiment. Of several batches, the batch with the most tokens per second counts; of
-    several sizes, the largest that fits. The result of an experiment that does not fit has a reason instead of
-    predictions.
-    """
+    """Of several batches, the one with the most tokens per second counts; of several sizes, the largest that fits. What
+    does not fit gives a reason instead of predictions."""
     if len(experiment.sizes) > 1:
         return _largest(experiment)
     found: list[tuple[float, int, Plan, Timeline]] = []
@@ -99,7 +97,7 @@ def _simulate(experiment: Experiment, batch: int, size: int = 0) -> tuple[Plan, 
 
 
 def _check_host(experiment: Experiment, size: int) -> None:
-    """Raise DoesNotFit where the system's real use of host memory is more than the node has."""
+    """Where the system's real use of host memory is more than the node has."""
     needed = round(experiment.sizes[size].params * experiment.host_bytes_per_param)
     available = experiment.machine.host.memory_bytes - experiment.other_host_bytes
     if needed > available:
@@ -113,9 +111,7 @@ def _check_host(experiment: Experiment, size: int) -> None:
 
 
 def _largest(experiment: Experiment) -> Prediction:
-    """Returns the prediction for the largest size that fits, by bisection: here a larger model never fits where a
-    smaller model does not.
-    """
+    """By bisection: here a larger model never fits where a smaller does not."""
     low, high = -1, len(experiment.sizes)
     batch = experiment.batches[0]
     policy = find_policy(experiment.policy)
@@ -136,7 +132,7 @@ def _largest(experiment: Experiment) -> Prediction:
 
 
 def predict(experiment: Experiment, plan: Plan, timeline: Timeline, batch: int) -> dict[str, float]:
-    """Returns the predicted values by the metrics' names, in their units."""
+    """By the metrics' names, in their units."""
     phases = phases_of(plan, timeline)
     iteration_s = timeline.iteration_s + experiment.loop_s * experiment.micro_batches
     ranks = experiment.machine.data_parallel_size
@@ -181,7 +177,7 @@ _BORDERS: Mapping[str, Callable[[Plan], int]] = {
 
 
 def _chunk_bytes(plan: Plan, timeline: Timeline, moment: int) -> int:
-    """Returns the bytes of chunks on the GPU when the moment starts."""
+    """On the GPU when the moment starts."""
     last = max(span.iteration for span in timeline.spans)
     starts = {s.moment: s.start_s for s in timeline.spans if s.iteration == last and s.kind is Kind.COMPUTE}
     time_s = starts[moment] - starts[0]
@@ -197,9 +193,7 @@ def _chunk_bytes(plan: Plan, timeline: Timeline, moment: int) -> int:
 
 
 def row_value(row: PublishedRow, outcome: Prediction) -> float | None:
-    """Returns the prediction for a row; None where the run did not fit. Raises PstarError for a metric that is not
-    predicted.
-    """
+    """None where the run did not fit. Raises PstarError for a metric that is not predicted."""
     if outcome.reason:
         return None
     if row.metric not in outcome.predicted:

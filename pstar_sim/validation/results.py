@@ -62,17 +62,14 @@ FIRST_FILE = next(iter(FILES))
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One row in scope.
+    """In scope.
 
-    file: file of the row.
-    line: line of the row in its file.
-    predicted: None where the run does not fit here; `reason` says why.
+    line: in its file.
+    predicted: None where the run does not fit here.
     kind: "time" (a whole iteration), "phase", "memory" or "size".
-    machine: the machine with which the row was replayed.
-    nodes: its number of nodes.
-    policy: the policy with which the row was replayed.
-    kernels: flavour of its kernels.
-    inferred: whether a choice of ours has no source but the errors of the row's rule.
+    machine: of the replay.
+    policy: of the replay.
+    inferred: a choice of ours has no source but the errors of the row's rule.
     """
 
     file: str
@@ -99,19 +96,17 @@ class Result:
 
     @property
     def error(self) -> float:
-        """predicted / published - 1; -1 where nothing was predicted."""
+        """predicted / published - 1; --1 where nothing was predicted."""
         return -1.0 if self.predicted is None else self.predicted / self.published - 1
 
     @property
     def where(self) -> str:
-        """File and line in a few characters; a row of the first file has its line alone."""
+        """A row of the first file has its line alone."""
         return str(self.line) if self.file == FIRST_FILE else f"{self.file.removesuffix('.csv')} {self.line}"
 
     @property
     def slower(self) -> float | None:
-        """Predicted over published seconds - 1, below 0 where the prediction is too fast. None where nothing was
-        predicted, and for bytes and sizes.
-        """
+        """Predicted over published seconds - 1; None where nothing was predicted, and for bytes and sizes."""
         if self.predicted is None or self.kind not in _SECONDS:
             return None
         more = self.predicted / self.published
@@ -123,13 +118,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Errors over `rows` rows.
-
-    median: median of the absolute error.
-    p90: 90th percentile of the absolute error.
-    worst: the largest error.
-    bias: median of `Result.slower` of times and phases, below 0 where predictions are too fast; None where no such row
-        fits.
+    """bias: median of `Result.slower` of times and phases; None where no such row fits.
     lost: rows whose run does not fit here; each counts as an error of 100 %.
     """
 
@@ -145,7 +134,7 @@ class Errors:
 class Pair:
     """Two rows whose published values differ by more than 10 %.
 
-    kept: whether the predicted values have the same order.
+    kept: predicted values have the same order.
     """
 
     kind: str
@@ -155,8 +144,7 @@ class Pair:
 
 
 def errors_of(results: Iterable[Result]) -> Errors | None:
-    """Returns the errors of these results; None if there are none. The 90th percentile is interpolated linearly, as
-    numpy's."""
+    """The 90th percentile is interpolated linearly, as numpy's."""
     results = list(results)
     if not results:
         return None
@@ -174,7 +162,7 @@ def errors_of(results: Iterable[Result]) -> Errors | None:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Returns the value below which this share of the ordered values lies, interpolated linearly, as numpy's."""
+    """Interpolated linearly, as numpy's."""
     place = share * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
@@ -183,11 +171,9 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Validation(Collection):
-    """Predictions beside published measurements.
-
-    counts: number of rows by use, of all rows (or of those that were asked for).
-    results: the rows in scope, in the order of the file.
-    left_out: rule by which other rows are not compared -> its reason.
+    """counts: by use, of all rows (or those asked for).
+    results: in the order of the file.
+    left_out: rule of rows that are not compared -> reason.
     """
 
     counts: dict[str, int]
@@ -200,14 +186,13 @@ class Validation(Collection):
         return self.results
 
     def errors(self, **wanted: str) -> Errors | None:
-        """Returns the errors of the results whose fields have these values, as in errors(use="tested", kind="time")."""
+        """Of the results whose fields have these values, as in errors(use="tested", kind="time")."""
         return errors_of(r for r in self.results if all(getattr(r, k) == v for k, v in wanted.items()))
 
     def pairs(self) -> list[Pair]:
-        """Returns the pairs of rows of iteration times whose published values differ by more than 10 %. Pairs of kind
-        "systems" are two systems on one machine, model and batch. Pairs of kind "models" are two models of one system
-        on one machine. At least one row of a pair is tested.
-        """
+        """Returns the pairs of rows of iteration times whose published values differ by more than 10 %. The kind is
+        "systems" (on one machine, model and batch) or "models" (of one system on one machine). At least one row of a
+        pair is tested."""
         speeds = [r for r in self.results if r.metric in _SPEED]
         found: list[Pair] = []
         for a, b in combinations(speeds, 2):
@@ -225,19 +210,17 @@ class Validation(Collection):
         return found
 
     def order(self, kind: str) -> tuple[int, int]:
-        """Returns (pairs whose order is kept, pairs) of that kind, "systems" or "models"."""
+        """(pairs whose order is kept, pairs) of "systems" or "models"."""
         pairs = [p for p in self.pairs() if p.kind == kind]
         return sum(p.kept for p in pairs), len(pairs)
 
     def first_replayed(self) -> Validation:
-        """Returns the validation of the rows that had never been replayed when their scope was fixed: of all files but
-        the first."""
+        """The rows that had never been replayed when their scope was fixed: of all files but the first."""
         return replace(self, results=tuple(r for r in self.results if r.file != FIRST_FILE))
 
     def by_distance(self) -> dict[str, Errors]:
-        """Returns the errors of tested times by the distance of the run's machine from the machines of the fitted rows
-        ([Note: distance]), the nearest first. Empty where no row is fitted.
-        """
+        """Of tested times, by the distance of the machine from those of the fitted rows ([Note: distance]), the nearest
+        first. Empty where no row is fitted."""
         distance = self.distances()
         groups: dict[str, list[Result]] = {name: [] for name in DISTANCES}
         for r in self.results if distance is not None else ():
@@ -247,7 +230,7 @@ class Validation(Collection):
         return {name: e for name, rows in groups.items() if (e := errors_of(rows)) is not None}
 
     def distances(self) -> Callable[[Result], str] | None:
-        """Returns the function from a row to its distance, by [Note: distance]; None where no row is fitted."""
+        """By [Note: distance]; None where no row is fitted."""
         fitted = [r for r in self.results if r.use == "fitted"]
         machines, generations = {_machine_of(r) for r in fitted}, {_generation(r) for r in fitted}
 
@@ -257,18 +240,18 @@ class Validation(Collection):
         return distance if fitted else None
 
     def misses(self) -> list[Result]:
-        """Returns the tested rows whose error is beyond FAR, the worst first."""
+        """Tested rows beyond FAR, the worst first."""
         missed = [r for r in self.results if r.use == "tested" and abs(r.error) > FAR]
         return sorted(missed, key=lambda r: -abs(r.error))
 
     def to_frame(self) -> pandas.DataFrame:
-        """Returns one row per published row in scope: the fields of `Result` and `error`."""
+        """One row per published row in scope: the fields of `Result` and `error`."""
         import pandas
 
         return pandas.DataFrame([r.to_json() for r in self.results])
 
     def to_json(self) -> dict[str, object]:
-        """Returns counts, errors of the tested rows, orders, misses and every row in scope."""
+        """Counts, errors of the tested rows, orders, misses and every row in scope."""
 
         def plain(e: Errors | None) -> dict[str, object] | None:
             return None if e is None else asdict(e)
@@ -300,7 +283,7 @@ class Validation(Collection):
 
 
 def _machine_of(r: Result) -> tuple[str, int]:
-    """Returns the catalog's machine and the number of its nodes, without the number of GPUs in use."""
+    """With the nodes, but without the GPUs in use."""
     return r.machine.partition(" (")[0], r.nodes
 
 
@@ -309,7 +292,7 @@ def _generation(r: Result) -> str:
 
 
 def _comparable(a: Result, b: Result) -> bool:
-    """Returns whether two results have the same metric, hardware and batch, and at least one of them is tested."""
+    """Same metric, hardware and batch, and at least one is tested."""
     if "tested" not in (a.use, b.use) or a.metric != b.metric or (a.hardware, a.gpus) != (b.hardware, b.gpus):
         return False
     batches = [x.batch.split(" ")[0] for x in (a, b)]  # "best" and "best of 8/16/32" are the same rule
@@ -323,11 +306,10 @@ def validate(
     efficiency: Efficiency | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Validation:
-    """Replay the published runs in scope. Returns the predictions beside the published figures.
+    """Replays the published runs in scope.
 
-    system, machine: only rows whose system or hardware (or the catalog machine of their replay) contains the text, case
-        aside.
-    efficiency: parameters to use instead of the shipped parameters.
+    system, machine: only rows whose system or hardware (or catalog machine) contains the text, case aside.
+    efficiency: instead of the shipped parameters.
     progress: called with (runs done, runs in all).
 
     Raises PstarError where no row is left.
@@ -365,7 +347,7 @@ _Job = tuple[tuple[PublishedRow, ...], Experiment]
 def _on_machine(
     machine: str, jobs: Sequence[_Job], rows: Sequence[PublishedRow]
 ) -> tuple[list[_Job], list[PublishedRow]]:
-    """Returns the jobs and rows whose hardware, or machine of the catalog, contains the text."""
+    """By hardware, or machine of the catalog."""
     kept_jobs = [(run, x) for run, x in jobs if _holds(machine, run[0].hardware) or _holds(machine, x.machine.name)]
     kept = {row for run, _ in kept_jobs for row in run}
     return kept_jobs, [r for r in rows if r in kept or _holds(machine, r.hardware)]
@@ -385,10 +367,6 @@ def _no_row(system: str | None, machine: str | None) -> PstarError:
 def _replayed(
     run: Sequence[PublishedRow], experiment: Experiment, rules: Mapping[PublishedRow, ScopeRule]
 ) -> list[Result]:
-    """Returns the result of each row of a run.
-
-    rules: row -> its rule.
-    """
     outcome = replay(experiment)
     return [_result(row, rules[row], experiment, row_value(row, outcome), outcome.reason) for row in run]
 

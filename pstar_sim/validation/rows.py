@@ -22,9 +22,9 @@ _VALUE = re.compile(r"^(\d+(?:\.\d+)?(?:e\d+)?)(?:-(\d+(?:\.\d+)?))?([BT]?)$")
 class PublishedRow:
     """One published figure, as written.
 
-    file: name of its file in `pstar_sim/validation/data`.
-    line: line of the file, 1 = the first after the header.
-    settings: options of the run that have no column of their own, as words; empty in files without such columns.
+    file: in `pstar_sim/validation/data`.
+    line: 1 = the first after the header.
+    settings: options of the run that have no column, as words; empty in files without such columns.
     value: in the unit that the metric's name ends with; the middle where a range is published.
     """
 
@@ -44,12 +44,12 @@ class PublishedRow:
 
     @property
     def where(self) -> str:
-        """The row in words, for messages."""
+        """For messages."""
         return f"{self.file}, row {self.line}"
 
     @property
     def run(self) -> tuple[str, ...]:
-        """Key of the run that produced the row: rows of one run agree in everything but the metric."""
+        """Rows of one run agree in everything but the metric."""
         return (
             self.system,
             self.hardware,
@@ -64,9 +64,8 @@ class PublishedRow:
 
 
 def number(text: str) -> float:
-    """Returns a published figure: a plain number, a number with B (1e9) or T (1e12), or the middle of a range. Raises
-    ValueError for any other text.
-    """
+    """A plain number, a number with B (1e9) or T (1e12), or the middle of a range. Raises ValueError for any other
+    text."""
     match = _VALUE.match(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a figure such as 12.5, 18B or 25680-26756")
@@ -79,7 +78,6 @@ _Raw = Mapping[str, str]
 
 
 def _figure(file: str, line: int, raw: _Raw) -> PublishedRow:
-    """Returns the row of one line in a file of figures."""
     return PublishedRow(
         file=file,
         line=line,
@@ -101,9 +99,7 @@ _GPUS_PER_NODE = 8
 
 
 def _fsdp_step(file: str, line: int, raw: _Raw) -> PublishedRow:
-    """Returns the row of one line in a file of whole steps of FSDP. Raises ValueError where the global batch is not
-    that of all GPUs.
-    """
+    """Raises ValueError where the global batch is not that of all GPUs."""
     each, times, gpus = int(raw["micro_batch"]), int(raw["grad_accum"]), int(raw["gpus"])
     if each * times * gpus != int(raw["global_batch"]):
         raise ValueError(f"{each} sequences x {times} micro-batches x {gpus} GPUs are not {raw['global_batch']}")
@@ -127,7 +123,7 @@ def _fsdp_step(file: str, line: int, raw: _Raw) -> PublishedRow:
 
 
 def _eager_step(file: str, line: int, raw: _Raw) -> PublishedRow:
-    """Returns the row of one line in a file of forward and backward passes in fp32."""
+    """Forward and backward passes in fp32."""
     option = raw["option"]
     gpus = int(option[2]) if option else 1  # dp4, tp4, pp4_1
     return PublishedRow(
@@ -169,7 +165,7 @@ FILES: Mapping[str, tuple[tuple[str, ...], Callable[[str, int, _Raw], PublishedR
 
 
 def read_rows(file: str, text: str, kind: str = "measurements.csv") -> tuple[PublishedRow, ...]:
-    """Returns the rows of a file of measurements. Raises CatalogError, naming the line and its fault.
+    """Raises CatalogError, naming the line and its fault.
 
     kind: the file of FILES whose columns the text has.
     """
@@ -190,7 +186,7 @@ def read_rows(file: str, text: str, kind: str = "measurements.csv") -> tuple[Pub
 
 @cache
 def published_rows() -> tuple[PublishedRow, ...]:
-    """Returns the rows shipped with the project, of all files."""
+    """Of all files."""
     folder = files("pstar_sim.validation") / "data"
     return tuple(
         row for name in FILES for row in read_rows(name, (folder / name).read_text(encoding="utf-8"), kind=name)

@@ -20,11 +20,11 @@ _PATTERNS = ("file", "system", "hardware", "params", "metric", "source")
 
 @dataclass(frozen=True, kw_only=True)
 class ScopeRule:
-    """A rule that decides which published rows are compared.
+    """Decides which published rows are compared.
 
     patterns: column -> shell patterns, one of which has to match; a column that is missing matches anything.
-    looked_at: a choice of ours that was made by these rows although they are tested; empty if there was none.
-    inferred: whether such a choice has no source but the errors of these rows. Then they count in no error bar.
+    looked_at: a choice of ours that these rows made although they are tested.
+    inferred: such a choice has no source but the errors of these rows. Then they count in no error bar.
     """
 
     name: str
@@ -41,8 +41,8 @@ class ScopeRule:
 
 
 def read_scope(file: str, text: str) -> tuple[ScopeRule, ...]:
-    """Returns the rules in order. Raises CatalogError for a rule without name, use or reason, with an unknown key, or
-    with `inferred` where nothing was looked at."""
+    """In order. Raises CatalogError for a rule without name, use or reason, with an unknown key, or with `inferred`
+    where nothing was looked at."""
     try:
         raw_rules = toml_loads(text).get("rule", [])
     except TOMLDecodeError as error:
@@ -74,7 +74,7 @@ def read_scope(file: str, text: str) -> tuple[ScopeRule, ...]:
 
 
 def rule_of(row: PublishedRow, rules: Iterable[ScopeRule]) -> ScopeRule:
-    """Returns the first rule that matches. Raises CatalogError for a row that no rule matches."""
+    """The first that matches. Raises CatalogError for a row that no rule matches."""
     for rule in rules:
         if rule.matches(row):
             return rule
@@ -83,6 +83,5 @@ def rule_of(row: PublishedRow, rules: Iterable[ScopeRule]) -> ScopeRule:
 
 @cache
 def published_scope() -> tuple[ScopeRule, ...]:
-    """Returns the rules shipped with the project."""
     text = (files("pstar_sim.validation") / "data" / "scope.toml").read_text(encoding="utf-8")
     return read_scope("scope.toml", text)

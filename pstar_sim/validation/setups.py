@@ -45,11 +45,11 @@ REPORTED_BYTES = {
 class Experiment:
     """One published run (rows that differ in the metric only) as a job.
 
-    batches: sequences per rank and micro-batch; if several are given, the batch with the most tokens per second counts.
-    sizes: models to try, ascending, for a row that gives the largest trainable model; otherwise one model.
+    batches: sequences per rank and micro-batch; of several the one with the most tokens per second counts.
+    sizes: ascending, for a row that gives the largest trainable model; otherwise one model.
     loop_s: seconds per micro-batch outside the three phases.
     other_host_bytes: bytes in use on the node beside the plans of its ranks.
-    host_bytes_per_param: host memory that the system really takes, where that is more than its plan takes.
+    host_bytes_per_param: that the system really takes, where that is more than its plan takes.
     checkpointing, early_stop, kernels, language_head, optimizer: as in `workload_of`.
     """
 
@@ -73,7 +73,7 @@ class Experiment:
     optimizer: str = "adamw"
 
     def workload(self, batch: int, size: ModelEntry | None = None) -> Workload:
-        """Returns one rank's share of the job. Raises ModelError as `workload_of` does."""
+        """One rank's share. Raises ModelError as `workload_of` does."""
         return workload_of(
             size or self.sizes[0],
             batch=batch,
@@ -97,10 +97,10 @@ def first_ranks(
     cores_a_rank: int | None = None,
     efficiency: Efficiency | None = None,
 ) -> Machine:
-    """Returns `machine` with only its first `count` GPUs in use; host memory stays whole.
+    """Only the first `count` GPUs are in use; host memory stays whole.
 
-    sockets: number of sockets of the node; a process reaches the cores and the DRAM bandwidth of its own socket only.
-    cores_a_rank: number of cores that each rank is bound to; CPU Adam is then no faster than these cores.
+    sockets: of the node; a process reaches only the cores and the DRAM bandwidth of its own.
+    cores_a_rank: to which each rank is bound; CPU Adam is then no faster than these.
     """
     if not 1 <= count <= machine.world_size:
         raise CatalogError(f"machine {machine.name!r} has {machine.world_size} GPUs, so {count} cannot be in use")
@@ -130,14 +130,13 @@ def _catalog() -> Catalog:
 
 
 def published_machine(name: str, efficiency: Efficiency, framework: str) -> Machine:
-    """Returns the machine of this name, driven by this framework. Its GPU memory is the size that the GPUs report."""
+    """Driven by this framework, with the GPU memory that the GPUs report."""
     catalog = replace(_catalog(), efficiency=efficiency)
     machine = replace(catalog.machine(name), framework=catalog.framework(framework))
     return with_gpu_bytes(machine, REPORTED_BYTES[machine.gpu.name])
 
 
 def with_gpu_bytes(machine: Machine, usable_bytes: int) -> Machine:
-    """Returns `machine` with another memory size of each GPU."""
     ranks = tuple(
         replace(r, gpu=replace(r.gpu, memory_bytes=max(r.gpu.memory_bytes, usable_bytes), usable_bytes=usable_bytes))
         for r in machine.ranks
@@ -146,9 +145,9 @@ def with_gpu_bytes(machine: Machine, usable_bytes: int) -> Machine:
 
 
 def whole_number(row: PublishedRow, what: str, text: str) -> int:
-    """Returns a whole number of a row. Raises CatalogError for any other text.
+    """Raises CatalogError for any other text.
 
-    what: name of the number, for the message.
+    what: for the message.
     """
     if not text.isdigit():
         raise CatalogError(f"{row.where}: {what} is {text!r}, not a whole number")
@@ -158,7 +157,7 @@ def whole_number(row: PublishedRow, what: str, text: str) -> int:
 def gpt_entry(
     layers: int, hidden: int, heads: int, *, vocab: int, positions: int, source: str = "a published run"
 ) -> ModelEntry:
-    """Returns the entry of a published GPT, with tied embeddings and MLPs of four times the hidden width."""
+    """With tied embeddings and MLPs of four times the hidden width."""
     entry = ModelEntry(
         name=f"gpt {layers}x{hidden}",
         family="gpt",

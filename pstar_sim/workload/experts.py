@@ -17,13 +17,13 @@ __all__ = ["experts_note", "use_probability"]
 
 
 def use_probability(experts: ExpertsShape, tokens: int, *, of: int = 1) -> float:
-    """Returns the probability that `tokens` tokens use at least one of `of` experts of a layer."""
+    """Of a layer, by `tokens` tokens, of at least one of `of` experts."""
     missed = comb(experts.count - of, experts.per_token) / comb(experts.count, experts.per_token)
     return 1 - missed**tokens
 
 
 def experts_note(entry: ModelEntry) -> str:
-    """Returns the words next to the number of parameters in an answer; empty for a model without experts."""
+    """Next to the number of parameters; empty for a model without experts."""
     x = entry.experts
     if x is None:
         return ""

@@ -26,10 +26,10 @@ CAPTURED = "captured"
 
 @dataclass(frozen=True, kw_only=True)
 class Flavour:
-    """The way in which operators run.
+    """How operators run.
 
-    fused: whether activation, norm and rotary positions are one kernel each.
-    recomputed: whether backward computes outputs of norms and activations once more.
+    fused: activation, norm and rotary positions are one kernel each.
+    recomputed: backward computes outputs of norms and activations once more.
     loss: "unfused" (fp32 logits and a log-softmax beside them), "fused" (logits of the working dtype) or "in place"
         (fp32 logits that the loss overwrites).
     """
@@ -49,6 +49,5 @@ KERNELS = tuple(FLAVOURS)
 
 
 def kernels_text(kernels: str) -> str:
-    """Returns words such as "fused kernels"; empty for a workload that names no flavour, such as one written by
-    hand."""
+    """ "fused kernels"; empty for a workload that names no flavour, such as one written by hand."""
     return f"{kernels} kernels" if kernels else ""

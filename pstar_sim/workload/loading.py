@@ -15,12 +15,11 @@ LOADING = ("whole", "each", "in-place")
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """The way in which weights are loaded. Its text is the way, then a colon and the dtype if that is given:
-    "each:fp32".
+    """Its text is the way, then a colon and the dtype if that is given: "each:fp32".
 
     way: `whole`, once per node, for all processes; `each`, whole by every process; `in-place`, never whole, as where a
         model is initialised chunk by chunk.
-    dtype: dtype of the weights in the host's memory; None: the working dtype.
+    dtype: in the host's memory; None: the working dtype.
     """
 
     way: str = LOADING[0]
@@ -30,15 +29,14 @@ class Loading:
         return self.way if self.dtype is None else f"{self.way}:{self.dtype}"
 
     def startup_bytes(self, workload: Workload, local_ranks: int) -> int:
-        """Returns the bytes of the weights while they are loaded: the part of each of the node's ranks."""
+        """While weights are loaded, of each of the node's ranks."""
         if self.way == "in-place":
             return 0
         weights = workload.params * DTYPES[self.dtype or workload.dtype].bytes
         return weights if self.way == "each" else -(-weights // local_ranks)
 
     def words(self, local_ranks: int) -> str:
-        """Returns words after "loaded". Empty for weights in the working dtype and one rank, which can load them in one
-        way only."""
+        """Behind "loaded". Empty for weights in the working dtype and one rank, which has one way only."""
         way = {"whole": "once per node", "each": "whole by every process"}.get(self.way, "") if local_ranks > 1 else ""
         return " ".join(part for part in (way, self.dtype and f"in {self.dtype}") if part)
 
@@ -50,7 +48,7 @@ EACH_FP32 = Loading(way="each", dtype=MASTER)
 
 
 def loading_of(value: Loading | str | None) -> Loading:
-    """Returns the value of a text; `WHOLE` for None. Raises PstarError for an unknown way or dtype."""
+    """Returns `WHOLE` for None. Raises PstarError for an unknown way or dtype."""
     if isinstance(value, Loading):
         return value
     if value is None:

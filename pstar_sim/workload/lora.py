@@ -46,7 +46,7 @@ class Adapter:
 
     rank: columns of A^T and B.
     targets: last names of the modules inside the layers that get an adapter (such as "q_proj"), or ("all-linear",) for
-        every matrix there; None: the family's usual targets (`default_targets`).
+        every matrix there; None: the family's usual targets.
     """
 
     rank: int = 16
@@ -62,8 +62,7 @@ class Adapter:
 
 
 def adapter(given: Adapter | str | int) -> Adapter:
-    """Returns an adapter from its usual forms: "r=16", "16", "r=8,targets=q_proj+v_proj", or a rank. Raises ModelError
-    for any other value."""
+    """Takes"r=16", "16", "r=8,targets=q_proj+v_proj", or a rank. Raises ModelError for any other value."""
     if isinstance(given, Adapter):
         return given
     number: object = given  # numbers of numpy are numbers too
@@ -90,12 +89,12 @@ def adapter(given: Adapter | str | int) -> Adapter:
 
 
 def default_targets(family: str) -> tuple[str, ...]:
-    """Returns the modules that peft adapts when none is named: query and value, or the fused matrix that holds them."""
+    """What peft adapts when none is named: query and value, or the fused matrix that holds them."""
     return _DEFAULT[family]
 
 
 def adapter_of(workload: Workload) -> Adapter | None:
-    """Returns the adapter of a workload written by `AdaptedTape`, derived from its tensors; None if it has none."""
+    """Derived from the tensors of `AdaptedTape`; None if it has none."""
     found = [t for t in workload.tensors if t.name.endswith(".lora_A.weight")]
     if not found:
         return None
@@ -113,10 +112,10 @@ class _AdaptedWeight:
 
 
 class AdaptedTape(Tape):
-    """A tape on which every parameter is frozen and every target matrix has an adapter.
+    """Every parameter is frozen and every target matrix has an adapter.
 
     tokens: rows of every matmul.
-    input_first: whether matrices are declared in x out (as in GPT-2) instead of out x in.
+    input_first: matrices are declared in x out (as in GPT-2).
     """
 
     def __init__(self, dtype: str, adapter: Adapter, *, family: str, tokens: int) -> None:
@@ -133,7 +132,6 @@ class AdaptedTape(Tape):
 
     @property
     def adapted(self) -> int:
-        """Number of matrices that have an adapter."""
         return len(self._targets)
 
     # Parameters
@@ -160,7 +158,7 @@ class AdaptedTape(Tape):
             self._targets[name] = _AdaptedWeight(a, b, inputs, outputs, shape[0] * shape[1])
 
     def size(self, names: Iterable[str]) -> int:
-        """Returns the bytes of the gradients; base parameters have no gradient."""
+        """Base parameters have no gradient."""
         return 0
 
     def weight_products(self, *products: Product) -> list[Product]:
@@ -181,8 +179,8 @@ class AdaptedTape(Tape):
         return target.a, target.b
 
     def _settle(self) -> None:
-        """Add the matmuls of matrices that the moment read but did not multiply. A recompute would have ended before
-        these, but an adapter needs the matmul before it."""
+        """Of matrices that the moment read but did not multiply: a recompute would have ended before, but an adapter
+        needs the matmul before it."""
         left, self._pending = self._pending, []
         for name in left:
             if name in self._targets and self._phase is Phase.RECOMPUTE:
@@ -233,7 +231,7 @@ class AdaptedTape(Tape):
         self._inside = False
 
     def gradient(self, names: Iterable[str], *, allocated: bool = True) -> None:
-        """Do nothing: base parameters have no gradient, and `linear_backward` writes the gradients of adapters."""
+        """Base parameters have no gradient, and `linear_backward` writes those of adapters."""
 
     def linear_backward(
         self, names: Sequence[str], *, grad_in: int, grad_out: int, saved: int, product: Product, dead: int = 0

@@ -46,21 +46,20 @@ _Block = tuple[str, range, range]  # name, moments forward, moments backward
 
 
 def block_of(path: str) -> str | None:
-    """Returns the block of a module or parameter ("h.5" of "h.5.mlp.weight"); None outside blocks."""
+    """ "h.5" of "h.5.mlp.weight"; None outside blocks."""
     match = _BLOCK.match(path)
     return match and match[1]
 
 
 def block_names(w: Workload) -> list[str]:
-    """Returns the blocks in the order of the forward pass; empty for a model that is not a stack of blocks."""
+    """In the order of the forward pass; empty for a model that is not a stack of blocks."""
     return [block for block, forward, _ in block_runs(w) if block is not None and forward]
 
 
 def mix_blocks(recomputed: Workload, kept: Workload, keep: Collection[str]) -> Workload:
-    """Returns the workload in which the blocks `keep` keep their activations and all others recompute theirs.
+    """The blocks `keep` keep their activations; all others recompute.
 
-    Raises TraceError for variants of several micro-batches, for variants of different jobs, and for variants that are
-    not stacks of the same blocks.
+    Raises TraceError for several micro-batches, different jobs, and what is not stacks of the same blocks.
     """
     ours, theirs = block_runs(recomputed), block_runs(kept)
     blocks = _check_variants(recomputed, kept, ours, theirs)
@@ -97,8 +96,7 @@ def mix_blocks(recomputed: Workload, kept: Workload, keep: Collection[str]) -> W
 def _check_variants(
     recomputed: Workload, kept: Workload, ours: Sequence[BlockRun], theirs: Sequence[BlockRun]
 ) -> list[str]:
-    """Returns the blocks of both workloads. Raises TraceError unless both are of one job and stacks of the same
-    blocks."""
+    """Returns the blocks. Raises TraceError unless both are of one job and stacks of the same blocks."""
     if recomputed.micro_batches != 1 or kept.micro_batches != 1:
         raise TraceError("blocks are mixed in variants of one micro-batch; mix first, then repeat the micro-batch")
     if (recomputed.fingerprint, recomputed.batch, recomputed.sequence) != (kept.fingerprint, kept.batch, kept.sequence):
@@ -125,7 +123,7 @@ def _check_variants(
 
 
 def _check_names(w: Workload, blocks: Sequence[str], named: Collection[str]) -> None:
-    """Check names of blocks. Raises TraceError for a name that is not a block's, and if there are no blocks."""
+    """Raises TraceError for a name that is not a block's, and if there are no blocks."""
     unknown = sorted(set(named) - set(blocks))
     if unknown or not blocks:
         raise TraceError(
@@ -136,10 +134,9 @@ def _check_names(w: Workload, blocks: Sequence[str], named: Collection[str]) -> 
 
 
 def _more_below(blocks: Sequence[str], keep: Collection[str], left: Sequence[dict[str, int]]) -> list[list[int]]:
-    """Returns, per variant, the bytes that the blocks before the n-th keep here, less the bytes that they keep in the
-    variant.
+    """Per variant, what the blocks before the n-th keep here, less what they keep in the variant.
 
-    left: per variant (recomputed, kept), block -> bytes that it keeps.
+    left: per variant (recomputed, kept), block -> bytes kept.
     """
     more = [[0] for _ in left]
     for block in blocks:
@@ -157,8 +154,8 @@ def _uses_by_moment(w: Workload) -> dict[int, list[Use]]:
 
 
 def offload_blocks(w: Workload, offload: Collection[str]) -> Workload:
-    """Returns the workload in which the blocks `offload`, which keep their activations in w, move them to the host and
-    back ([Note: two stashes at a time]).
+    """The blocks `offload`, which keep their activations in w, move them to the host and back ([Note: two stashes at a
+    time]).
 
     Raises the errors of `stashes_of`.
     """
@@ -172,11 +169,10 @@ def offload_blocks(w: Workload, offload: Collection[str]) -> Workload:
 
 
 def stashes_of(w: Workload, offload: Collection[str]) -> list[Stash]:
-    """Returns the stashes of the blocks `offload`, by [Note: two stashes at a time].
+    """Of the blocks `offload`, by [Note: two stashes at a time].
 
-    Raises TraceError for a workload that has several micro-batches, that offloads already, or that is not a stack of
-    blocks. Raises TraceError for a block that recomputes, that keeps nothing, or that is needed again before it could
-    be gone.
+    Raises TraceError for a workload that has several micro-batches, offloads already, or is not a stack of blocks, and
+    for a block that recomputes, that keeps nothing, or that is needed again before it could be gone.
     """
     if w.micro_batches != 1 or w.stashes:
         raise TraceError(
@@ -204,8 +200,8 @@ def stashes_of(w: Workload, offload: Collection[str]) -> list[Stash]:
 
 
 def _stack(w: Workload, runs: Sequence[BlockRun], offload: Collection[str]) -> list[_Block]:
-    """Returns the blocks in the order of the forward pass. Raises TraceError if w is not a stack of blocks, or if a
-    block to offload is not among them."""
+    """In the order of the forward pass. Raises TraceError if w is not a stack of blocks, or if a block to offload is
+    not among them."""
     ahead = [(block, run) for block, forward, run in runs if block is not None and forward]
     blocks = [block for block, _ in ahead]
     backward = {block: run for block, forward, run in runs if block is not None and not forward}
@@ -217,8 +213,8 @@ def _stack(w: Workload, runs: Sequence[BlockRun], offload: Collection[str]) -> l
 
 
 def _stash(w: Workload, stack: Sequence[_Block], n: int, until: int, size: int) -> Stash:
-    """Returns the stash of the n-th block, which has the time of the blocks up to `until` to go to the host and come
-    back. Raises TraceError if there is no time."""
+    """The blocks up to `until` give the n-th the time to go to the host and come back. Raises TraceError if there is
+    none."""
     block, forward, backward = stack[n]
     gone, back = stack[until][1][-1] + 1, stack[until][2][0] - 1
     if until == n or back <= gone:
@@ -230,7 +226,7 @@ def _stash(w: Workload, stack: Sequence[_Block], n: int, until: int, size: int) 
 
 
 def without_stashed(w: Workload, stashes: Sequence[Stash]) -> tuple[Moment, ...]:
-    """Returns the moments, each without the bytes of stashes that are on the host in it."""
+    """Without the bytes of stashes that are on the host."""
     start, peak, end = ([0] * len(w.moments) for _ in range(3))
     for stash in stashes:
         for m in range(stash.gone, stash.back + 1):
@@ -244,8 +240,8 @@ def without_stashed(w: Workload, stashes: Sequence[Stash]) -> tuple[Moment, ...]
 
 
 def block_runs(w: Workload) -> Sequence[BlockRun]:
-    """Returns the moments in runs of one block and direction. Moments of no block between two runs are a run of their
-    own. The runs are derived once per workload."""
+    """Of one block and direction. Moments of no block between two runs are a run of their own. Derived once per
+    workload."""
     known = w.derived.get(_RUNS)
     if not isinstance(known, tuple):
         known = w.derived[_RUNS] = tuple(_block_runs(w.moments))
@@ -262,7 +258,7 @@ def _block_runs(moments: Sequence[Moment]) -> Iterator[BlockRun]:
 
 
 def _left_behind(w: Workload, runs: Sequence[BlockRun]) -> dict[str, int]:
-    """Returns, per block, the bytes by which the end of its forward lies above its start."""
+    """The end of each block's forward lies so far above its start."""
     return {
         block: w.moments[run[-1]].end_bytes - w.moments[run[0]].start_bytes
         for block, forward, run in runs
@@ -271,7 +267,7 @@ def _left_behind(w: Workload, runs: Sequence[BlockRun]) -> dict[str, int]:
 
 
 def shifted(moment: Moment, shift: int) -> Moment:
-    """Returns the moment with `shift` more non-model bytes, at least 0."""
+    """At least 0."""
     if not shift:
         return moment
     start, peak, end = (max(0, size + shift) for size in (moment.start_bytes, moment.peak_bytes, moment.end_bytes))
@@ -279,7 +275,7 @@ def shifted(moment: Moment, shift: int) -> Moment:
 
 
 def _with_bytes(moment: Moment, start: int, peak: int, end: int) -> Moment:
-    """Returns the moment with other non-model bytes. (`dataclasses.replace` takes several times as long.)"""
+    """Returns a copy. (`dataclasses.replace` takes several times as long.)"""
     return Moment(
         name=moment.name,
         phase=moment.phase,

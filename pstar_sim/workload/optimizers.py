@@ -44,7 +44,7 @@ class OptimizerSpec:
 
     @property
     def lists(self) -> tuple[str, ...]:
-        """Names of the state lists, in storage order."""
+        """In storage order."""
         return tuple(name for name, _ in self.state_bytes)
 
     @property
@@ -53,19 +53,17 @@ class OptimizerSpec:
 
     @property
     def widest_bytes_per_param(self) -> int:
-        """Bytes per parameter of the widest list; 0 without lists."""
+        """0 without lists."""
         return max((size for _, size in self.state_bytes), default=0)
 
     def list_bytes(self, numel: int) -> dict[str, int]:
-        """Returns the bytes of each list of `numel` parameters."""
         return {name: numel * size for name, size in self.state_bytes}
 
     def states_bytes(self, numel: int) -> int:
-        """Returns the bytes of all lists of `numel` parameters."""
         return sum(self.list_bytes(numel).values())
 
     def update_bytes(self, numel: int) -> int:
-        """Returns the bytes of memory that one update of `numel` parameters reads and writes."""
+        """Reads and writes of one update."""
         return numel * self.dram_bytes_per_param
 
 
@@ -86,7 +84,7 @@ OPTIMIZERS = {
 
 
 def optimizer_spec(name: str) -> OptimizerSpec:
-    """Returns the optimizer of that name. Raises UnknownName."""
+    """Raises UnknownName."""
     text("optimizer", name, f"one of {', '.join(OPTIMIZERS)}")
     if name not in OPTIMIZERS:
         raise UnknownName("optimizer", name, tuple(OPTIMIZERS))

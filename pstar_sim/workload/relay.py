@@ -68,8 +68,7 @@ def relay(workload: Workload, *, stash: str = "gpu") -> Workload:
 
 
 def boundaries_on_host(workload: Workload) -> Workload:
-    """Returns the workload in its own order, with the boundary stash of each micro-batch on the host. Raises TraceError
-    as `relay` does for stash="host"."""
+    """Returns it in its own order. Raises TraceError as `relay` does for stash="host"."""
     _check(workload, "host")
     made: list[Stash] = []
     for u, body in enumerate(_bodies(workload)):
@@ -80,7 +79,7 @@ def boundaries_on_host(workload: Workload) -> Workload:
 
 
 def _check(workload: Workload, stash: str) -> None:
-    """Raise TraceError for a workload that cannot have another order, or its boundary stash at this place."""
+    """For another order, or for the boundary stash at this place."""
     instance("workload", workload, Workload, "a Workload", error=TraceError)
     if not workload.order.of_loop or workload.stashes:
         why = (
@@ -97,8 +96,8 @@ def _check(workload: Workload, stash: str) -> None:
 
 
 def parts_of(workload: Workload) -> list[tuple[int, int]]:
-    """Returns the (first, last) moment of each part of a layer-major workload, of all micro-batches together. The
-    optimizer step is a part of its own."""
+    """(first, last) moment of each part of a layer-major workload, of all micro-batches together. The optimizer step is
+    a part of its own."""
     parts: list[tuple[int, int]] = []
     last: tuple[str | None, bool] | None = None
     step = len(workload.moments) - 1
@@ -114,7 +113,7 @@ def parts_of(workload: Workload) -> list[tuple[int, int]]:
 
 
 def _bodies(w: Workload) -> list[range]:
-    """Returns the moments of each micro-batch. Raises TraceError if these are not the same for all micro-batches."""
+    """Of each micro-batch. Raises TraceError if these are not the same for all."""
     begin = [next(i for i, m in enumerate(w.moments) if m.micro_batch == u) for u in range(w.micro_batches)]
     bodies = [range(a, b) for a, b in zip(begin, [*begin[1:], len(w.moments) - 1])]
     odd = odd_micro_batch(w)
@@ -127,7 +126,7 @@ def _bodies(w: Workload) -> list[range]:
 
 
 def _parts(w: Workload, body: range) -> list[BlockRun]:
-    """Returns the parts of a micro-batch. Raises TraceError if there are no blocks."""
+    """Of a micro-batch. Raises TraceError if there are no blocks."""
     runs = [
         (block, forward, range(moments[0], min(moments[-1], body[-1]) + 1))
         for block, forward, moments in block_runs(w)
@@ -146,7 +145,7 @@ def _parts(w: Workload, body: range) -> list[BlockRun]:
 
 
 def _levelled(w: Workload, cells: Sequence[Sequence[int]]) -> list[Moment]:
-    """Returns the moments of all cells in order, with the bytes of the other micro-batches added."""
+    """In order, with the bytes of the other micro-batches added."""
     level = {w.moments[cell[0]].micro_batch: w.moments[cell[0]].start_bytes for cell in reversed(cells)}
     total = sum(level.values())
     moments: list[Moment] = []
@@ -160,18 +159,16 @@ def _levelled(w: Workload, cells: Sequence[Sequence[int]]) -> list[Moment]:
 
 
 def _step(w: Workload, moments: Sequence[Moment]) -> Moment:
-    """Returns the optimizer step, behind all micro-batches instead of the last."""
+    """Behind all micro-batches instead of the last."""
     return shifted(w.moments[-1], moments[-2].end_bytes - w.moments[-2].end_bytes)
 
 
 def _with_stashes(made: Workload, stashes: Sequence[Stash]) -> Workload:
-    """Returns the workload `made` without the bytes of the stashes that are on the host."""
     return replace(made, moments=without_stashed(made, stashes), stashes=tuple(stashes)) if stashes else made
 
 
 def _stashes(source: Workload, parts: Sequence[BlockRun], cells: Sequence[Sequence[int]], count: int) -> list[Stash]:
-    """Returns the boundary stashes of `count` micro-batches of the depth-first workload `source`, which run `cells`
-    without a pause."""
+    """Of `count` micro-batches of the depth-first workload `source`, which run `cells` without a pause."""
     first = list(accumulate((len(cell) for cell in cells), initial=cells[0][0]))  # moment of each cell
     backward = _backward_parts(parts)
     blocks = [(n, block) for n, (block, forward, _) in enumerate(parts) if forward and block in backward]
@@ -200,15 +197,15 @@ def _stashes(source: Workload, parts: Sequence[BlockRun], cells: Sequence[Sequen
 
 
 def _boundary_bytes(w: Workload, begin: int, ahead: Sequence[Sequence[int]], back: Sequence[int]) -> list[int]:
-    """Returns the bytes that go to the host for each block of one micro-batch.
+    """What goes to the host for each block of one micro-batch.
 
     begin: its first moment.
-    ahead: the moments of each block's forward.
-    back: the moment at which each block's backward begins.
+    ahead: moments of each block's forward.
+    back: where each block's backward begins.
 
-    When a block's backward begins, the level is the sum of the bytes that all blocks up to it keep, and the gradient of
-    its output. From one block to the next this sum rises by a block's output, which is the input of the block after it.
-    If blocks keep activations of their own, it rises by those too.
+    When a block's backward begins, the level is what all blocks up to it keep, and the gradient of its output. From one
+    block to the next it rises by a block's output, the input of the block after it. If blocks keep activations of their
+    own, it rises by those too.
     """
     if not back:
         return []
@@ -222,19 +219,18 @@ def _boundary_bytes(w: Workload, begin: int, ahead: Sequence[Sequence[int]], bac
 
 
 def _backward_parts(parts: Sequence[BlockRun]) -> dict[str, int]:
-    """Returns block -> the part that is its backward."""
     return {block: n for n, (block, forward, _) in enumerate(parts) if block is not None and not forward}
 
 
 def _stashes_of(
     block: str, sizes: Sequence[int], first: Sequence[int], ahead: int, back: int, held: int
 ) -> list[Stash]:
-    """Returns the stash of each micro-batch in a block; none if a micro-batch has nothing to stash or no time.
+    """Of each micro-batch in a block; none if one has nothing to stash or no time.
 
-    sizes: bytes for each micro-batch.
-    first: the first moment of each cell.
+    sizes: bytes of each micro-batch.
+    first: moment of each cell.
     ahead, back: the block's first cell in forward and in backward.
-    held: the cell of the first micro-batch up to which something else holds the bytes.
+    held: cell of the first micro-batch up to which something else holds the bytes.
     """
     made: list[Stash] = []
     for u, size in enumerate(sizes):

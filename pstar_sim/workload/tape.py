@@ -16,19 +16,13 @@ __all__ = ["Tape", "input_gradient", "weight_gradient"]
 
 
 def input_gradient(product: Product) -> Product:
-    """Returns the product that computes the gradient of a linear layer's input.
-
-    product: the product of its forward pass.
-    """
+    """Of a linear layer, from the product of its forward pass."""
     batches, m, k, n = product
     return batches, m, n, k
 
 
 def weight_gradient(product: Product) -> Product:
-    """Returns the product that computes the gradient of a linear layer's weight.
-
-    product: the product of its forward pass.
-    """
+    """Of a linear layer, from the product of its forward pass."""
     batches, m, k, n = product
     return batches, n, m, k
 
@@ -37,7 +31,7 @@ class Tape:
     """A micro-batch while it is written down. All sizes are in bytes.
 
     level: non-model bytes alive now.
-    saving: whether autograd keeps the tensors that backward needs; False inside a checkpointed segment.
+    saving: autograd keeps what backward needs; False inside a checkpointed segment.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -60,30 +54,29 @@ class Tape:
     # Parameters
 
     def parameter(self, name: str, *shape: int) -> None:
-        """Declare a parameter. Its index is its place in the order of declaration."""
+        """Its index is its place in the order of declaration."""
         size = math.prod(shape) * self.width
         self._index[name] = len(self.tensors)
         self.tensors.append(Tensor(name=name, shape=shape, dtype=self.dtype, bytes=size))
 
     def tie(self, name: str, to: str) -> None:
-        """Declare the parameter `name`, which shares the storage of the earlier parameter `to`."""
+        """`name` shares the storage of the earlier parameter `to`."""
         owner = self._index[to]
         shape = self.tensors[owner].shape
         self._index[name] = owner
         self.tensors.append(Tensor(name=name, shape=shape, dtype=self.dtype, bytes=0, tied_to=owner))
 
     def size(self, names: Iterable[str]) -> int:
-        """Returns the bytes of these parameters."""
         return sum(self.tensors[self._index[name]].bytes for name in names)
 
     def weight_products(self, *products: Product) -> list[Product]:
-        """Returns the products that compute gradients of weights; none if the weights are not trained."""
+        """None if the weights are not trained."""
         return list(products)
 
     # Moments
 
     def open(self, event: str, module: str, phase: Phase, reads: Sequence[str] = ()) -> None:
-        """Close the moment before, and open the moment that begins at this event and reads these parameters."""
+        """Closes the moment before."""
         self._close()
         self._opened = (f"{event}:{module}" if event in ("begin", "end", "grad") else event, phase, module)
         for i in sorted({self._index[name] for name in reads}):
@@ -91,7 +84,7 @@ class Tape:
             self._read += self.tensors[i].bytes
 
     def close(self) -> None:
-        """End the last moment of backward and add the optimizer step, which has no bytes of its own."""
+        """Adds the optimizer step, which has no bytes of its own."""
         self.open("step", "<root>", Phase.ADAM)
         self._close()
 
@@ -130,9 +123,9 @@ class Tape:
         """Run an operator that allocates `out` bytes. After it `dead` bytes are freed, and `unsaved` more if autograd
         saves nothing.
 
-        flops: flops in addition to those of its products.
-        products: matrix products, one for each kernel.
-        read: activation bytes that it reads; None: the number that it writes. `open` counts parameters.
+        flops: besides those of `products`.
+        products: of matrices, one for each kernel.
+        read: activation bytes; None: `out`. `open` counts parameters.
         """
         self.level += out
         self._peak = max(self._peak, self.level)
@@ -144,9 +137,9 @@ class Tape:
         assert self.level >= 0, "more bytes freed than taken"
 
     def gradient(self, names: Iterable[str], *, allocated: bool = True) -> None:
-        """Make the gradients of these parameters final. Final gradients leave the GPU's non-model data at once.
+        """Final gradients leave the GPU's non-model data at once.
 
-        allocated: whether an operator has already counted their bytes.
+        allocated: an operator has already counted their bytes.
         """
         names = tuple(names)
         if not allocated:
@@ -158,14 +151,12 @@ class Tape:
     def linear_backward(
         self, names: Sequence[str], *, grad_in: int, grad_out: int, saved: int, product: Product, dead: int = 0
     ) -> None:
-        """Run the backward of a linear layer: the gradients of input and parameters together, then `gradient` for the
-        parameters.
+        """The gradients of input and parameters together, then `gradient` for the parameters.
 
-        grad_in: bytes of the gradient of the input.
-        grad_out: bytes of the gradient of the output, which the operator reads.
-        saved: bytes of saved tensors, which the operator reads.
-        product: the layer's product in the forward pass.
-        dead: bytes that no other operator needs, freed at the end of the operator.
+        grad_in, grad_out: bytes of the gradients of input and (read) output.
+        saved: bytes that the operator reads.
+        product: of the forward pass.
+        dead: bytes freed at the end of the operator.
         """
         products = [input_gradient(product), *self.weight_products(weight_gradient(product))]
         self.op(grad_in + self.size(names), products=products, read=2 * grad_out + saved)

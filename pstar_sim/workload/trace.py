@@ -68,7 +68,7 @@ _ORDERED = ("order",)  # only in files in which some variant has another order t
 
 
 def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike[str]) -> None:
-    """Writes one workload or several variants to `path` (Parquet, zstd). An existing file is replaced atomically.
+    """Writes one workload or several variants to `path` (Parquet, zstd). Replaces atomically.
 
     Raises TraceError if there is nothing to write, if a value does not fit the format (an integer over 64 bits, text
     that is not Unicode), if two variants cannot be told apart, or if the file cannot be written.
@@ -98,7 +98,7 @@ def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike
 
 
 def load_variants(path: str | os.PathLike[str]) -> tuple[Workload, ...]:
-    """Returns all workloads of a trace file, in file order.
+    """In file order.
 
     Raises TraceError (naming the file and the field) for a file that is missing, truncated, foreign, damaged, written
     by a newer version or inconsistent.
@@ -124,8 +124,8 @@ def load_trace(
 
     batch: sequences per micro-batch.
     sequence: tokens per sequence.
-    checkpointing: whether activations are recomputed.
-    dtype: working dtype, a name of DTYPES.
+    checkpointing: of activations.
+    dtype: a name of DTYPES.
     micro_batches: a number that the file does not hold is made from the variant with one micro-batch, by repeating it.
 
     Raises TraceError as `load_variants` does, and if no variant agrees (the text lists the variants of the file).
@@ -153,7 +153,7 @@ def load_trace(
 
 
 def moments_frame(w: Workload) -> pd.DataFrame:
-    """Returns the moments as a pandas DataFrame, one row each (index: moment), with fields as columns."""
+    """One row per moment, with fields as columns."""
     import pandas as pd
 
     frame = pd.DataFrame([asdict(m) | {"phase": m.phase.value} for m in w.moments], columns=_names(Moment))
@@ -163,8 +163,7 @@ def moments_frame(w: Workload) -> pd.DataFrame:
 
 
 def tensors_frame(w: Workload) -> pd.DataFrame:
-    """Returns the tensors as a pandas DataFrame, one row each (index: tensor), with `numel`, `reads`, `gradients`
-    (counts)."""
+    """One row per tensor, with `numel`, `reads`, `gradients` (counts)."""
     import pandas as pd
 
     frame = pd.DataFrame([asdict(t) | {"numel": t.numel} for t in w.tensors], columns=[*_names(Tensor), "numel"])
@@ -179,7 +178,7 @@ def tensors_frame(w: Workload) -> pd.DataFrame:
 
 
 def uses_frame(w: Workload) -> pd.DataFrame:
-    """Returns the uses as a pandas DataFrame: moment, tensor, kind."""
+    """Moment, tensor, kind."""
     import pandas as pd
 
     return pd.DataFrame([(u.moment, u.tensor, u.kind.value) for u in w.uses], columns=_names(Use))
@@ -191,7 +190,6 @@ def _key(w: Workload) -> tuple[object, ...]:
 
 
 def _words(w: Workload) -> str:
-    """Returns words for a variant, for messages."""
     recompute = "checkpointing" if w.checkpointing else "no checkpointing"
     if w.activations:
         recompute = activations_text(w)
@@ -202,19 +200,19 @@ def _words(w: Workload) -> str:
 
 
 def _columns(cls: Any, version: int) -> list[str]:
-    """Returns the fields of a dataclass that a file of this version has."""
+    """Of a dataclass, in this version."""
     return [name for name in _names(cls) if version > 1 or (cls, name) != (Moment, "products")]
 
 
 def _header(version: int) -> list[str]:
-    """Returns the fields of a workload that are columns of a file of this version."""
+    """Of a workload, as columns in this version."""
     return [name for name in _HEADER if version > 1 or name != "kernels"]
 
 
 def _schema(version: int = SCHEMA_VERSION, optional: Collection[str] = ()) -> Any:
-    """Returns the file's Arrow schema, with format and version in its metadata.
+    """With format and version in its metadata.
 
-    optional: the columns that the schema has of _CHOSEN and _ORDERED.
+    optional: columns of _CHOSEN and _ORDERED.
     """
     import pyarrow as pa
 
@@ -243,8 +241,7 @@ def _names(cls: Any) -> list[str]:
 
 
 def _arrow_fields(cls: type, names: Iterable[str]) -> list[Any]:
-    """Returns the fields of a dataclass as they are in the file: words of an enumeration as text, whole numbers with 64
-    bits."""
+    """Words of an enumeration as text, whole numbers with 64 bits."""
     import pyarrow as pa
 
     plain = {str: pa.string(), int: pa.int64(), bool: pa.bool_(), float: pa.float64()}
@@ -281,13 +278,13 @@ def _row(w: Workload, version: int = SCHEMA_VERSION, optional: Collection[str] =
 
 
 def _digest(row: dict[str, Any]) -> str:
-    """Returns the SHA-256 of everything in the row but the digest (floats by their exact shortest form)."""
+    """SHA-256 of the row but the digest (floats by their exact shortest form)."""
     content = {name: value for name, value in row.items() if name != "digest"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _read_rows(source: Path) -> list[dict[str, Any]]:
-    """Returns the rows of the file, after all checks of the file itself."""
+    """After all checks of the file itself."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -341,8 +338,7 @@ def _check_schema(source: Path, found: Any, version: int) -> None:
 
 
 def _workload(source: Path, index: int, row: dict[str, Any]) -> Workload:
-    """Returns the workload of one row. Raises TraceError naming the field that is null, unknown or contradicts another
-    field."""
+    """Raises TraceError naming the field that is null, unknown or contradicts another."""
     digest = row.pop("digest")
     try:
         form = convert(file_kind(Workload), _plain(row))
@@ -356,7 +352,7 @@ def _workload(source: Path, index: int, row: dict[str, Any]) -> Workload:
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row with pairs in place of the file's tables of two columns."""
+    """With pairs in place of the file's tables of two columns."""
     values = dict(row)
     if isinstance(row["optimizer"], dict):
         values["optimizer"] = {**row["optimizer"], "state_bytes": _pairs(row["optimizer"]["state_bytes"])}

@@ -50,7 +50,7 @@ Product = tuple[int, int, int, int]
 
 
 def product_flops(product: Product) -> int:
-    """Returns the flops of a product: a multiplication and an addition for each of its terms."""
+    """A multiplication and an addition for each of its terms."""
     batches, m, k, n = product
     return 2 * batches * m * k * n
 
@@ -235,7 +235,7 @@ class Workload:
 
     @property
     def said(self) -> dict[str, object]:
-        """The kernels and the notes, which each row of an answer repeats."""
+        """Repeated in each row of an answer."""
         return {"kernels": self.kernels, "notes": self.notes}
 
     @cached_property
@@ -247,14 +247,13 @@ class Workload:
 
     @cached_property
     def derived(self) -> dict[tuple[object, ...], object]:
-        """Values that other modules have derived from this workload, each kept so that it is derived once. A key begins
-        with the name of the value and names everything else on which the value depends. Equal workloads do not share
-        these values."""
+        """What other modules derive once from this workload. A key begins with the name of the value and names all else
+        on which it depends. Equal workloads do not share these values."""
         return {}
 
     @cached_property
     def params(self) -> int:
-        """Number of parameters; tied parameters count once."""
+        """Tied parameters count once."""
         return sum(t.numel for t in self.tensors if t.tied_to is None)
 
     @cached_property
@@ -263,13 +262,12 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens per iteration, of all micro-batches."""
+        """Of an iteration."""
         return self.batch * self.sequence * self.micro_batches
 
     @cached_property
     def boundaries_on_host(self) -> bool:
-        """Whether stashes are inputs of blocks that recompute from them (relay.py), not activations of offloaded
-        blocks."""
+        """Stashes are inputs of blocks that recompute from them (relay.py), not activations of offloaded blocks."""
         offloaded = {block for block, how in self.activations if how == "offload"}
         return any(stash.block not in offloaded for stash in self.stashes)
 
@@ -279,9 +277,9 @@ class Workload:
 
     @cached_property
     def stash_room(self) -> tuple[tuple[str, int], ...]:
-        """(block, bytes) that the host holds for stashes: for each block the most that its stashes take at a time, each
-        stash in multiples of 256 bytes. One by one, the stashes of a block come one after the other; side by side, the
-        stashes of all micro-batches are there together."""
+        """(block, bytes) on the host: the most that a block's stashes take at a time, each in multiples of 256 bytes.
+        One by one, the stashes of a block come one after the other; side by side, the stashes of all micro-batches are
+        there together."""
         sizes: dict[str, int] = {}
         there: dict[str, list[tuple[int, int]]] = {}  # block -> (needed, bytes) of stashes that are still in use
         for stash in self.stashes:
@@ -292,7 +290,7 @@ class Workload:
 
     @cached_property
     def stash_offsets(self) -> tuple[int, ...]:
-        """Per stash, the offset of its begin in the `stash_room` of its block, in bytes."""
+        """Of each stash in the `stash_room` of its block, in bytes."""
         ends: dict[str, int] = {}
         offsets = []
         for stash in self.stashes:
@@ -302,7 +300,7 @@ class Workload:
 
     @property
     def relayed(self) -> bool:
-        """Whether the engine has to run the iteration: for its order, or for boundaries on the host (relay.py)."""
+        """For its order, or for boundaries on the host (relay.py), the engine has to run the iteration."""
         return not self.order.of_loop or self.boundaries_on_host
 
     @cached_property
@@ -311,12 +309,12 @@ class Workload:
 
     @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
-        """Tensors read in each moment, ascending."""
+        """Per moment, ascending."""
         return self._by_moment(UseKind.READ)
 
     @cached_property
     def gradients(self) -> tuple[tuple[int, ...], ...]:
-        """Tensors whose gradient arrives in each moment (each arrival, not only the last)."""
+        """Tensors per moment (each arrival, not only the last)."""
         return self._by_moment(UseKind.GRADIENT)
 
     def _by_moment(self, kind: UseKind) -> tuple[tuple[int, ...], ...]:
@@ -339,7 +337,6 @@ _Bad = Callable[[str, object, str], TraceError]
 
 
 def check_workload(w: Workload) -> None:
-    """Raise TraceError for a workload that contradicts itself."""
 
     def bad(field_name: str, value: object, want: str) -> TraceError:
         return TraceError(f"workload {w.model!r}: {field_name} is {value!r}; {want}")
@@ -423,7 +420,7 @@ def _check_tensor(w: Workload, i: int, t: Tensor, bad: _Bad) -> None:
 
 
 def _check_indices(w: Workload, bad: _Bad) -> None:
-    """Check that each use names a moment before the optimizer step, and a tensor that allows this use."""
+    """Each use names a moment before the optimizer step, and a tensor that allows it."""
     tied = {i for i, t in enumerate(w.tensors) if t.tied_to is not None}
     frozen = {i for i, t in enumerate(w.tensors) if t.frozen}
     last, count = len(w.moments), len(w.tensors)
@@ -445,10 +442,10 @@ _PHASES = {"begin": (Phase.FWD, Phase.RECOMPUTE), "end": (Phase.FWD, Phase.RECOM
 
 
 def _check_order(w: Workload, bad: _Bad) -> None:
-    """Check that time goes forward. Micro-batches begin one after the other, each runs forward and then backward, and
-    the optimizer step comes last. A moment opens with the bytes with which the moment before it closed, except between
-    two micro-batches of which the first is over, because the batch is replaced. An iteration that is not known yet has
-    no moment but the optimizer step."""
+    """Micro-batches begin one after the other, each runs forward and then backward, and the optimizer step comes last.
+    A moment opens with the bytes with which the moment before it closed, except between two micro-batches of which the
+    first is over, because the batch is replaced. An iteration that is not known yet has no moment but the optimizer
+    step."""
     first, last = w.moments[0], w.moments[-1]
     if (first.micro_batch and first is not last) or last.micro_batch != w.micro_batches - 1:
         want = f"they go from 0 to {w.micro_batches - 1}, in order"
@@ -477,13 +474,12 @@ def _check_order(w: Workload, bad: _Bad) -> None:
 
 
 def _in_room(stash: Stash) -> int:
-    """Returns the bytes of host memory that a stash takes: a multiple of 256 bytes."""
+    """A multiple of 256 bytes."""
     return -(-stash.bytes // 256) * 256
 
 
 def odd_micro_batch(w: Workload) -> int | None:
-    """Returns the first micro-batch that has other moments than micro-batch 0, or has them in another order; None if
-    all have the same moments."""
+    """Returns the first micro-batch that has other moments than micro-batch 0, or another order."""
     rows: dict[int, list[tuple[str, Phase]]] = {}
     for m in w.moments[:-1]:
         rows.setdefault(m.micro_batch, []).append((m.name, m.phase))
@@ -491,9 +487,9 @@ def odd_micro_batch(w: Workload) -> int | None:
 
 
 def _check_begin(w: Workload, i: int, m: Moment, begun: int, bad: _Bad) -> None:
-    """Check moment i, the first moment of its micro-batch.
+    """Moment i is the first of its micro-batch.
 
-    begun: number of micro-batches that begin before it.
+    begun: micro-batches before it.
     """
     if m.phase is not Phase.FWD and m is not w.moments[-1]:
         raise bad(f"moments[{i}].phase", m.phase.value, "a micro-batch begins with its forward pass")
@@ -502,7 +498,7 @@ def _check_begin(w: Workload, i: int, m: Moment, begun: int, bad: _Bad) -> None:
 
 
 def _check_phase(w: Workload, i: int, m: Moment, before: int, bad: _Bad) -> None:
-    """Check moment i, which follows moment `before` of the same micro-batch."""
+    """Moment i follows moment `before` of the same micro-batch."""
     if m.phase is Phase.FWD and w.moments[before].phase is not Phase.FWD:
         name, phase = w.moments[before].name, w.moments[before].phase.value
         want = f"moment {before} ({name}) is of {phase} already; a micro-batch has one forward pass"
@@ -510,7 +506,7 @@ def _check_phase(w: Workload, i: int, m: Moment, before: int, bad: _Bad) -> None
 
 
 def _check_bytes(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
-    """Check that moment i opens with the bytes with which moment i - 1 closed."""
+    """Moment i opens with the bytes with which moment i - 1 closed."""
     before = w.moments[i - 1]
     if m.start_bytes != before.end_bytes and not w.activations:  # mixed of two captures if blocks were chosen
         want = f"moment {i - 1} ({before.name}) ends with {before.end_bytes}; the moments are not in their order"
@@ -518,8 +514,7 @@ def _check_bytes(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
 
 
 def _check_uses(w: Workload, bad: _Bad) -> None:
-    """Check that the optimizer step reads no parameter, and that a gradient arrives in the backward pass, after the
-    first read."""
+    """The optimizer step reads no parameter, and a gradient arrives in the backward pass, after the first read."""
     phases = [m.phase for m in w.moments]
     base = [m.micro_batch * len(w.tensors) for m in w.moments]
     first: dict[int, int] = {}  # base + tensor -> moment
@@ -543,8 +538,8 @@ def _check_uses(w: Workload, bad: _Bad) -> None:
 
 
 def _check_choices(w: Workload, bad: _Bad) -> None:
-    """Check the treatment of each block's activations. An offloaded block has one stash per micro-batch, and so has a
-    block that recomputes from a boundary on the host. No other block has a stash."""
+    """An offloaded block has one stash per micro-batch, and so has a block that recomputes from a boundary on the host.
+    No other block has a stash."""
     chosen = dict(w.activations)
     if len(chosen) != len(w.activations):
         raise bad("activations", len(w.activations), "each block is named once")
@@ -561,7 +556,7 @@ def _check_choices(w: Workload, bad: _Bad) -> None:
 
 
 def _check_stashes(w: Workload, bad: _Bad) -> None:
-    """Check each stash by itself and against the stash before it, and that the peaks count the bytes of all stashes."""
+    """By itself and against the one before, and whether the peaks count the bytes of all."""
     counted = [0] * (len(w.moments) + 1)  # changes of the bytes of stashes that the peaks count
     for i, s in enumerate(w.stashes):
         if s.bytes <= 0 or not 0 <= s.made < s.gone < s.back < s.needed < len(w.moments) - 1:
@@ -584,9 +579,9 @@ def _check_stashes(w: Workload, bad: _Bad) -> None:
 
 
 def _check_beside(i: int, s: Stash, before: Stash, bad: _Bad, *, in_turn: bool) -> None:
-    """Check stash i against the stash before it in the list.
+    """Against the stash before it in the list.
 
-    in_turn: whether the stash that is made first is also gone first.
+    in_turn: the stash made first is also gone first.
     """
     if s.made <= before.made:
         raise bad(f"stashes[{i}].made", s.made, "stashes come in the order in which they are made")
@@ -610,8 +605,7 @@ class HasActivations(Protocol):
 
 
 def activations_text(w: HasActivations) -> str:
-    """Returns words for the treatment of activations: "activations recomputed", or block by block "blocks 0-4 of 20
-    offloaded, 5-19 kept"."""
+    """ "activations recomputed", or block by block "blocks 0-4 of 20 offloaded, 5-19 kept"."""
     if not w.activations:
         return f"activations {'recomputed' if w.checkpointing else 'kept'}"
     parts: list[tuple[str, str]] = []
@@ -629,7 +623,7 @@ def activations_text(w: HasActivations) -> str:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """Returns words such as "0-3, 7" for 0, 1, 2, 3, 7; "0, 2 ... 8" for every second number."""
+    """ "0-3, 7" for 0, 1, 2, 3, 7; "0, 2 ... 8" for every second number."""
     strides = {b - a for a, b in pairwise(numbers)}
     if len(numbers) > 3 and len(strides) == 1 and strides != {1}:
         return f"{numbers[0]}, {numbers[1]} ... {numbers[-1]}"
@@ -643,8 +637,8 @@ def _spans(numbers: Sequence[int]) -> str:
 
 
 def retype(w: Workload, dtype: str) -> Workload:
-    """Returns the same workload in the other 16-bit type. Bytes and flops are equal; only loss scaling and rates
-    differ. Raises TraceError between types of different size."""
+    """Bytes and flops are equal; only loss scaling and rates differ. Raises TraceError between types of different
+    size."""
     if dtype == w.dtype:
         return replace(w, dtype_open=False) if w.dtype_open else w
     if not same_size(dtype, w.dtype):
@@ -654,13 +648,13 @@ def retype(w: Workload, dtype: str) -> Workload:
 
 
 def with_optimizer(w: Workload, name: str) -> Workload:
-    """Returns the same workload with another optimizer. Raises UnknownName."""
+    """Raises UnknownName."""
     return replace(w, optimizer=optimizer_spec(name))
 
 
 def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:
     """Returns the same model with its one micro-batch repeated, `micro_batches` times in all. Raises TraceError if w
-    already has several, or if the iteration would have more than MOST_MOMENTS moments."""
+    already has several, or for more than MOST_MOMENTS moments."""
     instance("w", w, Workload, "a Workload", error=TraceError)
     micro_batches = whole("micro_batches", micro_batches, error=TraceError)
     if w.micro_batches != 1:
@@ -712,8 +706,7 @@ def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:
 
 
 def single_micro_batch(w: Workload) -> Workload:
-    """Returns the micro-batch that `w` repeats, as a workload of its own: the reverse of `repeat_micro_batch`. Raises
-    TraceError if the micro-batches of w differ."""
+    """The reverse of `repeat_micro_batch`. Raises TraceError if the micro-batches differ."""
     if w.micro_batches == 1:
         return w
     count = (len(w.moments) - 1) // w.micro_batches

@@ -12,8 +12,7 @@ __all__ = ["check_barrier"]
 
 
 def check_barrier(plan: Plan, program: Unrolled) -> None:
-    """Check that the barrier holds. Raises PlanError naming the update that may start too early and the step for which
-    it has to wait."""
+    """Raises PlanError naming the update that may start too early and the step for which it has to wait."""
     w = plan.workload
     barrier = plan.settings.barrier(w.dtype)
     if barrier is None:
@@ -29,8 +28,8 @@ def check_barrier(plan: Plan, program: Unrolled) -> None:
 
 
 def _norm_needs(plan: Plan) -> list[tuple[int, str]]:
-    """Returns the steps that an iteration's gradient norm needs besides the gradients themselves, as (position of the
-    step, reason). Each queue runs its steps in order, so the last step of a kind stands for all of them."""
+    """Returns what an iteration's gradient norm needs besides the gradients, as (position of the step, reason). Each
+    queue runs its steps in order, so the last step of a kind stands for all of them."""
     # On a replicated layout, a rank has the whole sum only when the other ranks' slices of the sum are back.
     summed = Kind.REDUCE_SCATTER if plan.layout.ranks > 1 else Kind.GATHER
     needs: dict[Kind, str] = {

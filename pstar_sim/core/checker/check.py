@@ -29,8 +29,8 @@ MOST_UNROLLED = 4
 
 def check_plan(plan: Plan, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
     """Proves the plan, and compares its figures of bytes with the proof. With `workload` or `machine`, also checks that
-    the plan is for it. Returns the report. Raises PlanError with the first violation, naming steps, moment and bytes.
-    Raises FalseFigures with every figure that is false."""
+    the plan is for it. Raises PlanError with the first violation, naming steps, moment and bytes. Raises FalseFigures
+    with every figure that is false."""
     if workload is not None:
         check_workload_of(plan, workload)
     if machine is not None:
@@ -47,7 +47,7 @@ def check_plan(plan: Plan, workload: Workload | None = None, machine: Machine | 
 @without_garbage_collection()
 def prove(plan: Plan) -> CheckReport:
     """Proves that every legal interleaving of the steps is correct and within budgets that the plan's machine has.
-    Returns the report. Raises PlanError with the first violation, naming steps, moment and bytes."""
+    Raises PlanError with the first violation, naming steps, moment and bytes."""
     check_fields(plan)
     check_budgets(plan, plan.machine)
     order = check_structure(plan)
@@ -92,8 +92,7 @@ def prove(plan: Plan) -> CheckReport:
 
 
 def _gpu_peaks(plan: Plan, program: Unrolled, walk: Walk) -> tuple[GpuPeak, ...]:
-    """Returns the peaks of the GPUs, one for all ranks with the same job and budget. Raises PlanError for a rank whose
-    GPU may hold more than its budget."""
+    """Returns one peak for all ranks with the same job and budget. Raises PlanError for a rank over its budget."""
     ranks_of: dict[tuple[int, int], list[int]] = {}
     for r, (job, budget) in enumerate(zip(plan.jobs, plan.gpu_budgets)):
         ranks_of.setdefault((id(job), budget), []).append(r)

@@ -12,12 +12,8 @@ __all__ = ["legal_order"]
 
 
 def legal_order(steps: tuple[Step, ...], position: dict[int, int]) -> list[int]:
-    """Returns the positions of the steps in an order that each queue and every edge inside the iteration allow.
-
-    position: id of a step -> its position.
-
-    Raises PlanError naming steps of a circle.
-    """
+    """Raises PlanError naming steps of a circle, if no order satisfies each queue and every edge inside the
+    iteration."""
     count = len(steps)
     follows: list[list[int]] = [[] for _ in range(count)]
     open_edges = [0] * count

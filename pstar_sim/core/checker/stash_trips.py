@@ -35,8 +35,8 @@ def check_stash_step(plan: Plan, step: Step) -> None:
 
 
 def check_stashes(plan: Plan, program: Unrolled) -> None:
-    """Check all stashes. Raises PlanError for a stash that is not moved, or is moved twice, too early or too late; and
-    if the room on the host is too small."""
+    """Raises PlanError for a stash that is not moved, or is moved twice, too early or too late; and if the room on the
+    host is too small."""
     _check_room(plan)
     moments = {step.moment: i for i, step in enumerate(plan.steps) if step.kind is Kind.COMPUTE}
     moves = _moves(plan)
@@ -74,7 +74,7 @@ def _check_room(plan: Plan) -> None:
 
 
 def _moves(plan: Plan) -> dict[tuple[Kind, int], int]:
-    """Returns (kind, stash) -> position of the step that moves it. Raises PlanError if two steps do."""
+    """Raises PlanError if two steps move one stash."""
     moves: dict[tuple[Kind, int], int] = {}
     for i, step in enumerate(plan.steps):
         if step.stash is not None:

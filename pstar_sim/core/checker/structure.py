@@ -35,7 +35,7 @@ _QUEUES: dict[Kind, tuple[Queue, ...]] = {
 
 
 def check_structure(plan: Plan) -> list[int]:
-    """Check the structure of the plan. Returns the positions of the steps in a legal order of one iteration."""
+    """Returns the positions of the steps in a legal order of one iteration."""
     steps, w = plan.steps, plan.workload
     position: dict[int, int] = {}
     for i, step in enumerate(steps):
@@ -98,7 +98,7 @@ def _check_chunk(plan: Plan, step: Step) -> None:
 
 
 def _payload(plan: Plan, step: Step) -> int:
-    """Returns the bytes of the step's list. Raises PlanError if the step names no list, or an unknown list."""
+    """Raises PlanError if the step names no list, or an unknown list."""
     assert step.chunk is not None
     if step.list is None:
         raise PlanError(f"{label(step)} needs list=")
@@ -111,7 +111,7 @@ def _check_bytes(step: Step, payload: int, *others: int) -> None:
 
 
 def _check_copy(plan: Plan, step: Step) -> None:
-    """Check a copy between two places. A policy may move the list in fp32 between host and gpu."""
+    """A policy may move the list in fp32 between host and gpu."""
     payload = _payload(plan, step)
     if step.list in OTHERS:
         raise PlanError(f"{label(step)}: the slices of other ranks are gathered, reduced and dropped, not copied")
@@ -135,8 +135,8 @@ def _check_drop(plan: Plan, step: Step) -> None:
 
 
 def _check_update(plan: Plan, step: Step) -> None:
-    """Check an Adam, or an add of gradients on the host. Its `bytes` is the memory traffic of the trainable parameters
-    of this rank's slice of the chunk, without padding."""
+    """Check an Adam, or an add of gradients on the host. Its `bytes` is the memory traffic of this rank's slice,
+    without padding and frozen parameters."""
     assert step.chunk is not None
     chunk, w = plan.layout.chunks[step.chunk], plan.workload
     params = 0 if chunk.frozen else -(-sum(slot.numel for slot in chunk.slots) // plan.layout.ranks)
@@ -199,7 +199,7 @@ _ADAM_OF = {"cpu": Kind.CPU_ADAM, "pin": Kind.GPU_ADAM, "stream": Kind.GPU_ADAM}
 
 
 def _check_updates(plan: Plan) -> None:
-    """Check that every chunk with a gradient has one Adam per iteration, and that no other chunk has one."""
+    """Check that every chunk with a gradient has one Adam per iteration, and no other chunk."""
     trained = {plan.layout.chunk_of[t]: m for m, row in enumerate(plan.workload.gradients) for t in row}  # the last
     done: dict[int, Step] = {}
     for step in plan.steps:

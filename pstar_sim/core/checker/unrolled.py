@@ -79,16 +79,15 @@ class Unrolled:
         return instance // self.count
 
     def sequence(self, instance: int) -> int:
-        """Returns the place of an instance among all instances on its queue."""
         k, i = divmod(instance, self.count)
         return k * self.length[self.queue_of[i]] + self.rank[i]
 
     def precedes(self, first: int, then: int) -> bool:
-        """Returns whether `first` has ended when `then` starts, in every legal interleaving."""
+        """Returns whether `first` has ended when `then` starts in every legal interleaving."""
         return self.clock[then][self.queue_of[first % self.count]] > self.sequence(first)
 
     def _ahead(self) -> Iterator[int]:
-        """Yields the queues whose first step of iteration N can start before iteration 0 has ended on all queues."""
+        """Yields the queues that can start iteration N before iteration 0 has ended on all queues."""
         seen: set[int] = set()
         for i in range(self.count):
             q = self.queue_of[i]
@@ -100,7 +99,7 @@ class Unrolled:
                 yield q
 
     def bounded(self) -> bool:
-        """Returns whether at most `iterations` successive iterations are under way at any time."""
+        """Returns whether at most `iterations` iterations are under way at any time."""
         return next(self._ahead(), None) is None
 
     def unbounded_queue(self) -> str:

@@ -18,14 +18,11 @@ __all__ = ["Walk"]
 
 @dataclass(slots=True)
 class _Content:
-    """Contents of a list.
-
-    version: number of updates applied (parameters, states), or iteration (gradients).
-    marks: (micro-batch, tensor) of each gradient in the list. In the working list these tensors are no longer
-        parameters.
-    summed: the part of these gradients that is the sum over all ranks: "no", "slice" or "yes".
-    filling: number of parts that a copy in parts has brought so far; None once all parts are there.
-    updating: number of parts that an update in parts has updated so far; None if no update is under way.
+    """version: updates applied (parameters, states), or iteration (gradients).
+    marks: (micro-batch, tensor) of each gradient; these tensors are then no longer parameters of the working list.
+    summed: what of these gradients is the sum over all ranks: "no", "slice" or "yes".
+    filling: parts that a copy in parts has brought; None once all are there.
+    updating: parts that an update in parts has done; None if none is under way.
     """
 
     version: int
@@ -54,19 +51,19 @@ def _key_name(key: _Key) -> str:
 
 
 class Walk:
-    """Plays all unrolled iterations in one legal order. An instance is a step in one of these iterations.
+    """Plays all unrolled iterations in one legal order.
 
-    takes: instance -> (place, bytes) that it takes; the tide is not among them.
-    frees: instance -> (place, bytes) that it frees.
-    content: list that is present now -> its contents; None for a list that no step has filled.
+    takes: instance -> (place, bytes), without the tide.
+    frees: instance -> (place, bytes).
+    content: list -> its contents; None for a list that no step has filled.
     last_change: list -> the latest instance that changed it.
     looks: list -> queue -> the latest instance that read it since.
     finals: moment -> tensors whose gradient becomes final in it.
-    expected: chunk -> (micro-batch, tensor) of all gradients that it gets in an iteration.
-    due: (chunk, micro-batch) -> the entries of `expected` that belong to the micro-batch.
+    expected: chunk -> (micro-batch, tensor) of all gradients of an iteration.
+    due: (chunk, micro-batch) -> its entries of `expected`.
     sums: chunks whose gradients add up on the gpu.
     target: (chunk, micro-batch) -> list on the gpu in which its gradients arrive.
-    lost_by: chunk -> words for the step that gave up the only current copy of its parameters, until they are updated.
+    lost_by: chunk -> words for the step that gave up the only current copy of its parameters.
     sent: chunk -> the latest iteration in which a gradient went to the host by itself, not in a sum.
     """
 
@@ -108,7 +105,6 @@ class Walk:
         self.target = self._targets()
 
     def _sums(self) -> frozenset[int]:
-        """Returns the chunks that have grad32 on the gpu between two iterations, or open it there."""
         sums = {chunk for chunk, name, place in self.initial if name == "grad32" and place is Place.GPU}
         for step in self.plan.steps:
             if step.kind is Kind.ALLOC and step.place is Place.GPU and step.list == "grad32":
@@ -117,7 +113,6 @@ class Walk:
         return frozenset(sums)
 
     def _targets(self) -> dict[tuple[int, int], str]:
-        """Returns (chunk, micro-batch) -> list on the gpu in which the chunk's gradients of the micro-batch arrive."""
         allocs: dict[int, int] = {}
         for step in self.plan.steps:
             if step.kind is Kind.ALLOC and step.place is Place.GPU and step.list == "grad":
@@ -189,8 +184,7 @@ class Walk:
         raise PlanError(f"not a steady state: after iteration {iteration} {' and '.join(what)}")
 
     def _check_no_divergence(self, iteration: int) -> None:
-        """Check that the copies of an optimizer state agree at the cut. The copies may differ inside an iteration,
-        between an update and its write-back."""
+        """Copies of an optimizer state agree at the cut, but may differ between an update and its write-back."""
         versions: dict[tuple[int, str], dict[Place, int]] = {}
         for (chunk, name, place), content in self.content.items():
             if name in self.states and content is not None:
@@ -203,8 +197,8 @@ class Walk:
                 )
 
     def _check_nothing_lost(self, iteration: int) -> None:
-        """Check that at the cut after iteration `iteration` some place holds the current parameters of each chunk. This
-        includes chunks that no moment reads, whose loss only a checkpoint would show."""
+        """Check that at the cut some place holds the current parameters of each chunk, also of chunks that no moment
+        reads, whose loss only a checkpoint would show."""
         for chunk in range(len(self.plan.layout.chunks)):
             wanted = iteration + 1 if chunk in self.expected else 0
             held = (self.content.get((chunk, "param", place)) for place in Place)
@@ -220,8 +214,8 @@ class Walk:
     # races
 
     def _pieces(self, s: int, key: _Key) -> Iterable[_Piece]:
-        """What an instance touches of a list: all of it, or its part. Lists of chunks updated in parts are looked at
-        part by part."""
+        """An instance touches all of a list, or its part. Lists of chunks updated in parts are looked at part by
+        part."""
         count = self.parts.get(key[0])
         if count is None:
             return ((key, 0),)
@@ -278,10 +272,9 @@ class Walk:
         self.frees[s] = (key[2], self.plan.layout.payload_bytes(key[0], key[1]))
 
     def _present(self, step: Step, key: _Key, why: str, tensor: int | None = None) -> _Content | None:
-        """Returns the contents of a list. Raises PlanError if the list is not there.
+        """Raises PlanError if the list is not there.
 
-        why: verb of the message.
-        tensor: object of the verb, in the list.
+        why: verb of the message; `tensor` is its object.
         """
         if key not in self.content:
             what = "" if tensor is None else f"{self._name(tensor)} in "
@@ -292,8 +285,6 @@ class Walk:
         return content
 
     def _check_whole(self, step: Step, why: str, key: _Key, content: _Content) -> None:
-        """Check that the data that the step reads is complete: its part of the list, or the whole list if the step has
-        no part."""
         wanted = self.parts.get(key[0], 1) if step.part is None else step.part.number + 1
         for verb, count in (("arrived", content.filling), ("been updated", content.updating)):
             own = verb == "been updated" and step.kind is Kind.CPU_ADAM
@@ -321,7 +312,7 @@ class Walk:
                 self._put_gradient(s, k, step, (chunk_of[t], name, Place.GPU), t)
 
     def _read(self, s: int, k: int, step: Step, key: _Key, t: int) -> None:
-        """Check that a moment may read tensor t in a working list, or in the other ranks' part of it."""
+        """The tensor is in a working list, or in the other ranks' part of it."""
         self._look(s, key)
         content = self._present(step, key, "reads", t)
         if content is None:
@@ -338,8 +329,7 @@ class Walk:
             )
 
     def _put_gradient(self, s: int, k: int, step: Step, key: _Key, t: int) -> None:
-        """Book the gradient of tensor t, which becomes final in a moment, in this list (or in its part of the
-        gradient)."""
+        """Book a gradient that becomes final in a moment."""
         w = self.plan.workload
         assert step.moment is not None
         u = w.moments[step.moment].micro_batch
@@ -363,7 +353,7 @@ class Walk:
         content.marks.add((u, t))
 
     def _nothing(self, s: int, k: int, step: Step) -> None:
-        """Do nothing: a stash is not a list, its bytes are part of the tide, and stash_trips.py proves its order."""
+        """A stash is not a list: its bytes are part of the tide, and stash_trips.py proves its order."""
 
     def _alloc(self, s: int, k: int, step: Step) -> None:
         assert step.chunk is not None and step.list is not None and step.place is not None
@@ -382,9 +372,9 @@ class Walk:
             raise PlanError(f"{label(step)} gives up gradients that no reduce_scatter has summed over the ranks")
 
     def _check_not_lost(self, step: Step, key: _Key, content: _Content) -> None:
-        """Check that another place holds the contents that a step frees, or newer contents. The parameters may also be
-        given up until the iteration's update, which writes them anew from their master copy: a read before the update
-        finds nothing, and `_check_nothing_lost` finds what no update has written."""
+        """Check that another place holds what a step frees, or newer contents. Parameters may also be given up until
+        the iteration's update writes them anew from their master copy: a read before finds nothing, and
+        `_check_nothing_lost` finds what no update has written."""
         for place in Place:
             other = self.content.get((key[0], key[1], place))
             if other is None:
@@ -420,8 +410,7 @@ class Walk:
         self.content[target] = arrived
 
     def _continue(self, step: Step, target: _Key, arrived: _Content) -> None:
-        """Add a part to the parts that were copied before it. Raises PlanError if it is not the next part, or if the
-        contents differ."""
+        """Raises PlanError if it is not the next part, or if the contents differ."""
         held = self.content[target]
         assert step.part is not None
         same = held is not None and (held.version, held.marks) == (arrived.version, arrived.marks)
@@ -430,7 +419,7 @@ class Walk:
         held.filling = None if step.part.last else step.part.number + 1
 
     def _gather(self, s: int, k: int, step: Step) -> None:
-        """Gather the parameters of the other ranks (sliced layout), or the other slices of a gradient's sum (replicated
+        """Brings parameters of the other ranks (sliced layout), or the other slices of a gradient's sum (replicated
         layout)."""
         assert step.chunk is not None and step.list is not None
         target = (step.chunk, step.list, Place.GPU)
@@ -479,8 +468,8 @@ class Walk:
             held.marks |= mine.marks
 
     def _check_complete(self, step: Step, verb: str, key: _Key, marks: set[tuple[int, int]]) -> None:
-        """Check that a list with a gradient of a micro-batch has the gradients of all the chunk's tensors in that
-        micro-batch."""
+        """Check that the list has the gradients of all the chunk's tensors, for each micro-batch of which it has
+        any."""
         batches = {u for u, _ in marks}
         missing = set[tuple[int, int]]().union(*(self.due.get((key[0], u), ()) for u in batches)) - marks
         if missing:
@@ -491,15 +480,13 @@ class Walk:
             )
 
     def _total(self, key: _Key, k: int) -> _Content:
-        """Returns the contents of a list that sums gradients; an empty sum if its contents are of an earlier
-        iteration."""
+        """Contents of an earlier iteration count as an empty sum."""
         held = self.content[key]
         if held is None or held.version != k:
             held = self.content[key] = _Content(k, summed="yes")
         return held
 
     def _only_ours(self, content: _Content) -> bool:
-        """Returns whether the list holds gradients of this rank that are not yet wholly summed over all ranks."""
         return self.ranks > 1 and bool(content.marks) and content.summed != "yes"
 
     def _add(self, s: int, k: int, step: Step) -> None:
@@ -557,12 +544,11 @@ class Walk:
             self._updated(step, working)
 
     def _updated(self, step: Step, content: _Content) -> None:
-        """A list is updated, or a part of it."""
         content.updating = None if step.part is None or step.part.last else step.part.number + 1
         content.version += step.completes
 
     def _gradients(self, s: int, k: int, step: Step, place: Place) -> set[tuple[int, int]]:
-        """Returns the marks of the gradients of this iteration that an update finds at its place."""
+        """Returns the marks of this iteration's gradients at the update's place."""
         assert step.chunk is not None
         found: set[tuple[int, int]] = set()
         unsummed: list[_Key] = []
@@ -596,9 +582,8 @@ class Walk:
             )
 
     def _check_norm(self, k: int, step: Step, place: Place, found: set[tuple[int, int]]) -> None:
-        """Check that the sum of a chunk's gradients has every gradient if gradients add up on the host, because the
-        norm is taken of these sums. (A sum that the gpu adds up may be on the host in between; the update then has all
-        of it.)"""
+        """Check that the sum of a chunk's gradients has every gradient if gradients add up on the host: the norm is
+        taken of these sums. (A sum that the gpu adds up may be on the host in between; the update then has all.)"""
         if not (self.plan.settings.clip and self.plan.workload.micro_batches > 1):
             return
         assert step.chunk is not None

@@ -26,10 +26,7 @@ class Worst:
     running: tuple[int, ...]
 
     def text(self, plan: Plan, what: str, budget: int) -> str:
-        """Returns words for a worst case beyond the budget.
-
-        what: the place, for example "gpu of rank 1".
-        """
+        """what: for example "gpu of rank 1"."""
         by_id = {step.id: step for step in plan.steps}
         under_way = ", ".join(label(by_id[i]) for i in self.running[:8]) or "nothing"
         when = "between two iterations" if self.moment < 0 else f"in moment {self.moment}"
@@ -40,7 +37,7 @@ class Worst:
 
 
 def worst_case(plan: Plan, program: Unrolled, walk: Walk, place: Place) -> Worst:
-    """Returns the most bytes that the place can hold, and the point of the iteration at which it holds them."""
+    """Returns the most bytes that the place can hold, and when it holds them."""
     held = _held_at_cut(plan, walk, place)
     takes, frees_of = _moves(plan, program, walk, place)
     frees = _frees(program, frees_of)
@@ -77,8 +74,7 @@ def _held_at_cut(plan: Plan, walk: Walk, place: Place) -> int:
 
 
 def _moves(plan: Plan, program: Unrolled, walk: Walk, place: Place) -> tuple[dict[int, int], dict[int, int]]:
-    """Returns instance -> bytes of the place that it takes, and instance -> bytes that it frees. On the gpu the tide of
-    the plan's workload is among them."""
+    """Returns instance -> bytes that it takes, and that it frees. On the gpu the tide is among them."""
     tide = [m.peak_bytes for m in plan.workload.moments]
     takes: dict[int, int] = {}
     frees: dict[int, int] = {}
@@ -96,10 +92,6 @@ def _moves(plan: Plan, program: Unrolled, walk: Walk, place: Place) -> tuple[dic
 
 
 def _frees(program: Unrolled, frees_of: Mapping[int, int]) -> list[list[tuple[int, int]]]:
-    """Returns, per queue, (sequence of the step, bytes that it frees), ascending.
-
-    frees_of: instance -> bytes that it frees.
-    """
     frees: list[list[tuple[int, int]]] = [[] for _ in program.queues]
     for s, size in frees_of.items():
         if size:
@@ -110,8 +102,8 @@ def _frees(program: Unrolled, frees_of: Mapping[int, int]) -> list[list[tuple[in
 
 
 def _moment_at(plan: Plan, program: Unrolled, running: list[int], done: list[int]) -> int:
-    """Returns the moment under way, or the last moment before, when these instances run and these numbers of steps have
-    ended on the queues; -1 if there is none."""
+    """Returns the moment under way, or the last before, when these instances run and these numbers of steps have ended
+    on the queues; -1 if none."""
     clock = [i for i in range(program.count) if program.queues[program.queue_of[i]] is Queue.COMPUTE]
     compute = program.queue_of[clock[0]]
     ahead = [program.sequence(s) for s in running if program.queue_of[s % program.count] == compute]
@@ -127,8 +119,8 @@ def closure(takes: list[tuple[tuple[int, ...], int]], frees: list[list[int]]) ->
     """Returns the maximum of (bytes of the chosen takes) - (bytes of the frees that they force), and the takes to
     choose.
 
-    takes: per take, (number of forced frees in each queue's list, bytes).
-    frees: per queue, bytes of the frees in order.
+    takes: (number of forced frees in each queue's list, bytes).
+    frees: per queue, in order.
 
     The problem is a minimum cut: source -> take -> last forced free of each queue -> the free before it ..., and each
     free -> sink.
@@ -160,8 +152,8 @@ def closure(takes: list[tuple[tuple[int, ...], int]], frees: list[list[int]]) ->
 def _forced_frees(
     takes: list[tuple[int, ...]], frees: list[list[int]], first: int
 ) -> tuple[list[int], list[int], list[int]]:
-    """Returns the nodes of the frees, counted from `first`, and the edges that force them: (bytes of each node, tails,
-    heads). Frees that every take forces together, or not at all, are one node."""
+    """Returns (bytes of each node, tails, heads): nodes counted from `first`, and the edges that force them. Frees that
+    every take forces together, or not at all, are one node."""
     sink_bytes: list[int] = []
     tails: list[int] = []
     heads: list[int] = []
@@ -191,7 +183,7 @@ def _min_cut(
     source: int,
     sink: int,
 ) -> tuple[int, NDArray[np.bool_]]:
-    """Returns (maximum flow, nodes on the source's side of a minimum cut), exact for 64-bit capacities.
+    """Returns (maximum flow, source's side of a minimum cut), exact for 64-bit capacities.
 
     scipy's solver counts in 32 bits. So the first solution is in units of a power of two, rounded down. Its flow is
     legal, and short of the maximum by less than a unit for each edge of the residual graph. The rest of the maximum is

@@ -43,9 +43,9 @@ def _fastest(attempts: Sequence[Attempt]) -> Attempt:
 
 @dataclass(frozen=True)
 class _Rival:
-    """The choice of static_partition for a job.
+    """What static_partition chose for a job.
 
-    linger: whether the plan leaves room for gradients on their way down.
+    linger: whether gradients on their way down have room.
     """
 
     machine: Machine
@@ -57,11 +57,7 @@ class _Rival:
 
 
 class Asynchronous:
-    """Plans one job with one policy. The class makes one `Attempt` per number of pins and turns the best attempt into a
-    plan.
-
-    job: facts of the job.
-    """
+    """One `Attempt` per number of pins; the best becomes a plan."""
 
     def __init__(
         self, name: str, workload: Workload, machine: Machine, settings: Settings, *, point: Point | None = None
@@ -127,8 +123,7 @@ class Asynchronous:
         return found
 
     def _static(self) -> _Rival | None:
-        """Returns the choice of static_partition in this job; None if static_partition does not fit. A choice that a
-        comparison has made already is used again."""
+        """None if static_partition does not fit. A choice that a comparison has made already is used again."""
         g = self.job
         point = replace(self.point, capacity="peak")
         known = g.workload.derived.get(_RIVAL)
@@ -145,12 +140,12 @@ class Asynchronous:
             return None
 
     def rival(self) -> _Rival:
-        """Returns the choice of this policy, for use by another policy of the family. Raises DoesNotFit."""
+        """For use by another policy of the family. Raises DoesNotFit."""
         check_gpu(self.job)
         return self._remember(_fastest(self._search(*self._scan())))
 
     def _remember(self, chosen: Attempt) -> _Rival:
-        """Store the choice where the capacity is constant, because tide asks for it in the same job."""
+        """Where the capacity is constant, because tide asks for it in the same job."""
         g = self.job
         made = _Rival(g.machine, g.settings, self.point, chosen.pins, chosen.knobs.linger, chosen.fetched_bytes)
         if not g.follow_tide:
@@ -158,8 +153,7 @@ class Asynchronous:
         return made
 
     def _scan(self) -> tuple[int, int, float]:
-        """Returns the best number of pins by the closed form, the largest number that fits, and the closed form's
-        seconds at the best number."""
+        """Returns the best and the largest number of pins by the closed form, and its seconds at the best."""
         most = most_pins_of(self.job)
         bounds = iteration_bounds(pin_facts(self.job), most)
         asked = self.point.pins

@@ -22,14 +22,10 @@ __all__ = ["Attempt", "attempt", "attempt_course", "burden_of"]
 
 @dataclass(slots=True)
 class Attempt:
-    """One choice of modes, with the order that `choose` found for it.
+    """One choice of modes, with the order that `choose` found.
 
-    course: the modes, laid out along the compute queue.
-    schedule: schedule of the course.
-    draft: draft of the schedule.
-    window: the order that `choose` found for the draft.
-    left_out: micro-batches that the job of the course leaves out ([Note: a shorter job]); None if the job is whole.
-    followed_s: seconds per iteration of the plan as followed; None if the plan was not followed.
+    left_out: micro-batches that the job of the course leaves out ([Note: a shorter job]), if any.
+    followed_s: seconds per iteration of the plan, if it was followed.
     """
 
     course: Course
@@ -41,13 +37,13 @@ class Attempt:
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes that one iteration copies to the GPU."""
+        """To the GPU, per iteration."""
         shown = sum([row.charge.gpu_take for row in self.draft.rows if row.queue is Queue.H2D])
         return shown + (self.left_out.times * self.left_out.fetched_bytes if self.left_out is not None else 0)
 
     @property
     def busy_s(self) -> tuple[float, float]:
-        """Nominal seconds of CPU Adam, and of the busier direction of the link, per iteration."""
+        """Nominal, of CPU Adam and of the busier direction of the link, per iteration."""
         seconds = _work_s(self.draft, self.left_out)
         return seconds[Queue.ADAM], max(seconds[Queue.H2D], seconds[Queue.D2H])
 
@@ -70,27 +66,24 @@ class Attempt:
 
     @property
     def iteration_s(self) -> float:
-        """Seconds per iteration of an attempt that fits."""
+        """Of an attempt that fits."""
         if self.followed_s is not None:
             return self.followed_s
         return self.window.iteration_s + (self.left_out.seconds(self.window) if self.left_out is not None else 0.0)
 
     def plan(self, choices: Mapping[str, object] | None = None) -> Plan:
-        """Returns the plan.
-
-        choices: words and figures for `Plan.choices`, which `explain` prints.
-        """
+        """choices: for `Plan.choices`, which `explain` prints."""
         return plan_of(self.schedule, self.draft, self.window, choices)
 
 
 def burden_of(made: Attempt) -> tuple[int, int]:
-    """Returns the burden of an attempt for `ties.least_of`: bytes fetched and number of pins. Bytes that go down need
-    no entry, because they equal the bytes fetched except for chunks that the GPU updates."""
+    """For `ties.least_of`.Bytes that go down need no entry, because they equal the bytes fetched except for chunks that
+    the GPU updates."""
     return made.fetched_bytes, made.pins
 
 
 def attempt(job: Job, modes: Modes, knobs: Knobs | None = None, *, like: Attempt | None = None) -> Attempt:
-    """Returns the attempt with these modes. Its window is stuck if a step never finds room.
+    """Its window is stuck if a step never finds room.
 
     like: see `attempt_course`.
     """
@@ -100,11 +93,11 @@ def attempt(job: Job, modes: Modes, knobs: Knobs | None = None, *, like: Attempt
 def attempt_course(
     course: Course, *, limit_s: float = math.inf, like: Attempt | None = None, times_left_out: int = 0
 ) -> Attempt:
-    """Returns the same as `attempt`, for a course that is laid out already.
+    """For a course that is laid out already.
 
-    limit_s: seconds of all micro-batches. The attempt is given up once it is certain to take longer; see `choose`.
-    like: an earlier attempt of the same job, whose rows are used again if the new rows would be equal.
-    times_left_out: number of micro-batches that the course's job leaves out.
+    limit_s: of all micro-batches. The attempt is given up once it is certain to take longer; see `choose`.
+    like: an earlier attempt of the same job, whose equal rows are used again.
+    times_left_out: micro-batches that the course's job leaves out.
     """
     schedule = course.schedule()
     if like is not None and schedule.rows_as(like.schedule):
@@ -121,7 +114,7 @@ def attempt_course(
 
 
 def _work_s(draft: Draft, left_out: LeftOut | None) -> dict[Queue, float]:
-    """Returns the nominal seconds of each queue's work per iteration."""
+    """Nominal, per iteration."""
     seconds = dict.fromkeys(Queue, 0.0)
     for row in draft.rows:
         seconds[row.queue] += row.charge.seconds

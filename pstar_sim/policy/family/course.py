@@ -26,15 +26,13 @@ LINGER_COPIES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Knobs:
-    """Settings that a search may vary besides the modes. No knob changes the numbers that a plan computes.
+    """Settings of a search besides the modes. No knob changes the numbers that a plan computes.
 
-    linger: whether the course leaves room for gradients on their way down. This pays unless memory is very tight.
+    linger: whether gradients on their way down have room. This pays unless memory is very tight.
     lead_chunks: room, in chunks, that early fetches leave free for urgent fetches.
-    down: order of the copies to the host. "edf": as the next forward needs the chunks. "fifo": in the order the copies
-        become ready.
-    stay: largest share of the positions over which streamed parameters may stay on the GPU between two iterations.
-    states_first: whether states go down before the parameters that stay, because states take room. The parameters are
-        then given up later.
+    down: order. "edf": as the next forward needs the chunks. "fifo": in the order the copies become ready.
+    stay: largest share of the positions over which streamed parameters may stay between two iterations.
+    states_first: whether states go down before the parameters that stay. The parameters are then given up later.
     """
 
     linger: bool = True
@@ -48,17 +46,17 @@ class Course:
     """One choice of modes, laid out along the compute queue.
 
     positions, at, updates, sums, stays, room: as in `Schedule`.
-    touched: chunk that is not resident -> positions that need its working list.
+    touched: chunk that is not resident -> positions that need it.
     kept: gaps over which a chunk stays on the GPU.
     needed_whole: on several ranks, chunk -> stretches of positions that need the slices of all ranks, resident chunks
         included.
-    kept_whole: gaps between these stretches over which the other ranks' slices stay on the GPU.
-    least_room_bytes: bytes of room at the tightest position, before any chunk is kept.
+    kept_whole: gaps between these over which the other ranks' slices stay.
+    least_room_bytes: at the tightest position, before any chunk is kept.
     """
 
     def __init__(self, job: Job, modes: Modes, knobs: Knobs, blocks: Sequence[Sequence[int]] | None = None) -> None:
-        """blocks: chunk -> blocks over which the chunk is on the GPU (on several ranks, all its slices), if the caller
-        has decided this already. With None, a chunk stays between its uses where there is room."""
+        """blocks: chunk -> blocks over which it is on the GPU (on several ranks, all its slices), if the caller has
+        decided. With None, a chunk stays between its uses where there is room."""
         self.job = job
         self.modes = modes
         self.knobs = knobs
@@ -80,7 +78,6 @@ class Course:
         self.kept_whole = self._keep_whole() if blocks is None else set()
 
     def schedule(self) -> Schedule:
-        """Returns the schedule, for the passes."""
         point, knobs = self.job.point, self.knobs
         return Schedule(
             job=self.job,
@@ -102,7 +99,6 @@ class Course:
         )
 
     def _needs(self) -> tuple[dict[int, list[int]], dict[int, list[Stretch]]]:
-        """Returns `touched` and `needed_whole`."""
         job = self.job
         touched: dict[int, list[int]] = {}
         whole: dict[int, list[Stretch]] = {}
@@ -124,16 +120,14 @@ class Course:
         return touched, whole
 
     def _positions_of(self, blocks: Sequence[int]) -> list[int]:
-        """Returns the positions of ascending blocks. Updates between two neighbouring blocks are included, so the
-        result has no gap there."""
+        """Updates between two neighbouring blocks are included, so the result has no gap there."""
         mine = [self.at[blocks[0]]]
         for before, n in pairwise(blocks):
             mine += range(mine[-1] + 1, self.at[n] + 1) if n == before + 1 else [self.at[n]]
         return mine
 
     def _needed_room(self) -> list[int]:
-        """Returns the bytes left at each position after the needs of residents, of the tide, of the passes and of the
-        position itself."""
+        """Returns what residents, the tide, the passes and the position itself leave at each position."""
         job = self.job
         free = job.machine.gpu_budget_bytes - self.resident_bytes
         room = [free - position.tide_bytes for position in self.positions]
@@ -151,7 +145,7 @@ class Course:
         return [left - other - held for left, other, held in zip(room, others, sums)]
 
     def _add_dropped_lists(self) -> None:
-        """Add the bytes of pinned chunks' working lists at the positions at which the lists are dropped."""
+        """Add pinned chunks' working lists where they are dropped."""
         job, pinned = self.job, self.modes.pinned
         if not job.drops_pinned_lists:
             return
@@ -161,8 +155,8 @@ class Course:
                 self.room[n] += job.sizes[c]
 
     def _sum_stretches(self, c: int) -> list[Stretch]:
-        """Returns the stretches of positions that need the chunk's sum of gradients on the GPU. Between the last
-        gradient and an update behind the barrier, the sum need not be there."""
+        """Returns the positions that need the chunk's sum on the GPU. Between the last gradient and an update behind
+        the barrier, it need not be there."""
         job, update = self.job, self.updates.get(c)
         needed = [Stretch(self.at[job.block_of[a]], self.at[job.block_of[b]]) for _, a, b in job.uses.spans[c]]
         if c not in self.modes.spilt:
@@ -174,7 +168,6 @@ class Course:
         return _merged(needed)
 
     def _keep(self) -> set[UseGap]:
-        """Returns the gaps over which a chunk stays on the GPU because there is room for it."""
         job, knobs = self.job, self.knobs
         gaps = [gap for c in self.moving for gap in gaps_of(c, self.touched[c]) if not self._is_dead(gap)]
         for c in self.moving:
@@ -189,15 +182,15 @@ class Course:
         return kept
 
     def _is_dead(self, gap: UseGap) -> bool:
-        """Returns whether nothing reads what a working list holds over a gap: all of the gradient is in grad32, and the
-        update behind the barrier writes the list anew."""
+        """Whether nothing reads what a working list holds over a gap: all of the gradient is in grad32, and the update
+        behind the barrier writes the list anew."""
         job, c = self.job, gap.chunk
         waits = job.barrier is not None and gap.end == self.updates.get(c)
         return waits and job.all_in_grad32(c, self.modes.summed)
 
     def _keep_sums(self) -> None:
-        """Keep sums of gradients on the GPU from the last gradient to an update behind the barrier, where there is
-        room. Sums are kept before any working list, because a sum that leaves is copied both ways."""
+        """Keep sums from the last gradient to an update behind the barrier, where there is room: before any working
+        list, because a sum that leaves is copied both ways."""
         job = self.job
         gaps = [
             UseGap(stretches[-2].last, stretches[-1].first, c)
@@ -211,8 +204,7 @@ class Course:
         self.room = [left - held for left, held in zip(self.room, held_over(kept, sizes, len(self.room)))]
 
     def _keep_whole(self) -> set[UseGap]:
-        """Returns the gaps over which the other ranks' slices stay on the GPU. The slices stay where room is left after
-        this rank's own slices and the gathers ahead."""
+        """The slices stay where room is left after this rank's own slices and the gathers ahead."""
         job = self.job
         if not self.needed_whole:
             return set()
@@ -229,7 +221,7 @@ class Course:
         return kept
 
     def border(self, chunk: int) -> UseGap:
-        """Returns the gap from the last use of a chunk to its first use in the next iteration."""
+        """From the last use to the first of the next iteration."""
         mine = self.touched[chunk]
         return UseGap(mine[-1], mine[0] + len(self.positions), chunk)
 
@@ -263,8 +255,8 @@ class Course:
             self.room[n] -= min(size, max(0, self.room[n]))
 
     def _leaving(self) -> list[int]:
-        """Returns the bytes at each position that are expected to be still on their way down. A gradient counts for
-        LINGER_COPIES of its copies, states until their own copies have ended."""
+        """Returns the bytes at each position still on their way down. A gradient counts for LINGER_COPIES of its
+        copies, states until their own copies have ended."""
         job, positions = self.job, self.positions
         rows = [0] * len(positions)
 
@@ -297,8 +289,8 @@ class Course:
         return rows
 
     def _arriving(self) -> list[int]:
-        """Returns the bytes at each position that kept chunks leave free for the states of streamed chunks on their way
-        up. The copies follow one another, so an update counts for at least the seconds of its own copies."""
+        """Returns what kept chunks leave free at each position for the states of streamed chunks on their way up. An
+        update counts for at least the seconds of its own copies, because they follow one another."""
         job = self.job
         rows = [0] * len(self.positions)
         copies = {
@@ -320,7 +312,6 @@ class Course:
 
 
 def _stretches(positions: Sequence[int]) -> list[Stretch]:
-    """Returns the stretches that ascending positions form."""
     if not positions:
         return []
     firsts, lasts = [positions[0]], []
@@ -332,7 +323,7 @@ def _stretches(positions: Sequence[int]) -> list[Stretch]:
 
 
 def _merged(stretches: Sequence[Stretch]) -> list[Stretch]:
-    """Returns ascending stretches, with neighbouring stretches merged."""
+    """Neighbouring stretches become one."""
     out = [stretches[0]]
     for stretch in stretches[1:]:
         if stretch.first <= out[-1].last + 1:
@@ -343,7 +334,7 @@ def _merged(stretches: Sequence[Stretch]) -> list[Stretch]:
 
 
 def _joined(chunk: int, stretches: Sequence[Stretch], kept: set[UseGap]) -> list[Stretch]:
-    """Returns the stretches, with two neighbours joined if the chunk stays on the GPU between them."""
+    """Two neighbours become one if the chunk stays on the GPU between them."""
     out: list[Stretch] = []
     for stretch in stretches:
         if out and UseGap(out[-1].last, stretch.first, chunk) in kept:

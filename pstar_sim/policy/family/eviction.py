@@ -21,7 +21,7 @@ def keep_set(
 ) -> set[UseGap]:
     """Returns the gaps between two uses over which the chunk stays on the GPU.
 
-    eviction: the rule, "belady", "lru" or "fifo".
+    eviction: "belady", "lru" or "fifo".
     gaps, sizes, room: as for `belady`.
     first: chunk -> point of its first use.
     """
@@ -33,27 +33,22 @@ def keep_set(
 
 
 def lru(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> set[UseGap]:
-    """Returns the gaps to keep. When room is short, the chunk with the oldest last use leaves; of several such chunks,
-    the chunk with the lowest index."""
+    """The chunk with the oldest last use leaves; of several, that with the lowest index."""
     return _sweep_along(gaps, sizes, room, None)
 
 
 def fifo(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]) -> set[UseGap]:
-    """Returns the gaps to keep. When room is short, the chunk leaves that has been on the GPU longest without a break.
-
-    first: chunk -> point of its first use, at which it comes to the GPU.
-    """
+    """The chunk leaves that has been on the GPU longest without a break."""
     return _sweep_along(gaps, sizes, room, first)
 
 
 def _sweep_along(
     gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int] | None
 ) -> set[UseGap]:
-    """Run a cache along the iteration and return the gaps it keeps. If chunks may stay over the border, the cache runs
-    further laps, so that the lap that counts begins as it ends.
+    """Run a cache along the iteration. If chunks may stay over the border, it runs further laps, so that the lap that
+    counts begins as it ends.
 
-    first: chunk -> point of its first use; the age of an idle chunk counts from its arrival. None: the age counts from
-        the chunk's last use.
+    first: the age of an idle chunk counts from this arrival. None: from its last use.
     """
     length = len(room)
     over_border = {gap.chunk for gap in gaps if gap.end >= length}
@@ -78,7 +73,7 @@ def _sweep_along(
 
 
 class _Idle:
-    """Chunks that are on the GPU and not in use, each with its lap and gap."""
+    """Chunks on the GPU that are not in use."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes
@@ -87,16 +82,13 @@ class _Idle:
         self._oldest: list[tuple[int, int, int, UseGap]] = []  # (since, chunk, lap, gap), taken chunks included
 
     def add(self, lap: int, gap: UseGap, *, since: int) -> None:
-        """Begin a gap.
-
-        since: point from which the chunk's age counts.
-        """
+        """since: where the chunk's age begins."""
         self._entries.add((lap, gap))
         self._held_bytes += self._sizes[gap.chunk]
         heapq.heappush(self._oldest, (since, gap.chunk, lap, gap))
 
     def take(self, lap: int, gap: UseGap) -> bool:
-        """Mark the chunk as used. Returns whether it was idle."""
+        """The chunk is used. Returns whether it was idle."""
         if (lap, gap) not in self._entries:
             return False
         self._entries.discard((lap, gap))
@@ -104,7 +96,7 @@ class _Idle:
         return True
 
     def shrink(self, room_bytes: int) -> None:
-        """Remove the oldest chunks until the remaining chunks fit."""
+        """The oldest go first."""
         while self._held_bytes > room_bytes and self._oldest:
             _, _, lap, gap = heapq.heappop(self._oldest)
             self.take(lap, gap)
@@ -114,8 +106,7 @@ _Entries = dict[int, list[tuple[int, UseGap]]]
 
 
 def _unrolled(gaps: Sequence[UseGap], length: int, laps: int) -> tuple[_Entries, _Entries]:
-    """Returns two mappings from a point of time: to the (lap, gap) pairs that open there, and to those that close
-    there."""
+    """Returns point -> (lap, gap) pairs that open there, and that close there."""
     opening: _Entries = {}
     closing: _Entries = {}
     for lap in range(laps + 1):
@@ -126,8 +117,7 @@ def _unrolled(gaps: Sequence[UseGap], length: int, laps: int) -> tuple[_Entries,
 
 
 def _that_fit(kept: set[UseGap], sizes: Sequence[int], room: Sequence[int]) -> set[UseGap]:
-    """Returns the kept gaps that fit. If iterations do not repeat, a single iteration may hold too much over its
-    border; then the oldest gaps are removed."""
+    """If iterations do not repeat, a single one may hold too much over its border; then the oldest gaps go."""
     length = len(room)
     left = list(room)
     for gap in kept:

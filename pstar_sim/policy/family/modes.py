@@ -42,28 +42,25 @@ Array = NDArray[np.float64]
 class ModeFacts:
     """Facts of a job for the roofline.
 
-    pins: facts of the closed form for pins, chunks in order of first use.
-    states_bytes: per chunk, bytes of its states, which come up for its update and go down after it.
-    sum_bytes: per chunk, bytes of the sum of its gradients; 0 with one micro-batch.
-    lists: number of times per iteration that a chunk's gradient goes down if its sum is not on the GPU.
-    lists_streamed: the same number for a streamed chunk.
+    pins: of the closed form for pins, chunks in order of first use.
+    states_bytes: per chunk, of what comes up for its update and goes down after it.
+    sum_bytes: per chunk; 0 with one micro-batch.
+    lists: times per iteration that a gradient goes down if its sum is not on the GPU.
+    lists_streamed: of a streamed chunk.
     sums: whether gradients may add up on the GPU although the states live elsewhere.
     drops_pinned: whether pinned chunks drop their working lists between the last gradient and the update.
     drops_streamed: whether behind a barrier all streamed chunks do; otherwise those whose sum is on the GPU do.
-    h2d_bytes_per_s: rate of copies to the GPU.
-    d2h_bytes_per_s: rate of copies to the host.
-    dram_bytes_per_s: bandwidth of the rank's part of host DRAM.
+    dram_bytes_per_s: of the rank's part.
     duplex: whether the link copies both ways at once.
-    dram_adam_bytes: per chunk, DRAM traffic of one CPU update.
-    dram_add_bytes: per chunk, DRAM traffic of all adds on the host.
-    dram_fold_bytes: DRAM traffic of the adds that CPU Adam makes, of all chunks together.
-    passing_bytes: GPU room that streaming one chunk takes: its states and its working list.
+    dram_adam_bytes: per chunk, of one CPU update.
+    dram_add_bytes: per chunk, of all adds on the host.
+    dram_fold_bytes: of the adds that CPU Adam makes, of all chunks.
+    passing_bytes: GPU room of streaming one chunk: states and working list.
     last_room_bytes: room at the last moment with nothing pinned.
-    turn_s: seconds from the iteration's begin to the begin of the last backward pass.
-    first_s: seconds of the first micro-batch.
-    forward_s: seconds of the forward pass of the first micro-batch.
+    turn_s: from the iteration's begin to the last backward pass.
+    first_s: of the first micro-batch.
+    forward_s: of its forward pass.
     adds_before: share of the adds on the GPU that come before the last micro-batch.
-    net_s: least seconds of collectives.
     """
 
     pins: PinFacts
@@ -91,7 +88,6 @@ class ModeFacts:
 
 
 def mode_facts(job: Job) -> ModeFacts:
-    """Returns the facts that the roofline over pinned and streamed chunks needs."""
     w, link = job.workload, job.cost.link
     visiting = [job.visiting_bytes(c) for c in job.candidates]
     states = [job.visiting_bytes(c, held=True) for c in job.candidates]
@@ -127,8 +123,7 @@ def mode_facts(job: Job) -> ModeFacts:
 
 
 def _least_net_s(job: Job) -> float:
-    """Returns the least seconds of collectives. Each updated chunk is gathered once, and its gradient is summed over
-    the ranks in each micro-batch."""
+    """Each updated chunk is gathered once, and its gradient is summed over the ranks in each micro-batch."""
     if job.ranks == 1:
         return 0.0
     each = sum(job.cost.collective_s(job.whole_bytes(c)) for c in job.candidates)
@@ -137,9 +132,8 @@ def _least_net_s(job: Job) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Closed-form seconds. Arrays have shape (len(pins), len(shares), len(sums)). The axes are the number of pinned
-    chunks, the share of the other chunks that is streamed, and the share of the other chunks whose sum of gradients is
-    on the GPU.
+    """Closed-form seconds, of shape (len(pins), len(shares), len(sums)): by the number of pinned chunks, and by the
+    shares of the others that are streamed and whose sum is on the GPU.
 
     seconds: seconds per iteration, the largest of several terms.
     floor_s: seconds without the terms that depend on which chunks have which mode (all windows except that of the last
@@ -169,7 +163,7 @@ def roofline(
     """Returns the closed form of [Note: the roofline].
 
     spill: share of the bytes without room between two micro-batches for which sums make room.
-    in_turn: whether to count the term of `_in_turn_s`.
+    in_turn: whether `_in_turn_s` counts.
     """
     f = facts.pins
     total_s = float(np.sum(f.moments_s))
@@ -260,10 +254,10 @@ def roofline(
 
 
 def _longest(windows: Sequence[tuple[float, float, float]], inside_s: Array, cpu: Array) -> Array:
-    """Returns the seconds of the longest window, 0 where CPU Adam updates nothing.
+    """Of the longest window, 0 where CPU Adam updates nothing.
 
-    windows: the result of `_windows`.
-    inside_s: seconds in each window in addition to its moments.
+    windows: of `_windows`.
+    inside_s: besides the moments of each window.
     """
     longest = np.zeros_like(cpu + inside_s)
     for span, adams, copies in windows:
@@ -279,17 +273,15 @@ def _in_turn_s(
     up_s: tuple[Array, Array, Array, Array],
     down_s: tuple[Array, Array, Array],
 ) -> Array:
-    """Returns the seconds of the work that cannot overlap. Such work is the sum over all micro-batches but the last,
-    each with the forward pass behind it, plus the work between the last of them and the next iteration. Without a
-    barrier this work is the last backward pass, all updates and the first forward pass. Behind a barrier the last
-    backward pass is counted by itself.
+    """Returns the seconds of the work that cannot overlap: the sum over all micro-batches but the last, each with the
+    forward pass behind it, plus the work between the last of them and the next iteration. Without a barrier this work
+    is the last backward pass, all updates and the first forward pass. Behind a barrier the last backward pass is
+    counted by itself.
 
-    computed_s: seconds of the compute queue besides the moments: the adds of a micro-batch, and the updates.
-    adam_s: seconds of CPU Adam.
-    up_s: seconds of copies up: chunks that do not stay over a turn; spilt sums of a micro-batch; lists for the updates
-        and for the next iteration; the part of these lists that may come before the barrier.
-    down_s: seconds of copies down: gradients of a micro-batch; its spilt sums; lists that leave in the last
-        micro-batch.
+    computed_s: of the compute queue besides the moments: the adds of a micro-batch, and the updates.
+    up_s: chunks that do not stay over a turn; spilt sums of a micro-batch; lists for the updates and for the next
+        iteration; the part of these that may come before the barrier.
+    down_s: gradients of a micro-batch; its spilt sums; lists that leave in the last micro-batch.
     """
     backward_s = facts.first_s - facts.forward_s
     (added_s, updates_s), (turn_s, spilt_up_s, last_up_s, ahead_s), (lists_s, spilt_down_s, last_down_s) = (
@@ -312,9 +304,9 @@ def _most(*seconds: Array | float) -> Array:
 
 
 def _last_down_s(facts: ModeFacts, cpu: Array, z: Array, summed_cpu: Array, beside: Array, x: Array) -> Array:
-    """Returns the seconds of the copies down that have to end by the end of the next iteration's first micro-batch,
-    because the copied lists have no room beside the chunks then. The copied lists, which go down from the last turn on,
-    are gradients and sums of chunks that CPU Adam updates, and states and parameters of streamed chunks."""
+    """Returns the seconds of the copies down that have to end with the next iteration's first micro-batch, because the
+    lists have no room beside the chunks then: from the last turn on, gradients and sums of chunks that CPU Adam
+    updates, and states and parameters of streamed chunks."""
     f = facts.pins
     working, states, sums = (float(np.sum(size)) for size in (f.working_bytes, facts.states_bytes, facts.sum_bytes))
     size = (cpu - summed_cpu + z) * working + summed_cpu * sums + z * states
@@ -322,9 +314,8 @@ def _last_down_s(facts: ModeFacts, cpu: Array, z: Array, summed_cpu: Array, besi
 
 
 def _windows(facts: ModeFacts) -> list[tuple[float, float, float]]:
-    """Returns (span, CPU Adam inside if the CPU updated all chunks, copies), in seconds, of the windows that can bind.
-    The windows that can bind are those on the upper envelope of span + share * Adam, then the window of the last
-    chunk."""
+    """Returns (span, CPU Adam inside if the CPU updated all chunks, copies), in seconds, of the windows that can bind:
+    those on the upper envelope of span + share * Adam, then that of the last chunk."""
     f = facts.pins
     clock = np.concatenate(([0.0], np.cumsum(f.moments_s)))
     first, final = np.asarray(f.first), np.asarray(f.final)
@@ -343,7 +334,7 @@ def _windows(facts: ModeFacts) -> list[tuple[float, float, float]]:
 
 
 def _highest(value: Array, slope: Array) -> Iterator[int]:
-    """Yields the indices of the lines value + share * slope that are the highest line at some share from 0 to 1."""
+    """Yields the indices of the lines value + share * slope that are highest at some share from 0 to 1."""
     j = int(np.lexsort((slope, value))[-1])
     yield j
     while len(steeper := np.flatnonzero(slope > slope[j])):
@@ -359,12 +350,12 @@ def interleave(
     order: Sequence[int], sizes: Sequence[int], pins: int, streams: int, head: int = 0, front: int = 0
 ) -> tuple[list[int], list[int]]:
     """Returns (pinned, streamed) chunks of `order`. The first `front` chunks are streamed and the next `head` chunks
-    pinned. The remaining pins and streams are spread over the chunks behind these by error diffusion, weighted by
-    bytes, so that every run of layers has its share.
+    pinned. The other pins and streams are spread by error diffusion, weighted by bytes, so that every run of layers has
+    its share.
 
     sizes: chunk -> bytes.
 
-    The numbers of pins and streams are met as closely as unequal sizes allow, and never exceeded.
+    The numbers of pins and streams are met as nearly as sizes allow, and never exceeded.
     """
     front = min(front, streams, len(order))
     head = min(head, pins, len(order) - front)

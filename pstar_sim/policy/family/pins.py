@@ -30,21 +30,15 @@ Array = NDArray[np.float64]
 class PinFacts:
     """Facts of the chunks that could be pinned, in the order of pinning, and of the job.
 
-    first: moment of a chunk's first use.
-    final: moment of its last gradient.
-    working_bytes: bytes of the working list.
-    pinned_bytes: bytes of the working list and the states.
-    adam_s: seconds of CPU Adam.
-    gpu_adam_s: seconds of GPU Adam.
-    add_s: seconds of accumulation on the host, of all micro-batches.
-    gpu_add_s: seconds of accumulation on the GPU, of all micro-batches.
-    fold_s: seconds of the add of the last gradient, where CPU Adam makes it.
-    down_s: seconds of a copy down.
-    up_s: seconds of a copy up.
-    moments_s: seconds of each moment.
-    barrier: whether no Adam may run before the last moment.
-    room_bytes: least room for working lists at any moment, with nothing pinned.
-    gaps: number of times per iteration that a chunk is fetched again if it never stays between forward and backward.
+    first: moment of the first use.
+    final: moment of the last gradient.
+    pinned_bytes: working list and states.
+    adam_s: on the CPU.
+    add_s, gpu_add_s: of all micro-batches, on the host and on the GPU.
+    fold_s: of the add of the last gradient, where CPU Adam makes it.
+    barrier: no Adam may run before the last moment.
+    room_bytes: least room for working lists, with nothing pinned.
+    gaps: fetches per iteration of a chunk that never stays between forward and backward.
     """
 
     first: Sequence[int]
@@ -65,7 +59,7 @@ class PinFacts:
 
 
 def iteration_bounds(facts: PinFacts, most: int) -> Array:
-    """Returns a lower estimate of the seconds of one iteration for 0, 1 .. most pinned chunks, of shape (most + 1,)."""
+    """Lower estimates for 0, 1 .. most pinned chunks, of shape (most + 1,)."""
     count = len(facts.first)
     if not count:
         return np.full(most + 1, float(np.sum(facts.moments_s)))
@@ -102,11 +96,11 @@ def iteration_bounds(facts: PinFacts, most: int) -> Array:
 def _windows(
     first: NDArray[np.int64], final: NDArray[np.int64] | None, span: Array, work: Array, around: Array
 ) -> Array:
-    """Returns an array whose entry p is the seconds of the longest window if the first p chunks are pinned; 0 if all
-    are. No table of all pairs of chunks is made.
+    """Entry p is the seconds of the longest window if the first p chunks are pinned; 0 if all are. No table of all
+    pairs of chunks is made.
 
-    work: per resource and chunk, the seconds that are serial in a window.
-    around: per resource and chunk, the seconds around these.
+    work: per resource and chunk, serial in a window.
+    around: per resource and chunk, around these.
     """
     count = len(first)
     inside = np.zeros_like(work)  # [resource, j]: work of the chunks of window j that are not pinned
@@ -125,8 +119,8 @@ def most_pins(
 ) -> int:
     """Returns the largest number of chunks that can be pinned, in order.
 
-    need: for each moment, the indices of the chunks that the moment needs.
-    room: bytes for chunks at each moment. A pinned chunk that a moment needs is counted once.
+    need: moment -> indices of chunks.
+    room: bytes at each moment. A pinned chunk that a moment needs is counted once.
     """
     working = np.asarray(working_bytes, dtype=np.int64)
     held = np.concatenate(([0], np.cumsum(np.asarray(pinned_bytes, dtype=np.int64))))
@@ -147,8 +141,7 @@ def most_pins(
 
 
 def most_pins_of(job: Job) -> int:
-    """Returns the largest number of chunks, in the order of `Job.candidates`, whose working list and states could stay
-    on the GPU."""
+    """In the order of `Job.candidates`, with working list and states."""
     position = {c: n for n, c in enumerate(job.candidates)}
     need = [tuple(position[c] for c in block.chunks if c in position) for block in job.blocks]
     fixed = [sum(job.sizes[c] for c in block.chunks if c not in position) for block in job.blocks]
@@ -161,8 +154,7 @@ def most_pins_of(job: Job) -> int:
 
 
 def _room(job: Job) -> list[int]:
-    """Returns the bytes that the tide, gradient lists and small chunks leave free for all other chunks in each
-    block."""
+    """Of each block, what the tide, gradient lists and small chunks leave."""
     budget = job.machine.gpu_budget_bytes - job.small_bytes
     return [
         budget - block.tide_bytes - gradient_rows.room(job, n) - sum(job.remote[c] for c in block.chunks)
@@ -171,7 +163,6 @@ def _room(job: Job) -> list[int]:
 
 
 def pin_facts(job: Job) -> PinFacts:
-    """Returns the facts that the closed form for the number of pins needs."""
     uses, cost, order = job.uses, job.cost, job.candidates
     down = "grad32" if job.sums_on_gpu else "param"
     return PinFacts(

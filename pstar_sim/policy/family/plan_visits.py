@@ -78,9 +78,9 @@ def schedule_visits(
     lists_at_once: int | None = None,
     gpu_bytes: int | None = None,
 ) -> Attempt:
-    """Returns the schedule of the plan that `plan_visits` makes, with its seconds per iteration. No step is written.
+    """The schedule of `plan_visits`. No step is written.
 
-    gpu_bytes: the most GPU memory that model data and tide may take together, in bytes; None: the GPU's budget.
+    gpu_bytes: of model data and tide together; None: the GPU's budget.
 
     Raises the errors of `plan_visits`.
     """
@@ -112,9 +112,8 @@ def schedule_visits(
 
 
 def room_beside(job: Job, visits: Iterable[Visit]) -> Sequence[int]:
-    """Returns, for each of `job.blocks`, the bytes of the GPU that are free beside these visits and beside the visits'
-    gradient lists, other ranks' slices and gradients on their way down. A value is negative where the visits do not
-    fit.
+    """Returns what these visits, with gradient lists, other ranks' slices and gradients on their way down, leave free
+    in each of `job.blocks`; negative where they do not fit.
 
     Raises CannotPlan as `plan_visits` does.
     """
@@ -143,7 +142,7 @@ def _check_modes(job: Job, modes: Modes) -> None:
 
 
 def _check_chunk(job: Job, chunk: int, what: str) -> None:
-    """Raise CannotPlan for a chunk that does not exist, and for a small chunk, which a policy cannot name."""
+    """Raise CannotPlan for no chunk, and for a small one, which a policy cannot name."""
     if not 0 <= chunk < len(job.sizes):
         raise CannotPlan(f"{job.name}: {what}: there is no such chunk; chunks are 0 to {len(job.sizes) - 1}")
     if chunk in job.small:
@@ -151,7 +150,7 @@ def _check_chunk(job: Job, chunk: int, what: str) -> None:
 
 
 def _blocks(job: Job, modes: Modes, visits: Iterable[Visit]) -> list[list[int]]:
-    """Returns chunk -> ascending blocks over which the chunk is on the GPU; empty for a chunk that does not move."""
+    """Returns chunk -> ascending blocks; empty for a chunk that does not move."""
     moments = len(job.workload.moments)
     held: list[set[int]] = [set() for _ in job.sizes]
     for visit in visits:

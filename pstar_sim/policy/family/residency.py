@@ -27,15 +27,12 @@ class UseGap(NamedTuple):
 
 
 def gaps_of(chunk: int, uses: Sequence[int]) -> list[UseGap]:
-    """Returns the gaps within the iteration between successive uses (ascending) that are not neighbours."""
+    """Returns the gaps between successive uses (ascending) that are not neighbours."""
     return [UseGap(a, b, chunk) for a, b in pairwise(uses) if b > a + 1]
 
 
 def held_over(gaps: Iterable[UseGap], sizes: Sequence[int], count: int) -> list[int]:
-    """Returns, for each of `count` positions, the bytes of the chunks that stay on the GPU over one of `gaps`.
-
-    sizes: chunk -> bytes.
-    """
+    """Returns the bytes that stay over `gaps` at each of `count` positions."""
     change = [0] * (count + 1)
     for begin, end, chunk in gaps:
         change[begin + 1] += sizes[chunk]
@@ -62,7 +59,7 @@ def belady(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) ->
 
 
 def _given_up(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> list[UseGap]:
-    """Returns the gaps to give up: wherever the open gaps hold too much, the open gap with the farthest end."""
+    """Wherever the open gaps hold too much, the open gap with the farthest end goes."""
     length = len(room)
     opening: dict[int, list[UseGap]] = {}
     for gap in gaps:
@@ -99,8 +96,7 @@ def _given_up(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int])
 def _offered_again(
     gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], given_up: Sequence[UseGap]
 ) -> set[UseGap]:
-    """Returns the gaps to keep: all gaps that were not given up, then the shortest given-up gaps that fit the remaining
-    room."""
+    """All gaps that were not given up, then the shortest given-up gaps that fit the rest."""
     length = len(room)
     dropped, gone = list(given_up), set(given_up)
     kept = [gap for gap in gaps if gap not in gone]
@@ -108,7 +104,7 @@ def _offered_again(
     left = np.concatenate((free, free))  # twice in a row, because gaps may pass the end
 
     def book(gap: UseGap, size: int) -> None:
-        """Take `size` bytes of the room for the whole gap. Both copies of a point are kept equal."""
+        """Both copies of a point are kept equal."""
         low, high = gap.start + 1, gap.end
         left[low:high] -= size
         left[low + length : min(high + length, 2 * length)] -= size

@@ -74,26 +74,23 @@ USUAL = Knobs()  # knobs with which a search begins
 
 
 def _coarse(points: Sequence[T]) -> list[T]:
-    """Returns at most POINTS of the points, evenly spread, with the first and the last point."""
+    """At most POINTS, evenly spread, with the first and the last."""
     chosen = np.linspace(0, len(points) - 1, min(POINTS, len(points))).round().astype(int)
     return [points[n] for n in chosen]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One setting of everything that the search varies.
+    """Everything that the search varies.
 
-    pins: number of pinned chunks.
-    streams: number of streamed chunks.
-    head: number of pins taken from the chunks used first.
-    front: number of streams taken from the chunks used first, before the head.
-    hosts: number of unpinned chunks whose gradients add up on the host, streamed chunks last. 0 where sums on the GPU
-        are not a choice.
-    spills: number of chunks whose sum on the GPU goes to the host between two micro-batches, spread evenly over the
-        chunks with such a sum.
-    large: mode of each chunk that is much larger than the median chunk, "cpu", "pin" or "stream", in order of first
-        use. A large chunk counts as several chunks, in proportion to its size.
-    knobs: the other settings (course.py).
+    head: pins among the chunks used first.
+    front: streams among the chunks used first, before the head.
+    hosts: unpinned chunks whose gradients add up on the host, streamed chunks last. 0 where sums on the GPU are no
+        choice.
+    spills: chunks whose sum on the GPU goes to the host between two micro-batches, spread evenly over those with such a
+        sum.
+    large: mode of each chunk much larger than the median, "cpu", "pin" or "stream", in order of first use. A large
+        chunk counts as several chunks, in proportion to its size.
     """
 
     pins: int
@@ -107,7 +104,7 @@ class Trial:
 
 
 class _Start(NamedTuple):
-    """The best trial by the roofline for a given spill share, and its seconds."""
+    """The best trial by the roofline for a spill share."""
 
     seconds: float
     pins: int
@@ -117,19 +114,13 @@ class _Start(NamedTuple):
 
 
 class Search:
-    """The search in one job.
-
-    job: the job.
-    shown: the job in which attempts are made: `job` itself, or the same job with fewer micro-batches.
+    """shown: the job of the attempts: `job`, or the same with fewer micro-batches.
     effort_ops: steps that the search may still schedule. A trial that is given up before it is scheduled counts as a
         step per chunk. Until a trial fits, the search goes on without effort.
-    spent_ops: effort that the search has used.
     no_room: trials without room -> the nearest trial that has room, None until it is sought.
-    exhausted: whether the search has nothing more to try.
-    tried: trial -> its seconds; inf if the trial does not fit or was given up as too slow.
-    fastest: at most two attempts that fit. The first has the least burden among equally fast attempts (ties.py).
-    best: seconds and trial of the fastest attempt.
-    here: seconds and trial from which the search goes downhill.
+    tried: trial -> its seconds; inf if it does not fit or was too slow.
+    fastest: at most two attempts; the first has the least burden among equally fast ones (ties.py).
+    here: where the search goes downhill.
     starts: the best trials by the roofline for each share of SPILLS (for 0 alone where spilling is no choice), behind a
         barrier with several numbers of pins; the fastest first.
     """
@@ -190,8 +181,8 @@ class Search:
     def _best_starts(
         self, roof: Roofline, pins: Sequence[int], shares: Sequence[float], sums: Sequence[float]
     ) -> list[_Start]:
-        """Returns the best trial by the roofline. Behind a barrier, also returns the best trials with the smallest, the
-        middle and the largest of the numbers of pins whose roofline is within FLAT of its minimum."""
+        """Behind a barrier, also returns the best trials with the smallest, the middle and the largest number of pins
+        whose roofline is within FLAT of its minimum."""
         least_s = roof.seconds.min(axis=(1, 2))
         chosen = {int(least_s.argmin())}
         if self.facts.pins.barrier:
@@ -202,7 +193,6 @@ class Search:
     def _best_start(
         self, roof: Roofline, pins: Sequence[int], shares: Sequence[float], sums: Sequence[float]
     ) -> _Start:
-        """Returns the best trial by the roofline over these points."""
         p, z, g = map(int, np.unravel_index(int(roof.seconds.argmin()), roof.seconds.shape))
         moving = self.count - pins[p]
         hosts = round((1 - sums[g]) * moving) if self.job.may_sum else 0
@@ -210,7 +200,7 @@ class Search:
         return _Start(float(roof.seconds[p, z, g]), pins[p], round(shares[z] * moving), hosts, spills)
 
     def _most(self) -> int:
-        """Returns an upper limit of the number of pins, taking all chunks to have the median size."""
+        """As if all chunks had the median size."""
         pinned = self.facts.pins.pinned_bytes
         if not pinned:
             return 0
@@ -220,7 +210,7 @@ class Search:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the fastest attempt; inf if there is none."""
+        """Inf if there is no attempt."""
         return self.best[0] if self.best is not None else math.inf
 
     @property
@@ -232,7 +222,7 @@ class Search:
         return self.effort_ops <= 0 and self.best is not None and not self._must_try
 
     def try_one(self, trial: Trial) -> bool:
-        """Make the trial. Returns whether it is better than the trial from which the search goes downhill."""
+        """Returns whether it is better than `here`."""
         if not (self.fewest <= trial.pins <= self.most) or trial.streams < 0:
             return False
         if trial.pins + trial.streams > self.count + (self.surplus if trial.large else 0):
@@ -271,8 +261,8 @@ class Search:
         return self._seconds_of[key]
 
     def _follow(self, found: Attempt) -> None:
-        """Follow the plan of an attempt whose window does not repeat. The seconds of `choose` may then be too few by
-        several per cent. An attempt in a shorter job is not followed, because `whole` makes it again."""
+        """A window that does not repeat may give too few seconds by several per cent. An attempt in a shorter job is
+        not followed, because `whole` makes it again."""
         if not self._times_left_out:
             found.followed_s = period_s(found.plan())
             self.effort_ops -= len(found.draft.rows)
@@ -300,8 +290,8 @@ class Search:
         return replace(modes, summed=summed, spilt=frozenset(spilt))
 
     def _summed(self, modes: Modes, hosts: int) -> frozenset[int]:
-        """Returns the chunks with the sum of their gradients on the GPU: all unpinned chunks except `hosts` of them.
-        The exceptions are spread evenly over the chunks that CPU Adam updates, then over the streamed chunks."""
+        """All unpinned chunks except `hosts` of them, spread evenly over those that CPU Adam updates, then over the
+        streamed ones."""
         g = self.job
         by_adam = [c for c in g.candidates if c not in modes.pinned and c not in modes.streamed]
         streamed = [c for c in g.candidates if c in modes.streamed]
@@ -329,8 +319,7 @@ class Search:
         return found if found.fits else None
 
     def _adam_s(self, modes: Modes) -> float:
-        """Returns the nominal seconds of CPU Adam and of the adds on the host, per iteration. They are known before a
-        course is laid out."""
+        """Nominal, with the adds on the host. They are known before a course is laid out."""
         facts, on_gpu = self.facts.pins, modes.pinned | modes.summed
         seconds = 0.0
         for c, adam_s, add_s, fold_s in zip(self.job.candidates, facts.adam_s, facts.add_s, facts.fold_s):
@@ -341,7 +330,7 @@ class Search:
         return seconds
 
     def whole(self) -> list[Attempt]:
-        """Returns the fastest attempts, made in the whole job. If none fits there, searches the whole job."""
+        """In the whole job. If none fits there, it is searched."""
         if not self._times_left_out:
             return self.fastest
         made: list[Attempt] = []
@@ -356,10 +345,9 @@ class Search:
         return sorted(made, key=lambda a: a.iteration_s) or Search(self.job).run(self.spent_ops)
 
     def run(self, effort_ops: int = 0, like: Search | None = None) -> list[Attempt]:
-        """Continue the search. Returns the attempts that fit and were kept; an empty list if none fits.
+        """Returns the attempts that fit and were kept.
 
-        effort_ops: steps that the search may schedule.
-        like: a search with chunks of another size, whose best trial is tried here too.
+        like: a search with chunks of another size, whose best trial is tried too.
         """
         self.effort_ops = effort_ops
         self.here = self.best
@@ -386,11 +374,8 @@ class Search:
         return self.fastest
 
     def wander(self, effort_ops: int) -> None:
-        """Continue the search with random trials near the best trial, and go downhill from each that is nearly as fast
-        as the best. Equal searches make equal trials. Needs a trial that fits.
-
-        effort_ops: steps that the search may schedule.
-        """
+        """Makes random trials near the best, and goes downhill from each that is nearly as fast. Equal searches make
+        equal trials. Needs a trial that fits."""
         self.effort_ops = effort_ops
         random = Random(len(self.tried))
         spread = max(1, round(WANDER * self.count))
@@ -423,13 +408,13 @@ class Search:
                 self._downhill()
 
     def _others(self, best: Trial) -> Iterable[Trial]:
-        """Returns the trials of `_elsewhere`. Without a barrier, the search makes them all first, and goes on from the
-        fastest. Behind a barrier, a trial with another knob begins far slower than its descent ends."""
+        """Without a barrier, the search makes all of `_elsewhere` first, and goes on from the fastest. Behind a
+        barrier, a trial with another knob begins far slower than its descent ends."""
         trials = self._elsewhere(best)
         return trials if self.facts.pins.barrier else self._fastest_first(trials)
 
     def _fastest_first(self, trials: Iterable[Trial]) -> list[Trial]:
-        """Make these trials. Returns the trials that fit, the fastest first."""
+        """Makes them, and drops those that do not fit."""
         made: list[Trial] = []
         for trial in trials:
             self.here = None
@@ -438,7 +423,7 @@ class Search:
         return sorted(made, key=self.tried.__getitem__)
 
     def _downhill(self, parts: int = NEXT_STRIDE) -> None:
-        """Go downhill from `here`. The first changes are by the number of chunks divided by `parts`."""
+        """From `here`. The first changes are by the number of chunks divided by `parts`."""
         stride = max(1, self.count // parts)
         while self.here is not None and not self.good_enough and not self.spent:
             if self._descend(stride):
@@ -448,8 +433,7 @@ class Search:
             stride = max(1, stride // 2)
 
     def _like(self, other: Search) -> Trial:
-        """Returns the trial of this search that is most like the best trial of another search, whose chunks have
-        another size."""
+        """Returns the trial most like the best of a search whose chunks have another size."""
         assert other.best is not None
         trial = other.best[1]
         modes = other._modes(trial)
@@ -471,13 +455,12 @@ class Search:
         )
 
     def _try_with_room(self, trial: Trial) -> None:
-        """Make the trial. If it has no room, make the nearest trial that has room."""
+        """If it has no room, make the nearest trial that has."""
         if not self.try_one(trial) and trial in self.no_room:
             self.try_one(self._with_room(trial))
 
     def _with_room(self, trial: Trial) -> Trial:
-        """Returns the trial nearest to a trial without room: the most pins that have room, with streams in place of the
-        other pins."""
+        """The most pins that have room, with streams in place of the others."""
         known = self.no_room[trial]
         if known is not None:
             return known
@@ -497,7 +480,6 @@ class Search:
         return Course(self.shown, self._modes(trial), trial.knobs).least_room_bytes >= 0
 
     def short(self) -> DoesNotFit:
-        """Returns the error that says why nothing fits."""
         if self.reason is not None:
             return self.reason
         budget = self.job.machine.gpu_budget_bytes
@@ -506,11 +488,8 @@ class Search:
         return DoesNotFit(policy=self.job.name, place="gpu", needed_bytes=needed, available_bytes=budget, what=what)
 
     def _starts(self, *, turned: bool) -> Iterator[Trial]:
-        """Yields trials to begin with.
-
-        turned: whether variants of the best trial follow, each with one decision changed. False if a search with chunks
-            of another size has tried such variants.
-        """
+        """turned: whether variants of the best trial follow, each with one decision changed. False if a search of
+        another size has tried them."""
         if not turned:
             yield from self._roofline_starts(turned=False)
             yield from self._turned_large()
@@ -540,8 +519,7 @@ class Search:
             yield Trial(pins=self.most, streams=0, head=self.most, hosts=no_sums)
 
     def _first_knobs(self) -> Knobs:
-        """Returns the knobs of the first trial. Behind a barrier all streamed chunks are updated at once, so the room
-        there decides."""
+        """Behind a barrier all streamed chunks are updated at once, so the room there decides."""
         if self.facts.pins.barrier:
             return replace(USUAL, linger=False, states_first=True)
         return USUAL
@@ -559,10 +537,7 @@ class Search:
             yield from self._turned(self.best[1].knobs)
 
     def _turned(self, knobs: Knobs) -> Iterator[Trial]:
-        """Yields the best trial with one decision changed to its other value, for one decision after another.
-
-        knobs: knobs of the best trial at the beginning.
-        """
+        """The best trial with one decision changed after another."""
         assert self.best is not None
         yield replace(self.best[1], knobs=replace(USUAL, linger=not knobs.linger))
         yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))
@@ -573,7 +548,6 @@ class Search:
         yield from self._turned_large()
 
     def _turned_large(self) -> Iterator[Trial]:
-        """Yields the best trial with other modes of the large chunks."""
         assert self.best is not None
         if self.large and self.best[1].streams:
             first = ("stream", *("cpu",) * (len(self.large) - 1))
@@ -581,14 +555,13 @@ class Search:
                 yield self._beside(self.best[1], modes)
 
     def _with_fewer_pins(self) -> Trial:
-        """Returns the best trial with streams in place of some of its pins."""
         assert self.best is not None
         now = self.best[1]
         pins = round(FEWER_PINS * now.pins)
         return replace(now, pins=pins, streams=now.streams + now.pins - pins, head=min(pins, now.head))
 
     def _elsewhere(self, best: Trial) -> Iterator[Trial]:
-        """Yields trials near this trial from which a descent may end at fewer seconds."""
+        """A descent from these may end at fewer seconds."""
         knobs = best.knobs
         if self.job.may_sum:
             _, pins, streams, hosts, _ = self.without_turns
@@ -614,12 +587,10 @@ class Search:
                 )
 
     def _modes_of_large(self) -> Iterator[tuple[str, ...]]:
-        """Returns all combinations of modes of the large chunks; no combination if there are no large chunks."""
         return product(("stream", "pin", "cpu"), repeat=len(self.large)) if self.large else iter(())
 
     def _beside(self, trial: Trial, large: tuple[str, ...]) -> Trial:
-        """Returns the trial with these modes of the large chunks and with as many bytes pinned and streamed as
-        before."""
+        """As many bytes are pinned and streamed as before."""
         if trial.large:
             return replace(trial, large=large)
         modes = self._modes(trial)
@@ -628,7 +599,6 @@ class Search:
         return replace(trial, pins=min(pins, self.most), streams=streams, large=large)
 
     def _descend(self, stride: int) -> bool:
-        """Try changes by `stride`. Returns whether a change was better."""
         improved = False
         for pins, streams in self._directions():
             improved |= self._go(stride, pins=pins, streams=streams)
@@ -639,8 +609,7 @@ class Search:
         return improved
 
     def _directions(self) -> tuple[tuple[int, int], ...]:
-        """Returns changes of pins and streams to try in order. The changes that relieve CPU Adam come first if CPU Adam
-        is busier than the link in the plan at `here`; otherwise the changes that relieve the link do."""
+        """Changes that relieve the busier of CPU Adam and the link at `here` come first."""
         assert self.here is not None
         adam_s, link_s = self._busy[self._key(self.here[1])]
         if adam_s > link_s:
@@ -648,8 +617,8 @@ class Search:
         return (1, -1), (0, -1), (1, 0), (-1, 1), (-1, 0), (0, 1)
 
     def _go(self, first: int, **numbers: int) -> bool:
-        """Change the numbers by `first` times these. A better change is repeated with twice the stride as long as that
-        is better too. Returns whether a change was better."""
+        """A better change is repeated with twice the stride as long as that is better too. Returns whether one was
+        better."""
         improved, stride = False, first
         while True:
             if self._change(**{name: number * stride for name, number in numbers.items()}):
@@ -660,7 +629,7 @@ class Search:
                 return improved
 
     def _change(self, **numbers: int) -> bool:
-        """Try `here` with these numbers added to its own. Returns whether the result was better."""
+        """Returns whether `here` with these numbers added is better."""
         assert self.here is not None
         now, by = self.here[1], Counter(numbers)
         if self.good_enough:

@@ -62,12 +62,9 @@ COPIES_DOWN = {"edf": "as the next forward needs them", "fifo": "in the order th
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """A plan that a search found.
-
-    seconds: seconds per iteration, as followed.
-    of: name of the policy that made the plan.
-    plan: the plan.
-    pins_alone_s: least seconds per iteration that the closed form allows without streams.
+    """seconds: per iteration, as followed.
+    of: the policy that made it.
+    pins_alone_s: least seconds that the closed form allows without streams.
     """
 
     seconds: float
@@ -78,8 +75,8 @@ class SearchResult:
 
 @without_garbage_collection()
 def searched(name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> Plan:
-    """Returns the best plan of the search at the usual chunk size, for a policy of the family other than optimal that
-    may stream states. Raises DoesNotFit."""
+    """At the usual chunk size, for a policy of the family other than optimal that may stream states. Raises
+    DoesNotFit."""
     own = own_plans(workload, machine, settings, point, name)
     best = least_of(own, seconds=lambda f: f.seconds, burden=lambda f: burden(f.plan))
     predictions = dict(best.plan.predictions) | {"policy_iteration_s": best.seconds}
@@ -97,7 +94,7 @@ def own_plans(
 ) -> Iterator[SearchResult]:
     """Searches each chunk size, and yields the fastest plans of the best search.
 
-    sizes: whether sizes other than the usual size are tried, if the settings leave the size open.
+    sizes: whether other sizes are tried, if the settings leave the size open.
 
     Raises DoesNotFit if no size fits.
     """
@@ -111,16 +108,15 @@ def own_plans(
 
 
 class _Sizes:
-    """Searches over several chunk sizes, one after the other, until a plan is good enough, the effort is used up, or
-    every search is exhausted. The effort also decides which sizes are looked at first, so more effort mostly, not
-    always, finds a faster plan.
+    """Searches over several chunk sizes, until a plan is good enough, the effort is used up, or every search is
+    exhausted. The effort also decides which sizes are looked at first, so more effort mostly, not always, finds a
+    faster plan.
 
-    usual: the layout at the usual size.
-    few: whether the usual layout has few chunks, so that smaller chunks gain more.
-    searches: searches over the sizes that fit.
-    tried: size -> seconds, as words for `explain`.
-    all_ops: steps that the searches may schedule in total.
-    left_ops: steps that they may still schedule.
+    usual: the layout.
+    few: few chunks at the usual size, so that smaller chunks gain more.
+    searches: over the sizes that fit.
+    tried: size -> seconds, as words.
+    all_ops, left_ops: steps that the searches may schedule, in total and still.
     """
 
     def __init__(
@@ -148,7 +144,7 @@ class _Sizes:
         )
 
     def run(self) -> None:
-        """Look at each size, then continue the most promising searches. Raises DoesNotFit if no size fits."""
+        """Raises DoesNotFit if no size fits."""
         self._look(self.usual, FIRST_OPS)
         self._look_elsewhere()
         if not self.searches:
@@ -166,7 +162,7 @@ class _Sizes:
             self._continue()
 
     def _continue(self) -> None:
-        """Continue the most promising searches, until the effort is used up or there is nothing to gain."""
+        """Until the effort is used up or there is nothing to gain."""
         while self.left_ops > 0 and not self.best().good_enough:
             if (search_left := self._promising()) is not None:
                 self._go_on(search_left, NEXT_OPS)
@@ -179,13 +175,12 @@ class _Sizes:
         return self._by_seconds()[0]
 
     def stopped(self) -> str:
-        """Returns why the searches ended, as words."""
         if self.best().good_enough:
             return f"a plan is within {GOOD_ENOUGH:.1%} of the roofline"
         return "the effort is used up" if self.left_ops <= 0 else "there is nothing left to try"
 
     def _look(self, layout: Layout, effort_ops: int, point: Point | None = None) -> None:
-        """Begin a search with this effort. Until a search fits, the effort is not bounded by the effort left."""
+        """Until a search fits, its effort is not bounded by the effort left."""
         if self.searches and self.left_ops <= 0:
             return
         point = point or self._point
@@ -223,27 +218,27 @@ class _Sizes:
             self._look(self.usual, FIRST_OPS, replace(self._point, capacity="peak"))
 
     def _attempt_ops(self, layout: Layout) -> float:
-        """Returns roughly how much effort an attempt with this layout takes; 0 before any attempt fitted."""
+        """Roughly, with this layout; 0 before any attempt fitted."""
         if not self.searches:
             return 0.0
         first = self.searches[0]
         return first.spent_ops / len(first.tried) * len(layout.chunks) / len(first.job.layout.chunks)
 
     def _promising(self) -> Search | None:
-        """Returns the most promising search that is not exhausted and could become the fastest of all; None if there is
-        none. A search promises to come nearer to its floor, by a part that falls with each continuation in vain."""
+        """It could become the fastest of all. A search promises to come nearer to its floor, by a part that falls with
+        each continuation in vain."""
         least_s = self.best().seconds
         may_win = (s for s in self.searches if not s.exhausted and s.floor_s < least_s)
         return min(may_win, key=lambda s: s.seconds - (s.seconds - s.floor_s) / (2 + self._in_vain[s]), default=None)
 
     def _go_on(self, search: Search, effort_ops: int) -> None:
-        """Continue a search. The search also tries the best trial of the other searches."""
+        """It also tries the best trial of the other searches."""
         best = self._by_seconds()[0] if self.searches else None
         least = effort_ops if best is None else min(effort_ops, self.left_ops)
         self._run_on(search, partial(Search.run, like=None if best is search else best), least)
 
     def _run_on(self, search: Search, run: Callable[[Search, int], object], effort_ops: int) -> None:
-        """Let a search continue by `run` with this effort, and record what came of it."""
+        """Records what came of it."""
         before_s = search.seconds
         run(search, effort_ops)
         self._in_vain[search] = 0 if search.seconds < before_s else self._in_vain[search] + 1
@@ -257,7 +252,7 @@ class _Sizes:
         return self._above_floor(WORTH_A_SIZE_OF_FEW if self.few else WORTH_A_SIZE)
 
     def _above_floor(self, distance: float) -> bool:
-        """Returns whether the plans of all searches are slower than their floors by this relative distance."""
+        """By this relative distance, for the plans of all searches."""
         return not any(search.seconds <= search.floor_s * (1 + distance) for search in self.searches)
 
     def _by_seconds(self) -> list[Search]:
@@ -287,7 +282,7 @@ def _choices(search: Search, attempt: Attempt, over: _Sizes) -> dict[str, object
 
 
 def _sums(search: Search, attempt: Attempt) -> dict[str, object]:
-    """Returns words that say where gradients add up, and why; an empty mapping if the place is not a choice."""
+    """Words for where gradients add up, and why; none if that is no choice."""
     job, modes = search.job, attempt.modes
     if not job.may_sum:
         return {}

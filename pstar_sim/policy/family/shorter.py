@@ -35,8 +35,8 @@ FEWEST, FEWEST_BEHIND_BARRIER = 12, 8
 
 
 def shorter(workload: Workload, *, barrier: bool) -> Workload | None:
-    """Returns the workload with SHOWN micro-batches; None for a workload with too few micro-batches, with micro-batches
-    that differ or do not run one after the other, or with stashes.
+    """Returns the workload with SHOWN micro-batches; None for too few micro-batches, for micro-batches that differ or
+    do not follow one another, and for stashes.
 
     barrier: whether updates wait for the end of the last micro-batch.
     """
@@ -53,13 +53,10 @@ def shorter(workload: Workload, *, barrier: bool) -> Workload | None:
 class LeftOut:
     """Micro-batches that a shorter job leaves out, and the middle micro-batch, which stands for each of them.
 
-    times: number of micro-batches left out.
-    work_s: queue -> nominal seconds of its work in the middle micro-batch.
-    link_s: nominal seconds of the link in the middle micro-batch: of the busier direction, or of both directions if
-        they share the link.
-    fetched_bytes: bytes copied to the GPU in the middle micro-batch.
-    begin: op of the compute queue, by its order there, with which the middle micro-batch begins.
-    end: the same for the micro-batch after it.
+    work_s: nominal, of the middle micro-batch.
+    link_s: nominal, of the middle micro-batch: of the busier direction, or of both if they share the link.
+    fetched_bytes: to the GPU, of the middle micro-batch.
+    begin, end: ops of the compute queue, by their order there, at which the middle micro-batch and the next begin.
     """
 
     times: int
@@ -71,20 +68,15 @@ class LeftOut:
 
     @property
     def least_s(self) -> float:
-        """Least seconds of the micro-batches left out."""
         return self.times * max(self.link_s, *self.work_s.values())
 
     def seconds(self, window: Window) -> float:
-        """Returns the seconds of the micro-batches left out, from a window of the shorter job."""
+        """window: of the shorter job."""
         return max(self.least_s, self.times * (window.starts_s[self.end] - window.starts_s[self.begin]))
 
 
 def left_out_of(job: Job, draft: Draft, times: int) -> LeftOut:
-    """Returns the micro-batches left out of a draft.
-
-    job: the shorter job.
-    times: number of micro-batches left out.
-    """
+    """job: the shorter one."""
     batches = [m.micro_batch for m in job.workload.moments]
     middle = SHOWN // 2
     first, behind = (job.block_of[batches.index(number)] for number in (middle, middle + 1))

@@ -15,11 +15,8 @@ __all__ = ["Block", "Position", "blocks_of"]
 class Block:
     """Moments first..last (inclusive) that need the same `chunks`.
 
-    first: index of the first moment.
-    last: index of the last moment.
-    chunks: chunks that the moments need.
-    tide_bytes: highest non-model peak of the moments.
-    seconds: seconds of all moments together.
+    tide_bytes: highest of the moments.
+    seconds: of all moments.
     """
 
     first: int
@@ -30,12 +27,8 @@ class Block:
 
 
 class Position(NamedTuple):
-    """A place on the compute queue.
-
-    block: index of the block of moments that runs here; -1 for an update.
+    """block: index of the block that runs here; -1 for an update.
     chunk: streamed chunk that is updated here; -1 for a block.
-    tide_bytes: non-model bytes on the GPU.
-    seconds: seconds that the position takes.
     """
 
     block: int
@@ -47,11 +40,9 @@ class Position(NamedTuple):
 def blocks_of(
     uses: Facts, seconds: Sequence[float], tide: Sequence[int], permanent: frozenset[int], cuts: frozenset[int]
 ) -> list[Block]:
-    """Returns the blocks: neighbouring moments that can be treated as one without loss are merged.
-
-    Permanent residents are left out of a moment's needs. Two neighbours become one block if they need the same chunks.
-    A moment that needs no chunk joins the block before it if its tide is no higher and if it takes no time or stands
-    between two moments with the same needs. The room that a block needs is the room that its worst moment needs.
+    """Two neighbours become one block if they need the same chunks. A moment that needs no chunk joins the block before
+    it if its tide is no higher and if it takes no time or stands between two moments with the same needs. The room that
+    a block needs is the room that its worst moment needs.
 
     permanent: chunks that are always on the GPU.
     cuts: moments that have to open a block. The last moment (the optimizer step) is always a block of its own.

@@ -21,22 +21,21 @@ __all__ = ["Capabilities", "capabilities_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """Abilities of a policy about which planner and executor may ask.
+    """What planner and executor may ask about a policy.
 
     point: the policy's point in the asynchronous family; None outside of the family. The family's checks of room can
         then be asked without a plan.
     tries_others: whether the policy also tries other chunk sizes and policies. Its own checks are then not final, its
         plan is at least as fast as the plans of these policies, and planning takes seconds.
-    one_at_a_time: whether copies, updates and computing wait for each other. By default an ablation begins with such a
-        policy.
+    one_at_a_time: copies, updates and computing wait for each other. By default an ablation begins with such a policy.
     near: for a policy outside of the asynchronous family, the point that is most like it. An ablation that begins with
         the policy continues from this point; None: from the plainest point.
-    yardstick: whether the policy is one of the few that a question about many machines asks by default.
+    yardstick: whether a question about many machines asks it by default.
     streams_states: whether the policy updates chunks on the GPU whose states live elsewhere.
     reorders: whether its plans are layer-major in any order of the workload. A loop of the user cannot follow such
         plans.
-    counts_host: whether its plans count all that a run takes of the host, the rounding of pinned memory and the weights
-        while they are loaded included.
+    counts_host: whether its plans count all that a run takes of the host, with the rounding of pinned memory and the
+        weights while they are loaded.
     from_disks: options under which lists live on disks; they are tried if the host has no room.
     balance: a function that chooses the ranks' shares of the batch if their GPUs differ. planner/balance.py calls it,
         with the policy's options, before it asks for the plan. None: the policy takes the shares of the machine.
@@ -59,7 +58,6 @@ class Capabilities:
 
 
 def capabilities_of(policy: Callable[..., Plan]) -> Capabilities:
-    """Returns the capabilities that the policy's module declares. A policy with options set counts as a user's policy
-    and has no capability."""
+    """A policy with options set counts as a user's and has none."""
     found: Any = getattr(sys.modules.get(getattr(policy, "__module__", "")), "CAPABILITIES", None)
     return found if isinstance(found, Capabilities) else Capabilities()

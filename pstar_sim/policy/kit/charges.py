@@ -17,7 +17,7 @@ _CHARGES = ("charges",)  # key of `Workload.derived`
 
 
 def step_bytes(cost: CostModel, kind: Kind, chunk: int | None, list_name: str | None, stash: int | None = None) -> int:
-    """Returns `Step.bytes`, by the table of core/step.py."""
+    """By the table of core/step.py."""
     if kind is Kind.COMPUTE:
         return 0
     if kind in (Kind.STASH_OUT, Kind.STASH_IN):
@@ -35,7 +35,7 @@ def step_bytes(cost: CostModel, kind: Kind, chunk: int | None, list_name: str | 
 
 
 def charges_of(cost: CostModel) -> Charges:
-    """Returns the charges by a cost model. The same cost model always gets the same object."""
+    """A cost model always gets the same object."""
     known = cost.workload.derived.get(_CHARGES)
     if not (isinstance(known, Charges) and known.cost is cost):
         cost.workload.derived[_CHARGES] = known = Charges(cost)
@@ -43,7 +43,7 @@ def charges_of(cost: CostModel) -> Charges:
 
 
 class Charges:
-    """Charges of the rows of a job whose moving chunks live on the host.
+    """Rows of a job whose moving chunks live on the host.
 
     A copy to the place where a chunk lives takes no bytes there, because that place holds the chunk's lists all the
     time. A gradient list ("grad") is an exception: a write-back takes bytes for it, and the add frees them.
@@ -54,7 +54,6 @@ class Charges:
         self._known: dict[tuple[Kind, int, str], Charge] = {}
 
     def of(self, kind: Kind, chunk: int, list_name: str = "param") -> Charge:
-        """Returns the charge of a step that handles a list of a chunk."""
         key = (kind, chunk, list_name)
         charge = self._known.get(key)
         if charge is None:
@@ -62,10 +61,7 @@ class Charges:
         return charge
 
     def of_update(self, kind: Kind, chunk: int, *, folds: bool) -> Charge:
-        """Returns the charge of an update.
-
-        folds: whether the update adds a last gradient to the sum first.
-        """
+        """folds: whether it adds a last gradient to the sum first."""
         charge = self.of(kind, chunk)
         if not folds:
             return charge
@@ -73,7 +69,7 @@ class Charges:
         return replace(charge, seconds=charge.seconds + add.seconds, dram_bytes=charge.dram_bytes + add.dram_bytes)
 
     def of_stash(self, kind: Kind, stash: int) -> Charge:
-        """Returns the charge of a stash's copy. A stash's room on the host is a buffer of the plan."""
+        """The room on the host is a buffer of the plan."""
         size = step_bytes(self.cost, kind, None, None, stash)
         return self._charge(Step(id=0, queue=Queue.D2H, kind=kind, bytes=size, stash=stash), None, None)
 
@@ -93,10 +89,7 @@ class Charges:
         return self._charge(step, taken and taken.resident, freed and freed.resident)
 
     def _charge(self, step: Step, taken: Resident | None, freed: Resident | None) -> Charge:
-        """Returns the charge of such a step.
-
-        taken, freed: the payloads that the step takes when it starts and frees when it ends; None if there is none.
-        """
+        """taken, freed: at the start and at the end of the step."""
 
         def size(who: Resident | None, place: Place) -> int:
             return self.cost.layout.payload_bytes(who.chunk, who.list) if who and who.place is place else 0

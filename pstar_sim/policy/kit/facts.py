@@ -17,8 +17,7 @@ __all__ = ["Facts", "facts_of"]
 
 
 def facts_of(workload: Workload, layout: Layout) -> Facts:
-    """Returns the facts of the workload in the layout's chunks. Calls with the same two objects return the same
-    facts."""
+    """The same two objects give the same facts."""
     key = ("facts",)
     known = workload.derived.get(key)
     if not isinstance(known, Facts) or known.layout is not layout:
@@ -27,9 +26,7 @@ def facts_of(workload: Workload, layout: Layout) -> Facts:
 
 
 class Facts:
-    """Facts of a job, by chunk and by moment.
-
-    reads: chunk -> ascending moments that read any of its parameters.
+    """reads: chunk -> ascending moments that read any of its parameters.
     final: (micro-batch, tensor) -> the last moment in which the tensor's gradient arrives.
     spans: chunk -> one (micro-batch, first moment, last moment) per micro-batch. A gradient of the chunk first becomes
         final in the first moment, and the last of them in the last moment.
@@ -70,7 +67,7 @@ class Facts:
 
     @cached_property
     def _read_too_late(self) -> tuple[int, int, int] | None:
-        """(tensor, moment, moment of the tensor's last gradient) of the first such read; None if there is none."""
+        """(tensor, moment, moment of the tensor's last gradient) of the first such read."""
         last_batch = max((batch for batch, _ in self.final), default=0)
         for m, reads in enumerate(self.workload.reads):
             for t in reads:
@@ -113,44 +110,41 @@ class Facts:
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
-        """Ascending chunks that are read and get gradients."""
         return tuple(c for c, reads in enumerate(self.reads) if reads and self.spans[c])
 
     @cached_property
     def only_read(self) -> tuple[int, ...]:
-        """Ascending chunks that are read and get no gradient."""
         return tuple(c for c, reads in enumerate(self.reads) if reads and not self.spans[c])
 
     @cached_property
     def every_batch(self) -> bool:
-        """Whether every micro-batch gives a gradient to every chunk in `trained`."""
+        """Whether each chunk of `trained` gets a gradient in every micro-batch."""
         return all(len(self.spans[c]) == self.workload.micro_batches for c in self.trained)
 
     @cached_property
     def read_bytes(self) -> tuple[int, ...]:
-        """Bytes of the working lists that each moment reads."""
+        """Working lists that each moment reads."""
         return tuple(sum(self.layout.payload_bytes(c, "param") for c in chunks) for chunks in self.read_in)
 
     def width(self, chunk: int) -> int:
-        """Returns the bytes of a parameter in its working list."""
+        """Of a parameter in the working list."""
         return DTYPES[self.layout.chunks[chunk].dtype].bytes
 
     def reads_until_final(self, chunk: int) -> tuple[int, ...]:
-        """Returns the moments that read the chunk, up to the moment of its last gradient; all of them if it has no
-        gradient."""
+        """Up to the chunk's last gradient; all moments if it has none."""
         final = self.last_gradient(chunk)
         return self.reads[chunk] if final < 0 else tuple(m for m in self.reads[chunk] if m <= final)
 
     def updated(self, chunk: int) -> bool:
-        """Returns whether a parameter of the chunk gets a gradient, so that Adam updates the chunk."""
+        """Whether Adam updates the chunk."""
         return bool(self.spans[chunk])
 
     def first_use(self, chunk: int) -> int:
-        """Returns the first moment that needs the chunk; len(moments) if none does."""
+        """len(moments) if no moment needs it."""
         return self.touched[chunk][0] if self.touched[chunk] else len(self.workload.moments)
 
     def last_gradient(self, chunk: int) -> int:
-        """Returns the moment after which all gradients of the chunk are final; -1 if it has none."""
+        """The moment after which all gradients are final; -1 if it has none."""
         return self.spans[chunk][-1][2] if self.spans[chunk] else -1
 
     def home_lists(self, chunk: int) -> tuple[str, ...]:
@@ -162,7 +156,7 @@ class Facts:
         return ("param", *self.layout.state_lists, *accumulated)
 
     def home_bytes(self, chunk: int) -> int:
-        """Returns the bytes of `home_lists`, of one rank's slice."""
+        """Of one rank's slice."""
         return sum(self.layout.payload_bytes(chunk, name) for name in self.home_lists(chunk))
 
     @cached_property

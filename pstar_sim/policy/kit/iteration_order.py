@@ -27,16 +27,12 @@ _MAKERS: Mapping[str, Callable[[Workload], Workload]] = {
 
 
 def order_of(workload: Workload) -> str:
-    """Returns the entry of ORDERS that the workload has."""
     own, relayed, on_host = ORDERS
     return on_host if workload.boundaries_on_host else own if workload.order.of_loop else relayed
 
 
 def in_order(name: str, workload: Workload, order: str) -> Workload:
-    """Returns the workload in that order. A workload that relay.py has made is returned as it is. Equal calls return
-    the same object.
-
-    name: name of the policy, for messages.
+    """A workload that relay.py has made is returned as it is. Equal calls return the same object.
 
     Raises CannotPlan for a workload that has no layer-major order.
     """

@@ -29,13 +29,8 @@ __all__ = ["Job"]
 class Job:
     """The facts for one workload, machine, settings, point of the asynchronous family and layout.
 
-    name: name of the policy, for messages.
-    uses: facts of the chunks.
-    cost: cost model, which gives the seconds of steps.
-    charges: charges of the rows of a draft.
-    ranks: number of ranks that hold a slice of each chunk.
-    several: whether there are several micro-batches.
-    barrier: words for why no Adam runs before the optimizer step; None if Adam may run earlier.
+    ranks: those that hold a slice of each chunk.
+    barrier: why no Adam runs before the optimizer step; None if Adam may.
     sums_on_gpu: whether the gradients of all micro-batches of every chunk add up on the GPU and go to the host once.
         True for a layer-major workload, where the gradients of a chunk follow one another.
     add_last: whether a last gradient without a sum on the GPU is added to the others before the update, because
@@ -43,16 +38,15 @@ class Job:
     host_adds: chunk -> number of adds on the host per iteration, if its gradients do not add up on the GPU.
     folds: chunk -> whether its update then adds the last gradient itself.
     may_sum: whether modes may ask for sums on the GPU.
-    tide: non-model bytes that the plan assumes in each moment: the moment's own bytes, or with capacity "peak" the
-        highest of any moment.
+    tide: non-model bytes of each moment, or with capacity "peak" the highest of any.
     small: chunks that are always on the GPU.
-    moving: all other chunks, including chunks that a schedule pins.
-    stash_bytes: bytes that the host holds for stashes.
-    candidates: chunks that could be pinned, in the order of pinning.
-    sizes: chunk -> bytes of its working list, of one rank's slice.
-    remote: chunk -> bytes of the other ranks' slices.
-    permanent: chunk -> bytes of all lists that it keeps in the place where it lives.
-    small_bytes: bytes that the small chunks always hold on the GPU.
+    moving: all others, also those that a schedule pins.
+    stash_bytes: on the host.
+    candidates: could be pinned, in this order.
+    sizes: of the working list, of one rank's slice.
+    remote: of the other ranks' slices.
+    permanent: of all lists that a chunk keeps where it lives.
+    small_bytes: on the GPU.
     visiting_lists: lists that come to the GPU for the update of a streamed chunk whose gradients add up on the host.
     """
 
@@ -105,7 +99,6 @@ class Job:
         self.may_sum = on_host and self.point.sums
 
     def _weigh_chunks(self) -> None:
-        """Set the chunks that move, and the bytes of each chunk."""
         uses, chunks = self.uses, self.layout.chunks
         self.small = frozenset(c.index for c in chunks if c.small)
         self.moving = [c.index for c in chunks if not c.small]
@@ -122,36 +115,32 @@ class Job:
 
     @cached_property
     def forward_s(self) -> float:
-        """Seconds of the forward pass of a micro-batch."""
+        """Of one micro-batch."""
         w = self.workload
         return sum(s for s, m in zip(self.cost.moments_s, w.moments) if m.micro_batch == 0 and m.phase is Phase.FWD)
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """Runs of moments that are treated as one position."""
         return blocks_of(self.uses, self.cost.moments_s, self.tide, self.small, self._cuts())
 
     @cached_property
     def block_positions(self) -> list[Position]:
-        """Block -> its position, before adds of gradients make it longer."""
+        """Before adds of gradients make them longer."""
         return [Position(n, -1, block.tide_bytes, block.seconds) for n, block in enumerate(self.blocks)]
 
     @cached_property
     def block_of(self) -> list[int]:
-        """Moment -> index of its block."""
         return [n for n, block in enumerate(self.blocks) for _ in range(block.first, block.last + 1)]
 
     @cached_property
     def touched(self) -> list[list[int]]:
-        """Chunk -> blocks that need it; empty for a small chunk."""
         every = self.uses.touched
         return [
             [] if c in self.small else sorted({self.block_of[m] for m in moments}) for c, moments in enumerate(every)
         ]
 
     def _cuts(self) -> frozenset[int]:
-        """Returns the moments that have to open a block. Gradient lists open and close, and eager GPU Adam runs, only
-        at the edge of a block."""
+        """Gradient lists open and close, and eager GPU Adam runs, only at the edge of a block."""
         cuts = set(stash_cuts(self.workload))
         for c, spans in enumerate(self.uses.spans):
             if c in self.small and self.ranks == 1:  # such a chunk adds its gradients in place
@@ -167,8 +156,7 @@ class Job:
 
     @cached_property
     def gradient_lists(self) -> list[list[tuple[int, int]]]:
-        """Block -> (chunk, bytes) of the gradient lists that are open in the block, without sums that a mode asks
-        for."""
+        """(chunk, bytes) of the lists open in each block, without sums that a mode asks for."""
         lists: list[list[tuple[int, int]]] = [[] for _ in self.blocks]
         names = self.gradient_names(summed=self.sums_on_gpu)
         for c in self.moving if self.ranks == 1 else range(len(self.sizes)):
@@ -191,12 +179,10 @@ class Job:
 
     @cached_property
     def up(self) -> dict[tuple[int, str], tuple[int, float]]:
-        """(chunk, list) -> bytes of the list, and seconds of a copy to the GPU."""
         return self._copies("h2d")
 
     @cached_property
     def down(self) -> dict[tuple[int, str], tuple[int, float]]:
-        """(chunk, list) -> bytes of the list, and seconds of a copy to the host."""
         return self._copies("d2h")
 
     def _copies(self, direction: str) -> dict[tuple[int, str], tuple[int, float]]:
@@ -209,24 +195,23 @@ class Job:
 
     @cached_property
     def block_charges(self) -> list[Charge]:
-        """Block -> its charge: seconds, the rise of the tide when the block begins and its fall when the block ends."""
+        """The tide rises when the block begins and falls when it ends."""
         rises, falls = tide_moves([block.tide_bytes for block in self.blocks])
         return [Charge(block.seconds, rise, fall) for block, rise, fall in zip(self.blocks, rises, falls)]
 
     def gradient_names(self, *, summed: bool) -> tuple[str, ...]:
-        """Returns the lists in which a gradient arrives that does not overwrite the working list. On several ranks
-        these lists hold the gradient of the whole chunk, which is summed over the ranks first.
+        """For a gradient that does not overwrite the working list. On several ranks these lists hold that of the whole
+        chunk, which is summed over the ranks first.
 
-        summed: whether the gradients of all micro-batches add up on the GPU.
+        summed: whether all micro-batches add up on the GPU.
         """
         if self.ranks > 1:
             return ("grad", "grad_remote")
         return ("grad32",) if summed else ("grad",)
 
     def lists_of(self, chunk: int, *, summed: bool) -> Sequence[tuple[int, int]]:
-        """Returns the (first, last) moment of each gradient list of the chunk besides its working list. There is one
-        list per micro-batch but the last. With `summed` there is one list for the sum of all, or on several ranks one
-        per micro-batch."""
+        """Returns (first, last) moments, without the working list.There is one list per micro-batch but the last. With
+        `summed` there is one list for the sum of all, or on several ranks one per micro-batch."""
         spans = self.uses.spans[chunk]
         if summed and self.ranks > 1:
             return [(first, last) for _, first, last in spans]
@@ -236,22 +221,21 @@ class Job:
 
     @property
     def drops_pinned_lists(self) -> bool:
-        """Whether pinned chunks drop their working lists between the last gradient and the update behind the barrier:
-        the gradients of several micro-batches are in grad32, and the update writes the list from the master copy."""
+        """Between the last gradient and the update behind the barrier: the gradients of several micro-batches are in
+        grad32, and the update writes the list from the master copy."""
         return self.barrier is not None and self.several and self.ranks == 1
 
     def all_in_grad32(self, chunk: int, summed: Collection[int]) -> bool:
-        """Returns whether the whole gradient of a chunk that is not resident is in grad32 when the chunk is updated,
-        with no part of the gradient in the working list.
+        """Whether no part of the gradient of a chunk that is not resident is in the working list at its update.
 
         summed: chunks for which a mode asks for the sum on the GPU.
         """
         return self.add_last or self.sums_on_gpu or chunk in summed
 
     def leaving(self, chunk: int, *, streamed: bool, summed: bool) -> Sequence[tuple[int, int, float]]:
-        """Returns (last moment, bytes, seconds of the copy down) of each gradient of the chunk that leaves the GPU.
+        """(last moment, bytes, seconds of the copy down) of each gradient.
 
-        summed: whether a mode asks for the sum on the GPU.
+        summed: as a mode asks.
         """
         if summed and streamed:
             return ()
@@ -264,28 +248,26 @@ class Job:
         return [(moment, size, seconds) for moment in lists]
 
     def visiting(self, *, held: bool) -> tuple[str, ...]:
-        """Returns the lists that come to the GPU for the update of a streamed chunk.
+        """The lists that come up for the update of a streamed chunk.
 
-        held: whether the sum of its gradients is on the GPU already.
+        held: whether its sum is on the GPU already.
         """
         return self.layout.state_lists if held else self.visiting_lists
 
     def visiting_bytes(self, chunk: int, *, held: bool = False) -> int:
-        """Returns the bytes that come to the GPU for the update of a streamed chunk."""
         return sum(self.up[chunk, name][0] for name in self.visiting(held=held))
 
     def whole_bytes(self, chunk: int) -> int:
-        """Returns the bytes of the working list of all ranks together."""
+        """Of all ranks together."""
         return self.sizes[chunk] + self.remote[chunk]
 
     @cached_property
     def update_block(self) -> list[int]:
-        """Chunk -> block behind which an eager update on the GPU runs; -1 for a chunk that is not updated."""
+        """Behind which an eager update on the GPU runs; -1 for a chunk that is not updated."""
         return [self._update_block(c) if self.uses.updated(c) else -1 for c in range(len(self.sizes))]
 
     def _update_block(self, chunk: int) -> int:
-        """Returns the block of the chunk's last use. On several ranks, returns the first block by whose end the chunk's
-        gradient should be summed."""
+        """That of the last use. On several ranks, the first block by whose end the gradient should be summed."""
         n = self.block_of[max(self.uses.last_gradient(chunk), self.uses.touched[chunk][-1])]
         if self.ranks == 1:
             return n

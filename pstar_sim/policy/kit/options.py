@@ -34,11 +34,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a policy.
-
-    kind: type of the option's values, declared with its bounds.
-    help: one line of text.
-    default: the value if the option is not set.
+    """kind: type, with its bounds.
+    help: one line.
     """
 
     kind: Any
@@ -47,37 +44,34 @@ class Option:
 
     @property
     def allowed(self) -> str:
-        """Words for the values that the option takes."""
+        """Words."""
         return allowed(self.kind)
 
 
 def one_of(*words: str) -> Any:
-    """Returns the kind whose values are these words."""
     return Literal[words]
 
 
 def switch() -> Any:
-    """Returns the kind of a bool, written as on or off."""
     return bool
 
 
 def whole_number(*, least: int = 0) -> Any:
-    """Returns the kind of a whole number of at least `least`, which may be written as 1e9."""
+    """May be written as 1e9."""
     return Annotated[int, at_least(least)]
 
 
 def share() -> Any:
-    """Returns the kind of a number from 0 to 1."""
     return Annotated[float, between(0, 1)]
 
 
 def either(*kinds: Any) -> Any:
-    """Returns a kind whose value is of one of these kinds: the first that accepts the text."""
+    """The first kind that accepts the text."""
     return Union[kinds]  # noqa: UP007
 
 
 class Specified:
-    """A policy with some options set (`values`): itself a policy. `__name__` is its normalised spec."""
+    """A policy with some options set (`values`); `__name__` is its normalised spec."""
 
     def __init__(self, policy: Callable[..., Plan], name: str, values: Mapping[str, object]) -> None:
         self.policy = policy
@@ -85,7 +79,6 @@ class Specified:
         self.values = dict(values)
 
     def __call__(self, workload: Workload, machine: Machine, settings: Settings) -> Plan:
-        """Calls the policy under the spec's name."""
         try:
             plan = self.policy(workload, machine, settings, **self.values)
         except DoesNotFit as short:
@@ -103,21 +96,19 @@ class Specified:
 
 
 def options_of(policy: Callable[..., Plan]) -> Mapping[str, Option]:
-    """Returns the options that the policy's module offers; an empty mapping if it offers none."""
     found: Any = getattr(sys.modules.get(getattr(policy, "__module__", "")), "OPTIONS", {})
     return dict(found)
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """Returns (name of the policy, text of its options)."""
+    """(name of the policy, text of its options)."""
     name, _, rest = spec.partition(":")
     return name.strip(), rest.strip()
 
 
 def specified(name: str, policy: Callable[..., Plan], text: str) -> Callable[..., Plan]:
-    """Returns the policy with the options that `text` sets ("key=value,..."). Returns the policy itself if all options
-    have their default values. Raises PstarError for an unknown key or a wrong value, naming the known and the nearest
-    keys."""
+    """Sets the options of `text` ("key=value,..."). Returns the policy itself if all have their defaults. Raises
+    PstarError for an unknown key or a wrong value, naming the known and the nearest keys."""
     options = options_of(policy)
     if options and not text:
         raise PstarError(f"policy {name!r} is followed by a colon but by no key=value; {_keys(name, options)}")
@@ -147,7 +138,7 @@ def specified(name: str, policy: Callable[..., Plan], text: str) -> Callable[...
 
 
 def show(value: object) -> str:
-    """Returns a value as it is written in a spec."""
+    """As it is written in a spec."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -22,7 +22,7 @@ class Point:
 
     capacity: room that non-model bytes leave free for chunks: "tide" counts each moment's own non-model bytes, "peak"
         the highest of any moment.
-    eviction: rule for the chunks that stay between two uses: "belady", "lru" or "fifo".
+    eviction: "belady", "lru" or "fifo".
     prefetch: "none" (on demand), a number of chunks ahead, or "edf" (the earliest deadline among the copies that are
         ready, as far ahead as there is room).
     adam: order of CPU Adam: "after-backward", "fifo" (as gradients arrive) or "edf" (as the next forward needs
@@ -48,8 +48,6 @@ class Point:
 
 
 class Coordinates(TypedDict, total=False):
-    """Coordinates of a point as keyword arguments."""
-
     capacity: str
     eviction: str
     prefetch: str | int
@@ -62,7 +60,7 @@ class Coordinates(TypedDict, total=False):
 
 
 def point_options(base: Point) -> Mapping[str, Option]:
-    """Returns the coordinates of a point as options of a policy whose own point is `base`."""
+    """For a policy whose own point is `base`."""
     kinds = {
         "capacity": (one_of("tide", "peak"), "room for chunks: what each moment leaves free, or what the peak does"),
         "eviction": (one_of("belady", "lru", "fifo"), "which chunks stay between two uses"),

@@ -13,7 +13,7 @@ __all__ = ["budget_bytes", "describe_moment", "worst_moment"]
 
 
 def budget_bytes(machine: Machine, place: Place) -> int:
-    """Returns the bytes of a place that one rank may use."""
+    """Returns what one rank may use."""
     return {
         Place.GPU: machine.gpu_budget_bytes,
         Place.HOST: machine.host_budget_bytes,
@@ -22,11 +22,11 @@ def budget_bytes(machine: Machine, place: Place) -> int:
 
 
 def describe_moment(workload: Workload, moment: int) -> str:
-    """Returns words for messages: "moment 361 (grad:h.5.mlp, 12.40 GB of non-model data)"."""
+    """ "moment 361 (grad:h.5.mlp, 12.40 GB of non-model data)"."""
     m = workload.moments[moment]
     return f"moment {moment} ({m.name}, {format_bytes(m.peak_bytes)} of non-model data)"
 
 
 def worst_moment(tide: Sequence[int]) -> int:
-    """Returns the moment of the highest tide; the first of several."""
+    """The first of the highest."""
     return max(range(len(tide)), key=lambda m: tide[m])

@@ -20,7 +20,7 @@ _PLANS = ("plans",)  # key of `Workload.derived`, for (policy, settings) -> plan
 
 @contextlib.contextmanager
 def plans_shared(*workloads: Workload) -> Iterator[None]:
-    """Inside this context, `plan_once` keeps the plans that it makes for these workloads."""
+    """`plan_once` keeps its plans for these workloads."""
     opened = []
     for workload in workloads:
         if _PLANS not in workload.derived:
@@ -36,8 +36,7 @@ def plans_shared(*workloads: Workload) -> Iterator[None]:
 def plan_once(
     policy: Callable[[Workload, Machine, Settings], Plan], workload: Workload, machine: Machine, settings: Settings
 ) -> Plan:
-    """Returns the plan of a pure policy. Inside `plans_shared`, calls with the same objects return the same plan.
-    Raises the errors of the policy."""
+    """The policy is pure. Inside `plans_shared`, the same objects give the same plan. Raises the policy's errors."""
     known = workload.derived.get(_PLANS)
     if not isinstance(known, dict):
         return policy(workload, machine, settings)

@@ -24,8 +24,7 @@ class StashMoves:
         and the copy in begins when moment needed - 1 has ended.
     made, gone, back, needed: moment -> indices of stashes, by the moments of [Note: stashes]. For blocking copies
         `gone` is the moment after `made`, and `back` the moment before `needed`.
-    out_of: stash -> step of its copy out, once this step is written.
-    in_of: stash -> step of its copy in, once this step is written.
+    out_of, in_of: stash -> step of its copy, once written.
     """
 
     def __init__(self, workload: Workload, *, blocking: bool = False) -> None:
@@ -42,14 +41,12 @@ class StashMoves:
             self.needed.setdefault(stash.needed, []).append(n)
 
     def waits(self, moment: int) -> list[int]:
-        """Returns the copies that a moment waits for."""
         out = [self.out_of[n] for n in self.gone.get(moment, ())]
         return out + [self.in_of[n] for n in self.needed.get(moment, ())]
 
 
 def moment_of(workload: Workload, kind: Kind, stash: int) -> int:
-    """Returns the moment of a copy of a stash: for a stash_out the moment that makes the stash, for a stash_in the
-    moment that needs it."""
+    """Of the copy: a stash_out's makes the stash, a stash_in's needs it."""
     own = workload.stashes[stash]
     return own.made if kind is Kind.STASH_OUT else own.needed
 

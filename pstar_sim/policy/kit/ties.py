@@ -16,8 +16,7 @@ AS_FAST = 1e-4
 
 
 def least_of(found: Iterable[T], *, seconds: Callable[[T], float], burden: Callable[[T], tuple[int, ...]]) -> T:
-    """Returns, of the plans that are at most AS_FAST slower than the fastest, the plan with the least burden; of equal
-    plans the first.
+    """Of plans at most AS_FAST slower than the fastest; of equal ones the first.
 
     burden: (bytes moved per iteration, bytes held), after any entries that count more than bytes. `burden` is called
         only if several plans are equally fast.
@@ -31,7 +30,6 @@ def least_of(found: Iterable[T], *, seconds: Callable[[T], float], burden: Calla
 
 
 def burden(plan: Plan) -> tuple[int, int]:
-    """Returns the bytes that one rank moves per iteration on all routes, and the bytes of the parameters that are
-    pinned."""
+    """The bytes that one rank moves per iteration, and of the parameters that are pinned."""
     pinned = (c.index for c in plan.layout.chunks if plan.modes[c.index] == "pin")
     return sum(plan.moved_bytes.values()), sum(plan.layout.payload_bytes(chunk, "param") for chunk in pinned)

@@ -38,26 +38,23 @@ class Inside:
         self._rank = np.unique(end, return_inverse=True)[1]
 
     def sums(self, values: ArrayLike) -> Array:
-        """Returns, for each chunk j, the sum of the values of J_j."""
         mine = np.asarray(values, dtype=float)[self._order]
         return self._back(np.cumsum(mine) if self._nested else self._by_levels(mine, np.add, 0.0))
 
     def least(self, values: ArrayLike) -> Array:
-        """Returns, for each chunk j, the least value of J_j."""
         mine = np.asarray(values, dtype=float)[self._order]
         least = np.minimum.accumulate(mine) if self._nested else self._by_levels(mine, np.minimum, np.inf)
         return self._back(least)
 
     def _back(self, found: Array) -> Array:
-        """Returns `found`, which is in the sorted order of this class, in the order of the caller's chunks."""
+        """From the sorted order of this class to that of the caller's chunks."""
         out = np.empty_like(found)
         out[self._order] = found[self._last]
         return out
 
     def _by_levels(self, values: Array, join: np.ufunc, nothing: float) -> Array:
-        """Returns, for each chunk, its own value joined with the values of the chunks that come before it in the order
-        and end no earlier. Each level joins the left halves of blocks to the right halves. Blocks are twice as long as
-        on the level before."""
+        """Joins each chunk's value with those of the chunks that come before it and end no earlier. Each level joins
+        the left halves of blocks to the right halves. Blocks are twice as long as on the level before."""
         count = len(values)
         length = 1 << max(0, (count - 1).bit_length())
         rank = np.full(length, -1, dtype=np.int64)

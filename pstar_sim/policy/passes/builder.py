@@ -37,16 +37,16 @@ After = Iterable[int | Ref]
 
 
 class Builder:
-    """Collects the steps of one iteration. All ranks run these steps, and all figures are those of one rank.
+    """Collects the steps of one iteration, which all ranks run; figures are those of one rank.
 
-    A policy may fill in `modes` (per chunk), `initial`, `buffers`, `choices` and `predictions`. A policy may read
-    `ranks`, `layout`, `uses` (Facts), `cost` (CostModel) and `whole` (lists of a chunk that is whole on a GPU).
+    A policy may fill in `modes` (per chunk), `initial`, `buffers`, `choices` and `predictions`, and may read `ranks`,
+    `layout`, `uses` (Facts), `cost` (CostModel) and `whole` (lists of a chunk that is whole on a GPU).
 
-    layout: the layout; None: the layout that follows from the settings and the machine's ranks.
-    stashes: whether `compute` also writes the copies of the workload's stashes. False for a policy that writes the
-        copies itself. The buffers contain the stashes' room on the host in both cases.
-    stash_via: None for copies of stashes beside compute. "pageable" for copies from and to host memory that is not
-        pinned: the next moment waits for each, as it does in a training process that copies with `to("cpu")`.
+    layout: None: what follows from the settings and the machine's ranks.
+    stashes: whether `compute` also writes the copies of the workload's stashes. False for a policy that writes them
+        itself. The buffers contain their room on the host in both cases.
+    stash_via: "pageable" for copies from and to host memory that is not pinned: the next moment waits for each, as in a
+        training process that copies with `to("cpu")`. None: they run beside compute.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Builder:
     # Residents at the cut.
 
     def resident(self, chunk: int, place: Place, *lists: str) -> None:
-        """Record that the chunk's lists are at `place` between two iterations."""
+        """Between two iterations."""
         self.initial.update(Resident(chunk, name, place) for name in lists)
 
     def live(self, chunk: int, place: Place) -> None:
@@ -104,14 +104,14 @@ class Builder:
             self.modes[chunk] = "pin"
 
     def held_bytes(self, place: Place) -> int:
-        """Returns the bytes that `initial` and `buffers` hold at a place, without the tide."""
+        """Without the tide."""
         held = sum(self.layout.payload_bytes(r.chunk, r.list) for r in self.initial if r.place is place)
         return held + sum(size for _, where, size in self.buffers if where is place)
 
     @property
     def holdings(self) -> Holdings:
-        """Returns the payloads that are held once the steps so far have run one after the other, without the tide.
-        `initial` and `buffers` must be complete before the first call."""
+        """What is held once the steps so far have run one after the other, without the tide. `initial` and `buffers`
+        must be complete before the first call."""
         if self._holdings is None:
             self._holdings = Holdings(self.layout, self.initial, self.buffers)
             for step in self._steps:
@@ -134,9 +134,9 @@ class Builder:
         via: str | None = None,
         stash: int | None = None,
     ) -> int:
-        """Adds a step of any kind and returns its id.
+        """Returns the step's id.
 
-        size_bytes: the step's bytes, if the table of core/step.py does not give them.
+        size_bytes: if the table of core/step.py does not give it.
         """
         if size_bytes is None:
             size_bytes = step_bytes(self.cost, kind, chunk, list_name, stash)
@@ -149,8 +149,7 @@ class Builder:
         return number
 
     def compute(self, moment: int, after: After = ()) -> int:
-        """Adds a moment, and the copies of stashes that begin when the moment ends. Returns the id of the moment's
-        step."""
+        """Also adds the copies of stashes that begin when the moment ends. Returns the id of the moment's step."""
         moves = self._stash_moves
         if moves is None:
             return self.add(Queue.COMPUTE, Kind.COMPUTE, moment=moment, after=after)
@@ -162,7 +161,7 @@ class Builder:
         return step
 
     def _stash(self, kind: Kind, stash: int, after: After) -> int:
-        """Adds the copy of a stash from the GPU to the host (stash_out) or back (stash_in), and returns its id."""
+        """Returns its id."""
         queue = Queue.D2H if kind is Kind.STASH_OUT else Queue.H2D
         moment = moment_of(self.workload, kind, stash)
         return self.add(queue, kind, stash=stash, moment=moment, after=after, via=self._stash_via)
@@ -188,7 +187,7 @@ class Builder:
     def drop(
         self, queue: Queue, chunk: int, moment: int | None = None, after: After = (), list_name: str = "param"
     ) -> int:
-        """Adds a step that drops the chunk's working list (or another list) on the GPU, and returns its id."""
+        """Of the working list, or another. Returns the step's id."""
         return self.add(queue, Kind.DROP, chunk=chunk, list_name=list_name, moment=moment, after=after)
 
     def fetch(
@@ -200,8 +199,7 @@ class Builder:
         list_name: str = "param",
         via: str | None = None,
     ) -> int:
-        """Adds a copy of the working list (or another list) from the host to the GPU, for its use in `moment`. Returns
-        the id."""
+        """From the host to the GPU, for its use in `moment`. Returns the step's id."""
         return self.add(
             Queue.H2D,
             Kind.FETCH,
@@ -234,13 +232,13 @@ class Builder:
         )
 
     def gather(self, chunk: int, moment: int, after: After = (), list_name: str | None = None) -> int:
-        """Adds a gather of the other ranks' slices of the working list, for their use in `moment`, and returns its id.
-        On a replicated layout, gathers slices of the sum of the gradient in `list_name`."""
+        """Brings the other ranks' slices of the working list; on a replicated layout, slices of the gradient's sum in
+        `list_name`. Returns the step's id."""
         name = list_name or ("remote" if self.layout.ranks > 1 else "param")
         return self._collective(Kind.GATHER, chunk, name, moment, after)
 
     def reduce_scatter(self, chunk: int, moment: int, after: After = (), list_name: str | None = None) -> int:
-        """Adds a sum over the ranks of the gradient that is complete after `moment`, and returns its id.
+        """Sums over the ranks the gradient that is complete after `moment`. Returns the step's id.
 
         list_name: "remote" (in place in the working list) or "grad_remote" (in the grad list); on a replicated layout,
             the list of the gradient.
@@ -252,7 +250,7 @@ class Builder:
         return self.add(Queue.NET, kind, chunk=chunk, list_name=list_name, moment=moment, after=after)
 
     def cpu_add(self, chunk: int, list_name: str, moment: int, after: After = ()) -> int:
-        """Adds the step grad32 += the gradient in `list_name` on the host, and returns its id.
+        """Adds the step grad32 += the gradient in `list_name`. Returns its id.
 
         list_name: "grad", which is then freed, or "param", in place.
         """
@@ -267,16 +265,16 @@ class Builder:
         return self.add(Queue.COMPUTE, Kind.GPU_ADAM, chunk=chunk, moment=moment, after=after)
 
     def check_room(self, place: Place, needed_bytes: int, what: str) -> None:
-        """Raise DoesNotFit if `needed_bytes` exceed the place's budget.
+        """Raises DoesNotFit.
 
-        what: words for the things that need the bytes.
+        what: words for what needs the bytes.
         """
         missing = needed_bytes - budget_bytes(self.machine, place)
         if missing > 0:
             raise self._no_room(place, missing, what)
 
     def wait(self, step: int, *refs: Ref) -> None:
-        """Let a step wait for a step of the previous iteration that comes later in the program."""
+        """For steps of the previous iteration that come later in the program."""
         old = self._steps[step]
         self._steps[step] = old.waiting_for((*old.after, *refs))
 
@@ -287,11 +285,9 @@ class Builder:
         return self._steps
 
     def plan(self, *, predict: bool = False, memory: Mapping[int, Sequence[Ref]] | None = None) -> Plan:
-        """Returns the plan.
-
-        memory: memory edges found by the policy.
-        predict: find the memory edges here, by scheduling the steps in order once within the budgets. Raises DoesNotFit
-            if the steps cannot run within the budgets.
+        """memory: found by the policy.
+        predict: find the memory edges by scheduling the steps in order once. Raises DoesNotFit if they cannot run
+            within the budgets.
         """
         if self.stash_bytes:
             stashes = f"{format_bytes(self.stash_bytes)} of them for offloaded activations"
@@ -317,7 +313,7 @@ class Builder:
         )
 
     def _nvme_budget_bytes(self) -> int:
-        """Returns the budget of the disks in bytes; 0 for a plan that does not use the disks."""
+        """0 for a plan that does not use the disks."""
         if not self.machine.nvme_budget_bytes:
             return 0
         held = {r.place for r in self.initial} | {place for _, place, _ in self.buffers}
@@ -338,10 +334,10 @@ class Builder:
         return memory_edges(self._steps, rows, [(i, i) for i in range(len(rows))], window)
 
     def _rows(self, holdings: Holdings) -> tuple[list[DraftRow], _Short]:
-        """Returns the steps as a draft whose queues run in the given order, and the step that lacks most room when all
-        steps run one after the other.
+        """Returns a draft whose queues run in the given order, and the step that lacks most room when all steps run one
+        after the other.
 
-        holdings: the holdings at the cut; they are advanced to the end of the iteration.
+        holdings: at the cut; they are advanced to the end of the iteration.
         """
         rows: list[DraftRow] = []
         last_on: dict[Queue, int] = {}
@@ -378,10 +374,9 @@ class Builder:
         return rows, shortest
 
     def _check_one_by_one(self, free: Iterable[int], shortest: _Short) -> None:
-        """Raise DoesNotFit if the residents exceed the room of GPU or host. If they do not, raise it for the step that
-        lacks most room, if any step does.
+        """Raise DoesNotFit if the residents exceed GPU or host, else for the step that lacks most room, if any does.
 
-        free: bytes that the residents leave free on GPU and host.
+        free: what the residents leave on GPU and host.
         """
         for place, left in zip((Place.GPU, Place.HOST), free):
             if left < 0:
@@ -404,7 +399,7 @@ class Builder:
 
 
 class _Short(NamedTuple):
-    """A step that finds too little room when all steps run one after the other."""
+    """Found when all steps run one after the other."""
 
     missing_bytes: int
     step: int

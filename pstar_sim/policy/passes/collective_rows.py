@@ -22,8 +22,7 @@ GATHERS_AHEAD = 20
 
 
 def room(job: Job, whole: Mapping[int, Sequence[Stretch]], count: int) -> list[int]:
-    """Returns the bytes of the others' slices at each of `count` positions. The slices of small chunks count at all
-    positions."""
+    """Returns the others' slices at each of `count` positions. Those of small chunks always count."""
     held = [0] * count
     for c, stretches in whole.items():
         if c not in job.small:
@@ -34,15 +33,13 @@ def room(job: Job, whole: Mapping[int, Sequence[Stretch]], count: int) -> list[i
 
 
 def reduce(rows: DraftRows, c: int, list_name: str, moment: int, n: int, after: After) -> int:
-    """Write the sum of a complete gradient over the ranks, which frees the others' slices of the gradient. Returns its
-    row."""
+    """This frees the others' slices of the gradient. Returns its row."""
     return rows.add(Queue.NET, Kind.REDUCE_SCATTER, c, list_name, moment, after=after, key=(float(n), -1.0))
 
 
 class Collectives:
-    """The pass that gathers a chunk for each stretch in which all its slices are needed, and sums its last gradient
-    behind the last stretch. If gradients of all micro-batches add up on the GPU, gradient_rows.py sums the last
-    gradient too."""
+    """Gathers a chunk for each stretch in which all its slices are needed, and sums its last gradient behind the last
+    stretch. If gradients of all micro-batches add up on the GPU, gradient_rows.py sums the last one too."""
 
     def __init__(self, rows: DraftRows, floors: Floors) -> None:
         self._rows = rows
@@ -77,8 +74,7 @@ class Collectives:
         return waits
 
     def _gather(self, c: int, n: int) -> int:
-        """Write the gather of the other ranks' slices for position n, behind the fetch of this rank's own slice.
-        Returns its row."""
+        """For position n, behind the fetch of this rank's own slice. Returns its row."""
         rows = self._rows
         at, row = rows.fetch_of.get(c, (-1, -1))
         fetched = at == n
@@ -97,8 +93,8 @@ class Collectives:
         return gather
 
     def _ahead(self, c: int, n: int) -> int:
-        """Returns the position that ends before the gather of chunk c for position n may start, so that the others'
-        slices take room only as long as they must. A negative position is in the previous iteration."""
+        """Returns the position that ends before the gather for position n may start, so that the others' slices take
+        room only as long as they must. A negative one is in the previous iteration."""
         job, ends, count = self._rows.schedule.job, self._ends_s, len(self._ends_s)
         begin_s = (ends[n - 1] if n else 0.0) - GATHERS_AHEAD * job.cost.collective_s(job.whole_bytes(c))
         if begin_s >= 0:
@@ -115,8 +111,8 @@ class Collectives:
             rows.sum_of[c] = rows.others_release_of[c] = reduce(rows, c, "remote", moment, n, ((here, 0),))
 
     def close(self) -> None:
-        """Let a first gather wait until the slices of the previous iteration are gone. Let it also wait for the update,
-        if no fetch does."""
+        """A first gather waits until the slices of the previous iteration are gone, and for the update, if no fetch
+        does."""
         rows = self._rows
         for gather, floor in self._earlier:
             rows.wait(gather, (rows.last_rows[floor + len(rows.last_rows)], 1))

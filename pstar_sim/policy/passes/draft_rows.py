@@ -32,8 +32,8 @@ After = tuple[tuple[int, int], ...]
 class Pass(Protocol):
     """The rows of one concern of an iteration: [Note: passes].
 
-    before_at: the positions for which `before` is called. For all others it would write and return nothing.
-    behind_at: the same for `behind`.
+    before_at, behind_at: the positions for which `before` or `behind` is called. For others it would write and return
+        nothing.
     """
 
     @property
@@ -48,20 +48,16 @@ class Pass(Protocol):
 
 
 class DraftRows:
-    """The rows written so far, and the rows for which later rows wait.
-
-    end_of: position -> its row.
-    last_rows: position -> the last row of the compute queue before the rows of the next position.
-    fetch_of: chunk -> position and row of the latest fetch of its working list.
+    """end_of: position -> row.
+    last_rows: position -> last row of the compute queue before the next position.
+    fetch_of: chunk -> position and row of its latest fetch.
     release_of: (chunk, list) -> the row that last freed the list on the GPU.
-    others_release_of: chunk -> the row that last freed the others' slices.
+    others_release_of: chunk -> the row that last freed others' slices.
     sum_of: chunk -> the row that sums its last gradient over the ranks.
-    add_of: chunk -> the row that adds its latest gradient on the host, or copies its sum there.
-    last_adds: the rows in add_of that belong to last gradients, if clipping needs their norm.
-    send_of: chunk that CPU Adam updates -> write-back of its last gradient.
-    first_drop_of: streamed chunk that stays -> the row that drops its parameters, behind their copy down.
-    gpu_update_of: chunk -> its GPU Adam.
-    cpu_update_of: chunk -> its CPU Adam.
+    add_of: chunk -> the row that adds its latest gradient on the host, or copies it there.
+    last_adds: those of last gradients, if clipping needs their norm.
+    send_of: chunk -> write-back of its last gradient to CPU Adam.
+    first_drop_of: streamed chunk that stays -> the row that drops its parameters.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -100,10 +96,7 @@ class DraftRows:
         block: int = -1,
         stash: int = -1,
     ) -> int:
-        """Add a row and return its index.
-
-        charge: the charge of a row that handles no list of a chunk.
-        """
+        """charge: of a row that handles no list."""
         here = len(self.rows)
         if charge is None:
             charge = self._charges.of(kind, chunk, list_name)
@@ -115,17 +108,15 @@ class DraftRows:
         return here
 
     def charge_of_update(self, kind: Kind, chunk: int) -> Charge:
-        """Returns the charge of the update of a chunk that is not resident."""
+        """For a chunk that is not resident."""
         return self._charges.of_update(kind, chunk, folds=self.schedule.folds(chunk))
 
     def writeback(
         self, chunk: int, list_name: str, moment: int, after: After, key: tuple[float, ...], drop: bool
     ) -> int:
-        """Write the copy of a list to the host.
+        """drop: at once on the GPU, too.
 
-        drop: whether the list is also dropped on the GPU at once.
-
-        Returns the copy's row.
+        Returns the row of the copy to the host.
         """
         down = self.add(Queue.D2H, Kind.WRITEBACK, chunk, list_name, moment, after=after, key=key)
         if drop:
@@ -133,39 +124,35 @@ class DraftRows:
         return down
 
     def drop(self, chunk: int, list_name: str, moment: int) -> int:
-        """Let the compute queue drop a list as soon as the queue's latest row has ended. Returns the row of the
-        drop."""
+        """As soon as the compute queue's latest row has ended. Returns the row of the drop."""
         return self.add(Queue.COMPUTE, Kind.DROP, chunk, list_name, moment, behind=self._last_computed)
 
     def wait(self, row: int, *after: tuple[int, int]) -> None:
-        """Let a row wait for further rows, which are rows of the previous iteration."""
+        """For rows of the previous iteration."""
         self.rows[row].after += after
 
     def next_number(self) -> float:
-        """Returns the next key for a row that sends or adds. Each call returns a larger key, so these rows go in the
-        order in which they become ready."""
+        """The next key of a row that sends or adds: such rows go in the order in which they become ready."""
         self._number += 1
         return float(self._number)
 
     def end(self, here: int) -> None:
-        """Record `here` as the row of a position."""
         self.end_of.append(here)
 
     def leave(self) -> None:
-        """Record that all rows of a position are written."""
         self.last_rows.append(self._last_computed)
 
     def moment_of(self, n: int) -> int:
-        """Returns the moment that a copy for position n serves."""
+        """For a copy that serves position n."""
         job, position = self.schedule.job, self.schedule.positions[n]
         return job.blocks[position.block].first if position.block >= 0 else job.uses.last_gradient(position.chunk)
 
     def down_key(self, chunk: int) -> tuple[float, ...]:
-        """Returns the key of a copy of a last gradient or of updated lists to the host."""
+        """For a copy of a last gradient or of updated lists."""
         number, schedule = self.next_number(), self.schedule
         return (1.0, float(schedule.job.uses.first_use(chunk)) if schedule.down == "edf" else number)
 
 
 def ends_of(refs: Iterable[int]) -> After:
-    """Returns the value of `after` that waits for the ends of these rows of the same iteration."""
+    """For rows of the same iteration."""
     return tuple((row, 0) for row in refs)

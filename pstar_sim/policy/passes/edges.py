@@ -29,11 +29,11 @@ def slots_of(steps: Sequence[Step]) -> tuple[dict[int, QueueSlot], dict[str, int
 def memory_edges(
     steps: Sequence[Step], rows: Sequence[DraftRow], ends: Sequence[tuple[int, int]], window: Window
 ) -> dict[int, list[Ref]]:
-    """Returns step -> the steps for which it has to wait, so that GPU and host keep their budgets in every legal
+    """Returns step -> the steps for which it waits, so that GPU and host keep their budgets in every legal
     interleaving.
 
     ends: row -> the first and the last step that the row stands for.
-    window: the predicted schedule of the rows.
+    window: of the rows.
     """
     slots, lengths = slots_of(steps)
     edges: dict[int, list[Ref]] = {}
@@ -54,10 +54,9 @@ def memory_edges(
 
 
 def without_implied(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) -> tuple[Step, ...]:
-    """Returns the steps with their data and memory edges, without implied edges. An edge is implied by the order of a
-    queue, or by an earlier step of the queue that waits for the same step or for a step behind it. A reference more
-    than one iteration back becomes a reference to the first step of the same queue in the previous iteration, because
-    that step runs later."""
+    """Returns the steps with data and memory edges, without those implied by the order of a queue, or by an earlier
+    step of the queue that waits for the same step or for one behind it. A reference more than one iteration back
+    becomes one to the first step of the same queue in the previous iteration, because that runs later."""
     queue_of = {step.id: step.queue for step in steps}
     position_of, lengths, first = _positions(queue_of)
     # (queue, other queue) -> latest position waited for; positions of the previous iteration are negative
@@ -89,7 +88,7 @@ def without_implied(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) 
 
 
 def _waiting_for(step: Step, refs: list[Ref]) -> Step:
-    """Returns the step with these references, sorted as in a plan."""
+    """Sorted as in a plan."""
     if len(refs) > 1:
         refs.sort(key=lambda ref: (ref.back, ref.id))
     after = tuple(refs)

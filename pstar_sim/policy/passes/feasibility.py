@@ -17,7 +17,7 @@ __all__ = ["check_gpu", "check_host", "held_on_host"]
 
 
 def check_gpu(job: Job) -> None:
-    """Raise DoesNotFit if the worst block needs more than the budget with nothing pinned."""
+    """Raise DoesNotFit if the worst block needs too much with nothing pinned."""
     needs = [
         job.small_bytes + _own_bytes(job, block) + gradient_rows.room(job, n) + block.tide_bytes
         for n, block in enumerate(job.blocks)
@@ -34,7 +34,6 @@ def _own_bytes(job: Job, block: Block) -> int:
 
 
 def _parts(job: Job, worst: int) -> list[str]:
-    """Returns words for the things that a block needs."""
     block, lists = job.blocks[worst], gradient_rows.room(job, worst)
     moment = max(range(block.first, block.last + 1), key=lambda m: job.tide[m])
     highest = f"the tide's peak, {format_bytes(max(job.tide))}, at every moment"
@@ -50,7 +49,7 @@ def _parts(job: Job, worst: int) -> list[str]:
 
 
 def held_on_host(job: Job, pinned: frozenset[int], never: Iterable[tuple[int, str]] = ()) -> int:
-    """Returns the bytes that the host always holds with these chunks pinned.
+    """In all moments, with these chunks pinned.
 
     never: (chunk, list) pairs that are never there.
     """
@@ -59,7 +58,7 @@ def held_on_host(job: Job, pinned: frozenset[int], never: Iterable[tuple[int, st
 
 
 def check_host(job: Job, modes: Modes) -> None:
-    """Raise DoesNotFit if the host has no room for the chunks that are not pinned and for one gradient that passes."""
+    """Raise DoesNotFit unless the host has room for what is not pinned and for one gradient that passes."""
     pinned = modes.pinned
     # If no sum spills and no sum waits for the barrier, the sums of streamed chunks are never on the host.
     never = frozenset[int]() if modes.spilt or job.barrier is not None else modes.summed & modes.streamed

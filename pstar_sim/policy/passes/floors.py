@@ -10,14 +10,11 @@ __all__ = ["Floors", "fetch_floors"]
 
 
 def fetch_floors(prefetch: str | int, served: Sequence[int], count: int) -> list[int | None]:
-    """Returns, for each chunk that is fetched in an iteration, the position that must end before the chunk's copy may
-    start; None if only lack of room delays the copy.
+    """Returns the position that must end before each copy may start; None if only lack of room delays it.
 
-    prefetch: "none" waits for the position before the position served, so that copies and computing alternate. A number
-        k allows the next k chunks: the copy waits for the position before that of the k-th chunk before it. So 0 is
-        "none".
-    served: the positions that the copies serve, in order.
-    count: positions of an iteration.
+    prefetch: "none" (or 0) waits for the position before the one served, so that copies and computing alternate. With k
+        the copy waits for the position before that of the k-th chunk before it.
+    served: positions, in order.
 
     Negative positions belong to the previous iteration; -1 is its last position.
     """
@@ -33,7 +30,7 @@ def fetch_floors(prefetch: str | int, served: Sequence[int], count: int) -> list
 
 
 class Floors:
-    """Keeps copies from running too far ahead: each copy that serves a position waits for an earlier position."""
+    """Keeps copies from running too far ahead."""
 
     def __init__(self, rows: DraftRows) -> None:
         schedule = rows.schedule
@@ -51,17 +48,16 @@ class Floors:
         self._earlier: list[tuple[int, int]] = []  # (row, position of the previous iteration that it waits for)
 
     def of(self, c: int, n: int) -> After:
-        """Returns the rows that must end before chunk c may be copied for position n."""
+        """Returns what must end before chunk c may be copied for position n."""
         floor = self._floor_of[n, c]
         return ((self._rows.last_rows[floor], 0),) if floor is not None and floor >= 0 else ()
 
     def serve(self, c: int, n: int, row: int) -> None:
-        """Record `row` as the copy of chunk c that serves position n."""
         floor = self._floor_of[n, c]
         if floor is not None and floor < 0:
             self._earlier.append((row, floor))
 
     def close(self) -> None:
-        """Add the waits of copies for positions of the previous iteration."""
+        """Adds the waits for positions of the previous iteration."""
         for row, floor in self._earlier:
             self._rows.wait(row, (self._rows.last_rows[floor + self._count], 1))

@@ -22,17 +22,17 @@ __all__ = ["GradientRows", "adds_s", "held", "room"]
 
 
 def room(job: Job, block: int, summed: frozenset[int] = frozenset()) -> int:
-    """Returns the bytes of the gradient lists that a block needs.
+    """Of the lists that a block needs.
 
-    summed: pinned chunks and chunks with a sum on the GPU. Such chunks add their gradients in place, unless the
-        gradients have to be summed over the ranks first.
+    summed: pinned chunks and chunks with a sum on the GPU. Their gradients add up in place, unless they have to be
+        summed over the ranks first.
     """
     return sum(size for c, size in job.gradient_lists[block] if job.ranks > 1 or c not in summed)
 
 
 def held(job: Job, sums: Mapping[int, Sequence[Stretch]], at: Sequence[int], count: int) -> list[int]:
-    """Returns the bytes, at each of `count` positions, of the sums that modes ask for; on several ranks also of the
-    lists in which the last gradients arrive.
+    """Returns the sums that modes ask for, at each of `count` positions; on several ranks with the lists in which last
+    gradients arrive.
 
     at, sums: as in `Schedule`.
     """
@@ -51,7 +51,7 @@ def held(job: Job, sums: Mapping[int, Sequence[Stretch]], at: Sequence[int], cou
 
 
 def adds_s(job: Job, modes: Modes) -> list[float]:
-    """Returns block -> seconds in which gradients are added on the GPU to those of earlier micro-batches."""
+    """Of each block, for adding gradients on the GPU to those of earlier micro-batches."""
     seconds = [0.0] * len(job.blocks)
     there = job.small | modes.pinned | modes.summed
     for (c, _), at in job.cost.gpu_adds.moments_s.items():
@@ -62,7 +62,7 @@ def adds_s(job: Job, modes: Modes) -> list[float]:
 
 
 class GradientRows:
-    """The pass that moves the gradients of all chunks that are updated, on the CPU or on the GPU."""
+    """Moves the gradients of all chunks that are updated."""
 
     def __init__(self, rows: DraftRows, working: WorkingLists) -> None:
         self._rows = rows
@@ -148,10 +148,7 @@ class GradientRows:
             self._send_last(c, here, drop=False)
 
     def _behind_older(self, c: int) -> After:
-        """Returns the rows for which the next gradient list waits if the number of lists on the GPU is limited.
-
-        c: chunk of the next list.
-        """
+        """Returns what the next list waits for, if the number of lists on the GPU is limited."""
         job, most = self._rows.schedule.job, self._rows.schedule.lists_at_once
         if most is None or len(self._opened) < most:
             return ()
@@ -164,8 +161,8 @@ class GradientRows:
         return ((self._freed[older], 0),)
 
     def close(self) -> None:
-        """If the number of lists on the GPU is limited, let the first lists of an iteration wait for the last lists of
-        the previous iteration."""
+        """If the number of lists on the GPU is limited, first lists wait for the last lists of the previous
+        iteration."""
         most = self._rows.schedule.lists_at_once
         if most is None:
             return
@@ -175,8 +172,8 @@ class GradientRows:
                 self._rows.wait(row, (self._freed[self._opened[older][0]], 1))
 
     def _close_list(self, c: int, number: int, n: int, here: int) -> None:
-        """Write the rows that follow the complete gradient of a micro-batch: the sum over the ranks, the copy to the
-        host, the end of the list."""
+        """The gradient of a micro-batch is complete: the sum over the ranks, the copy to the host and the end of the
+        list follow."""
         rows, job = self._rows, self._rows.schedule.job
         moment, done = self._lists_of(c)[number][1], here
         if job.ranks > 1:
@@ -192,8 +189,8 @@ class GradientRows:
         rows.add_of[c] = rows.add(Queue.ADAM, Kind.CPU_ADD, c, "grad", moment, after=((freed, 0),), key=key)
 
     def _add_up(self, c: int, number: int, n: int, here: int) -> int:
-        """Write the rows that add the complete gradient of a micro-batch to the sum on the GPU: on several ranks the
-        sum over the ranks, otherwise nothing. Returns the row after which the gradient is added."""
+        """On several ranks sums the complete gradient over the ranks first. Returns the row after which it is added on
+        the GPU."""
         rows, job = self._rows, self._rows.schedule.job
         if job.ranks == 1:
             return here
@@ -203,7 +200,7 @@ class GradientRows:
         return self._freed[c]
 
     def _send_sum(self, c: int, here: int) -> None:
-        """Write the rows that send the complete sum of all micro-batches to the sum on the host."""
+        """Sends the sum of all micro-batches to the host."""
         rows, job = self._rows, self._rows.schedule.job
         moment = job.uses.last_gradient(c)
         rows.writeback(c, "grad32", moment, ((here, 0),), rows.down_key(c), drop=True)
@@ -212,8 +209,8 @@ class GradientRows:
             rows.last_adds.append(rows.add_of[c])
 
     def _leave(self, c: int, here: int) -> int:
-        """End the chunk's last visit before its update. Returns the row that copies its last gradient down; if its sum
-        stays, the row that drops its working list."""
+        """End the last visit before the update. Returns the row that copies the last gradient down; if the sum stays,
+        that which drops the working list."""
         rows, schedule = self._rows, self._rows.schedule
         if not schedule.sums_on_gpu(c):
             return self._send_last(c, here)
@@ -221,8 +218,8 @@ class GradientRows:
         return rows.add_of.get(c, gone)
 
     def _send_last(self, c: int, here: int, *, drop: bool = True) -> int:
-        """Send the last gradient down in the working list that it has overwritten. If clipping takes the norm of the
-        sum, add the gradient to the sum on the host. Returns the copy's row."""
+        """In the working list that it has overwritten. If clipping takes the norm of the sum, it is added to the sum on
+        the host. Returns the copy's row."""
         rows, job = self._rows, self._rows.schedule.job
         moment = job.uses.last_gradient(c)
         ready: After = ((rows.sum_of.get(c, here), 0),)

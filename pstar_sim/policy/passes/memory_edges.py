@@ -24,8 +24,7 @@ __all__ = ["ByteMove", "QueueSlot", "fifo_edges"]
 
 
 class ByteMove(NamedTuple):
-    """A take or free in the window. Step `step` of iteration w + `iteration` takes `take` bytes, or frees -`take` bytes
-    if `take` is negative."""
+    """Step `step` of iteration w + `iteration` takes `take` bytes, or frees -`take` bytes if `take` is negative."""
 
     step: int
     iteration: int
@@ -33,7 +32,7 @@ class ByteMove(NamedTuple):
 
 
 class QueueSlot(NamedTuple):
-    """A step's queue, and its position on the queue in one iteration."""
+    """Of a step, in one iteration."""
 
     queue: str
     position: int
@@ -42,18 +41,15 @@ class QueueSlot(NamedTuple):
 def fifo_edges(
     window: Sequence[ByteMove], free_bytes: int, slots: Mapping[int, QueueSlot], lengths: Mapping[str, int]
 ) -> dict[int, list[Ref]]:
-    """Returns edges (step -> steps for which it has to wait) that keep one place within its budget in every legal
-    interleaving.
+    """Returns step -> steps for which it waits, which keeps one place within its budget in every legal interleaving.
 
     window: takes and frees in the order of the predicted schedule, each step's once. A free comes before a take at the
         same time.
-    free_bytes: bytes of the place that are free when the window opens.
-    slots: step -> its queue and position.
-    lengths: number of steps on each queue in one iteration. Only the latest step of each queue is named, because a
-        queue runs in order.
+    free_bytes: when the window opens.
+    lengths: steps on each queue. Only the latest step of each queue is named, because a queue runs in order.
 
-    Raises ValueError for a window that frees more or fewer bytes than it takes (such a window does not repeat), or that
-    takes bytes before they are free (such a window does not keep the budget).
+    Raises ValueError for a window that frees more or fewer bytes than it takes (it does not repeat), or takes bytes
+    before they are free (it does not keep the budget).
     """
     takes = [e for e in window if e.take > 0]
     frees = _Frees(window, slots, lengths)
@@ -74,10 +70,7 @@ def fifo_edges(
 
 
 class _Frees:
-    """The frees of a window as tokens, in the order in which they end.
-
-    volume: bytes that one window frees.
-    """
+    """Tokens, in the order in which frees end."""
 
     def __init__(self, window: Sequence[ByteMove], slots: Mapping[int, QueueSlot], lengths: Mapping[str, int]) -> None:
         self._slots, self._lengths = slots, lengths
@@ -87,7 +80,7 @@ class _Frees:
         self.volume = self._ends[-1] if self._ends else 0
 
     def latest(self, take: ByteMove, low: int, high: int) -> list[Ref]:
-        """Returns, per queue, the latest step that frees one of the bytes low .. high (ordinals), which `take` gets."""
+        """Returns, per queue, the latest step that frees one of the bytes low .. high (ordinals) of `take`."""
         found: dict[str, tuple[int, Ref]] = {}
         # Frees of this window and of the two windows before it. Bytes that were free before these windows need no edge.
         for back in range(3):

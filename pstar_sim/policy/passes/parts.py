@@ -22,7 +22,7 @@ LARGE, MOST_PARTS, LEAST_BYTES = 2.0, 8, 16 * MIB
 
 
 def parts_of(layout: Layout) -> dict[int, int]:
-    """Returns large chunk -> number of parts of its update on the CPU. Chunks updated in one piece are left out."""
+    """Of large chunks on the CPU. Chunks updated in one piece are left out."""
     sizes = {c.index: layout.payload_bytes(c.index, "param") for c in layout.chunks if not (c.small or c.frozen)}
     usual = sorted(sizes.values())[len(sizes) // 2] if sizes else 0
     large = {c: size for c, size in sizes.items() if size >= LARGE * usual}
@@ -31,11 +31,8 @@ def parts_of(layout: Layout) -> dict[int, int]:
 
 
 def in_parts(plan: Plan, counts: Mapping[int, int] | None = None) -> Plan:
-    """Returns the plan with the updates of large chunks in parts.
-
-    counts: chunk -> number of parts; None: `parts_of`. A chunk whose gradient does not go down once, or whose
-        parameters do not come up, keeps its steps.
-    """
+    """counts: None: `parts_of`. A chunk whose gradient does not go down once, or whose parameters do not come up, keeps
+    its steps."""
     counts = parts_of(plan.layout) if counts is None else counts
     chains = [chain for c, count in counts.items() if (chain := _chain(plan, c, count)) is not None]
     if not chains:
@@ -45,7 +42,7 @@ def in_parts(plan: Plan, counts: Mapping[int, int] | None = None) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """The steps of one update, by id.
+    """Steps by id.
 
     down: write-back of the complete gradient.
     up: fetch of the updated working list.
@@ -58,7 +55,7 @@ class _Chain:
 
 
 def _chain(plan: Plan, chunk: int, count: int) -> _Chain | None:
-    """Returns the chunk's update in `count` parts; None if the update keeps its steps."""
+    """None if the update keeps its steps."""
     mine = [step for step in plan.steps if step.chunk == chunk]
     adam = next((step for step in mine if step.kind is Kind.CPU_ADAM), None)
     if adam is None or not _at_home(plan, chunk):
@@ -70,32 +67,31 @@ def _chain(plan: Plan, chunk: int, count: int) -> _Chain | None:
 
 
 def _last_gradient_down(mine: Sequence[Step], adam: Step) -> Step | None:
-    """Returns the write-back of the complete gradient, among the steps of a chunk; None if there is not one alone."""
+    """The write-back of the complete gradient; None if there is not one alone."""
     found = [s for s in mine if s.kind is Kind.WRITEBACK and s.moment == adam.moment and s.list in ("param", "grad32")]
     return found[0] if len(found) == 1 else None
 
 
 def _parameters_up(mine: Sequence[Step], adam: Step) -> Step | None:
-    """Returns the first fetch of the working list, among the steps of a chunk; None if there is none, or if it comes
-    behind the update of the same iteration."""
+    """The first fetch of the working list; None if there is none, or if it comes behind the update of the same
+    iteration."""
     up = next((s for s in mine if s.kind is Kind.FETCH and s.list == "param"), None)
     behind = up is not None and ((up.moment or 0) >= (adam.moment or 0) or Ref(adam.id) in up.after)
     return None if behind else up
 
 
 def _at_home(plan: Plan, chunk: int) -> bool:
-    """Returns whether the host always holds the working list and the states."""
+    """Whether the host always has working list and states."""
     return all(Resident(chunk, name, Place.HOST) in plan.initial for name in ("param", *plan.layout.state_lists))
 
 
 def _plain(layout: Layout, step: Step) -> bool:
-    """Returns whether a copy moves the payload as it is, in pinned memory."""
+    """The payload as it is, in pinned memory."""
     assert step.chunk is not None and step.list is not None
     return step.via is None and step.bytes == layout.payload_bytes(step.chunk, step.list)
 
 
 def _split(steps: Sequence[Step], layout: Layout, chains: Sequence[_Chain]) -> list[Step]:
-    """Returns the steps with each step of a chain replaced by its parts."""
     chain_of = {step: chain for chain in chains for step in (chain.down, chain.adam, chain.up)}
     first: dict[int, int] = {}  # old id -> id of its first part
     total = 0

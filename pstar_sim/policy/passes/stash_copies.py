@@ -13,8 +13,8 @@ __all__ = ["StashCopies"]
 
 
 class StashCopies:
-    """The pass that copies stashes out and in. A copy out goes first on its queue, because the forward pass of the
-    block after the next waits for it. A copy in has a deadline, as a fetch does."""
+    """A copy out goes first on its queue, because the forward pass of the block after the next waits for it. A copy in
+    has a deadline, as a fetch does."""
 
     def __init__(self, rows: DraftRows) -> None:
         self._rows = rows

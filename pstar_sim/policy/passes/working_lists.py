@@ -14,8 +14,8 @@ __all__ = ["WorkingLists"]
 
 
 class WorkingLists:
-    """The pass that fetches a chunk for each visit, and drops a list that equals the host's copy. Changed lists hold
-    gradients (gradient_rows.py) or updated parameters (update_rows.py)."""
+    """Fetches a chunk for each visit, and drops a list that equals the host's copy. Changed lists hold gradients
+    (gradient_rows.py) or updated parameters (update_rows.py)."""
 
     def __init__(self, rows: DraftRows, floors: Floors) -> None:
         self._rows = rows
@@ -53,8 +53,7 @@ class WorkingLists:
         return fetched
 
     def fetch(self, c: int, n: int, list_name: str = "param", after: After = ()) -> int:
-        """Fetch a list to the GPU for position n, once the list that was there before is gone. Returns the fetch's
-        row."""
+        """For position n, once the list that was there before is gone. Returns the fetch's row."""
         rows, key = self._rows, (c, list_name)
         after += self._floors.of(c, n)
         if key in rows.release_of:
@@ -67,9 +66,8 @@ class WorkingLists:
         return row
 
     def behind(self, n: int, here: int) -> None:
-        """Drop the lists that are not needed behind position n. The list of a streamed chunk that stayed over the
-        border may still be on its way down. Such a list is dropped behind its copy down, for which the compute queue
-        does not wait."""
+        """A list of a streamed chunk that stayed over the border may still be on its way down. It is dropped behind
+        that copy, for which the compute queue does not wait."""
         rows, schedule = self._rows, self._rows.schedule
         for c in self._drops_behind.get(n, ()):
             moment = schedule.job.blocks[schedule.positions[n].block].last
@@ -81,8 +79,8 @@ class WorkingLists:
             rows.release_of[c, "param"] = row
 
     def close(self) -> None:
-        """Add the waits of first fetches: each waits until the chunk's list of the previous iteration has left the GPU,
-        and until CPU Adam has updated the chunk."""
+        """A first fetch waits until the list of the previous iteration has left the GPU, and until CPU Adam has updated
+        the chunk."""
         rows = self._rows
         for c, name, row in self._first_fetches:
             updated: After = ((rows.cpu_update_of[c], 1),) if c in rows.cpu_update_of else ()

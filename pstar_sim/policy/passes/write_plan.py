@@ -18,12 +18,7 @@ __all__ = ["plan_of", "step_of"]
 
 
 def plan_of(schedule: Schedule, draft: Draft, window: Window, choices: Mapping[str, object] | None = None) -> Plan:
-    """Returns the plan.
-
-    draft: draft of the schedule.
-    window: the order that was chosen for the draft.
-    choices: entries that `explain` shows, in addition to the seconds per iteration that the window predicts.
-    """
+    """choices: for `explain`, besides the seconds per iteration that the window predicts."""
     job = schedule.job
     b = Builder(job.name, job.workload, job.machine, job.settings, layout=job.layout, stashes=False)
     b.choices.update(choices or {})
@@ -34,7 +29,7 @@ def plan_of(schedule: Schedule, draft: Draft, window: Window, choices: Mapping[s
 
 
 def _residents(b: Builder, schedule: Schedule) -> None:
-    """Record the place of each chunk's lists at the cut."""
+    """At the cut."""
     job, modes = schedule.job, schedule.modes
     for c in (*job.small, *modes.pinned):
         b.live(c, Place.GPU)
@@ -53,8 +48,8 @@ def _residents(b: Builder, schedule: Schedule) -> None:
 
 
 def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list[tuple[int, int]]:
-    """Write the steps in the order of one iteration: first the window's steps of the next iteration, then its own, then
-    those of the previous iteration. Returns for each row the first and the last step that the row became."""
+    """In the order of one iteration: first the window's steps of the next iteration, then its own, then those of the
+    previous one. Returns the first and the last step of each row."""
     rows, blocks = draft.rows, schedule.job.blocks
     started = [(i, k) for i, k, done in window.events if not done]
     order = [i for early in (1, 0, -1) for i, k in started if k == early]
@@ -77,7 +72,7 @@ def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list
 
 
 def step_of(b: Builder, row: DraftRow, after: After) -> int:
-    """Write the step of a row that is not a block of moments. Returns the step's id."""
+    """For a row that is not a block of moments. Returns the step's id."""
     if row.stash >= 0:
         moment = moment_of(b.workload, row.kind, row.stash)
         return b.add(row.queue, row.kind, stash=row.stash, moment=moment, after=after)

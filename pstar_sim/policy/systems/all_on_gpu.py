@@ -58,8 +58,8 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings) -> Plan
 
 
 def _moments(b: Builder, final: Mapping[int, Iterable[int]], *, update_at_once: bool) -> dict[int, Sequence[int]]:
-    """Write all moments, with the all-reduce after each last gradient and, with `update_at_once`, the Adam after it.
-    Returns chunk -> the steps after which its gradient is the sum over the ranks.
+    """With the all-reduce after each last gradient and, with `update_at_once`, its Adam. Returns chunk -> the steps
+    after which its gradient is the sum over the ranks.
 
     final: moment -> chunks whose last gradient arrives in it.
     """
@@ -74,7 +74,7 @@ def _moments(b: Builder, final: Mapping[int, Iterable[int]], *, update_at_once: 
 
 
 def _optimizer_step(b: Builder, chunks: Iterable[int], summed: Mapping[int, Sequence[int]]) -> None:
-    """Write Adam of every chunk. With clipping, Adam waits for the last sum, because the norm is that of all sums."""
+    """With clipping, Adam waits for the last sum, because the norm is that of all sums."""
     norm = list(summed.values())[-1] if summed and b.settings.clip else []
     for c in chunks:
         b.gpu_adam(c, after=[*summed[c], *norm])

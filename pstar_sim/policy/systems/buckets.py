@@ -20,11 +20,11 @@ __all__ = ["Buckets"]
 
 
 class Buckets:
-    """The gradients of one iteration. `before` and `behind` are called once per moment, in order.
+    """`before` and `behind` are called once per moment, in order.
 
-    lists: gradients that have lists of their own: all that do not overwrite the working list.
-    arrived: chunk -> steps after which its gradient is where its Adam runs.
-    peak_bytes: the most bytes that gradient lists have held on the GPU.
+    lists: of all gradients that do not overwrite the working list.
+    arrived: chunk -> steps after which its gradient is where Adam runs.
+    peak_bytes: of gradient lists on the GPU.
     """
 
     def __init__(self, shards: Shards) -> None:
@@ -43,8 +43,7 @@ class Buckets:
         self._stall: list[int] = []  # steps for which the next moment waits
 
     def before(self, m: int) -> list[int]:
-        """Open the lists of gradients that begin to arrive in moment `m`. Returns the steps for which the moment
-        waits."""
+        """Open the lists of gradients that begin to arrive. Returns the steps for which the moment waits."""
         gone = self._free_steps[-2] if len(self._free_steps) >= 2 else []  # at most two buckets are under way
         for c in self.lists.opens.get(m, ()):
             self.lists.open(c, m, gone)
@@ -54,11 +53,7 @@ class Buckets:
         return stall
 
     def behind(self, m: int, here: int) -> None:
-        """Put the gradients that are complete after moment `m` into the bucket. The bucket leaves when it is full, and
-        at the end of a micro-batch.
-
-        here: the moment's step.
-        """
+        """The bucket leaves when it is full, and at the end of a micro-batch."""
         for c in self._complete.get(m, ()):
             self._fill(c, m, here)
         moments = self._b.workload.moments
@@ -76,7 +71,6 @@ class Buckets:
             self._flush(m, here)
 
     def _flush(self, m: int, here: int) -> None:
-        """Send all gradients of the bucket."""
         if not self._bucket:
             return
         for c in self._bucket:
@@ -88,8 +82,7 @@ class Buckets:
         self._bucket, self._bucket_params = [], 0
 
     def _leave(self, c: int, m: int, here: int) -> Sequence[int]:
-        """Sum a gradient over the ranks and move it to where its Adam runs. Returns the steps after which it is
-        there."""
+        """Sum over the ranks and move to where Adam runs. Returns the steps after which the gradient is there."""
         summed = self.lists.sum(c, m, [here], "remote" if self._shards.in_place(c) else "grad_remote")
         if self._shards.scheme.sums_wait:
             self._stall += summed
@@ -98,7 +91,7 @@ class Buckets:
         return [self.lists.keep(c, m, summed)] if c in self.lists.chunks else summed
 
     def _send(self, c: int, m: int, summed: Sequence[int]) -> int:
-        """Copy the gradient to the host, and on to the disks if the states are there. Returns the last step."""
+        """To the host, and on to the disks if the states are there. Returns the last step."""
         b, shards, flush = self._b, self._shards, self._shards.scheme.flush
         last = b.workload.moments[m].micro_batch == b.workload.micro_batches - 1
         blocking = last and flush is Flush.BLOCKING

@@ -81,7 +81,7 @@ def deep_optimizer_states(
 
 
 def _optimizer_step(o: Offloaded) -> int:
-    """Write the updates of all sub-groups. Returns the number of staged sub-groups.
+    """Returns the number of staged sub-groups.
 
     A period is a run of sub-groups: those that the CPU updates, then a staged sub-group. The states of the staged
     sub-group come up before the parameters of its period, and of the period before, go up.

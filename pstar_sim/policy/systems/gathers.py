@@ -20,10 +20,10 @@ _ByMoment = defaultdict[int, list[Visit]]
 
 
 class Gathers:
-    """The visits of one iteration. `before` and `behind` are called once per moment, in order.
+    """`before` and `behind` are called once per moment, in order.
 
     opening: steps that may start with the iteration.
-    bytes_gathered: bytes gathered so far, counted as whole chunks.
+    bytes_gathered: counted as whole chunks.
     """
 
     def __init__(self, shards: Shards) -> None:
@@ -43,7 +43,7 @@ class Gathers:
         self._plan()
 
     def _plan(self) -> None:
-        """Record, for each moment, the slices that it requests and the visits that it opens and closes."""
+        """Which slices each moment requests, and which visits it opens and closes."""
         shards, scheme = self._shards, self._shards.scheme
         latest: dict[int, Visit] = {}
         for v in scheme.visits:
@@ -64,7 +64,7 @@ class Gathers:
                 self._closes[v.last].remove(v)
 
     def before(self, m: int) -> list[int]:
-        """Write the copies and gathers that moment `m` requests. Returns the steps for which the moment waits."""
+        """Write what moment `m` requests. Returns the steps for which it waits."""
         asked = [
             *map(self._read, self._reads.get(m, ())),
             *map(self._fetch, self._fetches.get(m, ())),
@@ -75,10 +75,7 @@ class Gathers:
         return [self._ready[v.chunk] for v in self._opens.get(m, ())]
 
     def behind(self, m: int, here: int) -> None:
-        """Drop the slices of visits that end with moment `m`.
-
-        here: the moment's step.
-        """
+        """Visits that end with moment `m` drop their slices."""
         self._request_steps = [here]
         if m == 0:
             self.opening.append(here)
@@ -86,17 +83,17 @@ class Gathers:
             self._leave(v.chunk, m, here)
 
     def release_steps(self, c: int) -> list[int]:
-        """Returns the steps after which all slices of the chunk's last visit are gone."""
+        """Returns the steps after which the chunk's last visit is gone."""
         return self._free_steps.get(c, [])
 
     def _read(self, v: Visit) -> int:
-        """Read this rank's slice from the disks to the host. Returns the step."""
+        """From the disks to the host, this rank's slice. Returns the step."""
         c = v.chunk
         self._ready[c] = read_in(self._b, c, "param", v.first, [*self._request_steps, *self.release_steps(c)])
         return self._ready[c]
 
     def _fetch(self, v: Visit) -> int:
-        """Fetch this rank's slice from the host, or from the disks through the host. Returns the fetch."""
+        """Of this rank's slice, from the host or through it. Returns the fetch."""
         b, c = self._b, v.chunk
         read = [self._ready[c]] if self._shards.scheme.home is Place.NVME else []
         self._ready[c] = b.fetch(c, v.first, after=[*self._request_steps, *read, *self.release_steps(c)])
@@ -105,7 +102,6 @@ class Gathers:
         return self._ready[c]
 
     def _gather(self, v: Visit) -> int:
-        """Gather the other ranks' slices. Returns the gather."""
         c = v.chunk
         own = [] if self._shards.lives_on_gpu(c) else [self._ready[c]]
         self._ready[c] = self._b.gather(c, v.first, [*self._request_steps, *own, *self.release_steps(c)])
@@ -113,12 +109,12 @@ class Gathers:
         return self._ready[c]
 
     def gather_updated(self, c: int, after: list[int]) -> int:
-        """Gather a chunk that is always whole after its update, for the next iteration. Returns the gather."""
+        """For a chunk that is always whole, for the next iteration. Returns the gather."""
         self.bytes_gathered += self._b.layout.whole_bytes(c)
         return self._b.gather(c, 0, after)
 
     def _leave(self, c: int, m: int, here: int) -> None:
-        """Drop the unchanged slices that a visit has brought."""
+        """The slices that a visit has brought are unchanged."""
         lists = ["remote"] if self._shards.ranks > 1 else []
         lists += [] if self._shards.lives_on_gpu(c) else ["param"]
         self._free_steps[c] = [self._b.drop(Queue.COMPUTE, c, m, [here], name) for name in lists]

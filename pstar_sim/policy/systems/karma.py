@@ -64,8 +64,7 @@ def karma(workload: Workload, machine: Machine, settings: Settings) -> Plan:
 
 
 def _residences(job: Job) -> Iterator[tuple[str, Collection[int], Sequence[Visit]]]:
-    """Yields ways to keep model data on the GPU, from the most to the least data. Each is (words, pinned chunks, visits
-    of the other chunks)."""
+    """Yields (words, pinned chunks, visits of the others), from the most to the least model data on the GPU."""
     if job.machine.data_parallel_size == 1:
         end = len(job.workload.moments) - 1
         frozen = [Visit(c, 0, end) for c in job.moving if not job.uses.updated(c)]
@@ -84,14 +83,14 @@ def _by_use(job: Job) -> list[Visit]:
 
 
 def _by_block(job: Job) -> list[Visit]:
-    """Returns the visits of all chunks of a block, for as long as the block runs."""
+    """As long as the block runs."""
     run_of = [run for _, _, run in block_runs(job.workload) for _ in run]
     runs = {(c, run_of[m][0], run_of[m][-1]) for c in job.moving for m in job.uses.touched[c]}
     return [Visit(*run) for run in sorted(runs)]
 
 
 def _kept(job: Job, visits: Sequence[Visit]) -> list[Visit]:
-    """Returns the visits, and the gaps between them over which the chunks stay, by [Note: capacity rule]."""
+    """With the gaps over which chunks stay, by [Note: capacity rule]."""
     at: dict[int, set[int]] = {c: set() for c in job.moving}
     for visit in visits:
         at[visit.chunk].update(range(job.block_of[visit.first], job.block_of[visit.last] + 1))
@@ -102,8 +101,8 @@ def _kept(job: Job, visits: Sequence[Visit]) -> list[Visit]:
 
 
 def ways(recomputed: Workload, kept: Workload, machine: Machine, settings: Settings) -> Iterator[Workload]:
-    """Yields workloads by [Note: capacity rule], one per interleave and per way to keep the model data. Yields none if
-    the model is not a stack of blocks, or if no interleave fits.
+    """One workload per interleave and per way to keep the model data, by [Note: capacity rule]; none if the model is
+    not a stack of blocks, or if no interleave fits.
 
     recomputed, kept: the job with all activations recomputed, and with all kept.
     """
@@ -130,10 +129,9 @@ def _fits(recomputed: Workload, kept: Workload, share: float, begin: int, room_b
 
 
 def _beyond(recomputed: Workload, kept: Workload, share: float, begin: int, end: int) -> Workload | None:
-    """Returns the workload in which the blocks from `begin` up to `end` do not keep their activations. `share` of these
-    blocks, evenly spread, swap; the others recompute. The first block never swaps, because a model holds the input of
-    that block. The last two never swap, because they are needed again at once. Returns None if a swap would have no
-    time."""
+    """The blocks from `begin` up to `end` do not keep their activations: `share` of them, evenly spread, swap; the
+    others recompute. The first block never swaps, because a model holds its input. The last two never swap, because
+    they are needed again at once. Returns None if a swap would have no time."""
     blocks = block_names(kept)
     could = range(1, min(end, len(blocks) - 2))
     swapped = [blocks[n] for n in could if int(n * share) > int((n - 1) * share)]
@@ -145,9 +143,8 @@ def _beyond(recomputed: Workload, kept: Workload, share: float, begin: int, end:
 
 
 def _rooms(job: Job) -> list[int]:
-    """Returns the bytes that each way to keep the model data leaves for activations. Ways that leave too little for the
-    job with all activations recomputed are left out. Parameters are swapped by block only if no other way leaves
-    enough."""
+    """Returns what each way to keep the model data leaves for activations, if that is enough with all of them
+    recomputed. Parameters are swapped by block only if no other way leaves enough."""
     rooms = [_least(job, _until_last_use(job, job.moving))]
     if job.machine.data_parallel_size == 1:
         rooms[:0] = [job.machine.gpu_budget_bytes - job.small_bytes - sum(job.permanent[c] for c in job.moving)]
@@ -156,7 +153,7 @@ def _rooms(job: Job) -> list[int]:
 
 
 def _least(job: Job, visits: Sequence[Visit]) -> int:
-    """Returns the bytes that the visits leave free for the tide in every moment."""
+    """For the tide, in every moment."""
     return min(room + block.tide_bytes for room, block in zip(room_beside(job, visits), job.blocks))
 
 

@@ -85,8 +85,8 @@ def l2l(workload: Workload, machine: Machine, settings: Settings, *, stash: str 
 
 
 def _visits(job: Job, parts: Sequence[tuple[int, int]]) -> list[Visit]:
-    """Returns the visits: a chunk is on the GPU from the first moment to the last of each part that uses it. Parts that
-    follow one another are one visit."""
+    """A chunk is on the GPU from the first moment to the last of each part that uses it. Parts that follow one another
+    are one visit."""
     part_of = [n for n, (first, last) in enumerate(parts) for _ in range(first, last + 1)]
     visits: list[Visit] = []
     for c in job.moving:
@@ -98,6 +98,6 @@ def _visits(job: Job, parts: Sequence[tuple[int, int]]) -> list[Visit]:
 
 
 def _most_at_once(visits: Sequence[Visit]) -> int:
-    """Returns the largest number of chunks of one layer, which is how far ahead copies may go."""
+    """Chunks of one layer: how far ahead copies may go."""
     starts = [n for n, (a, b) in enumerate(pairwise(visits), start=1) if a.first != b.first]
     return max(b - a for a, b in pairwise([0, *starts, len(visits)])) if visits else 1

@@ -111,8 +111,8 @@ def patrickstar(workload: Workload, machine: Machine, settings: Settings, *, msc
 
 
 def _layout(workload: Workload, settings: Settings, ranks: int, msc: bool) -> Layout:
-    """Returns the layout. On several ranks a unit of the layout is a group of one chunk per rank, or with `msc` one
-    chunk. Raises CannotPlan if there are too few chunks."""
+    """On several ranks a unit of the layout is a group of one chunk per rank, or with `msc` one chunk. Raises
+    CannotPlan if there are too few chunks."""
     single = build_layout(workload, chunk_bytes=settings.chunk_bytes, sums=settings.sums)
     if ranks == 1:
         return single
@@ -129,7 +129,7 @@ def _layout(workload: Workload, settings: Settings, ranks: int, msc: bool) -> La
 
 
 class _SerialIteration:
-    """One iteration from a given set of chunks on the GPU, one action after the other."""
+    """From a given set of chunks on the GPU, one action after the other."""
 
     def __init__(self, b: Builder, homes: Homes, resident: Collection[int], unit: str) -> None:
         self._b = b
@@ -141,8 +141,7 @@ class _SerialIteration:
         self._gradients = GradientLists(b, updated, last=False, stay=stay, one_by_one=True)
 
     def run(self) -> None:
-        """Write the whole iteration. Raises DoesNotFit with the need of the worst moment, not of the first moment that
-        lacks room."""
+        """Raises DoesNotFit with the need of the worst moment, not of the first moment that lacks room."""
         try:
             for m in range(len(self._b.workload.moments)):
                 self._moment(m)
@@ -174,18 +173,17 @@ class _SerialIteration:
             self._give_up(groups.end(m))
 
     def _open_gradient(self, c: int, needed: Collection[int]) -> None:
-        """Open the list of a micro-batch's gradient."""
+        """Of a micro-batch."""
         memory, size = self.memory, self._gradients.bytes_of(c)
         memory.make_room(size, needed)
         memory.last = self._gradients.open(c, memory.moment, memory.then())
 
     def _close_gradient(self, c: int) -> None:
-        """Move the complete gradient of a micro-batch."""
         memory = self.memory
         memory.last = self._gradients.close(c, memory.moment, memory.then())
 
     def _give_up(self, chunks: Collection[int]) -> None:
-        """Give up the groups of these chunks. A group is reduced after its last gradient, and otherwise dropped."""
+        """A group is reduced after its last gradient, and otherwise dropped."""
         for c in chunks:
             if self.memory.moment == self._b.uses.last_gradient(c):
                 self.memory.reduce(c)
@@ -193,7 +191,7 @@ class _SerialIteration:
                 self.memory.disperse(c)
 
     def _shortest(self, short: DoesNotFit) -> DoesNotFit:
-        """Returns the refusal for the moment that needs most, if that moment needs more than the moment of `short`."""
+        """Returns the refusal of the moment that needs most, if it needs more than that of `short`."""
         needed_bytes, m = self._most_needed()
         if short.place != "gpu" or needed_bytes <= short.needed_bytes:
             return short
@@ -207,8 +205,7 @@ class _SerialIteration:
         )
 
     def _most_needed(self) -> tuple[int, int]:
-        """Returns (bytes needed, moment) for the moment with the largest need: chunks that cannot be evicted, the tide
-        and the reserve."""
+        """(bytes, moment): chunks that cannot be evicted, the tide and the reserve."""
         b, lists = self._b, self._gradients
         gradients, most = 0, (0, 0)
         for m, needed in enumerate(b.uses.by_moment):
@@ -221,7 +218,7 @@ class _SerialIteration:
         return most
 
     def _adam(self) -> None:
-        """Write Adam after the backward pass, in chunk order, one chunk after the other."""
+        """After the backward pass, one chunk after the other."""
         b, memory, uses = self._b, self.memory, self._b.uses
         homes = self._homes
         offloaded = [c for c in homes.movable if uses.updated(c)]
@@ -242,21 +239,19 @@ class _SerialIteration:
                 memory.fetch_updated(c)
 
     def _send_last(self, c: int) -> None:
-        """Send the last gradient to the host, unless it is there already."""
+        """Unless it is on the host already."""
         if c in self.memory.on_gpu:
             self.memory.send_gradient(c)
 
     def restore(self, start: frozenset[int]) -> None:
-        """Move working lists until the lists on the GPU are `start`."""
+        """Until the working lists on the GPU are `start`."""
         for c in sorted(self.memory.resident - start):
             self.memory.evict(c)
         for c in sorted(start - self.memory.resident):
             self.memory.fetch(c)
 
     def plan(self, rounds: int) -> Plan:
-        """Returns the plan.
-
-        rounds: number of iterations until the chunks on the GPU repeated.
+        """rounds: iterations until the chunks on the GPU repeated.
 
         Raises DoesNotFit if the host has no room.
         """
@@ -279,7 +274,6 @@ class _SerialIteration:
 
 
 def _choices(b: Builder, homes: Homes, unit: str) -> dict[str, object]:
-    """Returns the entries that `explain` shows."""
     choices: dict[str, object] = {
         "capacity": "GPU budget less the higher non-model peak of this moment and the next, less a reserve of one "
         f"{unit} ({format_bytes(b.layout.chunk_bytes)})",

@@ -15,7 +15,7 @@ __all__ = ["Groups"]
 
 
 class _Hold(Enum):
-    """State of a tensor that is not in use."""
+    """Of a tensor that is not in use."""
 
     HOLD = auto()
     AFTER_FWD = auto()
@@ -23,7 +23,7 @@ class _Hold(Enum):
 
 
 class Groups:
-    """The tensors' states in one iteration. `begin` and `end` are called once per moment, in order."""
+    """`begin` and `end` are called once per moment, in order."""
 
     def __init__(self, uses: Facts) -> None:
         self._uses = uses
@@ -32,8 +32,8 @@ class Groups:
         self._state = dict.fromkeys((t for tensors in self._tensors for t in tensors), _Hold.HOLD)
 
     def begin(self, m: int) -> bool:
-        """Begin a moment. The end of FWD sets the tensors used in FWD to HOLD; the end of a micro-batch sets all
-        tensors to HOLD. Returns whether a micro-batch has ended; all groups are then given up."""
+        """The end of FWD sets the tensors used in FWD to HOLD; the end of a micro-batch sets all tensors to HOLD.
+        Returns whether a micro-batch has ended; all groups are then given up."""
         if m == 0:
             return False
         before, moment = self._workload.moments[m - 1], self._workload.moments[m]
@@ -47,8 +47,7 @@ class Groups:
         return False
 
     def end(self, m: int) -> list[int]:
-        """Change the tensors' states at the end of a moment. Returns the chunks whose groups are given up after the
-        moment, ascending."""
+        """Returns the chunks whose groups are given up after the moment, ascending."""
         w, chunk_of, state = self._workload, self._uses.layout.chunk_of, self._state
         moment, final = w.moments[m], self._uses.final
         for t in w.reads[m]:
@@ -63,12 +62,12 @@ class Groups:
         return [c for c in sorted(touched) if m == self._uses.last_gradient(c) or self._all_used(c, m)]
 
     def _all_used(self, c: int, m: int) -> bool:
-        """Returns whether all tensors are in the same state after a use, and the group holds only parameters."""
+        """In the same state after a use, and the group holds only parameters."""
         states = [self._state[t] for t in self._tensors[c]]
         same = states[0] is not _Hold.HOLD and states.count(states[0]) == len(states)
         return same and not self._holds_gradient(c, m)
 
     def _holds_gradient(self, c: int, m: int) -> bool:
-        """Returns whether the last gradient has begun to overwrite the working lists."""
+        """Whether it has begun to overwrite the working lists."""
         last_batch = self._workload.moments[m].micro_batch == self._workload.micro_batches - 1
         return last_batch and self._uses.updated(c) and self._uses.spans[c][-1][1] <= m

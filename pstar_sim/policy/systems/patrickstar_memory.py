@@ -26,16 +26,15 @@ GPU, HOST = PLACES.index(Place.GPU), PLACES.index(Place.HOST)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Homes:
-    """The places where chunks live, in every iteration.
+    """In every iteration.
 
-    small: chunks of small parameters. All their lists are on the GPU; on several ranks as whole chunks.
+    small: all their lists are on the GPU; on several ranks as whole chunks.
     pinned: chunks with states on the GPU.
-    movable: chunks whose states are on the host and whose working list moves, ascending.
-    brought_bytes: chunk -> bytes that come to the GPU before its use: the own slice of a movable chunk, and the remote
-        chunks of its group.
-    remote_bytes: chunk -> bytes of the remote chunks of its group; 0 with one rank.
-    margin_bytes: bytes of margin space.
-    buffer_bytes: bytes of the fp32 buffer through which parameters come up; 0 if all states are on the GPU.
+    movable: states on the host, and a working list that moves, ascending.
+    brought_bytes: what comes to the GPU before its use: the own slice of a movable chunk, and the remote chunks of its
+        group.
+    remote_bytes: remote chunks of a chunk's group; 0 with one rank.
+    buffer_bytes: the fp32 buffer through which parameters come up; 0 if all states are on the GPU.
     """
 
     small: frozenset[int]
@@ -48,7 +47,7 @@ class Homes:
 
 
 def homes_of(uses: Facts, budget_bytes: int) -> Homes:
-    """Returns the places where chunks live under a GPU budget."""
+    """Under a GPU budget."""
     layout = uses.layout
     own = [layout.payload_bytes(c.index, "param") for c in layout.chunks]
     remote = [layout.whole_bytes(c.index) - own[c.index] for c in layout.chunks]
@@ -75,7 +74,7 @@ def margin_space(uses: Facts, budget_bytes: int) -> int:
     budget - peak non-model - fp32 buffer - small chunks with their states - all working lists - remote chunks of one
     group.
 
-    The result is negative if the budget is below the subtracted sum.
+    It may be negative.
     """
     layout = uses.layout
     space = budget_bytes - max(uses.tide) - fp32_buffer_bytes(uses)
@@ -91,8 +90,7 @@ def margin_space(uses: Facts, budget_bytes: int) -> int:
 
 
 def fp32_buffer_bytes(uses: Facts) -> int:
-    """Returns the bytes of the buffer through which the parameters of CPU Adam come up: 4 per parameter of the largest
-    chunk."""
+    """Through it the parameters of CPU Adam come up: 4 bytes per parameter of the largest chunk."""
     layout = uses.layout
     large = (c.index for c in layout.chunks if not c.small)
     return max((layout.slice_numel(c) * 4 for c in large if uses.updated(c)), default=0)
@@ -102,8 +100,8 @@ def chunks_in_margin(margin_bytes: int, states_bytes: Sequence[int]) -> int:
     """Returns the number of the first chunks whose states are in margin space: ceil(margin / states of a chunk * 0.8) -
     1.
 
-    states_bytes: per chunk, bytes of its states. In the original all chunks have one size; here the median counts as
-        the states of a chunk. If an oversize chunk is among the first, the number is lowered until the states fit.
+    states_bytes: in the original all chunks have one size; here the median counts. If an oversize chunk is among the
+        first, the number is lowered until the states fit.
     """
     if margin_bytes <= 0 or not states_bytes:
         return 0
@@ -114,20 +112,16 @@ def chunks_in_margin(margin_bytes: int, states_bytes: Sequence[int]) -> int:
 
 
 class Memory:
-    """Payloads that move one at a time: every step waits for the step before it. The class writes the steps into `b`,
-    whose holdings say where each payload is.
+    """Every step waits for the step before it. The holdings of `b` say where each payload is.
 
-    on_gpu: chunks whose working list is on the GPU.
-    whole: chunks (groups) whose remote chunks are on the GPU.
-    budget_bytes: budget of the GPU.
-    fixed_bytes: bytes that never move from the GPU.
-    last: the latest step.
-    moment: the moment that is prepared or has just run.
-    unit: "chunk" or "group", for messages: the unit of communication and of the reserve.
+    whole: groups whose remote chunks are on the GPU.
+    fixed_bytes: never move from the GPU.
+    moment: prepared, or has just run.
+    unit: "chunk" or "group", of communication and of the reserve.
     """
 
     def __init__(self, b: Builder, homes: Homes, resident: Collection[int], unit: str) -> None:
-        """resident: movable chunks whose working list is on the GPU between two iterations."""
+        """resident: movable chunks on the GPU between two iterations."""
         self.b = b
         self.homes = homes
         self.unit = unit
@@ -142,7 +136,7 @@ class Memory:
         self.moment = 0
 
     def _reside(self, resident: Collection[int]) -> None:
-        """Record the place of each list between two iterations."""
+        """Between two iterations."""
         b, homes = self.b, self.homes
         for c in (*homes.small, *homes.pinned):
             b.live(c, Place.GPU)
@@ -155,20 +149,19 @@ class Memory:
             b.buffers.append(("fp32 chunk for CPU Adam", Place.GPU, homes.buffer_bytes))
 
     def then(self) -> list[int]:
-        """Returns the steps for which the next step waits."""
+        """What the next step waits for."""
         return [self.last] if self.last >= 0 else []
 
     # Holdings.
 
     @property
     def resident(self) -> frozenset[int]:
-        """Movable chunks whose working list is on the GPU."""
+        """Movable chunks on the GPU."""
         return frozenset(self.on_gpu - self.homes.small - self.homes.pinned)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that the GPU holds now, without the tide. The room of small chunks counts even while the gradients of
-        other ranks have left it."""
+        """Without the tide. The room of small chunks counts even while the gradients of other ranks have left it."""
         used = self._holdings.used_bytes[GPU]
         if self.b.ranks == 1:
             return used
@@ -176,7 +169,6 @@ class Memory:
 
     @property
     def host_peak_bytes(self) -> int:
-        """The most bytes that the host has held."""
         return self._holdings.peak_bytes[HOST]
 
     # Working lists. A payload exists in one place.
@@ -186,16 +178,16 @@ class Memory:
         self.last = self.b.free(Queue.H2D, c, "param", Place.HOST, self.moment)
 
     def evict(self, c: int) -> None:
-        """Write the working list back, changed or not."""
+        """Changed or not."""
         self.b.writeback(c, "param", self.moment, self.then())
         self.last = self.b.drop(Queue.D2H, c, self.moment)
 
     def send_gradient(self, c: int) -> None:
-        """Send the last gradient to the host in the working list that contains it. The list's room on the GPU stays."""
+        """In the working list, whose room on the GPU stays."""
         self.last = self.b.writeback(c, "param", self.b.uses.last_gradient(c), self.then())
 
     def fetch_updated(self, c: int) -> None:
-        """Fetch updated parameters in 4 bytes per parameter, through the fp32 buffer."""
+        """In 4 bytes per parameter, through the fp32 buffer."""
         size = self.b.layout.slice_numel(c) * 4
         self.b.fetch(c, self.b.uses.last_gradient(c), self.then(), size_bytes=size)
         self.last = self.b.free(Queue.H2D, c, "param", Place.HOST)
@@ -203,11 +195,9 @@ class Memory:
     # Groups.
 
     def gather(self, c: int) -> None:
-        """Gather the remote chunks of a group."""
         self.last = self.b.gather(c, self.moment, self.then())
 
     def disperse(self, c: int) -> None:
-        """Drop the remote chunks of a group."""
         self.last = self.b.drop(Queue.NET, c, self.moment, self.then(), "remote")
 
     def disperse_all(self) -> None:
@@ -215,15 +205,15 @@ class Memory:
             self.disperse(c)
 
     def reduce(self, c: int) -> None:
-        """Sum the gradients of a group over the ranks, in the working lists. The own chunk's gradients stay."""
+        """In the working lists. The own chunk's gradients stay."""
         self.last = self.b.reduce_scatter(c, self.moment, self.then())
 
     # Room.
 
     def bring(self, c: int, needed: Collection[int]) -> None:
-        """Bring the missing slices of a chunk that the moment uses.
+        """The slices that are missing.
 
-        needed: chunks that may not be evicted.
+        needed: may not be evicted.
         """
         if c not in self.on_gpu:
             self.make_room(self._own[c], needed)
@@ -233,14 +223,13 @@ class Memory:
             self.gather(c)
 
     def non_model_bytes(self, m: int) -> int:
-        """Returns the bytes that the published capacity leaves to non-model data: the higher peak of this moment and
-        the next."""
+        """The higher peak of this moment and the next, by the published capacity."""
         tide = self.b.uses.tide
         return max(tide[m], tide[(m + 1) % len(tide)])
 
     def make_room(self, size_bytes: int, needed: Collection[int]) -> None:
-        """Evict until `size_bytes` more fit the published capacity of the moment, which leaves a reserve of one chunk
-        or group. Chunks in `needed` stay. Raises DoesNotFit if no other chunk can be evicted."""
+        """Evict until `size_bytes` more fit the published capacity , which leaves a reserve of one chunk or group.
+        `needed` stay. Raises DoesNotFit if nothing else can be evicted."""
         b, m = self.b, self.moment
         total = size_bytes + self.non_model_bytes(m) + b.layout.chunk_bytes
         while self.used_bytes + total > self.budget_bytes and self._evict_farthest(needed):
@@ -255,15 +244,14 @@ class Memory:
             )
 
     def trim(self, needed: Collection[int]) -> None:
-        """Evict chunks until the remaining bytes fit the GPU's budget less the non-model bytes of the moment. The
-        reserve does not count, as in the original."""
+        """To the GPU's budget less the non-model bytes of the moment. The reserve does not count, as in the
+        original."""
         capacity = self.budget_bytes - self.b.uses.tide[self.moment]
         while self.used_bytes > capacity and self._evict_farthest(needed):
             pass
 
     def _evict_farthest(self, needed: Collection[int]) -> bool:
-        """Give up the chunk whose next use is farthest (Belady's rule). The remote chunks of a whole group go first.
-        Returns whether there was such a chunk."""
+        """The remote chunks of a whole group go first. Returns whether there was such a chunk."""
         candidates = [c for c in self.resident | (self.whole & self.homes.pinned) if c not in needed]
         if not candidates:
             return False
@@ -275,7 +263,7 @@ class Memory:
         return True
 
     def _next_use(self, c: int) -> int:
-        """Returns the moment of the chunk's next use; one round further if the recorded moments are exhausted."""
+        """One round further if the recorded moments are exhausted."""
         moments, total = self.b.uses.touched[c], len(self.b.workload.moments)
         if not moments:
             return 2 * total
@@ -283,7 +271,7 @@ class Memory:
         return moments[n] if n < len(moments) else total + moments[0]
 
     def describe_fixed(self) -> str:
-        """Returns words for the reserve and the bytes that never move, for messages."""
+        """Words for the reserve and what never moves."""
         return (
             f"a reserve of one {self.unit}, {format_bytes(self.b.layout.chunk_bytes)}; "
             f"small parameters, states and the fp32 buffer, {format_bytes(self.fixed_bytes)}"

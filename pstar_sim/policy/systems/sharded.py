@@ -32,12 +32,10 @@ SUB_GROUP_PARAMS = 1_000_000_000
 
 
 class Sharded:
-    """Writes one iteration into `b`. The constructor writes residents and all moments; the methods write the update.
+    """The constructor writes residents and all moments; the methods write the update.
 
-    shards: the places of chunks.
-    gathers: copies and collectives that bring chunks during the moments.
-    buckets: copies and collectives of gradients during the moments.
-    last_moment: the moment after which the update runs.
+    gathers: of chunks, during the moments.
+    buckets: of gradients, during the moments.
     """
 
     def __init__(self, b: Builder, scheme: Scheme) -> None:
@@ -58,26 +56,21 @@ class Sharded:
     # The update, behind the barrier: optimizer.step().
 
     def before_update(self, c: int) -> list[int]:
-        """Returns the steps after which the lists for the chunk's update may move: the barrier, and the arrival of its
-        gradient."""
+        """The barrier, and the arrival of the chunk's gradient."""
         return [self._barrier, *self.buckets.arrived[c]]
 
     def cpu_adam(self, c: int, after: Iterable[int] = ()) -> int:
-        """Write the CPU Adam of a chunk whose states are on the host, after all gradients that the norm needs. Returns
-        the step."""
+        """After all gradients that the norm needs. Returns the step."""
         return self.b.cpu_adam(c, after=[*self.before_update(c), *self.buckets.lists.all_there(), *after])
 
     def gpu_adam(self, c: int, after: Iterable[int] = ()) -> int:
-        """Write the GPU Adam of a chunk whose states are on the GPU, after all gradients that the norm needs. Returns
-        the step."""
+        """After all gradients that the norm needs. Returns the step."""
         return self.b.gpu_adam(c, after=[*self.before_update(c), *self.buckets.lists.all_there(), *after])
 
     def stage(self, c: int, room: Iterable[int]) -> tuple[int, int]:
-        """Write the update of a staged chunk: its states come up, are updated and go down again.
+        """The states of a staged chunk come up, are updated and go down again.
 
-        room: steps that have to end first.
-
-        Returns (gpu_adam, the step with which the states have left).
+        Returns (gpu_adam, the step with which they have left).
         """
         b, m = self.b, self.last_moment
         before = [*self.before_update(c), *room]
@@ -90,17 +83,16 @@ class Sharded:
         return update, gone
 
     def copy_up(self, c: int, after: Iterable[int], *, pinned: bool = True) -> list[int]:
-        """Copy the updated parameters to where they live. Returns the steps that bring them there; none if they live on
-        the host."""
+        """To where the parameters live. Returns the steps; none if they live on the host."""
         if not self.shards.lives_on_gpu(c):
             return []
         return [self.b.fetch(c, 0, after=after, via=None if pinned else self.shards.unpinned)]
 
     def finish(self, last: Iterable[int], updated: Mapping[int, list[int]]) -> None:
-        """Make the chunks that are whole on every GPU whole again, and let the next iteration wait for that.
+        """Make whole chunks whole again, before the next iteration.
 
-        last: the steps that end optimizer.step().
-        updated: chunk -> the steps after which its own slice is up to date.
+        last: of optimizer.step().
+        updated: chunk -> the steps after which its own slice is.
         """
         ends = list(last)
         if self.shards.ranks > 1:
@@ -111,17 +103,17 @@ class Sharded:
     # Buffers beyond the lists of the plan.
 
     def hold(self, name: str, place: Place, size_bytes: int) -> None:
-        """Add a buffer of the system. A buffer of 0 or fewer bytes is left out."""
+        """Of the system; left out if it has no bytes."""
         if size_bytes > 0:
             self.b.buffers.append((name, place, size_bytes))
 
     def hold_on_host(self, name: str, total_bytes: int) -> None:
-        """Add a host buffer that raises the host's bytes to `total_bytes`, the host memory that the system is known to
-        take (without activations)."""
+        """Add a buffer that raises the host's bytes to `total_bytes`, which the system is known to take (without
+        activations)."""
         self.hold(name, Place.HOST, total_bytes + self.b.stash_bytes - self.b.held_bytes(Place.HOST))
 
     def hold_bucket(self) -> None:
-        """Add a buffer for the gradient bucket, with the bucket's allocated size."""
+        """With the bucket's allocated size."""
         b = self.b
         width = DTYPES[b.workload.dtype].bytes
         whole = sum(b.layout.whole_bytes(c) for c in self.shards.trained)  # no bucket holds more than all gradients
@@ -129,12 +121,12 @@ class Sharded:
         self.hold("gradient bucket", Place.GPU, allocated - self.buckets.peak_bytes)
 
     def check_gpu_room(self, what: str) -> None:
-        """Raise DoesNotFit if the bytes that the GPU always holds leave no room for the highest tide."""
+        """Raise DoesNotFit if what the GPU always holds leaves no room for the highest tide."""
         held = self.b.held_bytes(Place.GPU)
         check_beside_tide(self.b, held, f"{what}, {format_bytes(held)},")
 
     def describe_moves(self) -> str:
-        """Returns words for the data that the ranks exchange, for `choices["moves"]`."""
+        """What the ranks exchange, for `choices["moves"]`."""
         ranks = self.shards.ranks
         if ranks == 1:
             return "one rank: no collectives"

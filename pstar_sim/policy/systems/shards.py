@@ -17,11 +17,9 @@ class Flush(Enum):
     """The way in which the last micro-batch's gradients go to the host.
 
     PINNED: into pinned memory, as they are.
-    FP32: into pinned memory, converted to fp32 on the GPU, because the CPU does not touch such a copy and cannot
-        convert it. The next moment waits for the gradients: published backward passes grow by 4 bytes per parameter at
-        the link's rate.
-    BLOCKING: into memory that is not pinned. The next moment waits for the gradients, as does everything that the
-        training process would launch.
+    FP32: into pinned memory, converted to fp32 on the GPU, because the CPU does not touch such a copy. The next moment
+        waits for it: published backward passes grow by 4 bytes per parameter at the link's rate.
+    BLOCKING: into memory that is not pinned. The next moment waits, as does everything that the process would launch.
     """
 
     PINNED = auto()
@@ -31,22 +29,19 @@ class Flush(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """The choices of a system.
-
-    visits: the moments in which chunks are whole on the GPU.
+    """visits: when chunks are whole on the GPU.
     gather_at: first moment of a visit -> the earliest moment in which its gather may start.
-    fetch_at: first moment of a visit -> the earliest moment in which its copy from the host may start.
-    read_at: first moment of a visit -> the earliest moment in which its read from the disks may start. Empty unless
-        parameters live on the disks.
-    home: where parameters live between visits (the GPU, the host or the disks).
-    states: where the states and the gradients of chunks that are updated on the host live (the host or the disks).
+    fetch_at: the same for its copy from the host.
+    read_at: the same for its read from the disks. Empty unless parameters live there.
+    home: of parameters between visits (the GPU, the host or the disks).
+    states: of chunks that are updated on the host, with their gradients (the host or the disks).
     resident: chunks whose states stay on the GPU.
-    staged: chunks whose states come to the GPU for the update. Their parameters have to live there.
-    bucket_params: number of parameters (of whole chunks, not slices) whose gradients leave together; 0: each chunk's
-        gradient leaves as soon as it is complete.
-    flush: the way in which the last gradients go to the host.
-    sums_wait: whether the moment after a bucket waits for the bucket's sum over the ranks. The flush of the last
-        micro-batch waits for it in any case.
+    staged: states come to the GPU for the update. Their parameters have to live there.
+    bucket_params: parameters (of whole chunks) whose gradients leave together; 0: each leaves as soon as it is
+        complete.
+    flush: of the last gradients.
+    sums_wait: whether the moment after a bucket waits for its sum over the ranks. The flush of the last micro-batch
+        waits for it in any case.
     """
 
     visits: Sequence[Visit]
@@ -63,14 +58,11 @@ class Scheme:
 
 
 class Shards:
-    """The places of a job's chunks under a scheme. Every rank has its own slice of each chunk.
+    """Every rank has its own slice of each chunk.
 
-    several: whether there are several micro-batches.
-    trained: chunks that are updated, ascending.
-    kept: small chunks, which are always whole on every GPU.
+    kept: small, always whole on every GPU.
     on_gpu: chunks whose gradient never leaves the GPU.
-    unpinned: `via` of a copy of memory that is not pinned; None if the machine gives no rate for such copies, which
-        then count as pinned.
+    unpinned: `via` of memory that is not pinned; None if the machine gives no rate for it, which then counts as pinned.
     """
 
     def __init__(self, b: Builder, scheme: Scheme) -> None:
@@ -84,19 +76,19 @@ class Shards:
         self.unpinned = None if b.machine.link.pageable_bytes_per_s is None else PAGEABLE
 
     def lives_on_gpu(self, c: int) -> bool:
-        """Returns whether this rank's slice of the chunk's parameters is always on the GPU."""
+        """Of this rank's slice of the parameters, always."""
         return self.scheme.home is Place.GPU or c in self.scheme.resident or c in self.kept
 
     def is_brought(self, c: int) -> bool:
-        """Returns whether a slice has to be brought before the chunk can be used."""
+        """Before the chunk can be used."""
         return c not in self.kept and (self.ranks > 1 or not self.lives_on_gpu(c))
 
     def in_place(self, c: int) -> bool:
-        """Returns whether the gradient overwrites the working list: it never leaves the GPU and is not accumulated."""
+        """The gradient never leaves the GPU and is not accumulated."""
         return c in self.on_gpu and not self.several
 
     def reside(self, host_list: str) -> None:
-        """Record the place of each list between two iterations.
+        """Between two iterations.
 
         host_list: list in which Adam on the host finds a gradient.
         """

@@ -72,14 +72,12 @@ def _job(workload: Workload, machine: Machine, settings: Settings) -> Job:
 
 
 class _ChunksByLayer:
-    """The layers of a job. A layer is a numbered module ("h.5"). In a model without numbered modules each chunk is a
-    layer. A chunk belongs to the first layer whose parameters it holds. A chunk that also holds parameters of no layer
-    belongs to none.
+    """A layer is a numbered module ("h.5"); in a model without, each chunk. A chunk belongs to the first layer whose
+    parameters it holds, or to none if it also holds parameters of no layer.
 
-    count: number of layers.
-    words: the number of layers as words; of chunks or of groups of layers if chunks do not hold whole layers.
-    of: chunk that moves -> its layer, layers in order of first use.
-    outside: chunks that hold parameters of no layer, which are always on the GPU.
+    words: count, of chunks or of groups of layers if chunks do not hold whole layers.
+    of: moving chunk -> its layer, in order of first use.
+    outside: always on the GPU, because they hold parameters of no layer.
     """
 
     def __init__(self, job: Job) -> None:
@@ -104,13 +102,11 @@ class _ChunksByLayer:
         return [block_of(tensors[slot.tensor].name) for slot in self.job.layout.chunks[c].slots]
 
     def first(self, w: int) -> list[int]:
-        """Returns the chunks of the first w layers."""
         return [c for c, layer in self.of.items() if layer < w]
 
     @cached_property
     def buffer_bytes(self) -> int:
-        """Returns the bytes of the working lists of the largest layer, and of gradient lists if gradients have lists of
-        their own."""
+        """Working lists of the largest layer, and gradient lists if gradients have lists of their own."""
         job = self.job
         held = [0] * self.count
         for c, layer in self.of.items():
@@ -119,7 +115,7 @@ class _ChunksByLayer:
 
     @cached_property
     def chunks_of_one(self) -> int:
-        """Returns the number of chunks of the layer with the most chunks."""
+        """Chunks of the layer with the most."""
         return max(Counter(self.of.values()).values(), default=1)
 
     @cached_property
@@ -135,7 +131,7 @@ class _ChunksByLayer:
         return found
 
     def _runs(self) -> Iterator[tuple[int, int]]:
-        """Yields (moment, layer) of each moment that uses another layer than the moment before."""
+        """Of each moment that uses another layer than the one before."""
         last = -1
         for m, chunks in enumerate(self.job.uses.by_moment):
             for layer in sorted({self.of[c] for c in chunks if c in self.of}):
@@ -145,10 +141,9 @@ class _ChunksByLayer:
 
 
 class _Solver:
-    """Schedules by window; each is made once.
+    """Each is made once.
 
-    tried: window -> its schedule.
-    refused: window -> the error that says why it does not fit.
+    refused: window -> why it does not fit.
     """
 
     def __init__(self, layers: _ChunksByLayer) -> None:
@@ -157,7 +152,7 @@ class _Solver:
         self.refused: dict[int, DoesNotFit] = {}
 
     def attempt(self, w: int) -> Attempt:
-        """Returns the schedule with this window. Raises DoesNotFit."""
+        """Raises DoesNotFit."""
         if w not in self.tried:
             self.tried[w] = self._attempt(w)
         return self.tried[w]
@@ -183,7 +178,7 @@ class _Solver:
         )
 
     def _visits(self, w: int, stay: frozenset[int]) -> Iterator[Visit]:
-        """Yields every use, and the gaps over which fewer than w other layers are used."""
+        """Every use, and the gaps over which fewer than w other layers are used."""
         job = self.layers.job
         for c in job.moving:
             if c not in stay:
@@ -193,35 +188,33 @@ class _Solver:
                 yield Visit(c, begin, end)
 
     def resident_bytes(self, w: int) -> int:
-        """Returns the bytes that are always on the GPU: small chunks, chunks of no layer and chunks of the first w
-        layers."""
+        """Always: small chunks, chunks of no layer and of the first w layers."""
         layers, job = self.layers, self.layers.job
         return job.small_bytes + sum(job.permanent[c] + job.remote[c] for c in (*layers.outside, *layers.first(w)))
 
     def pool_bytes(self, w: int) -> int:
-        """Returns the bytes of the 2w buffers; of fewer buffers if fewer layers come and go."""
+        """The 2w buffers, or fewer if fewer layers come and go."""
         return min(2 * w, self.layers.count - w) * self.layers.buffer_bytes
 
     def needed_bytes(self, w: int) -> int:
-        """Returns the bytes of the GPU that the window and the tide's peak take together."""
+        """With the tide's peak."""
         return self.resident_bytes(w) + self.pool_bytes(w) + max(self.layers.job.tide)
 
     def describe(self, w: int) -> str:
-        """Returns `needed_bytes` in words."""
+        """`needed_bytes`, in words."""
         return (
             f"{format_bytes(self.resident_bytes(w))} always on the GPU, {format_bytes(self.pool_bytes(w))} of buffers, "
             f"{format_bytes(max(self.layers.job.tide))} for the tide's peak"
         )
 
     def most(self) -> int:
-        """Returns the largest window for which the GPU has room, at least 1."""
+        """With room on the GPU, at least 1."""
         budget = self.layers.job.machine.gpu_budget_bytes
         return max((w for w in range(1, self.layers.count + 1) if self.needed_bytes(w) <= budget), default=1)
 
     def best(self) -> int:
-        """Returns the smallest window that is as fast as the fastest window found. Powers of two and the largest window
-        are tried first, then windows halfway between the best window and its neighbours. Raises DoesNotFit if none
-        fits."""
+        """The smallest window as fast as the fastest. Powers of two and the largest are tried first, then halfway
+        between the best and its neighbours. Raises DoesNotFit if none fits."""
         most = self.most()
         for w in sorted({most, *(1 << n for n in range(most.bit_length()))}):
             self._try(w)
@@ -242,8 +235,7 @@ class _Solver:
         return min(w for w, a in self.tried.items() if a.iteration_s <= limit_s)
 
     def _halfway(self) -> int | None:
-        """Returns a window that is not tried yet, between the smallest of the fastest windows and a neighbour; None if
-        there is none."""
+        """A window not tried yet, between the smallest of the fastest and a neighbour."""
         best, known = self._smallest_of_fastest(), sorted((*self.tried, *self.refused))
         below, above = (
             max((w for w in known if w < best), default=best),
@@ -253,7 +245,7 @@ class _Solver:
 
 
 def _without_barrier(solver: _Solver, w: int) -> float:
-    """Returns the seconds of an iteration with this window if Adam did not have to wait for all gradients."""
+    """If Adam did not have to wait for all gradients."""
     job = solver.layers.job
     free = _job(job.workload, job.machine, replace(job.settings, update="eager", clip=False))
     free.barrier = None  # also if the loss is scaled

@@ -75,9 +75,9 @@ def balance(
     speed: str = "flops",
     schedule: str = "all_on_gpu",
 ) -> tuple[int, ...]:
-    """Returns the number of sequences of a micro-batch of `batch` for each rank, at least one each.
+    """Returns the number of sequences of a micro-batch of `batch` for each rank, at least one.
 
-    workload_of: number of sequences -> the job of a rank that takes them.
+    workload_of: number of sequences -> the job of a rank.
 
     Raises CannotPlan for fewer sequences than ranks. Raises DoesNotFit if the GPUs have no room for all sequences
     together. Raises the errors of `schedule` if the host has no room.
@@ -110,13 +110,12 @@ def balance(
 
 
 def _most_with_room(most: int, shortage: Callable[[int], DoesNotFit | None]) -> int:
-    """Returns the largest number of sequences below `most` for which there is room; 0 if there is none."""
+    """Below `most`; 0 if there is none."""
     return bisect_left(range(1, most), True, key=lambda sequences: shortage(sequences) is not None)
 
 
 def _shortage(workload: Workload, machine: Machine, settings: Settings, schedule: str) -> DoesNotFit | None:
-    """Returns the error that says why the GPUs have no room for the job; None if they have room. Raises DoesNotFit if
-    the host has none."""
+    """Raises DoesNotFit if the host has no room."""
     try:
         whale(workload, machine, settings, schedule=schedule)
     except DoesNotFit as short:
@@ -127,11 +126,11 @@ def _shortage(workload: Workload, machine: Machine, settings: Settings, schedule
 
 
 def deal(batch: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
-    """Returns the number of whole sequences for each rank, at least one. Each sequence goes to the rank that then ends
-    first; of ranks that end at the same time, to the first.
+    """Returns the number of whole sequences , at least one. Each sequence goes to the (first) rank that then ends
+    first.
 
     speeds: sequences per second, in any unit.
-    most: the largest number of sequences of each rank. Their sum is at least `batch`.
+    most: of each rank. Their sum is at least `batch`.
     """
     shares = [1] * len(speeds)
     ends = [(2 / speed, r) for r, speed in enumerate(speeds) if most[r] > 1]
@@ -145,13 +144,12 @@ def deal(batch: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[int,
 
 
 def _kinds(machine: Machine) -> list[int]:
-    """Returns rank -> the first rank with the same GPU and link."""
+    """Rank -> the first with the same GPU and link."""
     links = [(rank.gpu, rank.link) for rank in machine.ranks]
     return [links.index(link) for link in links]
 
 
 def _all_like(machine: Machine, rank: int) -> Machine:
-    """Returns the machine with GPUs and links that are all like this rank's."""
     one = machine.ranks[rank]
     share = 1 / machine.data_parallel_size
     ranks = tuple(replace(r, gpu=one.gpu, link=one.link, batch_share=share) for r in machine.ranks)

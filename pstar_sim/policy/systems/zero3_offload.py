@@ -133,8 +133,8 @@ def zero3_offload(
 
 
 def _optimizer_step(o: Offloaded, *, pinned: bool) -> None:
-    """Write the updates of the sub-groups, one after the other: Adam on the CPU, then the updated parameters up, then
-    the next. The steps of a sub-group end in its order, so the steps of its last chunk stand for all."""
+    """One after the other: Adam on the CPU, the updated parameters up, then the next. The steps of a sub-group end in
+    its order, so those of its last chunk stand for all."""
     s = o.sharded
     ends: list[int] = []
     updated: dict[int, list[int]] = {}
@@ -153,22 +153,22 @@ def _optimizer_step(o: Offloaded, *, pinned: bool) -> None:
 
 
 def optimizer_bytes(workload: Workload) -> int:
-    """Returns the bytes per parameter of the optimizer: its states and the gradient in fp32."""
+    """Its states and the gradient in fp32."""
     return workload.optimizer.states_bytes_per_param + GRADIENT_BYTES_PER_PARAM
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offloading:
-    """The choices of zero3_offload and its successors.
+    """Of zero3_offload and its successors.
 
-    home: where parameters live between visits.
-    subgroup: number of parameters (of one rank) that are updated at a time.
-    ratio: share of the optimizer that is offloaded.
+    home: of parameters between visits.
+    subgroup: parameters (of one rank) updated at a time.
+    ratio: offloaded share of the optimizer.
     every: every k-th of the offloaded sub-groups has its Adam on the GPU too; 0: none.
-    flush: the way in which the last gradients go to the host.
-    bucket: number of parameters whose gradients leave together.
+    flush: of the last gradients.
+    bucket: parameters whose gradients leave together.
     reuse: parameters are kept if they are used again within this number of parameters.
-    prefetch: number of parameters brought ahead; gathers are ahead in the forward pass alone.
+    prefetch: parameters brought ahead; gathers only in the forward pass.
     """
 
     home: Place
@@ -182,12 +182,12 @@ class Offloading:
 
 
 class Offloaded:
-    """One iteration of zero3_offload or a successor, up to the update, written into `b`.
+    """Of zero3_offload or a successor, up to the update, written into `b`.
 
-    sharded: the part of the iteration common to all of ZeRO-3.
-    groups: sub-groups of the optimizer, in order.
-    resident: chunks whose Adam is on the GPU, and whose states live there.
-    staged: chunks whose Adam is on the GPU, and whose states come for it.
+    sharded: what is common to all of ZeRO-3.
+    groups: of the optimizer, in order.
+    resident: Adam and states on the GPU.
+    staged: Adam on the GPU, to which the states come.
     """
 
     def __init__(self, b: Builder, choice: Offloading) -> None:
@@ -218,7 +218,7 @@ class Offloaded:
         self.sharded = Sharded(b, scheme)
 
     def hold(self, *, host_bytes_per_param: float) -> None:
-        """Add buffers for the bytes that the system holds beyond the plan's lists, on the host and on the GPU."""
+        """Adds what the system holds beyond the plan's lists, on the host and on the GPU."""
         b, s = self.b, self.sharded
         s.hold_on_host("the optimizer's own host buffers", int(host_bytes_per_param * self.offloaded_params))
         s.hold_bucket()
@@ -227,8 +227,8 @@ class Offloaded:
         s.hold("the resident optimizer's own buffers", Place.GPU, resident - listed)
 
     def check_room(self) -> None:
-        """Raise DoesNotFit if the lists that are always held exceed a place. A lack of room at other times is found
-        when the steps are scheduled."""
+        """Raise DoesNotFit if what is always held exceeds a place. A lack at other times is found when the steps are
+        scheduled."""
         s = self.sharded
         offloaded, resident = (f"{n / 1e9:.2f} B parameters" for n in (self.offloaded_params, self.resident_params))
         what = f"a rank's optimizer of {offloaded} with its buffers"
@@ -238,12 +238,12 @@ class Offloaded:
         s.check_gpu_room(", ".join([*parts, "the gradient bucket"]))
 
     def describe_moves(self) -> str:
-        """Returns words for the data that the ranks exchange, and for what compute waits."""
+        """What the ranks exchange, and what compute waits for."""
         waits = "; compute waits for the gathers of the backward pass and for the sums of gradients"
         return self.sharded.describe_moves() + (waits if self.sharded.shards.ranks > 1 else "")
 
     def describe(self) -> str:
-        """Returns words for the places of lists and the bytes that they take, for `choices["capacity"]`."""
+        """Places of lists and their bytes, for `choices["capacity"]`."""
         b = self.b
         share = self.offloaded_params / max(1, self.offloaded_params + self.resident_params)
         where = "the GPU" if self.sharded.shards.scheme.home is Place.GPU else "the host"
@@ -254,8 +254,7 @@ class Offloaded:
 
 
 def _offloaded_groups(sizes: Sequence[int], ratio: float) -> int:
-    """Returns the number of the first sub-groups that are offloaded: the number whose share of all parameters comes
-    nearest to the ratio."""
+    """The first whose share of all parameters comes nearest to the ratio."""
     wanted = ratio * sum(sizes)
     held = 0
     for n, size in enumerate(sizes):

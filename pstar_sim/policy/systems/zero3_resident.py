@@ -60,7 +60,7 @@ def zero3_resident(workload: Workload, machine: Machine, settings: Settings, *, 
 
 
 def _largest_block_bytes(b: Builder) -> int:
-    """Returns the bytes of the gradients of the block with the most of them, in addition to its parameters."""
+    """Gradients of the block with the most of them, in addition to its parameters."""
     opened: dict[int, int] = {}
     for v in block_visits(b.uses):
         if b.uses.updated(v.chunk) and not b.layout.chunks[v.chunk].small:

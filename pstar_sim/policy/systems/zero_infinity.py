@@ -109,7 +109,7 @@ def _where(place: Place) -> str:
 
 
 def _optimizer_step(s: Sharded, groups: Sequence[Sequence[int]]) -> None:
-    """Write the updates of the sub-groups, one after the other. Each sub-group is brought in one ahead."""
+    """One after the other. Each sub-group is brought in one ahead."""
     updated: dict[int, list[int]] = {}
     ends: list[int] = []
     arrived = _bring_in(s, groups[0]) if groups else {}
@@ -123,8 +123,7 @@ def _optimizer_step(s: Sharded, groups: Sequence[Sequence[int]]) -> None:
 
 
 def _bring_in(s: Sharded, group: Sequence[int]) -> dict[int, list[int]]:
-    """Bring the lists that a sub-group's update needs to the host. Returns chunk -> the steps for which its update
-    waits."""
+    """To the host. Returns chunk -> the steps for which its update waits."""
     b, scheme, m = s.b, s.shards.scheme, s.last_moment
     arrived: dict[int, list[int]] = {}
     for c in group:
@@ -139,8 +138,8 @@ def _bring_in(s: Sharded, group: Sequence[int]) -> dict[int, list[int]]:
 
 
 def _update(s: Sharded, c: int, arrived: list[int]) -> tuple[list[int], list[int]]:
-    """Write Adam of one chunk and the copies after it. Returns the steps after which its parameters are where they
-    live, and the steps after which its other lists have left the host."""
+    """Returns the steps after which its parameters are where they live, and the steps after which its other lists have
+    left the host."""
     b, scheme, m = s.b, s.shards.scheme, s.last_moment
     adam = s.cpu_adam(c, arrived)
     up = s.copy_up(c, [adam])

@@ -39,7 +39,6 @@ Changes = tuple[tuple[str, str], ...]
 
 
 def main() -> None:
-    """Build the whole page, from the choices to the pictures."""
     st.set_page_config(page_title="What if?", layout="wide")
     st.title("What if?")
     st.caption("Every figure is planned and simulated now. ± is one standard deviation that validation found for "
@@ -64,7 +63,6 @@ def main() -> None:
 
 
 def _machine() -> tuple[str, Changes]:
-    """Returns the chosen machine, and the chosen changes of its figures."""
     names = [str(row["machine"]) for row in list_machines()]
     side = st.sidebar
     name = side.selectbox("machine", names, index=names.index(MACHINE), key="machine")
@@ -84,7 +82,7 @@ def _machine() -> tuple[str, Changes]:
 
 
 def _job() -> tuple[str, int, int, tuple[str, ...]]:
-    """Returns the chosen model, batch, tokens per sequence and policies."""
+    """(model, batch, tokens per sequence, policies)."""
     side = st.sidebar
     names = list(model_names())
     model = side.selectbox("model", names, index=names.index(MODEL), key="model")
@@ -124,7 +122,7 @@ def _dollars(row: Row, price: Price | None, nodes: int) -> str:
 
 
 def _answer(found: Comparison) -> None:
-    """Show whether the job fits, how fast it runs, its price and its bottleneck."""
+    """Whether the job fits, how fast it runs, its price and its bottleneck."""
     rows = [row for row in found.rows if row.fits]
     st.subheader("This job")
     if rows:
@@ -199,7 +197,7 @@ def _more(
     policies: tuple[str, ...],
     found: Comparison,
 ) -> None:
-    """Show the gain of a link that is FASTER per cent faster, by policy."""
+    """The gain of a link that is FASTER per cent faster, by policy."""
     st.subheader(f"What {FASTER} % more link brings")
     factor = float(dict(changes).get("link.bandwidth", "x1")[1:]) * (1 + FASTER / 100)
     faster = (*(c for c in changes if c[0] != "link.bandwidth"), ("link.bandwidth", f"x{factor:.6g}"))
@@ -222,14 +220,14 @@ def _more(
 
 
 def _whole(text: str) -> str:
-    """Returns the text with each unit, and each sign of an error, kept on the line of its figure."""
+    """Units, and signs of an error, stay on the line of their figure."""
     for apart in (" %", " s", "± "):
         text = text.replace(apart, apart.replace(" ", "\N{NO-BREAK SPACE}"))
     return text
 
 
 def _pictures(fitting: list[Planned]) -> None:
-    """Draw the tide and the queues of each policy, on shared axes."""
+    """The tide and the queues of each policy, on shared axes."""
     import plotly.graph_objects as go
 
     kind = getattr(getattr(st.context, "theme", None), "type", None) or "light"
@@ -254,7 +252,7 @@ def _pictures(fitting: list[Planned]) -> None:
 
 
 def _legend(chart: Chart, kind: str) -> str:
-    """Returns a legend as HTML: names beside their colours."""
+    """HTML: names beside their colours."""
     items = (
         f"{_swatch(themed(colour, kind), chart.lines.get(name))}&nbsp;{escape(name)}"
         for name, colour in chart.legend.items()

@@ -71,12 +71,10 @@ CONTENT_COLOURS = ("@faint", CATEGORIES["param"], CATEGORIES["grad"], CATEGORIES
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A figure, with its legend and notes.
-
-    figure: "data" and "layout" of a Plotly figure; colours as in [Note: colours of the theme].
-    legend: name of each drawn element -> its colour.
-    lines: name in the legend of each element that is a line -> its style, one of LINE_STYLES.
-    notes: one line per kind of elements that were joined.
+    """figure: "data" and "layout" of a Plotly figure; colours as in [Note: colours of the theme].
+    legend: name -> colour.
+    lines: name in the legend -> style, one of LINE_STYLES.
+    notes: one per kind of elements that were joined.
     """
 
     figure: Figure
@@ -86,7 +84,7 @@ class Chart:
 
 
 def themed(value: Any, theme: str = "light") -> Any:
-    """Returns the figure with the colours of a theme in place of the words for them."""
+    """In place of the words for its colours."""
     if isinstance(value, dict):
         return {key: themed(one, theme) for key, one in value.items()}
     if isinstance(value, list):
@@ -95,7 +93,7 @@ def themed(value: Any, theme: str = "light") -> Any:
 
 
 def layout(*, height: int, **more: Any) -> Figure:
-    """Returns the layout that all charts share.
+    """Of all charts.
 
     more: keys of Plotly's layout.
     """
@@ -113,7 +111,7 @@ def layout(*, height: int, **more: Any) -> Figure:
 
 
 def axis(title: str, **more: Any) -> Figure:
-    """Returns an axis without a line at zero.
+    """Without a line at zero.
 
     more: keys of Plotly's axis.
     """
@@ -126,11 +124,11 @@ def axis(title: str, **more: Any) -> Figure:
 def tide_chart(
     timeline: Timeline, *, x: str, right: float, top_bytes: float, measured: Timeline | None = None
 ) -> Chart:
-    """Returns the chart of the bytes that fill the GPU over the iteration, against x = "time" or "moment": model data
-    stands on the floor, non-model data hangs from the capacity.
+    """Bytes on the GPU over the iteration, against x = "time" or "moment": model data stands on the floor, non-model
+    data hangs from the capacity.
 
-    right: right end of the x axis.
-    top_bytes: capacity that the y axis shows.
+    right: end of the x axis.
+    top_bytes: capacity on the y axis.
     measured: a run, drawn as lines.
 
     Raises PstarError for a timeline without samples of the GPU.
@@ -207,27 +205,27 @@ def _area(xs: list[float], top: Any, values: Any, name: str, colour: str, scale:
 
 
 def _line(xs: list[float], values: Any, colour: str, width: float, scale: int) -> Figure:
-    """Returns the trace of a curve that is constant from each x to the next.
+    """Constant from each x to the next.
 
-    scale: bytes of the unit that is drawn.
+    scale: bytes of the unit.
     """
     line = {"color": colour, "width": width, "shape": "hv"}
     return {"type": "scatter", "mode": "lines", "x": xs, "y": _scaled(values, scale), "line": line}
 
 
 def _scaled(values: Any, scale: int) -> list[float]:
-    """Returns one value per edge, in units of `scale` bytes; the last value holds to the end."""
+    """One per edge, in units of `scale` bytes; the last holds to the end."""
     return _numbers(np.append(values, values[-1]) / scale)
 
 
 def _numbers(values: Any) -> list[float]:
-    """Returns the values with six digits, more than a screen shows."""
+    """With six digits, more than a screen shows."""
     return [float(f"{v:.6g}") for v in np.asarray(values, np.float64).tolist()]
 
 
 def _thinned(curves: Curves) -> tuple[Curves, str]:
-    """Returns the curves with at most MOST_CORNERS points, and a note on the joined points. A point is the instant of
-    its stretch with the most bytes."""
+    """At most MOST_CORNERS points, and a note on those joined. A point is the instant of its stretch with the most
+    bytes."""
     count = len(curves.edges) - 1
     if count <= MOST_CORNERS:
         return curves, ""
@@ -240,8 +238,8 @@ def _thinned(curves: Curves) -> tuple[Curves, str]:
 
 
 def _phases(timeline: Timeline, x: str, top: float, right: float) -> Figure:
-    """Returns a strip above the capacity with the names of phases that have room for a name. Each name carries the
-    share of the width that its stretch takes. A narrow screen leaves out the names with small shares."""
+    """Above the capacity. Each name carries the share of the width that its stretch takes; a narrow screen leaves out
+    small shares."""
     bands = phase_bands(timeline, x=x)
     shapes, names = [], []
     for band in bands:
@@ -263,9 +261,9 @@ def _phases(timeline: Timeline, x: str, top: float, right: float) -> Figure:
 
 @dataclass(slots=True)
 class _Bar:
-    """Steps of one lane that share a bar.
+    """Steps of one lane that share it.
 
-    busy_s: seconds by (name, colour).
+    busy_s: by (name, colour).
     """
 
     start_s: float
@@ -294,10 +292,10 @@ class _Bar:
 
 
 def lanes_chart(timeline: Timeline, *, right_s: float, plan: Plan | None = None) -> Chart:
-    """Returns the chart of the work of every queue over the steady iteration, and of what compute waits for.
+    """The work of every queue over the steady iteration, and what compute waits for.
 
-    right_s: right end of the x axis.
-    plan: the timeline's plan, which names lists and parts of chunks.
+    right_s: end of the x axis.
+    plan: names lists and parts of chunks.
 
     Raises PstarError for a timeline without compute spans.
     """
@@ -331,14 +329,13 @@ def lanes_chart(timeline: Timeline, *, right_s: float, plan: Plan | None = None)
 
 
 def _rows_of(lanes: Sequence[str]) -> Figure:
-    """Returns the part of a layout that depends on the lanes."""
     yaxis = {"categoryorder": "array", "categoryarray": list(lanes[::-1]), "automargin": True, "fixedrange": True,
              "range": [-0.6, len(lanes) - 0.4]}  # fmt: skip
     return {"height": 70 + 30 * len(lanes), "yaxis": yaxis}
 
 
 def same_lanes(charts: Sequence[Chart]) -> list[Chart]:
-    """Returns the charts, each with the lanes of all of them, so that rows side by side can be compared."""
+    """Each has the lanes of all, so that rows side by side can be compared."""
     there = {lane for chart in charts for lane in chart.figure["layout"]["yaxis"]["categoryarray"]}
     rows = _rows_of([lane for lane in LANES if lane in there])
     figures = [{**chart.figure, "layout": {**chart.figure["layout"], **rows}} for chart in charts]
@@ -346,9 +343,9 @@ def same_lanes(charts: Sequence[Chart]) -> list[Chart]:
 
 
 def _rows(timeline: Timeline, names: Mapping[int, str]) -> dict[str, list[_Bar]]:
-    """Returns lane -> its bars of the steady iteration in order of time, each bar of one step or one wait.
+    """Of the steady iteration, in order of time, each bar of one step or one wait.
 
-    names: id of a step -> the chunk that it handles, in words.
+    names: id of a step -> its chunk, in words.
     """
     origin = steady_start_s(timeline)
     rows: dict[str, list[_Bar]] = {}
@@ -367,7 +364,7 @@ def _rows(timeline: Timeline, names: Mapping[int, str]) -> dict[str, list[_Bar]]
 
 
 def _bar_traces(bars: Sequence[tuple[str, _Bar]]) -> list[Figure]:
-    """Returns a trace per name and colour.
+    """One per name and colour.
 
     bars: (lane, bar).
     """
@@ -392,13 +389,13 @@ def _bar_traces(bars: Sequence[tuple[str, _Bar]]) -> list[Figure]:
 
 
 def _heights(bars: Sequence[tuple[str, _Bar]]) -> float | list[float]:
-    """Returns the height of each bar, or the height of all where all are full."""
+    """One height where all bars are full."""
     shares = [_share(bar) for _, bar in bars]
     return LANE if min(shares) == 1 else [round(LANE * max(share, LEAST), 3) for share in shares]
 
 
 def _share(bar: _Bar) -> float:
-    """Returns the share of the bar's length in which the queue works, at most 1."""
+    """In which the queue works, at most 1."""
     return min(1.0, round(sum(bar.busy_s.values()) / (bar.end_s - bar.start_s), 3))
 
 
@@ -415,7 +412,7 @@ def _most(bar: _Bar) -> tuple[str, str]:
 
 
 def _joined(bars: Sequence[_Bar], shortest_s: float) -> list[_Bar]:
-    """Returns the bars, with neighbours joined into a bar as long as the joined bar stays shorter than shortest_s."""
+    """Neighbours join as long as the bar stays shorter than shortest_s."""
     drawn: list[_Bar] = []
     for bar in bars:
         if drawn and bar.end_s - drawn[-1].start_s <= shortest_s:
@@ -426,7 +423,7 @@ def _joined(bars: Sequence[_Bar], shortest_s: float) -> list[_Bar]:
 
 
 def _lengthen(bars: Sequence[_Bar], shortest_s: float, end_s: float) -> None:
-    """Make bars that are shorter than shortest_s as long as that, where the next bar leaves room."""
+    """To shortest_s, where the next bar leaves room."""
     for bar, next_s in zip(bars, [*(later.start_s for later in bars[1:]), end_s]):
         bar.end_s = max(bar.end_s, min(bar.start_s + shortest_s, next_s))
 
@@ -449,9 +446,9 @@ def _about(span: Span, names: Mapping[int, str]) -> str:
 
 
 def residence_chart(found: Residence, *, right_s: float) -> Chart:
-    """Returns a chart with a row per chunk, or per few chunks: the chunk's data on the GPU over the iteration.
+    """A row per chunk, or per few: its data on the GPU over the iteration.
 
-    right_s: right end of the x axis.
+    right_s: end of the x axis.
     """
     ends = [*found.first_chunks[1:], found.chunks]
     codes = range(len(CONTENTS))

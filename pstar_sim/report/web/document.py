@@ -23,7 +23,7 @@ MOST_NARROW = 3
 
 @cache
 def plotly_script() -> str:
-    """Returns Plotly's script. Raises PstarError, saying what to install, if the package is missing."""
+    """Raises PstarError, saying what to install, if the package is missing."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -33,11 +33,11 @@ def plotly_script() -> str:
 
 
 def document(title: str, body: str, data: Mapping[str, Any], *, script: str) -> str:
-    """Returns the page as HTML.
+    """HTML.
 
     body: its HTML.
-    data: the values that its script reads.
-    script: name of the script's file beside this module.
+    data: read by the script.
+    script: file beside this module.
 
     Raises PstarError where Plotly is not installed.
     """
@@ -70,17 +70,17 @@ def document(title: str, body: str, data: Mapping[str, Any], *, script: str) -> 
 
 
 def chart_place(name: str, says: str) -> str:
-    """Returns the element in which the page draws the figure `name` of its data.
+    """The page draws the figure `name` of its data there.
 
-    says: the picture in words, for screen readers.
+    says: the picture, for screen readers.
     """
     return f'<div class="chart" role="img" aria-label="{escape(says)}" data-figure="{escape(name)}"></div>'
 
 
 def legend_html(legend: Mapping[str, str], lines: Mapping[str, str]) -> str:
-    """Returns a legend: names beside their colours. A colour may be one of the theme's.
+    """A colour may be one of the theme's.
 
-    lines: name of each element that is a line -> its style, as in CSS.
+    lines: name -> style, as in CSS.
     """
     items = (f"<li>{_swatch(_css(colour), lines.get(name))}{escape(name)}</li>" for name, colour in legend.items())
     return f'<ul class="legend">{"".join(items)}</ul>'
@@ -93,12 +93,12 @@ def _swatch(colour: str, line: str | None) -> str:
 
 
 def breakable(text: str) -> str:
-    """Returns the text as HTML in which a long name, of a policy with its options, may break behind its parts."""
+    """HTML. A long name, of a policy with its options, may break behind its parts."""
     return re.sub(r"([_:,=])(?=\S)", r"\1<wbr>", escape(text, quote=False))
 
 
 def unbroken(text: str) -> str:
-    """Returns the text as HTML in which a number stays on one line with its error and its unit."""
+    """HTML. A number stays on one line with its error and its unit."""
     return re.sub(r" (?=[±%]|(?:s|ms|us|GB|days)\b)|(?<=±) ", "&nbsp;", escape(text, quote=False))
 
 
@@ -107,8 +107,8 @@ def _css(colour: str) -> str:
 
 
 def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table whose first column names its rows. On a narrow screen a table of more than MOST_NARROW columns is
-    a list of rows, each with a line per column."""
+    """The first column names the rows. On a narrow screen a table of more than MOST_NARROW columns is a list of rows,
+    each with a line per column."""
     wide = len(heads) > MOST_NARROW
     top = "".join(f'<th scope="col">{breakable(head)}</th>' for head in heads)
     lines = []

@@ -44,9 +44,9 @@ _CATEGORIES = {**CATEGORY_NAMES, "non-model": "the tide"}
 class Subject:
     """One column of a report.
 
-    title: name of the subject, different from the other subjects' names.
-    timeline: times of its steps, predicted or measured.
-    examined: result of examining its plan; None for a run, whose plan is another subject's.
+    title: different from the others'.
+    timeline: predicted or measured.
+    examined: None for a run, whose plan is another subject's.
     """
 
     title: str
@@ -68,11 +68,9 @@ class Subject:
 
 
 def plan_report(subjects: Sequence[Subject]) -> str:
-    """Returns the report of these subjects, side by side, as HTML. A measured subject is also drawn over the subject
-    before it.
+    """Side by side, as HTML. A measured subject is also drawn over the one before it.
 
-    Raises PstarError for no subject, for a subject whose timeline does not belong to its plan, and where Plotly is not
-    installed.
+    Raises PstarError for no subject, for a timeline of another plan, and where Plotly is not installed.
     """
     if not subjects:
         raise PstarError("a report needs at least one plan")
@@ -83,10 +81,7 @@ def plan_report(subjects: Sequence[Subject]) -> str:
 
 
 class _Page:
-    """The parts of a report.
-
-    figures: name -> Plotly figure.
-    """
+    """figures: name -> Plotly figure."""
 
     def __init__(self, subjects: Sequence[Subject]) -> None:
         self.subjects = subjects
@@ -126,8 +121,7 @@ class _Page:
         )
 
     def _verdict(self) -> str:
-        """Returns a sentence with the seconds of each subject: a prediction compared with the first one, a run with its
-        own prediction."""
+        """The seconds of each subject: a prediction compared with the first one, a run with its own prediction."""
         first, *others = self.subjects
         said = [f"{first.title}: {format_s(first.timeline.iteration_s)} per iteration{_error(first)}"]
         for before, other in pairwise(self.subjects):
@@ -170,16 +164,16 @@ class _Page:
         return f'<div class="columns">{"".join(f"<div>{cell}</div>" for cell in cells)}</div>'
 
     def _each(self, name: str, says: str, charts: Sequence[Chart]) -> str:
-        """Returns the legend, and a column per subject with its chart.
+        """With the legend, a column per subject.
 
-        name: name of the figures.
-        says: the charts in words.
+        name: of the figures.
+        says: the charts.
         """
         cells = [self._drawn(f"{name} {n}", *one, says) for n, one in enumerate(zip(self.subjects, charts))]
         return f"{_legend(charts)}{self._columns(cells)}"
 
     def _drawn(self, name: str, subject: Subject, chart: Chart, says: str) -> str:
-        """Returns the chart under the subject's title."""
+        """Under the subject's title."""
         self.figures[name] = chart.figure
         place = chart_place(name, f"{says} of {subject.title}")
         return f"<h3>{breakable(subject.title)}</h3>{place}{_notes(chart)}"
@@ -211,7 +205,7 @@ class _Page:
         )
 
     def _tide(self, n: int, x: str, over: Timeline | None) -> Chart:
-        """Returns the chart of subject n, and keeps it among the figures.
+        """Kept among the figures.
 
         over: a run, drawn as lines.
         """
@@ -222,7 +216,7 @@ class _Page:
         return chart
 
     def _hidden(self, x: str) -> str:
-        """Returns the HTML attribute of an element that is shown with this x only."""
+        """Of an element that is shown with this x only."""
         return "" if x == self.first_x else " hidden"
 
     def _lanes(self) -> str:
@@ -279,13 +273,13 @@ class _Page:
 
 
 def _legend(charts: Sequence[Chart]) -> str:
-    """Returns the legend of all the charts."""
+    """Of all the charts."""
     lines = {name: style for chart in charts for name, style in chart.lines.items()}
     return legend_html(_merged([chart.legend for chart in charts]), lines)
 
 
 def _merged(legends: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Returns one legend. A name that a later legend brings stands behind the name before it there."""
+    """A name that a later legend brings stands behind the one before it there."""
     names: list[str] = []
     for legend in legends:
         at = 0
@@ -312,8 +306,7 @@ def _budgets(machine: Machine) -> str:
 
 
 def _work(plan: Plan) -> tuple[str, int, int]:
-    """Returns the work of an iteration. Seconds of plans are compared if their work is equal, also on different
-    machines."""
+    """Seconds of plans are compared if their work is equal, also on different machines."""
     return plan.workload.model, plan.workload.params, plan.tokens
 
 
@@ -326,13 +319,13 @@ def _expected(subject: Subject) -> float | None:
 
 
 def _error(subject: Subject) -> str:
-    """Returns the error of predicted seconds that validation found, in words."""
+    """Of predicted seconds, found by validation, in words."""
     error = _expected(subject)
     return "" if error is None else f" {format_error(error)}"
 
 
 def _quantities(subject: Subject) -> Iterator[tuple[str, str]]:
-    """Yields the rows of the table: name and value."""
+    """Name and value."""
     plan, timeline, said = subject.plan, subject.timeline, subject.plan.predictions
     seconds = timeline.iteration_s
     yield "iteration", f"{format_s(seconds)}{_error(subject)}"
@@ -364,8 +357,7 @@ def _quantities(subject: Subject) -> Iterator[tuple[str, str]]:
 
 
 def _ways(timeline: Timeline) -> Iterator[tuple[str, str]]:
-    """Yields the ways of copies that a table shows: key and name. The ways to and from disks are among them only if
-    something moves there."""
+    """Key and name. The ways to and from disks are there only if something moves."""
     yield "h2d", "host to GPU"
     yield "d2h", "GPU to host"
     for way, name in (("nvme_read", "read from disk"), ("nvme_write", "written to disk")):
@@ -386,7 +378,7 @@ def _differences(predicted: Subject, measured: Subject) -> Iterator[Figure]:
 
 
 def _places(subject: Subject) -> Iterator[tuple[str, str, str]]:
-    """Yields the rows of the table of bytes by place: each category, the sum, and the capacity."""
+    """Each category, the sum, and the capacity."""
     cut = _between(subject.plan)
     sampled = set(subject.timeline.columns("samples")["place"])
     for place, name in _PLACES.items():
@@ -410,7 +402,7 @@ def _places(subject: Subject) -> Iterator[tuple[str, str, str]]:
 
 
 def _between(plan: Plan) -> dict[tuple[str, str], int]:
-    """Returns (place, category) -> bytes between two iterations."""
+    """Between two iterations."""
     held: dict[tuple[str, str], int] = {}
     buffers = {name for name, _, _ in plan.buffers}
     for (place, name), size in held_between(plan).items():

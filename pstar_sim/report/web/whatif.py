@@ -34,11 +34,11 @@ _NAMES = {"seq": "tokens per sequence", "micro_batches": "micro-batches"}
 
 
 def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, prices: str | None = None) -> str:
-    """Returns the page of these points as HTML.
+    """As HTML.
 
-    points: rows of results files; if two rows are for the same point, the later row counts.
-    axes: the axes of the points; on an axis that a point lacks, the point has the unchanged figure.
-    prices: a file of prices that come before the shipped prices.
+    points: rows of results files; of two for the same point the later counts.
+    axes: where a point lacks one, it has the unchanged figure.
+    prices: a file that comes before the shipped prices.
 
     Raises PstarError for no points, for axes without a machine or a policy, and where Plotly is not installed.
     """
@@ -83,24 +83,23 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
 
 
 def distinct_points(points: Sequence[Mapping[str, object]], axes: Sequence[str]) -> list[Mapping[str, object]]:
-    """Returns the points; of several rows for the same point, the last."""
+    """Of several for the same point, the last."""
     return list({tuple(_value(point, axis) for axis in axes): point for point in points}.values())
 
 
 def _parts(axes: Sequence[str]) -> list[str]:
-    """Returns the axes that are figures of the machine."""
+    """Figures of the machine."""
     return [axis for axis in axes if axis.startswith("set.")]
 
 
 def _in_order(axes: Sequence[str], model: str) -> list[str]:
-    """Returns the axes in the order in which a reader chooses: the machine and its parts, the model, the others, the
-    policy."""
+    """In which a reader chooses: the machine and its parts, the model, the others, the policy."""
     others = [axis for axis in axes if axis not in ("machine", model, "policy", *_parts(axes))]
     return ["machine", *_parts(axes), model, *others, "policy"]
 
 
 def _value(point: Mapping[str, object], axis: str) -> object:
-    """Returns the point's value on the axis; "x1" stands for an unchanged figure."""
+    """ "x1" stands for an unchanged figure."""
     value = point.get(axis)
     return "x1" if value is None and axis.startswith("set.") else "" if value is None else value
 
@@ -110,8 +109,7 @@ def _values(points: Sequence[Mapping[str, object]], axis: str) -> list[object]:
 
 
 def _labels(axis: str, values: Sequence[object]) -> list[object]:
-    """Returns what the page calls the values: files without their folders, where their names differ. A page is sent to
-    others, who do not have the folders."""
+    """Files without their folders, where their names differ: a page is sent to others, who do not have the folders."""
     names: list[object] = [Path(str(value)).name for value in values]
     return names if axis in ("machine", "trace") and len({*names}) == len(names) else list(values)
 
@@ -121,8 +119,7 @@ def _title(axis: str) -> str:
 
 
 def _costs(points: Sequence[Mapping[str, object]], parts: Sequence[str], prices: str | None) -> dict[str, Any]:
-    """Returns the values of the axes that make a machine, joined by "|" -> [USD per hour, source of the price], or None
-    where the price is not known."""
+    """Values of the axes that make a machine, joined by "|" -> [USD per hour, source], or None."""
     known = load_prices(prices)
     found: dict[str, Any] = {}
     for point in points:

@@ -64,16 +64,14 @@ def preset(
 
     batch: sequences (images) per micro-batch, of all GPUs together. A comparison divides it among the GPUs of the
         machine.
-    micro_batches: number of micro-batches per iteration.
     dtype: None for the dtype of the machine's GPU (bf16, else fp16, else fp32), written as bf16 until a machine is
         known.
     seq: tokens per sequence; None: all positions of the model, which a ViT requires.
-    checkpointing: whether every layer is a checkpoint (non-reentrant, so a recompute stops early).
+    checkpointing: of every layer (non-reentrant, so a recompute stops early).
     kernels: flavour of the operators beside attention, one of KERNELS (kernels.py); None for the flavour of the model's
         catalog entry, which its users run. A BERT or ViT is written for eager alone.
     lora: trains adapters and freezes the model itself (lora.py): an Adapter, a rank, or a text such as "r=16" or
         "r=8,targets=q_proj+v_proj".
-    optimizer: its name (optimizers.py).
 
     There is no dropout and no padding. The GPT family stands for the PatrickStar table, whose parameter counts have no
     head of their own. So the head is the token embedding (tied) and the loss is the language model's, as the planning
@@ -100,7 +98,7 @@ def preset(
 
 
 def default_dtype(machine: Machine) -> str:
-    """Returns bf16 if the GPU has it natively, else fp16, else fp32."""
+    """The first that the GPU has natively: bf16, fp16, fp32."""
     return next((dtype for dtype in NATIVE if dtype in machine.gpu.flops_per_s), MASTER)
 
 
@@ -120,7 +118,7 @@ def workload_of(
     language_head: bool = True,
     early_stop: bool = True,
 ) -> Workload:
-    """Returns the same as `preset`, for a shape that need not be in the catalog.
+    """As `preset`, for a shape that need not be in the catalog.
 
     language_head: False for a GPT that classifies sequences, without logits over the vocabulary.
     early_stop: False for reentrant checkpoints of a gpt or llama, which run the whole layer again.
@@ -191,17 +189,16 @@ def _refusal(model: str, what: str, value: object, want: str) -> ModelError:
 
 
 def has_kernels(entry: ModelEntry, kernels: str) -> bool:
-    """Returns whether the model's family is written for this flavour: a gpt or llama for all, a bert or vit for eager
-    alone."""
+    """A gpt or llama is written for all flavours, a bert or vit for eager alone."""
     return kernels == "eager" or entry.family in ("gpt", "llama")
 
 
 def kernels_of(entry: ModelEntry, kernels: object, *, model: str | None = None) -> str:
-    """Returns the flavour in which a model runs: `kernels`, or with None the usual flavour of its entry.
+    """With None, the usual flavour of the model's entry.
 
-    model: its name in messages.
+    model: for messages.
 
-    Raises ModelError for an unknown flavour, and for a flavour for which the model's family is not written.
+    Raises ModelError for an unknown flavour, and for one for which the family is not written.
     """
     name = model or entry.name
     chosen = entry.kernels if kernels is None else kernels
@@ -228,8 +225,8 @@ def _check_sequence(model: str, entry: ModelEntry, sequence: int) -> None:
 
 
 def can_vary(workload: Workload, shape: ModelEntry | None = None) -> bool:
-    """Returns whether `variant` can write the workload anew: it is a preset whose shape is given or in the catalog. A
-    workload of another catalog, or a workload written by hand, cannot be written anew."""
+    """Whether `variant` can write the workload anew: a preset whose shape is given or in the catalog, not one of
+    another catalog or written by hand."""
     return workload.source == "preset" and (shape is not None or workload.model in model_names())
 
 
@@ -242,13 +239,11 @@ def variant(
     dtype: str | None = None,
     shape: ModelEntry | None = None,
 ) -> Workload:
-    """Returns the same preset, adapter and optimizer with another batch, number of micro-batches, checkpointing or
-    dtype.
+    """Same preset, adapter and optimizer.
 
     shape: the model's shape, if it is not in the catalog.
 
-    Raises ModelError for a workload that is not a preset, and UnknownName for a preset whose shape is neither given nor
-    in the catalog.
+    Raises ModelError for no preset, and UnknownName for a shape neither given nor in the catalog.
     """
     if workload.source != "preset":
         raise ModelError(

@@ -65,8 +65,6 @@ def write_llama(t: Tape, s: Shape) -> None:
 
 
 class _LayerWriter:
-    """The layers of a model on a tape."""
-
     def __init__(self, t: Tape, s: Shape) -> None:
         self.t, self.s = t, s
         self.u = s.tokens * s.model.hidden * t.width
@@ -79,12 +77,11 @@ class _LayerWriter:
         self.post = s.model.post_norms
 
     def mlp(self, i: int) -> GatedMlp | Experts:
-        """Returns the feed-forward part of layer i."""
         return self._experts if self._experts is not None and self.s.model.has_experts(i) else self._dense
 
     def _names(self, i: int) -> tuple[str, str, str, str]:
-        """Returns the names of the norms before attention, behind it, before the feed-forward layer and behind it. In a
-        model without norms behind, those names are not used."""
+        """Before attention, behind it, before the feed-forward layer and behind it. Without norms behind, those names
+        are not used."""
         block = f"model.layers.{i}"
         before = "pre_feedforward_layernorm" if self.post else "post_attention_layernorm"
         names = ("input_layernorm", "post_attention_layernorm", before, "post_feedforward_layernorm")
@@ -92,14 +89,13 @@ class _LayerWriter:
         return first, behind, second, last
 
     def declare(self, i: int) -> None:
-        """Declare the parameters of layer i."""
         self.attention.declare(f"model.layers.{i}")
         self.mlp(i).declare(f"model.layers.{i}")
         for name in dict.fromkeys(self._names(i) if self.post else self._names(i)[:3]):
             self.t.parameter(f"{name}.weight", self.s.model.hidden)
 
     def forward(self, i: int, phase: Phase) -> int:
-        """Write layer i. Returns the bytes that attention keeps in addition to q, k, v and its output."""
+        """Returns the bytes that attention keeps besides q, k, v and its output."""
         t, s, u, norms = self.t, self.s, self.u, self.norms
         block, mlp = f"model.layers.{i}", self.mlp(i)
         first, behind, second, last = self._names(i)
@@ -127,7 +123,7 @@ class _LayerWriter:
         return kept
 
     def _recompute_ends(self, mlp: GatedMlp | Experts, last: str) -> None:
-        """Write the end of a recompute, by [Note: early stop]. The residual is freed with its frame."""
+        """By [Note: early stop]. The residual is freed with its frame."""
         t, s, u = self.t, self.s, self.u
         if mlp.whole or self.post:
             mlp.finish(Phase.RECOMPUTE)
@@ -140,7 +136,7 @@ class _LayerWriter:
         t.op(dead=u if self.norms.upcast else 0)
 
     def backward(self, i: int, kept: int) -> None:
-        """Write the backward of layer i: from the gradient of its output (1 u) to that of its input."""
+        """From the gradient of the output (1 u) to that of the input."""
         t, s, u, norms = self.t, self.s, self.u, self.norms
         block = f"model.layers.{i}"
         first, behind, second, last = self._names(i)

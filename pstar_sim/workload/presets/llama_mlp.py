@@ -19,8 +19,8 @@ __all__ = ["Experts", "GatedMlp"]
 class GatedMlp:
     """A gated feed-forward layer (SiLU or GELU).
 
-    whole: whether a recompute runs all of it, even if only the residual sum comes after it.
-    alone: whether no other operator reads the norm's output.
+    whole: a recompute runs all of it, even if only the residual sum comes after it.
+    alone: no other operator reads the norm's output.
     """
 
     whole = False
@@ -33,7 +33,6 @@ class GatedMlp:
         self.again = self.f if s.flavour.recomputed else 0
 
     def declare(self, block: str) -> None:
-        """Declare the parameters of a layer."""
         h = self.s.model.hidden
         for x, shape in (("gate", (self.ffn, h)), ("up", (self.ffn, h)), ("down", (h, self.ffn))):
             declare(self.t, f"{block}.{self.name}.{x}_proj", shape, 0)
@@ -42,11 +41,11 @@ class GatedMlp:
         return f"{block}.{self.name}.{x}_proj.weight"
 
     def first(self, block: str) -> list[str]:
-        """Returns the parameters that the first moment of the layer reads."""
+        """The parameters of the first moment."""
         return [self._weight(block, "gate"), self._weight(block, "up")]
 
     def forward(self, block: str, phase: Phase) -> None:
-        """Write the forward: from the norm's output to the input of the last product."""
+        """From the norm's output to the input of the last product."""
         t, s, u, f, fused = self.t, self.s, self.u, self.f, self.s.flavour.fused
         up = s.product(s.model.hidden, self.ffn)
         t.op(f, products=[up], read=u)
@@ -58,16 +57,16 @@ class GatedMlp:
             t.op(f, unsaved=2 * f, read=2 * f)
 
     def finish(self, phase: Phase) -> None:
-        """Write the last product, whose output has 1 u."""
+        """Its output has 1 u."""
         if phase is Phase.RECOMPUTE:
             self.t.op(self.again)
         product = self.s.product(self.ffn, self.s.model.hidden)
         self.t.op(self.u, dead=self.again, unsaved=self.f - self.again, products=[product], read=self.f)
 
     def backward(self, block: str, *, own: bool) -> None:
-        """Write the backward: from the gradient of the output to that of the norm's output (1 u).
+        """From the gradient of the output to that of the norm's output (1 u).
 
-        own: whether no other operator needs the gradient of the output.
+        own: no other operator needs the gradient of the output.
         """
         t, s, u, f, fused = self.t, self.s, self.u, self.f, self.s.flavour.fused
         down, up, gate = (self._weight(block, x) for x in ("down", "up", "gate"))
@@ -118,7 +117,7 @@ class Experts:
         self.shared = beside if x.shared else None
 
     def declare(self, block: str) -> None:
-        """Declare router and experts of a layer. The matrices of an expert are adjacent."""
+        """The matrices of an expert are adjacent."""
         t, x, h = self.t, self.x, self.s.model.hidden
         declare(t, f"{block}.mlp.gate", (x.count, h), x.count if x.biases else 0)
         for e in range(x.count):
@@ -135,23 +134,22 @@ class Experts:
         return [f"{block}.mlp.gate.{x}" for x in (("weight", "bias") if self.x.biases else ("weight",))]
 
     def _of(self, block: str, matrix: str) -> list[str]:
-        """Returns the names of a matrix of each expert, with its bias."""
+        """A matrix of each expert, with its bias."""
         kinds = (matrix, f"{matrix}_bias") if self.x.biases else (matrix,)
         return [f"{block}.mlp.experts.{e}.{kind}" for e in range(self.x.count) for kind in kinds]
 
     def first(self, block: str) -> list[str]:
-        """Returns the parameters that the first moment of the layer reads."""
         return self._router(block)
 
     def _grouped(self, rows: int, columns: int) -> Product:
-        """Returns the product of all experts with their rows, in equal parts if possible."""
+        """Of all experts with their rows, in equal parts if possible."""
         count, all_rows = self.x.count, self.s.tokens * self.x.per_token
         if all_rows % count:
             return 1, all_rows, rows, columns
         return count, all_rows // count, rows, columns
 
     def forward(self, block: str, phase: Phase) -> None:
-        """Write the forward: from the norm's output to the sum of the experts' outputs (1 u)."""
+        """From the norm's output to the sum of the experts' outputs (1 u)."""
         t, s, u, wide, f = self.t, self.s, self.u, self.rows_h, self.rows_f
         h = s.model.hidden
         t.op(self.input32 + self.weight32, read=u if self.input32 else 0)
@@ -176,13 +174,10 @@ class Experts:
         t.op(dead=self.normed, unsaved=-self.normed)
 
     def finish(self, phase: Phase) -> None:
-        """Do nothing, because `forward` wrote all operators."""
+        """`forward` wrote all operators."""
 
     def backward(self, block: str, *, own: bool) -> None:
-        """Write the backward: from the gradient of the output to that of the norm's output (1 u).
-
-        own: whether no other operator needs the gradient of the output.
-        """
+        """From the gradient of the output to that of the norm's output (1 u)."""
         t, s, u, wide, f = self.t, self.s, self.u, self.rows_h, self.rows_f
         h, fused = s.model.hidden, s.flavour.fused
         t.op(self.normed)

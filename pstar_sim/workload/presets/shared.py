@@ -40,12 +40,11 @@ ROOT = "<root>"
 class Shape:
     """A model with the batch that runs through it.
 
-    model: shape of the model.
     batch: sequences per micro-batch.
-    sequence: tokens per sequence.
-    checkpointing: whether every layer is a checkpoint.
+    sequence: tokens.
+    checkpointing: of every layer.
     attention: "flash", "efficient" or "math".
-    flavour: the way in which the other operators run.
+    flavour: of the other operators.
     language_head: False for a GPT that classifies sequences: no logits over the vocabulary (its own head, of a few
         labels, is left out).
     early_stop: see [Note: early stop]; False for reentrant checkpoints, which run the whole layer again (gpt, llama).
@@ -65,17 +64,16 @@ class Shape:
         return self.batch * self.sequence
 
     def product(self, rows: int, columns: int) -> Product:
-        """Returns the product of every token with a rows x columns matrix."""
+        """Of every token with a rows x columns matrix."""
         return 1, self.tokens, rows, columns
 
     @property
     def attention_width(self) -> int:
-        """Width of the outputs of all heads."""
+        """Of the outputs of all heads."""
         return self.model.heads * self.model.value_dim
 
     def attention_flops(self, window: int = 0) -> int:
-        """Returns the flops of scores and weighted sum, of all heads. A causal mask saves no flops, as in torch's own
-        count.
+        """Of scores and weighted sum, of all heads. A causal mask saves no flops, as in torch's own count.
 
         window: the most tokens that a token attends to; 0 for all.
         """
@@ -86,7 +84,7 @@ class Shape:
 
     @property
     def attention_products(self) -> tuple[Product, Product]:
-        """Returns the products of scores and weighted sum of the math kernel, of all heads of all sequences."""
+        """Of scores and weighted sum of the math kernel, of all heads of all sequences."""
         m, batches = self.model, self.batch * self.model.heads
         return (batches, self.sequence, m.head_dim, self.sequence), (batches, self.sequence, self.sequence, m.value_dim)
 
@@ -95,11 +93,11 @@ class Shape:
 
 
 def attend(t: Tape, s: Shape, qkv: int, *, window: int = 0) -> int:
-    """Write scaled dot-product attention of q, k, v (qkv bytes together).
+    """Of q, k, v (qkv bytes together).
 
     Returns the bytes that backward needs in addition to q, k, v and the output. Flash and efficient kernels keep one
-    fp32 log-sum per query. The math kernel computes in fp32. That kernel keeps scaled copies of q, k, v and the
-    probabilities, and needs the scores too.
+    fp32 log-sum per query. The math kernel computes in fp32, keeps scaled copies of q, k, v and the probabilities, and
+    needs the scores too.
     """
     m = s.model
     u = s.tokens * s.attention_width * t.width
@@ -117,7 +115,7 @@ def attend(t: Tape, s: Shape, qkv: int, *, window: int = 0) -> int:
 
 
 def attend_backward(t: Tape, s: Shape, qkv: int, kept: int, *, window: int = 0) -> None:
-    """Write the backward of attention. The gradients of q, k, v replace q, k, v, the output, its gradient and the kept
+    """Write the backward of attention. The gradients of q, k, v replace these, the output, its gradient and the kept
     tensors."""
     u = s.tokens * s.attention_width * t.width
     if s.attention == "math":
@@ -135,8 +133,8 @@ def attend_backward(t: Tape, s: Shape, qkv: int, kept: int, *, window: int = 0) 
 
 
 def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
-    """Write the loss: logits in the working dtype, logits in fp32, and their log-softmax, which alone stays for
-    backward. A fused loss keeps the logits and a log-sum of each token. A loss in place keeps the fp32 logits."""
+    """Logits in the working dtype, logits in fp32, and their log-softmax, which alone stays for backward. A fused loss
+    keeps the logits and a log-sum of each token. A loss in place keeps the fp32 logits."""
     m = s.model
     logits = s.tokens * m.vocab * t.width
     logits32 = s.tokens * m.vocab * 4
@@ -157,8 +155,7 @@ def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
 
 
 def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, *, tied: bool) -> None:
-    """Write the backward of the loss, up to the gradient of the last hidden state (1 u). The gradient of a tied weight
-    waits for the embedding's gradient."""
+    """Up to the gradient of the last hidden state (1 u). The gradient of a tied weight waits for the embedding's."""
     m = s.model
     logits = s.tokens * m.vocab * t.width
     logits32 = s.tokens * m.vocab * 4
@@ -184,8 +181,8 @@ def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, 
 
 
 def embedding_backward(t: Tape, tables: list[str], tied: str | None, u: int) -> None:
-    """Write the dense gradients of the tables, one after the other. The gradient of the tied table is added to the
-    head's gradient; both and their sum are alive for a moment."""
+    """Dense gradients, one after the other.The gradient of the tied table is added to the head's gradient; both and
+    their sum are alive for a moment."""
     for name in tables:
         if name == tied:
             size = t.size([name])
@@ -221,8 +218,7 @@ def declare_norm(t: Tape, module: str, hidden: int) -> None:
 
 
 def layer_norm_backward(t: Tape, module: str, u: int, stats: int, *, residual: bool = True) -> None:
-    """Write the backward of the norm: from the gradient of its output (and of the residual, both alive) to their sum (1
-    u). Frees the norm's input."""
+    """From the gradient of the output (and of the residual, both alive) to their sum (1 u). Frees the norm's input."""
     names = norm(module)
     t.op(u + t.size(names), dead=2 * u + stats, read=2 * u)
     if residual:
@@ -231,16 +227,16 @@ def layer_norm_backward(t: Tape, module: str, u: int, stats: int, *, residual: b
 
 
 def begin(t: Tape, s: Shape, batch_bytes: int = 0) -> None:
-    """Write the batch, which is alive for the whole iteration.
+    """The batch is alive for the whole iteration.
 
-    batch_bytes: its bytes; 0: token numbers and labels, 8 bytes each.
+    batch_bytes: 0: token numbers and labels, 8 bytes each.
     """
     t.level = batch_bytes or 2 * 8 * s.tokens
     t.open("begin", ROOT, Phase.FWD)
 
 
 def layers_forward(t: Tape, s: Shape, forward: Callable[[int, Phase], int]) -> int:
-    """Write the forward of all layers. Returns the bytes that attention keeps per layer."""
+    """Returns the bytes that attention keeps per layer."""
     kept = 0
     t.saving = not s.checkpointing
     for i in range(s.model.layers):
@@ -259,14 +255,13 @@ def layers_backward(
 
 
 def last_product_again(t: Tape, s: Shape, u: int, f: int) -> None:
-    """Write a layer's last matmul and its residual sum, which a recompute runs again although no operator needs
-    them."""
+    """The last matmul and its residual sum, which a recompute runs again although no operator needs them."""
     t.op(u, products=[s.product(s.model.ffn, s.model.hidden)], read=f)
     t.op(u, dead=2 * u, read=2 * u)
 
 
 def separate_qkv_backward(t: Tape, s: Shape, module: str, order: tuple[str, str, str], u: int) -> None:
-    """Write the backward of three square projections of one input: from three gradients (3 u) to their sum (1 u)."""
+    """Of three square projections of one input: from three gradients (3 u) to their sum (1 u)."""
     h = s.model.hidden
     t.open("grad", f"{module}.{order[0]}", Phase.BWD, [n for x in order for n in linear(f"{module}.{x}")])
     for k, x in enumerate(order):

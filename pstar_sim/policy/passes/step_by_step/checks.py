@@ -12,7 +12,7 @@ __all__ = ["check_beside_tide"]
 def check_beside_tide(b: Builder, held_bytes: int, what: str) -> None:
     """Raise DoesNotFit if `held_bytes` leave the GPU no room for the highest tide.
 
-    what: words for the things that take `held_bytes`.
+    what: words for what takes `held_bytes`.
     """
     tide = b.uses.tide
     worst = worst_moment(tide)

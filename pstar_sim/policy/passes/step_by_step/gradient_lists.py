@@ -20,8 +20,8 @@ __all__ = ["GradientLists", "arrivals"]
 def arrivals(
     uses: Facts, chunks: Iterable[int], *, last: bool = True
 ) -> tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]:
-    """Returns (moment -> chunks whose gradient begins to arrive in it, moment -> chunks whose gradient is complete
-    after it).
+    """Returns moment -> chunks whose gradient begins to arrive in it, and moment -> chunks whose gradient is complete
+    after it.
 
     last: False leaves out each chunk's last gradient.
     """
@@ -35,18 +35,15 @@ def arrivals(
 
 
 class GradientLists:
-    """Writes the steps of the gradients of `chunks` into `b`.
-
-    chunks: chunks whose gradients have lists.
-    last: whether the last gradient of a chunk has a list too. Otherwise the last gradient overwrites the working list.
-    stay: chunks whose gradients stay on the GPU. On one rank these have no lists: their gradients are added in place.
-    one_by_one: whether each step of the policy waits for the step before it, and for no other step.
-    add_last: whether a last gradient without a list is added to the others before any update, because clipping takes
-        the norm of their sum (`add_last_of`).
+    """last: whether the last gradient of a chunk has a list too. Otherwise it overwrites the working list.
+    stay: chunks whose gradients stay on the GPU; on one rank without lists, added in place.
+    one_by_one: each step of the policy waits for the one before it, and for no other.
+    add_last: whether a last gradient without a list is added to the others before any update, for the norm of clipping
+        (`add_last_of`).
     opens: moment -> chunks whose lists open in it.
     closes: moment -> chunks whose gradient in a list is complete after it.
     host_list: list in which Adam on the host finds a gradient.
-    freed: chunk -> step that last freed the chunk's lists on the GPU.
+    freed: chunk -> step that last freed its lists on the GPU.
     added: chunk -> step after which its sum on the host is up to date.
 
     Raises CannotPlan for a layer-major workload, in which the lists of a chunk's micro-batches would overlap.
@@ -83,28 +80,28 @@ class GradientLists:
     # Bytes.
 
     def bytes_of(self, c: int) -> int:
-        """Returns the bytes on the GPU of the chunk's lists while they are open."""
+        """On the GPU, while the lists are open."""
         return sum(self._b.layout.payload_bytes(c, name) for name in self._names)
 
     def passing_bytes(self, c: int) -> int:
-        """Returns the bytes on the host of a gradient that waits there to be added; 0 if no gradient waits."""
+        """On the host, where a gradient waits to be added; 0 if none waits."""
         return self._b.layout.payload_bytes(c, "grad") if self._several and c not in self._stay else 0
 
     @property
     def on_host(self) -> str:
-        """Words for the gradients on the host, for messages."""
+        """Words."""
         return "accumulated gradients, gradients" if self._several else "gradients"
 
     # Steps.
 
     def open(self, c: int, m: int, after: Iterable[int] = ()) -> int:
-        """Open the gradient lists of the chunk in moment `m`. Returns the step that opens the last of them."""
+        """In moment `m`. Returns the step that opens the last list."""
         waits = [*after, *self._earlier(self.freed, c)]
         return [self._b.alloc(Queue.COMPUTE, c, name, Place.GPU, m, after=waits) for name in self._names][-1]
 
     def close(self, c: int, m: int, after: Sequence[int]) -> int:
         """Move the gradient that is complete after moment `m` to the place of its update. Returns the step after which
-        the gradient is there and its lists are free."""
+        it is there and its lists are free."""
         summed = self.sum(c, m, after)
         if c in self._stay:
             return self.keep(c, m, summed)
@@ -112,7 +109,7 @@ class GradientLists:
         return self.add(c, m)
 
     def sum(self, c: int, m: int, after: Sequence[int], list_name: str = "grad_remote") -> Sequence[int]:
-        """Sum a gradient over the ranks. Returns the steps after which the sum is complete (with one rank: `after`).
+        """Over the ranks. Returns the steps after which the sum is complete (with one rank: `after`).
 
         list_name: "remote" for a gradient that lies in the working list.
         """
@@ -122,24 +119,23 @@ class GradientLists:
         return [step]
 
     def keep(self, c: int, m: int, after: Iterable[int]) -> int:
-        """Free the list of a gradient once the gradient has been added to its sum on the GPU. Returns the step that
-        frees the list."""
+        """Free the list of a gradient that has been added to its sum on the GPU. Returns the step."""
         self.freed[c] = self._b.free(Queue.NET, c, "grad", Place.GPU, m, after)
         return self.freed[c]
 
     def send(
         self, c: int, m: int, after: Iterable[int], *, size_bytes: int | None = None, via: str | None = None
     ) -> int:
-        """Copy the gradient to the host, after the sum of earlier gradients there. Returns the copy; `freed` then names
-        the step that frees the list."""
+        """To the host, after the sum of earlier gradients there. Returns the copy; `freed` then names the step that
+        frees the list."""
         waits = [*after, *self._earlier(self.added, c)]
         down = self._b.writeback(c, "grad", m, waits, size_bytes=size_bytes, via=via)
         self.freed[c] = self._b.free(Queue.D2H, c, "grad", Place.GPU, m)
         return down
 
     def add(self, c: int, m: int, after: Iterable[int] = ()) -> int:
-        """Add the gradient to those of earlier micro-batches, on the host. Returns the step after which Adam on the
-        host may take the gradient (with one micro-batch: its arrival)."""
+        """On the host.Returns the step after which Adam on the host may take the gradient (with one micro-batch: its
+        arrival)."""
         if not self._several:
             return self.freed[c]
         step = self._b.cpu_add(c, "grad", m, after=[self.freed[c], *after])
@@ -147,14 +143,14 @@ class GradientLists:
         return step
 
     def add_last_of(self, c: int, after: Iterable[int]) -> int:
-        """Add the last gradient, which came in the working list, to the others on the host. Returns the step."""
+        """For a gradient in the working list, on the host. Returns the step."""
         return self._b.cpu_add(c, "param", self._b.uses.last_gradient(c), after)
 
     def _earlier(self, steps: Mapping[int, int], c: int) -> list[int]:
         return [steps[c]] if c in steps and not self._one_by_one else []
 
     def all_there(self) -> list[int]:
-        """Returns the steps for which every update waits, once all moments are written: the latest sum on the host.
-        With clipping, also the latest sum over the ranks, because the norm is that of all gradients."""
+        """Returns what every update waits for, once all moments are written: the latest sum on the host. With clipping,
+        also the latest sum over the ranks, because the norm is that of all gradients."""
         wanted = ("host", "ranks") if self._b.settings.clip else ("host",)
         return [self._latest_sums[name] for name in wanted if name in self._latest_sums]

@@ -11,8 +11,8 @@ __all__ = ["all_reduced", "gathered"]
 
 
 def gathered(b: Builder, c: int, moment: int, own: int, after: Iterable[int] = ()) -> int:
-    """Returns the step after which the chunk is whole on this GPU: on several ranks a gather of the others' slices,
-    behind `own` and `after`; on one rank `own`.
+    """Returns the step after which the chunk is whole on this GPU: on several ranks a gather of the others' slices, on
+    one rank `own`.
 
     own: the step that brings this rank's slice.
     """
@@ -20,8 +20,8 @@ def gathered(b: Builder, c: int, moment: int, own: int, after: Iterable[int] = (
 
 
 def all_reduced(b: Builder, c: int, moment: int, after: Sequence[int]) -> Sequence[int]:
-    """Returns the steps after which the gradient is the sum over the ranks on each of them, for a chunk that lives on
-    every GPU (a replicated layout). The gradient is complete after `after`, in the list in which it is accumulated."""
+    """Returns the steps after which each rank has the sum, for a chunk that lives on every GPU (a replicated layout).
+    The gradient is complete after `after`, where it is accumulated."""
     if b.ranks == 1:
         return after
     list_name = "grad32" if b.workload.micro_batches > 1 else "param"
