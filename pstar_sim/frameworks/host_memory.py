@@ -199,7 +199,7 @@ def tensor_allocations(name: str, numels: Iterable[int], width: float, *, pinned
     return Allocation(name=name, sizes=tuple(int(numel * width) for numel in numels if numel), pinned=pinned)
 
 
-def moments_bytes_per_param(workload: Workload) -> int:
+def moments_bytes_per_param(workload: Workload) -> float:
     """Without the fp32 master."""
     return workload.optimizer.states_bytes_per_param - 4
 

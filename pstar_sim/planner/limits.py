@@ -257,7 +257,7 @@ class _Models:
     shares: tuple[int, ...]
     job: Job
     dtype: str
-    least_bytes: int
+    least_bytes: float
     written: Written
     made: dict[ModelEntry, Workload] = field(default_factory=dict)
 
@@ -283,7 +283,7 @@ class _Models:
 
     def most_params(self, policy: str | Policy) -> int:
         """Returns the most parameters, by [Note: an upper bound of any model]."""
-        return _all_bytes(self.machine, disks=_may_use_disks(policy)) // self.least_bytes
+        return int(_all_bytes(self.machine, disks=_may_use_disks(policy)) // self.least_bytes)
 
     def most_layers(self, policy: str | Policy) -> int:
         one, two = count_params(self.shape(1)), count_params(self.shape(2))

@@ -48,11 +48,11 @@ class OptimizerSpec:
         return tuple(name for name, _ in self.state_bytes)
 
     @property
-    def states_bytes_per_param(self) -> int:
+    def states_bytes_per_param(self) -> float:
         return sum(size for _, size in self.state_bytes)
 
     @property
-    def widest_bytes_per_param(self) -> int:
+    def widest_bytes_per_param(self) -> float:
         """0 without lists."""
         return max((size for _, size in self.state_bytes), default=0)
 

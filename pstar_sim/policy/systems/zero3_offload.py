@@ -152,8 +152,8 @@ def _optimizer_step(o: Offloaded, *, pinned: bool) -> None:
     s.finish(ends, updated)
 
 
-def optimizer_bytes(workload: Workload) -> int:
-    """Its states and the gradient in fp32."""
+def optimizer_bytes(workload: Workload) -> float:
+    """Bytes per parameter of the states and of the gradient in fp32."""
     return workload.optimizer.states_bytes_per_param + GRADIENT_BYTES_PER_PARAM
 
 
