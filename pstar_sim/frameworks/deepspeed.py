@@ -479,7 +479,9 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
     return (*_stage3_allocations(configuration, numels, moments, width), *_parameters(configuration, numels, width))
 
 
-def _stage3_allocations(configuration: Configuration, numels: list[int], moments: float, width: int) -> list[Allocation]:
+def _stage3_allocations(
+    configuration: Configuration, numels: list[int], moments: float, width: int
+) -> list[Allocation]:
     options, detail = configuration.options, configuration.detail
     groups = sub_groups(numels, _whole(options["subgroup"]))
     if detail["states"] == "nvme":
