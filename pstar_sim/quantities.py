@@ -46,7 +46,8 @@ class Quantity:
     shown: Callable[[float], str] = "{:g}".format
 
     def parse(self, text: str) -> float:
-        """In SI units; -1 for any negative value. Raises ValueError for another text."""
+        """Returns the value in SI units; -1 for any negative value. Raises ValueError for a text that is not such a
+        quantity."""
         if text.lower() in self.words:
             return self.words[text.lower()]
         if text.startswith("-") and self.units:

@@ -89,7 +89,7 @@ class Clock:
         return True
 
     def kept(self) -> _Kept:
-        """For `set_back`."""
+        """Returns the state of the clock, for `set_back`."""
         rates = [*zip(self._until, self._left, self._speed, self._demand)]
         return self.now, self._settled_s, self._changed, self.running[:], rates
 

@@ -80,8 +80,8 @@ def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
 
 
 def _least_bytes(plan: Plan, place: Place) -> int:
-    """Whatever the timing: the bytes at the cut or, on the gpu, of the moment with the largest need if these are
-    more."""
+    """Returns the least bytes that the place holds at its peak on some rank, whatever the timing: the bytes that it
+    holds at the cut or, on the gpu, the bytes of the moment with the largest need if these are more."""
     cut = sum(size for _, where, size in plan.buffers if where is place)
     cut += sum(plan.layout.payload_bytes(r.chunk, r.list) for r in plan.initial if r.chunk >= 0 and r.place is place)
     if place is not Place.GPU:

@@ -154,7 +154,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Per iteration, of all ranks."""
+        """Tokens per iteration, of all ranks."""
         return sum(job.tokens for job in self.jobs)
 
     @property
@@ -175,7 +175,8 @@ class Plan:
 
     @property
     def budgets(self) -> dict[Place, int]:
-        """Of one rank, without places that the plan does not use."""
+        """Returns the bytes of each place that the plan may take, on one rank. Places that the plan does not use are
+        left out."""
         budgets = {Place.GPU: self.gpu_budget_bytes, Place.HOST: self.host_budget_bytes}
         return {**budgets, Place.NVME: self.nvme_budget_bytes} if self.nvme_budget_bytes else budgets
 
@@ -254,7 +255,7 @@ def _check_ranked(ranked: Sequence[Workload], workload: Workload, machine: Machi
 
 
 def moved_bytes(steps: Iterable[Step], ranks: int) -> dict[str, int]:
-    """By route, as `Plan.moved_bytes`."""
+    """Returns the bytes that one rank moves with these steps, by route, as `Plan.moved_bytes`."""
     moved = {"h2d": 0, "d2h": 0}
     for step in steps:
         route = ROUTES.get(step.kind)
@@ -286,7 +287,7 @@ def steps_from_text(text: str) -> tuple[Step, ...]:
 
 @without_garbage_collection()
 def load_plan(path: str | Path) -> Plan:
-    """Does not run the checker. Raises PlanError naming the file and the field or line."""
+    """Returns the plan in a file; does not run the checker. Raises PlanError naming the file and the field or line."""
     from pstar_sim.core.plan_file import read_plan
 
     return read_plan(file_path("path", path, error=PlanError))

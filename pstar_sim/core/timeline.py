@@ -103,7 +103,7 @@ class RowsByColumn(Generic[_Row]):
         self._rows = rows
 
     def columns(self) -> Mapping[str, list[Any]]:
-        """Field of the dataclass -> its values."""
+        """Returns field of the dataclass -> its values."""
         if self._make is not None:
             self._columns, self._make = self._make(), None
         return self._columns
@@ -230,7 +230,7 @@ class Timeline:
         return timeline
 
     def save(self, path: str | Path) -> None:
-        """Atomic; `load_timeline` is the reverse."""
+        """Writes the timeline as JSON, atomically; `load_timeline` is the reverse."""
         lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in self.to_dict().items())
         write_atomically(Path(path), "{\n" + ",\n".join(lines) + "\n}\n")
 

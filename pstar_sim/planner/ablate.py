@@ -212,7 +212,8 @@ def _unheard(done: int, count: int) -> None:
 
 
 def _in_its_order(policy: str, each: Sequence[Workload], machine: Machine, settings: Settings) -> str:
-    """For a policy that chooses the order of the iteration, returns it with the order that it chooses here."""
+    """Returns the policy. For a policy that chooses the order of the iteration, returns it with the order that it
+    chooses here."""
     if not can(policy).tries_others:
         return policy
     found = compare(each, machine, policies=[policy], settings=settings, barrier_cost=False, near=False)

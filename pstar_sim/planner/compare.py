@@ -636,7 +636,7 @@ def _in_order(workload: Workload, settings: Settings, planned: Mapping[str, Plan
 
 
 def _pace(row: Row) -> float:
-    """To a nanosecond, so that rounding does not decide between equals."""
+    """Returns the iteration time to a nanosecond, so that rounding does not decide between equals."""
     return round(row.iteration_s or 0.0, 9)
 
 

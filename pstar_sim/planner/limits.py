@@ -268,7 +268,7 @@ class _Models:
         return self.of(self.shape(layers))
 
     def of(self, shape: ModelEntry) -> Workload:
-        """For the rank with the hardest share of the batch."""
+        """Returns the workload of the shape, of the rank with the hardest share of the batch."""
         if shape not in self.made:
             ranked = of_shares(self.shares, partial(self._of_share, shape))
             alike = len(set(self.shares)) == 1

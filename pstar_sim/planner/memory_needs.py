@@ -65,7 +65,7 @@ MOST_SHORT = 6  # refusals in a row: payloads, rounding and start-up of the host
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """On the host of each rank, see [Note: what the host really has to give].
+    """The needs of a policy on the host of each rank, see [Note: what the host really has to give].
 
     pinned_bytes: the payloads in slabs, rounded.
     startup_bytes: weights while they are loaded.

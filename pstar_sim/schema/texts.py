@@ -50,7 +50,7 @@ def allowed(kind: Any) -> str:
 
 
 def words_of(kind: Any) -> tuple[str, ...]:
-    """For a hint at a misspelt word."""
+    """Returns the words of the type, for a hint at a misspelt word."""
     found: tuple[str, ...] = ()
     for arm in _arms(kind):
         base, words, _ = split(arm)

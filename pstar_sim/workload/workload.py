@@ -262,7 +262,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of an iteration."""
+        """Tokens per iteration, of all micro-batches."""
         return self.batch * self.sequence * self.micro_batches
 
     @cached_property
@@ -300,7 +300,7 @@ class Workload:
 
     @property
     def relayed(self) -> bool:
-        """For its order, or for boundaries on the host (relay.py), the engine has to run the iteration."""
+        """Whether the engine has to run the iteration: for its order, or for boundaries on the host (relay.py)."""
         return not self.order.of_loop or self.boundaries_on_host
 
     @cached_property
@@ -309,7 +309,7 @@ class Workload:
 
     @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
-        """Per moment, ascending."""
+        """Tensors read in each moment, ascending."""
         return self._by_moment(UseKind.READ)
 
     @cached_property
@@ -474,7 +474,7 @@ def _check_order(w: Workload, bad: _Bad) -> None:
 
 
 def _in_room(stash: Stash) -> int:
-    """A multiple of 256 bytes."""
+    """Returns a multiple of 256 bytes."""
     return -(-stash.bytes // 256) * 256
 
 
@@ -556,7 +556,7 @@ def _check_choices(w: Workload, bad: _Bad) -> None:
 
 
 def _check_stashes(w: Workload, bad: _Bad) -> None:
-    """By itself and against the one before, and whether the peaks count the bytes of all."""
+    """Check each stash by itself and against the stash before it, and that the peaks count the bytes of all stashes."""
     counted = [0] * (len(w.moments) + 1)  # changes of the bytes of stashes that the peaks count
     for i, s in enumerate(w.stashes):
         if s.bytes <= 0 or not 0 <= s.made < s.gone < s.back < s.needed < len(w.moments) - 1:
@@ -579,7 +579,7 @@ def _check_stashes(w: Workload, bad: _Bad) -> None:
 
 
 def _check_beside(i: int, s: Stash, before: Stash, bad: _Bad, *, in_turn: bool) -> None:
-    """Against the stash before it in the list.
+    """Compares with the stash before it in the list.
 
     in_turn: the stash made first is also gone first.
     """

@@ -34,7 +34,7 @@ class Modes:
 
 
 class Stretch(NamedTuple):
-    """Both included."""
+    """The positions first to last, both included."""
 
     first: int
     last: int
@@ -97,7 +97,7 @@ class Schedule:
         return alone and (summed or not self.job.add_last)
 
     def sums_on_gpu(self, chunk: int) -> bool:
-        """For a chunk that is not resident."""
+        """Returns whether the gradients of all micro-batches of a chunk that is not resident add up on the GPU."""
         return self.job.sums_on_gpu or chunk in self.modes.summed
 
     def adds_up(self, chunk: int) -> bool:

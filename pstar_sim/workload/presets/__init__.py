@@ -118,7 +118,7 @@ def workload_of(
     language_head: bool = True,
     early_stop: bool = True,
 ) -> Workload:
-    """As `preset`, for a shape that need not be in the catalog.
+    """Returns the same as `preset`, for a shape that need not be in the catalog.
 
     language_head: False for a GPT that classifies sequences, without logits over the vocabulary.
     early_stop: False for reentrant checkpoints of a gpt or llama, which run the whole layer again.
@@ -194,7 +194,7 @@ def has_kernels(entry: ModelEntry, kernels: str) -> bool:
 
 
 def kernels_of(entry: ModelEntry, kernels: object, *, model: str | None = None) -> str:
-    """With None, the usual flavour of the model's entry.
+    """Returns the flavour in which a model runs: `kernels`, or with None the usual flavour of its entry.
 
     model: for messages.
 
@@ -239,7 +239,7 @@ def variant(
     dtype: str | None = None,
     shape: ModelEntry | None = None,
 ) -> Workload:
-    """Same preset, adapter and optimizer.
+    """Keeps preset, adapter and optimizer.
 
     shape: the model's shape, if it is not in the catalog.
 
