@@ -77,7 +77,7 @@ def _check_words(context: Any, parameters: Sequence[Any], words: Sequence[str], 
 
 
 def _is_flag(word: str) -> bool:
-    """ "-" alone stands for a file."""
+    """The word "-" alone stands for a file."""
     return word.startswith("-") and word != "-"
 
 

@@ -240,7 +240,7 @@ class Timeline:
 
 
 def load_timeline(path: str | Path) -> Timeline:
-    """Raises TraceError naming the file and the wrong field or line."""
+    """Returns the timeline in a file. Raises TraceError naming the file and the wrong field or line."""
     values = read_values(file_path("path", path, error=TraceError))
     try:
         return Timeline.from_dict(values)
@@ -249,7 +249,7 @@ def load_timeline(path: str | Path) -> Timeline:
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
-    """Raises TraceError naming the file and the error in it."""
+    """Returns the JSON object in a file. Raises TraceError naming the file and the error in it."""
     try:
         values = parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

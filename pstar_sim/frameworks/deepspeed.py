@@ -600,7 +600,7 @@ def express(plan: Plan) -> Expressed:
 
 
 def _without_pinning(configuration: Configuration) -> Configuration:
-    """ "pin_memory": false in each section that offloads, as `read` reads it."""
+    """Sets "pin_memory": false in each section that offloads, as `read` reads it."""
     c = configuration
     policy = spec(c.base, {**c.options, "pinned": False, "flush": "blocking"})
     return replace(c, policy=policy, pinned=c.detail["states"] == "none", pinned_params=c.detail["params"] == "none")

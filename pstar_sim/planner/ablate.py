@@ -90,7 +90,9 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ablation(Collection):
-    """workload: one rank's share.
+    """The answer of `ablate`.
+
+    workload: one rank's share.
     batch: sequences per micro-batch, of all GPUs together.
     settings: the settings asked for, with the chunk size that every line has.
     lines: the ladder, first to last. The gains of the lines that fit add up to total_s of the last of them.

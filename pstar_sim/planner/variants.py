@@ -60,7 +60,9 @@ QUICK = policy_at(Point())  # the policy whose own checks of room say which cand
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """workload: to run, one rank's share.
+    """The fastest way, and the ways from which it was chosen.
+
+    workload: to run, one rank's share.
     tried: way in words -> its outcome.
     left_out: the ways that were not considered, and why.
     """

@@ -60,7 +60,7 @@ def plot_tide(
     measured: Timeline | None = None,
     place: str = "gpu",
 ) -> Any:
-    """Several timelines have the same axes. Returns the axes (an array of them for several).
+    """Draw one timeline, or several with the same axes. Returns the axes (an array of them for several).
 
     timelines: of a comparison up to three plans are drawn: the slowest, the median and the fastest.
     x: "time" (seconds) or "moment".

@@ -208,7 +208,7 @@ _WANT: dict[object, Callable[[tuple[Any, ...], Sequence[Meta], str], str]] = {
 
 
 def _entries(args: tuple[object, ...]) -> str:
-    """ "texts", "tables", "numbers"; for a tuple of fixed length "2 whole numbers"."""
+    """Returns "texts", "tables", "numbers"; for a tuple of fixed length "2 whole numbers"."""
     base = split(args[0])[0]
     words = "tables" if is_table(base) else {int: "whole numbers", float: "numbers"}.get(base, "texts")
     return words if len(args) == 1 or args[-1] is Ellipsis else f"{len(args)} {words}"

@@ -43,7 +43,7 @@ def _plain(base: Any, text: str) -> object:
 
 
 def allowed(kind: Any) -> str:
-    """ "none | edf | a whole number of at least 1"."""
+    """Returns words: "none | edf | a whole number of at least 1"."""
     return " | ".join(
         " | ".join(words_of(arm)) if split(arm)[0] in (bool, Literal) else want(arm) for arm in _arms(kind)
     )

@@ -96,7 +96,7 @@ class Result:
 
     @property
     def error(self) -> float:
-        """predicted / published - 1; --1 where nothing was predicted."""
+        """predicted / published - 1; -1 where nothing was predicted."""
         return -1.0 if self.predicted is None else self.predicted / self.published - 1
 
     @property
@@ -171,7 +171,9 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Validation(Collection):
-    """counts: by use, of all rows (or those asked for).
+    """Predictions beside published measurements.
+
+    counts: by use, of all rows (or those asked for).
     results: in the order of the file.
     left_out: rule of rows that are not compared -> reason.
     """
@@ -306,7 +308,7 @@ def validate(
     efficiency: Efficiency | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Validation:
-    """Replays the published runs in scope.
+    """Replays the published runs in scope. Returns the predictions beside the published figures.
 
     system, machine: only rows whose system or hardware (or catalog machine) contains the text, case aside.
     efficiency: instead of the shipped parameters.

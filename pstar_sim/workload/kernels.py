@@ -49,5 +49,5 @@ KERNELS = tuple(FLAVOURS)
 
 
 def kernels_text(kernels: str) -> str:
-    """ "fused kernels"; empty for a workload that names no flavour, such as one written by hand."""
+    """Returns "fused kernels"; empty for a workload that names no flavour, such as one written by hand."""
     return f"{kernels} kernels" if kernels else ""

@@ -605,7 +605,7 @@ class HasActivations(Protocol):
 
 
 def activations_text(w: HasActivations) -> str:
-    """ "activations recomputed", or block by block "blocks 0-4 of 20 offloaded, 5-19 kept"."""
+    """Returns "activations recomputed", or block by block "blocks 0-4 of 20 offloaded, 5-19 kept"."""
     if not w.activations:
         return f"activations {'recomputed' if w.checkpointing else 'kept'}"
     parts: list[tuple[str, str]] = []

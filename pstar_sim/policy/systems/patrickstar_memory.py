@@ -229,7 +229,7 @@ class Memory:
         return max(tide[m], tide[(m + 1) % len(tide)])
 
     def make_room(self, size_bytes: int, needed: Collection[int]) -> None:
-        """Evict until `size_bytes` more fit the published capacity , which leaves a reserve of one chunk or group.
+        """Evict until `size_bytes` more fit the published capacity, which leaves a reserve of one chunk or group.
         `needed` stay. Raises DoesNotFit if nothing else can be evicted."""
         b, m = self.b, self.moment
         total = size_bytes + self.non_model_bytes(m) + b.layout.chunk_bytes

@@ -99,7 +99,7 @@ def _in_order(axes: Sequence[str], model: str) -> list[str]:
 
 
 def _value(point: Mapping[str, object], axis: str) -> object:
-    """ "x1" stands for an unchanged figure."""
+    """The value "x1" stands for an unchanged figure."""
     value = point.get(axis)
     return "x1" if value is None and axis.startswith("set.") else "" if value is None else value
 
