@@ -141,7 +141,7 @@ def cost_of(workload: Workload, machine: Machine, layout: Layout) -> CostModel:
 
 
 class Add(NamedTuple):
-    """dram_bytes: on the host."""
+    """The cost of adding gradients up. `dram_bytes` is traffic on the host."""
 
     seconds: float
     dram_bytes: int
@@ -150,7 +150,7 @@ class Add(NamedTuple):
 class GpuAdds:
     """Seconds by which adds of gradients on the GPU make moments longer ([Note: adds on the GPU]).
 
-    bytes_per_s: of the adds.
+    bytes_per_s: bandwidth of the adds.
     add_bytes: tensor -> GPU memory traffic of one add.
     free: adds take no seconds of their own.
     moments_s: (chunk, micro-batch) -> moment -> seconds, if gradients add up on the GPU, without micro-batches without

@@ -16,7 +16,7 @@ class Dtype:
     """A number format.
 
     name: in files and flags.
-    bytes: of an element.
+    bytes: width of an element.
     products: dtypes by whose rate the GPU multiplies it; the first known rate counts.
     scaled: gradients need loss scaling, because small ones are lost and sums may overflow.
     """

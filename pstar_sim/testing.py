@@ -357,7 +357,7 @@ def _random_table(
 ) -> list[_Opened]:
     """Returns the moments of one micro-batch.
 
-    rows: of each layer.
+    rows: tensors of each layer.
     head: the embedding where it is tied.
     """
     table = [

@@ -42,7 +42,7 @@ def format_params(count: float) -> str:
 def format_count(number: int, what: str) -> str:
     """Returns "1 chunk", "2 micro-batches".
 
-    what: a single thing.
+    what: word for a single thing.
     """
     return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 

@@ -84,8 +84,8 @@ def fluid_bound(
     the largest bound counts. Collectives count in the joint bound alone.
 
     ranked: as for `lower_bound`.
-    most_points: of the program.
-    time_limit_s: of the solver.
+    most_points: the largest number of points of the program.
+    time_limit_s: for the solver.
     """
     joint = lower_bound(workload, machine, settings, layout, ranked=ranked)
     if unknown_sums(workload, layout):
@@ -479,10 +479,7 @@ class _FluidProgram:
         self.sums_up += up.within
 
     def _used(self, units: Expression) -> Expression:
-        """Returns the units of gradients that Adam on the gpu uses up in each interval.
-
-        units: of each chunk.
-        """
+        """Returns the units of gradients that Adam on the gpu uses up in each interval."""
         used, most = self._flow(4 * self.all_units), 4 * self.all_units
         self._window(used, self._running(units, most), self._update(), 0 * self.facts.first_at)
         self.lp.add(used.upto[-1] == units.sum())

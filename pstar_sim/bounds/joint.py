@@ -158,7 +158,6 @@ def _best_windows(job: _JointFacts) -> _Solved:
 class _Family:
     """Windows with one slope: T >= value - slope * `on`, for the windows that end after s.
 
-    name: of the term.
     on: variable that shrinks the window: "s", "s, sums" or "kept".
     slope: seconds per unit of it.
     ends, values: of each window, the s at which it ends, and its seconds, sorted by end.

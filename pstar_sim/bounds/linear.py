@@ -135,9 +135,9 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """value: by the solver.
+    """value: the optimum by the solver.
     proved: a lower bound that holds exactly, up to the rounding of one sum.
-    at: of each variable.
+    at: value of each variable.
     """
 
     value: float
@@ -182,7 +182,7 @@ class LinearProgram:
         return expression.constant + np.bincount(expression.row, terms, minlength=len(expression))
 
     def minimise(self, objective: Expression) -> None:
-        """objective: of one row."""
+        """objective: an expression of one row."""
         self._objective = objective
 
     def add(self, rows: Rows, *, unit: float = 1.0) -> None:

@@ -103,9 +103,7 @@ _E = TypeVar("_E", bound=Table, covariant=True)
 
 @dataclass(frozen=True)
 class Entry(Generic[_E]):
-    """file: for messages.
-    raw: as written.
-    """
+    """file: name for messages."""
 
     file: str
     name: str

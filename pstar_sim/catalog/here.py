@@ -40,7 +40,7 @@ def nvidia_smi() -> str | None:
 def this_machine(
     catalog: Catalog, *, gpus: Callable[[], str | None] = nvidia_smi, root: Path = Path("/"), cores: int | None = None
 ) -> Machine:
-    """gpus: output of nvidia-smi.
+    """gpus: returns the output of nvidia-smi.
     root: has proc/ and sys/.
     cores: None: as `read_cores` finds.
 
@@ -173,7 +173,7 @@ def read_cores(root: Path) -> int:
 def read_numa(root: Path, cores: Collection[int] | None = None) -> tuple[int, int] | None:
     """(NUMA nodes whose cores this process may use, those of the machine). None where the system does not say.
 
-    cores: None: the affinity.
+    cores: numbers of the cores to use; None: the affinity.
     """
     if cores is None:
         if not hasattr(os, "sched_getaffinity"):

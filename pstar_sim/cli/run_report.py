@@ -199,7 +199,7 @@ def result_as_json(
     """Returns the object that `pstar run --json` prints.
 
     machine: for which the run was predicted.
-    steps: requested.
+    steps: the requested number.
     """
     return {
         "policy": plan.policy,

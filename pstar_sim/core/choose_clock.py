@@ -16,7 +16,7 @@ _Kept = tuple[float, float, bool, list[int], list[tuple[float, float, float, flo
 class Clock:
     """Speeds depend on the ops that run, and are computed once per instant, after all ops that start or end in it.
 
-    now: since the cut.
+    now: seconds since the cut.
     running: queue -> op; -1 if none runs.
     """
 

@@ -62,7 +62,7 @@ class Slot:
 class Chunk:
     """A run of consecutive parameters of one dtype and one optimizer group, all frozen or all trainable.
 
-    numel: with waste.
+    numel: elements of the payload, waste included.
     small: holds tensors too small to be worth moving; stays resident.
     """
 
@@ -211,7 +211,7 @@ class Layout:
 
 
 class _Item(NamedTuple):
-    """first_use: a moment.
+    """first_use: moment of the first use.
     padded: numel, rounded up to ALIGN.
     """
 

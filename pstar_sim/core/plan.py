@@ -87,7 +87,8 @@ class Settings:
             object.__setattr__(self, "chunk_bytes", size_bytes("chunk_bytes", self.chunk_bytes, error=PlanError))
 
     def barrier(self, dtype: str) -> str | None:
-        """Returns "clip", "loss scaling", "update=step", or None: why no Adam may run before all gradients are there."""
+        """Returns why no Adam may run before all gradients are there ("clip", "loss scaling", "update=step"), or
+        None."""
         if self.clip:
             return "clip"
         if DTYPES[dtype].scaled:

@@ -63,7 +63,6 @@ class Rates:
     def may_be_short(self, queue_of: Sequence[int], costs: StepCosts, *, jitter: bool = False) -> bool:
         """Returns whether any shared resource could be short; otherwise shared rates need not be computed.
 
-        queue_of: of each step.
         jitter: whether steps may take other seconds than given.
         """
         if not self.duplex or self.slowdowns:

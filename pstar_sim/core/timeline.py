@@ -175,7 +175,7 @@ class Timeline:
         )
 
     def labelled(self, label: str) -> Timeline:
-        """Makes no row."""
+        """Returns the same timeline under another label. Makes no row."""
         twin = copy.copy(self)
         object.__setattr__(twin, "label", label)
         return twin

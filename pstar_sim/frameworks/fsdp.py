@@ -132,7 +132,7 @@ def _gives_up(plan: Plan) -> bool:
 def _limits(plan: Plan, framework: str, where: Whereabouts, dtype: str, *, says_batch: bool) -> dict[str, bool]:
     """Words for a part that the file cannot say -> whether the plan has it.
 
-    dtype: the file's.
+    dtype: that of the file.
     """
     w = plan.workload
     stays = {"parameters": where.params_on_gpu, "optimizer states": where.states_on_gpu}

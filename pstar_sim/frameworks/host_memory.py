@@ -29,9 +29,9 @@ __all__ = [
 class Allocation:
     """Requested by one rank under one name.
 
-    name: content.
+    name: its content, in words.
     sizes: of each request.
-    pinned: page-locked.
+    pinned: whether it is page-locked.
     freed: by the framework; only PyTorch's cache of pinned memory still holds it.
     """
 
@@ -56,8 +56,8 @@ class HostNeed:
 
     allocations: from the first step on.
     startup_bytes: weights while they are loaded, freed before the allocations are made.
-    loading: words.
-    stash_bytes: activations.
+    loading: how the weights are loaded, in words.
+    stash_bytes: activations on the host.
     """
 
     allocations: tuple[Allocation, ...]
@@ -72,7 +72,7 @@ class HostNeed:
 
     @property
     def rounding_bytes(self) -> int:
-        """What pinning adds."""
+        """What pinning adds to the requested bytes."""
         return sum(a.taken_bytes - a.asked_bytes for a in self.allocations)
 
     @property
@@ -195,7 +195,7 @@ def allocation(name: str, size_bytes: float, *, pinned: bool) -> Allocation:
 def tensor_allocations(name: str, numels: Iterable[int], width: float, *, pinned: bool) -> Allocation:
     """Returns one request per tensor.
 
-    numels: of each tensor.
+    numels: elements of each tensor.
     width: bytes per element.
     """
     return Allocation(name=name, sizes=tuple(int(numel * width) for numel in numels if numel), pinned=pinned)

@@ -210,7 +210,7 @@ def ablate(
 
 
 def _unheard(done: int, count: int) -> None:
-    """Callback for progress: does nothing."""
+    """Does nothing."""
 
 
 def _in_its_order(policy: str, each: Sequence[Workload], machine: Machine, settings: Settings) -> str:

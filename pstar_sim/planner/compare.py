@@ -64,7 +64,7 @@ class Row:
         machine, or of any class if this class has none. None for a policy that does not fit.
     trust: the basis of expected_error.
     short_of: "gpu", "host" or "nvme"; None if the policy fits.
-    needed_bytes, available_bytes: in that place.
+    needed_bytes, available_bytes: in the place that is short.
     needed_for: what needs these bytes.
     nearest: changes that would make the policy fit.
     """

@@ -116,7 +116,7 @@ class SmallestChange:
 class Fits(Collection):
     """The answer of `fits`.
 
-    workload: of one rank.
+    workload: the job of one rank.
     batch: sequences per micro-batch, of all GPUs together.
     rows: in the order asked for.
     near: whether changes were looked for.

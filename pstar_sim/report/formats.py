@@ -46,7 +46,6 @@ _UNITS = (
 class Format:
     """what: its purpose, in one or two sentences.
     version: that this package writes, and the newest that it reads.
-    version_place: in a file.
     tables: heading -> type of the keys below it.
     more: Markdown behind the tables.
     """

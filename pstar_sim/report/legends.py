@@ -54,7 +54,7 @@ def shared_legend(ax: Axes, handles: Mapping[str, Any], kind: str, in_order: Cal
     """Draws the legend right of its axes. The legend of an earlier picture of this kind in the figure is merged into
     it.
 
-    in_order: of the names.
+    in_order: orders the names.
     """
     figure = ax.get_figure(root=True)
     assert figure is not None

@@ -48,7 +48,7 @@ class Residence:
 
 
 def residence(plan: Plan, timeline: Timeline, *, bins: int = 240, rows: int = 240) -> Residence:
-    """bins: of time.
+    """bins: number of bins of time.
     rows: most rows; where a plan has more chunks, neighbours share a row.
 
     Raises PstarError for a timeline with steps that are not in the plan.

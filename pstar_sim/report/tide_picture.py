@@ -128,7 +128,6 @@ class _Strip:
     """Strips above the capacity line that name phases, each tall enough for its letters.
 
     start: of the first strip, in the unit of the y axis.
-    height: of each.
     end: of the y axis.
     """
 

@@ -27,7 +27,7 @@ _PLAIN = (date, datetime)  # types that TOML has beside JSON's: TOML has dates, 
 class Fault(Exception):
     """The first value that does not fit its type. The file's reader names the file.
 
-    path: keys and indices.
+    path: keys and indices that lead to the value.
     value: `MISSING` where there is none.
     want: what would fit, in words.
     known: existing keys, where one is unknown.

@@ -25,7 +25,6 @@ class Held:
 
     cells: bytes of each cell (place * WIDTH + category) when the iteration began.
     time_s: of each change, in order.
-    cell: of each change.
     size: of each change; negative when freed.
     peaks: of gpu and host, and of other places that ever held bytes.
     """

@@ -417,7 +417,7 @@ class _Node:
 def fair_rates(wanted: Sequence[float], counts: Sequence[int], capacity: float) -> list[float]:
     """Returns the rate of each flow, in bytes per second, if `capacity` is divided max-min fairly.
 
-    wanted: by each flow.
+    wanted: rate that each flow wants.
     counts: equal flows for which each stands.
     """
     rates = [0.0] * len(wanted)

@@ -64,11 +64,9 @@ FIRST_FILE = next(iter(FILES))
 class Result:
     """One row in scope.
 
-    line: in its file.
     predicted: None where the run does not fit here.
     kind: "time" (a whole iteration), "phase", "memory" or "size".
-    machine: of the replay.
-    policy: of the replay.
+    machine: that of the replay, as `policy`.
     inferred: a choice of ours has no source but the errors of the row's rule.
     """
 

@@ -26,7 +26,7 @@ CAPTURED = "captured"
 
 @dataclass(frozen=True, kw_only=True)
 class Flavour:
-    """How operators run.
+    """The way in which operators run.
 
     fused: activation, norm and rotary positions are one kernel each.
     recomputed: backward computes outputs of norms and activations once more.

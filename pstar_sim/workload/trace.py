@@ -124,7 +124,7 @@ def load_trace(
 
     batch: sequences per micro-batch.
     sequence: tokens per sequence.
-    checkpointing: of activations.
+    checkpointing: whether activations are recomputed.
     dtype: a name of DTYPES.
     micro_batches: a number that the file does not hold is made from the variant with one micro-batch, by repeating it.
 

@@ -489,7 +489,7 @@ def odd_micro_batch(w: Workload) -> int | None:
 def _check_begin(w: Workload, i: int, m: Moment, begun: int, bad: _Bad) -> None:
     """Moment i is the first of its micro-batch.
 
-    begun: micro-batches before it.
+    begun: micro-batches that begin before it.
     """
     if m.phase is not Phase.FWD and m is not w.moments[-1]:
         raise bad(f"moments[{i}].phase", m.phase.value, "a micro-batch begins with its forward pass")

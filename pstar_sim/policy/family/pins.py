@@ -33,7 +33,6 @@ class PinFacts:
     first: moment of the first use.
     final: moment of the last gradient.
     pinned_bytes: working list and states.
-    adam_s: on the CPU.
     add_s, gpu_add_s: of all micro-batches, on the host and on the GPU.
     fold_s: of the add of the last gradient, where CPU Adam makes it.
     barrier: no Adam may run before the last moment.

@@ -112,7 +112,7 @@ class _Sizes:
     exhausted. The effort also decides which sizes are looked at first, so more effort mostly, not always, finds a
     faster plan.
 
-    usual: the layout.
+    usual: the layout at the usual size.
     few: few chunks at the usual size, so that smaller chunks gain more.
     searches: over the sizes that fit.
     tried: size -> seconds, as words.

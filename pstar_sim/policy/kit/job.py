@@ -41,12 +41,12 @@ class Job:
     tide: non-model bytes of each moment, or with capacity "peak" the highest of any.
     small: chunks that are always on the GPU.
     moving: all others, also those that a schedule pins.
-    stash_bytes: on the host.
+    stash_bytes: room for stashes on the host.
     candidates: could be pinned, in this order.
     sizes: of the working list, of one rank's slice.
     remote: of the other ranks' slices.
     permanent: of all lists that a chunk keeps where it lives.
-    small_bytes: on the GPU.
+    small_bytes: what small chunks always hold on the GPU.
     visiting_lists: lists that come to the GPU for the update of a streamed chunk whose gradients add up on the host.
     """
 

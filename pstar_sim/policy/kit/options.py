@@ -35,7 +35,7 @@ __all__ = [
 @dataclass(frozen=True)
 class Option:
     """kind: type, with its bounds.
-    help: one line.
+    help: one line of text.
     """
 
     kind: Any
@@ -44,7 +44,7 @@ class Option:
 
     @property
     def allowed(self) -> str:
-        """Words."""
+        """Words for the values that the option takes."""
         return allowed(self.kind)
 
 

@@ -42,8 +42,7 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Schedule:
-    """positions: in order.
-    updates: streamed chunk -> position of its update.
+    """updates: streamed chunk -> position of its update.
     visits: chunk that is not resident -> where its working list is on the GPU, ascending.
     whole: on several ranks, chunk -> where the others' slices are on this GPU, resident chunks included.
     sums: chunk in `Modes.summed` -> stretches with its sum on the GPU, ascending. Between two stretches the sum is on

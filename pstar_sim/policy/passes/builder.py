@@ -161,7 +161,7 @@ class Builder:
         return step
 
     def _stash(self, kind: Kind, stash: int, after: After) -> int:
-        """Returns its id."""
+        """Returns the id of the copy's step."""
         queue = Queue.D2H if kind is Kind.STASH_OUT else Queue.H2D
         moment = moment_of(self.workload, kind, stash)
         return self.add(queue, kind, stash=stash, moment=moment, after=after, via=self._stash_via)
@@ -266,7 +266,7 @@ class Builder:
         return self.add(Queue.COMPUTE, Kind.GPU_ADAM, chunk=chunk, moment=moment, after=after)
 
     def check_room(self, place: Place, needed_bytes: int, what: str) -> None:
-        """Raises DoesNotFit.
+        """Raises DoesNotFit if `needed_bytes` exceed the place's budget.
 
         what: words for what needs the bytes.
         """

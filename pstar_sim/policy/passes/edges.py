@@ -33,7 +33,7 @@ def memory_edges(
     interleaving.
 
     ends: row -> the first and the last step that the row stands for.
-    window: of the rows.
+    window: predicted schedule of the rows.
     """
     slots, lengths = slots_of(steps)
     edges: dict[int, list[Ref]] = {}

@@ -42,7 +42,7 @@ def in_parts(plan: Plan, counts: Mapping[int, int] | None = None) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """Steps by id.
+    """The steps of one update, by id.
 
     down: write-back of the complete gradient.
     up: fetch of the updated working list.

@@ -29,7 +29,7 @@ def resident_updates(
     Behind a barrier, the updates of resident chunks run between the updates of streamed chunks, whose states queue on
     the link. So copies down begin at once, and room for copies up is free early.
 
-    pinned: without small chunks.
+    pinned: resident chunks besides the small ones.
     at, updates: as in `Schedule`.
     """
     uses = job.uses
@@ -56,7 +56,7 @@ def dropped_lists(
     and updated.
 
     pinned, at: as for `resident_updates`.
-    behind: of `resident_updates`.
+    behind: the result of `resident_updates`.
     """
     if not job.drops_pinned_lists:
         return {}

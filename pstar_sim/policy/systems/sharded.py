@@ -94,7 +94,7 @@ class Sharded:
     def finish(self, last: Iterable[int], updated: Mapping[int, list[int]]) -> None:
         """Make whole chunks whole again, before the next iteration.
 
-        last: of optimizer.step().
+        last: steps that end optimizer.step().
         updated: chunk -> the steps after which its own slice is.
         """
         ends = list(last)

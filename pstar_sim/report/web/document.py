@@ -33,9 +33,8 @@ def plotly_script() -> str:
 
 
 def document(title: str, body: str, data: Mapping[str, Any], *, script: str) -> str:
-    """Returns HTML.
+    """Returns the page.
 
-    body: its HTML.
     data: read by the script.
     script: file beside this module.
 

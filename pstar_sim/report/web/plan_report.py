@@ -166,8 +166,7 @@ class _Page:
     def _each(self, name: str, says: str, charts: Sequence[Chart]) -> str:
         """Returns the legend, and a column per subject with its chart.
 
-        name: of the figures.
-        says: the charts.
+        says: the charts in words.
         """
         cells = [self._drawn(f"{name} {n}", *one, says) for n, one in enumerate(zip(self.subjects, charts))]
         return f"{_legend(charts)}{self._columns(cells)}"

@@ -67,7 +67,7 @@ def preset(
     dtype: None for the dtype of the machine's GPU (bf16, else fp16, else fp32), written as bf16 until a machine is
         known.
     seq: tokens per sequence; None: all positions of the model, which a ViT requires.
-    checkpointing: of every layer (non-reentrant, so a recompute stops early).
+    checkpointing: whether every layer is a checkpoint (non-reentrant, so a recompute stops early).
     kernels: flavour of the operators beside attention, one of KERNELS (kernels.py); None for the flavour of the model's
         catalog entry, which its users run. A BERT or ViT is written for eager alone.
     lora: trains adapters and freezes the model itself (lora.py): an Adapter, a rank, or a text such as "r=16" or
@@ -98,7 +98,7 @@ def preset(
 
 
 def default_dtype(machine: Machine) -> str:
-    """The first that the GPU has natively: bf16, fp16, fp32."""
+    """Returns the first that the GPU has natively: bf16, fp16, fp32."""
     return next((dtype for dtype in NATIVE if dtype in machine.gpu.flops_per_s), MASTER)
 
 
@@ -196,7 +196,7 @@ def has_kernels(entry: ModelEntry, kernels: str) -> bool:
 def kernels_of(entry: ModelEntry, kernels: object, *, model: str | None = None) -> str:
     """Returns the flavour in which a model runs: `kernels`, or with None the usual flavour of its entry.
 
-    model: for messages.
+    model: name for messages.
 
     Raises ModelError for an unknown flavour, and for one for which the family is not written.
     """

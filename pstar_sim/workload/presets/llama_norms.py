@@ -27,7 +27,7 @@ class Norms:
     def forward(self, size: int, rows: int, *, inner: bool = False) -> None:
         """Write the forward: from the input to the norm's output, both `size` bytes.
 
-        rows: norms.
+        rows: number of norms.
         inner: only the norm needs the input.
         """
         t, row, wide = self.t, rows * 4, self._wide(size)
@@ -92,7 +92,7 @@ class Norms:
             t.op(size, dead=2 * size, read=2 * size)
 
     def rope(self, size: int) -> None:
-        """The input stays."""
+        """Write the rotary positions; the input stays."""
         t = self.t
         t.op(size)
         if not self.fused:

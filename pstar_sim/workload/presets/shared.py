@@ -41,8 +41,8 @@ class Shape:
     """A model with the batch that runs through it.
 
     batch: sequences per micro-batch.
-    sequence: tokens.
-    checkpointing: of every layer.
+    sequence: tokens per sequence.
+    checkpointing: whether every layer is a checkpoint.
     attention: "flash", "efficient" or "math".
     flavour: of the other operators.
     language_head: False for a GPT that classifies sequences: no logits over the vocabulary (its own head, of a few

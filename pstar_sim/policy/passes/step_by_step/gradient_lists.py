@@ -89,7 +89,7 @@ class GradientLists:
 
     @property
     def on_host(self) -> str:
-        """Words."""
+        """Words for the gradients on the host."""
         return "accumulated gradients, gradients" if self._several else "gradients"
 
     # Steps.
