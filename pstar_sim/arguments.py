@@ -52,14 +52,15 @@ def refused(name: str, value: object, want: str, error: type[PstarError] = Pstar
 
 
 def spelled(name: str, known: Iterable[str]) -> str:
-    """In all but upper and lower case. Returns `name` itself if no known name, or more than one, equals it."""
+    """Returns the known name that equals `name` in all but upper and lower case. Returns `name` itself if there is
+    none, or more than one."""
     names_ = list(known)
     alike = [other for other in names_ if other.lower() == name.lower()]
     return alike[0] if len(alike) == 1 and name not in names_ else name
 
 
 def whole(name: str, value: object, *, least: int = 1, most: int = MOST, error: type[PstarError] = PstarError) -> int:
-    """`value` may be a numpy integer."""
+    """Returns a plain int; `value` may be a numpy integer."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise refused(name, value, f"a whole number of at least {least}", error)
     found = int(value)
@@ -85,7 +86,7 @@ def number(
 
 
 def real(value: object) -> float:
-    """NaN if the value is not a number."""
+    """Returns NaN for a value that is not a number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
@@ -113,8 +114,8 @@ def choice(name: str, value: object, known: Collection[str], *, error: type[Psta
 
 
 def parse_bytes(text: str) -> int:
-    """ "8GB", "512 MiB" or "1e9". Raises PstarError for any other text, for sizes of 0 or less, and for a number below
-    `BARE` without a unit."""
+    """Reads "8GB", "512 MiB" or "1e9". Raises PstarError for any other text, for sizes of 0 or less, and for a number
+    below `BARE` without a unit."""
     written = text.strip()
     try:
         size = SIZE.parse(written)
@@ -132,7 +133,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_bytes_per_s(text: str) -> float:
-    """ "2GB/s" (the "/s" may be left out). Raises PstarError as `parse_bytes` does."""
+    """Reads "2GB/s" (the "/s" may be left out). Raises PstarError as `parse_bytes` does."""
     size = re.sub(r"\s*/\s*s\s*$", "", text)
     try:
         return float(parse_bytes(size))
@@ -143,7 +144,7 @@ def parse_bytes_per_s(text: str) -> float:
 
 
 def size_bytes(name: str, value: object, *, error: type[PstarError] = PstarError) -> int:
-    """A whole number, or a text such as "128MiB"."""
+    """Takes a whole number, or a text such as "128MiB"."""
     if isinstance(value, str):
         try:
             return parse_bytes(value)
@@ -173,7 +174,7 @@ def names(name: str, value: object, want: str) -> list[object]:
 
 
 def function(name: str, value: object) -> None:
-    """The caller handles None for an optional function."""
+    """Raises PstarError unless the value is a function. The caller handles None."""
     if not callable(value):
         raise refused(name, value, "a function")
 

@@ -97,7 +97,8 @@ _ON_HOST = {kind for kind, route in ROUTES.items() if route != "net"} | {Kind.CP
 
 
 def flops_rate(machine: Machine, dtype: str) -> float:
-    """Effective, with the fallback of this module. Raises PlanError if the GPU has no rate for `dtype`."""
+    """Returns the effective matrix rate for `dtype`, in flops per second, with the fallback of this module. Raises
+    PlanError if the GPU has no rate for it."""
     return _rate_of(machine.gpu, dtype)
 
 
@@ -109,7 +110,8 @@ def _rate_of(gpu: Gpu, dtype: str) -> float:
 
 
 def expected_link(machine: Machine) -> Link:
-    """Of a rank, when all ranks copy at once: the weakest link, slower if ranks share a PCIe switch."""
+    """Returns the link that a rank has when all ranks copy at once: the weakest link, slower if ranks share a PCIe
+    switch."""
     link = machine.link
     sharing = Counter(r.root for r in machine.ranks[: machine.local_ranks] if r.root is not None)
     if not sharing or machine.root_bytes_per_s is None:
@@ -123,7 +125,8 @@ def expected_link(machine: Machine) -> Link:
 
 
 def gradient_traffic_bytes(w: Workload, moment: int) -> int:
-    """In GPU memory, of the gradients that arrive in a moment. Each is copied into its chunk, and its norm is taken."""
+    """Returns the bytes of GPU memory traffic of the gradients that arrive in a moment. Each gradient is copied into
+    its chunk, and its norm is taken."""
     return 3 * sum(w.tensors[t].bytes for t in w.gradients[moment])
 
 
@@ -138,7 +141,7 @@ def cost_of(workload: Workload, machine: Machine, layout: Layout) -> CostModel:
 
 
 class Add(NamedTuple):
-    """dram_bytes: on the host."""
+    """The cost of adding gradients up. `dram_bytes` is traffic on the host."""
 
     seconds: float
     dram_bytes: int
@@ -147,7 +150,7 @@ class Add(NamedTuple):
 class GpuAdds:
     """Seconds by which adds of gradients on the GPU make moments longer ([Note: adds on the GPU]).
 
-    bytes_per_s: of the adds.
+    bytes_per_s: bandwidth of the adds.
     add_bytes: tensor -> GPU memory traffic of one add.
     free: adds take no seconds of their own.
     moments_s: (chunk, micro-batch) -> moment -> seconds, if gradients add up on the GPU, without micro-batches without
@@ -213,13 +216,13 @@ class UpdateAdds:
 
 
 def _final_moments(w: Workload) -> dict[tuple[int, int], int]:
-    """(tensor, micro-batch) -> moment."""
     return {(t, w.moments[m].micro_batch): m for m, tensors in enumerate(w.gradients) for t in tensors}
 
 
 def _link_of_pins(link: Link, machine: Machine, layout: Layout) -> Link:
-    """For a host that can pin only a part of its memory. The part of parameters and states that can be pinned passes at
-    the link's rates, the rest at the link's pageable rate. Rates are means over all bytes."""
+    """Returns the link of a host that can pin only a part of its memory. The part of the job's parameters and states
+    that can be pinned passes at the link's rates, the rest at the link's pageable rate. Rates are means over all
+    bytes."""
     can_pin = machine.pinned_budget_bytes
     if can_pin is None or link.pageable_bytes_per_s is None:
         return link
@@ -255,7 +258,7 @@ class CostModel:
 
     @cached_property
     def moments_s(self) -> tuple[float, ...]:
-        """By [Note: which rate computes a moment]."""
+        """Seconds of each moment, by [Note: which rate computes a moment]."""
         w, gpu = self.workload, self.gpu
         rate = _rate_of(gpu, w.dtype)
         out: list[float] = []
@@ -274,18 +277,19 @@ class CostModel:
 
     @cached_property
     def gpu_adds(self) -> GpuAdds:
-        """For any plan."""
+        """Seconds of adds of gradients on the GPU, for any plan."""
         return GpuAdds(self.workload, self.layout, self._operator_bytes_per_s, self._add_bytes, free=self._recorded)
 
     def _add_bytes(self, tensor: int) -> int:
-        """In GPU memory, of adding a gradient to a sum, without `gradient_traffic_bytes`."""
+        """Returns the bytes of GPU memory traffic of adding a gradient to a sum, without the bytes of
+        `gradient_traffic_bytes`."""
         t = self.workload.tensors[tensor]
         copied = 2 * t.bytes if self.gpu.operator_bytes_per_s is not None else 0
         return 2 * self.layout.sum_width(self.layout.chunk_of[tensor]) * t.numel + t.bytes - copied
 
     @cached_property
     def update_adds(self) -> UpdateAdds:
-        """For any plan."""
+        """Seconds of adds of gradients in updates, for any plan."""
         return UpdateAdds(self, self._operator_bytes_per_s)
 
     @property
@@ -299,7 +303,7 @@ class CostModel:
         return self.gpu.operator_bytes_per_s or self.gpu.hbm_bytes_per_s
 
     def _kernels_s(self, moment: int, rate: float) -> float:
-        """By [Note: which rate computes a moment]."""
+        """Returns the seconds of a moment's kernels, by [Note: which rate computes a moment]."""
         w, gpu = self.workload, self.gpu
         m = w.moments[moment]
         moved = m.bytes_read + m.bytes_written
@@ -321,7 +325,7 @@ class CostModel:
         return products_s + flops / rate + moved / self._operator_bytes_per_s + gpu.launch_s
 
     def _product(self, product: Product, rate: float) -> tuple[int, float]:
-        """(bytes, seconds).
+        """Returns (bytes, seconds).
 
         rate: flops per second of large products.
         """
@@ -369,7 +373,7 @@ class CostModel:
         return link.latency_s + fixed_s + size_bytes / rate
 
     def collective_s(self, size_bytes: int) -> float:
-        """Of a gather or reduce-scatter over all ranks ([Note: collectives]).
+        """Returns the seconds of a gather or reduce-scatter over all ranks ([Note: collectives]).
 
         size_bytes: all slices together.
         """
@@ -410,7 +414,8 @@ class CostModel:
         return latency_s, min(rates), tuple(fabric for fabric in fabrics if fabric.table)
 
     def nvme_s(self, size_bytes: int, direction: str) -> float:
-        """For a read or a write. The node's ranks use the disks in equal parts.
+        """Returns the seconds of a read from the node's disks or a write to them. The node's ranks use the disks in
+        equal parts.
 
         direction: "read" or "write".
 
@@ -423,7 +428,7 @@ class CostModel:
         return disks.latency_s + size_bytes * self.machine.local_ranks / rate if size_bytes else 0.0
 
     def cpu_adam_bytes(self, chunk: int) -> int:
-        """Host memory traffic of one update. `Step.bytes` of its cpu_adam should be this number."""
+        """Returns the host memory traffic of one update. `Step.bytes` of its cpu_adam should be this number."""
         return self.workload.optimizer.update_bytes(self.params[chunk])
 
     def cpu_adam_s(self, chunk: int) -> float:
@@ -431,16 +436,17 @@ class CostModel:
         return self.cpu_adam_bytes(chunk) / self.adam_bytes_per_s
 
     def cpu_add_bytes(self, chunk: int) -> int:
-        """Host memory traffic of grad32 += grad: read the gradient (working dtype), read and write the sum."""
+        """Returns the host memory traffic of grad32 += grad: read the gradient (working dtype), read and write the
+        sum."""
         width = DTYPES[self.layout.chunks[chunk].dtype].bytes
         return self.params[chunk] * (2 * self.layout.sum_width(chunk) + width)
 
     def cpu_add_s(self, chunk: int) -> float:
-        """At the memory rate that CPU Adam reaches."""
+        """Returns the seconds of one accumulation on the host, at the memory rate that CPU Adam reaches."""
         return self.cpu_add_bytes(chunk) / self.adam_bytes_per_s
 
     def gpu_adam_bytes(self, chunk: int) -> int:
-        """GPU memory traffic of one update."""
+        """Returns the GPU memory traffic of one update."""
         return self.workload.optimizer.update_bytes(self.params[chunk])
 
     def gpu_adam_s(self, chunk: int) -> float:
@@ -448,12 +454,13 @@ class CostModel:
         return self.gpu_adam_bytes(chunk) / self.gpu.hbm_bytes_per_s
 
     def work_bytes(self, kind: Kind, chunk: int) -> int | None:
-        """Memory traffic of a step that computes with a chunk's lists. `Step.bytes` should be this number. None for
-        other kinds."""
+        """Returns the memory traffic of a step that computes with a chunk's lists. `Step.bytes` should be this number.
+        None for other kinds."""
         return _WORK[kind][0](self, chunk) if kind in _WORK else None
 
     def seconds(self, step: Step) -> float:
-        """Nominal, alone; for a moment without the adds of [Note: adds on the GPU]."""
+        """Returns the nominal seconds of one step that runs alone; for a moment without the adds of [Note: adds on the
+        GPU]."""
         kind = step.kind
         if kind is Kind.COMPUTE:
             if step.moment is None:
@@ -487,11 +494,11 @@ class CostModel:
         return 1.0
 
     def dram_bytes(self, step: Step) -> int:
-        """A copy's bytes once, Adam's `step.bytes`, otherwise 0."""
+        """Counts a copy's bytes once, Adam's `step.bytes`, otherwise 0."""
         return step.bytes if step.kind in _ON_HOST else 0
 
     def step_costs(self, plan: Plan) -> StepCosts:
-        """For `follow`."""
+        """Returns the seconds and the traffic of each step of a plan, for `follow`."""
         slowed, steps = bool(self.machine.slowdowns), plan.steps
         seconds = [self.seconds(step) for step in steps]
         added = self.gpu_adds.of(plan)
@@ -510,7 +517,7 @@ class CostModel:
         )
 
     def rates(self) -> Rates:
-        """Shared by the steps of one rank, while the other ranks of its node do the same."""
+        """Returns the rates that the steps of one rank share while the other ranks of its node do the same."""
         machine = self.machine
         return Rates(
             dram_bytes_per_s=machine.host.dram_bytes_per_s / machine.local_ranks,

@@ -16,7 +16,7 @@ class Dtype:
     """A number format.
 
     name: in files and flags.
-    bytes: of an element.
+    bytes: width of an element.
     products: dtypes by whose rate the GPU multiplies it; the first known rate counts.
     scaled: gradients need loss scaling, because small ones are lost and sums may overflow.
     """
@@ -34,7 +34,7 @@ class Dtype:
 
     @property
     def can_sum(self) -> bool:
-        """Instead of in `MASTER`."""
+        """Whether gradients may be summed in this dtype instead of `MASTER`."""
         return not self.is_master and not self.scaled
 
 
@@ -58,12 +58,12 @@ NATIVE = DTYPES[WORKING].products
 
 
 def same_size(one: str, other: str) -> bool:
-    """Also whether both are known."""
+    """Returns whether both dtypes are known and an element has as many bytes in one as in the other."""
     return one in DTYPES and other in DTYPES and DTYPES[one].bytes == DTYPES[other].bytes
 
 
 def unscaled(name: str) -> str:
-    """Of the same size, without loss scaling: bf16 for fp16, else the dtype itself."""
+    """Returns the dtype of the same size whose gradients need no loss scaling: bf16 for fp16, else the dtype itself."""
     if name not in DTYPES or not DTYPES[name].scaled:
         return name
     return next(row.name for row in DTYPES.values() if not row.scaled and row.bytes == DTYPES[name].bytes)

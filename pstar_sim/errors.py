@@ -86,7 +86,7 @@ class OutOfMemory(PstarError):
     """An accelerator refused memory while a plan ran; torch.OutOfMemoryError is the same for CUDA.
 
     payload_bytes: chunks on the device.
-    other_bytes: everything else there.
+    other_bytes: everything else on the device.
     limit_bytes: None where the device does not say.
 
     The executor catches the error and climbs its ladder (executor/off_plan/ladder.py). A user's loop sees the error

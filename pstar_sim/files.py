@@ -68,7 +68,7 @@ def _refusal(path: Path, reason: OSError, error: type[PstarError]) -> PstarError
 
 
 def _target(path: Path, error: type[PstarError]) -> Path:
-    """Follows links."""
+    """Follows the links of `path`."""
     target = path
     for _ in range(_LINKS):
         if not target.is_symlink():
@@ -102,7 +102,7 @@ _KINDS = (
 
 
 def _mode(target: Path) -> int:
-    """Of the file that is replaced; else those of any new file."""
+    """Returns the permissions of the file that is replaced; for a new file, the permissions of any new file."""
     try:
         return stat.S_IMODE(target.stat().st_mode)
     except FileNotFoundError:

@@ -34,6 +34,6 @@ else:
     toml_loads: Callable[[str], dict[str, Any]] = tomli.loads
 
     def add_note(error: BaseException, note: str) -> None:
-        """In the attribute that Python 3.11 uses.A traceback of 3.10 does not print it."""
+        """Add a note to an error, in the attribute that Python 3.11 uses. A traceback of 3.10 does not print it."""
         notes: list[str] = getattr(error, "__notes__", [])
         error.__notes__ = [*notes, note]  # type: ignore[attr-defined]

@@ -60,8 +60,8 @@ def _has(encoding: str | None, character: str) -> bool:
 
 
 def wrap(text: str, width: int, *, indent: str = "", hanging: str = "  ") -> list[str]:
-    """No longer than `width` where words allow it. Each line of the text begins a new line, with its own leading spaces
-    and `indent`."""
+    """Returns lines no longer than `width` where words allow it. Each line of the text begins a new line, with its own
+    leading spaces and `indent`."""
     lines: list[str] = []
     for line in text.split("\n"):
         own = indent + line[: len(line) - len(line.lstrip())]
@@ -159,7 +159,7 @@ def _fold(cell: str, width: int) -> list[str]:
 
 
 def _blocks(columns: Sequence[_TextColumn], width: int, keys: int) -> list[list[_TextColumn]]:
-    """Among as few tables as the width allows."""
+    """Returns the columns, divided among as few tables as the width allows."""
     if _taken(columns) <= width:
         return [list(columns)]
     first = list(columns[:keys])
@@ -191,8 +191,8 @@ def _block(columns: Sequence[_TextColumn], width: int, rule_before: int | None) 
 
 
 def _widths(columns: Sequence[_TextColumn], width: int) -> list[int]:
-    """Folded as little as the width allows. Heads fold first, then texts, then names. Of each kind, the widest folds
-    first."""
+    """Columns are folded as little as the width allows. Heads fold first, then texts, then names. Of each kind, the
+    widest folds first."""
     widths = [column.widest for column in columns]
     over = sum(widths) + len(GAP) * (len(widths) - 1) - width
     for limits in zip(*((column.natural, column.spaced, column.least) for column in columns)):

@@ -355,9 +355,9 @@ class _Opened(NamedTuple):
 def _random_table(
     rng: random.Random, embedding: int, rows: Sequence[list[int]], head: int, *, checkpointing: bool
 ) -> list[_Opened]:
-    """Of one micro-batch.
+    """Returns the moments of one micro-batch.
 
-    rows: of each layer.
+    rows: tensors of each layer.
     head: the embedding where it is tied.
     """
     table = [
@@ -385,7 +385,8 @@ def _random_table(
 def _random_moments(
     rng: random.Random, table: Sequence[_Opened], tensors: Sequence[Tensor]
 ) -> tuple[list[Moment], list[Use]]:
-    """With the optimizer step.The tide rises over FWD and falls over BWD, with spikes."""
+    """Returns the moments, including the optimizer step, and their uses. The tide rises over FWD and falls over BWD,
+    with spikes."""
     base = rng.choice((0, rng.randint(0, MIB)))
     per_layer = rng.randint(0, 4 * MIB) if rng.random() < 0.8 else rng.randint(0, 32 * MIB)
     level = base
@@ -443,8 +444,9 @@ def _step(*, start_bytes: int, peak_bytes: int, end_bytes: int, duration_s: floa
 
 
 def random_machine(rng: random.Random, workload: Workload) -> Machine:
-    """One GPU, with sizes near the workload's needs. GPU memory ranges from too little for the worst moment to enough
-    for all data. Host memory is sometimes too small. The rates vary, so that each resource binds in some machines."""
+    """Has one GPU, with sizes near the workload's needs. GPU memory ranges from too little for the worst moment to
+    enough for all data. Host memory is sometimes too small. The rates vary, so that each resource binds in some
+    machines."""
     width = DTYPES[workload.dtype].bytes
     share = rng.choice((0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.5, 5.0, 10.0)) * rng.uniform(0.8, 1.2)
     gpu_bytes = workload.peak_non_model_bytes + int(share * workload.params * width)
@@ -515,7 +517,8 @@ def random_settings(rng: random.Random) -> Settings:
 
 
 def random_jitter(rng: random.Random, plan: Plan) -> Jitter:
-    """For `play`: each queue is slower or faster by a factor of up to 10, each step by a further factor of up to 4."""
+    """Returns factors for `play`: each queue is slower or faster than predicted by a factor of up to 10, each step by a
+    further factor of up to 4."""
     pace = {queue: 10 ** rng.uniform(-1, 1) for queue in sorted({step.queue for step in plan.steps})}
     queue_of = {step.id: step.queue for step in plan.steps}
     return lambda step, iteration: pace[queue_of[step]] * 4 ** rng.uniform(-1, 1)

@@ -147,7 +147,7 @@ class BoundFacts:
         self.part_adam_s: Array = self.adam_s * np.array(share, dtype=float)
 
     def _adds(self) -> None:
-        """On the GPU, over all micro-batches, and over all but the last."""
+        """Set the least seconds per parameter of adds on the GPU: over all micro-batches, and over all but the last."""
         job, cost = self.job, self.cost
         last = job.workload.micro_batches - 1
         before_s = dict.fromkeys(job.trained, 0.0)
@@ -159,7 +159,8 @@ class BoundFacts:
         self.gpu_add_before_s = min((s / params[c] for c, s in before_s.items()), default=0.0)
 
     def _stashes(self, w: Workload) -> None:
-        """Of all stashes together, and per moment the seconds of the copies up that begin after it."""
+        """Set the bytes and seconds of all stashes together, and per moment the seconds of the copies up that begin
+        after it."""
         cost = self.cost
         self.stash_bytes = float(sum(s.bytes for s in w.stashes))
         self.stash_down_s = sum(cost.transfer_s(s.bytes, "d2h") for s in w.stashes)
@@ -171,7 +172,7 @@ class BoundFacts:
         self.stash_up_from_s: Array = np.maximum(0.0, np.cumsum(behind)[:-1])
 
     def barrier_s(self, *, clip: bool) -> float:
-        """Least seconds from the start of an iteration.
+        """Returns the least seconds from the start of an iteration to its barrier.
 
         clip: whether the gradients of all chunks are summed over the ranks before the barrier.
         """
@@ -222,7 +223,7 @@ class BoundFacts:
         return self._cut([(m, m, m) for m in reversed(moments)])
 
     def _begins(self) -> tuple[list[int], list[int]]:
-        """Of each micro-batch, with the end of the iteration, and of each backward pass."""
+        """Returns the first moment of each micro-batch, with the end of the iteration, and of each backward pass."""
         last = max(self.micro_batch)
         begin = [*(self.micro_batch.index(u) for u in range(last + 1)), self.moments]
         bwd = [

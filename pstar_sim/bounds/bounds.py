@@ -44,8 +44,8 @@ def lower_bound(
     ranked: Sequence[Workload] | None = None,
     costs: Sequence[CostModel] | None = None,
 ) -> Bound:
-    """For every legal schedule, by [Note: the joint bound] of joint.py. On several ranks, the largest of any kind of
-    rank ([Note: the bound of several ranks]).
+    """Returns the bound for every legal schedule, by [Note: the joint bound] of joint.py. On several ranks, returns the
+    largest bound of any kind of rank ([Note: the bound of several ranks]).
 
     stream: False for schedules that stream no chunk, by [Note: the bound] of pinned.py.
     max_pinned: parameters, without small chunks, whose states may stay on the gpu (0 with stream=False: CPU Adam
@@ -73,7 +73,7 @@ def _of_rank(
     max_pinned: int | None,
     stream: bool,
 ) -> Bound:
-    """Without the waits for stashes."""
+    """Returns the bound of one kind of rank, without the waits for stashes."""
     facts = BoundFacts(workload, machine, layout, cost)
     barrier = settings.barrier(workload.dtype) is not None
     limit = np.inf if max_pinned is None else max_pinned + float(facts.params[facts.small].sum())
@@ -110,7 +110,7 @@ def _of_compute(facts: BoundFacts, why: str) -> Bound:
 
 
 def unknown_sums(workload: Workload, layout: Layout) -> bool:
-    """The linear programs assume more bytes."""
+    """Whether sums take fewer bytes than the linear programs assume."""
     return layout.sum_bytes < Layout.sum_bytes and workload.micro_batches > 1
 
 

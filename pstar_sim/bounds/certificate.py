@@ -65,14 +65,14 @@ class Certifier:
         self._known: list[tuple[Layout, Certificate]] = []
 
     def usual(self) -> Certificate:
-        """Of the layout that a policy starts from."""
+        """Returns the certificate of the layout that a policy starts from."""
         ranks = self.machine.data_parallel_size
         return self.of(
             build_layout(self.workload, chunk_bytes=self.settings.chunk_bytes, ranks=ranks, sums=self.settings.sums)
         )
 
     def of(self, layout: Layout) -> Certificate:
-        """Of every plan with this layout."""
+        """Returns the certificate of every plan with this layout."""
         for known, certificate in self._known:
             if known is layout or (known.chunk_bytes == layout.chunk_bytes and known == layout):
                 return certificate

@@ -84,8 +84,8 @@ def fluid_bound(
     the largest bound counts. Collectives count in the joint bound alone.
 
     ranked: as for `lower_bound`.
-    most_points: of the program.
-    time_limit_s: of the solver.
+    most_points: the largest number of points of the program.
+    time_limit_s: for the solver.
     """
     joint = lower_bound(workload, machine, settings, layout, ranked=ranked)
     if unknown_sums(workload, layout):
@@ -185,7 +185,7 @@ class _FluidProgram:
         return stock
 
     def _next(self, stock: Expression, most: float) -> Expression:
-        """At the point after each interval.
+        """Returns the stock at the point after each interval.
 
         most: bound of the stock at the first point of the alike micro-batches.
         """
@@ -196,7 +196,7 @@ class _FluidProgram:
         return self._behind(self._before(stock[self.facts.following], entered), stock, stock, entered)
 
     def _entered(self, stock: Expression, most: float) -> Expression:
-        """`entered` of [Note: alike micro-batches]."""
+        """Returns `entered` of [Note: alike micro-batches]."""
         period = self.facts.period
         assert period is not None
         entered = self.lp.variable(most=most)
@@ -204,7 +204,7 @@ class _FluidProgram:
         return entered
 
     def _before(self, following: Expression, entered: Expression) -> Expression:
-        """With `entered` at the interval before the alike micro-batches.
+        """Returns `following` with `entered` at the interval before the alike micro-batches.
 
         following: the stock at the point after each interval.
         """
@@ -214,7 +214,7 @@ class _FluidProgram:
         return following * np.where(np.arange(n) == before, 0.0, 1.0) + entered.gathered([before], n)
 
     def _behind(self, following: Expression, stock: Expression, left: Expression, entered: Expression) -> Expression:
-        """With the mean of [Note: alike micro-batches] at their last interval.
+        """Returns `following` with the mean of [Note: alike micro-batches] at the last interval of these micro-batches.
 
         following: the stock at the point after each interval.
         stock: the stock whose value at their first point counts.
@@ -289,11 +289,12 @@ class _FluidProgram:
         lp.add(gpu_s[-1] + self._in_all(self.gpu_adds) <= self.stall.upto[-1])
 
     def _final(self) -> Index:
-        """Of the chunks up to j in the order of first reads, the interval of the earliest last gradient."""
+        """Returns, for the chunks up to j in the order of first reads, the interval of the earliest of their last
+        gradients."""
         return np.minimum.accumulate(self.facts.final_in)
 
     def _update(self) -> Index:
-        """Of the chunks up to j, the first interval in which one may be updated."""
+        """Returns, for the chunks up to j, the first interval in which one of these chunks may be updated."""
         begin = self._final()
         return np.full_like(begin, self.facts.end) if self.barrier else begin
 
@@ -478,10 +479,7 @@ class _FluidProgram:
         self.sums_up += up.within
 
     def _used(self, units: Expression) -> Expression:
-        """In each interval, by Adam on the gpu.
-
-        units: of each chunk.
-        """
+        """Returns the units of gradients that Adam on the gpu uses up in each interval."""
         used, most = self._flow(4 * self.all_units), 4 * self.all_units
         self._window(used, self._running(units, most), self._update(), 0 * self.facts.first_at)
         self.lp.add(used.upto[-1] == units.sum())
@@ -522,7 +520,7 @@ class _FluidProgram:
     def _spread(
         self, seconds: Array, units: Array, between: Sequence[tuple[int, int]]
     ) -> tuple[Expression, Expression]:
-        """Per interval, of copies that may move between the ends of two moments."""
+        """Returns the seconds and the units, per interval, of copies that may move between the ends of two moments."""
         facts, n = self.facts, self.facts.intervals
         may = [
             (copy, k)
@@ -535,7 +533,7 @@ class _FluidProgram:
         return (part * seconds[copy]).gathered(interval, n), (part * units[copy]).gathered(interval, n)
 
     def _link_s(self) -> tuple[Expression, Expression]:
-        """Up and down in each interval, without stashes."""
+        """Returns the seconds of link work up and down in each interval, without stashes."""
         facts = self.facts
         up = (self.params_up.within + self.again + self.back) / facts.up
         down = (self.gradients_down.within + self.early_down + self.leave) / facts.down
@@ -583,7 +581,8 @@ class _FluidProgram:
     # -- the answer --
 
     def bound(self, joint: Bound, found: Solution, seconds: float) -> Bound:
-        """With these seconds, and the terms of both programs."""
+        """Returns the bound with these seconds, and with the terms of this program beside the terms of the joint
+        program."""
         terms = {**joint.terms, **self.busy(found)}
         binding = joint.binding if self.barrier and joint.binding == "barrier" else self.binding(found, terms)
         return replace(
@@ -597,11 +596,11 @@ class _FluidProgram:
         )
 
     def params(self, found: Solution, parts: Expression) -> float:
-        """In these parts of the chunks."""
+        """Returns the number of parameters in these parts of the chunks."""
         return float(found.of(parts) @ self.facts.params)
 
     def busy(self, found: Solution) -> dict[str, float]:
-        """Seconds of work over the iteration."""
+        """Returns the seconds of work over the iteration."""
         facts = self.facts
         up, down = (float(found.of(self._in_all(seconds))[0]) for seconds in self._link_s())
         updated = float(found.of(self.adam.upto)[-1])
@@ -622,7 +621,7 @@ class _FluidProgram:
         return work
 
     def binding(self, found: Solution, terms: Mapping[str, float]) -> str:
-        """With the most work."""
+        """Returns the resource with the most work."""
         work = self.busy(found)
         top = max(work.values())
         return next(name for name in terms if work.get(name, 0.0) >= top * (1 - 1e-4))

@@ -70,7 +70,7 @@ def shortened(workload: Workload, layout: Layout, most_points: int) -> tuple[Wor
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """Between two reads, of all chunks of one class.
+    """The units that lie unread between two reads, of all chunks of one class.
 
     units: lie unread at each of these points, kept or not.
     """
@@ -148,7 +148,7 @@ class FluidFacts:
         self.compute_s = float(self.times @ self.seconds)  # seconds of the iteration without any stall
 
     def _needed_bytes(self, moment: int) -> int:
-        """Its tide and the chunks that it reads."""
+        """Returns the moment's tide and the chunks that it reads."""
         read = sum(self.layout.payload_bytes(c, "param") for c in self.job.read_in[moment])
         return self.workload.moments[moment].peak_bytes + read
 
@@ -167,7 +167,7 @@ class FluidFacts:
         self.room: Array = (machine.gpu_budget_bytes - np.array([*tide, at_end], dtype=float)) / self.unit
 
     def _lives(self) -> None:
-        """Of each chunk's first read and last gradient, as intervals and points."""
+        """Set the moments of each chunk's first read and last gradient, as intervals and points."""
         job, chunks = self.job, self.chunks
         self.first = [job.reads[c][0] for c in chunks]
         self.final = [job.last_gradient(c) for c in chunks]
@@ -218,16 +218,16 @@ class FluidFacts:
         return bisect_left(self.points, moment)
 
     def inside(self, after: int, before: int) -> range:
-        """Strictly after moment `after` and before moment `before`."""
+        """Returns the points strictly after moment `after` and before moment `before`."""
         return range(bisect_right(self.points, after), bisect_left(self.points, before))
 
     def copy_s(self, direction: str, lists: Sequence[str]) -> Array:
-        """Per chunk, one list after the other."""
+        """Returns, per chunk, the seconds of copying these lists one after the other."""
         sizes = [[self.layout.payload_bytes(c, name) for name in lists] for c in self.chunks]
         return np.array([sum(self.cost.transfer_s(size, direction) for size in row) for row in sizes], dtype=float)
 
     def over_the_border(self) -> list[list[int]]:
-        """Per chunk, from its last gradient to its next first read."""
+        """Returns, per chunk, the points between its last gradient and its next first read."""
         return [
             [*range(final_in + 1, self.intervals), *self.inside(-1, first)]
             for final_in, first in zip(self.final_in, self.first)

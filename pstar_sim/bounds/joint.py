@@ -158,7 +158,6 @@ def _best_windows(job: _JointFacts) -> _Solved:
 class _Family:
     """Windows with one slope: T >= value - slope * `on`, for the windows that end after s.
 
-    name: of the term.
     on: variable that shrinks the window: "s", "s, sums" or "kept".
     slope: seconds per unit of it.
     ends, values: of each window, the s at which it ends, and its seconds, sorted by end.
@@ -178,7 +177,7 @@ class _Family:
         self.best = np.maximum.accumulate(self.values[::-1])[::-1]
 
     def value(self, s: float) -> float | None:
-        """Of the windows that end after s."""
+        """Returns the largest value of the windows that end after s; None if no window does."""
         k = int(np.searchsorted(self.ends, s, side="right"))
         return float(self.best[k]) if k < len(self.best) else None
 
@@ -377,7 +376,7 @@ class _JointProgram:
                 lp.add(self._held_sums(batch) + job.v * self.x <= room, unit=self.all_bytes)
 
     def _held_sums(self, batch: int) -> Expression:
-        """On the gpu, before micro-batch `batch`."""
+        """Returns the bytes of the sums on the gpu before micro-batch `batch`."""
         sums = (self.cpu_sum + self.gpu_sum - self.spilt[batch - 1]) * self.sum_bytes
         return sums + (self.waits - self.waits_on_host) * self.job.w if batch == self.job.u - 1 else sums
 
@@ -400,8 +399,8 @@ class _JointProgram:
     # -- seconds --
 
     def _added(self) -> Expression:
-        """On the host, counted once per addition: all gradients for CPU Adam, all but two for Adam on the gpu, unless
-        the host makes the whole sum."""
+        """Returns the number of parameters added on the host, counted once per addition: all gradients for CPU Adam,
+        all but two for Adam on the gpu, unless the host makes the whole sum."""
         job = self.job
         if job.u == 1:
             return Expression.zero(1)
@@ -425,7 +424,7 @@ class _JointProgram:
             self.terms.append(("adam", (job.total - self.s) * job.per_param_s + adds_s))
 
     def _windows(self) -> None:
-        """Of eager updates, behind a barrier, and at the border."""
+        """Add the terms of all windows: those of eager updates, those behind a barrier, and border windows."""
         inside = {"s": self.s, "kept": self.kept}
         if len(self.spilt):  # in parameters: an add counts as its share of an add and Adam
             inside["s, sums"] = self.s + self.cpu_sum * (self.job.add_s / (self.job.add_s + self.job.per_param_s))
@@ -494,7 +493,7 @@ class _JointProgram:
             self.terms.append(("barrier", others_s + (job.v * self.s + wider) / job.up))
 
     def _gradients(self, width: float) -> Expression:
-        """Read by Adam on the gpu.
+        """Returns the gradients that Adam on the gpu reads.
 
         width: bytes of a gradient per parameter.
         """
@@ -503,7 +502,7 @@ class _JointProgram:
         return 4 * self.gpu_sum + (4 + width) * (self.s - self.gpu_sum) - width * self.whole
 
     def _copies(self) -> None:
-        """Of h2d, d2h, a link that both directions share, and host DRAM."""
+        """Add the terms of h2d, of d2h, of a link that both directions share, and of host DRAM."""
         job, facts, cost = self.job, self.job.facts, self.job.cost
         up, down = self._up(), self._down()
         up_s, down_s = up / job.up + facts.stash_up_s, down / job.down + facts.stash_down_s
@@ -546,7 +545,7 @@ class _JointProgram:
     # -- the answer --
 
     def solve(self) -> _Solved:
-        """The least T that is at least each term. Raises linear.Unsolved if HiGHS fails."""
+        """Returns the least T that is at least each term. Raises linear.Unsolved if HiGHS fails."""
         lp, scale = self.lp, self.job.scale
         lp.limit(self.t, max(float(lp.most_of(seconds)[0]) for _, seconds in self.terms) / scale)
         for _, seconds in self.terms:

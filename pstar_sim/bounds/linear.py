@@ -55,7 +55,7 @@ class Expression:
         return len(self.constant)
 
     def __getitem__(self, index: int | slice | Index | NDArray[np.bool_]) -> Expression:
-        """As numpy would choose; for a number, a single row."""
+        """Returns the rows that numpy would choose; for a number, a single row."""
         chosen = np.atleast_1d(np.arange(len(self))[index])
         by_row = np.argsort(self.row, kind="stable")
         begin, end = (np.searchsorted(self.row, chosen, side, sorter=by_row) for side in ("left", "right"))
@@ -72,7 +72,7 @@ class Expression:
         return Expression(constant, to[self.row], self.column, self.factor)
 
     def sum(self) -> Expression:
-        """As a single row."""
+        """Returns a single row: the sum of all rows."""
         return self.gathered(np.zeros(len(self), dtype=np.intp), 1)
 
     def spread(self, rows: int) -> Expression:
@@ -135,9 +135,9 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """value: by the solver.
+    """value: the optimum by the solver.
     proved: a lower bound that holds exactly, up to the rounding of one sum.
-    at: of each variable.
+    at: value of each variable.
     """
 
     value: float
@@ -145,7 +145,7 @@ class Solution:
     at: Array
 
     def of(self, expression: Expression) -> Array:
-        """Of each row."""
+        """Returns the value of each row."""
         terms = expression.factor * self.at[expression.column]
         return expression.constant + np.bincount(expression.row, terms, minlength=len(expression))
 
@@ -159,11 +159,12 @@ class LinearProgram:
         self._objective = Expression.zero(1)
 
     def variable(self, *, most: float) -> Expression:
-        """With the bounds 0 and `most`. Returns an expression of one row."""
+        """Add a variable with the bounds 0 and `most`. Returns the variable as an expression of one row."""
         return self.variables(1, most=most)
 
     def variables(self, count: int, *, most: float | Sequence[float] | Array) -> Expression:
-        """With the bounds 0 and `most`. Returns one variable per row.
+        """Add `count` variables with the bounds 0 and `most`. Returns an expression of `count` rows, with one variable
+        per row.
 
         most: one number, or one per variable.
         """
@@ -176,12 +177,12 @@ class LinearProgram:
         self._most[int(variable.column[0])] = most
 
     def most_of(self, expression: Expression) -> Array:
-        """Of each row, by the variables' bounds."""
+        """Returns the largest value of each row that the variables' bounds allow."""
         terms = np.maximum(0.0, expression.factor * np.array(self._most)[expression.column])
         return expression.constant + np.bincount(expression.row, terms, minlength=len(expression))
 
     def minimise(self, objective: Expression) -> None:
-        """objective: of one row."""
+        """objective: an expression of one row."""
         self._objective = objective
 
     def add(self, rows: Rows, *, unit: float = 1.0) -> None:
@@ -227,7 +228,7 @@ class LinearProgram:
         return Solution(value=constant + float(cost @ at), proved=proved, at=at)
 
     def _stacked(self) -> tuple[Expression, NDArray[np.bool_]]:
-        """With a mask of the rows that are equations."""
+        """Returns all rows in one expression, and a mask of the rows that are equations."""
         parts = [Expression.zero(0), *(rows.difference for rows in self._rows)]
         lengths = [len(part) for part in parts]
         begins = np.cumsum([0, *lengths[:-1]])

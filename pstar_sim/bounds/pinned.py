@@ -94,7 +94,8 @@ def _lines(facts: BoundFacts, barrier: bool, x_max: float, *, clip: bool) -> lis
 
 
 def _update_lines(facts: BoundFacts, barrier: bool, *, clip: bool) -> list[_BoundLine]:
-    """Of Adam of all parameters that are not pinned, and of the windows of all chunks and of all but the small ones."""
+    """Returns the lines of Adam of all parameters that are not pinned, and of the windows of all chunks and of all but
+    the small chunks."""
     per_param_s = facts.traffic / facts.cost.adam_bytes_per_s
     gpu_s = facts.traffic / facts.cost.gpu.hbm_bytes_per_s
     lines = [_BoundLine("adam", float(facts.params.sum()) * per_param_s, -per_param_s)]
@@ -162,7 +163,7 @@ def _window_lines(facts: BoundFacts, windows: Windows, per_param_s: float) -> li
 
 
 def _least_maximum(lines: list[_BoundLine], x_max: float) -> tuple[float, float]:
-    """(x, value) over [0, x_max]; exact. Where lines end, the infimum counts."""
+    """Returns (x, value) over [0, x_max]; exact. Where lines end, the infimum counts."""
     edges = sorted({0.0, x_max, *(e for line in lines for e in (line.from_x, line.until_x) if 0 < e < x_max)})
     pieces = list(pairwise(edges)) if len(edges) > 1 else [(0.0, 0.0)]
     value = np.array([line.value for line in lines])
@@ -185,7 +186,7 @@ def _least_maximum(lines: list[_BoundLine], x_max: float) -> tuple[float, float]
 
 
 def _least_of_piece(value: Array, slope: Array, low: float, high: float) -> tuple[float, float]:
-    """(x, value) of lines that all hold on [low, high]: descends from `low` along the highest."""
+    """Returns (x, value) of lines that all hold on [low, high]: descends from `low` along the highest."""
     x = low
     while True:
         y = value + slope * x

@@ -89,5 +89,5 @@ class NetFacts:
 
 
 def own_params(layout: Layout, chunk: int) -> int:
-    """In a rank's slice, without padding."""
+    """Returns the number of parameters in a rank's slice of a chunk, without padding."""
     return -(-layout.chunks[chunk].params // layout.ranks)

@@ -19,7 +19,8 @@ __all__ = ["stash_bound_s"]
 
 
 def stash_bound_s(w: Workload, cost: CostModel) -> float:
-    """By [Note: the bound of stashes]; without stashes, computing alone."""
+    """Returns the seconds of one iteration by [Note: the bound of stashes]; without stashes, the seconds of computing
+    alone."""
     moves = StashMoves(w)
     copies = [(cost.transfer_s(s.bytes, "d2h"), cost.transfer_s(s.bytes, "h2d")) for s in w.stashes]
     out_s, in_s = [0.0] * len(copies), [0.0] * len(copies)  # end of each copy, in seconds

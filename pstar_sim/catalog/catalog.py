@@ -100,7 +100,7 @@ class Catalog:
         return Link(**{"pageable_bytes_per_s": self.efficiency.pageable_bytes_per_s} | _figures(Link, self.links[name]))
 
     def fabric(self, name: str) -> Fabric:
-        """At the slower of its two directions."""
+        """Returns a link between GPUs or nodes, at the slower of its two directions."""
         link = self.link(name)
         rate, table = min((link.h2d_bytes_per_s, link.h2d_table), (link.d2h_bytes_per_s, link.d2h_table))
         return Fabric(
@@ -172,7 +172,7 @@ class Catalog:
         return with_nodes(machine, given.nodes)
 
     def _shared_memory(self, e: Entry[MachineEntry], host: Host, node: Sequence[Rank]) -> Host:
-        """Its memory is what the GPUs leave. Raises CatalogError where they leave nothing."""
+        """Returns the host with the memory that the GPUs leave. Raises CatalogError where they leave nothing."""
         left = host.memory_bytes - sum(rank.gpu.usable_bytes for rank in node)
         if left <= host.reserved_bytes:
             raise e.refuse(
@@ -181,8 +181,9 @@ class Catalog:
         return replace(host, memory_bytes=left)
 
     def _framework(self, e: Entry[MachineEntry], node: Sequence[Rank]) -> Framework | None:
-        """Without a name in the entry, the catalog's first framework for cards of a known generation. None where a
-        GPU's measured launches, or its rates of whole iterations, include the framework's Python."""
+        """Returns the framework that the machine's entry names, else the catalog's first framework for cards of a known
+        generation. Returns None where a GPU's measured launches, or its rates of whole iterations, include the
+        framework's Python."""
         if e.values.framework is not None:
             return self.framework(e.known("framework", "framework", tuple(self.frameworks)))
         if any(rank.gpu.measured or rank.gpu.products is None for rank in node):
@@ -190,7 +191,8 @@ class Catalog:
         return self.framework(next(iter(self.frameworks)))
 
     def _ranks(self, e: Entry[MachineEntry]) -> list[Rank]:
-        """Of one node: `gpus` equal ranks, or the groups of `ranks` with their sequences per micro-batch."""
+        """Returns the ranks of one node: `gpus` equal ranks, or the groups of `ranks` with their sequences per
+        micro-batch."""
         groups = _groups(e)
         total = sum(gpus * batch for _, gpus, batch in groups)
         ranks: list[Rank] = []
@@ -212,7 +214,7 @@ class Catalog:
 
 
 def _groups(e: Entry[MachineEntry]) -> list[tuple[str, int, float]]:
-    """In a node: (path of its fields, number of GPUs, sequences per GPU)."""
+    """Returns each group of equal GPUs in a node: (path of its fields, number of GPUs, sequences per GPU)."""
     given = e.values
     missing = [field for field in ("gpu", "gpus", "link") if getattr(given, field) is None]
     if given.ranks is not None:
@@ -231,7 +233,7 @@ def _groups(e: Entry[MachineEntry]) -> list[tuple[str, int, float]]:
 
 
 def with_nodes(machine: Machine, nodes: int) -> Machine:
-    """All are like the first node. The price grows in proportion. Raises CatalogError for several nodes without a
+    """All nodes are like the first. The price grows in proportion. Raises CatalogError for several nodes without a
     network between them."""
     whole(f"machine {machine.name!r}: nodes", nodes, most=MOST_NODES_OF_A_MACHINE, error=CatalogError)
     if nodes > 1 and machine.network is None:
@@ -243,8 +245,8 @@ def with_nodes(machine: Machine, nodes: int) -> Machine:
 
 
 def _launch_s(e: Entry[Any], efficiency: Efficiency) -> float | None:
-    """Of a moment, for an entry that does not give them. None where the rates are those of whole iterations; raises
-    CatalogError if such a card also has products by shape."""
+    """Returns the seconds of the launches of a moment, for an entry that does not give them. Returns None where the
+    rates are those of whole iterations; raises CatalogError if such a card also has products by shape."""
     card = e.values
     if not any(getattr(card.calibrated, f"{dtype}_tflops", None) for dtype in DTYPES):
         return efficiency.launch_s
@@ -254,8 +256,8 @@ def _launch_s(e: Entry[Any], efficiency: Efficiency) -> float | None:
 
 
 def _products(e: Entry[Any], generation: Generation | None) -> ProductShape | None:
-    """The card's own table, else its generation's figures. None where a measured curve by flops replaces both. Raises
-    CatalogError for a card that names a generation but not its SMs."""
+    """Returns the card's own table, else its generation's figures. None where a measured curve by flops replaces both.
+    Raises CatalogError for a card that names a generation but not its SMs."""
     card = e.values
     if card.products is not None:
         figures = {f.attribute: f.from_file(getattr(card.products, f.name)) for f in figures_of(ProductShape)}
@@ -268,8 +270,8 @@ def _products(e: Entry[Any], generation: Generation | None) -> ProductShape | No
 
 
 def _known(card: Any, generation: Generation | None) -> str:
-    """Of the rate of large products, which moves the seconds of a moment most; operators' share of the bandwidth and
-    launches are assumed for every card."""
+    """Returns how the rate of large products is known. This rate moves the seconds of a moment most; operators' share
+    of the bandwidth and launches are assumed for every card."""
     if card.products is not None:
         return str(card.products.known)
     if generation is None:
@@ -279,8 +281,8 @@ def _known(card: Any, generation: Generation | None) -> str:
 
 
 def _figures(part: type, e: Entry[Any], shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, Any]:
-    """With name and origin, by attribute, without what the entry does not give. Raises CatalogError for a figure whose
-    share is not known, and for a curve that contradicts its rate.
+    """Returns the part's name, origin and figures, by attribute. Figures that the entry does not give are left out.
+    Raises CatalogError for a figure whose share is not known, and for a curve that contradicts its rate.
 
     shares: that an entry may leave out.
     """
@@ -301,7 +303,7 @@ def _figures(part: type, e: Entry[Any], shares: Mapping[str, float] = MappingPro
 
 
 def _stated(e: Entry[Any], figure: Figure, shares: Mapping[str, float]) -> Any:
-    """Times the share that the part reaches; None where the entry does not give it."""
+    """Returns the entry's figure times the share that the part reaches; None where the entry does not give it."""
     value = getattr(e.values, figure.name, None)
     if value is None or not figure.share:
         return value
@@ -350,7 +352,7 @@ def _read(raws: Mapping[str, Mapping[str, tuple[str, object]]], table: str) -> d
 
 @cache
 def _shipped() -> dict[str, dict[str, tuple[str, object]]]:
-    """Table -> name -> (file, raw table). Cached, because the files do not change while a program runs."""
+    """Returns table -> name -> (file, raw table). Cached, because the files do not change while a program runs."""
     here = files("pstar_sim.catalog")
     return {
         table: {
@@ -382,7 +384,7 @@ def _merged(file: str, known: object, given: object) -> object:
 
 
 def load_catalog(user_file: str | Path | None = None) -> Catalog:
-    """A user's file lies over it. Raises CatalogError for a wrong entry in either."""
+    """Lays a user's file over the shipped catalog. Raises CatalogError for a wrong entry in either."""
     raws = {table: dict(entries) for table, entries in _shipped().items()}
     own: list[str] = []
     main: str | None = None

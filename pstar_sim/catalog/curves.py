@@ -15,7 +15,7 @@ Curve = tuple[tuple[float, float], ...]
 
 
 def rate_at(curve: Curve, size: float) -> float:
-    """At `size` (> 0).
+    """Returns the curve's rate at `size` (> 0).
 
     curve: at least one point.
     """

@@ -62,7 +62,7 @@ class Efficiency:
     ]
 
     def adam_params_per_s(self, dram_peak_bytes_per_s: float, cores: int) -> float:
-        """On a host, with all cores given to Adam."""
+        """Returns the rate of CPU Adam on a host, in parameters per second, with all cores given to Adam."""
         by_dram = dram_peak_bytes_per_s * self.adam_dram / ADAM_BYTES_PER_PARAM
         return min(by_dram, cores * self.adam_params_per_core_s)
 
@@ -72,7 +72,8 @@ _TABLES = {known: table_of(Efficiency, f"The table [{known}] of efficiency.toml.
 
 
 def read_efficiency(file: str, text: str) -> Efficiency:
-    """Of a file like efficiency.toml. Raises CatalogError for a field that is missing or wrong."""
+    """Returns the parameters of a file like efficiency.toml. Raises CatalogError for a field that is missing or
+    wrong."""
     raw = parse_toml(file, text)
     rates: dict[str, float] = {}
     for known, table in _TABLES.items():
@@ -84,12 +85,12 @@ def read_efficiency(file: str, text: str) -> Efficiency:
 
 @cache
 def fitted() -> Efficiency:
-    """Shipped with the project."""
+    """Returns the parameters shipped with the project."""
     return read_efficiency(_NAME, _shipped())
 
 
 def efficiency_tables() -> Mapping[str, Any]:
-    """ "fitted" and "assumed" -> figures, source and date."""
+    """Returns "fitted" and "assumed" -> figures, source and date."""
     return parse_toml(_NAME, _shipped())
 
 

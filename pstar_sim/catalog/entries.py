@@ -103,9 +103,7 @@ _E = TypeVar("_E", bound=Table, covariant=True)
 
 @dataclass(frozen=True)
 class Entry(Generic[_E]):
-    """file: for messages.
-    raw: as written.
-    """
+    """file: name for messages."""
 
     file: str
     name: str
@@ -118,7 +116,7 @@ class Entry(Generic[_E]):
         return cls(file, name, raw, read_table(table, file, name, raw))
 
     def refuse(self, field: str, want: str) -> CatalogError:
-        """For a value that is in range but contradicts another field.
+        """Returns the error for a value that is in range but contradicts another field.
 
         field: such as "calibrated.usable_gb" in a table below.
         """
@@ -127,14 +125,14 @@ class Entry(Generic[_E]):
         return CatalogError(f"{self.file}: [{place}] {last} = {self.written(field)!r}; must be {want}")
 
     def known(self, what: str, field: str, names: tuple[str, ...]) -> str:
-        """The field names an entry of another table. Raises CatalogError if no entry has that name."""
+        """Returns the field, which names an entry of another table. Raises CatalogError if no entry has that name."""
         name = str(self.written(field))
         if name not in names:
             raise self.refuse(field, f"the name of a {what}, such as {nearest(name, names) or ', '.join(names)}")
         return name
 
     def written(self, field: str) -> Any:
-        """As it was written, None where it was not.
+        """Returns the value of a field as it was written, None where it was not.
 
         field: as for `refuse`, or "ranks[0].gpu".
         """

@@ -71,7 +71,7 @@ class Origin(Table, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Key:
-    """In a part's table of a TOML file, declared at the attribute that it stands before.
+    """A key of a part's table in a TOML file, declared at the attribute that it stands before in the table.
 
     kind: type, with its range.
     says: meaning there; "" for a key of the calibrated table only.
@@ -88,7 +88,7 @@ class Key:
     attribute: str = ""
 
     def field(self, meaning: str, *, name: str, optional: bool = False) -> tuple[Any, ...]:
-        """For `defstruct`."""
+        """Returns the field of a table for `defstruct`."""
         default = None if optional else self.default
         kind: Any = Annotated[self.kind | None if default is None else self.kind, says(meaning)]
         return (name, kind) if default is NODEFAULT else (name, kind, default)
@@ -125,7 +125,7 @@ class Figure(Key):
 
     @cached_property
     def range(self) -> tuple[float, float]:
-        """In SI units."""
+        """Its least and largest value, in SI units."""
         limits: tuple[Any, Any] = next(((m.ge, m.le) for m in split(self.kind)[2] if m.ge is not None), (0, 1))
         low, high = (float(f"{limit * self.unit[1]:.12g}") for limit in limits)
         return low, high
@@ -135,7 +135,7 @@ class Figure(Key):
         return self.calibrated_name or self.name
 
     def get(self, part: object) -> Any:
-        """None where the part has none."""
+        """Returns the figure of a part; None where it has none."""
         value = getattr(part, self.attribute)
         return value.get(self.item) if self.item else value
 
@@ -146,14 +146,14 @@ class Figure(Key):
         return replace(part, **{self.attribute: figure})
 
     def from_file(self, value: Any) -> Any:
-        """In SI units."""
+        """Returns the value of a file in SI units."""
         scale = self.unit[1]
         if scale == 1:
             return value
         return round(value * scale) if self.whole else value * scale
 
     def of(self, part: object) -> Any:
-        """As a file has it; None where the part has none."""
+        """Returns the figure of a part as a file has it; None where the part has none."""
         value, scale = self.get(part), self.unit[1]
         if value is None or scale == 1:
             return value
@@ -182,7 +182,7 @@ class Points(Figure):
 
 @cache
 def keys_of(part: type) -> tuple[Key, ...]:
-    """In order of the attributes."""
+    """Returns the keys that the attributes of a part declare, in order."""
     found: list[Key] = []
     for name, hint in typing.get_type_hints(part, include_extras=True).items():
         for note in getattr(hint, "__metadata__", ()):
@@ -199,7 +199,7 @@ def figures_of(part: type) -> tuple[Figure, ...]:
 
 
 def calibrated_figures(part: type) -> list[Figure]:
-    """Rates, curves, and figures that stand nowhere else."""
+    """Returns rates, curves, and figures that stand nowhere else."""
 
     def place(figure: Figure) -> int:
         return 1 if isinstance(figure, Points) else 2 if figure.written == "calibrated" else 0
@@ -208,7 +208,7 @@ def calibrated_figures(part: type) -> list[Figure]:
 
 
 def table_of(part: type, what: str, calibrated: str = "", *, known: Known | None = None) -> type[Table]:
-    """In a TOML file.
+    """Returns the type of the part's table in a TOML file.
 
     known: only figures known so.
     """
@@ -235,7 +235,7 @@ def check_figures(where: str, part: object) -> None:
     """Raise CatalogError unless the part's figures are numbers, and positive unless their range begins at 0. A figure
     that the part does not have is not checked.
 
-    where: for messages.
+    where: name of the part, for messages.
     """
     kind: type = type(part)
     for check, name in _checks(kind):
@@ -260,7 +260,8 @@ def _checks(part: type) -> tuple[tuple[Callable[..., object], str], ...]:
 
 
 def worst_of(parts: Sequence[Any]) -> dict[str, Any]:
-    """By attribute; None where a part has none. Mappings and curves are left out."""
+    """Returns the worst value of each figure over several parts, by attribute; None where a part has none. Mappings and
+    curves are left out."""
     found: dict[str, Any] = {}
     kind: type = type(parts[0])
     for figure in figures_of(kind):

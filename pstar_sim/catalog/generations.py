@@ -45,7 +45,7 @@ class Generation(Origin, frozen=True, kw_only=True):
         return self.known["plateau"] == "assumed"
 
     def shape(self, sms: int, hbm_peak_bytes_per_s: float) -> ProductShape:
-        """Of a card with `sms` streaming multiprocessors and this datasheet bandwidth."""
+        """Returns the products of a card with `sms` streaming multiprocessors and this datasheet bandwidth."""
         return ProductShape(
             sms=sms,
             tile=self.tile,
@@ -66,8 +66,8 @@ class _Like(Origin, frozen=True, kw_only=True):
 
 
 def read_generations(file: str, text: str) -> dict[str, Generation]:
-    """Of a file like generations.toml. Raises CatalogError for a field that is missing or wrong, and for a `like` that
-    names no generation with figures of its own."""
+    """Returns the generations of a file like generations.toml, by name. Raises CatalogError for a field that is missing
+    or wrong, and for a `like` that does not name a generation with figures of its own."""
     found: dict[str, Generation] = {}
     raws = parse_toml(file, text)
     alike = [name for name, raw in raws.items() if isinstance(raw, dict) and "like" in raw]
@@ -88,6 +88,6 @@ def read_generations(file: str, text: str) -> dict[str, Generation]:
 
 @cache
 def generations() -> Mapping[str, Generation]:
-    """Shipped with the project."""
+    """Returns the generations shipped with the project."""
     name = "generations.toml"
     return read_generations(name, (files("pstar_sim.catalog") / name).read_text(encoding="utf-8"))

@@ -40,7 +40,7 @@ def nvidia_smi() -> str | None:
 def this_machine(
     catalog: Catalog, *, gpus: Callable[[], str | None] = nvidia_smi, root: Path = Path("/"), cores: int | None = None
 ) -> Machine:
-    """gpus: output of nvidia-smi.
+    """gpus: returns the output of nvidia-smi.
     root: has proc/ and sys/.
     cores: None: as `read_cores` finds.
 
@@ -91,8 +91,8 @@ def _whole(line: str, word: str) -> int:
 
 
 def _link(catalog: Catalog, gpu: Gpu, generation: str, width: str, notes: list[str]) -> Link:
-    """Slowed down to the lanes in use. A virtual machine may hide generation and lanes; then a link is assumed and a
-    note says so."""
+    """Returns the catalog's link of that PCIe generation, slowed down to the lanes in use. A virtual machine may hide
+    generation and lanes; then a link is assumed and a note says so."""
     name = f"pcie{generation}-x16"
     if name not in catalog.links or not width.isdigit() or int(width) < 1:
         like = next((e for e in catalog.machines.values() if e.values.gpu == gpu.name), None)
@@ -131,7 +131,8 @@ def _host(catalog: Catalog, root: Path, cores: int, notes: list[str]) -> Host:
 
 
 def read_memory(root: Path) -> tuple[int, int]:
-    """Bytes that this process may use (RAM, or its cgroup's limit if lower), and of them the available ones.
+    """Returns the bytes that this process may use (RAM, or its cgroup's limit if lower), and of them the available
+    ones.
 
     Raises CatalogError where /proc/meminfo cannot be read.
     """
@@ -172,7 +173,7 @@ def read_cores(root: Path) -> int:
 def read_numa(root: Path, cores: Collection[int] | None = None) -> tuple[int, int] | None:
     """(NUMA nodes whose cores this process may use, those of the machine). None where the system does not say.
 
-    cores: None: the affinity.
+    cores: numbers of the cores to use; None: the affinity.
     """
     if cores is None:
         if not hasattr(os, "sched_getaffinity"):
@@ -185,13 +186,14 @@ def read_numa(root: Path, cores: Collection[int] | None = None) -> tuple[int, in
 
 
 def _numbers(ranges: str) -> set[int]:
-    """Of a list such as "0-3,8"."""
+    """Returns the numbers of a list such as "0-3,8"."""
     pairs = [part.partition("-") for part in ranges.split(",")]
     return {n for low, _, high in pairs for n in range(int(low), int(high or low) + 1)}
 
 
 def _groups(root: Path, controller: str) -> Sequence[Path]:
-    """Of this process's cgroup and of all above it: version 2, and version 1 of one controller."""
+    """Returns the folders of this process's cgroup and of all cgroups above it: version 2, and version 1 of one
+    controller."""
     folders: list[Path] = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

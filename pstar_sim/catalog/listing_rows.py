@@ -14,7 +14,7 @@ __all__ = ["list_machines", "list_models"]
 
 
 def list_machines(user_file: str | Path | None = None) -> list[dict[str, object]]:
-    """Of the catalog (and of a user's file), in catalog order, without "here"."""
+    """Returns every machine of the catalog (and of a user's file), in catalog order, without "here"."""
     catalog = load_catalog(user_file)
     rows: list[dict[str, object]] = []
     for name in catalog.machines:
@@ -44,13 +44,13 @@ def _tflops(rates: Mapping[str, float]) -> float | int | None:
 
 
 def _short(value: float) -> float | int:
-    """Three digits, enough for a table. A whole number becomes an int."""
+    """Keeps three digits, enough for a table. A whole number becomes an int."""
     rounded = float(f"{value:.3g}") if value < 1000 else round(value)
     return int(rounded) if rounded == int(rounded) else rounded
 
 
 def list_models() -> list[dict[str, object]]:
-    """In catalog order."""
+    """Returns every model of the catalog, in catalog order."""
     rows: list[dict[str, object]] = []
     for name in model_names():
         m = model_entry(name)

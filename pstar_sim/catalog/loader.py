@@ -23,7 +23,7 @@ __all__ = ["Catalog", "as_listed", "load_catalog", "load_machine", "machine_name
 
 
 def machine_names(user_file: str | Path | None = None) -> tuple[str, ...]:
-    """In catalog order, without "here"."""
+    """Returns the names that `load_machine` knows, in catalog order, without "here"."""
     return tuple(load_catalog(user_file).machines)
 
 
@@ -100,8 +100,8 @@ def _only_machine(file: str) -> Machine:
 
 
 def as_listed(machine: Machine) -> Machine | None:
-    """The machine of the catalog that has this name. None where there is none, and for "virtual", whose memory has no
-    usual size."""
+    """Returns the machine of the catalog that has this name. None where there is none, and for "virtual", whose memory
+    has no usual size."""
     try:
         return None if machine.name == "virtual" else load_machine(machine.name)
     except PstarError:

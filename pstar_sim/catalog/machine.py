@@ -61,7 +61,7 @@ _Products = table_of(
 
 
 def _products(dtype: str) -> Points:
-    """Of a dtype, by size."""
+    """Returns the curve of the products of a dtype, by their size."""
     return Points(
         f"{dtype}_table",
         Annotated[FileCurve, curve("GFLOP of a product", "TFLOP/s")],
@@ -73,13 +73,14 @@ def _products(dtype: str) -> Points:
 
 
 def _copies(key: str, best: str) -> Points:
-    """In one direction, by size."""
+    """Returns the curve of copies in one direction, by their size."""
     kind = Annotated[FileCurve, curve("MB of a copy", "GB/s")]
     return Points(key, kind, calibrated="rate by size of a copy", best=best, units=(1e6, GB))
 
 
 def _check(what: str, part: object) -> str:
-    """For a figure that is no number or out of range. Returns kind and name of the part, for messages."""
+    """Raise CatalogError for a figure that is no number or out of range. Returns kind and name of the part, for
+    messages."""
     where = f"{what} {text(f'the name of a {what}', getattr(part, 'name', None), 'a text', error=CatalogError)!r}"
     check_figures(where, part)
     known = getattr(part, "known", KNOWN[0])
@@ -346,7 +347,7 @@ class Fabric:
         _check("link", self)
 
     def rate_of(self, size_bytes: float) -> float:
-        """Of a collective of `size_bytes` (> 0)."""
+        """Returns the bytes/s of a collective of `size_bytes` (> 0)."""
         return self.bytes_per_s * share_at(self.table, size_bytes)
 
 
@@ -645,7 +646,7 @@ class Machine:
         return self.world_size // self.nodes
 
     def with_nodes(self, nodes: int) -> Machine:
-        """All are like the first node. The price grows in proportion."""
+        """All nodes are like the first node. The price grows in proportion."""
         node, price = self.ranks[: self.local_ranks], self.price_usd_per_hour
         return replace(
             self,
@@ -656,39 +657,39 @@ class Machine:
 
     @property
     def pool_bytes(self) -> int | None:
-        """Of the one memory of a unified machine's node; None where GPUs have their own."""
+        """Bytes of the one memory of a unified machine's node; None where GPUs have a memory of their own."""
         if not self.unified:
             return None
         return self.host.memory_bytes + sum(rank.gpu.usable_bytes for rank in self.ranks[: self.local_ranks])
 
     @property
     def host_memory_of(self) -> str:
-        """Behind a size of host memory that is advised: what it is taken from. Empty where it can be added."""
+        """Words behind a size of host memory that is advised: what it is taken from. Empty where it can be added."""
         return " of its one memory, the rest for the GPU" if self.unified else ""
 
     @property
     def gpu_budget_bytes(self) -> int:
-        """Of each GPU, for a plan."""
+        """Bytes of each GPU that a plan may use."""
         return self.gpu.budget_bytes
 
     @property
     def host_budget_bytes(self) -> int:
-        """For a plan on each rank: its part of the node."""
+        """Bytes of the host that a plan may use on each rank: its part of the node."""
         return self.host.budget_bytes // self.local_ranks
 
     @property
     def pinned_budget_bytes(self) -> int | None:
-        """Of each rank: its part of the node; None: all."""
+        """Bytes that each rank can pin: its part of the node; None: all."""
         return None if self.host.pinned_bytes is None else self.host.pinned_bytes // self.local_ranks
 
     @property
     def nvme_budget_bytes(self) -> int:
-        """For a plan on each rank: its part of the node; 0 without disks."""
+        """Bytes of the disks that a plan may use on each rank: its part of the node; 0 without disks."""
         return 0 if self.nvme is None else self.nvme.memory_bytes // self.local_ranks
 
     @property
     def adam_params_per_s(self) -> float:
-        """Of one rank, with its part of the node's cores."""
+        """Rate of CPU Adam on one rank, with its part of the node's cores."""
         return self.host.adam_params_per_s / self.local_ranks
 
     @property
@@ -721,10 +722,7 @@ class Machine:
 
 
 def _worst(parts: Iterable[tuple[bool, str]]) -> str:
-    """How the worst-known is known.
-
-    parts: (calibrated?, how its figures are known).
-    """
+    """parts: (calibrated?, how its figures are known)."""
     words = ["calibrated" if measured else known for measured, known in parts]
     return max(words, key=("calibrated", *KNOWN).index)
 
@@ -752,7 +750,6 @@ def _weakest_products(shapes: Sequence[ProductShape | None]) -> ProductShape | N
 
 
 def _different(parts: Sequence[_P]) -> list[_P]:
-    """The first part, and all that differ from it."""
     kinds = list({id(part): part for part in parts}.values())
     return [kinds[0], *(part for part in kinds[1:] if part != kinds[0])]
 

@@ -22,7 +22,7 @@ JOIN = "+"
 
 
 def names_parts(name: str, catalog: Catalog) -> bool:
-    """Not for the name of a machine of the catalog."""
+    """Returns whether the name lists parts and is not the name of a machine of the catalog."""
     return JOIN in name and spelled(name, catalog.machines) not in catalog.machines
 
 
@@ -64,7 +64,7 @@ def mixed_machine(name: str, catalog: Catalog) -> Machine:
 
 
 def _single(catalog: Catalog) -> Mapping[str, str]:
-    """Name of a part -> name of the machine."""
+    """Returns name of a part -> name of the machine."""
     found = {name: name for name, e in catalog.machines.items() if e.values.gpus == 1 and e.values.nodes == 1}
     of_gpus = {str(catalog.machines[name].values.gpu): name for name in reversed(found)}
     return {**of_gpus, **found}

@@ -103,16 +103,16 @@ class ModelEntry(Table, frozen=True, kw_only=True):
         return self.head_dim if self.latent is None else self.latent.value
 
     def has_experts(self, layer: int) -> bool:
-        """Counted from 0."""
+        """Returns whether the layer (counted from 0) has experts in place of one feed-forward layer."""
         return self.experts is not None and layer >= self.experts.dense_layers
 
     def window_of(self, layer: int) -> int:
-        """The layer counts from 0; 0 for all tokens."""
+        """Returns the tokens that a layer (counted from 0) sees; 0 for all."""
         return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
 
     @property
     def active_params(self) -> int:
-        """Of one token: all but those of experts that it is not sent to."""
+        """Parameters that one token goes through: all parameters but those of experts that the token is not sent to."""
         if self.experts is None:
             return self.params
         idle = self.experts.count - self.experts.per_token
@@ -125,7 +125,7 @@ class _Row(ModelEntry, frozen=True, kw_only=True):
 
 
 def expert_params(m: ModelEntry) -> int:
-    """In one layer; 0 for a model without experts."""
+    """Returns the number of parameters of one expert of one layer; 0 for a model without experts."""
     if m.experts is None:
         return 0
     h, f = m.hidden, m.experts.ffn
@@ -133,7 +133,7 @@ def expert_params(m: ModelEntry) -> int:
 
 
 def _attention_params(m: ModelEntry) -> int:
-    """Of one layer of the llama family."""
+    """Returns the number of parameters of the attention of one layer of the llama family."""
     h = m.hidden
     if m.latent is not None:
         x = m.latent
@@ -147,7 +147,7 @@ def _attention_params(m: ModelEntry) -> int:
 
 
 def _mlp_params(m: ModelEntry, layer: int) -> int:
-    """Or of its experts, in the llama family."""
+    """Returns the number of parameters of a feed-forward layer, or of its experts, in the llama family."""
     x = m.experts
     if x is None or not m.has_experts(layer):
         return 3 * m.hidden * m.ffn
@@ -236,8 +236,8 @@ def _check_image(e: Entry[_Row], m: ModelEntry) -> None:
 
 
 def read_models(file: str, text: str) -> dict[str, ModelEntry]:
-    """By name, in the order of the file. Raises CatalogError for an entry that is wrong, or a name that is used
-    twice."""
+    """Returns the models by name, in the order of the file. Raises CatalogError for an entry that is wrong, or for a
+    name that is used twice."""
     models = {name: _entry(file, name, raw) for name, raw in parse_toml(file, text).items()}
     taken = set(models)
     for m in models.values():
@@ -256,17 +256,17 @@ def _models() -> dict[str, ModelEntry]:
 
 
 def model_names() -> tuple[str, ...]:
-    """In catalog order, without aliases."""
+    """Returns the names of all models, in catalog order, without aliases."""
     return tuple(_models())
 
 
 def is_model(name: str) -> bool:
-    """Exactly, without aliases."""
+    """Returns whether the catalog has a model of exactly this name."""
     return name in _models()
 
 
 def model_entry(name: str) -> ModelEntry:
-    """By name or alias. Raises UnknownName, and ModelError for a value that is not a name."""
+    """Returns the model of that name or alias. Raises UnknownName, and ModelError for a value that is not a name."""
     models = _models()
     text("model", name, "the name of a model, such as '12B'", error=ModelError)
     if name in models:

@@ -48,7 +48,7 @@ class _Path:
 
 
 def override(machine: Machine, changes: Mapping[str, Value] | Iterable[str]) -> Machine:
-    """{"gpu.memory": "48GB"} or ["gpu.memory=48GB"].
+    """Takes {"gpu.memory": "48GB"} or ["gpu.memory=48GB"].
 
     Raises CatalogError, naming path and value: for an unknown path; for a value that is not a quantity, is out of range
     or contradicts the rest of the machine; and for a figure of a part that the machine does not have.
@@ -69,7 +69,7 @@ def override(machine: Machine, changes: Mapping[str, Value] | Iterable[str]) -> 
 
 
 def _plain(value: object) -> Any:
-    """With numpy's numbers as Python's."""
+    """Returns the value, with numpy's numbers as Python's."""
     if isinstance(value, (str, bool)) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
@@ -80,7 +80,7 @@ def override_paths() -> tuple[str, ...]:
 
 
 def override_rows() -> list[tuple[str, str, str, str]]:
-    """For people: name, value and how it is written, and range."""
+    """Returns one row per path, for people: its name, its value and how the value is written, and its range."""
     rows = []
     for path, figure in _PATHS.items():
         quantity = figure.quantity
@@ -90,8 +90,8 @@ def override_rows() -> list[tuple[str, str, str, str]]:
 
 
 def parse_settings(texts: Iterable[str]) -> dict[str, Value]:
-    """From ["gpu.memory=48GB", "nodes=2"]. Raises CatalogError for a text that is not PATH=VALUE, and a path given
-    twice."""
+    """Returns ["gpu.memory=48GB", "nodes=2"] as a mapping. Raises CatalogError for a text that is not PATH=VALUE, and
+    for a path that is given twice."""
     found: dict[str, Value] = {}
     for text in texts:
         if not isinstance(text, str):
@@ -107,9 +107,9 @@ def parse_settings(texts: Iterable[str]) -> dict[str, Value]:
 
 
 def _in_order(machine: Machine, given: Mapping[str, Value]) -> list[str]:
-    """As listed: nodes and GPUs, which multiply the present parts, first, and cores before Adam's own rate. Where a
-    memory shrinks, the figures that are subtracted from it are set before it, so that no intermediate machine
-    contradicts itself."""
+    """Returns the paths as listed: nodes and GPUs, which multiply the present parts, come first, and cores before
+    Adam's own rate. Where a memory shrinks, the figures that are subtracted from it are set before it, so that no
+    intermediate machine contradicts itself."""
     places = {path: place for place, path in enumerate(_PATHS)}
     paths = sorted(given, key=lambda path: places.get(path, len(places)))
     for memory, taken in (("gpu.memory", "gpu.context"), ("host.memory", "host.reserved")):
@@ -150,7 +150,7 @@ _RELATIVE = re.compile(r"([+-])\s*([0-9]+(?:\.[0-9]*)?)\s*%|[x*]\s*([0-9]+(?:\.[
 
 
 def _number(machine: Machine, path: str, figure: _Path, value: Value) -> float:
-    """In SI units (true as 1, false as 0)."""
+    """Returns the value in SI units (true as 1, false as 0)."""
     quantity = figure.quantity
     refusal = CatalogError(
         f"{path} = {value!r} is no {quantity.what}; write {quantity.example}"
@@ -180,7 +180,8 @@ def _number(machine: Machine, path: str, figure: _Path, value: Value) -> float:
 
 
 def _changed(quantity: Quantity, present: float, change: re.Match[str]) -> float:
-    """Such as +10 % or x2. A count stays a whole number, and becomes 0 only by a decrease."""
+    """Returns the figure after a change such as +10 % or x2. A count stays a whole number, and becomes 0 only by a
+    decrease."""
     if change[3] is not None:
         number = present * float(change[3])
     else:
@@ -194,7 +195,7 @@ def _changed(quantity: Quantity, present: float, change: re.Match[str]) -> float
 
 
 def _with(machine: Machine, name: str, change: Callable[[Any], Any]) -> Machine:
-    """The part of every rank, or of the node."""
+    """Changes the part of every rank, or of the node."""
     if name in ("gpu", "link"):
         ranks = tuple(replace(rank, **{name: change(getattr(rank, name))}) for rank in machine.ranks)
         return replace(machine, ranks=ranks)
@@ -202,7 +203,7 @@ def _with(machine: Machine, name: str, change: Callable[[Any], Any]) -> Machine:
 
 
 def _new(name: str) -> Fabric | Nvme:
-    """For a machine that lacks it. Its size and rates are set next."""
+    """Returns a part that a machine lacks. Its size and rates are set next."""
     if name == "nvme":
         rates: dict[str, Any] = dict.fromkeys(("memory_bytes", "read_bytes_per_s", "write_bytes_per_s"), 1)
         return Nvme(name=name, **rates, latency_s=1e-4, measured=False, source="set by hand")
@@ -229,7 +230,7 @@ def _gpu_memory(machine: Machine, size: float) -> Machine:
 
 
 def _cores(machine: Machine, count: float) -> Machine:
-    """With Adam's rate on them: [Note: cores and Adam]."""
+    """Returns the machine with `count` cores, and Adam's rate on them: [Note: cores and Adam]."""
     host = machine.host
     most = max(host.adam_params_per_s, host.dram_bytes_per_s / ADAM_BYTES_PER_PARAM)
     rate = min(host.adam_params_per_s * count / host.cores, most)
@@ -252,7 +253,7 @@ def _hbm(machine: Machine, rate: float) -> Machine:
 
 
 def _dram(machine: Machine, rate: float) -> Machine:
-    """With Adam's rate: [Note: cores and Adam]."""
+    """Returns the machine with another DRAM bandwidth, and Adam's rate with it: [Note: cores and Adam]."""
     host = machine.host
     most = max(rate / ADAM_BYTES_PER_PARAM, 0.0)
     adam = min(host.adam_params_per_s, most) if rate < host.dram_bytes_per_s else host.adam_params_per_s
@@ -311,7 +312,7 @@ def _refusal(
 
 
 def _check_disk(machine: Machine, given: Mapping[str, Value]) -> None:
-    """For a single figure of disks on a machine without disks."""
+    """Raise CatalogError for a single figure of disks on a machine without disks."""
     paths = ("nvme.memory", "nvme.read", "nvme.write")
     if machine.nvme is None and 0 < sum(path in given for path in paths) < len(paths):
         instead = "a disk needs all three: nvme.memory, nvme.read and nvme.write"
@@ -319,7 +320,7 @@ def _check_disk(machine: Machine, given: Mapping[str, Value]) -> None:
 
 
 def _check(machine: Machine, given: Mapping[str, Value]) -> None:
-    """For values that contradict the rest of the machine."""
+    """Raise CatalogError for values that contradict the rest of the machine."""
     refuse = partial(_refusal, machine, given)
     if "link.bandwidth" in given and ("link.h2d" in given or "link.d2h" in given):
         raise refuse(

@@ -45,7 +45,7 @@ class _Shipped(Price, frozen=True, kw_only=True):
 
 
 def load_prices(user_file: str | Path | None = None) -> dict[str, Price]:
-    """By machine. Raises CatalogError for an entry that is wrong.
+    """Returns the price by machine. Raises CatalogError for an entry that is wrong.
 
     user_file: entries [MACHINE] usd_per_hour = ... that replace the shipped entries; other fields are optional.
     """

@@ -36,7 +36,8 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
 
 
 def _per_root(machine: Machine) -> int | None:
-    """None without a switch. Raises CatalogError for switches of different widths."""
+    """Returns the number of GPUs on one PCIe switch; None without a switch. Raises CatalogError for switches of
+    different widths."""
     local = machine.local_ranks
     roots = [r.root for r in machine.ranks[:local]]
     width = next((i for i, root in enumerate(roots) if root != roots[0]), local) if roots[0] is not None else None
@@ -104,8 +105,8 @@ def _of_part(
 
 
 def _holds(figure: Figure, part: object) -> bool:
-    """As measured: a curve does not hold where its rate was set by hand above the best rate of the curve, or is none of
-    Adam's rates."""
+    """Returns whether the part still has the figure as measured: a curve does not hold where its rate was set by hand
+    above the best rate of the curve, or is none of Adam's rates."""
     if not isinstance(figure, Points) or not figure.get(part):
         return True
     kind: type = type(part)
@@ -119,7 +120,7 @@ def _given(fields: Mapping[str, object]) -> dict[str, object]:
 
 
 def _whole(machine: Machine, per_root: int | None) -> dict[str, object]:
-    """Names the parts.
+    """Returns the machine's own table, which names the parts.
 
     per_root: GPUs on one PCIe switch, None without a switch.
     """
@@ -148,7 +149,7 @@ def _name(part: Fabric | Nvme | Framework | None) -> str | None:
 
 
 def save_machine(machine: Machine, path: str | Path) -> None:
-    """Atomically."""
+    """Write the machine's file, atomically."""
     write_atomically(Path(path), machine_toml(machine, checked=date.today()), error=CatalogError)
 
 

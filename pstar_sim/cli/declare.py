@@ -32,8 +32,9 @@ def command(app: typer.Typer, example: str, *, name: str | None = None) -> Calla
 
 
 def flat(function: Function) -> Function:
-    """For typer, flags replace a parameter whose type is a dataclass of flags. The dataclass may have a SECTION, the
-    heading of its flags in the help. The dataclass raises typer.BadParameter for flags that exclude each other."""
+    """Returns the function in the form that typer takes: a parameter whose type is a dataclass of flags is replaced by
+    these flags. The dataclass may have a SECTION, the heading of its flags in the help. The dataclass raises
+    typer.BadParameter for flags that exclude each other."""
     groups: dict[str, Any] = {}
     taken: list[inspect.Parameter] = []
     for parameter in inspect.signature(function, eval_str=True).parameters.values():

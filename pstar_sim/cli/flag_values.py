@@ -124,19 +124,19 @@ def _within(value: float, text: str, least: float, most: float, want: str) -> fl
 
 @_value
 def count(text: str) -> float:
-    """ "300e9", "3.5B" or "2T"."""
+    """Reads "300e9", "3.5B" or "2T"."""
     return _within(_number(NUMBER, text), text, 1, 1e18, "a positive number such as 300e9 or 3B")
 
 
 @_value
 def duration_s(text: str) -> float:
-    """ "14d" or "36h"."""
+    """Reads "14d" or "36h"."""
     return _within(_number(TIME, text), text, 1e-9, 1e18, "a positive time such as 14d, 36h or 2w")
 
 
 @_value
 def share(text: str) -> float:
-    """ "10%" or "0.1"."""
+    """Reads "10%" or "0.1"."""
     value = _number(FACTOR, text.removesuffix("%").rstrip()) / (100 if text.endswith("%") else 1)
     return _within(value, text, 1e-9, 10, "a share above 0 and up to 10, such as 10% or 0.5")
 
@@ -153,7 +153,7 @@ def loading(text: str) -> str:
 
 @_value
 def factor(text: str) -> float:
-    """ "4" or "0.25"."""
+    """Reads "4" or "0.25"."""
     return _within(_number(FACTOR, text), text, 1e-9, 1e9, "a number above 0 such as 4 or 0.5")
 
 

@@ -60,7 +60,7 @@ def settings_of(flags: SettingFlags) -> Settings:
 
 
 def lora_of(text: str | None) -> Adapter | None:
-    """ "r=16", "16", "r=8,targets=q_proj+v_proj". Raises PstarError for another text."""
+    """Reads "r=16", "16", "r=8,targets=q_proj+v_proj". Raises PstarError for another text."""
     if text is None:
         return None
     try:
@@ -146,7 +146,8 @@ def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine)
 
 
 def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:
-    """For --seq, --checkpointing and --dtype; bf16 and fp16 count as equal."""
+    """Returns whether a variant of a trace agrees with --seq, --checkpointing and --dtype. bf16 and fp16 count as
+    equal."""
     if job.seq is not None and w.sequence != job.seq:
         return False
     if job.checkpointing is not None and w.checkpointing != job.checkpointing:
@@ -155,8 +156,8 @@ def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:
 
 
 def _preset_variants(job: OptionalWorkloadFlags, machine: Machine, share: int) -> tuple[Way, ...]:
-    """In some of SPLITS micro-batches, with and without recomputation (unless --checkpointing says), and mixed block by
-    block."""
+    """Returns the preset in some of SPLITS micro-batches, with and without recomputation (unless --checkpointing says),
+    and the mixes of these block by block."""
     choices = (True, False) if job.checkpointing is None else (job.checkpointing,)
     possible = [split for split in SPLITS if share % split == 0]
     splits = [split for split in possible if share // split <= LARGE_BATCH] or possible[-1:]

@@ -103,7 +103,7 @@ def launch(*, asked: _LaunchFlags) -> int:
 
 
 def _check_flags(asked: _LaunchFlags) -> None:
-    """For a size, a machine or a policy that cannot be used, before the script runs."""
+    """Raise PstarError for a size, a machine or a policy that cannot be used, before the script runs."""
     from pstar_sim.catalog.loader import load_machine
     from pstar_sim.policy.registry import find_policy
 
@@ -114,7 +114,8 @@ def _check_flags(asked: _LaunchFlags) -> None:
 
 
 def _run(script: Path, arguments: Sequence[str]) -> int:
-    """As Python would. Returns the exit status; for an exception, which is printed as Python prints it, 1."""
+    """Run the script as Python would. Returns its exit status. An exception of the script is printed as Python prints
+    it, and the status is 1."""
     with _as_main(script, arguments):
         try:
             runpy.run_path(str(script), run_name="__main__")
@@ -144,7 +145,7 @@ def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _print_own(error: Exception, script: Path) -> None:
-    """From the script's own first frame on."""
+    """Print the traceback, from the script's own first frame on."""
     tb = error.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename != str(script):
         tb = tb.tb_next
@@ -157,7 +158,7 @@ class _Report:
         self._predicted: tuple[Plan, Machine, Timeline] | None = None
 
     def announce(self, plan: Plan) -> None:
-        """With the seconds and bytes predicted on this machine."""
+        """Print the plan, with the seconds and bytes that it is predicted to take on this machine."""
         with self._while_read():
             self._announce(plan)
 

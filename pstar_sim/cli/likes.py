@@ -107,7 +107,7 @@ class Likes:
 
 
 def _assumed(*, recomputed: bool) -> str:
-    """For a job of which neither a file nor a flag says whether activations are recomputed."""
+    """Returns a note for a job of which neither a file nor a flag says whether activations are recomputed."""
     if recomputed:
         return "activations are taken as recomputed, which no file says; --no-checkpointing if the script keeps them"
     return "activations are taken as kept, which no file says; --checkpointing if the script recomputes them"
@@ -169,7 +169,8 @@ def _flag(name: str, value: Any) -> str:
 
 
 def read_likes(paths: Sequence[str] | None) -> Likes | None:
-    """None for no files. Raises PstarError as `load_configuration` does, and for a file given twice."""
+    """Returns the configurations in the files; None for no files. Raises PstarError as `load_configuration` does, and
+    for a file that is given twice."""
     if not paths:
         return None
     from pstar_sim.frameworks.load import load_configuration

@@ -31,32 +31,32 @@ __all__ = [
 
 
 def say(text: str) -> None:
-    """The text is already laid out."""
+    """Writes text that is already laid out."""
     sys.stdout.write(narrow_encoding(text if text.endswith("\n") else text + "\n", sys.stdout.encoding))
 
 
 def tell(text: str) -> None:
-    """Prose, folded to the terminal."""
+    """Writes prose, folded to the terminal."""
     say("\n".join(wrap(text, terminal_width())))
 
 
 def say_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """As wide as the terminal allows ([Note: narrow terminals] in terminal.py)."""
+    """Write a table as wide as the terminal allows ([Note: narrow terminals] in terminal.py)."""
     say(table_text(heads, rows, width=terminal_width()))
 
 
 def say_json(value: object) -> None:
-    """Strict: no NaN, no Infinity."""
+    """Write strict JSON: no NaN, no Infinity."""
     say(json.dumps(value, indent=2, allow_nan=False))
 
 
 def note(text: str) -> None:
-    """On stderr, beside the answer on stdout."""
+    """Write one line on stderr, beside the answer on stdout."""
     sys.stderr.write(f"pstar: {text}\n")
 
 
 def check_apart(read: Sequence[str], written: Sequence[str]) -> None:
-    """For a file that a command would write twice, or that it also reads."""
+    """Raise PstarError for a file that a command would write twice, or that it also reads."""
     used = {Path(path).resolve() for path in read}
     for path in written:
         if Path(path).resolve() in used:
@@ -65,7 +65,7 @@ def check_apart(read: Sequence[str], written: Sequence[str]) -> None:
 
 
 def save_picture(figure: Figure, path: Path, *, dpi: int) -> None:
-    """Atomic. The ending is the kind of picture; without an ending it is PNG.
+    """Write a picture, atomically. The ending of the file is the kind of picture; without an ending it is PNG.
 
     Raises PstarError for an ending that matplotlib does not know, or a file or kind that cannot be written.
     """
@@ -97,7 +97,7 @@ def picture_kind(path: Path) -> str:
 
 
 def save_perfetto(timelines: Sequence[Timeline], plan: Plan, path: Path) -> None:
-    """For ui.perfetto.dev, atomically."""
+    """Write a trace for ui.perfetto.dev, atomically."""
     from pstar_sim.files import write_atomically
     from pstar_sim.report.perfetto import to_perfetto
 

@@ -123,7 +123,7 @@ def app(
 
 
 def _check_free(at: int) -> None:
-    """For a port on which no server can listen."""
+    """Raise PstarError for a port on which no server can listen."""
     import socket
 
     with socket.socket() as one:
@@ -137,7 +137,7 @@ def _check_free(at: int) -> None:
 
 
 def _subjects(paths: Sequence[str], on_part: OnPart) -> list[Subject]:
-    """In order. Raises PstarError for a run that does not follow its plan."""
+    """Returns the content of the files, in order. Raises PstarError for a run that does not follow its plan."""
     from pstar_sim.core.plan import load_plan
     from pstar_sim.core.run_file import load_timelines
     from pstar_sim.planner.stated import examine
@@ -189,7 +189,8 @@ def _run_of(planned: Subject, timelines: dict[str, Timeline], path: str) -> list
 
 
 def with_distinct_titles(subjects: Sequence[Subject], paths: Sequence[str]) -> list[Subject]:
-    """Equal titles get the names of their files, or numbers."""
+    """Returns the subjects, one per file, with different titles. Equal titles get the names of their files, or
+    numbers."""
     from dataclasses import replace
 
     titles = [subject.title for subject in subjects]

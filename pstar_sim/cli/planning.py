@@ -116,7 +116,7 @@ def compare(
 def _beside(
     asked: _PlanningQuestion, likes: Likes, policies: Sequence[str] | None
 ) -> tuple[_PlanningQuestion, list[str], tuple[ConfigurationPrediction, ...]]:
-    """Completed by the configurations, with the policies to set beside them, and their predictions."""
+    """Returns the question completed by the configurations, the policies to set beside them, and their predictions."""
     from pstar_sim.cli.inputs import machine_of, workloads_of
 
     if asked.global_batch is not None:
@@ -203,7 +203,7 @@ def plan(
 
 
 def say_notes(result: Comparison) -> None:
-    """Problems in the computation of the bound, on stderr."""
+    """Writes problems in the computation of the bound to stderr."""
     notes = {str(row.certificate["note"]) for row in result.rows if row.certificate and "note" in row.certificate}
     for one in sorted(notes):
         note(one)
@@ -216,8 +216,8 @@ def say_left_out(result: Comparison) -> None:
 
 
 def checked_plan(path: str) -> tuple[Plan, CheckReport]:
-    """With the checker's report. A run needs the steps and bytes that the checker has proved. Raises PlanError, naming
-    the file, if it is unreadable or wrong."""
+    """Returns a plan file and the checker's report on it. A run needs the steps and bytes that the checker has proved.
+    Raises PlanError, naming the file, if it is unreadable or wrong."""
     from pstar_sim.core.plan import load_plan
 
     plan = load_plan(path)
@@ -402,7 +402,7 @@ def _among_variants(
     *,
     only_best: bool,
 ) -> Comparison:
-    """On the fastest variant, by the only named policy or by `optimal`."""
+    """Returns the comparison on the fastest variant, by the only named policy or by `optimal`."""
     from pstar_sim.cli.inputs import variants_of
     from pstar_sim.planner.compare import Comparison, unfit_row
     from pstar_sim.planner.compare import compare as ask
@@ -452,7 +452,7 @@ def _among_variants(
 
 
 def _timelines_of(plans: Sequence[str]) -> tuple[list[Timeline], str]:
-    """With a title."""
+    """Returns the timelines of plan files, and a title for them."""
     from pstar_sim.planner.compare import play_plan
 
     loaded = [checked_plan(path)[0] for path in plans]
@@ -463,7 +463,7 @@ def _timelines_of(plans: Sequence[str]) -> tuple[list[Timeline], str]:
 def _planned_timelines(
     job: OptionalWorkloadFlags, on: OptionalMachineFlags, setting: SettingFlags, policies: Sequence[str] | None
 ) -> tuple[list[Timeline], str]:
-    """With a title."""
+    """Makes plans. Returns their timelines, and a title for them."""
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.compare import compare as ask
 

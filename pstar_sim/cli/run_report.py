@@ -65,7 +65,7 @@ def predictor(machine: Machine) -> Callable[[Plan], Timeline]:
 
 
 def machine_here(plan: Plan, bandwidth: tuple[float, float], *, virtual: bool) -> Machine:
-    """Predicts a run of the plan.
+    """Returns the machine for which a run of the plan is predicted.
 
     bandwidth: of the virtual link, in bytes per second (to the gpu, to the host).
     """
@@ -123,7 +123,7 @@ def try_outputs(flags: RunFlags) -> None:
 
 
 def write_timelines(flags: RunFlags, plan: Plan, predicted: Timeline, result: RunResult) -> None:
-    """Of the measured beside the predicted timeline, as the flags say."""
+    """Write the requested files that show the measured timeline beside the predicted timeline."""
     asked = [name for name in (flags.timeline, flags.perfetto, flags.plot) if name is not None]
     if result.timeline is None:
         for name in asked:
@@ -149,13 +149,13 @@ def write_timelines(flags: RunFlags, plan: Plan, predicted: Timeline, result: Ru
 
 
 def measured_s(result: RunResult) -> float:
-    """Per iteration: the median of the steps after the first."""
+    """Returns the measured seconds per iteration: the median of the steps after the first."""
     times = [r.time_s for r in result.reports]
     return statistics.median(times[1:] or times)
 
 
 def _counted(result: RunResult) -> str:
-    """The steps of `measured_s`, in words."""
+    """Returns words for the steps of `measured_s`."""
     steps = len(result.reports)
     return f"median of steps 2 to {steps}" if steps > 2 else "the last step" if steps == 2 else "the one step"
 
@@ -185,7 +185,8 @@ def compare_with_run(plan: Plan, predicted: Timeline, result: RunResult) -> list
 
 
 def retimed_s(plan: Plan, measured: Timeline) -> float | None:
-    """None for ranks that differ, which are simulated with seconds of their own."""
+    """Returns the seconds of the re-timed iteration. Returns None for ranks that differ, which are simulated with
+    seconds of their own."""
     from pstar_sim.sim.retime import retime
     from pstar_sim.sim.several_ranks import classes_of
 
@@ -195,10 +196,10 @@ def retimed_s(plan: Plan, measured: Timeline) -> float | None:
 def result_as_json(
     plan: Plan, machine: Machine, result: RunResult, rows: Sequence[Figure], *, steps: int
 ) -> dict[str, object]:
-    """For `pstar run --json`.
+    """Returns the object that `pstar run --json` prints.
 
     machine: for which the run was predicted.
-    steps: requested.
+    steps: the requested number.
     """
     return {
         "policy": plan.policy,

@@ -120,7 +120,7 @@ def _run(flags: RunFlags, plan: Plan, processes: Processes) -> None:
 
 
 def _files_of(flags: RunFlags, rank: int) -> RunFlags:
-    """Other ranks' files are None. Raises PstarError for a file that cannot be written."""
+    """Sets the files of other ranks to None. Raises PstarError for a file that cannot be written."""
     names: dict[str, str | None] = {}
     for flag in OUTPUTS:
         name = getattr(flags, flag)
@@ -139,7 +139,7 @@ def _first_rank_of(machine: Machine) -> Machine:
 
 
 def _say(plan: Plan, machine: Machine, predicted: Timeline, result: RunResult, *, as_json: bool) -> None:
-    """Beside the prediction for `machine`."""
+    """Print the results of the run, beside its prediction for `machine`."""
     said = _Said(plan=plan, machine=machine, predicted=predicted, result=result)
     if as_json:
         sys.stdout.write(json.dumps(said.figures()) + "\n")
@@ -156,7 +156,7 @@ def _say(plan: Plan, machine: Machine, predicted: Timeline, result: RunResult, *
 
 @dataclass(frozen=True, kw_only=True)
 class _Said:
-    """From the view of one of several ranks."""
+    """The figures of a run of several ranks, from the view of one rank."""
 
     plan: Plan
     machine: Machine
@@ -173,7 +173,7 @@ class _Said:
 
     @cached_property
     def step_s(self) -> float:
-        """Without the first step if there are others."""
+        """Median seconds per step, without the first step if there are others."""
         return statistics.median(self.times[1:] or self.times)
 
     @cached_property
@@ -183,7 +183,7 @@ class _Said:
 
     @cached_property
     def again_s(self) -> float | None:
-        """Of the plan, simulated with this rank's measured steps."""
+        """Seconds of the plan, simulated with the measured seconds of this rank's steps."""
         return None if self.result.timeline is None else retimed_s(self.plan, self.result.timeline)
 
     @cached_property
@@ -192,13 +192,13 @@ class _Said:
 
     @cached_property
     def moved(self) -> dict[str, int]:
-        """By lane."""
+        """Measured bytes by lane."""
         here, shared = self.result.measured, self.result.shared
         return {**(here.moved_bytes if here is not None else {}), **({"net": shared.sent_bytes} if shared else {})}
 
     @cached_property
     def peaks(self) -> list[int]:
-        """Of the ranks that reported one."""
+        """GPU peaks in bytes, of the ranks that reported a peak."""
         here, shared = self.result.measured, self.result.shared
         if shared is not None:
             return list(shared.peak_gpu_bytes)
@@ -209,7 +209,7 @@ class _Said:
         return 0 if self.result.shared is None else self.result.shared.transient_bytes
 
     def figures(self) -> dict[str, object]:
-        """For programs."""
+        """Returns the figures of the run, for programs."""
         plan, result, wanted = self.plan, self.result, self.plan.moved_bytes
         return {
             "policy": plan.policy, "model": plan.workload.model, "ranks": self.ranks,
@@ -224,7 +224,7 @@ class _Said:
         }  # fmt: skip
 
     def step_rows(self) -> list[tuple[str, str, str, str]]:
-        """Of the first step and the last steps."""
+        """Returns the rows of the first step and the last steps."""
         first, count = self.result.reports[0].step, len(self.losses)
         from_ = count - 5 if count > 6 else 0
         return [
@@ -234,7 +234,7 @@ class _Said:
         ]
 
     def predicted_rows(self) -> list[tuple[str, str, str]]:
-        """Beside measured figures."""
+        """Returns predicted beside measured figures."""
         wanted, moved = self.plan.moved_bytes, self.moved
         rows = [("iteration", format_s(self.predicted.iteration_s), format_s(self.step_s))]
         if self.again_s is not None:

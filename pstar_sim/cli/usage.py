@@ -77,7 +77,7 @@ def _check_words(context: Any, parameters: Sequence[Any], words: Sequence[str], 
 
 
 def _is_flag(word: str) -> bool:
-    """ "-" alone stands for a file."""
+    """The word "-" alone stands for a file."""
     return word.startswith("-") and word != "-"
 
 
@@ -93,7 +93,7 @@ def _check_required(context: Any, left_out: Sequence[Any]) -> None:
 
 
 def _flag_of(context: Any, word: str, flags: Mapping[str, Any]) -> Any:
-    """`--flag`, `--flag=VALUE`, `-f` or `-fVALUE`."""
+    """Takes `--flag`, `--flag=VALUE`, `-f` or `-fVALUE`."""
     name = word.partition("=")[0]
     flag = flags.get(name) or (None if word.startswith("--") else flags.get(word[:2]))
     if flag is None:
@@ -104,14 +104,14 @@ def _flag_of(context: Any, word: str, flags: Mapping[str, Any]) -> Any:
 
 
 def _commands_with(context: Any, name: str) -> list[str]:
-    """At most three others of the group."""
+    """Returns at most three other commands of the group that have the flag."""
     group = getattr(context.parent, "command", None)
     commands = getattr(group, "commands", {})
     return [other for other, one in commands.items() if any(name in p.opts for p in one.get_params(context))][:3]
 
 
 def _take_value(context: Any, flag: Any, word: str, left: list[str], flags: Collection[str]) -> None:
-    """From the words behind the flag, unless it is in the flag's own word (--flag=value).
+    """Take the value of a flag from the words behind it, unless the value is in the flag's own word (--flag=value).
 
     left: words behind the flag.
     """
@@ -168,7 +168,6 @@ def _argument_name(parameter: Any) -> str:
 
 
 def _column(width: int) -> int:
-    """The column beside it has the meanings of names."""
     return min(26, width // 3)
 
 
@@ -180,7 +179,7 @@ def _write_epilog(command: Any, formatter: Any) -> None:
 
 
 class Command(TyperCommand):
-    """Of `pstar`."""
+    """A command of `pstar`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "rich_markup_mode": None})

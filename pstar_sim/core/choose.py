@@ -105,7 +105,8 @@ class Window:
 
     @property
     def repeats(self) -> bool:
-        """If they do not, the seconds of a plan made from this window may differ from `iteration_s`."""
+        """Whether the last two periods agree. If they do not, the seconds of a plan made from this window may differ
+        from `iteration_s`."""
         return len(self.periods_s) > 1 and agree(self.periods_s[-1], self.periods_s[-2], TOLERANCE)
 
 
@@ -274,7 +275,8 @@ class _Chooser:
         return None
 
     def _start_ready(self, q: int) -> bool:
-        """On a queue whose steps take no bytes ahead of their use. Returns whether any step took no time."""
+        """Start ready steps on a queue whose steps take no bytes ahead of their use. Returns whether any step took no
+        time."""
         c, ready, running = self.columns, self.ready[q], self.clock.running
         gpu_take, host_take = c.gpu_take, c.host_take
         at_once = False
@@ -289,7 +291,8 @@ class _Chooser:
         return at_once
 
     def _start_ahead(self, q: int) -> bool:
-        """On a queue whose steps take bytes ahead of their use. Returns whether any step took no time."""
+        """Start ready steps on a queue whose steps take bytes ahead of their use. Returns whether any step took no
+        time."""
         c, ready, running, ahead = self.columns, self.ready[q], self.clock.running, self.ahead
         at_once = False
         while ready and running[q] < 0:
@@ -411,7 +414,7 @@ class _RoomAhead:
         return refused == step and position <= until
 
     def reserve(self, q: int, i: int, k: int, position: int, started: Sequence[bytearray]) -> bool:
-        """From `position` to the use of step i. Returns whether there is room."""
+        """Reserve room for step i of iteration k from `position` to its use. Returns whether there is room."""
         c = self._columns
         use = c.use[i]
         assert use is not None

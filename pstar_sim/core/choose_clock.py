@@ -16,7 +16,7 @@ _Kept = tuple[float, float, bool, list[int], list[tuple[float, float, float, flo
 class Clock:
     """Speeds depend on the ops that run, and are computed once per instant, after all ops that start or end in it.
 
-    now: since the cut.
+    now: seconds since the cut.
     running: queue -> op; -1 if none runs.
     """
 
@@ -89,7 +89,7 @@ class Clock:
         return True
 
     def kept(self) -> _Kept:
-        """For `set_back`."""
+        """Returns the state of the clock, for `set_back`."""
         rates = [*zip(self._until, self._left, self._speed, self._demand)]
         return self.now, self._settled_s, self._changed, self.running[:], rates
 

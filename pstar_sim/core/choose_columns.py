@@ -120,7 +120,7 @@ class Columns:
                     followers[op_of[j]].append(i)
 
     def _sort(self, rows: Sequence[DraftRow], ops: Sequence[int]) -> None:
-        """The order is that in which they may start."""
+        """Sorts by the order in which ops may start."""
         queue_of = self.queue_of
         self.ops = len(ops)
         self.compute = [i for i in ops if queue_of[i] == COMPUTE]

@@ -39,7 +39,7 @@ _CATEGORY = {"param": "param", "grad": "grad", "grad32": "grad", "remote": "para
 
 
 def category_of(list_name: str) -> str:
-    """ "param", "grad" or "states", as in a timeline."""
+    """Returns "param", "grad" or "states", as in a timeline."""
     return _CATEGORY.get(list_name, "states")
 
 
@@ -154,7 +154,7 @@ def folded_lists(plan: Plan) -> dict[int, int]:
 
 
 def _summed_on_gpu(plan: Plan) -> set[int]:
-    """The list is there always or for a time."""
+    """Returns the chunks with a list there, always or for a time."""
     opened = {s.chunk for s in plan.steps if s.kind is Kind.ALLOC and s.place is Place.GPU and s.list == "grad32"}
     stays = {r.chunk for r in plan.initial if r.place is Place.GPU and r.list == "grad32"}
     return {chunk for chunk in opened | stays if chunk is not None}

@@ -54,7 +54,7 @@ def moves_on_disks(moved_bytes: Mapping[str, int]) -> bool:
 def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
     """Compares figures of bytes with recomputed ones.
 
-    peak_bytes: as proved.
+    peak_bytes: the most of each place, as proved.
 
     The peak of a run depends on its timing. So a stated peak has to lie between the bytes that every run holds,
     whatever its timing, and the proved peak; on several ranks, on the rank with the largest.
@@ -80,8 +80,8 @@ def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
 
 
 def _least_bytes(plan: Plan, place: Place) -> int:
-    """Whatever the timing: the bytes at the cut or, on the gpu, of the moment with the largest need if these are
-    more."""
+    """Returns the least bytes that the place holds at its peak on some rank, whatever the timing: the bytes that it
+    holds at the cut or, on the gpu, the bytes of the moment with the largest need if these are more."""
     cut = sum(size for _, where, size in plan.buffers if where is place)
     cut += sum(plan.layout.payload_bytes(r.chunk, r.list) for r in plan.initial if r.chunk >= 0 and r.place is place)
     if place is not Place.GPU:
@@ -103,7 +103,7 @@ def not_checked(
     """Returns a line per kind of statement that was not computed again, or is missing.
 
     checked: names of figures and words.
-    why: name -> reason.
+    why: name -> reason why it was not computed.
     workload, machine: whether the plan was compared with one.
     """
     lines: list[str] = []

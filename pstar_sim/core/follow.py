@@ -70,7 +70,7 @@ class Record:
 
     @classmethod
     def empty(cls, program: Program, most: int, *, shared: bool) -> Record:
-        """most: iterations.
+        """most: largest number of iterations.
         shared: whether DRAM can be short.
         """
         steps = len(program.ids)
@@ -124,7 +124,7 @@ def follow(
 
 
 class Deadlock(PlanError):
-    """Every queue waits.
+    """The error of a run in which every queue waits.
 
     record: events before it; None after pickling.
     """

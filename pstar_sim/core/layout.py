@@ -62,7 +62,7 @@ class Slot:
 class Chunk:
     """A run of consecutive parameters of one dtype and one optimizer group, all frozen or all trainable.
 
-    numel: with waste.
+    numel: elements of the payload, waste included.
     small: holds tensors too small to be worth moving; stays resident.
     """
 
@@ -76,7 +76,7 @@ class Chunk:
 
     @property
     def params(self) -> int:
-        """Without padding."""
+        """Number of parameters that the chunk holds, without padding."""
         return sum(slot.numel for slot in self.slots)
 
 
@@ -139,11 +139,12 @@ class Layout:
         return {name: tuple([payloads.get((c.index, name)) for c in self.chunks]) for name in self.lists}
 
     def sum_width(self, chunk: int) -> int:
-        """Bytes per parameter of the chunk's sum of gradients."""
+        """Returns the bytes per parameter of the chunk's sum of gradients."""
         return max(self.sum_bytes, DTYPES[self.chunks[chunk].dtype].bytes)
 
     def slice_numel(self, chunk: int) -> int:
-        """Rounded up so that all slices are equal and aligned."""
+        """Returns the number of elements of one rank's slice of a list, rounded up so that all slices are equal and
+        aligned."""
         numel = self.chunks[chunk].numel
         if self.ranks == 1:
             return numel
@@ -155,8 +156,9 @@ class Layout:
         return self.payload_bytes(chunk, "param") * self.ranks
 
     def payload_bytes(self, chunk: int, list_name: str) -> int:
-        """For "remote" and "grad_remote", returns the bytes of the slices of all other ranks. A frozen chunk has only
-        "param" and "remote". Raises PlanError for an unknown chunk or list."""
+        """Returns the bytes of one rank's slice of a list of a chunk. For "remote" and "grad_remote", returns the bytes
+        of the slices of all other ranks. A frozen chunk has only "param" and "remote". Raises PlanError for an unknown
+        chunk or list."""
         try:
             return self._payloads[chunk, list_name]
         except KeyError:
@@ -180,11 +182,11 @@ class Layout:
         return size_bytes * end // numel - size_bytes * first // numel
 
     def list_bytes(self, list_name: str) -> tuple[int | None, ...]:
-        """None for a chunk without this list."""
+        """Returns the bytes of a list of each chunk; None for a chunk without this list."""
         return self._lists_bytes.get(list_name, (None,) * len(self.chunks))
 
     def states_bytes(self, chunk: int) -> int:
-        """Of one rank's slice; 0 for a frozen chunk."""
+        """Returns the bytes of all optimizer state lists of a chunk, of one rank's slice; 0 for a frozen chunk."""
         return 0 if self.chunks[chunk].frozen else self.optimizer.states_bytes(self.slice_numel(chunk))
 
     def to_dict(self) -> dict[str, Any]:
@@ -209,7 +211,7 @@ class Layout:
 
 
 class _Item(NamedTuple):
-    """first_use: a moment.
+    """first_use: moment of the first use.
     padded: numel, rounded up to ALIGN.
     """
 
@@ -424,7 +426,7 @@ def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
 
 
 def _coarsest(total: int) -> int:
-    """Finer for a small model."""
+    """Returns the granule with which a search over chunk sizes begins: finer for a small model."""
     granule = GRANULE_BYTES
     while granule > 4 * KIB and granule > total / 64:
         granule //= 2
@@ -450,7 +452,7 @@ def _candidates(prefixes: Mapping[_Class, NDArray[np.int64]], granule: int, tota
 
 
 def _waste(classes: Mapping[_Class, Sequence[_Item]], size: int) -> float:
-    """Exact to 1e-3."""
+    """Returns the share of padding for chunks of that size, exact to 1e-3."""
     used = held = 0
     for key, items in classes.items():
         used += sum(item.numel for item in items) * key.width

@@ -250,14 +250,14 @@ class Moves:
             layout.payload_bytes(int(chunk[n]), lists[int(first[n]) // chunks])
 
     def _moments(self) -> list[_Ints]:
-        """By column (pattern, kind, payload, value)."""
+        """Returns the entries of the moments, by column (pattern, kind, payload, value)."""
         plan = self.plan
         lists = ("param", "remote") if plan.layout.ranks > 1 else ("param",)
         working = np.array([self._first_of(name, _GPU) for name in lists])
         rise, fall = map(np.array, tide_moves(self._tide))
 
         def about(what: int, moment: _Ints, chunk: _Ints, value: int, *, at_end: int) -> _Ints:
-            """By column, for each working list."""
+            """Returns entries for each working list of these chunks at these moments, by column."""
             moment = np.repeat(moment, len(working))
             who = (chunk[:, np.newaxis] + working).ravel()
             return np.stack([2 * moment + at_end, np.full_like(who, what), who, np.full_like(who, value)])
@@ -559,16 +559,16 @@ class Ledger:
         return [self._payloads.resident(number) for number in self._unfinished]
 
     def used_bytes(self, place: Place) -> int:
-        """Payloads, claims and buffers."""
+        """Counts payloads, claims and buffers."""
         return self._used[PLACES.index(place)]
 
     def held_bytes(self, place: Place) -> int:
-        """Without claims."""
+        """Returns the bytes of payloads and buffers, without claims."""
         p = PLACES.index(place)
         return self._used[p] - self._claimed[p]
 
     def room_bytes(self, place: Place) -> int:
-        """What could still be claimed."""
+        """Returns what could still be claimed."""
         p = PLACES.index(place)
         return self.budget_bytes[p] - self._used[p] - (self.tide_bytes if p == _GPU else 0)
 

@@ -87,7 +87,8 @@ class Settings:
             object.__setattr__(self, "chunk_bytes", size_bytes("chunk_bytes", self.chunk_bytes, error=PlanError))
 
     def barrier(self, dtype: str) -> str | None:
-        """ "clip", "loss scaling", "update=step", or None: why no Adam may run before all gradients are there."""
+        """Returns why no Adam may run before all gradients are there ("clip", "loss scaling", "update=step"), or
+        None."""
         if self.clip:
             return "clip"
         if DTYPES[dtype].scaled:
@@ -154,7 +155,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Per iteration, of all ranks."""
+        """Tokens per iteration, of all ranks."""
         return sum(job.tokens for job in self.jobs)
 
     @property
@@ -175,7 +176,8 @@ class Plan:
 
     @property
     def budgets(self) -> dict[Place, int]:
-        """Of one rank, without places that the plan does not use."""
+        """Returns the bytes of each place that the plan may take, on one rank. Places that the plan does not use are
+        left out."""
         budgets = {Place.GPU: self.gpu_budget_bytes, Place.HOST: self.host_budget_bytes}
         return {**budgets, Place.NVME: self.nvme_budget_bytes} if self.nvme_budget_bytes else budgets
 
@@ -254,7 +256,7 @@ def _check_ranked(ranked: Sequence[Workload], workload: Workload, machine: Machi
 
 
 def moved_bytes(steps: Iterable[Step], ranks: int) -> dict[str, int]:
-    """By route, as `Plan.moved_bytes`."""
+    """Returns the bytes that one rank moves with these steps, by route, as `Plan.moved_bytes`."""
     moved = {"h2d": 0, "d2h": 0}
     for step in steps:
         route = ROUTES.get(step.kind)
@@ -286,7 +288,7 @@ def steps_from_text(text: str) -> tuple[Step, ...]:
 
 @without_garbage_collection()
 def load_plan(path: str | Path) -> Plan:
-    """Does not run the checker. Raises PlanError naming the file and the field or line."""
+    """Returns the plan in a file; does not run the checker. Raises PlanError naming the file and the field or line."""
     from pstar_sim.core.plan_file import read_plan
 
     return read_plan(file_path("path", path, error=PlanError))

@@ -121,7 +121,8 @@ def _written(fields: list[tuple[str, Any]]) -> dict[str, object]:
 
 
 def _settings_to_dict(settings: Settings) -> dict[str, object]:
-    """Without `loop`, `sums` and `effort` at their defaults, so that older files stay as they were."""
+    """Returns the settings as plain values. `loop`, `sums` and `effort` are left out if they have their defaults, so
+    that such files stay as they were before these fields existed."""
     values = dataclasses.asdict(settings)
     for name in ("loop", "sums", "effort"):
         if values[name] == getattr(Settings, name):

@@ -61,9 +61,8 @@ class Rates:
     slowdowns: Mapping[str, float] = field(default_factory=dict)
 
     def may_be_short(self, queue_of: Sequence[int], costs: StepCosts, *, jitter: bool = False) -> bool:
-        """If not, shared rates need not be computed.
+        """Returns whether any shared resource could be short; otherwise shared rates need not be computed.
 
-        queue_of: of each step.
         jitter: whether steps may take other seconds than given.
         """
         if not self.duplex or self.slowdowns:
@@ -118,7 +117,7 @@ def is_steady(ended: NDArray[np.float64], before: NDArray[np.float64]) -> bool:
 
 
 def agree(period_s: float, before_s: float, tolerance: float) -> bool:
-    """For two successive windows of a schedule that is still being chosen."""
+    """Returns whether two successive windows of a schedule that is still being chosen take equally long."""
     return abs(period_s - before_s) <= tolerance * period_s
 
 

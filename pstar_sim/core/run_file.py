@@ -34,14 +34,15 @@ class RunTimelines:
     measured: Timeline
 
     def save(self, path: str | Path) -> None:
-        """Atomic; `load_run` is the reverse."""
+        """Write as JSON, atomically; `load_run` is the reverse."""
         rows = (f"{json.dumps(name)}: {json.dumps(getattr(self, name).to_dict())}" for name in _BOTH)
         head = f'"format": {json.dumps(FORMAT)},\n"version": {VERSION}'
         write_atomically(Path(path), "{\n" + head + ",\n" + ",\n".join(rows) + "\n}\n")
 
 
 def load_run(path: str | Path) -> RunTimelines:
-    """From a file of `pstar run --timeline`. Raises TraceError naming the file and the wrong field."""
+    """Returns the timelines in a file of `pstar run --timeline`. Raises TraceError naming the file and the wrong
+    field."""
     return _run(read_values(path), path)
 
 

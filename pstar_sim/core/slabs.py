@@ -116,7 +116,8 @@ def passing_payloads(plan: Plan) -> set[tuple[int, str]]:
 
 
 def host_payloads(plan: Plan) -> dict[tuple[int, str], int]:
-    """Also has room for stashes (`stash_key`)."""
+    """Returns (chunk, list) -> bytes of every payload that the plan ever has on the host, including room for stashes
+    (`stash_key`)."""
     sizes = {stash_key(block): size for block, size in plan.workload.stash_room}
     at_cut = {(r.chunk, r.list) for r in plan.initial if r.chunk >= 0 and r.place is Place.HOST}
     for chunk, list_name in sorted(at_cut | passing_payloads(plan)):

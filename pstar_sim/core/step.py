@@ -298,7 +298,7 @@ PAGEABLE = "pageable"
 
 
 def to_text(step: Step) -> str:
-    """ "12 h2d fetch chunk=3 list=param moment=15 bytes=67108864 after=4,9@-1"."""
+    """Returns "12 h2d fetch chunk=3 list=param moment=15 bytes=67108864 after=4,9@-1"."""
     words = [str(step.id), step.queue.value, step.kind.value]
     for name in _READERS:
         value = getattr(step, name)

@@ -103,7 +103,7 @@ class RowsByColumn(Generic[_Row]):
         self._rows = rows
 
     def columns(self) -> Mapping[str, list[Any]]:
-        """Field of the dataclass -> its values."""
+        """Returns field of the dataclass -> its values."""
         if self._make is not None:
             self._columns, self._make = self._make(), None
         return self._columns
@@ -175,7 +175,7 @@ class Timeline:
         )
 
     def labelled(self, label: str) -> Timeline:
-        """Makes no row."""
+        """Returns the same timeline under another label. Makes no row."""
         twin = copy.copy(self)
         object.__setattr__(twin, "label", label)
         return twin
@@ -230,7 +230,7 @@ class Timeline:
         return timeline
 
     def save(self, path: str | Path) -> None:
-        """Atomic; `load_timeline` is the reverse."""
+        """Writes the timeline as JSON, atomically; `load_timeline` is the reverse."""
         lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in self.to_dict().items())
         write_atomically(Path(path), "{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -240,7 +240,7 @@ class Timeline:
 
 
 def load_timeline(path: str | Path) -> Timeline:
-    """Raises TraceError naming the file and the wrong field or line."""
+    """Returns the timeline in a file. Raises TraceError naming the file and the wrong field or line."""
     values = read_values(file_path("path", path, error=TraceError))
     try:
         return Timeline.from_dict(values)
@@ -249,7 +249,7 @@ def load_timeline(path: str | Path) -> Timeline:
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
-    """Raises TraceError naming the file and the error in it."""
+    """Returns the JSON object in a file. Raises TraceError naming the file and the error in it."""
     try:
         values = parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

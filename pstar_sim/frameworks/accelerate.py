@@ -149,7 +149,7 @@ def read(content: object, file: str) -> Configuration:
 
 
 def _hint(word: str, known: tuple[str, ...]) -> str:
-    """The nearest known word, or all."""
+    """Returns the nearest known word, or all."""
     near = nearest(word, known)
     return f"did you mean {near}?" if near else f"it must be one of {', '.join(known)}"
 
@@ -215,7 +215,7 @@ def _as_deepspeed(found: KeyReading, file: str, notes: list[str]) -> Configurati
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Beside the plan's lists, where the model is whole on every GPU.
+    """Returns the bytes that the GPU holds beside the plan's lists where the model is whole on every GPU.
 
     A single process ends its backward pass with 16 bytes per parameter: the fp32 parameters, their fp32 gradients, and
     two moments. In 16 bits, the lists of all_on_gpu are 14 bytes beside all activations, which are gone by then.
@@ -239,7 +239,7 @@ MEMORY = replace(
 
 
 def values_of(configuration: Configuration) -> dict[str, object]:
-    """For each of KEYS. `read` of these values gives the configuration back."""
+    """Returns the value of each of KEYS for the configuration. `read` of these values gives the configuration back."""
     c, detail = configuration, configuration.detail
     precision = {dtype: word for word, dtype in _DTYPES.items()}
     values: dict[str, object] = {
@@ -264,13 +264,13 @@ def values_of(configuration: Configuration) -> dict[str, object]:
 
 
 def write(configuration: Configuration) -> str:
-    """As YAML."""
+    """Returns the configuration as the text of a YAML file."""
     content = {"compute_environment": "LOCAL_MACHINE", **nested(KEYS, values_of(configuration))}
     return msgspec.yaml.encode(content).decode("utf-8")
 
 
 def express(plan: Plan) -> Expressed:
-    """The nearest FSDP 2 configuration. The script sets clipping, batch and micro-batches."""
+    """Returns the nearest FSDP 2 configuration. The script sets clipping, batch and micro-batches."""
     details: dict[str, object] = {
         "type": "FSDP",
         "version": 2,

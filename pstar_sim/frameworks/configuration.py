@@ -62,7 +62,7 @@ class Configuration:
 
     @property
     def options(self) -> dict[str, object]:
-        """Also those at their default values."""
+        """All options of the policy, including options at their default values."""
         return in_full(self.policy)
 
     @property
@@ -86,12 +86,13 @@ class Configuration:
         return replace(self, policy=spec(self.base, {**options, **changed}))
 
     def job(self, workload: Workload) -> Workload:
-        """As the policy runs it: the inputs of recomputed blocks may go to the host."""
+        """Returns the workload as the configuration's policy runs it: the inputs of recomputed blocks may go to the
+        host."""
         return in_order(self.base, workload, ON_HOST) if self.options.get("checkpoints") == "host" else workload
 
 
 def in_full(policy: str) -> dict[str, object]:
-    """All options, also those at their default values."""
+    """Returns all options, also those at their default values."""
     found = find_policy(policy)
     set_options = dict(found.values) if isinstance(found, Specified) else {}
     base = found.policy if isinstance(found, Specified) else found
@@ -99,7 +100,7 @@ def in_full(policy: str) -> dict[str, object]:
 
 
 def spec(name: str, options: Mapping[str, object]) -> str:
-    """Normalised, without options that the policy does not have."""
+    """Returns the normalised spec, without options that the policy does not have."""
     known = options_of(find_policy(name))
     words = ",".join(f"{key}={show(options[key])}" for key in known if key in options)
     return policy_name(f"{name}:{words}") if words else name

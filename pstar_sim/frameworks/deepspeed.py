@@ -353,7 +353,8 @@ _SIZES = {
 
 
 def _notes(found: KeyReading, stage: int, states: str, params: str) -> list[str]:
-    """On combinations of keys that are not modelled, and on defaults that depend on DeepSpeed's version."""
+    """Returns notes on combinations of keys that are not modelled, and on defaults that depend on DeepSpeed's
+    version."""
     zero3, zero12 = stage == 3, stage in (1, 2)
     on_host = found["checkpoints_on_host"] is True
     offloaded3 = zero3 and states == "cpu" and params != "nvme"
@@ -391,7 +392,7 @@ def _notes(found: KeyReading, stage: int, states: str, params: str) -> list[str]
 
 
 def _details(found: KeyReading, stage: int, states: str, params: str) -> tuple[tuple[str, object], ...]:
-    """How DeepSpeed allocates, beside the policy's options: (name, value)."""
+    """Returns how DeepSpeed allocates, beside the policy's options: (name, value)."""
     kept: dict[str, object] = {"stage": stage, "states": states, "params": params}
     if states == "nvme":
         kept["states_buffers"] = found.usual("states_buffers", 4)
@@ -404,7 +405,7 @@ def _details(found: KeyReading, stage: int, states: str, params: str) -> tuple[t
 
 
 def values_of(configuration: Configuration) -> dict[str, object]:
-    """For each of KEYS. `read` of these values gives the configuration back."""
+    """Returns the value of each of KEYS for the configuration. `read` of these values gives the configuration back."""
     c, detail, options = configuration, configuration.detail, configuration.options
     values: dict[str, object] = {
         "batch_per_gpu": c.batch_per_gpu,
@@ -444,7 +445,8 @@ def _values_of_places(c: Configuration) -> dict[str, object]:
 
 
 def write(configuration: Configuration) -> str:
-    """As JSON, without what the configuration leaves to the script."""
+    """Returns the configuration as the text of a JSON file. Values that the configuration leaves to the script are left
+    out."""
     content = nested(KEYS, values_of(configuration))
     zero = content[_ZERO]
     zero |= {"overlap_comm": True, "contiguous_gradients": True}
@@ -452,7 +454,7 @@ def write(configuration: Configuration) -> str:
 
 
 def _allocations(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Allocation, ...]:
-    """One rank's: see [Note: pinned blocks] in host_memory.py.
+    """Returns one rank's: see [Note: pinned blocks] in host_memory.py.
 
     Stages 1 and 2 have flat buffers of the rank's slices. Stage 3 has masters, gradients and moments by sub-group;
     gradients in the working dtype, and offloaded parameters, lie in one buffer each.
@@ -526,15 +528,15 @@ def _whole(value: object) -> int:
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Beside the plan's lists: with stage 0 in 16 bits, working gradients and fp32 gradients. With several
-    micro-batches the lists of all_on_gpu include the fp32 gradients already."""
+    """Returns the bytes that the GPU holds beside the plan's lists: with stage 0 in 16 bits, working gradients and fp32
+    gradients. With several micro-batches the lists of all_on_gpu include the fp32 gradients already."""
     if configuration.detail["stage"] != 0 or workload.dtype == MASTER:
         return 0
     return workload.trainable_params * (2 if workload.micro_batches > 1 else 6)
 
 
 def _unpinned(configuration: Configuration) -> str:
-    """What pins less memory. accelerate's own file (which says its type) has no key for it, and can name one of
+    """Returns what pins less memory. accelerate's own file (which says its type) has no key for it, and can name one of
     DeepSpeed's."""
     sections = {"states": "offload_optimizer", "params": "offload_param"}
     offloading = " and ".join(name for what, name in sections.items() if configuration.detail[what] != "none")
@@ -600,7 +602,7 @@ def express(plan: Plan) -> Expressed:
 
 
 def _without_pinning(configuration: Configuration) -> Configuration:
-    """ "pin_memory": false in each section that offloads, as `read` reads it."""
+    """Sets "pin_memory": false in each section that offloads, as `read` reads it."""
     c = configuration
     policy = spec(c.base, {**c.options, "pinned": False, "flush": "blocking"})
     return replace(c, policy=policy, pinned=c.detail["states"] == "none", pinned_params=c.detail["params"] == "none")
@@ -635,7 +637,7 @@ def _nearest(plan: Plan) -> tuple[str, dict[str, object], list[str]]:
 
 
 def _placing(base: str, options: Mapping[str, object], *, sliced: bool) -> tuple[int, str, str]:
-    """The ZeRO stage, and where states and parameters live.
+    """Returns the ZeRO stage, and where states and parameters live.
 
     sliced: there are several ranks.
     """

@@ -54,7 +54,7 @@ class Whereabouts:
 
 
 def whereabouts(plan: Plan) -> Whereabouts:
-    """Between two iterations."""
+    """Returns where the plan keeps parameters and states between two iterations."""
     held: dict[tuple[bool, Place], int] = {}
     on_gpu = {(r.chunk, r.list) for r in plan.initial if r.place is Place.GPU}
     for r in plan.initial:
@@ -79,8 +79,8 @@ def whereabouts(plan: Plan) -> Whereabouts:
 
 
 def job_left(plan: Plan) -> tuple[Workload, Settings]:
-    """As a framework runs it: depth-first, updated in optimizer.step(), with the activations of all blocks kept or all
-    recomputed. A traced workload stays as it is."""
+    """Returns the job that a framework runs in place of the plan's: depth-first, updated in optimizer.step(), with the
+    activations of all blocks kept or all recomputed. A traced workload stays as it is."""
     settings = replace(plan.settings, update="step", loop="own")
     w = plan.workload
     if not w.activations and not w.relayed:
@@ -92,7 +92,7 @@ def job_left(plan: Plan) -> tuple[Workload, Settings]:
 
 
 def options_of_plan(plan: Plan, *names: str) -> Mapping[str, object] | None:
-    """If the plan's policy is one of `names`, else None."""
+    """Returns all options of the plan's policy if it is one of `names`, else None."""
     base = split_spec(plan.policy)[0]
     return in_full(plan.policy) if base in names else None
 

@@ -33,7 +33,7 @@ _GPU_BUFFER = "the framework's own gradients"
 
 
 def _planned_on(machine: Machine, gpu_bytes: int) -> Machine:
-    """With host memory enough for every policy, and gpu_bytes less memory per GPU."""
+    """Returns the machine with host memory enough for every policy, and with gpu_bytes less memory per GPU."""
     ranks = tuple(
         replace(rank, gpu=replace(rank.gpu, usable_bytes=max(rank.gpu.context_bytes + 1, left)))
         for rank in machine.ranks

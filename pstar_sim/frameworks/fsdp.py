@@ -42,10 +42,7 @@ _WIDTH = 4  # bytes of a parameter, of its gradient, and of each of its two mome
 
 
 def fsdp_policy(*, offload: bool, reshard: bool) -> str:
-    """The spec that stands for FSDP.
-
-    reshard: parameters are given up after forward, and gathered again for backward.
-    """
+    """reshard: parameters are given up after forward, and gathered again for backward."""
     if not offload:
         return spec("zero3_resident", {"reshard": reshard})
     return spec("zero_infinity", {"bucket": 0, "reuse": 0 if reshard else MAX_REUSE_PARAMS})
@@ -61,8 +58,8 @@ def reshards(configuration: Configuration) -> bool:
 
 
 def _allocations(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Allocation, ...]:
-    """One rank's, where everything is offloaded. FSDP 2 pins each parameter, FSDP 1 the flat parameter of each wrapped
-    block. A gradient arrives in a block as large as its parameter."""
+    """Returns one rank's requests where everything is offloaded. FSDP 2 pins each parameter, FSDP 1 the flat parameter
+    of each wrapped block. A gradient arrives in a block as large as its parameter."""
     if not offloads(configuration):
         return ()
     tensors = trained(workload)
@@ -77,7 +74,8 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
 
 
 def _units(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """By block: tensors whose names share the part up to the first number."""
+    """Returns the tensors grouped by block. Tensors whose names share the part up to the first number are of one
+    block."""
     units: dict[str, list[Tensor]] = {}
     for t in tensors:
         parts = t.name.split(".")
@@ -134,7 +132,7 @@ def _gives_up(plan: Plan) -> bool:
 def _limits(plan: Plan, framework: str, where: Whereabouts, dtype: str, *, says_batch: bool) -> dict[str, bool]:
     """Words for a part that the file cannot say -> whether the plan has it.
 
-    dtype: the file's.
+    dtype: that of the file.
     """
     w = plan.workload
     stays = {"parameters": where.params_on_gpu, "optimizer states": where.states_on_gpu}

@@ -29,9 +29,9 @@ __all__ = [
 class Allocation:
     """Requested by one rank under one name.
 
-    name: content.
+    name: its content, in words.
     sizes: of each request.
-    pinned: page-locked.
+    pinned: whether it is page-locked.
     freed: by the framework; only PyTorch's cache of pinned memory still holds it.
     """
 
@@ -46,18 +46,18 @@ class Allocation:
 
     @property
     def taken_bytes(self) -> int:
-        """Of the host: [Note: pinned blocks]."""
+        """Bytes that the allocation takes of the host: [Note: pinned blocks]."""
         return sum(map(_power_of_two, self.sizes)) if self.pinned else self.asked_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostNeed:
-    """Of a framework on one rank.
+    """Host memory that a framework takes on one rank.
 
     allocations: from the first step on.
     startup_bytes: weights while they are loaded, freed before the allocations are made.
-    loading: words.
-    stash_bytes: activations.
+    loading: how the weights are loaded, in words.
+    stash_bytes: activations on the host.
     """
 
     allocations: tuple[Allocation, ...]
@@ -67,17 +67,17 @@ class HostNeed:
 
     @property
     def asked_bytes(self) -> int:
-        """With the activations."""
+        """Requested bytes of the allocations, and the activations."""
         return sum(a.asked_bytes for a in self.allocations) + self.stash_bytes
 
     @property
     def rounding_bytes(self) -> int:
-        """What pinning adds."""
+        """What pinning adds to the requested bytes."""
         return sum(a.taken_bytes - a.asked_bytes for a in self.allocations)
 
     @property
     def pinned_bytes(self) -> int:
-        """As PyTorch rounds them."""
+        """Bytes of page-locked memory, as PyTorch rounds them."""
         return sum(a.taken_bytes for a in self.allocations if a.pinned)
 
     @property
@@ -87,11 +87,11 @@ class HostNeed:
 
     @property
     def host_bytes(self) -> int:
-        """At any time, the most."""
+        """The most bytes at any time."""
         return max(self.held_bytes, self.startup_bytes)
 
     def parts(self) -> list[str]:
-        """Phrases for a message."""
+        """Returns phrases for a message."""
         if self.startup_bytes > self.held_bytes:
             how = f", {self.loading}" if self.loading else ""
             return [f"{format_bytes(self.startup_bytes)} of weights while they are loaded{how}"]
@@ -105,7 +105,8 @@ class HostNeed:
         return said
 
     def shortage(self, machine: Machine, policy: str) -> DoesNotFit | None:
-        """For too little room, or too little memory that can be pinned."""
+        """Returns the error for a host without enough room, or without enough memory that can be pinned; None where
+        there is enough."""
         if self.host_bytes > machine.host_budget_bytes:
             return DoesNotFit(
                 policy=policy,
@@ -149,7 +150,8 @@ class MemoryRules:
     def shortage(
         self, configuration: Configuration, workload: Workload, machine: Machine, policy: str
     ) -> DoesNotFit | None:
-        """With the value of the configuration that would do."""
+        """Returns the error for a host without enough room for the configuration, with the value of the configuration
+        that would do; None where there is enough."""
         short = self.host_need(configuration, workload, machine).shortage(machine, policy)
         if short is None:
             return None
@@ -162,17 +164,17 @@ class MemoryRules:
         return short
 
     def pins_too_much(self, configuration: Configuration, workload: Workload, machine: Machine) -> bool:
-        """More than the machine can pin."""
+        """Whether more than the machine can pin is pinned."""
         need = self.host_need(configuration, workload, machine)
         return machine.pinned_budget_bytes is not None and need.pinned_bytes > machine.pinned_budget_bytes
 
     def loading(self, configuration: Configuration) -> Loading:
-        """Of a job with this configuration."""
+        """Returns the way in which the framework loads the weights of a job with this configuration."""
         loading = loading_of(configuration.loading)
         return loading if loading.dtype is not None else replace(loading, dtype=self.loaded_dtype)
 
     def host_need(self, configuration: Configuration, workload: Workload, machine: Machine) -> HostNeed:
-        """On one rank."""
+        """Returns the host memory that the framework takes on one rank."""
         loading = self.loading(configuration)
         return HostNeed(
             allocations=self.allocations(configuration, workload, machine.data_parallel_size),
@@ -191,26 +193,26 @@ def allocation(name: str, size_bytes: float, *, pinned: bool) -> Allocation:
 
 
 def tensor_allocations(name: str, numels: Iterable[int], width: float, *, pinned: bool) -> Allocation:
-    """One request per tensor.
+    """Returns one request per tensor.
 
-    numels: of each tensor.
+    numels: elements of each tensor.
     width: bytes per element.
     """
     return Allocation(name=name, sizes=tuple(int(numel * width) for numel in numels if numel), pinned=pinned)
 
 
 def moments_bytes_per_param(workload: Workload) -> float:
-    """Without the fp32 master."""
+    """Returns the bytes per parameter of the optimizer's states, without the fp32 master."""
     return workload.optimizer.states_bytes_per_param - 4
 
 
 def trained(workload: Workload) -> list[Tensor]:
-    """In the model's order."""
+    """Returns the parameters that are updated, in the model's order."""
     return [t for t in workload.tensors if t.tied_to is None and not t.frozen]
 
 
 def rank_sizes(tensors: Iterable[Tensor], ranks: int) -> list[int]:
-    """Elements of each tensor. Slices are padded to equal length."""
+    """Returns the elements of each tensor. Slices are padded to equal length."""
     return [-(-t.numel // ranks) for t in tensors]
 
 

@@ -29,7 +29,7 @@ Count = Annotated[int, least(1)]
 
 
 class KeyEffect(Enum):
-    """On a prediction.
+    """The effect of a key on a prediction.
 
     USED: the prediction depends on the key.
     NONE: no effect on memory and time.
@@ -70,12 +70,12 @@ def used(path: str, name: str, kind: Any, default: object = None, *, also: tuple
 
 
 def ignored(*paths: str) -> tuple[Key, ...]:
-    """Without an effect on memory and time."""
+    """Returns keys without an effect on memory and time."""
     return tuple(Key(path=path, effect=KeyEffect.NONE) for path in paths)
 
 
 def unmodelled(path: str, why: str, off: object = False, *, also: tuple[str, ...] = ()) -> Key:
-    """It may have an effect.
+    """Returns a key that may have an effect, although it is not modelled.
 
     off: where the key has no effect.
     also: read as this key.
@@ -85,13 +85,13 @@ def unmodelled(path: str, why: str, off: object = False, *, also: tuple[str, ...
 
 @dataclass(frozen=True, kw_only=True)
 class KeyReading:
-    """By a table of keys.
+    """The values of a file, by a table of keys.
 
     file: for messages.
     values: used key -> value; AUTO where the file leaves the key to the script, the framework's default where it does
         not name the key.
     named: used keys that the file names.
-    without_effect: paths.
+    without_effect: paths of keys without an effect.
     notes: one per key that is not modelled.
     """
 
@@ -105,7 +105,7 @@ class KeyReading:
         return self.values[name]
 
     def known(self, name: str) -> Any:
-        """None where the file leaves the key to the script."""
+        """Returns the value of a key; None where the file leaves the key to the script."""
         value = self.values[name]
         return None if value == AUTO else value
 
@@ -116,7 +116,7 @@ class KeyReading:
 
 
 def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> KeyReading:
-    """By the table of keys.
+    """Returns the content of a file, by the table.
 
     what: the kind of file, for messages.
 
@@ -145,7 +145,7 @@ def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> Key
 
 
 def _off(key: Key, value: object) -> bool:
-    """For a key that is not modelled: no effect at this value."""
+    """Returns whether the key, which is not modelled, has no effect at this value."""
     alike = isinstance(value, bool) is isinstance(key.default, bool)
     return value is None or value == AUTO or (alike and value == key.default)
 

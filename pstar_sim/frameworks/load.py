@@ -59,7 +59,7 @@ def load_configuration(path: str) -> Configuration:
 
 
 def _launched_with(content: dict[str, object]) -> str:
-    """To give instead of a trainer's configuration."""
+    """Returns the file to give instead of a trainer's configuration."""
     named = content.get("deepspeed")
     if isinstance(named, str):
         return f"give --like the DeepSpeed file that its key deepspeed names, {named}"

@@ -25,7 +25,7 @@ _SHARE = "share"
 
 
 def write(configuration: Configuration) -> str:
-    """One flag per line."""
+    """Returns one flag per line."""
     c, detail = configuration, configuration.detail
     share = detail[_SHARE]
     flags = [
@@ -91,7 +91,7 @@ def express(plan: Plan) -> Expressed:
 
 
 def _partly(share: float, own_params: int) -> str:
-    """With this share (0 to 1) of the optimizer on the host.
+    """Returns the spec of the policy with this share (0 to 1) of the optimizer on the host.
 
     own_params: of one rank, cut into enough sub-groups for the share.
     """
@@ -102,7 +102,7 @@ def _partly(share: float, own_params: int) -> str:
 
 
 def _allocations(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Allocation, ...]:
-    """For the offloaded share: one request per parameter."""
+    """Returns the host memory that one rank requests for the offloaded share: one request per parameter."""
     share = configuration.detail[_SHARE]
     assert isinstance(share, float | int)
     sizes = [int(share * size) for size in rank_sizes(trained(workload), ranks)]
@@ -114,8 +114,8 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Beside the plan's lists: fp32 gradients of all parameters. Where states are on the GPU, gradients of the rank's
-    own slices are left out, because the policy counts them."""
+    """Returns the bytes that the GPU holds beside the plan's lists: fp32 gradients of all parameters. Where states are
+    on the GPU, gradients of the rank's own slices are left out, because the policy counts them."""
     counted = 1 / ranks if configuration.base == "zero3_resident" else 0.0
     return int(4 * workload.trainable_params * (1 - counted))
 

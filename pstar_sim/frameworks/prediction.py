@@ -66,11 +66,11 @@ class ConfigurationPrediction:
         return replace(self, configuration=replace(self.configuration, notes=(*self.configuration.notes, note)))
 
     def as_policy(self) -> Follows:
-        """For `compare`."""
+        """Returns the configuration as a policy, for `compare`."""
         return Follows(self.configuration, self.label)
 
     def as_fit(self) -> Fit:
-        """A line of `fits`."""
+        """Returns a line of `fits`."""
         return Fit(
             policy=self.label,
             fits=self.fits,

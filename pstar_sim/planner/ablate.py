@@ -90,7 +90,9 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ablation(Collection):
-    """workload: one rank's share.
+    """The answer of `ablate`.
+
+    workload: one rank's share.
     batch: sequences per micro-batch, of all GPUs together.
     settings: the settings asked for, with the chunk size that every line has.
     lines: the ladder, first to last. The gains of the lines that fit add up to total_s of the last of them.
@@ -208,11 +210,12 @@ def ablate(
 
 
 def _unheard(done: int, count: int) -> None:
-    """Callback for progress: does nothing."""
+    """Does nothing."""
 
 
 def _in_its_order(policy: str, each: Sequence[Workload], machine: Machine, settings: Settings) -> str:
-    """For a policy that chooses the order of the iteration, returns it with the order that it chooses here."""
+    """Returns the policy. For a policy that chooses the order of the iteration, returns it with the order that it
+    chooses here."""
     if not can(policy).tries_others:
         return policy
     found = compare(each, machine, policies=[policy], settings=settings, barrier_cost=False, near=False)

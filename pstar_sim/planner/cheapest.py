@@ -103,7 +103,9 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cheapest(Collection):
-    """rows: offers that make the deadline, cheapest first; then offers that do not, fastest first; then offers without
+    """The answer of `cheapest`.
+
+    rows: offers that make the deadline, cheapest first; then offers that do not, fastest first; then offers without
     figures."""
 
     model: str

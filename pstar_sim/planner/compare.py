@@ -64,7 +64,7 @@ class Row:
         machine, or of any class if this class has none. None for a policy that does not fit.
     trust: the basis of expected_error.
     short_of: "gpu", "host" or "nvme"; None if the policy fits.
-    needed_bytes, available_bytes: in that place.
+    needed_bytes, available_bytes: in the place that is short.
     needed_for: what needs these bytes.
     nearest: changes that would make the policy fit.
     """
@@ -98,6 +98,8 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Planned:
+    """A plan with its predicted timeline and its line of the table."""
+
     row: Row
     plan: Plan
     timeline: Timeline
@@ -227,7 +229,8 @@ def compare(
     loading: as in `fits`.
     barrier_cost: whether to simulate every fitting policy also without its barrier.
     near: whether to look for the nearest machine or setting under which the other policies would fit.
-    certify: whether to use the tighter bound of the fluid linear program, which takes seconds,.
+    certify: whether to use the tighter bound of the fluid linear program, instead of the joint bound; this takes
+        seconds.
     only_best: for a caller that uses `best()` alone. Barrier costs of the other policies are left out, and so is the
         search for changes if some policy fits. If no policy is named, policies whose order the loop cannot follow are
         left out too.
@@ -526,7 +529,10 @@ def _played(plan: Plan, label: str, ranked: Sequence[Workload] | None) -> tuple[
 
 
 def play_plan(plan: Plan, *, label: str = "", rank: int | None = None) -> Timeline:
-    """rank: None: the slowest, if ranks differ."""
+    """Returns the plan's simulated timeline with a label.
+
+    rank: None: the slowest, if ranks differ.
+    """
     instance("plan", plan, Plan, "a Plan")
     if rank is not None:
         whole("rank", rank, least=0)
@@ -636,7 +642,7 @@ def _in_order(workload: Workload, settings: Settings, planned: Mapping[str, Plan
 
 
 def _pace(row: Row) -> float:
-    """To a nanosecond, so that rounding does not decide between equals."""
+    """Returns the iteration time to a nanosecond, so that rounding does not decide between equals."""
     return round(row.iteration_s or 0.0, 9)
 
 

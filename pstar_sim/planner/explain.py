@@ -209,7 +209,10 @@ def explain(
     first_steps: int = 12,
     width: int | None = None,
 ) -> str:
-    """bound_by, barrier_cost_s: as in the comparison's row, if known.
+    """Returns the plan in words, for people.
+
+    first_steps: how many of the plan's first steps to list.
+    bound_by, barrier_cost_s: as in the comparison's row, if known.
     width: columns; None: the terminal's.
     """
     instance("plan", plan, Plan, "a Plan")

@@ -114,7 +114,9 @@ class SmallestChange:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fits(Collection):
-    """workload: of one rank.
+    """The answer of `fits`.
+
+    workload: the job of one rank.
     batch: sequences per micro-batch, of all GPUs together.
     rows: in the order asked for.
     near: whether changes were looked for.

@@ -111,7 +111,7 @@ class Group:
 
     @property
     def cost(self) -> float:
-        """For handing out long groups first: layers x micro-batches."""
+        """Estimate of the group's time, so that long groups are handed out first: layers x micro-batches."""
         given = dict(self.values)
         layers = model_entry(str(given["model"])).layers if "model" in given else 100
         return layers * float(given.get("micro_batches", 1)) * len(self.policies)

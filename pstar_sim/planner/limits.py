@@ -55,7 +55,9 @@ MOST_LAYERS = 1 << 13
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """value: layers, or sequences per micro-batch of all ranks; 0 if not even 1 fits.
+    """The limit of one policy.
+
+    value: layers, or sequences per micro-batch of all ranks; 0 if not even 1 fits.
     catalog_model, catalog_params: the largest model of the catalog that fits.
     short_of: the place of one rank that is short for one more layer or sequence.
     reason: why one more layer or sequence does not fit. A policy that has no plan for such a machine has only a reason.
@@ -76,7 +78,9 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Limits(Collection):
-    """what: "layers" or "batch".
+    """The answer of `max_model` or `max_batch`.
+
+    what: "layers" or "batch".
     job: arguments of the question, by name.
     """
 
@@ -268,7 +272,7 @@ class _Models:
         return self.of(self.shape(layers))
 
     def of(self, shape: ModelEntry) -> Workload:
-        """For the rank with the hardest share of the batch."""
+        """Returns the workload of the shape, of the rank with the hardest share of the batch."""
         if shape not in self.made:
             ranked = of_shares(self.shares, partial(self._of_share, shape))
             alike = len(set(self.shares)) == 1

@@ -65,11 +65,11 @@ MOST_SHORT = 6  # refusals in a row: payloads, rounding and start-up of the host
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """On the host of each rank, see [Note: what the host really has to give].
+    """The needs of a policy on the host of each rank, see [Note: what the host really has to give].
 
     pinned_bytes: the payloads in slabs, rounded.
     startup_bytes: weights while they are loaded.
-    loading: words.
+    loading: how the weights are loaded, in words.
     pins: chunks that stay on the GPU, None if only the policy's plan knows.
     plan: if one had to be made.
     """
@@ -247,7 +247,7 @@ def _host_sizes(plan: Plan) -> dict[tuple[int, str], int]:
 
 
 def _buffer_bytes(plan: Plan) -> int:
-    """Stashes are payloads."""
+    """Returns the bytes of the policy's own buffers; stashes are payloads."""
     return sum(size for name, place, size in plan.buffers if place is Place.HOST and name != STASHES)
 
 
@@ -412,6 +412,6 @@ def _with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
 
 
 def _with_host_budget(machine: Machine, budget_bytes: int) -> Machine:
-    """budget_bytes: of each rank."""
+    """budget_bytes: that of each rank."""
     memory = budget_bytes * machine.local_ranks + machine.host.reserved_bytes
     return replace(machine, host=replace(machine.host, memory_bytes=memory))

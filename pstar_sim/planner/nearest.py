@@ -169,7 +169,7 @@ def asker(policy: str | Policy, *, loading: Loading, others: bool = True) -> Ask
 
 
 def _once(policy: Policy, workload: Workload, machine: Machine, settings: Settings, loading: Loading) -> Remedy | None:
-    """Weights that are loaded once per node."""
+    """Tries weights that are loaded once per node."""
     once = replace(loading, way="whole")
     if loading.way != "each" or asker(policy, loading=once)(workload, machine, settings) is not None:
         return None
@@ -221,8 +221,8 @@ def _machines(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNot
 
 
 def _gpu_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit) -> Remedy | None:
-    """In whole MB, rounded up to two digits or to 0.1 GB. Only for "virtual", and for a machine of the catalog that was
-    given less than it has, up to the memory that it has."""
+    """Returns the GPU memory that makes the job fit, in whole MB, rounded up to two digits or to 0.1 GB. Only for
+    "virtual", and for a machine of the catalog that was given less than it has, up to the memory that it has."""
     listed = as_listed(machine)
     if machine.name != "virtual" and listed is None:
         return None
@@ -243,7 +243,7 @@ def _gpu_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settin
 def _host_memory(
     ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
 ) -> Remedy | None:
-    """In multiples of 16 GB."""
+    """Returns the smallest multiple of 16 GB of host memory that makes the job fit."""
     short: DoesNotFit | None = error
     for _ in range(3):  # the place that was short first may hide further needs
         assert short is not None

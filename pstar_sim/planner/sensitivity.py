@@ -78,7 +78,9 @@ PLANNED, REPLAYED, AS_NOW = "planned", "replayed", "as now"
 
 @dataclass(frozen=True, kw_only=True)
 class PartEffect:
-    """part: None for the machine as it is.
+    """The effect of enlarging one part.
+
+    part: None for the machine as it is.
     iteration_s: of the fastest policy that fits; None if none fits.
     expected_error, trust: of iteration_s, as in `Row`.
     change: relative change of the time per token (-0.05: 5 % faster).
@@ -106,7 +108,9 @@ class PartEffect:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sensitivity(Collection):
-    """workload: the job of one rank.
+    """The answer of `sensitivity`.
+
+    workload: the job of one rank.
     batch: sequences per micro-batch, of all GPUs together.
     short: what each policy lacks on the machine as it is, if none fits.
     """

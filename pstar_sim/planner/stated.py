@@ -141,7 +141,7 @@ class _Notes:
         self.false += stated.false
 
     def seconds(self) -> None:
-        """Times agree to SECONDS_AGREE, peaks to the byte."""
+        """Compare the figures of the simulation with the plan's: times to SECONDS_AGREE, peaks to the byte."""
         plan, timeline = self.plan, self.timeline
         peaks = [each.peak_bytes for each in self.timelines]
         for name, value, tolerance in (
@@ -296,6 +296,6 @@ class LoadedPlan(Plan):
 
 
 def load_plan(path: str | Path) -> LoadedPlan:
-    """Does not check the plan. Raises PlanError naming the file and the field or line."""
+    """Returns the plan in a file, unchecked. Raises PlanError naming the file and the field or line."""
     plan = plans.load_plan(path)
     return LoadedPlan(**{f.name: getattr(plan, f.name) for f in fields(plan)})

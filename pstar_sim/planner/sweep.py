@@ -72,7 +72,9 @@ _METADATA = b"pstar_sim.sweep"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sweep(Collection):
-    """rows: one per point, in the order of the grid: its axes and `COLUMNS`.
+    """The answer of `sweep`.
+
+    rows: one per point, in the order of the grid: its axes and `COLUMNS`.
     cached: points that were known already.
     """
 
@@ -199,7 +201,7 @@ Done = list[tuple[int, dict[str, object]]]
 
 
 def evaluate(group: Group) -> Done:
-    """Returns (index, result) . Arguments and results are plain values, so any process can run it."""
+    """Returns (index, result) of every point. Arguments and results are plain values, so any process can run it."""
     with without_garbage_collection():  # until plans and timelines are gone
         results = _computed(group)
     return [

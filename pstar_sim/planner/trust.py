@@ -54,7 +54,9 @@ validation computes."""
 
 @dataclass(frozen=True)
 class Trust:
-    """error: one standard deviation of predicted times, as a share of them ([Note: bars])."""
+    """The trust in predicted times.
+
+    error: one standard deviation of predicted times, as a share of them ([Note: bars])."""
 
     error: float
     label: str

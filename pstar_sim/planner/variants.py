@@ -60,7 +60,9 @@ QUICK = policy_at(Point())  # the policy whose own checks of room say which cand
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """workload: to run, one rank's share.
+    """The fastest way, and the ways from which it was chosen.
+
+    workload: to run, one rank's share.
     tried: way in words -> its outcome.
     left_out: the ways that were not considered, and why.
     """
@@ -192,8 +194,8 @@ class _Race:
         self.tried: dict[str, Tried] = {}
 
     def run_all(self) -> list[Way]:
-        """In the order of their promises. Returns the candidates that a policy with a long search left out because tide
-        has no room for them."""
+        """Plan all candidates in the order of their promises. Returns the candidates that a policy with a long search
+        left out because tide has no room for them."""
         later: list[Way] = []
         # Of equal promises the candidate with fewer micro-batches goes first, then the candidate that moves less.
         less = [(way.micro_batches, way.stash_bytes, n) for n, way in enumerate(self.ways)]
@@ -283,7 +285,7 @@ class _Race:
         return self.bounds_s[key]
 
     def _short(self, way: Way, count: int) -> DoesNotFit | None:
-        """Only for a policy that searches long.
+        """Returns why tide has no room for the candidate, if the race's policy searches long.
 
         count: one micro-batch of several gives None.
         """

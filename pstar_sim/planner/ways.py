@@ -78,7 +78,7 @@ class Way:
 
     @property
     def source(self) -> Workload:
-        """Of two variants, the one whose blocks recompute."""
+        """The variant; of two variants, the variant whose blocks recompute."""
         return self._one
 
     @cached_property
@@ -100,7 +100,7 @@ class Way:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for two ways of running the same workload."""
+        """A key that is equal for two ways of running the same workload."""
         return (self.batch, self.micro_batches, self.checkpointing, self.attention, self.activations)
 
     @property
@@ -239,7 +239,7 @@ class _Longer(CostModel):
 
 @dataclass(frozen=True, kw_only=True)
 class _Seconds:
-    """Of a variant, run by run ([Note: which blocks])."""
+    """Seconds of a variant on a machine, run by run ([Note: which blocks])."""
 
     cost: CostModel
     runs: Sequence[tuple[str | None, bool]]

@@ -166,7 +166,7 @@ def _others(
 
 
 def _from_disks(workload: Workload, machine: Machine, settings: Settings) -> Iterator[SearchResult]:
-    """For jobs that fit no other way."""
+    """Yields plans with lists on the disks, for jobs that fit no other way."""
     for name, policy in _rivals().items():
         for options in capabilities_of(policy).from_disks:
             try:

@@ -61,8 +61,8 @@ def can(policy: str | Policy) -> Capabilities:
 
 
 def reorders(policy: str | Policy) -> bool:
-    """By itself or by its option `order`. A loop of the user cannot follow such plans. Raises the errors of
-    `find_policy`."""
+    """Returns whether the policy's plans are layer-major, by itself or by its option `order`. A loop of the user cannot
+    follow such plans. Raises the errors of `find_policy`."""
     found = find_policy(policy) if isinstance(policy, str) else policy
     if isinstance(found, Specified):
         return reorders(found.policy) or found.values.get("order", Point().order) != Point().order
@@ -76,12 +76,12 @@ def can_follow(settings: Settings, workload: Workload, policy: str | Policy) -> 
 
 
 def named(wanted: Callable[[Capabilities], bool]) -> tuple[str, ...]:
-    """In registry order."""
+    """Returns the names of the shipped policies that have the wanted capabilities, in registry order."""
     return tuple(name for name, policy in _BUILT_IN.items() if wanted(capabilities_of(policy)))
 
 
 def policy_at(point: Point) -> str:
-    """The policy without options."""
+    """Returns the policy without options."""
     (name,) = named(lambda able: able.point == point)
     return name
 
@@ -105,7 +105,7 @@ def find_policy(spec: str) -> Policy:
 
 
 def policy_name(spec: str | Policy) -> str:
-    """The normalised spec, or the function's own name. Raises the errors of `find_policy`."""
+    """Returns the normalised spec, or the function's own name. Raises the errors of `find_policy`."""
     if not isinstance(spec, str):
         return str(getattr(spec, "__name__", type(spec).__name__))
     policy = find_policy(spec)

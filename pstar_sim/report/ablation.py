@@ -38,7 +38,7 @@ def ladder_cells(line: Line) -> tuple[str, ...]:
 
 
 def without_cells(line: Line) -> tuple[str, ...]:
-    """Of the second table: the cost of leaving the idea out."""
+    """Returns a line of the second table: the cost of leaving the idea out."""
     if not line.fits:
         return (line.change, "does not fit", *[""] * (len(WITHOUT) - 2))
     return (
@@ -71,7 +71,7 @@ def ablation_text(ablation: Ablation, *, width: int | None = None) -> str:
 
 
 def ablation_html(ablation: Ablation) -> str:
-    """For a notebook."""
+    """Returns the two tables for a notebook."""
     ladder = _table(LADDER, [ladder_cells(line) for line in ablation.lines])
     without = _table(WITHOUT, [without_cells(line) for line in ablation.without])
     notes = "".join(f"<p><small>{escape(note)}</small></p>" for note in _notes(ablation))
@@ -105,7 +105,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _signed(seconds: float | None) -> str:
-    """ "0" if too small to matter."""
+    """Returns "0 s" if too small to matter."""
     if seconds is None:
         return ""
     return "0 s" if abs(seconds) < 5e-7 else f"{'+' if seconds > 0 else '-'}{format_s(abs(seconds))}"

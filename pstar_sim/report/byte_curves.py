@@ -104,7 +104,7 @@ def moment_windows(timeline: Timeline) -> tuple[IntArray, FloatArray, FloatArray
 
 
 def byte_curves(timeline: Timeline, *, x: str = "time", place: str = "gpu") -> Curves:
-    """Of every category.
+    """Returns the curve of every category's bytes.
 
     x: "time": all changes, in seconds. "moment": one value per moment, that of the instant with the largest total until
         the next moment.

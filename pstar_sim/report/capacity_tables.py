@@ -48,7 +48,7 @@ _DATA_PARALLEL = (
 
 
 def _named(machine: Machine) -> str:
-    """With the memory sizes that are not the catalog's."""
+    """Returns the machine's name, with the memory sizes that are not those of the catalog's machine of this name."""
     listed = as_listed(machine)
     if listed is None:
         return machine.name
@@ -66,7 +66,6 @@ def _memory(machine: Machine) -> str:
 
 
 def _kernels(kernels: str) -> str:
-    """For a heading; "" where the job names no kernels."""
     return f", {kernels_text(kernels)}" if kernels else ""
 
 
@@ -88,7 +87,6 @@ def fits_text(answer: Fits, *, width: int | None = None, why: bool = False) -> s
 
 
 def _asked(answer: Fits) -> tuple[str, str]:
-    """A line each."""
     w, m = answer.workload, answer.machine
     each = "" if m.world_size == 1 else f" for each of {m.world_size} GPUs"
     parts = [w.model, f"{_params(w.params)} parameters", batch_words(answer), f"sequence {w.sequence}", w.dtype]
@@ -98,7 +96,6 @@ def _asked(answer: Fits) -> tuple[str, str]:
 
 
 def _loaded(loading: Loading, machine: Machine) -> str:
-    """Words."""
     if loading.way == "in-place":
         return "made in place"
     return f"loaded {loading.words(machine.local_ranks) or 'whole'}"
@@ -223,7 +220,6 @@ def _each(machine: Machine) -> str:
 
 
 def _would_fit(row: Fit) -> str:
-    """For a table."""
     return "; ".join(row.changes) or ("-" if row.short_of is None else "nothing tried helps")
 
 
@@ -270,7 +266,7 @@ def limits_text(answer: Limits, *, width: int | None = None) -> str:
 
 
 def _depths(limits: Sequence[Limit], published: Sequence[PublishedLimit]) -> tuple[list[str], list[list[str]]]:
-    """With a column of published limits where there are any."""
+    """Returns columns and rows of the deepest models, with a column of published limits where there are any."""
     columns = ["policy", "layers", "parameters", "of the catalog", "then short of"]
     rows = [_depth_cells(row) for row in limits]
     if published:
@@ -295,7 +291,7 @@ def _tokens(count: float) -> str:
 
 
 def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
-    """Offers in time first, the cheapest first."""
+    """Offers in time come first, the cheapest first."""
     width = terminal_width() if width is None else width
     by = "" if answer.deadline_s is None else f" in {_deadline(answer.deadline_s)}"
     kernels = f" ({kernels_text(answer.kernels)})" if answer.kernels else ""

@@ -28,7 +28,7 @@ _GUESSED = ("an estimate", "placeholder", "from memory")
 
 
 def catalog_page(table: str) -> str:
-    """In Markdown: a row per figure with its value, how it is known, and its source.
+    """Returns a table of the catalog in Markdown: a row per figure with its value, how it is known, and its source.
 
     table: one of PAGES.
 
@@ -43,8 +43,8 @@ def catalog_page(table: str) -> str:
 
 
 def known_figures(table: str) -> dict[str, list[tuple[str, str, str, str]]]:
-    """Of each entry: (figure, value, how it is known, source). The third is one of `machine.KNOWN`, by [Note: how a
-    figure is known]."""
+    """Returns the figures of each entry of a table: (figure, its value, how it is known, its source). How a figure is
+    known is one of `machine.KNOWN`, by [Note: how a figure is known]."""
     if table == "generations":
         return {
             name: [

@@ -46,7 +46,6 @@ _UNITS = (
 class Format:
     """what: its purpose, in one or two sentences.
     version: that this package writes, and the newest that it reads.
-    version_place: in a file.
     tables: heading -> type of the keys below it.
     more: Markdown behind the tables.
     """
@@ -125,7 +124,8 @@ FORMATS = ("machine", "prices", "grid", "options", "plan", "timeline", "run", "t
 
 
 def format_page(name: str) -> str:
-    """In Markdown: purpose, version, and keys of each table.
+    """Returns the reference of a format in Markdown: its purpose, its version, and a table of keys for each of its
+    tables.
 
     Raises KeyError for a name that is not in FORMATS.
     """
@@ -139,7 +139,7 @@ def format_page(name: str) -> str:
 
 
 def _tables(title: str, table: type[Struct], shown: set[type[Struct]]) -> Iterator[tuple[str, type[Struct]]]:
-    """Each once, with its title, the table itself first."""
+    """Yields the table and those below it, each once, with titles."""
     if table in shown:
         return
     shown.add(table)

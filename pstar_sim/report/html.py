@@ -76,7 +76,7 @@ def workload_html(workload: Workload) -> str:
 
 
 def plan_html(plan: Plan) -> str:
-    """With its bytes in each place between two iterations."""
+    """Returns the job of a plan, its chunks and steps, and its bytes in each place between two iterations, as HTML."""
     w = plan.workload
     modes = [f"{plan.modes.count(mode)} {mode}" for mode in MODES if mode in plan.modes]
     rows = [
@@ -124,7 +124,7 @@ def timeline_html(timeline: Timeline) -> str:
 
 
 def _kinds(plan: Plan) -> str:
-    """Most frequent first."""
+    """Counts steps, most frequent first."""
     kinds: dict[str, int] = {}
     for step in plan.steps:
         kinds[step.kind.value] = kinds.get(step.kind.value, 0) + 1
@@ -145,11 +145,11 @@ def _tide(timeline: Timeline) -> str:
 def _stacked(
     edges: np.ndarray, values: Mapping[str, np.ndarray], top: float, says: str, *, hanging: str | None = None
 ) -> str:
-    """An SVG with its legend.Areas of `hanging` start from the top.
+    """Returns an SVG with its legend. Areas of `hanging` start from the top.
 
     edges: n + 1 positions.
     values: category -> n bytes.
-    top: bytes there.
+    top: bytes at the top of the picture.
     """
     at = np.searchsorted(edges, np.linspace(edges[0], edges[-1], POINTS + 1)[:-1], side="right") - 1
     ends = np.append(at[1:], len(edges) - 1)

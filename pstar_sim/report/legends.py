@@ -19,7 +19,7 @@ Handles = dict[str, Any]
 
 
 def size_points(ax: Axes) -> tuple[float, float]:
-    """As far as they are known before the layout."""
+    """Returns width and height of the axes in points, as far as they are known before the layout."""
     figure = ax.get_figure(root=True)
     assert figure is not None
     box = ax.get_position()
@@ -28,7 +28,7 @@ def size_points(ax: Axes) -> tuple[float, float]:
 
 
 def broken(title: str, ax: Axes) -> str:
-    """In lines no wider than the axes; a policy's name may break behind its parts."""
+    """Returns the title in lines that are no wider than the axes; a name of a policy may break behind its parts."""
     letters = max(20, int(size_points(ax)[0] / TITLE_POINTS))
     lines = [""]
     for part in re.split(r"(?<=[ ,:])", title):
@@ -39,7 +39,7 @@ def broken(title: str, ax: Axes) -> str:
 
 
 def ink(ax: Axes) -> Any:
-    """Of words and lines on the axes: light in a dark style."""
+    """Returns the colour of words and lines on the axes: light in a dark style."""
     return ax.xaxis.label.get_color()
 
 
@@ -51,9 +51,10 @@ def dark(ax: Axes) -> bool:
 
 
 def shared_legend(ax: Axes, handles: Mapping[str, Any], kind: str, in_order: Callable[[Handles], list[str]]) -> None:
-    """Right of its axes. The legend of an earlier picture of this kind in the figure is merged into it.
+    """Draws the legend right of its axes. The legend of an earlier picture of this kind in the figure is merged into
+    it.
 
-    in_order: of the names.
+    in_order: orders the names.
     """
     figure = ax.get_figure(root=True)
     assert figure is not None

@@ -87,8 +87,8 @@ SPARE = (VERMILION, YELLOW, "#AA66FF", WINE, "#F5A6C9", "#AAEE88", "#220088", "#
 
 
 def policy_colours(policies: Iterable[str]) -> list[str]:
-    """Up to eight policies without a colour of their own differ. A policy with options has the colour of its name if no
-    other of the picture has it."""
+    """Returns the colours of the policies of one picture, which differ for up to eight policies without a colour of
+    their own. A policy with options has the colour of its name if no other policy of the picture has it."""
     names = list(policies)
     taken = {POLICIES[name] for name in names if name in POLICIES}
     spare = cycle(SPARE)

@@ -30,7 +30,8 @@ _LANES = {
 
 
 def to_perfetto(timelines: Timeline | Sequence[Timeline], plan: Plan | None = None) -> dict[str, Any]:
-    """For `json.dump`.Raises PstarError where one of several timelines has no compute spans.
+    """Returns the trace as an object ready for `json.dump`. Raises PstarError where one of several timelines has no
+    compute spans.
 
     plan: gives moments, lists and parts of chunks their names.
     """

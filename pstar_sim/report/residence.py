@@ -48,7 +48,7 @@ class Residence:
 
 
 def residence(plan: Plan, timeline: Timeline, *, bins: int = 240, rows: int = 240) -> Residence:
-    """bins: of time.
+    """bins: number of bins of time.
     rows: most rows; where a plan has more chunks, neighbours share a row.
 
     Raises PstarError for a timeline with steps that are not in the plan.
@@ -73,7 +73,8 @@ def residence(plan: Plan, timeline: Timeline, *, bins: int = 240, rows: int = 24
 
 
 def _spells(plan: Plan, timeline: Timeline) -> dict[int, list[tuple[float, float, int]]]:
-    """From the first iteration on, in seconds from the start of the steady one."""
+    """Returns chunk -> (begin, end, index into CONTENTS) from the first iteration on, in seconds from the start of the
+    steady iteration."""
     book = _Book(plan)
     known = {step.id: step for step in plan.steps}
     check_of_plan(plan, timeline)
@@ -139,7 +140,7 @@ class _Book:
         return (step.chunk,)
 
     def content(self, chunk: int) -> int:
-        """An index into CONTENTS."""
+        """Returns an index into CONTENTS."""
         found = [content for name, content in self._lists if self._held.holds(chunk, name, Place.GPU)]
         most = max(found, default=AWAY)
         return GRAD if most == PARAM and chunk in self._overwritten else most

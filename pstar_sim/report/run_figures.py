@@ -45,7 +45,7 @@ class Figure:
 
 
 def figures(predicted: Mapping[str, float], measured: Mapping[str, float]) -> list[Figure]:
-    """Of the keys that both have, in order. A key ends in "_s" (seconds) or "_bytes"."""
+    """Returns the figures of the keys that both have, in order. A key ends in "_s" (seconds) or "_bytes"."""
     rows = []
     for key, value in predicted.items():
         if key in measured:
@@ -59,7 +59,7 @@ def figures_text(rows: Sequence[Figure], *, width: int) -> str:
 
 
 def losses_text(columns: Mapping[str, Sequence[float]], *, width: int, first: int = 0, most: int | None = None) -> str:
-    """Per step, one column per run, and the largest relative difference to the first column.
+    """Returns losses per step, one column per run, and in each row the largest relative difference to the first column.
 
     most: rows; if there are more steps, the first and the last are shown.
     """

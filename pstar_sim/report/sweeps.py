@@ -33,7 +33,7 @@ NOTHING = "#EEEEEE"
 
 
 def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
-    """One bar per machine and policy, with billions of parameters beside it.Returns the axes.
+    """One bar per machine and policy, with billions of parameters beside it. Returns the axes.
 
     Raises PstarError for no limits at all and for limits of batches.
     """
@@ -71,7 +71,7 @@ def _with_memory(limits: Limits) -> str:
 def _bar(
     ax: Any, y: float, row: Limit, thick: float, widest: float, colour: str, *, machine: str, legend: bool
 ) -> None:
-    """With billions of parameters beside the bar.
+    """Draw one policy on one machine, with billions of parameters beside the bar.
 
     widest: length of the longest.
     """
@@ -155,7 +155,7 @@ def plot_map(
 
 
 def _table(frame: pandas.DataFrame, x: str, y: str, value: str) -> pandas.DataFrame:
-    """In the order of the sweep."""
+    """Returns the column `value` of the frame as a table, rows by `y`, columns by `x`, in the order of the sweep."""
     frame = _over(frame, [x, y])
     if frame["policy"].nunique() != 1:
         raise PstarError(f"a map shows one policy, not {', '.join(frame['policy'].unique())}; choose one")
@@ -191,7 +191,6 @@ def _axis_name(x: str, values: Sequence[object]) -> str:
 
 
 def _label(ax: Axes, table: pandas.DataFrame, x: str, y: str) -> None:
-    """Names and values of both axes."""
 
     def words(values: Sequence[object]) -> list[str]:
         return [f"{_number(v):g}" if isinstance(v, str) else str(v) for v in values]
@@ -208,7 +207,7 @@ def _label(ax: Axes, table: pandas.DataFrame, x: str, y: str) -> None:
 
 
 def words_colour(binds: Any) -> str:
-    """With a contrast of at least 4.5 to the field."""
+    """Returns the colour of words on a field, with a contrast of at least 4.5 to it."""
     return "white" if BINDS.get(binds, NOTHING) in (BLUE, WINE) else "black"
 
 

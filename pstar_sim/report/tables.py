@@ -40,7 +40,7 @@ BINDS_WORDS = BINDS_NAMES | {"h2d": "copies to the GPU", "d2h": "copies to the h
 
 
 class TableAnswer(Protocol):
-    """Of every answer about one job on one machine."""
+    """The attributes that every answer about one job on one machine has."""
 
     @property
     def workload(self) -> Workload: ...
@@ -86,7 +86,7 @@ def heading(answer: TableAnswer) -> str:
 
 
 def batch_words(answer: TableAnswer) -> str:
-    """Of all GPUs together, and the share of each."""
+    """Returns the batch of all GPUs together, and the share of each GPU."""
     w, ranks = answer.workload, answer.machine.data_parallel_size
     words = f"batch {answer.batch}"
     if w.micro_batches > 1:
@@ -103,7 +103,7 @@ HEADS = (
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """In the order of HEADS. A missing figure is empty."""
+    """Returns a row's figures in words, in the order of HEADS. A missing figure is empty."""
     if not row.fits:
         return (row.policy, "no", *[""] * 9)
     return (
@@ -154,7 +154,8 @@ def format_percent(share: float) -> str:
 
 
 def reasons(comparison: Comparison) -> list[str]:
-    """For every policy that does not fit: the reason, the lacking bytes, and a change that would make it fit."""
+    """Returns a text for every policy that does not fit: the reason, the lacking bytes, and a change that would make it
+    fit."""
     return [row.reason or f"{row.policy} does not fit" for row in comparison.rows if not row.fits]
 
 
@@ -180,10 +181,7 @@ REFUSAL = ("policy", "short of", "needs", "has", "what would do", "what needs th
 
 
 def refusal_text(comparison: Comparison, *, width: int | None = None) -> str:
-    """One row per policy.
-
-    width: None: the terminal's.
-    """
+    """width: None: the terminal's."""
     width = terminal_width() if width is None else width
     rows = [
         (
@@ -202,7 +200,7 @@ def refusal_text(comparison: Comparison, *, width: int | None = None) -> str:
 
 
 def trust_lines(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
-    """On the known errors of times; no line without times.
+    """Returns a line on the known errors of the shown times; no line without times.
 
     pairs: (policy, label of its error).
     """
@@ -218,13 +216,14 @@ def trust_lines(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
 
 
 def sources_of_times(workload: Workload, machine: Machine, pairs: Sequence[tuple[str, str | None]]) -> list[str]:
-    """On how the inputs of times are known, and on the errors of the times; no line without times."""
+    """Returns a line on how the inputs of the shown times are known, and a line on the errors of the times; no line
+    without times."""
     errors = trust_lines(pairs)
     return [f"inputs: {confidence_line(confidence(workload, machine))}", *errors] if errors else []
 
 
 def _bounds(rows: Sequence[Row]) -> list[str]:
-    """Per bound of the rows. Several bounds each name their policies."""
+    """Returns a text per bound that the rows are compared with. Several bounds each name their policies."""
     policies: dict[tuple[float | None, str], list[str]] = {}
     for row in rows:
         policies.setdefault((row.lower_bound_s, _certificate(row)), []).append(row.policy)
@@ -240,7 +239,6 @@ def _bounds(rows: Sequence[Row]) -> list[str]:
 
 
 def _certificate(row: Row) -> str:
-    """Its kind, or why there is none."""
     said = row.certificate or {}
     if said.get("bound") is None:
         return str(said.get("reason", ""))

@@ -60,7 +60,7 @@ def plot_tide(
     measured: Timeline | None = None,
     place: str = "gpu",
 ) -> Any:
-    """Several timelines have the same axes. Returns the axes (an array of them for several).
+    """Draw one timeline, or several with the same axes. Returns the axes (an array of them for several).
 
     timelines: of a comparison up to three plans are drawn: the slowest, the median and the fastest.
     x: "time" (seconds) or "moment".
@@ -92,7 +92,7 @@ def _plot(
     *,
     hatch: bool = True,
 ) -> Handles:
-    """All have the same x and y range. Returns the entries of a legend.
+    """Gives all timelines one x and y range. Returns the entries of a legend.
 
     hatch: the room that a static partition cannot reach.
     """
@@ -125,10 +125,9 @@ def _plot(
 
 @dataclass(frozen=True)
 class _Strip:
-    """Above the capacity line, with the names of phases, each tall enough for its letters.
+    """Strips above the capacity line that name phases, each tall enough for its letters.
 
     start: of the first strip, in the unit of the y axis.
-    height: of each.
     end: of the y axis.
     """
 
@@ -146,7 +145,8 @@ class _Strip:
 
 
 def _axes_for(ax: Axes | Iterable[Axes] | None, count: int) -> list[Any]:
-    """None makes a figure. Raises PstarError for another number of axes."""
+    """Returns the axes to draw `count` timelines on; None makes a figure. Raises PstarError for another number of
+    axes."""
     if ax is None:
         from matplotlib import pyplot
 
@@ -173,7 +173,7 @@ def _timelines(given: object) -> list[Timeline]:
 
 
 def spread(comparison: Comparison) -> list[Planned]:
-    """The slowest, the median and the fastest."""
+    """Returns the slowest, the median and the fastest."""
     fitting = [comparison[row.policy] for row in comparison.rows if row.fits]
     if not fitting:
         return []
@@ -219,7 +219,7 @@ def tide_figure(
 
 
 def _measured_figure(predicted: Timeline, measured: Timeline, measured_as: str, title: str, width: float) -> Figure:
-    """By moment the run over the prediction, below it both by time."""
+    """Returns the figure of a run and its prediction: by moment the run over the prediction, below it both by time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, 9.4), layout="constrained")
@@ -242,7 +242,7 @@ def _legend_below(figure: Figure, handles: Handles, title: str) -> None:
 
 
 def _capacity(timeline: Timeline, place: str) -> int:
-    """Without a budget, the timeline's peak."""
+    """Returns the plan's budget of the place; for a timeline without a budget, the timeline's peak."""
     known = timeline.budget_bytes.get(place) or timeline.peak_bytes.get(place)
     return known if known else int(byte_curves(timeline, place=place).total.max())
 
@@ -305,8 +305,8 @@ def _draw(timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: 
 def _phases(
     timeline: Timeline, ax: Axes, x: str, strip: _Strip, named: Handles, unnamed: Handles, *, measured: bool
 ) -> None:
-    """With the names of phases that have room for one. The strip of a measured timeline lies above that of its
-    prediction.
+    """Draw a strip above the capacity line, with the names of phases that have room for a name. The strip of a measured
+    timeline lies above the strip of its prediction.
 
     named, unnamed: get the phases drawn with a name, and without.
     """
@@ -351,7 +351,7 @@ def _overlay(
 
 
 def _in_order(handles: Handles) -> list[str]:
-    """From the top of a picture to its floor."""
+    """Returns the names of the legend, from the top of a picture to its floor."""
     order = [NAMES[c] for c in ("non-model", "buffer", "grad", "param", "states")]
     order += [_WASTE, "capacity of a static partition", "capacity (the plan's budget)"]
     return [n for n in order if n in handles] + [n for n in handles if n not in order]

@@ -51,12 +51,10 @@ def validation_text(validation: Validation, *, width: int | None = None, every_r
 
 
 def _reasons(v: Validation) -> list[str]:
-    """Why runs do not fit here."""
     return [f"  {reason}" for reason in sorted({r.reason for r in v.results if r.reason})]
 
 
 def _wrong_orders(v: Validation) -> list[str]:
-    """Pairs whose order is predicted wrongly."""
     return [
         f"  {p.first.system} and {p.second.system}, {p.first.params} and {p.second.params}, {p.first.gpus} GPUs: "
         f"{p.first.metric} {_figure(p.first.published)} and {_figure(p.second.published)}, predicted "
@@ -76,7 +74,7 @@ _USES = {
 
 
 def summary_text(v: Validation, width: int) -> str:
-    """Per machine and system: rows, and the absolute error of iteration times, phases and memory."""
+    """Returns one line per machine and system: rows, and the absolute error of iteration times, phases and memory."""
     heads = ("machine", "system", "use", "rows", "median", "90th", "time", "phases", "memory")
     lines: dict[tuple[str, str, str], list[Result]] = {}
     for r in v.results:
@@ -91,7 +89,7 @@ def summary_text(v: Validation, width: int) -> str:
 
 
 def files_text(v: Validation, width: int) -> str:
-    """Per file of rows and use: errors, bias of the seconds, runs that do not fit, and orders kept."""
+    """Returns one line per file of rows and use: errors, bias of the seconds, runs that do not fit, and orders kept."""
     heads = ("rows of", "use", "rows", "median", "90th", "bias", "do not fit", "systems", "models")
     rows: list[tuple[str, ...]] = []
     for file in dict.fromkeys(r.file for r in v.results):
@@ -107,7 +105,7 @@ def files_text(v: Validation, width: int) -> str:
 
 
 def distance_text(v: Validation, width: int) -> str:
-    """Per distance of tested times from the machines of the fitted rows."""
+    """Returns one line per distance of tested times from the machines of the fitted rows."""
     rows = [
         (name, str(e.rows), _share(e.median), _share(e.p90), "" if e.bias is None else f"{e.bias:+.1%}")
         for name, e in v.by_distance().items()
@@ -203,7 +201,7 @@ def _family(system: str) -> str:
 
 
 def _short(r: Result) -> str:
-    """At most 22 characters."""
+    """Returns a label of the machine with at most 22 characters."""
     if r.hardware.startswith("Polaris"):
         return f"Polaris, {r.nodes}x4 A100-40" if r.nodes > 1 else "Polaris, 1-4 A100-40"
     for text, short in (

@@ -29,7 +29,7 @@ LEGIBLE = 0.004  # a change below this share of the picture's width is a mark, n
 
 
 def plot_waterfall(ablation: Ablation, ax: Axes | Iterable[Axes] | None = None) -> Any:
-    """On one axes (seconds) or two (seconds, gigabytes). Returns the axes.
+    """Draw the ladder on one axes (seconds) or two (seconds, gigabytes). Returns the axes.
 
     ax: None makes a figure with both.
 
@@ -122,7 +122,7 @@ def _change(line: Line) -> str:
 
 
 def _bytes(ablation: Ablation, ax: Axes) -> None:
-    """Gigabytes to and from the GPU."""
+    """Draws the gigabytes to and from the GPU."""
     lines = ablation.lines
     fitting = [n for n, line in enumerate(lines) if line.fits]
     rows = [*fitting, len(lines)]

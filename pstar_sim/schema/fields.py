@@ -61,12 +61,12 @@ class Rule:
 
 
 def says(meaning: str) -> Meta:
-    """For the field's page."""
+    """Returns the note that gives a field its meaning, for the field's page."""
     return Meta(description=meaning)
 
 
 def between(low: float, high: float) -> Meta:
-    """Both included. NaN is outside."""
+    """Returns the note for a number from `low` to `high`, both included. NaN is outside."""
     return Meta(ge=low, le=high)
 
 
@@ -106,7 +106,7 @@ Curve = tuple[tuple[Positive, Positive], ...]
 
 
 def curve(size: str, rate: str) -> Meta:
-    """For a `Curve`.
+    """Returns the note with the words for a field that is a `Curve`.
 
     size, rate: meaning and unit of a pair's numbers.
     """
@@ -124,7 +124,7 @@ class Field:
 
 @cache
 def fields_of(table: type[Struct]) -> dict[str, Field]:
-    """In the order of declaration; fields of the base come last."""
+    """Returns the fields of a table by name, in the order of declaration; fields of its base come last."""
     base = getattr(table.__base__, "__struct_fields__", ())
     hints = typing.get_type_hints(table, include_extras=True)
     found = {}
@@ -156,7 +156,7 @@ def is_table(kind: Any) -> bool:
 
 
 def meaning(kind: Any) -> str:
-    """What `says` gave; "" without."""
+    """Returns what `says` gave; "" without."""
     return next((m.description for m in split(kind)[2] if m.description), "")
 
 
@@ -166,7 +166,7 @@ def rule_of(kind: Any) -> Rule | None:
 
 
 def want(kind: Any, table: str = "an object") -> str:
-    """The values that the type accepts, in words.
+    """Returns the values that the type accepts, in words.
 
     table: word for one in this kind of file.
     """
@@ -208,7 +208,7 @@ _WANT: dict[object, Callable[[tuple[Any, ...], Sequence[Meta], str], str]] = {
 
 
 def _entries(args: tuple[object, ...]) -> str:
-    """ "texts", "tables", "numbers"; for a tuple of fixed length "2 whole numbers"."""
+    """Returns "texts", "tables", "numbers"; for a tuple of fixed length "2 whole numbers"."""
     base = split(args[0])[0]
     words = "tables" if is_table(base) else {int: "whole numbers", float: "numbers"}.get(base, "texts")
     return words if len(args) == 1 or args[-1] is Ellipsis else f"{len(args)} {words}"

@@ -26,8 +26,8 @@ def parse_toml(file: str, text: str) -> dict[str, object]:
 
 
 def read_toml(path: Path, what: str, version: int) -> dict[str, object]:
-    """Without the `version`, which is optional because the first edition had none. Raises CatalogError for a file that
-    cannot be read, is not TOML, or is of a newer version.
+    """Returns the content of a file without its `version`, which is optional because the first edition had none. Raises
+    CatalogError for a file that cannot be read, is not TOML, or is of a newer version.
 
     what: the format, for messages.
     version: newest that this package reads.
@@ -73,7 +73,8 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def without_head(values: object, *, what: str, format: str, version: int, error: type[PstarError]) -> dict[str, Any]:
-    """Without `format` and `version`. Raises `error` for another format or version.
+    """Returns a JSON object without its fields `format` and `version`. Raises `error` for another format or another
+    version.
 
     what: the kind of file, for messages.
     version: that this package reads.

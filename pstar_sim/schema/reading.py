@@ -27,7 +27,7 @@ _PLAIN = (date, datetime)  # types that TOML has beside JSON's: TOML has dates, 
 class Fault(Exception):
     """The first value that does not fit its type. The file's reader names the file.
 
-    path: keys and indices.
+    path: keys and indices that lead to the value.
     value: `MISSING` where there is none.
     want: what would fit, in words.
     known: existing keys, where one is unknown.
@@ -41,11 +41,11 @@ class Fault(Exception):
         self.known = known
 
     def under(self, key: str | int) -> Fault:
-        """One table or list further up."""
+        """Moves the fault one table or list further up."""
         return Fault((key, *self.path), self.value, self.want, self.known)
 
     def in_json(self) -> str:
-        """ "field 'machine.host.cores' is 0; it must be ..."."""
+        """Returns "field 'machine.host.cores' is 0; it must be ..."."""
         where = dotted(self.path)
         if self.value is REFUSED:
             return f"field {where!r}: {self.want}" if where else self.want
@@ -89,13 +89,13 @@ def dotted(path: Path) -> str:
 
 
 def brief(value: object) -> str:
-    """For a message: JSON, cut to 60 characters."""
+    """Returns the value for a message, as JSON, cut to 60 characters."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def convert(kind: type[T] | Any, value: object, *, whole_fields: bool = False) -> T:
-    """From plain values. Raises Fault.
+    """Returns `value`, made of plain values, as a value of the type. Raises Fault.
 
     whole_fields: a fault names the field of a table, not a place within.
     """
@@ -122,7 +122,7 @@ def read_table(kind: type[T], file: str, name: str, raw: object) -> T:
 
 
 def _faults(kind: Any, value: object, path: Path, word: str, whole: bool) -> Iterator[Fault]:
-    """From the top down; none where msgspec accepts the value."""
+    """Yields the faults of a value from the top down; none where msgspec accepts the value."""
     try:
         msgspec.convert(value, kind, builtin_types=_PLAIN)
         return
@@ -141,7 +141,7 @@ def _faults(kind: Any, value: object, path: Path, word: str, whole: bool) -> Ite
 def _list_faults(
     base: type, args: Sequence[Any], value: list[object], path: Path, word: str, whole: bool
 ) -> Iterator[Fault]:
-    """Or of a tuple with a fixed number of parts."""
+    """Yields faults of a list, or of a tuple with a fixed number of parts."""
     if whole and not is_table(split(args[0])[0]):
         return
     fixed = base is tuple and args[-1] is not Ellipsis
@@ -152,10 +152,7 @@ def _list_faults(
 
 
 def _item_faults(items: Iterable[tuple[Any, str | int, object]], path: Path, word: str, whole: bool) -> Iterator[Fault]:
-    """Within a list or an object.
-
-    items: (type, place, value).
-    """
+    """items: (type, place, value)."""
     for kind, place, item in items:
         yield from _faults(kind, item, (*path, place), word, whole)
 

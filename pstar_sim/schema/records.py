@@ -52,19 +52,21 @@ def to_columns(cls: type, rows: Iterable[Any]) -> dict[str, list[Any]]:
 
 
 def read_record(kind: type[T] | Any, values: object) -> T:
-    """From plain values of JSON. Raises Fault, also where the dataclass itself refuses."""
+    """Returns a value of the type, a dataclass or a type with dataclasses in it, from plain values of JSON. Raises
+    Fault, also where the dataclass itself refuses."""
     found: T = made(kind, convert(file_kind(kind), values))
     return found
 
 
 def made(kind: type[T] | Any, form: Any) -> T:
-    """From a value that was read as `file_kind(kind)`. Raises Fault where a dataclass itself refuses."""
+    """Returns a value of the type from a value that was read as `file_kind(kind)`. Raises Fault where a dataclass
+    itself refuses."""
     maker = _maker(file_kind(kind))
     return typing.cast(T, form if maker is None else maker(form))
 
 
 def file_kind(kind: Any) -> Any:
-    """Stands for values of this type in a file."""
+    """Returns the type that stands for values of this type in a file."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return _annotated_kind(*args)
@@ -80,7 +82,7 @@ def file_kind(kind: Any) -> Any:
 
 
 def _annotated_kind(base: Any, *notes: object) -> Any:
-    """With the notes that are bounds and words; other readers of the type have notes of their own."""
+    """Returns the type with the notes that are bounds and words; other readers of the type have notes of their own."""
     by_column = next((note for note in notes if isinstance(note, _ColumnFields)), None)
     words = [note for note in notes if isinstance(note, Meta)]
     bounded = any(m.ge is not None or m.gt is not None for m in words)
@@ -92,7 +94,7 @@ _CLASS_OF: dict[type[Struct], type] = {}
 
 
 def record_class(table: type[Struct]) -> type | None:
-    """From which a table was derived, or whose columns it holds; None for any other."""
+    """Returns the dataclass that a table was derived from, or whose columns it holds; None for any other table."""
     return _CLASS_OF.get(table)
 
 

@@ -43,14 +43,14 @@ def _plain(base: Any, text: str) -> object:
 
 
 def allowed(kind: Any) -> str:
-    """ "none | edf | a whole number of at least 1"."""
+    """Returns words: "none | edf | a whole number of at least 1"."""
     return " | ".join(
         " | ".join(words_of(arm)) if split(arm)[0] in (bool, Literal) else want(arm) for arm in _arms(kind)
     )
 
 
 def words_of(kind: Any) -> tuple[str, ...]:
-    """For a hint at a misspelt word."""
+    """Returns the words of the type, for a hint at a misspelt word."""
     found: tuple[str, ...] = ()
     for arm in _arms(kind):
         base, words, _ = split(arm)

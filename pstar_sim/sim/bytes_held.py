@@ -21,11 +21,10 @@ __all__ = ["Held", "held"]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Over one iteration.
+    """Bytes over one iteration.
 
     cells: bytes of each cell (place * WIDTH + category) when the iteration began.
     time_s: of each change, in order.
-    cell: of each change.
     size: of each change; negative when freed.
     peaks: of gpu and host, and of other places that ever held bytes.
     """
@@ -37,7 +36,7 @@ class Held:
     peaks: dict[str, int]
 
     def samples(self) -> dict[str, list[Any]]:
-        """At the start, then at each change."""
+        """Returns the columns of a timeline's samples: the bytes of each cell at the start, then at each change."""
         cells, changed = list(self.cells), self.cell.tolist()
         shown = [cell for cell in range(len(cells)) if PLACES[cell // WIDTH] in self.peaks]
         values = [cells[cell] for cell in shown]
@@ -54,7 +53,8 @@ class Held:
 
 
 def held(moves: Moves, record: Record) -> Held:
-    """Of the record's last iteration. Raises PlanError for the first illegal change of any."""
+    """Returns the bytes of the record's last iteration. Raises PlanError for the first illegal change of any
+    iteration."""
     changes = moves.book(record.events)
     last = record.iterations - 1
     low, high = np.searchsorted(changes.event, record.marks[last - 1 : last + 1])

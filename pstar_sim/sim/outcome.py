@@ -86,7 +86,7 @@ class _Waits:
         self._ready, self._begin, self._end = times.ready.tolist(), times.begin.tolist(), times.end.tolist()
 
     def stall_s(self, k: int) -> dict[str, float]:
-        """Of the compute queue, in iteration k."""
+        """Returns cause -> seconds for which the compute queue waited in iteration k."""
         stall_s: dict[str, float] = defaultdict(float)
         order = np.array(self._program.order[self._program.compute])
         for i in order[self._waited[k][order]].tolist():
@@ -95,7 +95,7 @@ class _Waits:
         return dict(stall_s)
 
     def causes(self) -> list[str]:
-        """Of each step of each iteration; "" if it did not wait."""
+        """Returns the cause of each step of each iteration; "" if the step did not wait."""
         program, causes = self._program, [""] * self._waited.size
         for n in np.flatnonzero(self._waited).tolist():
             k, i = divmod(n, len(program.ids))
@@ -107,7 +107,7 @@ class _Waits:
         return causes
 
     def _blame(self, i: int, k: int) -> dict[str, float]:
-        """Of the wait of step i of iteration k."""
+        """Returns, for the wait of step i of iteration k, cause -> seconds."""
         program, last_wait, dram_loss_s = self._program, self._record.last_wait, self._record.dram_loss_s
         since_s, at_s = self._ready[k][i], self._begin[k][i]
         blame: dict[str, float] = defaultdict(float)

@@ -54,7 +54,7 @@ def play_each(
     jitter: Jitter | None = None,
     every_rank: bool = False,
 ) -> tuple[Timeline, ...]:
-    """As `play` does."""
+    """Returns the timeline of each rank. The arguments and errors are those of `play`."""
     if max_iterations < 2:
         raise PlanError(f"max_iterations must be at least 2, so that two can agree, not {max_iterations}")
     if plan.machine.world_size > 1 or plan.ranked is not None:

@@ -35,12 +35,12 @@ class _OneSecond(CostModel):
 
     @cached_property
     def gpu_adds(self) -> GpuAdds:
-        """None, because the seconds of the moments contain them."""
+        """No adds, because the seconds of the moments contain them."""
         return GpuAdds(self.workload, self.layout, 1.0, lambda tensor: 0, free=True)
 
     @cached_property
     def update_adds(self) -> UpdateAdds:
-        """None, because the seconds of an update contain them."""
+        """No adds, because the seconds of an update contain them."""
         return _NoAdds(self, 1.0)
 
 

@@ -72,7 +72,7 @@ def play_ranks(
 
 
 def _play_one_class(plan: Plan, cost: CostModel | None, max_iterations: int, jitter: Jitter | None) -> Timeline:
-    """Of one rank with its part of DRAM and switch."""
+    """Returns the timeline of equal ranks: that of one rank with its part of DRAM and switch."""
     job = plan.jobs[0]
     seconds = cost or CostModel(job, plan.machine, plan.layout)
     one = replace(plan, workload=job, ranked=None, machine=_one_rank(plan.machine))
@@ -102,7 +102,7 @@ def new_environment() -> simpy.Environment:
 
 
 def _one_rank(machine: Machine) -> Machine:
-    """Of one of several equal ranks, while all do the same."""
+    """Returns the part of the machine that one of several equal ranks has while all do the same."""
     local = machine.local_ranks
     host = replace(machine.host, dram_bytes_per_s=machine.host.dram_bytes_per_s / local)
     rank = replace(machine.ranks[0], link=expected_link(machine), batch_share=1.0)
@@ -110,7 +110,7 @@ def _one_rank(machine: Machine) -> Machine:
 
 
 def classes_of(machine: Machine, workloads: Sequence[Workload] | None = None) -> list[int]:
-    """Of each rank ([Note: representative ranks]), in order of first appearance."""
+    """Returns the class number of each rank ([Note: representative ranks]), counted in order of first appearance."""
     local = machine.local_ranks
     colours: list[Hashable] = []
     seen: list[tuple[Rank, int]] = []
@@ -147,7 +147,7 @@ def _counted(colours: Sequence[Hashable]) -> Hashable:
 
 @dataclass(frozen=True)
 class _Commons:
-    """Shared by a simulated rank with others.
+    """The resources that a simulated rank shares with others.
 
     root: PCIe switch; None without one.
     in_node, in_root: ranks there for which it stands.
@@ -293,7 +293,8 @@ class _RankRun:
 
 
 def _wire_s(step: Step, cost: CostModel) -> float:
-    """In which the bytes pass the link; 0 for a step that is not a copy."""
+    """Returns the part of a copy's nominal seconds in which its bytes pass the link; 0 for a step that is not a
+    copy."""
     if step.kind not in COPIES:
         return 0.0
     link = cost.link
@@ -354,7 +355,7 @@ class _Node:
         return task.done
 
     def _settle(self) -> None:
-        """At the old speeds."""
+        """Record the progress made at the old speeds."""
         now = self.env.now
         elapsed = now - self._since_s
         if elapsed > 0:
@@ -391,7 +392,7 @@ class _Node:
         return [on_link * self._share for on_link in on_links]
 
     def _on_links(self) -> list[float]:
-        """Without DRAM."""
+        """Returns the speeds by links and switches alone."""
         copying = Counter(id(t.rank) for t in self._tasks if t.wire_s)
         speeds: list[float] = []
         through: dict[tuple[Hashable, Kind], list[int]] = defaultdict(list)
@@ -414,9 +415,9 @@ class _Node:
 
 
 def fair_rates(wanted: Sequence[float], counts: Sequence[int], capacity: float) -> list[float]:
-    """In bytes per second, if `capacity` is divided max-min fairly.
+    """Returns the rate of each flow, in bytes per second, if `capacity` is divided max-min fairly.
 
-    wanted: by each flow.
+    wanted: rate that each flow wants.
     counts: equal flows for which each stands.
     """
     rates = [0.0] * len(wanted)

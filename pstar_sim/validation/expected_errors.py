@@ -88,7 +88,7 @@ def _class(r: Result) -> str:
 
 
 def _groups(results: Iterable[Result]) -> dict[str, dict[str, list[Result]]]:
-    """By class, and by policy and "any policy"."""
+    """Returns class -> policy, and class -> "any policy", -> rows."""
     groups: dict[str, dict[str, list[Result]]] = {}
     for r in results:
         for key in (ANY, split_spec(r.policy)[0]):

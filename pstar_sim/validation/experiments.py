@@ -79,7 +79,7 @@ POLARIS_CORES_A_RANK = 7
 
 
 def runs_of(rows: Iterable[PublishedRow]) -> list[tuple[PublishedRow, ...]]:
-    """By run, in the order of each run's first row."""
+    """Returns the rows grouped by run, in the order of each run's first row."""
     found: dict[tuple[str, ...], list[PublishedRow]] = {}
     for row in rows:
         found.setdefault(row.run, []).append(row)
@@ -100,7 +100,8 @@ def experiment_of(run: tuple[PublishedRow, ...], efficiency: Efficiency | None =
 
 @cache
 def _harness() -> Mapping[str, float]:
-    """Per micro-batch, in the training loop outside the model, by source of the measurement."""
+    """Returns the seconds per micro-batch that a training loop spends outside the model, by source of the
+    measurement."""
     text = (files("pstar_sim.validation") / "data" / "harness.toml").read_text(encoding="utf-8")
     return {name: float(entry["loop_ms"]) / 1e3 for name, entry in toml_loads(text).items()}
 
@@ -143,7 +144,8 @@ def _dos_model(row: PublishedRow) -> ModelEntry:
 
 
 def _dos_policy(system: str) -> str:
-    """By a system's name in the logs of Deep Optimizer States."""
+    """Returns the spec of the policy that stands for a system, by the system's name in the logs of Deep Optimizer
+    States."""
     options: list[str] = ["subgroup=100000000"]
     if match := re.search(r"ratio([\d.]+)", system):
         options.append(f"ratio={float(match[1]):g}")
@@ -247,7 +249,7 @@ def _yard(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
 
 
 def _with_ratio(machine: Machine, ratio: float) -> Machine:
-    """Of GPU and host memory, PatrickStar may use this share."""
+    """Returns the machine limited to the shares of GPU and host memory that PatrickStar may use."""
     reserved = round(machine.host.memory_bytes * (1 - ratio))
     machine = replace(machine, host=replace(machine.host, reserved_bytes=reserved))
     return with_gpu_bytes(machine, round(REPORTED_BYTES[machine.gpu.name] * ratio) + machine.gpu.context_bytes)
@@ -260,7 +262,7 @@ _VM_LAYERS = (16, 24, 32, 48, 64, 78, 100)
 
 
 def _vm_policy(system: str) -> str:
-    """By a system's name in STRONGHOLD's logs."""
+    """Returns the spec of the policy that stands for a system, by the system's name in STRONGHOLD's logs."""
     if match := _VM_WINDOW.fullmatch(system):
         return "stronghold" + (f":window={match[1]}" if match[1] else "")
     return _VM_POLICIES[system]

@@ -29,7 +29,7 @@ _POLICIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedLimit:
-    """By a publication, trained by a system.
+    """The largest model that a system trained, by a publication.
 
     policy: stands for the system; None if none does.
     """
@@ -41,7 +41,7 @@ class PublishedLimit:
 
 
 def published_limits(machine: Machine) -> tuple[PublishedLimit, ...]:
-    """With all ranks of this machine."""
+    """Returns the published limits of this machine with all its ranks; empty if no publication names the machine."""
     return tuple(
         PublishedLimit(system=row.system, policy=_POLICIES.get(row.system), params=row.value, source=row.source)
         for row in published_rows()

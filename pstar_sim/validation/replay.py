@@ -35,7 +35,7 @@ class Phases:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """By metric, or the reason why there is none.
+    """The simulator's results for one experiment: predicted values by metric, or the reason why there are none.
 
     batch: that was used; of several, the fastest.
     """
@@ -47,7 +47,7 @@ class Prediction:
 
 
 def phases_of(plan: Plan, timeline: Timeline) -> Phases:
-    """Of the steady iteration. Raises PstarError for a plan without compute or update steps."""
+    """Returns the phases of the steady iteration. Raises PstarError for a plan without compute or update steps."""
     moments = plan.workload.moments
     last = max(span.iteration for span in timeline.spans)
     spans = [span for span in timeline.spans if span.iteration == last]
@@ -69,8 +69,9 @@ def phases_of(plan: Plan, timeline: Timeline) -> Phases:
 
 
 def replay(experiment: Experiment) -> Prediction:
-    """Of several batches, the one with the most tokens per second counts; of several sizes, the largest that fits. What
-    does not fit gives a reason instead of predictions."""
+    """Plan and simulate the experiment. Of several batches, the batch with the most tokens per second counts; of
+    several sizes, the largest that fits. The result of an experiment that does not fit has a reason instead of
+    predictions."""
     if len(experiment.sizes) > 1:
         return _largest(experiment)
     found: list[tuple[float, int, Plan, Timeline]] = []
@@ -111,7 +112,8 @@ def _check_host(experiment: Experiment, size: int) -> None:
 
 
 def _largest(experiment: Experiment) -> Prediction:
-    """By bisection: here a larger model never fits where a smaller does not."""
+    """Returns the prediction for the largest size that fits, by bisection: here a larger model never fits where a
+    smaller model does not."""
     low, high = -1, len(experiment.sizes)
     batch = experiment.batches[0]
     policy = find_policy(experiment.policy)
@@ -132,7 +134,7 @@ def _largest(experiment: Experiment) -> Prediction:
 
 
 def predict(experiment: Experiment, plan: Plan, timeline: Timeline, batch: int) -> dict[str, float]:
-    """By the metrics' names, in their units."""
+    """Returns the predicted values by the metrics' names, in their units."""
     phases = phases_of(plan, timeline)
     iteration_s = timeline.iteration_s + experiment.loop_s * experiment.micro_batches
     ranks = experiment.machine.data_parallel_size
@@ -177,7 +179,7 @@ _BORDERS: Mapping[str, Callable[[Plan], int]] = {
 
 
 def _chunk_bytes(plan: Plan, timeline: Timeline, moment: int) -> int:
-    """On the GPU when the moment starts."""
+    """Returns the bytes of chunks on the GPU when the moment starts."""
     last = max(span.iteration for span in timeline.spans)
     starts = {s.moment: s.start_s for s in timeline.spans if s.iteration == last and s.kind is Kind.COMPUTE}
     time_s = starts[moment] - starts[0]
@@ -193,7 +195,8 @@ def _chunk_bytes(plan: Plan, timeline: Timeline, moment: int) -> int:
 
 
 def row_value(row: PublishedRow, outcome: Prediction) -> float | None:
-    """None where the run did not fit. Raises PstarError for a metric that is not predicted."""
+    """Returns the prediction for a row; None where the run did not fit. Raises PstarError for a metric that is not
+    predicted."""
     if outcome.reason:
         return None
     if row.metric not in outcome.predicted:

@@ -62,13 +62,11 @@ FIRST_FILE = next(iter(FILES))
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """In scope.
+    """One row in scope.
 
-    line: in its file.
     predicted: None where the run does not fit here.
     kind: "time" (a whole iteration), "phase", "memory" or "size".
-    machine: of the replay.
-    policy: of the replay.
+    machine: that of the replay, as `policy`.
     inferred: a choice of ours has no source but the errors of the row's rule.
     """
 
@@ -96,7 +94,7 @@ class Result:
 
     @property
     def error(self) -> float:
-        """predicted / published - 1; --1 where nothing was predicted."""
+        """predicted / published - 1; -1 where nothing was predicted."""
         return -1.0 if self.predicted is None else self.predicted / self.published - 1
 
     @property
@@ -162,7 +160,7 @@ def errors_of(results: Iterable[Result]) -> Errors | None:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Interpolated linearly, as numpy's."""
+    """Interpolates linearly, as numpy's."""
     place = share * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
@@ -171,7 +169,9 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Validation(Collection):
-    """counts: by use, of all rows (or those asked for).
+    """Predictions beside published measurements.
+
+    counts: by use, of all rows (or those asked for).
     results: in the order of the file.
     left_out: rule of rows that are not compared -> reason.
     """
@@ -186,7 +186,7 @@ class Validation(Collection):
         return self.results
 
     def errors(self, **wanted: str) -> Errors | None:
-        """Of the results whose fields have these values, as in errors(use="tested", kind="time")."""
+        """Returns the errors of the results whose fields have these values, as in errors(use="tested", kind="time")."""
         return errors_of(r for r in self.results if all(getattr(r, k) == v for k, v in wanted.items()))
 
     def pairs(self) -> list[Pair]:
@@ -219,8 +219,8 @@ class Validation(Collection):
         return replace(self, results=tuple(r for r in self.results if r.file != FIRST_FILE))
 
     def by_distance(self) -> dict[str, Errors]:
-        """Of tested times, by the distance of the machine from those of the fitted rows ([Note: distance]), the nearest
-        first. Empty where no row is fitted."""
+        """Returns the errors of tested times by the distance of the run's machine from the machines of the fitted rows
+        ([Note: distance]), the nearest first. Empty where no row is fitted."""
         distance = self.distances()
         groups: dict[str, list[Result]] = {name: [] for name in DISTANCES}
         for r in self.results if distance is not None else ():
@@ -230,7 +230,7 @@ class Validation(Collection):
         return {name: e for name, rows in groups.items() if (e := errors_of(rows)) is not None}
 
     def distances(self) -> Callable[[Result], str] | None:
-        """By [Note: distance]; None where no row is fitted."""
+        """Returns the function from a row to its distance, by [Note: distance]; None where no row is fitted."""
         fitted = [r for r in self.results if r.use == "fitted"]
         machines, generations = {_machine_of(r) for r in fitted}, {_generation(r) for r in fitted}
 
@@ -240,7 +240,7 @@ class Validation(Collection):
         return distance if fitted else None
 
     def misses(self) -> list[Result]:
-        """Tested rows beyond FAR, the worst first."""
+        """Returns the tested rows beyond FAR, the worst first."""
         missed = [r for r in self.results if r.use == "tested" and abs(r.error) > FAR]
         return sorted(missed, key=lambda r: -abs(r.error))
 
@@ -283,7 +283,7 @@ class Validation(Collection):
 
 
 def _machine_of(r: Result) -> tuple[str, int]:
-    """With the nodes, but without the GPUs in use."""
+    """Returns the catalog's machine and the number of its nodes, without the number of GPUs in use."""
     return r.machine.partition(" (")[0], r.nodes
 
 
@@ -306,7 +306,7 @@ def validate(
     efficiency: Efficiency | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Validation:
-    """Replays the published runs in scope.
+    """Replays the published runs in scope. Returns the predictions beside the published figures.
 
     system, machine: only rows whose system or hardware (or catalog machine) contains the text, case aside.
     efficiency: instead of the shipped parameters.
@@ -347,7 +347,7 @@ _Job = tuple[tuple[PublishedRow, ...], Experiment]
 def _on_machine(
     machine: str, jobs: Sequence[_Job], rows: Sequence[PublishedRow]
 ) -> tuple[list[_Job], list[PublishedRow]]:
-    """By hardware, or machine of the catalog."""
+    """Returns the jobs and rows whose hardware, or machine of the catalog, contains the text."""
     kept_jobs = [(run, x) for run, x in jobs if _holds(machine, run[0].hardware) or _holds(machine, x.machine.name)]
     kept = {row for run, _ in kept_jobs for row in run}
     return kept_jobs, [r for r in rows if r in kept or _holds(machine, r.hardware)]

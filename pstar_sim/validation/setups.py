@@ -73,7 +73,7 @@ class Experiment:
     optimizer: str = "adamw"
 
     def workload(self, batch: int, size: ModelEntry | None = None) -> Workload:
-        """One rank's share. Raises ModelError as `workload_of` does."""
+        """Returns one rank's share. Raises ModelError as `workload_of` does."""
         return workload_of(
             size or self.sizes[0],
             batch=batch,
@@ -147,7 +147,7 @@ def with_gpu_bytes(machine: Machine, usable_bytes: int) -> Machine:
 def whole_number(row: PublishedRow, what: str, text: str) -> int:
     """Raises CatalogError for any other text.
 
-    what: for the message.
+    what: name of the number, for the message.
     """
     if not text.isdigit():
         raise CatalogError(f"{row.where}: {what} is {text!r}, not a whole number")
@@ -157,7 +157,7 @@ def whole_number(row: PublishedRow, what: str, text: str) -> int:
 def gpt_entry(
     layers: int, hidden: int, heads: int, *, vocab: int, positions: int, source: str = "a published run"
 ) -> ModelEntry:
-    """With tied embeddings and MLPs of four times the hidden width."""
+    """Returns the entry of a published GPT, with tied embeddings and MLPs of four times the hidden width."""
     entry = ModelEntry(
         name=f"gpt {layers}x{hidden}",
         family="gpt",

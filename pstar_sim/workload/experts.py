@@ -17,7 +17,7 @@ __all__ = ["experts_note", "use_probability"]
 
 
 def use_probability(experts: ExpertsShape, tokens: int, *, of: int = 1) -> float:
-    """Of a layer, by `tokens` tokens, of at least one of `of` experts."""
+    """Returns the probability that `tokens` tokens use at least one of `of` experts of a layer."""
     missed = comb(experts.count - of, experts.per_token) / comb(experts.count, experts.per_token)
     return 1 - missed**tokens
 

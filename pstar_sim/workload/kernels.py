@@ -26,7 +26,7 @@ CAPTURED = "captured"
 
 @dataclass(frozen=True, kw_only=True)
 class Flavour:
-    """How operators run.
+    """The way in which operators run.
 
     fused: activation, norm and rotary positions are one kernel each.
     recomputed: backward computes outputs of norms and activations once more.
@@ -49,5 +49,5 @@ KERNELS = tuple(FLAVOURS)
 
 
 def kernels_text(kernels: str) -> str:
-    """ "fused kernels"; empty for a workload that names no flavour, such as one written by hand."""
+    """Returns "fused kernels"; empty for a workload that names no flavour, such as one written by hand."""
     return f"{kernels} kernels" if kernels else ""

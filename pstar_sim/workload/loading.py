@@ -36,7 +36,8 @@ class Loading:
         return weights if self.way == "each" else -(-weights // local_ranks)
 
     def words(self, local_ranks: int) -> str:
-        """Behind "loaded". Empty for weights in the working dtype and one rank, which has one way only."""
+        """Returns words after "loaded". Empty for weights in the working dtype and one rank, which can load them in one
+        way only."""
         way = {"whole": "once per node", "each": "whole by every process"}.get(self.way, "") if local_ranks > 1 else ""
         return " ".join(part for part in (way, self.dtype and f"in {self.dtype}") if part)
 

@@ -179,8 +179,8 @@ class AdaptedTape(Tape):
         return target.a, target.b
 
     def _settle(self) -> None:
-        """Of matrices that the moment read but did not multiply: a recompute would have ended before, but an adapter
-        needs the matmul before it."""
+        """Add the matmuls of matrices that the moment read but did not multiply. A recompute would have ended before
+        these, but an adapter needs the matmul before it."""
         left, self._pending = self._pending, []
         for name in left:
             if name in self._targets and self._phase is Phase.RECOMPUTE:

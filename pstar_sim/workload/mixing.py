@@ -46,13 +46,13 @@ _Block = tuple[str, range, range]  # name, moments forward, moments backward
 
 
 def block_of(path: str) -> str | None:
-    """ "h.5" of "h.5.mlp.weight"; None outside blocks."""
+    """Returns "h.5" of "h.5.mlp.weight"; None outside blocks."""
     match = _BLOCK.match(path)
     return match and match[1]
 
 
 def block_names(w: Workload) -> list[str]:
-    """In the order of the forward pass; empty for a model that is not a stack of blocks."""
+    """Returns the blocks in the order of the forward pass; empty for a model that is not a stack of blocks."""
     return [block for block, forward, _ in block_runs(w) if block is not None and forward]
 
 
@@ -134,7 +134,8 @@ def _check_names(w: Workload, blocks: Sequence[str], named: Collection[str]) -> 
 
 
 def _more_below(blocks: Sequence[str], keep: Collection[str], left: Sequence[dict[str, int]]) -> list[list[int]]:
-    """Per variant, what the blocks before the n-th keep here, less what they keep in the variant.
+    """Returns, per variant, the bytes that the blocks before the n-th keep here, less the bytes that they keep in the
+    variant.
 
     left: per variant (recomputed, kept), block -> bytes kept.
     """
@@ -169,7 +170,7 @@ def offload_blocks(w: Workload, offload: Collection[str]) -> Workload:
 
 
 def stashes_of(w: Workload, offload: Collection[str]) -> list[Stash]:
-    """Of the blocks `offload`, by [Note: two stashes at a time].
+    """Returns the stashes of the blocks `offload`, by [Note: two stashes at a time].
 
     Raises TraceError for a workload that has several micro-batches, offloads already, or is not a stack of blocks, and
     for a block that recomputes, that keeps nothing, or that is needed again before it could be gone.
@@ -200,8 +201,8 @@ def stashes_of(w: Workload, offload: Collection[str]) -> list[Stash]:
 
 
 def _stack(w: Workload, runs: Sequence[BlockRun], offload: Collection[str]) -> list[_Block]:
-    """In the order of the forward pass. Raises TraceError if w is not a stack of blocks, or if a block to offload is
-    not among them."""
+    """Returns the blocks in the order of the forward pass. Raises TraceError if w is not a stack of blocks, or if a
+    block to offload is not among them."""
     ahead = [(block, run) for block, forward, run in runs if block is not None and forward]
     blocks = [block for block, _ in ahead]
     backward = {block: run for block, forward, run in runs if block is not None and not forward}
@@ -226,7 +227,7 @@ def _stash(w: Workload, stack: Sequence[_Block], n: int, until: int, size: int) 
 
 
 def without_stashed(w: Workload, stashes: Sequence[Stash]) -> tuple[Moment, ...]:
-    """Without the bytes of stashes that are on the host."""
+    """Returns the moments, each without the bytes of stashes that are on the host in it."""
     start, peak, end = ([0] * len(w.moments) for _ in range(3))
     for stash in stashes:
         for m in range(stash.gone, stash.back + 1):
@@ -240,8 +241,8 @@ def without_stashed(w: Workload, stashes: Sequence[Stash]) -> tuple[Moment, ...]
 
 
 def block_runs(w: Workload) -> Sequence[BlockRun]:
-    """Of one block and direction. Moments of no block between two runs are a run of their own. Derived once per
-    workload."""
+    """Returns the moments in runs of one block and direction. Moments of no block between two runs are a run of their
+    own. The runs are derived once per workload."""
     known = w.derived.get(_RUNS)
     if not isinstance(known, tuple):
         known = w.derived[_RUNS] = tuple(_block_runs(w.moments))
@@ -267,7 +268,7 @@ def _left_behind(w: Workload, runs: Sequence[BlockRun]) -> dict[str, int]:
 
 
 def shifted(moment: Moment, shift: int) -> Moment:
-    """At least 0."""
+    """Returns the moment with `shift` more non-model bytes, at least 0."""
     if not shift:
         return moment
     start, peak, end = (max(0, size + shift) for size in (moment.start_bytes, moment.peak_bytes, moment.end_bytes))

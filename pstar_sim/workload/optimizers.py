@@ -44,7 +44,7 @@ class OptimizerSpec:
 
     @property
     def lists(self) -> tuple[str, ...]:
-        """In storage order."""
+        """Names of the state lists, in storage order."""
         return tuple(name for name, _ in self.state_bytes)
 
     @property

@@ -38,9 +38,9 @@ class Order(StrEnum):
 
     @property
     def words(self) -> str:
-        """Behind the number of micro-batches; empty for the order that every loop has."""
+        """Words behind the number of micro-batches; empty for the order that every loop has."""
         return "" if self is Order.DEPTH_FIRST else ", layer by layer"
 
     def turns(self, micro_batches: int) -> int:
-        """From forward to backward, and from backward to forward, inside an iteration."""
+        """Returns the number of turns from forward to backward, and from backward to forward, inside an iteration."""
         return 2 * micro_batches - 1 if self.one_by_one else 1

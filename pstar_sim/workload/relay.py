@@ -79,7 +79,7 @@ def boundaries_on_host(workload: Workload) -> Workload:
 
 
 def _check(workload: Workload, stash: str) -> None:
-    """For another order, or for the boundary stash at this place."""
+    """Raise TraceError for a workload that cannot have another order, or its boundary stash at this place."""
     instance("workload", workload, Workload, "a Workload", error=TraceError)
     if not workload.order.of_loop or workload.stashes:
         why = (
@@ -113,7 +113,7 @@ def parts_of(workload: Workload) -> list[tuple[int, int]]:
 
 
 def _bodies(w: Workload) -> list[range]:
-    """Of each micro-batch. Raises TraceError if these are not the same for all."""
+    """Returns the moments of each micro-batch. Raises TraceError if these are not the same for all micro-batches."""
     begin = [next(i for i, m in enumerate(w.moments) if m.micro_batch == u) for u in range(w.micro_batches)]
     bodies = [range(a, b) for a, b in zip(begin, [*begin[1:], len(w.moments) - 1])]
     odd = odd_micro_batch(w)
@@ -126,7 +126,7 @@ def _bodies(w: Workload) -> list[range]:
 
 
 def _parts(w: Workload, body: range) -> list[BlockRun]:
-    """Of a micro-batch. Raises TraceError if there are no blocks."""
+    """Returns the parts of a micro-batch. Raises TraceError if there are no blocks."""
     runs = [
         (block, forward, range(moments[0], min(moments[-1], body[-1]) + 1))
         for block, forward, moments in block_runs(w)
@@ -145,7 +145,7 @@ def _parts(w: Workload, body: range) -> list[BlockRun]:
 
 
 def _levelled(w: Workload, cells: Sequence[Sequence[int]]) -> list[Moment]:
-    """In order, with the bytes of the other micro-batches added."""
+    """Returns the moments of all cells in order, with the bytes of the other micro-batches added."""
     level = {w.moments[cell[0]].micro_batch: w.moments[cell[0]].start_bytes for cell in reversed(cells)}
     total = sum(level.values())
     moments: list[Moment] = []
@@ -159,7 +159,7 @@ def _levelled(w: Workload, cells: Sequence[Sequence[int]]) -> list[Moment]:
 
 
 def _step(w: Workload, moments: Sequence[Moment]) -> Moment:
-    """Behind all micro-batches instead of the last."""
+    """Returns the optimizer step, behind all micro-batches instead of the last."""
     return shifted(w.moments[-1], moments[-2].end_bytes - w.moments[-2].end_bytes)
 
 
@@ -168,7 +168,8 @@ def _with_stashes(made: Workload, stashes: Sequence[Stash]) -> Workload:
 
 
 def _stashes(source: Workload, parts: Sequence[BlockRun], cells: Sequence[Sequence[int]], count: int) -> list[Stash]:
-    """Of `count` micro-batches of the depth-first workload `source`, which run `cells` without a pause."""
+    """Returns the boundary stashes of `count` micro-batches of the depth-first workload `source`, which run `cells`
+    without a pause."""
     first = list(accumulate((len(cell) for cell in cells), initial=cells[0][0]))  # moment of each cell
     backward = _backward_parts(parts)
     blocks = [(n, block) for n, (block, forward, _) in enumerate(parts) if forward and block in backward]
@@ -225,7 +226,7 @@ def _backward_parts(parts: Sequence[BlockRun]) -> dict[str, int]:
 def _stashes_of(
     block: str, sizes: Sequence[int], first: Sequence[int], ahead: int, back: int, held: int
 ) -> list[Stash]:
-    """Of each micro-batch in a block; none if one has nothing to stash or no time.
+    """Returns the stash of each micro-batch in a block; none if a micro-batch has nothing to stash or no time.
 
     sizes: bytes of each micro-batch.
     first: moment of each cell.

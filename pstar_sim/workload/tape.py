@@ -16,13 +16,13 @@ __all__ = ["Tape", "input_gradient", "weight_gradient"]
 
 
 def input_gradient(product: Product) -> Product:
-    """Of a linear layer, from the product of its forward pass."""
+    """Returns the product that computes the gradient of a linear layer's input."""
     batches, m, k, n = product
     return batches, m, n, k
 
 
 def weight_gradient(product: Product) -> Product:
-    """Of a linear layer, from the product of its forward pass."""
+    """Returns the product that computes the gradient of a linear layer's weight."""
     batches, m, k, n = product
     return batches, n, m, k
 
@@ -70,7 +70,7 @@ class Tape:
         return sum(self.tensors[self._index[name]].bytes for name in names)
 
     def weight_products(self, *products: Product) -> list[Product]:
-        """None if the weights are not trained."""
+        """Returns the products that compute gradients of weights; none if the weights are not trained."""
         return list(products)
 
     # Moments

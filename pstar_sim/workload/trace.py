@@ -98,7 +98,7 @@ def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike
 
 
 def load_variants(path: str | os.PathLike[str]) -> tuple[Workload, ...]:
-    """In file order.
+    """Returns all workloads of a trace file, in file order.
 
     Raises TraceError (naming the file and the field) for a file that is missing, truncated, foreign, damaged, written
     by a newer version or inconsistent.
@@ -124,7 +124,7 @@ def load_trace(
 
     batch: sequences per micro-batch.
     sequence: tokens per sequence.
-    checkpointing: of activations.
+    checkpointing: whether activations are recomputed.
     dtype: a name of DTYPES.
     micro_batches: a number that the file does not hold is made from the variant with one micro-batch, by repeating it.
 
@@ -153,7 +153,7 @@ def load_trace(
 
 
 def moments_frame(w: Workload) -> pd.DataFrame:
-    """One row per moment, with fields as columns."""
+    """Returns one row per moment, with fields as columns."""
     import pandas as pd
 
     frame = pd.DataFrame([asdict(m) | {"phase": m.phase.value} for m in w.moments], columns=_names(Moment))
@@ -163,7 +163,7 @@ def moments_frame(w: Workload) -> pd.DataFrame:
 
 
 def tensors_frame(w: Workload) -> pd.DataFrame:
-    """One row per tensor, with `numel`, `reads`, `gradients` (counts)."""
+    """Returns one row per tensor, with `numel`, `reads`, `gradients` (counts)."""
     import pandas as pd
 
     frame = pd.DataFrame([asdict(t) | {"numel": t.numel} for t in w.tensors], columns=[*_names(Tensor), "numel"])
@@ -178,7 +178,7 @@ def tensors_frame(w: Workload) -> pd.DataFrame:
 
 
 def uses_frame(w: Workload) -> pd.DataFrame:
-    """Moment, tensor, kind."""
+    """Returns moment, tensor, kind."""
     import pandas as pd
 
     return pd.DataFrame([(u.moment, u.tensor, u.kind.value) for u in w.uses], columns=_names(Use))
@@ -200,17 +200,17 @@ def _words(w: Workload) -> str:
 
 
 def _columns(cls: Any, version: int) -> list[str]:
-    """Of a dataclass, in this version."""
+    """Returns the fields of a dataclass that a file of this version has."""
     return [name for name in _names(cls) if version > 1 or (cls, name) != (Moment, "products")]
 
 
 def _header(version: int) -> list[str]:
-    """Of a workload, as columns in this version."""
+    """Returns the fields of a workload that are columns of a file of this version."""
     return [name for name in _HEADER if version > 1 or name != "kernels"]
 
 
 def _schema(version: int = SCHEMA_VERSION, optional: Collection[str] = ()) -> Any:
-    """With format and version in its metadata.
+    """Returns the file's Arrow schema, with format and version in its metadata.
 
     optional: columns of _CHOSEN and _ORDERED.
     """
@@ -284,7 +284,7 @@ def _digest(row: dict[str, Any]) -> str:
 
 
 def _read_rows(source: Path) -> list[dict[str, Any]]:
-    """After all checks of the file itself."""
+    """Returns the rows of the file, after all checks of the file itself."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -352,7 +352,7 @@ def _workload(source: Path, index: int, row: dict[str, Any]) -> Workload:
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """With pairs in place of the file's tables of two columns."""
+    """Returns a row with pairs in place of the file's tables of two columns."""
     values = dict(row)
     if isinstance(row["optimizer"], dict):
         values["optimizer"] = {**row["optimizer"], "state_bytes": _pairs(row["optimizer"]["state_bytes"])}

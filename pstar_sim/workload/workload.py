@@ -262,7 +262,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of an iteration."""
+        """Tokens per iteration, of all micro-batches."""
         return self.batch * self.sequence * self.micro_batches
 
     @cached_property
@@ -300,7 +300,7 @@ class Workload:
 
     @property
     def relayed(self) -> bool:
-        """For its order, or for boundaries on the host (relay.py), the engine has to run the iteration."""
+        """Whether the engine has to run the iteration: for its order, or for boundaries on the host (relay.py)."""
         return not self.order.of_loop or self.boundaries_on_host
 
     @cached_property
@@ -309,7 +309,7 @@ class Workload:
 
     @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
-        """Per moment, ascending."""
+        """Tensors read in each moment, ascending."""
         return self._by_moment(UseKind.READ)
 
     @cached_property
@@ -474,7 +474,7 @@ def _check_order(w: Workload, bad: _Bad) -> None:
 
 
 def _in_room(stash: Stash) -> int:
-    """A multiple of 256 bytes."""
+    """Returns a multiple of 256 bytes."""
     return -(-stash.bytes // 256) * 256
 
 
@@ -489,7 +489,7 @@ def odd_micro_batch(w: Workload) -> int | None:
 def _check_begin(w: Workload, i: int, m: Moment, begun: int, bad: _Bad) -> None:
     """Moment i is the first of its micro-batch.
 
-    begun: micro-batches before it.
+    begun: micro-batches that begin before it.
     """
     if m.phase is not Phase.FWD and m is not w.moments[-1]:
         raise bad(f"moments[{i}].phase", m.phase.value, "a micro-batch begins with its forward pass")
@@ -556,7 +556,7 @@ def _check_choices(w: Workload, bad: _Bad) -> None:
 
 
 def _check_stashes(w: Workload, bad: _Bad) -> None:
-    """By itself and against the one before, and whether the peaks count the bytes of all."""
+    """Check each stash by itself and against the stash before it, and that the peaks count the bytes of all stashes."""
     counted = [0] * (len(w.moments) + 1)  # changes of the bytes of stashes that the peaks count
     for i, s in enumerate(w.stashes):
         if s.bytes <= 0 or not 0 <= s.made < s.gone < s.back < s.needed < len(w.moments) - 1:
@@ -579,7 +579,7 @@ def _check_stashes(w: Workload, bad: _Bad) -> None:
 
 
 def _check_beside(i: int, s: Stash, before: Stash, bad: _Bad, *, in_turn: bool) -> None:
-    """Against the stash before it in the list.
+    """Compares with the stash before it in the list.
 
     in_turn: the stash made first is also gone first.
     """
@@ -605,7 +605,7 @@ class HasActivations(Protocol):
 
 
 def activations_text(w: HasActivations) -> str:
-    """ "activations recomputed", or block by block "blocks 0-4 of 20 offloaded, 5-19 kept"."""
+    """Returns "activations recomputed", or block by block "blocks 0-4 of 20 offloaded, 5-19 kept"."""
     if not w.activations:
         return f"activations {'recomputed' if w.checkpointing else 'kept'}"
     parts: list[tuple[str, str]] = []

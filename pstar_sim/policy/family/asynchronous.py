@@ -123,7 +123,8 @@ class Asynchronous:
         return found
 
     def _static(self) -> _Rival | None:
-        """None if static_partition does not fit. A choice that a comparison has made already is used again."""
+        """Returns the choice of static_partition in this job; None if static_partition does not fit. A choice that a
+        comparison has made already is used again."""
         g = self.job
         point = replace(self.point, capacity="peak")
         known = g.workload.derived.get(_RIVAL)
@@ -140,7 +141,7 @@ class Asynchronous:
             return None
 
     def rival(self) -> _Rival:
-        """For use by another policy of the family. Raises DoesNotFit."""
+        """Returns the choice of this policy, for use by another policy of the family. Raises DoesNotFit."""
         check_gpu(self.job)
         return self._remember(_fastest(self._search(*self._scan())))
 

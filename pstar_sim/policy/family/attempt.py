@@ -37,7 +37,7 @@ class Attempt:
 
     @property
     def fetched_bytes(self) -> int:
-        """To the GPU, per iteration."""
+        """Bytes that one iteration copies to the GPU."""
         shown = sum([row.charge.gpu_take for row in self.draft.rows if row.queue is Queue.H2D])
         return shown + (self.left_out.times * self.left_out.fetched_bytes if self.left_out is not None else 0)
 
@@ -66,7 +66,7 @@ class Attempt:
 
     @property
     def iteration_s(self) -> float:
-        """Of an attempt that fits."""
+        """Seconds per iteration of an attempt that fits."""
         if self.followed_s is not None:
             return self.followed_s
         return self.window.iteration_s + (self.left_out.seconds(self.window) if self.left_out is not None else 0.0)
@@ -77,8 +77,8 @@ class Attempt:
 
 
 def burden_of(made: Attempt) -> tuple[int, int]:
-    """For `ties.least_of`.Bytes that go down need no entry, because they equal the bytes fetched except for chunks that
-    the GPU updates."""
+    """Returns the burden of an attempt for `ties.least_of`: bytes fetched and number of pins. Bytes that go down need
+    no entry, because they equal the bytes fetched except for chunks that the GPU updates."""
     return made.fetched_bytes, made.pins
 
 
@@ -93,7 +93,7 @@ def attempt(job: Job, modes: Modes, knobs: Knobs | None = None, *, like: Attempt
 def attempt_course(
     course: Course, *, limit_s: float = math.inf, like: Attempt | None = None, times_left_out: int = 0
 ) -> Attempt:
-    """For a course that is laid out already.
+    """Returns the same as `attempt`, for a course that is laid out already.
 
     limit_s: of all micro-batches. The attempt is given up once it is certain to take longer; see `choose`.
     like: an earlier attempt of the same job, whose equal rows are used again.
@@ -114,7 +114,7 @@ def attempt_course(
 
 
 def _work_s(draft: Draft, left_out: LeftOut | None) -> dict[Queue, float]:
-    """Nominal, per iteration."""
+    """Returns the nominal seconds of each queue's work per iteration."""
     seconds = dict.fromkeys(Queue, 0.0)
     for row in draft.rows:
         seconds[row.queue] += row.charge.seconds

@@ -221,7 +221,7 @@ class Course:
         return kept
 
     def border(self, chunk: int) -> UseGap:
-        """From the last use to the first of the next iteration."""
+        """Returns the gap from the last use of a chunk to its first use in the next iteration."""
         mine = self.touched[chunk]
         return UseGap(mine[-1], mine[0] + len(self.positions), chunk)
 
@@ -323,7 +323,6 @@ def _stretches(positions: Sequence[int]) -> list[Stretch]:
 
 
 def _merged(stretches: Sequence[Stretch]) -> list[Stretch]:
-    """Neighbouring stretches become one."""
     out = [stretches[0]]
     for stretch in stretches[1:]:
         if stretch.first <= out[-1].last + 1:

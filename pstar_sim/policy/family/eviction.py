@@ -88,7 +88,7 @@ class _Idle:
         heapq.heappush(self._oldest, (since, gap.chunk, lap, gap))
 
     def take(self, lap: int, gap: UseGap) -> bool:
-        """The chunk is used. Returns whether it was idle."""
+        """Ends the chunk's gap. Returns whether it was idle."""
         if (lap, gap) not in self._entries:
             return False
         self._entries.discard((lap, gap))
@@ -96,7 +96,7 @@ class _Idle:
         return True
 
     def shrink(self, room_bytes: int) -> None:
-        """The oldest go first."""
+        """Removes the oldest first."""
         while self._held_bytes > room_bytes and self._oldest:
             _, _, lap, gap = heapq.heappop(self._oldest)
             self.take(lap, gap)

@@ -19,7 +19,8 @@ __all__ = ["faster_in_parts", "period_s"]
 
 
 def period_s(plan: Plan, cost: CostModel | None = None) -> float:
-    """Of one rank, once the plan is steady. Raises PlanError for a deadlock."""
+    """Returns the seconds per iteration of one rank, once the plan is steady. Raises PlanError for a plan that
+    deadlocks."""
     cost = cost or cost_of(plan.workload, plan.machine, plan.layout)
     return follow(Program.of(plan), cost.step_costs(plan), cost.rates()).iteration_s
 

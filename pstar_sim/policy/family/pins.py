@@ -33,7 +33,6 @@ class PinFacts:
     first: moment of the first use.
     final: moment of the last gradient.
     pinned_bytes: working list and states.
-    adam_s: on the CPU.
     add_s, gpu_add_s: of all micro-batches, on the host and on the GPU.
     fold_s: of the add of the last gradient, where CPU Adam makes it.
     barrier: no Adam may run before the last moment.
@@ -59,7 +58,7 @@ class PinFacts:
 
 
 def iteration_bounds(facts: PinFacts, most: int) -> Array:
-    """Lower estimates for 0, 1 .. most pinned chunks, of shape (most + 1,)."""
+    """Returns lower estimates for 0, 1 .. most pinned chunks, of shape (most + 1,)."""
     count = len(facts.first)
     if not count:
         return np.full(most + 1, float(np.sum(facts.moments_s)))
@@ -141,7 +140,8 @@ def most_pins(
 
 
 def most_pins_of(job: Job) -> int:
-    """In the order of `Job.candidates`, with working list and states."""
+    """Returns the largest number of chunks, in the order of `Job.candidates`, whose working list and states could stay
+    on the GPU."""
     position = {c: n for n, c in enumerate(job.candidates)}
     need = [tuple(position[c] for c in block.chunks if c in position) for block in job.blocks]
     fixed = [sum(job.sizes[c] for c in block.chunks if c not in position) for block in job.blocks]
@@ -154,7 +154,8 @@ def most_pins_of(job: Job) -> int:
 
 
 def _room(job: Job) -> list[int]:
-    """Of each block, what the tide, gradient lists and small chunks leave."""
+    """Returns the bytes that the tide, gradient lists and small chunks leave free for all other chunks in each
+    block."""
     budget = job.machine.gpu_budget_bytes - job.small_bytes
     return [
         budget - block.tide_bytes - gradient_rows.room(job, n) - sum(job.remote[c] for c in block.chunks)

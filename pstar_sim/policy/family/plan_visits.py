@@ -78,7 +78,7 @@ def schedule_visits(
     lists_at_once: int | None = None,
     gpu_bytes: int | None = None,
 ) -> Attempt:
-    """The schedule of `plan_visits`. No step is written.
+    """Returns the schedule of `plan_visits`. No step is written.
 
     gpu_bytes: of model data and tide together; None: the GPU's budget.
 

@@ -74,7 +74,7 @@ USUAL = Knobs()  # knobs with which a search begins
 
 
 def _coarse(points: Sequence[T]) -> list[T]:
-    """At most POINTS, evenly spread, with the first and the last."""
+    """Returns at most POINTS of the points, evenly spread, with the first and the last point."""
     chosen = np.linspace(0, len(points) - 1, min(POINTS, len(points))).round().astype(int)
     return [points[n] for n in chosen]
 
@@ -181,8 +181,8 @@ class Search:
     def _best_starts(
         self, roof: Roofline, pins: Sequence[int], shares: Sequence[float], sums: Sequence[float]
     ) -> list[_Start]:
-        """Behind a barrier, also returns the best trials with the smallest, the middle and the largest number of pins
-        whose roofline is within FLAT of its minimum."""
+        """Returns the best trial by the roofline. Behind a barrier, also returns the best trials with the smallest, the
+        middle and the largest of the numbers of pins whose roofline is within FLAT of its minimum."""
         least_s = roof.seconds.min(axis=(1, 2))
         chosen = {int(least_s.argmin())}
         if self.facts.pins.barrier:
@@ -200,7 +200,7 @@ class Search:
         return _Start(float(roof.seconds[p, z, g]), pins[p], round(shares[z] * moving), hosts, spills)
 
     def _most(self) -> int:
-        """As if all chunks had the median size."""
+        """Returns an upper limit of the number of pins, taking all chunks to have the median size."""
         pinned = self.facts.pins.pinned_bytes
         if not pinned:
             return 0
@@ -210,7 +210,7 @@ class Search:
 
     @property
     def seconds(self) -> float:
-        """Inf if there is no attempt."""
+        """Seconds of the fastest attempt; inf if there is none."""
         return self.best[0] if self.best is not None else math.inf
 
     @property
@@ -319,7 +319,8 @@ class Search:
         return found if found.fits else None
 
     def _adam_s(self, modes: Modes) -> float:
-        """Nominal, with the adds on the host. They are known before a course is laid out."""
+        """Returns the nominal seconds of CPU Adam and of the adds on the host, per iteration. They are known before a
+        course is laid out."""
         facts, on_gpu = self.facts.pins, modes.pinned | modes.summed
         seconds = 0.0
         for c, adam_s, add_s, fold_s in zip(self.job.candidates, facts.adam_s, facts.add_s, facts.fold_s):
@@ -330,7 +331,7 @@ class Search:
         return seconds
 
     def whole(self) -> list[Attempt]:
-        """In the whole job. If none fits there, it is searched."""
+        """Returns the fastest attempts, made in the whole job. If none fits there, searches the whole job."""
         if not self._times_left_out:
             return self.fastest
         made: list[Attempt] = []
@@ -423,7 +424,7 @@ class Search:
         return sorted(made, key=self.tried.__getitem__)
 
     def _downhill(self, parts: int = NEXT_STRIDE) -> None:
-        """From `here`. The first changes are by the number of chunks divided by `parts`."""
+        """Go downhill from `here`. The first changes are by the number of chunks divided by `parts`."""
         stride = max(1, self.count // parts)
         while self.here is not None and not self.good_enough and not self.spent:
             if self._descend(stride):
@@ -537,7 +538,7 @@ class Search:
             yield from self._turned(self.best[1].knobs)
 
     def _turned(self, knobs: Knobs) -> Iterator[Trial]:
-        """The best trial with one decision changed after another."""
+        """Yields the best trial with one decision changed after another."""
         assert self.best is not None
         yield replace(self.best[1], knobs=replace(USUAL, linger=not knobs.linger))
         yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))
@@ -561,7 +562,7 @@ class Search:
         return replace(now, pins=pins, streams=now.streams + now.pins - pins, head=min(pins, now.head))
 
     def _elsewhere(self, best: Trial) -> Iterator[Trial]:
-        """A descent from these may end at fewer seconds."""
+        """Yields trials from which a descent may end at fewer seconds."""
         knobs = best.knobs
         if self.job.may_sum:
             _, pins, streams, hosts, _ = self.without_turns
@@ -590,7 +591,7 @@ class Search:
         return product(("stream", "pin", "cpu"), repeat=len(self.large)) if self.large else iter(())
 
     def _beside(self, trial: Trial, large: tuple[str, ...]) -> Trial:
-        """As many bytes are pinned and streamed as before."""
+        """Keeps as many bytes pinned and streamed as before."""
         if trial.large:
             return replace(trial, large=large)
         modes = self._modes(trial)

@@ -75,8 +75,8 @@ class SearchResult:
 
 @without_garbage_collection()
 def searched(name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> Plan:
-    """At the usual chunk size, for a policy of the family other than optimal that may stream states. Raises
-    DoesNotFit."""
+    """Returns the best plan of the search at the usual chunk size, for a policy of the family other than optimal that
+    may stream states. Raises DoesNotFit."""
     own = own_plans(workload, machine, settings, point, name)
     best = least_of(own, seconds=lambda f: f.seconds, burden=lambda f: burden(f.plan))
     predictions = dict(best.plan.predictions) | {"policy_iteration_s": best.seconds}
@@ -112,7 +112,7 @@ class _Sizes:
     exhausted. The effort also decides which sizes are looked at first, so more effort mostly, not always, finds a
     faster plan.
 
-    usual: the layout.
+    usual: the layout at the usual size.
     few: few chunks at the usual size, so that smaller chunks gain more.
     searches: over the sizes that fit.
     tried: size -> seconds, as words.
@@ -162,7 +162,7 @@ class _Sizes:
             self._continue()
 
     def _continue(self) -> None:
-        """Until the effort is used up or there is nothing to gain."""
+        """Continue the most promising searches, until the effort is used up or there is nothing to gain."""
         while self.left_ops > 0 and not self.best().good_enough:
             if (search_left := self._promising()) is not None:
                 self._go_on(search_left, NEXT_OPS)
@@ -218,15 +218,15 @@ class _Sizes:
             self._look(self.usual, FIRST_OPS, replace(self._point, capacity="peak"))
 
     def _attempt_ops(self, layout: Layout) -> float:
-        """Roughly, with this layout; 0 before any attempt fitted."""
+        """Returns roughly how much effort an attempt with this layout takes; 0 before any attempt fitted."""
         if not self.searches:
             return 0.0
         first = self.searches[0]
         return first.spent_ops / len(first.tried) * len(layout.chunks) / len(first.job.layout.chunks)
 
     def _promising(self) -> Search | None:
-        """It could become the fastest of all. A search promises to come nearer to its floor, by a part that falls with
-        each continuation in vain."""
+        """Returns a search that could become the fastest of all. A search promises to come nearer to its floor, by a
+        part that falls with each continuation in vain."""
         least_s = self.best().seconds
         may_win = (s for s in self.searches if not s.exhausted and s.floor_s < least_s)
         return min(may_win, key=lambda s: s.seconds - (s.seconds - s.floor_s) / (2 + self._in_vain[s]), default=None)
@@ -252,7 +252,7 @@ class _Sizes:
         return self._above_floor(WORTH_A_SIZE_OF_FEW if self.few else WORTH_A_SIZE)
 
     def _above_floor(self, distance: float) -> bool:
-        """By this relative distance, for the plans of all searches."""
+        """Returns whether the plans of all searches are slower than their floors by this relative distance."""
         return not any(search.seconds <= search.floor_s * (1 + distance) for search in self.searches)
 
     def _by_seconds(self) -> list[Search]:

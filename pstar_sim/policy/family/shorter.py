@@ -76,7 +76,6 @@ class LeftOut:
 
 
 def left_out_of(job: Job, draft: Draft, times: int) -> LeftOut:
-    """job: the shorter one."""
     batches = [m.micro_batch for m in job.workload.moments]
     middle = SHOWN // 2
     first, behind = (job.block_of[batches.index(number)] for number in (middle, middle + 1))

@@ -16,7 +16,7 @@ class Block:
     """Moments first..last (inclusive) that need the same `chunks`.
 
     tide_bytes: highest of the moments.
-    seconds: of all moments.
+    seconds: sum over the moments.
     """
 
     first: int

@@ -17,7 +17,7 @@ _CHARGES = ("charges",)  # key of `Workload.derived`
 
 
 def step_bytes(cost: CostModel, kind: Kind, chunk: int | None, list_name: str | None, stash: int | None = None) -> int:
-    """By the table of core/step.py."""
+    """Returns `Step.bytes`, by the table of core/step.py."""
     if kind is Kind.COMPUTE:
         return 0
     if kind in (Kind.STASH_OUT, Kind.STASH_IN):

@@ -127,11 +127,12 @@ class Facts:
         return tuple(sum(self.layout.payload_bytes(c, "param") for c in chunks) for chunks in self.read_in)
 
     def width(self, chunk: int) -> int:
-        """Of a parameter in the working list."""
+        """Returns the bytes of a parameter in its working list."""
         return DTYPES[self.layout.chunks[chunk].dtype].bytes
 
     def reads_until_final(self, chunk: int) -> tuple[int, ...]:
-        """Up to the chunk's last gradient; all moments if it has none."""
+        """Returns the moments that read the chunk, up to the moment of its last gradient; all of them if it has no
+        gradient."""
         final = self.last_gradient(chunk)
         return self.reads[chunk] if final < 0 else tuple(m for m in self.reads[chunk] if m <= final)
 
@@ -140,7 +141,7 @@ class Facts:
         return bool(self.spans[chunk])
 
     def first_use(self, chunk: int) -> int:
-        """len(moments) if no moment needs it."""
+        """Returns len(moments) if no moment needs the chunk."""
         return self.touched[chunk][0] if self.touched[chunk] else len(self.workload.moments)
 
     def last_gradient(self, chunk: int) -> int:
@@ -156,7 +157,7 @@ class Facts:
         return ("param", *self.layout.state_lists, *accumulated)
 
     def home_bytes(self, chunk: int) -> int:
-        """Of one rank's slice."""
+        """Returns the bytes of `home_lists`, of one rank's slice."""
         return sum(self.layout.payload_bytes(chunk, name) for name in self.home_lists(chunk))
 
     @cached_property

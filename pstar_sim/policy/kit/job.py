@@ -41,12 +41,12 @@ class Job:
     tide: non-model bytes of each moment, or with capacity "peak" the highest of any.
     small: chunks that are always on the GPU.
     moving: all others, also those that a schedule pins.
-    stash_bytes: on the host.
+    stash_bytes: room for stashes on the host.
     candidates: could be pinned, in this order.
     sizes: of the working list, of one rank's slice.
     remote: of the other ranks' slices.
     permanent: of all lists that a chunk keeps where it lives.
-    small_bytes: on the GPU.
+    small_bytes: what small chunks always hold on the GPU.
     visiting_lists: lists that come to the GPU for the update of a streamed chunk whose gradients add up on the host.
     """
 
@@ -115,7 +115,7 @@ class Job:
 
     @cached_property
     def forward_s(self) -> float:
-        """Of one micro-batch."""
+        """Seconds of the forward pass of a micro-batch."""
         w = self.workload
         return sum(s for s, m in zip(self.cost.moments_s, w.moments) if m.micro_batch == 0 and m.phase is Phase.FWD)
 
@@ -200,8 +200,8 @@ class Job:
         return [Charge(block.seconds, rise, fall) for block, rise, fall in zip(self.blocks, rises, falls)]
 
     def gradient_names(self, *, summed: bool) -> tuple[str, ...]:
-        """For a gradient that does not overwrite the working list. On several ranks these lists hold that of the whole
-        chunk, which is summed over the ranks first.
+        """Returns the lists in which a gradient arrives that does not overwrite the working list. On several ranks
+        these lists hold the gradient of the whole chunk, which is summed over the ranks first.
 
         summed: whether all micro-batches add up on the GPU.
         """
@@ -210,7 +210,7 @@ class Job:
         return ("grad32",) if summed else ("grad",)
 
     def lists_of(self, chunk: int, *, summed: bool) -> Sequence[tuple[int, int]]:
-        """Returns (first, last) moments, without the working list.There is one list per micro-batch but the last. With
+        """Returns (first, last) moments, without the working list. There is one list per micro-batch but the last. With
         `summed` there is one list for the sum of all, or on several ranks one per micro-batch."""
         spans = self.uses.spans[chunk]
         if summed and self.ranks > 1:
@@ -221,8 +221,8 @@ class Job:
 
     @property
     def drops_pinned_lists(self) -> bool:
-        """Between the last gradient and the update behind the barrier: the gradients of several micro-batches are in
-        grad32, and the update writes the list from the master copy."""
+        """Whether pinned chunks drop their working lists between the last gradient and the update behind the barrier:
+        the gradients of several micro-batches are in grad32, and the update writes the list from the master copy."""
         return self.barrier is not None and self.several and self.ranks == 1
 
     def all_in_grad32(self, chunk: int, summed: Collection[int]) -> bool:
@@ -258,16 +258,17 @@ class Job:
         return sum(self.up[chunk, name][0] for name in self.visiting(held=held))
 
     def whole_bytes(self, chunk: int) -> int:
-        """Of all ranks together."""
+        """Returns the bytes of the working list of all ranks together."""
         return self.sizes[chunk] + self.remote[chunk]
 
     @cached_property
     def update_block(self) -> list[int]:
-        """Behind which an eager update on the GPU runs; -1 for a chunk that is not updated."""
+        """Chunk -> block behind which an eager update on the GPU runs; -1 for a chunk that is not updated."""
         return [self._update_block(c) if self.uses.updated(c) else -1 for c in range(len(self.sizes))]
 
     def _update_block(self, chunk: int) -> int:
-        """That of the last use. On several ranks, the first block by whose end the gradient should be summed."""
+        """Returns that of the last use. On several ranks, the first block by whose end the gradient should be
+        summed."""
         n = self.block_of[max(self.uses.last_gradient(chunk), self.uses.touched[chunk][-1])]
         if self.ranks == 1:
             return n

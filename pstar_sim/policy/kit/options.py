@@ -35,7 +35,7 @@ __all__ = [
 @dataclass(frozen=True)
 class Option:
     """kind: type, with its bounds.
-    help: one line.
+    help: one line of text.
     """
 
     kind: Any
@@ -44,7 +44,7 @@ class Option:
 
     @property
     def allowed(self) -> str:
-        """Words."""
+        """Words for the values that the option takes."""
         return allowed(self.kind)
 
 
@@ -57,7 +57,7 @@ def switch() -> Any:
 
 
 def whole_number(*, least: int = 0) -> Any:
-    """May be written as 1e9."""
+    """The value may be written as 1e9."""
     return Annotated[int, at_least(least)]
 
 
@@ -66,7 +66,7 @@ def share() -> Any:
 
 
 def either(*kinds: Any) -> Any:
-    """The first kind that accepts the text."""
+    """The first kind that accepts the text counts."""
     return Union[kinds]  # noqa: UP007
 
 
@@ -101,7 +101,7 @@ def options_of(policy: Callable[..., Plan]) -> Mapping[str, Option]:
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """(name of the policy, text of its options)."""
+    """Returns (name of the policy, text of its options)."""
     name, _, rest = spec.partition(":")
     return name.strip(), rest.strip()
 
@@ -138,7 +138,7 @@ def specified(name: str, policy: Callable[..., Plan], text: str) -> Callable[...
 
 
 def show(value: object) -> str:
-    """As it is written in a spec."""
+    """Returns a value as it is written in a spec."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -60,7 +60,7 @@ class Coordinates(TypedDict, total=False):
 
 
 def point_options(base: Point) -> Mapping[str, Option]:
-    """For a policy whose own point is `base`."""
+    """Returns the coordinates of a point as options of a policy whose own point is `base`."""
     kinds = {
         "capacity": (one_of("tide", "peak"), "room for chunks: what each moment leaves free, or what the peak does"),
         "eviction": (one_of("belady", "lru", "fifo"), "which chunks stay between two uses"),

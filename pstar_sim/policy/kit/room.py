@@ -22,11 +22,11 @@ def budget_bytes(machine: Machine, place: Place) -> int:
 
 
 def describe_moment(workload: Workload, moment: int) -> str:
-    """ "moment 361 (grad:h.5.mlp, 12.40 GB of non-model data)"."""
+    """Returns "moment 361 (grad:h.5.mlp, 12.40 GB of non-model data)"."""
     m = workload.moments[moment]
     return f"moment {moment} ({m.name}, {format_bytes(m.peak_bytes)} of non-model data)"
 
 
 def worst_moment(tide: Sequence[int]) -> int:
-    """The first of the highest."""
+    """Returns the first of the highest."""
     return max(range(len(tide)), key=lambda m: tide[m])

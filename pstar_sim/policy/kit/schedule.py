@@ -34,7 +34,7 @@ class Modes:
 
 
 class Stretch(NamedTuple):
-    """Both included."""
+    """The positions first to last, both included."""
 
     first: int
     last: int
@@ -42,8 +42,7 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Schedule:
-    """positions: in order.
-    updates: streamed chunk -> position of its update.
+    """updates: streamed chunk -> position of its update.
     visits: chunk that is not resident -> where its working list is on the GPU, ascending.
     whole: on several ranks, chunk -> where the others' slices are on this GPU, resident chunks included.
     sums: chunk in `Modes.summed` -> stretches with its sum on the GPU, ascending. Between two stretches the sum is on
@@ -97,7 +96,7 @@ class Schedule:
         return alone and (summed or not self.job.add_last)
 
     def sums_on_gpu(self, chunk: int) -> bool:
-        """For a chunk that is not resident."""
+        """Returns whether the gradients of all micro-batches of a chunk that is not resident add up on the GPU."""
         return self.job.sums_on_gpu or chunk in self.modes.summed
 
     def adds_up(self, chunk: int) -> bool:

@@ -36,7 +36,8 @@ def plans_shared(*workloads: Workload) -> Iterator[None]:
 def plan_once(
     policy: Callable[[Workload, Machine, Settings], Plan], workload: Workload, machine: Machine, settings: Settings
 ) -> Plan:
-    """The policy is pure. Inside `plans_shared`, the same objects give the same plan. Raises the policy's errors."""
+    """The policy has to be pure. Inside `plans_shared`, the same objects give the same plan. Raises the policy's
+    errors."""
     known = workload.derived.get(_PLANS)
     if not isinstance(known, dict):
         return policy(workload, machine, settings)

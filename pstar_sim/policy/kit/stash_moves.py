@@ -46,7 +46,8 @@ class StashMoves:
 
 
 def moment_of(workload: Workload, kind: Kind, stash: int) -> int:
-    """Of the copy: a stash_out's makes the stash, a stash_in's needs it."""
+    """Returns the moment of a copy of a stash: for a stash_out the moment that makes the stash, for a stash_in the
+    moment that needs it."""
     own = workload.stashes[stash]
     return own.made if kind is Kind.STASH_OUT else own.needed
 

@@ -16,7 +16,8 @@ AS_FAST = 1e-4
 
 
 def least_of(found: Iterable[T], *, seconds: Callable[[T], float], burden: Callable[[T], tuple[int, ...]]) -> T:
-    """Of plans at most AS_FAST slower than the fastest; of equal ones the first.
+    """Returns, of the plans that are at most AS_FAST slower than the fastest, the plan with the least burden; of equal
+    plans the first.
 
     burden: (bytes moved per iteration, bytes held), after any entries that count more than bytes. `burden` is called
         only if several plans are equally fast.

@@ -47,7 +47,7 @@ class Inside:
         return self._back(least)
 
     def _back(self, found: Array) -> Array:
-        """From the sorted order of this class to that of the caller's chunks."""
+        """Returns `found`, which is in the sorted order of this class, in the order of the caller's chunks."""
         out = np.empty_like(found)
         out[self._order] = found[self._last]
         return out

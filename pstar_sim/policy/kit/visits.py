@@ -8,8 +8,8 @@ __all__ = ["Visit"]
 
 
 class Visit(NamedTuple):
-    """From moment `first` to moment `last`, both included, the working list is on the GPU; on several ranks the slices
-    of all."""
+    """A stay of a chunk on the GPU. The working list of `chunk` is there from moment `first` to moment `last`, both
+    included. On several ranks the slices of all ranks are there."""
 
     chunk: int
     first: int

@@ -92,7 +92,7 @@ class Builder:
     # Residents at the cut.
 
     def resident(self, chunk: int, place: Place, *lists: str) -> None:
-        """Between two iterations."""
+        """Record that the chunk's lists are at `place` between two iterations."""
         self.initial.update(Resident(chunk, name, place) for name in lists)
 
     def live(self, chunk: int, place: Place) -> None:
@@ -104,7 +104,7 @@ class Builder:
             self.modes[chunk] = "pin"
 
     def held_bytes(self, place: Place) -> int:
-        """Without the tide."""
+        """Returns the bytes that `initial` and `buffers` hold at a place, without the tide."""
         held = sum(self.layout.payload_bytes(r.chunk, r.list) for r in self.initial if r.place is place)
         return held + sum(size for _, where, size in self.buffers if where is place)
 
@@ -161,7 +161,7 @@ class Builder:
         return step
 
     def _stash(self, kind: Kind, stash: int, after: After) -> int:
-        """Returns its id."""
+        """Returns the id of the copy's step."""
         queue = Queue.D2H if kind is Kind.STASH_OUT else Queue.H2D
         moment = moment_of(self.workload, kind, stash)
         return self.add(queue, kind, stash=stash, moment=moment, after=after, via=self._stash_via)
@@ -187,7 +187,7 @@ class Builder:
     def drop(
         self, queue: Queue, chunk: int, moment: int | None = None, after: After = (), list_name: str = "param"
     ) -> int:
-        """Of the working list, or another. Returns the step's id."""
+        """Adds a step that drops the chunk's working list (or another list) on the GPU, and returns its id."""
         return self.add(queue, Kind.DROP, chunk=chunk, list_name=list_name, moment=moment, after=after)
 
     def fetch(
@@ -199,7 +199,8 @@ class Builder:
         list_name: str = "param",
         via: str | None = None,
     ) -> int:
-        """From the host to the GPU, for its use in `moment`. Returns the step's id."""
+        """Adds a copy of the working list (or another list) from the host to the GPU, for its use in `moment`. Returns
+        the id."""
         return self.add(
             Queue.H2D,
             Kind.FETCH,
@@ -265,7 +266,7 @@ class Builder:
         return self.add(Queue.COMPUTE, Kind.GPU_ADAM, chunk=chunk, moment=moment, after=after)
 
     def check_room(self, place: Place, needed_bytes: int, what: str) -> None:
-        """Raises DoesNotFit.
+        """Raises DoesNotFit if `needed_bytes` exceed the place's budget.
 
         what: words for what needs the bytes.
         """
@@ -274,7 +275,7 @@ class Builder:
             raise self._no_room(place, missing, what)
 
     def wait(self, step: int, *refs: Ref) -> None:
-        """For steps of the previous iteration that come later in the program."""
+        """Let a step wait for a step of the previous iteration that comes later in the program."""
         old = self._steps[step]
         self._steps[step] = old.waiting_for((*old.after, *refs))
 

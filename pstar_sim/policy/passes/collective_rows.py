@@ -33,7 +33,7 @@ def room(job: Job, whole: Mapping[int, Sequence[Stretch]], count: int) -> list[i
 
 
 def reduce(rows: DraftRows, c: int, list_name: str, moment: int, n: int, after: After) -> int:
-    """This frees the others' slices of the gradient. Returns its row."""
+    """The sum frees the others' slices of the gradient. Returns its row."""
     return rows.add(Queue.NET, Kind.REDUCE_SCATTER, c, list_name, moment, after=after, key=(float(n), -1.0))
 
 
@@ -74,7 +74,8 @@ class Collectives:
         return waits
 
     def _gather(self, c: int, n: int) -> int:
-        """For position n, behind the fetch of this rank's own slice. Returns its row."""
+        """Write the gather of the other ranks' slices for position n, behind the fetch of this rank's own slice.
+        Returns its row."""
         rows = self._rows
         at, row = rows.fetch_of.get(c, (-1, -1))
         fetched = at == n

@@ -108,7 +108,7 @@ class DraftRows:
         return here
 
     def charge_of_update(self, kind: Kind, chunk: int) -> Charge:
-        """For a chunk that is not resident."""
+        """Returns the charge of the update of a chunk that is not resident."""
         return self._charges.of_update(kind, chunk, folds=self.schedule.folds(chunk))
 
     def writeback(
@@ -124,11 +124,12 @@ class DraftRows:
         return down
 
     def drop(self, chunk: int, list_name: str, moment: int) -> int:
-        """As soon as the compute queue's latest row has ended. Returns the row of the drop."""
+        """Let the compute queue drop a list as soon as the queue's latest row has ended. Returns the row of the
+        drop."""
         return self.add(Queue.COMPUTE, Kind.DROP, chunk, list_name, moment, behind=self._last_computed)
 
     def wait(self, row: int, *after: tuple[int, int]) -> None:
-        """For rows of the previous iteration."""
+        """Let a row wait for further rows, which are rows of the previous iteration."""
         self.rows[row].after += after
 
     def next_number(self) -> float:
@@ -143,16 +144,16 @@ class DraftRows:
         self.last_rows.append(self._last_computed)
 
     def moment_of(self, n: int) -> int:
-        """For a copy that serves position n."""
+        """Returns the moment that a copy for position n serves."""
         job, position = self.schedule.job, self.schedule.positions[n]
         return job.blocks[position.block].first if position.block >= 0 else job.uses.last_gradient(position.chunk)
 
     def down_key(self, chunk: int) -> tuple[float, ...]:
-        """For a copy of a last gradient or of updated lists."""
+        """Returns the key of a copy of a last gradient or of updated lists to the host."""
         number, schedule = self.next_number(), self.schedule
         return (1.0, float(schedule.job.uses.first_use(chunk)) if schedule.down == "edf" else number)
 
 
 def ends_of(refs: Iterable[int]) -> After:
-    """For rows of the same iteration."""
+    """Returns the value of `after` that waits for the ends of these rows of the same iteration."""
     return tuple((row, 0) for row in refs)

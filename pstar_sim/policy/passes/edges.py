@@ -33,7 +33,7 @@ def memory_edges(
     interleaving.
 
     ends: row -> the first and the last step that the row stands for.
-    window: of the rows.
+    window: predicted schedule of the rows.
     """
     slots, lengths = slots_of(steps)
     edges: dict[int, list[Ref]] = {}
@@ -88,7 +88,7 @@ def without_implied(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) 
 
 
 def _waiting_for(step: Step, refs: list[Ref]) -> Step:
-    """Sorted as in a plan."""
+    """Sorts the references as in a plan."""
     if len(refs) > 1:
         refs.sort(key=lambda ref: (ref.back, ref.id))
     after = tuple(refs)

@@ -49,7 +49,7 @@ def _parts(job: Job, worst: int) -> list[str]:
 
 
 def held_on_host(job: Job, pinned: frozenset[int], never: Iterable[tuple[int, str]] = ()) -> int:
-    """In all moments, with these chunks pinned.
+    """Returns the bytes that the host always holds with these chunks pinned.
 
     never: (chunk, list) pairs that are never there.
     """

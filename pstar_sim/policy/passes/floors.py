@@ -14,7 +14,7 @@ def fetch_floors(prefetch: str | int, served: Sequence[int], count: int) -> list
 
     prefetch: "none" (or 0) waits for the position before the one served, so that copies and computing alternate. With k
         the copy waits for the position before that of the k-th chunk before it.
-    served: positions, in order.
+    served: positions that the copies serve, in order.
 
     Negative positions belong to the previous iteration; -1 is its last position.
     """

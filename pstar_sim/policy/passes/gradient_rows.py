@@ -22,7 +22,7 @@ __all__ = ["GradientRows", "adds_s", "held", "room"]
 
 
 def room(job: Job, block: int, summed: frozenset[int] = frozenset()) -> int:
-    """Of the lists that a block needs.
+    """Returns the bytes of the gradient lists that a block needs.
 
     summed: pinned chunks and chunks with a sum on the GPU. Their gradients add up in place, unless they have to be
         summed over the ranks first.
@@ -51,7 +51,7 @@ def held(job: Job, sums: Mapping[int, Sequence[Stretch]], at: Sequence[int], cou
 
 
 def adds_s(job: Job, modes: Modes) -> list[float]:
-    """Of each block, for adding gradients on the GPU to those of earlier micro-batches."""
+    """Returns block -> seconds in which gradients are added on the GPU to those of earlier micro-batches."""
     seconds = [0.0] * len(job.blocks)
     there = job.small | modes.pinned | modes.summed
     for (c, _), at in job.cost.gpu_adds.moments_s.items():
@@ -189,8 +189,8 @@ class GradientRows:
         rows.add_of[c] = rows.add(Queue.ADAM, Kind.CPU_ADD, c, "grad", moment, after=((freed, 0),), key=key)
 
     def _add_up(self, c: int, number: int, n: int, here: int) -> int:
-        """On several ranks sums the complete gradient over the ranks first. Returns the row after which it is added on
-        the GPU."""
+        """Write the rows that add the complete gradient of a micro-batch to the sum on the GPU: on several ranks the
+        sum over the ranks, otherwise nothing. Returns the row after which the gradient is added."""
         rows, job = self._rows, self._rows.schedule.job
         if job.ranks == 1:
             return here
@@ -218,8 +218,8 @@ class GradientRows:
         return rows.add_of.get(c, gone)
 
     def _send_last(self, c: int, here: int, *, drop: bool = True) -> int:
-        """In the working list that it has overwritten. If clipping takes the norm of the sum, it is added to the sum on
-        the host. Returns the copy's row."""
+        """Send the last gradient down in the working list that it has overwritten. If clipping takes the norm of the
+        sum, add the gradient to the sum on the host. Returns the copy's row."""
         rows, job = self._rows, self._rows.schedule.job
         moment = job.uses.last_gradient(c)
         ready: After = ((rows.sum_of.get(c, here), 0),)

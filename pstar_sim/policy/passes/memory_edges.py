@@ -32,7 +32,7 @@ class ByteMove(NamedTuple):
 
 
 class QueueSlot(NamedTuple):
-    """Of a step, in one iteration."""
+    """A step's queue, and its position on the queue in one iteration."""
 
     queue: str
     position: int

@@ -22,7 +22,7 @@ LARGE, MOST_PARTS, LEAST_BYTES = 2.0, 8, 16 * MIB
 
 
 def parts_of(layout: Layout) -> dict[int, int]:
-    """Of large chunks on the CPU. Chunks updated in one piece are left out."""
+    """Returns large chunk -> number of parts of its update on the CPU. Chunks updated in one piece are left out."""
     sizes = {c.index: layout.payload_bytes(c.index, "param") for c in layout.chunks if not (c.small or c.frozen)}
     usual = sorted(sizes.values())[len(sizes) // 2] if sizes else 0
     large = {c: size for c, size in sizes.items() if size >= LARGE * usual}
@@ -42,7 +42,7 @@ def in_parts(plan: Plan, counts: Mapping[int, int] | None = None) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """Steps by id.
+    """The steps of one update, by id.
 
     down: write-back of the complete gradient.
     up: fetch of the updated working list.
@@ -55,7 +55,7 @@ class _Chain:
 
 
 def _chain(plan: Plan, chunk: int, count: int) -> _Chain | None:
-    """None if the update keeps its steps."""
+    """Returns the chunk's update in `count` parts; None if the update keeps its steps."""
     mine = [step for step in plan.steps if step.chunk == chunk]
     adam = next((step for step in mine if step.kind is Kind.CPU_ADAM), None)
     if adam is None or not _at_home(plan, chunk):
@@ -86,7 +86,7 @@ def _at_home(plan: Plan, chunk: int) -> bool:
 
 
 def _plain(layout: Layout, step: Step) -> bool:
-    """The payload as it is, in pinned memory."""
+    """Whether a copy moves the payload as it is, in pinned memory."""
     assert step.chunk is not None and step.list is not None
     return step.via is None and step.bytes == layout.payload_bytes(step.chunk, step.list)
 

@@ -17,7 +17,7 @@ __all__ = ["UpdateRows", "adam_key", "adam_waits_for_backward", "dropped_lists",
 
 
 def room(job: Job, chunk: int, modes: Modes) -> int:
-    """For the update of a streamed chunk, without a sum that a mode asks for."""
+    """Returns the bytes that come to the GPU for the update of a streamed chunk, without a sum that a mode asks for."""
     return job.visiting_bytes(chunk, held=chunk in modes.summed)
 
 
@@ -29,7 +29,7 @@ def resident_updates(
     Behind a barrier, the updates of resident chunks run between the updates of streamed chunks, whose states queue on
     the link. So copies down begin at once, and room for copies up is free early.
 
-    pinned: without small chunks.
+    pinned: resident chunks besides the small ones.
     at, updates: as in `Schedule`.
     """
     uses = job.uses
@@ -56,7 +56,7 @@ def dropped_lists(
     and updated.
 
     pinned, at: as for `resident_updates`.
-    behind: of `resident_updates`.
+    behind: the result of `resident_updates`.
     """
     if not job.drops_pinned_lists:
         return {}
@@ -66,14 +66,14 @@ def dropped_lists(
 
 
 def adam_key(adam: str, uses: Facts, chunk: int) -> tuple[float, ...]:
-    """Of the updates on the CPU that are ready, the smallest key goes first."""
+    """Returns the key of an update on the CPU: of the updates that are ready, the smallest key goes first."""
     if adam == "fifo":
         return (1.0, float(uses.last_gradient(chunk)), float(uses.first_use(chunk)))
     return (1.0, float(uses.first_use(chunk)))
 
 
 def adam_waits_for_backward(adam: str) -> bool:
-    """As it does behind a barrier."""
+    """Returns whether every CPU Adam waits for the end of the last moment, as it does behind a barrier."""
     return adam == "after-backward"
 
 
@@ -99,7 +99,7 @@ class UpdateRows:
         return {*self._rows.schedule.updates.values(), *self._drops_behind, *self._residents_behind}
 
     def before(self, n: int) -> Sequence[int]:
-        """For a streamed chunk. Returns the rows for which the update waits."""
+        """Fetch the states of a streamed chunk. Returns the rows for which the update waits."""
         rows, schedule = self._rows, self._rows.schedule
         job, c = schedule.job, schedule.positions[n].chunk
         added: After = ((rows.add_of[c], 0),) if c in rows.add_of else ()
@@ -113,7 +113,7 @@ class UpdateRows:
         return arriving
 
     def update(self, c: int, waits: Sequence[int]) -> int:
-        """Of a streamed chunk, a position of its own. Returns its row."""
+        """Write the GPU Adam of a streamed chunk, which is a position of its own. Returns its row."""
         rows = self._rows
         after = ends_of((*waits, *rows.last_adds, *((rows.sum_of[c],) if c in rows.sum_of else ())))
         charge = rows.charge_of_update(Kind.GPU_ADAM, c)
@@ -131,7 +131,8 @@ class UpdateRows:
             self._update_resident(c)
 
     def _send_states(self, c: int, here: int) -> None:
-        """Also updated parameters, unless they never leave the GPU. Drops the list of accumulated gradients."""
+        """Write the copies down of updated states, and of updated parameters unless they never leave the GPU. Drop the
+        list of accumulated gradients."""
         rows, schedule = self._rows, self._rows.schedule
         job = schedule.job
         moment = job.uses.last_gradient(c)
@@ -159,7 +160,7 @@ class UpdateRows:
         rows.gpu_update_of[c] = rows.add(Queue.COMPUTE, Kind.GPU_ADAM, c, after=after)
 
     def close(self) -> None:
-        """Writes CPU Adam.Updated parameters that stay are copied down from the list in which gradients of the next
+        """Writes CPU Adam. Updated parameters that stay are copied down from the list in which gradients of the next
         iteration arrive, so these gradients wait for that copy."""
         rows, schedule = self._rows, self._rows.schedule
         job, uses = schedule.job, schedule.job.uses

@@ -53,7 +53,8 @@ class WorkingLists:
         return fetched
 
     def fetch(self, c: int, n: int, list_name: str = "param", after: After = ()) -> int:
-        """For position n, once the list that was there before is gone. Returns the fetch's row."""
+        """Fetch a list to the GPU for position n, once the list that was there before is gone. Returns the fetch's
+        row."""
         rows, key = self._rows, (c, list_name)
         after += self._floors.of(c, n)
         if key in rows.release_of:

@@ -29,7 +29,7 @@ def plan_of(schedule: Schedule, draft: Draft, window: Window, choices: Mapping[s
 
 
 def _residents(b: Builder, schedule: Schedule) -> None:
-    """At the cut."""
+    """Record the place of each chunk's lists at the cut."""
     job, modes = schedule.job, schedule.modes
     for c in (*job.small, *modes.pinned):
         b.live(c, Place.GPU)
@@ -48,8 +48,8 @@ def _residents(b: Builder, schedule: Schedule) -> None:
 
 
 def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list[tuple[int, int]]:
-    """In the order of one iteration: first the window's steps of the next iteration, then its own, then those of the
-    previous one. Returns the first and the last step of each row."""
+    """Write the steps in the order of one iteration: first the window's steps of the next iteration, then its own, then
+    those of the previous iteration. Returns for each row the first and the last step that the row became."""
     rows, blocks = draft.rows, schedule.job.blocks
     started = [(i, k) for i, k, done in window.events if not done]
     order = [i for early in (1, 0, -1) for i, k in started if k == early]
@@ -72,7 +72,7 @@ def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list
 
 
 def step_of(b: Builder, row: DraftRow, after: After) -> int:
-    """For a row that is not a block of moments. Returns the step's id."""
+    """Write the step of a row that is not a block of moments. Returns the step's id."""
     if row.stash >= 0:
         moment = moment_of(b.workload, row.kind, row.stash)
         return b.add(row.queue, row.kind, stash=row.stash, moment=moment, after=after)

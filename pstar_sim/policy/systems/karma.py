@@ -83,14 +83,13 @@ def _by_use(job: Job) -> list[Visit]:
 
 
 def _by_block(job: Job) -> list[Visit]:
-    """As long as the block runs."""
     run_of = [run for _, _, run in block_runs(job.workload) for _ in run]
     runs = {(c, run_of[m][0], run_of[m][-1]) for c in job.moving for m in job.uses.touched[c]}
     return [Visit(*run) for run in sorted(runs)]
 
 
 def _kept(job: Job, visits: Sequence[Visit]) -> list[Visit]:
-    """With the gaps over which chunks stay, by [Note: capacity rule]."""
+    """Returns the visits, and the gaps between them over which the chunks stay, by [Note: capacity rule]."""
     at: dict[int, set[int]] = {c: set() for c in job.moving}
     for visit in visits:
         at[visit.chunk].update(range(job.block_of[visit.first], job.block_of[visit.last] + 1))
@@ -153,7 +152,7 @@ def _rooms(job: Job) -> list[int]:
 
 
 def _least(job: Job, visits: Sequence[Visit]) -> int:
-    """For the tide, in every moment."""
+    """Returns the bytes that the visits leave free for the tide in every moment."""
     return min(room + block.tide_bytes for room, block in zip(room_beside(job, visits), job.blocks))
 
 

@@ -129,7 +129,7 @@ def _layout(workload: Workload, settings: Settings, ranks: int, msc: bool) -> La
 
 
 class _SerialIteration:
-    """From a given set of chunks on the GPU, one action after the other."""
+    """One iteration from a given set of chunks on the GPU, one action after the other."""
 
     def __init__(self, b: Builder, homes: Homes, resident: Collection[int], unit: str) -> None:
         self._b = b
@@ -173,7 +173,7 @@ class _SerialIteration:
             self._give_up(groups.end(m))
 
     def _open_gradient(self, c: int, needed: Collection[int]) -> None:
-        """Of a micro-batch."""
+        """Open the list of a micro-batch's gradient."""
         memory, size = self.memory, self._gradients.bytes_of(c)
         memory.make_room(size, needed)
         memory.last = self._gradients.open(c, memory.moment, memory.then())
@@ -218,7 +218,7 @@ class _SerialIteration:
         return most
 
     def _adam(self) -> None:
-        """After the backward pass, one chunk after the other."""
+        """Write Adam after the backward pass, in chunk order, one chunk after the other."""
         b, memory, uses = self._b, self.memory, self._b.uses
         homes = self._homes
         offloaded = [c for c in homes.movable if uses.updated(c)]
@@ -239,12 +239,12 @@ class _SerialIteration:
                 memory.fetch_updated(c)
 
     def _send_last(self, c: int) -> None:
-        """Unless it is on the host already."""
+        """Sends the gradient unless it is on the host already."""
         if c in self.memory.on_gpu:
             self.memory.send_gradient(c)
 
     def restore(self, start: frozenset[int]) -> None:
-        """Until the working lists on the GPU are `start`."""
+        """Move working lists until the lists on the GPU are `start`."""
         for c in sorted(self.memory.resident - start):
             self.memory.evict(c)
         for c in sorted(start - self.memory.resident):

@@ -15,7 +15,7 @@ __all__ = ["Groups"]
 
 
 class _Hold(Enum):
-    """Of a tensor that is not in use."""
+    """State of a tensor that is not in use."""
 
     HOLD = auto()
     AFTER_FWD = auto()
@@ -62,7 +62,7 @@ class Groups:
         return [c for c in sorted(touched) if m == self._uses.last_gradient(c) or self._all_used(c, m)]
 
     def _all_used(self, c: int, m: int) -> bool:
-        """In the same state after a use, and the group holds only parameters."""
+        """Returns whether all tensors are in the same state after a use, and the group holds only parameters."""
         states = [self._state[t] for t in self._tensors[c]]
         same = states[0] is not _Hold.HOLD and states.count(states[0]) == len(states)
         return same and not self._holds_gradient(c, m)

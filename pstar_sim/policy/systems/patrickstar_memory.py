@@ -26,7 +26,7 @@ GPU, HOST = PLACES.index(Place.GPU), PLACES.index(Place.HOST)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Homes:
-    """In every iteration.
+    """The places where chunks live, in every iteration.
 
     small: all their lists are on the GPU; on several ranks as whole chunks.
     pinned: chunks with states on the GPU.
@@ -47,7 +47,7 @@ class Homes:
 
 
 def homes_of(uses: Facts, budget_bytes: int) -> Homes:
-    """Under a GPU budget."""
+    """Returns the places where chunks live under a GPU budget."""
     layout = uses.layout
     own = [layout.payload_bytes(c.index, "param") for c in layout.chunks]
     remote = [layout.whole_bytes(c.index) - own[c.index] for c in layout.chunks]
@@ -136,7 +136,7 @@ class Memory:
         self.moment = 0
 
     def _reside(self, resident: Collection[int]) -> None:
-        """Between two iterations."""
+        """Record the place of each list between two iterations."""
         b, homes = self.b, self.homes
         for c in (*homes.small, *homes.pinned):
             b.live(c, Place.GPU)
@@ -149,7 +149,7 @@ class Memory:
             b.buffers.append(("fp32 chunk for CPU Adam", Place.GPU, homes.buffer_bytes))
 
     def then(self) -> list[int]:
-        """What the next step waits for."""
+        """Returns what the next step waits for."""
         return [self.last] if self.last >= 0 else []
 
     # Holdings.
@@ -161,7 +161,8 @@ class Memory:
 
     @property
     def used_bytes(self) -> int:
-        """Without the tide. The room of small chunks counts even while the gradients of other ranks have left it."""
+        """Bytes that the GPU holds now, without the tide. The room of small chunks counts even while the gradients of
+        other ranks have left it."""
         used = self._holdings.used_bytes[GPU]
         if self.b.ranks == 1:
             return used
@@ -178,16 +179,16 @@ class Memory:
         self.last = self.b.free(Queue.H2D, c, "param", Place.HOST, self.moment)
 
     def evict(self, c: int) -> None:
-        """Changed or not."""
+        """Writes the list back, changed or not."""
         self.b.writeback(c, "param", self.moment, self.then())
         self.last = self.b.drop(Queue.D2H, c, self.moment)
 
     def send_gradient(self, c: int) -> None:
-        """In the working list, whose room on the GPU stays."""
+        """Send the last gradient to the host in the working list that contains it. The list's room on the GPU stays."""
         self.last = self.b.writeback(c, "param", self.b.uses.last_gradient(c), self.then())
 
     def fetch_updated(self, c: int) -> None:
-        """In 4 bytes per parameter, through the fp32 buffer."""
+        """Fetch updated parameters in 4 bytes per parameter, through the fp32 buffer."""
         size = self.b.layout.slice_numel(c) * 4
         self.b.fetch(c, self.b.uses.last_gradient(c), self.then(), size_bytes=size)
         self.last = self.b.free(Queue.H2D, c, "param", Place.HOST)
@@ -205,13 +206,13 @@ class Memory:
             self.disperse(c)
 
     def reduce(self, c: int) -> None:
-        """In the working lists. The own chunk's gradients stay."""
+        """Sum the gradients of a group over the ranks, in the working lists. The own chunk's gradients stay."""
         self.last = self.b.reduce_scatter(c, self.moment, self.then())
 
     # Room.
 
     def bring(self, c: int, needed: Collection[int]) -> None:
-        """The slices that are missing.
+        """Brings the slices that are missing.
 
         needed: may not be evicted.
         """
@@ -228,7 +229,7 @@ class Memory:
         return max(tide[m], tide[(m + 1) % len(tide)])
 
     def make_room(self, size_bytes: int, needed: Collection[int]) -> None:
-        """Evict until `size_bytes` more fit the published capacity , which leaves a reserve of one chunk or group.
+        """Evict until `size_bytes` more fit the published capacity, which leaves a reserve of one chunk or group.
         `needed` stay. Raises DoesNotFit if nothing else can be evicted."""
         b, m = self.b, self.moment
         total = size_bytes + self.non_model_bytes(m) + b.layout.chunk_bytes
@@ -244,8 +245,8 @@ class Memory:
             )
 
     def trim(self, needed: Collection[int]) -> None:
-        """To the GPU's budget less the non-model bytes of the moment. The reserve does not count, as in the
-        original."""
+        """Evict chunks until the remaining bytes fit the GPU's budget less the non-model bytes of the moment. The
+        reserve does not count, as in the original."""
         capacity = self.budget_bytes - self.b.uses.tide[self.moment]
         while self.used_bytes > capacity and self._evict_farthest(needed):
             pass
@@ -263,7 +264,7 @@ class Memory:
         return True
 
     def _next_use(self, c: int) -> int:
-        """One round further if the recorded moments are exhausted."""
+        """Looks one round further if the recorded moments are exhausted."""
         moments, total = self.b.uses.touched[c], len(self.b.workload.moments)
         if not moments:
             return 2 * total
@@ -271,7 +272,7 @@ class Memory:
         return moments[n] if n < len(moments) else total + moments[0]
 
     def describe_fixed(self) -> str:
-        """Words for the reserve and what never moves."""
+        """Returns words for the reserve and what never moves."""
         return (
             f"a reserve of one {self.unit}, {format_bytes(self.b.layout.chunk_bytes)}; "
             f"small parameters, states and the fp32 buffer, {format_bytes(self.fixed_bytes)}"

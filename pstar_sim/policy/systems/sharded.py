@@ -56,15 +56,17 @@ class Sharded:
     # The update, behind the barrier: optimizer.step().
 
     def before_update(self, c: int) -> list[int]:
-        """The barrier, and the arrival of the chunk's gradient."""
+        """Returns the barrier, and the arrival of the chunk's gradient."""
         return [self._barrier, *self.buckets.arrived[c]]
 
     def cpu_adam(self, c: int, after: Iterable[int] = ()) -> int:
-        """After all gradients that the norm needs. Returns the step."""
+        """Write the CPU Adam of a chunk whose states are on the host, after all gradients that the norm needs. Returns
+        the step."""
         return self.b.cpu_adam(c, after=[*self.before_update(c), *self.buckets.lists.all_there(), *after])
 
     def gpu_adam(self, c: int, after: Iterable[int] = ()) -> int:
-        """After all gradients that the norm needs. Returns the step."""
+        """Write the GPU Adam of a chunk whose states are on the GPU, after all gradients that the norm needs. Returns
+        the step."""
         return self.b.gpu_adam(c, after=[*self.before_update(c), *self.buckets.lists.all_there(), *after])
 
     def stage(self, c: int, room: Iterable[int]) -> tuple[int, int]:
@@ -83,7 +85,8 @@ class Sharded:
         return update, gone
 
     def copy_up(self, c: int, after: Iterable[int], *, pinned: bool = True) -> list[int]:
-        """To where the parameters live. Returns the steps; none if they live on the host."""
+        """Copy the updated parameters to where they live. Returns the steps that bring them there; none if they live on
+        the host."""
         if not self.shards.lives_on_gpu(c):
             return []
         return [self.b.fetch(c, 0, after=after, via=None if pinned else self.shards.unpinned)]
@@ -91,7 +94,7 @@ class Sharded:
     def finish(self, last: Iterable[int], updated: Mapping[int, list[int]]) -> None:
         """Make whole chunks whole again, before the next iteration.
 
-        last: of optimizer.step().
+        last: steps that end optimizer.step().
         updated: chunk -> the steps after which its own slice is.
         """
         ends = list(last)
@@ -103,7 +106,7 @@ class Sharded:
     # Buffers beyond the lists of the plan.
 
     def hold(self, name: str, place: Place, size_bytes: int) -> None:
-        """Of the system; left out if it has no bytes."""
+        """Add a buffer of the system. A buffer of 0 or fewer bytes is left out."""
         if size_bytes > 0:
             self.b.buffers.append((name, place, size_bytes))
 
@@ -113,7 +116,7 @@ class Sharded:
         self.hold(name, Place.HOST, total_bytes + self.b.stash_bytes - self.b.held_bytes(Place.HOST))
 
     def hold_bucket(self) -> None:
-        """With the bucket's allocated size."""
+        """Add a buffer for the gradient bucket, with the bucket's allocated size."""
         b = self.b
         width = DTYPES[b.workload.dtype].bytes
         whole = sum(b.layout.whole_bytes(c) for c in self.shards.trained)  # no bucket holds more than all gradients
@@ -126,7 +129,7 @@ class Sharded:
         check_beside_tide(self.b, held, f"{what}, {format_bytes(held)},")
 
     def describe_moves(self) -> str:
-        """What the ranks exchange, for `choices["moves"]`."""
+        """Returns what the ranks exchange, for `choices["moves"]`."""
         ranks = self.shards.ranks
         if ranks == 1:
             return "one rank: no collectives"

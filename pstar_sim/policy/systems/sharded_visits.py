@@ -20,8 +20,8 @@ __all__ = ["ahead_in_forward", "block_visits", "operators_before", "params_befor
 
 
 def block_visits(uses: Facts) -> list[Visit]:
-    """By FSDP's rule, sorted: the chunks of a block (layer) come before its first moment and go after its last, in
-    forward and again in backward. Recomputation and gradients of a block are one visit."""
+    """Returns the visits by FSDP's rule, sorted. The chunks of a block (layer) come before its first moment and go
+    after its last moment, in forward and again in backward. Recomputation and gradients of a block are one visit."""
     runs = _blocks(uses.workload)
     run_of = [r for r, (first, last) in enumerate(runs) for _ in range(first, last + 1)]
     out: list[Visit] = []
@@ -39,7 +39,7 @@ _BLOCK = re.compile(r"(.*?\.\d+)(?:\.|$)")
 
 
 def _blocks(workload: Workload) -> list[tuple[int, int]]:
-    """(first, last) moment, in one direction. A block is a module's path up to its first number ("h.5" for
+    """Returns (first, last) moments, in one direction. A block is a module's path up to its first number ("h.5" for
     "h.5.mlp.c_fc"), or the module. Moments that use no chunk belong to the block before."""
     runs: list[tuple[int, int]] = []
     open_key: tuple[str, bool, int] | None = None
@@ -56,8 +56,8 @@ def _blocks(workload: Workload) -> list[tuple[int, int]]:
 
 
 def traced_visits(uses: Facts, reuse_params: int) -> list[Visit]:
-    """By DeepSpeed's rule, sorted: a chunk goes after a use unless it is used again before `reuse_params` other
-    parameters are read in the traced order (stage3_max_reuse_distance)."""
+    """Returns the visits by DeepSpeed's rule, sorted. A chunk goes after a use unless it is used again before
+    `reuse_params` other parameters are read in the traced order (stage3_max_reuse_distance)."""
     w = uses.workload
     read = [0, *accumulate(sum(w.tensors[t].numel for t in row) for row in w.reads)]
     out: list[Visit] = []
@@ -81,8 +81,9 @@ def operators_before(visits: Sequence[Visit], ahead: int) -> dict[int, int]:
 
 
 def params_before(visits: Sequence[Visit], uses: Facts, ahead_params: int) -> dict[int, int]:
-    """As `operators_before`, for a prefetcher that requests the next operators until `ahead_params` parameters are on
-    their way (stage3_prefetch_bucket_size). If `ahead_params` is not 0, at least one operator is ahead."""
+    """Returns the mapping of `operators_before` for a prefetcher that requests the next operators until `ahead_params`
+    parameters are on their way (stage3_prefetch_bucket_size). If `ahead_params` is not 0, at least one operator is
+    ahead."""
     size: dict[int, int] = {}
     for v in visits:
         size[v.first] = size.get(v.first, 0) + uses.layout.chunks[v.chunk].numel
@@ -100,7 +101,7 @@ def params_before(visits: Sequence[Visit], uses: Facts, ahead_params: int) -> di
 
 
 def ahead_in_forward(ahead: Mapping[int, int], workload: Workload) -> dict[int, int]:
-    """As `operators_before`, but no visit of the backward pass is requested ahead.
+    """Returns the mapping of `operators_before`, where a visit that begins in the backward pass is not requested ahead.
 
     DeepSpeed requests ahead in both passes. But its published backward passes take about as long as if each gather held
     them up. Why is not known.

@@ -76,11 +76,11 @@ class Shards:
         self.unpinned = None if b.machine.link.pageable_bytes_per_s is None else PAGEABLE
 
     def lives_on_gpu(self, c: int) -> bool:
-        """Of this rank's slice of the parameters, always."""
+        """Returns whether this rank's slice of the chunk's parameters is always on the GPU."""
         return self.scheme.home is Place.GPU or c in self.scheme.resident or c in self.kept
 
     def is_brought(self, c: int) -> bool:
-        """Before the chunk can be used."""
+        """Returns whether a slice has to be brought before the chunk can be used."""
         return c not in self.kept and (self.ranks > 1 or not self.lives_on_gpu(c))
 
     def in_place(self, c: int) -> bool:
@@ -88,7 +88,7 @@ class Shards:
         return c in self.on_gpu and not self.several
 
     def reside(self, host_list: str) -> None:
-        """Between two iterations.
+        """Record the place of each list between two iterations.
 
         host_list: list in which Adam on the host finds a gradient.
         """

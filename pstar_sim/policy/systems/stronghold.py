@@ -131,7 +131,7 @@ class _ChunksByLayer:
         return found
 
     def _runs(self) -> Iterator[tuple[int, int]]:
-        """Of each moment that uses another layer than the one before."""
+        """Yields (moment, layer) of each moment that uses another layer than the moment before."""
         last = -1
         for m, chunks in enumerate(self.job.uses.by_moment):
             for layer in sorted({self.of[c] for c in chunks if c in self.of}):
@@ -197,24 +197,24 @@ class _Solver:
         return min(2 * w, self.layers.count - w) * self.layers.buffer_bytes
 
     def needed_bytes(self, w: int) -> int:
-        """With the tide's peak."""
+        """Returns the bytes of the GPU that the window and the tide's peak take together."""
         return self.resident_bytes(w) + self.pool_bytes(w) + max(self.layers.job.tide)
 
     def describe(self, w: int) -> str:
-        """`needed_bytes`, in words."""
+        """Returns `needed_bytes` in words."""
         return (
             f"{format_bytes(self.resident_bytes(w))} always on the GPU, {format_bytes(self.pool_bytes(w))} of buffers, "
             f"{format_bytes(max(self.layers.job.tide))} for the tide's peak"
         )
 
     def most(self) -> int:
-        """With room on the GPU, at least 1."""
+        """Returns the largest window for which the GPU has room, at least 1."""
         budget = self.layers.job.machine.gpu_budget_bytes
         return max((w for w in range(1, self.layers.count + 1) if self.needed_bytes(w) <= budget), default=1)
 
     def best(self) -> int:
-        """The smallest window as fast as the fastest. Powers of two and the largest are tried first, then halfway
-        between the best and its neighbours. Raises DoesNotFit if none fits."""
+        """Returns the smallest window as fast as the fastest. Powers of two and the largest are tried first, then
+        halfway between the best and its neighbours. Raises DoesNotFit if none fits."""
         most = self.most()
         for w in sorted({most, *(1 << n for n in range(most.bit_length()))}):
             self._try(w)
@@ -245,7 +245,7 @@ class _Solver:
 
 
 def _without_barrier(solver: _Solver, w: int) -> float:
-    """If Adam did not have to wait for all gradients."""
+    """Returns the seconds of an iteration with this window if Adam did not have to wait for all gradients."""
     job = solver.layers.job
     free = _job(job.workload, job.machine, replace(job.settings, update="eager", clip=False))
     free.barrier = None  # also if the loss is scaled

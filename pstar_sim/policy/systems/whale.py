@@ -110,7 +110,7 @@ def balance(
 
 
 def _most_with_room(most: int, shortage: Callable[[int], DoesNotFit | None]) -> int:
-    """Below `most`; 0 if there is none."""
+    """Returns the most below `most`; 0 if there is none."""
     return bisect_left(range(1, most), True, key=lambda sequences: shortage(sequences) is not None)
 
 
@@ -126,8 +126,8 @@ def _shortage(workload: Workload, machine: Machine, settings: Settings, schedule
 
 
 def deal(batch: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
-    """Returns the number of whole sequences , at least one. Each sequence goes to the (first) rank that then ends
-    first.
+    """Returns the number of whole sequences of each rank, at least one. Each sequence goes to the (first) rank that
+    then ends first.
 
     speeds: sequences per second, in any unit.
     most: of each rank. Their sum is at least `batch`.

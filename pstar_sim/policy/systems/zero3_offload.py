@@ -159,7 +159,7 @@ def optimizer_bytes(workload: Workload) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Offloading:
-    """Of zero3_offload and its successors.
+    """The choices of zero3_offload and its successors.
 
     home: of parameters between visits.
     subgroup: parameters (of one rank) updated at a time.
@@ -182,7 +182,7 @@ class Offloading:
 
 
 class Offloaded:
-    """Of zero3_offload or a successor, up to the update, written into `b`.
+    """One iteration of zero3_offload or a successor, up to the update, written into `b`.
 
     sharded: what is common to all of ZeRO-3.
     groups: of the optimizer, in order.
@@ -238,12 +238,12 @@ class Offloaded:
         s.check_gpu_room(", ".join([*parts, "the gradient bucket"]))
 
     def describe_moves(self) -> str:
-        """What the ranks exchange, and what compute waits for."""
+        """Returns what the ranks exchange, and what compute waits for."""
         waits = "; compute waits for the gathers of the backward pass and for the sums of gradients"
         return self.sharded.describe_moves() + (waits if self.sharded.shards.ranks > 1 else "")
 
     def describe(self) -> str:
-        """Places of lists and their bytes, for `choices["capacity"]`."""
+        """Returns the places of lists and their bytes, for `choices["capacity"]`."""
         b = self.b
         share = self.offloaded_params / max(1, self.offloaded_params + self.resident_params)
         where = "the GPU" if self.sharded.shards.scheme.home is Place.GPU else "the host"

@@ -109,7 +109,7 @@ def _where(place: Place) -> str:
 
 
 def _optimizer_step(s: Sharded, groups: Sequence[Sequence[int]]) -> None:
-    """One after the other. Each sub-group is brought in one ahead."""
+    """Sub-groups follow one another; each is brought in one ahead."""
     updated: dict[int, list[int]] = {}
     ends: list[int] = []
     arrived = _bring_in(s, groups[0]) if groups else {}
@@ -123,7 +123,8 @@ def _optimizer_step(s: Sharded, groups: Sequence[Sequence[int]]) -> None:
 
 
 def _bring_in(s: Sharded, group: Sequence[int]) -> dict[int, list[int]]:
-    """To the host. Returns chunk -> the steps for which its update waits."""
+    """Bring the lists that a sub-group's update needs to the host. Returns chunk -> the steps for which its update
+    waits."""
     b, scheme, m = s.b, s.shards.scheme, s.last_moment
     arrived: dict[int, list[int]] = {}
     for c in group:

@@ -82,7 +82,7 @@ class _Bucket:
         self.peak_bytes = 0
 
     def enter(self, c: int) -> list[int]:
-        """A gradient begins to arrive. Returns the chunks whose gradients have to be gone first."""
+        """Lets a gradient begin to arrive. Returns the chunks whose gradients have to be gone first."""
         # Gradients that still arrive cannot leave. Of the others, as many may stay as the bucket has room for.
         stay = max(0, BUCKET_CHUNKS - 1 - len(self._filling))
         first = max(0, len(self._leaving) - stay)
@@ -94,13 +94,12 @@ class _Bucket:
         return gone
 
     def leave(self, c: int) -> None:
-        """The gradient is complete."""
         self._filling.remove(c)
         self._leaving.append(c)
 
 
 def _forward_and_backward(b: Builder, gradients: GradientLists, bucket: _Bucket) -> list[int]:
-    """With the gradients through the bucket. Returns the step of each moment."""
+    """Write all moments, with the gradients through the bucket. Returns the step of each moment."""
     computed: list[int] = []
     for m in range(len(b.workload.moments)):
         for c in gradients.opens.get(m, ()):
@@ -113,7 +112,7 @@ def _forward_and_backward(b: Builder, gradients: GradientLists, bucket: _Bucket)
 
 
 def _optimizer_step(b: Builder, gradients: GradientLists, trained: list[int], computed: list[int]) -> None:
-    """In order of the next use, with the copies back. The next forward waits for the last copy."""
+    """Write Adam in order of the next use, with the copies back after it. The next forward waits for the last copy."""
     back = -1
     for c in sorted(trained, key=lambda c: (b.uses.first_use(c), c)):
         arrived = gradients.added.get(c, gradients.freed[c])

@@ -84,7 +84,7 @@ class Chart:
 
 
 def themed(value: Any, theme: str = "light") -> Any:
-    """In place of the words for its colours."""
+    """Returns the figure with the colours of a theme in place of the words for them."""
     if isinstance(value, dict):
         return {key: themed(one, theme) for key, one in value.items()}
     if isinstance(value, list):
@@ -93,7 +93,7 @@ def themed(value: Any, theme: str = "light") -> Any:
 
 
 def layout(*, height: int, **more: Any) -> Figure:
-    """Of all charts.
+    """Returns the layout that all charts share.
 
     more: keys of Plotly's layout.
     """
@@ -111,7 +111,7 @@ def layout(*, height: int, **more: Any) -> Figure:
 
 
 def axis(title: str, **more: Any) -> Figure:
-    """Without a line at zero.
+    """Returns an axis without a line at zero.
 
     more: keys of Plotly's axis.
     """
@@ -205,7 +205,7 @@ def _area(xs: list[float], top: Any, values: Any, name: str, colour: str, scale:
 
 
 def _line(xs: list[float], values: Any, colour: str, width: float, scale: int) -> Figure:
-    """Constant from each x to the next.
+    """Draws a curve that is constant from each x to the next.
 
     scale: bytes of the unit.
     """
@@ -219,13 +219,13 @@ def _scaled(values: Any, scale: int) -> list[float]:
 
 
 def _numbers(values: Any) -> list[float]:
-    """With six digits, more than a screen shows."""
+    """Returns the values with six digits, more than a screen shows."""
     return [float(f"{v:.6g}") for v in np.asarray(values, np.float64).tolist()]
 
 
 def _thinned(curves: Curves) -> tuple[Curves, str]:
-    """At most MOST_CORNERS points, and a note on those joined. A point is the instant of its stretch with the most
-    bytes."""
+    """Returns the curves with at most MOST_CORNERS points, and a note on the joined points. A point is the instant of
+    its stretch with the most bytes."""
     count = len(curves.edges) - 1
     if count <= MOST_CORNERS:
         return curves, ""
@@ -238,8 +238,8 @@ def _thinned(curves: Curves) -> tuple[Curves, str]:
 
 
 def _phases(timeline: Timeline, x: str, top: float, right: float) -> Figure:
-    """Above the capacity. Each name carries the share of the width that its stretch takes; a narrow screen leaves out
-    small shares."""
+    """Returns a strip above the capacity with the names of phases that have room for a name. Each name carries the
+    share of the width that its stretch takes. A narrow screen leaves out the names with small shares."""
     bands = phase_bands(timeline, x=x)
     shapes, names = [], []
     for band in bands:
@@ -343,7 +343,7 @@ def same_lanes(charts: Sequence[Chart]) -> list[Chart]:
 
 
 def _rows(timeline: Timeline, names: Mapping[int, str]) -> dict[str, list[_Bar]]:
-    """Of the steady iteration, in order of time, each bar of one step or one wait.
+    """Returns lane -> its bars of the steady iteration in order of time, each bar of one step or one wait.
 
     names: id of a step -> its chunk, in words.
     """
@@ -364,7 +364,7 @@ def _rows(timeline: Timeline, names: Mapping[int, str]) -> dict[str, list[_Bar]]
 
 
 def _bar_traces(bars: Sequence[tuple[str, _Bar]]) -> list[Figure]:
-    """One per name and colour.
+    """Returns one trace per name and colour.
 
     bars: (lane, bar).
     """
@@ -389,13 +389,13 @@ def _bar_traces(bars: Sequence[tuple[str, _Bar]]) -> list[Figure]:
 
 
 def _heights(bars: Sequence[tuple[str, _Bar]]) -> float | list[float]:
-    """One height where all bars are full."""
+    """Returns one height where all bars are full."""
     shares = [_share(bar) for _, bar in bars]
     return LANE if min(shares) == 1 else [round(LANE * max(share, LEAST), 3) for share in shares]
 
 
 def _share(bar: _Bar) -> float:
-    """In which the queue works, at most 1."""
+    """Returns the share of the bar's length in which the queue works, at most 1."""
     return min(1.0, round(sum(bar.busy_s.values()) / (bar.end_s - bar.start_s), 3))
 
 
@@ -423,7 +423,7 @@ def _joined(bars: Sequence[_Bar], shortest_s: float) -> list[_Bar]:
 
 
 def _lengthen(bars: Sequence[_Bar], shortest_s: float, end_s: float) -> None:
-    """To shortest_s, where the next bar leaves room."""
+    """Make bars that are shorter than shortest_s as long as that, where the next bar leaves room."""
     for bar, next_s in zip(bars, [*(later.start_s for later in bars[1:]), end_s]):
         bar.end_s = max(bar.end_s, min(bar.start_s + shortest_s, next_s))
 

@@ -33,9 +33,8 @@ def plotly_script() -> str:
 
 
 def document(title: str, body: str, data: Mapping[str, Any], *, script: str) -> str:
-    """HTML.
+    """Returns the page.
 
-    body: its HTML.
     data: read by the script.
     script: file beside this module.
 
@@ -93,12 +92,12 @@ def _swatch(colour: str, line: str | None) -> str:
 
 
 def breakable(text: str) -> str:
-    """HTML. A long name, of a policy with its options, may break behind its parts."""
+    """Returns HTML in which a long name, of a policy with its options, may break behind its parts."""
     return re.sub(r"([_:,=])(?=\S)", r"\1<wbr>", escape(text, quote=False))
 
 
 def unbroken(text: str) -> str:
-    """HTML. A number stays on one line with its error and its unit."""
+    """Returns HTML in which a number stays on one line with its error and its unit."""
     return re.sub(r" (?=[±%]|(?:s|ms|us|GB|days)\b)|(?<=±) ", "&nbsp;", escape(text, quote=False))
 
 

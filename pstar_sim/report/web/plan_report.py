@@ -68,7 +68,7 @@ class Subject:
 
 
 def plan_report(subjects: Sequence[Subject]) -> str:
-    """Side by side, as HTML. A measured subject is also drawn over the one before it.
+    """Returns HTML, subjects side by side. A measured subject is also drawn over the one before it.
 
     Raises PstarError for no subject, for a timeline of another plan, and where Plotly is not installed.
     """
@@ -164,16 +164,15 @@ class _Page:
         return f'<div class="columns">{"".join(f"<div>{cell}</div>" for cell in cells)}</div>'
 
     def _each(self, name: str, says: str, charts: Sequence[Chart]) -> str:
-        """With the legend, a column per subject.
+        """Returns the legend, and a column per subject with its chart.
 
-        name: of the figures.
-        says: the charts.
+        says: the charts in words.
         """
         cells = [self._drawn(f"{name} {n}", *one, says) for n, one in enumerate(zip(self.subjects, charts))]
         return f"{_legend(charts)}{self._columns(cells)}"
 
     def _drawn(self, name: str, subject: Subject, chart: Chart, says: str) -> str:
-        """Under the subject's title."""
+        """Returns the chart under the subject's title."""
         self.figures[name] = chart.figure
         place = chart_place(name, f"{says} of {subject.title}")
         return f"<h3>{breakable(subject.title)}</h3>{place}{_notes(chart)}"
@@ -205,7 +204,7 @@ class _Page:
         )
 
     def _tide(self, n: int, x: str, over: Timeline | None) -> Chart:
-        """Kept among the figures.
+        """Keeps the figure among the page's.
 
         over: a run, drawn as lines.
         """
@@ -216,7 +215,6 @@ class _Page:
         return chart
 
     def _hidden(self, x: str) -> str:
-        """Of an element that is shown with this x only."""
         return "" if x == self.first_x else " hidden"
 
     def _lanes(self) -> str:
@@ -273,7 +271,6 @@ class _Page:
 
 
 def _legend(charts: Sequence[Chart]) -> str:
-    """Of all the charts."""
     lines = {name: style for chart in charts for name, style in chart.lines.items()}
     return legend_html(_merged([chart.legend for chart in charts]), lines)
 
@@ -319,13 +316,12 @@ def _expected(subject: Subject) -> float | None:
 
 
 def _error(subject: Subject) -> str:
-    """Of predicted seconds, found by validation, in words."""
     error = _expected(subject)
     return "" if error is None else f" {format_error(error)}"
 
 
 def _quantities(subject: Subject) -> Iterator[tuple[str, str]]:
-    """Name and value."""
+    """Yields name and value."""
     plan, timeline, said = subject.plan, subject.timeline, subject.plan.predictions
     seconds = timeline.iteration_s
     yield "iteration", f"{format_s(seconds)}{_error(subject)}"
@@ -357,7 +353,7 @@ def _quantities(subject: Subject) -> Iterator[tuple[str, str]]:
 
 
 def _ways(timeline: Timeline) -> Iterator[tuple[str, str]]:
-    """Key and name. The ways to and from disks are there only if something moves."""
+    """Yields key and name. The ways to and from disks are there only if something moves."""
     yield "h2d", "host to GPU"
     yield "d2h", "GPU to host"
     for way, name in (("nvme_read", "read from disk"), ("nvme_write", "written to disk")):
@@ -378,7 +374,7 @@ def _differences(predicted: Subject, measured: Subject) -> Iterator[Figure]:
 
 
 def _places(subject: Subject) -> Iterator[tuple[str, str, str]]:
-    """Each category, the sum, and the capacity."""
+    """Yields each category, the sum, and the capacity."""
     cut = _between(subject.plan)
     sampled = set(subject.timeline.columns("samples")["place"])
     for place, name in _PLACES.items():
@@ -402,7 +398,7 @@ def _places(subject: Subject) -> Iterator[tuple[str, str, str]]:
 
 
 def _between(plan: Plan) -> dict[tuple[str, str], int]:
-    """Between two iterations."""
+    """Returns (place, category) -> bytes between two iterations."""
     held: dict[tuple[str, str], int] = {}
     buffers = {name for name, _, _ in plan.buffers}
     for (place, name), size in held_between(plan).items():

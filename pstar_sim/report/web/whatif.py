@@ -34,7 +34,7 @@ _NAMES = {"seq": "tokens per sequence", "micro_batches": "micro-batches"}
 
 
 def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, prices: str | None = None) -> str:
-    """As HTML.
+    """Returns the page of these points as HTML.
 
     points: rows of results files; of two for the same point the later counts.
     axes: where a point lacks one, it has the unchanged figure.
@@ -83,23 +83,23 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
 
 
 def distinct_points(points: Sequence[Mapping[str, object]], axes: Sequence[str]) -> list[Mapping[str, object]]:
-    """Of several for the same point, the last."""
+    """Returns the points; of several rows for the same point, the last."""
     return list({tuple(_value(point, axis) for axis in axes): point for point in points}.values())
 
 
 def _parts(axes: Sequence[str]) -> list[str]:
-    """Figures of the machine."""
     return [axis for axis in axes if axis.startswith("set.")]
 
 
 def _in_order(axes: Sequence[str], model: str) -> list[str]:
-    """In which a reader chooses: the machine and its parts, the model, the others, the policy."""
+    """Returns the axes in the order in which a reader chooses: the machine and its parts, the model, the others, the
+    policy."""
     others = [axis for axis in axes if axis not in ("machine", model, "policy", *_parts(axes))]
     return ["machine", *_parts(axes), model, *others, "policy"]
 
 
 def _value(point: Mapping[str, object], axis: str) -> object:
-    """ "x1" stands for an unchanged figure."""
+    """The value "x1" stands for an unchanged figure."""
     value = point.get(axis)
     return "x1" if value is None and axis.startswith("set.") else "" if value is None else value
 

@@ -67,7 +67,7 @@ def preset(
     dtype: None for the dtype of the machine's GPU (bf16, else fp16, else fp32), written as bf16 until a machine is
         known.
     seq: tokens per sequence; None: all positions of the model, which a ViT requires.
-    checkpointing: of every layer (non-reentrant, so a recompute stops early).
+    checkpointing: whether every layer is a checkpoint (non-reentrant, so a recompute stops early).
     kernels: flavour of the operators beside attention, one of KERNELS (kernels.py); None for the flavour of the model's
         catalog entry, which its users run. A BERT or ViT is written for eager alone.
     lora: trains adapters and freezes the model itself (lora.py): an Adapter, a rank, or a text such as "r=16" or
@@ -98,7 +98,7 @@ def preset(
 
 
 def default_dtype(machine: Machine) -> str:
-    """The first that the GPU has natively: bf16, fp16, fp32."""
+    """Returns the first that the GPU has natively: bf16, fp16, fp32."""
     return next((dtype for dtype in NATIVE if dtype in machine.gpu.flops_per_s), MASTER)
 
 
@@ -118,7 +118,7 @@ def workload_of(
     language_head: bool = True,
     early_stop: bool = True,
 ) -> Workload:
-    """As `preset`, for a shape that need not be in the catalog.
+    """Returns the same as `preset`, for a shape that need not be in the catalog.
 
     language_head: False for a GPT that classifies sequences, without logits over the vocabulary.
     early_stop: False for reentrant checkpoints of a gpt or llama, which run the whole layer again.
@@ -194,9 +194,9 @@ def has_kernels(entry: ModelEntry, kernels: str) -> bool:
 
 
 def kernels_of(entry: ModelEntry, kernels: object, *, model: str | None = None) -> str:
-    """With None, the usual flavour of the model's entry.
+    """Returns the flavour in which a model runs: `kernels`, or with None the usual flavour of its entry.
 
-    model: for messages.
+    model: name for messages.
 
     Raises ModelError for an unknown flavour, and for one for which the family is not written.
     """
@@ -239,7 +239,7 @@ def variant(
     dtype: str | None = None,
     shape: ModelEntry | None = None,
 ) -> Workload:
-    """Same preset, adapter and optimizer.
+    """Keeps preset, adapter and optimizer.
 
     shape: the model's shape, if it is not in the catalog.
 

@@ -57,7 +57,7 @@ def write_gpt(t: Tape, s: Shape) -> None:
     normed, again = (u, f) if flavour.recomputed else (0, 0)
 
     def activate(phase: Phase) -> None:
-        """From the product's output (f) to the input of the next product (f)."""
+        """Write the activation: from the product's output (f) to the input of the next product (f)."""
         if flavour.fused:
             if not (flavour.recomputed and phase is Phase.RECOMPUTE):
                 t.op(f, unsaved=f)
@@ -72,7 +72,8 @@ def write_gpt(t: Tape, s: Shape) -> None:
         t.op(f, unsaved=3 * f, read=2 * f)
 
     def activate_backward() -> None:
-        """From the gradient of the output (f) to that of the input (f). Frees the kept tensors."""
+        """Write its backward: from the gradient of the activation's output (f) to that of its input (f). Frees the kept
+        tensors."""
         if flavour.fused:
             t.op(f, dead=2 * f, read=2 * f)
             return

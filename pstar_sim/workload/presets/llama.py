@@ -80,8 +80,8 @@ class _LayerWriter:
         return self._experts if self._experts is not None and self.s.model.has_experts(i) else self._dense
 
     def _names(self, i: int) -> tuple[str, str, str, str]:
-        """Before attention, behind it, before the feed-forward layer and behind it. Without norms behind, those names
-        are not used."""
+        """Returns the names of the norms before attention, behind it, before the feed-forward layer and behind it. In a
+        model without norms behind, those names are not used."""
         block = f"model.layers.{i}"
         before = "pre_feedforward_layernorm" if self.post else "post_attention_layernorm"
         names = ("input_layernorm", "post_attention_layernorm", before, "post_feedforward_layernorm")
@@ -123,7 +123,7 @@ class _LayerWriter:
         return kept
 
     def _recompute_ends(self, mlp: GatedMlp | Experts, last: str) -> None:
-        """By [Note: early stop]. The residual is freed with its frame."""
+        """Write the end of a recompute, by [Note: early stop]. The residual is freed with its frame."""
         t, s, u = self.t, self.s, self.u
         if mlp.whole or self.post:
             mlp.finish(Phase.RECOMPUTE)
@@ -136,7 +136,7 @@ class _LayerWriter:
         t.op(dead=u if self.norms.upcast else 0)
 
     def backward(self, i: int, kept: int) -> None:
-        """From the gradient of the output (1 u) to that of the input."""
+        """Write the backward of layer i: from the gradient of its output (1 u) to that of its input."""
         t, s, u, norms = self.t, self.s, self.u, self.norms
         block = f"model.layers.{i}"
         first, behind, second, last = self._names(i)

@@ -48,16 +48,16 @@ class GroupedAttention:
         return [f"{block}.self_attn.{x}_norm.weight" for x in "qk"] if self.s.model.qk_norm else []
 
     def _late(self, block: str) -> list[str]:
-        """The parameters of the second moment, without the output projection."""
+        """Returns the parameters of the second moment, without the output projection."""
         return [*self._inner(block), *([f"{block}.self_attn.sinks"] if self.s.model.sinks else [])]
 
     def first(self, block: str) -> list[str]:
-        """The parameters of the first moment."""
+        """Returns the parameters of the first moment."""
         return self._weights(block, "qkv")
 
     def forward(self, block: str, phase: Phase, window: int) -> int:
-        """From the output of the norm to that of attention (1 u). Returns the bytes that the kernel keeps besides q, k,
-        v and its output."""
+        """Write the forward: from the output of the layer's norm to that of attention (1 u). Returns the bytes that the
+        kernel keeps in addition to q, k, v and its output."""
         t, s, m, u, q, kv = self.t, self.s, self.s.model, self.u, self.out_bytes, self.kv
         widths = (self.q_width, self.kv_width, self.kv_width)
         t.op(q + 2 * kv, products=[s.product(m.hidden, n) for n in widths], dead=self.normed, read=3 * u)
@@ -73,7 +73,7 @@ class GroupedAttention:
         return kept
 
     def backward(self, block: str, kept: int, window: int, *, reads: list[str], own: bool) -> None:
-        """From the gradient of the output to that of the norm's output (1 u).
+        """Write the backward: from the gradient of attention's output to that of the norm's output (1 u).
 
         reads: of the last moment, besides the projections.
         own: no other operator needs the gradient of the output.
@@ -140,7 +140,7 @@ class LatentAttention:
                 self.t.parameter(f"{block}.self_attn.kv_a_layernorm.weight", x.kv_rank)
 
     def first(self, block: str) -> list[str]:
-        """The parameters of the first moment."""
+        """Returns the parameters of the first moment."""
         names = [f"{block}.self_attn.{name}.weight" for name in self.widths if name != "o_proj"]
         return [*names, *(f"{block}.self_attn.{x}_a_layernorm.weight" for x in ("q", "kv"))]
 
@@ -149,7 +149,8 @@ class LatentAttention:
         self.t.op(out, products=[self.s.product(rows, columns)], read=read, dead=dead)
 
     def forward(self, block: str, phase: Phase, window: int) -> int:
-        """As in `GroupedAttention`."""
+        """Write the forward: from the output of the layer's norm to that of attention (1 u). Returns the bytes that the
+        kernel keeps in addition to q, k, v and its output."""
         t, s, norms, u = self.t, self.s, self.norms, self.u
         self._project("q_a_proj", self.q_low, u)
         norms.forward(self.q_low, s.tokens, inner=True)
@@ -174,7 +175,7 @@ class LatentAttention:
         self.t.linear_backward([weight], grad_in=grad_in, grad_out=grad_out, saved=grad_in, product=product, dead=dead)
 
     def backward(self, block: str, kept: int, window: int, *, reads: list[str], own: bool) -> None:
-        """As in `GroupedAttention`."""
+        """Write the backward: from the gradient of attention's output to that of the norm's output (1 u)."""
         t, s, norms, u = self.t, self.s, self.norms, self.u
         t.open("grad", f"{block}.self_attn.o_proj", Phase.BWD, [f"{block}.self_attn.o_proj.weight"])
         self._back(block, "o_proj", grad_in=self.out_bytes, grad_out=u, dead=u if own else 0)

@@ -41,11 +41,11 @@ class GatedMlp:
         return f"{block}.{self.name}.{x}_proj.weight"
 
     def first(self, block: str) -> list[str]:
-        """The parameters of the first moment."""
+        """Returns the parameters of the first moment."""
         return [self._weight(block, "gate"), self._weight(block, "up")]
 
     def forward(self, block: str, phase: Phase) -> None:
-        """From the norm's output to the input of the last product."""
+        """Write the forward: from the norm's output to the input of the last product."""
         t, s, u, f, fused = self.t, self.s, self.u, self.f, self.s.flavour.fused
         up = s.product(s.model.hidden, self.ffn)
         t.op(f, products=[up], read=u)
@@ -57,14 +57,14 @@ class GatedMlp:
             t.op(f, unsaved=2 * f, read=2 * f)
 
     def finish(self, phase: Phase) -> None:
-        """Its output has 1 u."""
+        """Writes the last product, whose output has 1 u."""
         if phase is Phase.RECOMPUTE:
             self.t.op(self.again)
         product = self.s.product(self.ffn, self.s.model.hidden)
         self.t.op(self.u, dead=self.again, unsaved=self.f - self.again, products=[product], read=self.f)
 
     def backward(self, block: str, *, own: bool) -> None:
-        """From the gradient of the output to that of the norm's output (1 u).
+        """Write the backward: from the gradient of the output to that of the norm's output (1 u).
 
         own: no other operator needs the gradient of the output.
         """
@@ -134,7 +134,7 @@ class Experts:
         return [f"{block}.mlp.gate.{x}" for x in (("weight", "bias") if self.x.biases else ("weight",))]
 
     def _of(self, block: str, matrix: str) -> list[str]:
-        """A matrix of each expert, with its bias."""
+        """Returns a matrix of each expert, with its bias."""
         kinds = (matrix, f"{matrix}_bias") if self.x.biases else (matrix,)
         return [f"{block}.mlp.experts.{e}.{kind}" for e in range(self.x.count) for kind in kinds]
 
@@ -142,14 +142,14 @@ class Experts:
         return self._router(block)
 
     def _grouped(self, rows: int, columns: int) -> Product:
-        """Of all experts with their rows, in equal parts if possible."""
+        """Returns the product of all experts with their rows, in equal parts if possible."""
         count, all_rows = self.x.count, self.s.tokens * self.x.per_token
         if all_rows % count:
             return 1, all_rows, rows, columns
         return count, all_rows // count, rows, columns
 
     def forward(self, block: str, phase: Phase) -> None:
-        """From the norm's output to the sum of the experts' outputs (1 u)."""
+        """Write the forward: from the norm's output to the sum of the experts' outputs (1 u)."""
         t, s, u, wide, f = self.t, self.s, self.u, self.rows_h, self.rows_f
         h = s.model.hidden
         t.op(self.input32 + self.weight32, read=u if self.input32 else 0)
@@ -177,7 +177,7 @@ class Experts:
         """`forward` wrote all operators."""
 
     def backward(self, block: str, *, own: bool) -> None:
-        """From the gradient of the output to that of the norm's output (1 u)."""
+        """Write the backward: from the gradient of the output to that of the norm's output (1 u)."""
         t, s, u, wide, f = self.t, self.s, self.u, self.rows_h, self.rows_f
         h, fused = s.model.hidden, s.flavour.fused
         t.op(self.normed)

@@ -25,9 +25,9 @@ class Norms:
         return size * 4 // self.t.width if self.upcast else 0
 
     def forward(self, size: int, rows: int, *, inner: bool = False) -> None:
-        """From the input to the norm's output, both `size` bytes.
+        """Write the forward: from the input to the norm's output, both `size` bytes.
 
-        rows: norms.
+        rows: number of norms.
         inner: only the norm needs the input.
         """
         t, row, wide = self.t, rows * 4, self._wide(size)
@@ -51,7 +51,8 @@ class Norms:
             t.op(dead=size if self.upcast else 0, unsaved=0 if self.upcast else size)
 
     def backward(self, name: str, size: int, rows: int, *, residual: bool = True, shared: bool = False) -> None:
-        """From the gradient of the norm's output (and of the residual, both alive) to their sum, of `size` bytes.
+        """Write the backward: from the gradient of the norm's output (and of the residual, both alive) to their sum, of
+        `size` bytes.
 
         shared: other operators also need the gradient of the output, so that it stays.
         """
@@ -91,7 +92,7 @@ class Norms:
             t.op(size, dead=2 * size, read=2 * size)
 
     def rope(self, size: int) -> None:
-        """The input stays."""
+        """Write the rotary positions; the input stays."""
         t = self.t
         t.op(size)
         if not self.fused:
@@ -101,7 +102,7 @@ class Norms:
             t.op(size, dead=2 * size, read=2 * size)
 
     def rope_backward(self, size: int) -> None:
-        """From the gradient of the output to that of the input."""
+        """Write the backward of the positions: from the gradient of the output to that of the input."""
         t = self.t
         if self.fused:
             t.op(size, dead=size)

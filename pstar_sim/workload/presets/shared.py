@@ -41,8 +41,8 @@ class Shape:
     """A model with the batch that runs through it.
 
     batch: sequences per micro-batch.
-    sequence: tokens.
-    checkpointing: of every layer.
+    sequence: tokens per sequence.
+    checkpointing: whether every layer is a checkpoint.
     attention: "flash", "efficient" or "math".
     flavour: of the other operators.
     language_head: False for a GPT that classifies sequences: no logits over the vocabulary (its own head, of a few
@@ -64,16 +64,17 @@ class Shape:
         return self.batch * self.sequence
 
     def product(self, rows: int, columns: int) -> Product:
-        """Of every token with a rows x columns matrix."""
+        """Returns the product of every token with a rows x columns matrix."""
         return 1, self.tokens, rows, columns
 
     @property
     def attention_width(self) -> int:
-        """Of the outputs of all heads."""
+        """Width of the outputs of all heads."""
         return self.model.heads * self.model.value_dim
 
     def attention_flops(self, window: int = 0) -> int:
-        """Of scores and weighted sum, of all heads. A causal mask saves no flops, as in torch's own count.
+        """Returns the flops of scores and weighted sum, of all heads. A causal mask saves no flops, as in torch's own
+        count.
 
         window: the most tokens that a token attends to; 0 for all.
         """
@@ -84,7 +85,7 @@ class Shape:
 
     @property
     def attention_products(self) -> tuple[Product, Product]:
-        """Of scores and weighted sum of the math kernel, of all heads of all sequences."""
+        """Returns the products of scores and weighted sum of the math kernel, of all heads of all sequences."""
         m, batches = self.model, self.batch * self.model.heads
         return (batches, self.sequence, m.head_dim, self.sequence), (batches, self.sequence, self.sequence, m.value_dim)
 
@@ -93,7 +94,7 @@ class Shape:
 
 
 def attend(t: Tape, s: Shape, qkv: int, *, window: int = 0) -> int:
-    """Of q, k, v (qkv bytes together).
+    """Write scaled dot-product attention of q, k, v (qkv bytes together).
 
     Returns the bytes that backward needs in addition to q, k, v and the output. Flash and efficient kernels keep one
     fp32 log-sum per query. The math kernel computes in fp32, keeps scaled copies of q, k, v and the probabilities, and
@@ -155,7 +156,8 @@ def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
 
 
 def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, *, tied: bool) -> None:
-    """Up to the gradient of the last hidden state (1 u). The gradient of a tied weight waits for the embedding's."""
+    """Write the backward of the loss, up to the gradient of the last hidden state (1 u). The gradient of a tied weight
+    waits for the embedding's gradient."""
     m = s.model
     logits = s.tokens * m.vocab * t.width
     logits32 = s.tokens * m.vocab * 4
@@ -181,8 +183,8 @@ def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, 
 
 
 def embedding_backward(t: Tape, tables: list[str], tied: str | None, u: int) -> None:
-    """Dense gradients, one after the other.The gradient of the tied table is added to the head's gradient; both and
-    their sum are alive for a moment."""
+    """Writes dense gradients, one after the other. The gradient of the tied table is added to the head's gradient; both
+    and their sum are alive for a moment."""
     for name in tables:
         if name == tied:
             size = t.size([name])
@@ -218,7 +220,8 @@ def declare_norm(t: Tape, module: str, hidden: int) -> None:
 
 
 def layer_norm_backward(t: Tape, module: str, u: int, stats: int, *, residual: bool = True) -> None:
-    """From the gradient of the output (and of the residual, both alive) to their sum (1 u). Frees the norm's input."""
+    """Write the backward of the norm: from the gradient of its output (and of the residual, both alive) to their sum (1
+    u). Frees the norm's input."""
     names = norm(module)
     t.op(u + t.size(names), dead=2 * u + stats, read=2 * u)
     if residual:
@@ -261,7 +264,7 @@ def last_product_again(t: Tape, s: Shape, u: int, f: int) -> None:
 
 
 def separate_qkv_backward(t: Tape, s: Shape, module: str, order: tuple[str, str, str], u: int) -> None:
-    """Of three square projections of one input: from three gradients (3 u) to their sum (1 u)."""
+    """Write the backward of three square projections of one input: from three gradients (3 u) to their sum (1 u)."""
     h = s.model.hidden
     t.open("grad", f"{module}.{order[0]}", Phase.BWD, [n for x in order for n in linear(f"{module}.{x}")])
     for k, x in enumerate(order):

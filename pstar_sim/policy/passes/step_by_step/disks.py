@@ -11,11 +11,11 @@ __all__ = ["read_in", "write_out"]
 
 
 def read_in(b: Builder, c: int, list_name: str, m: int, after: Iterable[int]) -> int:
-    """From the disks to the host. Returns the step that reads."""
+    """Read a list from the disks to the host. Returns the step that reads it."""
     return b.add(Queue.NVME, Kind.NVME_READ, chunk=c, list_name=list_name, moment=m, after=after)
 
 
 def write_out(b: Builder, c: int, list_name: str, m: int, after: Iterable[int]) -> int:
-    """From the host to the disks. Returns the step that frees the list on the host."""
+    """Write a list from the host to the disks. Returns the step that frees it on the host."""
     written = b.add(Queue.NVME, Kind.NVME_WRITE, chunk=c, list_name=list_name, moment=m, after=after)
     return b.free(Queue.NVME, c, list_name, Place.HOST, m, [written])

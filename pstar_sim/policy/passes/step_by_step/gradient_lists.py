@@ -80,22 +80,22 @@ class GradientLists:
     # Bytes.
 
     def bytes_of(self, c: int) -> int:
-        """On the GPU, while the lists are open."""
+        """Returns the bytes on the GPU of the chunk's lists while they are open."""
         return sum(self._b.layout.payload_bytes(c, name) for name in self._names)
 
     def passing_bytes(self, c: int) -> int:
-        """On the host, where a gradient waits to be added; 0 if none waits."""
+        """Returns the bytes on the host of a gradient that waits there to be added; 0 if no gradient waits."""
         return self._b.layout.payload_bytes(c, "grad") if self._several and c not in self._stay else 0
 
     @property
     def on_host(self) -> str:
-        """Words."""
+        """Words for the gradients on the host."""
         return "accumulated gradients, gradients" if self._several else "gradients"
 
     # Steps.
 
     def open(self, c: int, m: int, after: Iterable[int] = ()) -> int:
-        """In moment `m`. Returns the step that opens the last list."""
+        """Open the gradient lists of the chunk in moment `m`. Returns the step that opens the last of them."""
         waits = [*after, *self._earlier(self.freed, c)]
         return [self._b.alloc(Queue.COMPUTE, c, name, Place.GPU, m, after=waits) for name in self._names][-1]
 
@@ -109,7 +109,7 @@ class GradientLists:
         return self.add(c, m)
 
     def sum(self, c: int, m: int, after: Sequence[int], list_name: str = "grad_remote") -> Sequence[int]:
-        """Over the ranks. Returns the steps after which the sum is complete (with one rank: `after`).
+        """Sum a gradient over the ranks. Returns the steps after which the sum is complete (with one rank: `after`).
 
         list_name: "remote" for a gradient that lies in the working list.
         """
@@ -126,16 +126,16 @@ class GradientLists:
     def send(
         self, c: int, m: int, after: Iterable[int], *, size_bytes: int | None = None, via: str | None = None
     ) -> int:
-        """To the host, after the sum of earlier gradients there. Returns the copy; `freed` then names the step that
-        frees the list."""
+        """Copy the gradient to the host, after the sum of earlier gradients there. Returns the copy; `freed` then names
+        the step that frees the list."""
         waits = [*after, *self._earlier(self.added, c)]
         down = self._b.writeback(c, "grad", m, waits, size_bytes=size_bytes, via=via)
         self.freed[c] = self._b.free(Queue.D2H, c, "grad", Place.GPU, m)
         return down
 
     def add(self, c: int, m: int, after: Iterable[int] = ()) -> int:
-        """On the host.Returns the step after which Adam on the host may take the gradient (with one micro-batch: its
-        arrival)."""
+        """Add the gradient to those of earlier micro-batches, on the host. Returns the step after which Adam on the
+        host may take the gradient (with one micro-batch: its arrival)."""
         if not self._several:
             return self.freed[c]
         step = self._b.cpu_add(c, "grad", m, after=[self.freed[c], *after])
@@ -143,7 +143,7 @@ class GradientLists:
         return step
 
     def add_last_of(self, c: int, after: Iterable[int]) -> int:
-        """For a gradient in the working list, on the host. Returns the step."""
+        """Add the last gradient, which came in the working list, to the others on the host. Returns the step."""
         return self._b.cpu_add(c, "param", self._b.uses.last_gradient(c), after)
 
     def _earlier(self, steps: Mapping[int, int], c: int) -> list[int]:
