@@ -425,11 +425,11 @@ def reserved() -> str:
     runs = r["runs"].values()
     ended = [row for row in runs if "died" not in row]
     shares = [100 * row["reserved_peak_bytes"] / row["budget_bytes"] for row in ended]
-    exchanges = max(row["exchanges_per_step"] for row in ended)
+    exchanges, maps = (max(row[f"{what}_per_step"] for row in ended) for what in ("exchanges", "cuMemMap"))
     return (
-        f"{len(ended)} of {len(runs)} runs of ten models train, at most {exchanges:g} exchange a step; they reserve "
-        f"{min(shares):.0f} to {max(shares):.0f} % of the budget, {len(r['above_goal'])} of them more than 105 % and "
-        f"64 MiB beyond it ({link('gpu_memory')})"
+        f"{len(ended)} of {len(runs)} runs of ten models train, with at most {exchanges:.1f} exchanges and {maps:.0f} "
+        f"mapped pages a step; they reserve {min(shares):.0f} to {max(shares):.0f} % of the budget, "
+        f"{len(r['above_goal'])} of them more than 105 % and 64 MiB beyond it ({link('gpu_memory')})"
     )
 
 
