@@ -157,7 +157,7 @@ def read_memory(root: Path) -> tuple[int, int]:
 
 
 def read_cores(root: Path) -> int:
-    """That this process may use: its affinity, or its cgroup's CPU quota if lower (at least 1)."""
+    """Returns the cores that this process may use: its affinity, or its cgroup's CPU quota if lower (at least 1)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     quotas = [float(cores)]
     for path in _groups(root, "cpu"):

@@ -280,7 +280,7 @@ def _both_ways(machine: Machine, rate: float) -> Machine:
 
 
 def _paths() -> dict[str, _Path]:
-    """Those that the parts declare, and those that change several attributes."""
+    """Returns the figures that the parts declare, and those that change several attributes."""
     paths = {
         "nodes": _Path(COUNT, 1, 4096, lambda m: m.nodes, lambda m, count: m.with_nodes(round(count))),
         "gpus": _Path(COUNT, 1, 64, lambda m: m.local_ranks, _gpus),

@@ -210,7 +210,7 @@ def say_notes(result: Comparison) -> None:
 
 
 def say_left_out(result: Comparison) -> None:
-    """What an answer for several GPUs does not model, on stderr."""
+    """Print on stderr what an answer for several GPUs does not model, if it has no place for it."""
     for one in result.notes:
         note(f"note: {one}")
 

@@ -82,7 +82,7 @@ class HostNeed:
 
     @property
     def held_bytes(self) -> int:
-        """While the job trains."""
+        """Bytes that are held while the job trains."""
         return self.asked_bytes + self.rounding_bytes
 
     @property

@@ -113,7 +113,7 @@ def check_of_plan(plan: Plan, timeline: Timeline) -> None:
 
 
 class _Book:
-    """While the steps of a plan begin and end."""
+    """The data of each chunk on the GPU, while the steps of a plan begin and end."""
 
     def __init__(self, plan: Plan) -> None:
         self._held = Holdings(plan.layout, plan.initial)

@@ -113,7 +113,7 @@ def _in_order(handles: Handles) -> list[str]:
 
 
 def _steady_spans(timeline: Timeline) -> list[tuple[Span, float, float]]:
-    """Those that take time, each with start and end in the iteration."""
+    """Returns the spans that take time, each with start and end in the iteration."""
     origin = steady_start_s(timeline)
     found = []
     for span in timeline.spans:

@@ -98,7 +98,7 @@ def _simulate(experiment: Experiment, batch: int, size: int = 0) -> tuple[Plan, 
 
 
 def _check_host(experiment: Experiment, size: int) -> None:
-    """Where the system's real use of host memory is more than the node has."""
+    """Raise DoesNotFit where the system's real use of host memory is more than the node has."""
     needed = round(experiment.sizes[size].params * experiment.host_bytes_per_param)
     available = experiment.machine.host.memory_bytes - experiment.other_host_bytes
     if needed > available:

@@ -29,7 +29,7 @@ class Loading:
         return self.way if self.dtype is None else f"{self.way}:{self.dtype}"
 
     def startup_bytes(self, workload: Workload, local_ranks: int) -> int:
-        """While weights are loaded, of each of the node's ranks."""
+        """Returns the bytes of weights while they are loaded: the part of each of the node's ranks."""
         if self.way == "in-place":
             return 0
         weights = workload.params * DTYPES[self.dtype or workload.dtype].bytes

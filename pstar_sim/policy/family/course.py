@@ -30,9 +30,11 @@ class Knobs:
 
     linger: whether gradients on their way down have room. This pays unless memory is very tight.
     lead_chunks: room, in chunks, that early fetches leave free for urgent fetches.
-    down: order. "edf": as the next forward needs the chunks. "fifo": in the order the copies become ready.
+    down: order of the copies to the host. "edf": as the next forward needs the chunks. "fifo": in the order the copies
+        become ready.
     stay: largest share of the positions over which streamed parameters may stay between two iterations.
-    states_first: whether states go down before the parameters that stay. The parameters are then given up later.
+    states_first: whether states go down before the parameters that stay, because states take room. The parameters are
+        then given up later.
     """
 
     linger: bool = True

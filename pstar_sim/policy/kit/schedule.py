@@ -124,7 +124,7 @@ class Schedule:
 
     @property
     def never_on_host(self) -> frozenset[tuple[int, str]]:
-        """(chunk, list) pairs of streamed chunks."""
+        """The (chunk, list) pairs of streamed chunks that the host never holds."""
         working = ((c, "param") for c in self.visits if self.never_leaves(c))
         return frozenset((*((c, "grad32") for c in self.held), *working))
 

@@ -31,6 +31,6 @@ def least_of(found: Iterable[T], *, seconds: Callable[[T], float], burden: Calla
 
 
 def burden(plan: Plan) -> tuple[int, int]:
-    """The bytes that one rank moves per iteration, and of the parameters that are pinned."""
+    """Returns the bytes that one rank moves per iteration, and those of the pinned parameters."""
     pinned = (c.index for c in plan.layout.chunks if plan.modes[c.index] == "pin")
     return sum(plan.moved_bytes.values()), sum(plan.layout.payload_bytes(chunk, "param") for chunk in pinned)
