@@ -170,6 +170,8 @@ def cheapest(
     Raises PstarError for an unknown model or machine, for a wrong price, and if no machine has a price. If only some
     machines have no price, their rows say so.
     """
+    for what, count in (("batch", batch), ("seq", seq)):
+        whole(what, count)
     job = Job(model=model, batch=batch, seq=seq, **axes)
     flavour = kernels_of(model_entry(model), job.kernels)
     number("tokens", tokens)

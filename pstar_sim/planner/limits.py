@@ -184,6 +184,8 @@ def max_model(
     machine, settings = machine_of(machine), settings_of(settings)
     loading = loading_of(loading)
     flag("catalog", catalog)
+    for what, count in (("seq", seq), ("micro_batches", micro_batches)):
+        whole(what, count)
     job = Job(model=like, batch=batch, seq=seq, micro_batches=micro_batches, **axes)
     for what, width in (("hidden", hidden), ("heads", heads)):
         if width is not None:

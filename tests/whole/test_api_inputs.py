@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 import pstar_sim as ps
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.errors import CatalogError, PstarError
+from pstar_sim.planner.jobs import JobAxes
 from pstar_sim.workload.trace import save_trace
 
 NAN = math.nan
@@ -206,6 +207,15 @@ def _names_it(error: TypeError, argument: str) -> bool:
     return argument in str(error)
 
 
+def _arguments(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the arguments with their defaults; the axes of a job one by one."""
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            yield from ((axis, None) for axis in JobAxes.__annotations__)
+        else:
+            yield name, parameter.default
+
+
 def test_every_argument_of_every_public_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong kinds of values for one argument at a time: an answer, a PstarError or a TypeError that names the
     argument."""
@@ -219,8 +229,7 @@ def test_every_argument_of_every_public_function(tmp_path: Path, monkeypatch: py
     tried = 0
     for name, given in sorted(valid.items()):
         function = getattr(ps, name)
-        for argument in inspect.signature(function).parameters:
-            default = inspect.signature(function).parameters[argument].default
+        for argument, default in _arguments(function):
             for value in WRONG:
                 if value is default or type(value) is type(given.get(argument, default)) is bool:
                     continue  # not wrong
