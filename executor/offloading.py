@@ -50,6 +50,7 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import ContractError, DoesNotFit, ModelError, PstarError
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.units import MIB
+from pstar_sim.workload.optimizers import MASTER_LIST
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 __all__ = [
@@ -424,4 +425,4 @@ def _take_masters(offloaded: OffloadedAdamW, masters: Mapping[nn.Parameter, torc
             tensor = tensor_of(parameter)
             assert tensor is not None
             if not session.plan.workload.tensors[tensor].frozen:
-                session.reader.put_state(tensor, "param32", value.reshape(-1))
+                session.reader.put_state(tensor, MASTER_LIST, value.reshape(-1))

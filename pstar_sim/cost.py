@@ -93,7 +93,7 @@ VERSION = 6
 """Version of the model, by [Note: versions of the model]."""
 
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})
-_ON_HOST = {kind for kind, route in ROUTES.items() if route != "net"} | {Kind.CPU_ADAM, Kind.CPU_ADD}
+_ON_HOST = {kind for kind, route in ROUTES.items() if route != "net"} | {Kind.CPU_UPDATE, Kind.CPU_ADD}
 
 
 def flops_rate(machine: Machine, dtype: str) -> float:
@@ -210,7 +210,7 @@ class UpdateAdds:
     def of_update(self, kind: Kind, chunk: int, lists: int = 1) -> Add:
         """lists: added to another list."""
         cost = self._cost
-        if kind is Kind.CPU_ADAM:
+        if kind is Kind.CPU_UPDATE:
             return Add(lists * cost.cpu_add_s(chunk), lists * cost.cpu_add_bytes(chunk))
         return Add(lists * cost.cpu_add_bytes(chunk) / self._gpu_bytes_per_s, 0)
 
@@ -528,7 +528,7 @@ class CostModel:
 
 _WORK: dict[Kind, tuple[Callable[[CostModel, int], int], Callable[[CostModel, int], float]]] = {
     Kind.CPU_ADD: (CostModel.cpu_add_bytes, CostModel.cpu_add_s),
-    Kind.CPU_ADAM: (CostModel.cpu_adam_bytes, CostModel.cpu_adam_s),
-    Kind.GPU_ADAM: (CostModel.gpu_adam_bytes, CostModel.gpu_adam_s),
+    Kind.CPU_UPDATE: (CostModel.cpu_adam_bytes, CostModel.cpu_adam_s),
+    Kind.GPU_UPDATE: (CostModel.gpu_adam_bytes, CostModel.gpu_adam_s),
 }
 """Kinds that compute with a chunk's lists -> (bytes of memory traffic, seconds) as functions of the chunk."""

@@ -71,7 +71,7 @@ def ranges_of(slots: Iterable[tuple[int, int, int | None]]) -> list[UpdateRange]
 def scratch_bytes(plan: Plan) -> int:
     """Returns the bytes that `Scratch` takes on the gpu for the plan's updates there, beside the payloads and the tide:
     one piece for the gradient and one for each moment, where these are narrower than fp32."""
-    chunks = {s.chunk for s in plan.steps if s.kind is Kind.GPU_ADAM and s.chunk is not None}
+    chunks = {s.chunk for s in plan.steps if s.kind is Kind.GPU_UPDATE and s.chunk is not None}
     if not chunks:
         return 0
     layout = plan.layout

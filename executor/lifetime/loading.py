@@ -15,6 +15,7 @@ from executor.session.state import PlanBytes
 from pstar_sim.core.effects import OTHERS
 from pstar_sim.core.layout import Chunk, Slot
 from pstar_sim.core.step import Place
+from pstar_sim.workload.optimizers import MASTER_LIST
 
 __all__ = ["load_parameters", "unload_parameters", "views_of"]
 
@@ -58,7 +59,7 @@ def load_parameters(
 def _put_everywhere(contents: Contents, chunk: int, tensor: int, value: torch.Tensor) -> None:
     """Write a parameter's value, flat, into every list of its chunk that has memory."""
     for place in PLACES:
-        for list_name in ("param", "param32"):
+        for list_name in ("param", MASTER_LIST):
             if contents.arena.has(place, chunk, list_name):
                 contents.slots.put(place, tensor, list_name, value)
 
@@ -81,7 +82,7 @@ def unload_parameters(reader: Reader, home: torch.device, others: Collection[int
 
 def _loaded_value(run: PlanBytes, chunk: int, tensor: int) -> torch.Tensor:
     """Returns the value that `_put_everywhere` wrote, flat, in the working dtype."""
-    for list_name in ("param", "param32"):
+    for list_name in ("param", MASTER_LIST):
         if any(run.arena.has(place, chunk, list_name) for place in PLACES):
             return run.contents.slots.source(tensor, list_name).to(run.arena.dtype(chunk, "param"))
     raise AssertionError(f"tensor {tensor} has moved into chunk {chunk}, of which no list has memory")

@@ -23,6 +23,7 @@ from executor.memory.values import ParameterValues
 from pstar_sim.core.effects import OTHERS, frees, takes
 from pstar_sim.core.step import EFFECTS, UPDATES, Kind, Place, Step
 from pstar_sim.errors import PlanError
+from pstar_sim.workload.optimizers import MASTER_LIST
 
 __all__ = ["Contents"]
 
@@ -163,7 +164,7 @@ class Contents:
     def _copy_up(self, chunk: int, list_name: str, elements: tuple[int, int], *, in_fp32: bool) -> None:
         source = list_name
         if in_fp32 and list_name == "param" and not self.chunks[chunk].where(HOST, "param"):
-            source = "param32" if self.arena.has(HOST, chunk, "param32") else list_name
+            source = MASTER_LIST if self.arena.has(HOST, chunk, MASTER_LIST) else list_name
         self._transfer(GPU, chunk, (list_name, HOST, source), elements, in_fp32=in_fp32)
 
     def _transfer(

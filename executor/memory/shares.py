@@ -11,6 +11,7 @@ import torch
 
 from executor.memory.contents import Contents
 from pstar_sim.core.step import Place, Queue
+from pstar_sim.workload.optimizers import MASTER_LIST
 
 __all__ = ["Shares"]
 
@@ -38,7 +39,7 @@ class Shares:
         if has(HOST, chunk, "grad"):
             return "grad"
         # In place: the master copy can restore the parameters.
-        return "param" if has(HOST, chunk, "param") and has(HOST, chunk, "param32") else None
+        return "param" if has(HOST, chunk, "param") and has(HOST, chunk, MASTER_LIST) else None
 
     def accept(self, tensor: int, gradient: torch.Tensor) -> None:
         """Take a gradient (any shape) that left autograd, and add it to the tensor's earlier gradients: in the sum on

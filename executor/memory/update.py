@@ -18,6 +18,7 @@ from executor.memory.slots import Slots
 from executor.memory.values import ParameterValues
 from pstar_sim.core.step import Place
 from pstar_sim.errors import PlanError
+from pstar_sim.workload.optimizers import MASTER_LIST
 
 __all__ = ["Norms", "Update", "Updating"]
 
@@ -171,13 +172,13 @@ class Updating:
         source: the list that holds all gradients of the chunk.
         """
         state, mine = self.chunks[chunk], self.chunks[chunk].where(place, source)
-        scale = update.coefficient_on(self.arena.at(place, chunk, "param32").device, norms)
+        scale = update.coefficient_on(self.arena.at(place, chunk, MASTER_LIST).device, norms)
         state.updating = True
         self._adamw(chunk, place, source, mine, (0, self.arena.layout.slice_numel(chunk)), update, scale)
         self._count(mine)
         state.current = set()
         mine.clear()
-        self.arena.at(place, chunk, "param").copy_(self.arena.at(place, chunk, "param32"))
+        self.arena.at(place, chunk, "param").copy_(self.arena.at(place, chunk, MASTER_LIST))
         state.current = {place}
         state.whole = False
         if place is GPU:
@@ -194,7 +195,7 @@ class Updating:
             raise PlanError(f"Adam of elements {first} to {end} of chunk {chunk}: {state.updated} are updated so far")
         if first == 0 or ends:
             self._require_all_here(chunk, HOST, arriving=not ends)
-        master, mine = arena.at(HOST, chunk, "param32"), set[int]()
+        master, mine = arena.at(HOST, chunk, MASTER_LIST), set[int]()
         state.updating, state.update_in_parts = True, update
         if not update.skip:
             source, mine = self.gradients.fold_part(chunk, elements)
@@ -234,7 +235,7 @@ class Updating:
         spans = [(t, max(p.offset, first), min(p.offset + p.numel, end)) for t, p in parts]
         adamw(
             ranges_of((a, b - a, self.steps_taken[t] if t in mine else None) for t, a, b in spans if a < b),
-            param=arena.at(place, chunk, "param32"),
+            param=arena.at(place, chunk, MASTER_LIST),
             grad=arena.at(place, chunk, source),
             momentum=arena.at(place, chunk, "momentum"),
             variance=arena.at(place, chunk, "variance"),

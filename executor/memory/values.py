@@ -11,6 +11,7 @@ from executor.memory.chunk_state import ChunkState
 from executor.memory.slots import Slots
 from pstar_sim.core.step import Place
 from pstar_sim.errors import PlanError
+from pstar_sim.workload.optimizers import MASTER_LIST
 
 __all__ = ["ParameterValues"]
 
@@ -51,8 +52,8 @@ class ParameterValues:
             if place in state.current and state.where(place, "param").isdisjoint(tensors):
                 return place, "param"
         for place in PLACES:
-            if self.arena.has(place, chunk, "param32"):
-                return place, "param32"
+            if self.arena.has(place, chunk, MASTER_LIST):
+                return place, MASTER_LIST
         names = [self.arena.plan.workload.tensors[t].name for t in tensors]
         raise PlanError(f"no place holds the current value of {', '.join(map(repr, names))}")
 
@@ -74,10 +75,10 @@ class ParameterValues:
         at(place, list): the elements that are read and written.
         """
         arena = self.arena
-        source = place if arena.has(place, chunk, "param32") else arena.elsewhere(place, chunk, "param32")
+        source = place if arena.has(place, chunk, MASTER_LIST) else arena.elsewhere(place, chunk, MASTER_LIST)
         if source is None:
             raise PlanError(f"the parameters of chunk {chunk} are lost: no place holds them")
-        target, value = at(place, "param"), at(source, "param32")
+        target, value = at(place, "param"), at(source, MASTER_LIST)
         if source is place:
             target.copy_(value)
         else:

@@ -26,7 +26,7 @@ GPU, HOST = Place.GPU, Place.HOST
 NO_ID = -1
 _COPIES = {GPU: (Queue.H2D, Kind.FETCH), HOST: (Queue.D2H, Kind.WRITEBACK)}
 """Place -> queue and kind of the step that copies a list there."""
-_UPDATES = {GPU: (Queue.COMPUTE, Kind.GPU_ADAM), HOST: (Queue.ADAM, Kind.CPU_ADAM)}
+_UPDATES = {GPU: (Queue.COMPUTE, Kind.GPU_UPDATE), HOST: (Queue.ADAM, Kind.CPU_UPDATE)}
 """Place -> queue and kind of the step that updates there."""
 
 

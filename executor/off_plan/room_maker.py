@@ -15,6 +15,7 @@ from executor.off_plan.states import States
 from executor.session.batches import Batches, movable
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, OutOfMemory
+from pstar_sim.workload.optimizers import MASTER_LIST
 from pstar_sim.workload.workload import Moment, Phase
 
 __all__ = ["Relief", "RoomMaker", "Tides"]
@@ -120,7 +121,7 @@ class RoomMaker:
         moved: list[int] = []
         freed = 0
         pinned = [c.index for c in layout.chunks if self.states.pinned(c.index)]
-        for chunk in sorted(pinned, key=lambda c: (-layout.payload_bytes(c, "param32"), c)):
+        for chunk in sorted(pinned, key=lambda c: (-layout.payload_bytes(c, MASTER_LIST), c)):
             if freed >= size:
                 break
             gained = self.states.unpin(chunk, run.plan.host_budget_bytes - run.arena.payload_bytes(HOST))

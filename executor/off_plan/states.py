@@ -11,6 +11,7 @@ from executor.memory.shares import Shares
 from executor.off_plan.inline import Inline
 from executor.session.state import PlanBytes
 from pstar_sim.core.step import Place
+from pstar_sim.workload.optimizers import MASTER_LIST
 
 __all__ = ["States"]
 
@@ -28,7 +29,7 @@ class States:
     def pinned(self, chunk: int) -> bool:
         """Returns whether the master copy is on the gpu: the working list can then be rewritten there without the
         host."""
-        return self.arena.has(GPU, chunk, "param32")
+        return self.arena.has(GPU, chunk, MASTER_LIST)
 
     def home(self, chunk: int) -> Place:
         """Returns the place where the chunk is updated."""

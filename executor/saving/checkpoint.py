@@ -65,6 +65,7 @@ from pstar_sim.errors import CheckpointError, PstarError
 from pstar_sim.schema.records import read_record
 from pstar_sim.units import format_bytes
 from pstar_sim.version import __version__
+from pstar_sim.workload.optimizers import MASTER_LIST
 from pstar_sim.workload.workload import Tensor
 
 if TYPE_CHECKING:
@@ -334,7 +335,7 @@ def _state_rows(session: Session) -> list[TensorToStore]:
         for slot in () if chunk.frozen else chunk.slots:
             t = session.plan.workload.tensors[slot.tensor]
             for name in session.plan.layout.state_lists:
-                if name == "param32" and t.dtype == MASTER:
+                if name == MASTER_LIST and t.dtype == MASTER:
                     continue
                 dtype = session.arena.dtype(chunk.index, name)
                 part = session.contents.slots.parts[slot.tensor]

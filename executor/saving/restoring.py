@@ -40,6 +40,7 @@ from executor.saving.weights import Weights, some
 from pstar_sim.core.step import Place
 from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import CheckpointError, PstarError, WeightsError
+from pstar_sim.workload.optimizers import MASTER_LIST
 
 if TYPE_CHECKING:
     from executor.engine import Session
@@ -301,7 +302,7 @@ def _check_states(opened: _SoundCheckpoint, session: Session) -> None:
     stored = {row.name: row.dtype for row in opened.manifest.tensors}
     for tensor, list_name in _wanted_states(session):
         t = session.plan.workload.tensors[tensor]
-        if list_name == "param32" and stored[t.name] == MASTER:
+        if list_name == MASTER_LIST and stored[t.name] == MASTER:
             continue  # the parameter's weights are its master
         reached = 0
         for piece in sorted(opened.pieces.get((list_name, t.name), []), key=lambda piece: piece.start):
@@ -333,10 +334,10 @@ def _fill_states(opened: _SoundCheckpoint, session: Session) -> None:
         with rows[0][2].file.opened() as descriptor:
             for tensor, list_name, piece in rows:
                 chunk, part = chunk_of[tensor], contents.slots.parts[tensor]
-                lists = ("param32", "param") if list_name == "param32" else (list_name,)
+                lists = (MASTER_LIST, "param") if list_name == MASTER_LIST else (list_name,)
                 targets = [(p, n) for p in (Place.HOST, Place.GPU) for n in lists if arena.has(p, chunk, n)]
                 begin, end = max(piece.start, part.skip), min(piece.stop, part.skip + part.numel)
-                if list_name == "param32" and arena.sliced and arena.has(Place.GPU, chunk, "remote"):
+                if list_name == MASTER_LIST and arena.sliced and arena.has(Place.GPU, chunk, "remote"):
                     begin, end = piece.start, piece.stop  # the other ranks' slices are on the gpu too
                 if begin >= end:
                     continue

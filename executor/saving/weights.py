@@ -39,6 +39,7 @@ from pstar_sim.core.step import Place
 from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import CheckpointError, WeightsError
 from pstar_sim.units import format_params
+from pstar_sim.workload.optimizers import MASTER_LIST
 from pstar_sim.workload.workload import Tensor
 
 __all__ = ["Weights", "check_values", "give_memory", "persistent_buffers", "some"]
@@ -369,7 +370,7 @@ class Weights:
                 for index, source in rows:
                     lists = [
                         (place, name)
-                        for name in ("param32", "param")
+                        for name in (MASTER_LIST, "param")
                         for place in (Place.GPU, Place.HOST)
                         if arena.has(place, chunk_of[index], name)
                     ]

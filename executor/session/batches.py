@@ -27,6 +27,7 @@ from executor.session.state import PlanBytes, RunState
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, ModelError, PlanError
 from pstar_sim.units import format_bytes
+from pstar_sim.workload.optimizers import MASTER_LIST
 from pstar_sim.workload.relay import relay
 from pstar_sim.workload.workload import Moment, Phase, Workload, repeat_micro_batch
 
@@ -37,9 +38,9 @@ MOST_KNOWN = 64  # captured forms whose moments are kept, and forms that are kep
 
 def movable(arena: Arena, chunk: int) -> bool:
     """Returns whether the chunk's working list may leave the gpu, because its values can be restored."""
-    if arena.has(Place.GPU, chunk, "param32"):
+    if arena.has(Place.GPU, chunk, MASTER_LIST):
         return False
-    return arena.has(Place.HOST, chunk, "param") or arena.has(Place.HOST, chunk, "param32")
+    return arena.has(Place.HOST, chunk, "param") or arena.has(Place.HOST, chunk, MASTER_LIST)
 
 
 class Capture(Protocol):

@@ -23,6 +23,7 @@ from executor.session.cursor import Act, Answer
 from executor.session.standstill import Standstill
 from executor.session.state import RunState
 from executor.session.updates import Updates
+from pstar_sim.workload.optimizers import MASTER_LIST
 
 __all__ = ["Reader"]
 
@@ -141,7 +142,7 @@ class Reader:
             self._meet_others(tensor, "param")
             place, list_name = contents.values.source(chunk, (tensor,))
             value = contents.slots.at(place, tensor, list_name)
-            if list_name == "param32":
+            if list_name == MASTER_LIST:
                 value = value.to(run.arena.dtype(chunk, "param"), copy=True)
             return contents.exchange.joined(tensor, value).reshape(run.plan.workload.tensors[tensor].shape)
 

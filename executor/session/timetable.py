@@ -14,6 +14,7 @@ from pstar_sim.core.effects import gradient_list, needed, tide_at_cut
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Place, Queue
 from pstar_sim.errors import PlanError
+from pstar_sim.workload.optimizers import MASTER_LIST
 from pstar_sim.workload.workload import Phase, Workload
 
 __all__ = ["Timetable"]
@@ -194,8 +195,8 @@ def _moves(plan: Plan, cut: frozenset[tuple[Place, int, str]]) -> bool:
 
 
 def _permanent_bytes(plan: Plan, cut: frozenset[tuple[Place, int, str]]) -> int:
-    pinned = {chunk for place, chunk, name in cut if place is Place.GPU and name == "param32"}
-    on_host = {chunk for place, chunk, name in cut if place is Place.HOST and name in ("param", "param32")}
+    pinned = {chunk for place, chunk, name in cut if place is Place.GPU and name == MASTER_LIST}
+    on_host = {chunk for place, chunk, name in cut if place is Place.HOST and name in ("param", MASTER_LIST)}
     total = sum(size for _, place, size in plan.buffers if place is Place.GPU)
     for place, chunk, name in cut:
         if chunk >= 0 and place is Place.GPU and (name != "param" or chunk in pinned or chunk not in on_host):

@@ -147,7 +147,7 @@ def folded_lists(plan: Plan) -> dict[int, int]:
         return {}
     summed, added = _summed_on_gpu(plan), Counter(step.chunk for step in plan.steps if step.kind is Kind.CPU_ADD)
     arrived = Counter(chunk for chunk, _ in _last_gradients(plan))
-    kinds = UPDATES if plan.layout.ranks == 1 else {Kind.CPU_ADAM}
+    kinds = UPDATES if plan.layout.ranks == 1 else {Kind.CPU_UPDATE}
     updates = {i: step.chunk for i, step in enumerate(plan.steps) if step.kind in kinds and step.chunk is not None}
     lists = {i: arrived[c] - added[c] + (added[c] > 0) for i, c in updates.items() if c not in summed}
     return {i: count - 1 for i, count in lists.items() if count > 1}

@@ -121,7 +121,7 @@ def _behind_the_barrier(plan: Plan, adam: Sequence[int], waits: Sequence[Sequenc
         behind = behind or any(
             steps[j].kind is Kind.COMPUTE and steps[j].moment == last_moment and not back for j, back in waits[i]
         )
-        if behind and steps[i].kind is Kind.CPU_ADAM:
+        if behind and steps[i].kind is Kind.CPU_UPDATE:
             yield i
 
 

@@ -94,8 +94,8 @@ class Kind(StrEnum):
     ALLOC = "alloc"
     FREE = "free"
     CPU_ADD = "cpu_add"
-    CPU_ADAM = "cpu_adam"
-    GPU_ADAM = "gpu_adam"
+    CPU_UPDATE = "cpu_adam"
+    GPU_UPDATE = "gpu_adam"
     GATHER = "gather"
     REDUCE_SCATTER = "reduce_scatter"
     NVME_READ = "nvme_read"
@@ -125,7 +125,7 @@ ROUTES = {
 COPIES = frozenset(kind for kind, route in ROUTES.items() if route in ("h2d", "d2h"))
 """Kinds that cross the link between host and gpu. Copies from and to the disks do not."""
 
-UPDATES = frozenset({Kind.CPU_ADAM, Kind.GPU_ADAM})
+UPDATES = frozenset({Kind.CPU_UPDATE, Kind.GPU_UPDATE})
 """Kinds of Adam. Each runs at the place where it reads the states."""
 
 
@@ -175,8 +175,8 @@ EFFECTS: dict[Kind, Effect] = {
     Kind.CPU_ADD: Effect(
         takes=Touch(Place.HOST, "grad32", lenient=True), frees=Touch(Place.HOST, "grad", lenient=True, but="param")
     ),
-    Kind.CPU_ADAM: Effect(reads=Place.HOST),
-    Kind.GPU_ADAM: Effect(reads=Place.GPU),
+    Kind.CPU_UPDATE: Effect(reads=Place.HOST),
+    Kind.GPU_UPDATE: Effect(reads=Place.GPU),
     Kind.GATHER: Effect(reads=Place.GPU, takes=Touch(Place.GPU, lenient=True, only=_OF_OTHERS)),
     Kind.REDUCE_SCATTER: Effect(reads=Place.GPU, frees=Touch(Place.GPU, only=_OF_OTHERS)),
     Kind.NVME_READ: Effect(reads=Place.NVME, takes=Touch(Place.HOST, lenient=True)),

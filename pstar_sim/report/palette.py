@@ -24,8 +24,8 @@ PHASES = {"FWD": "#DDDDDD", "BWD": "#787878", "BWD + recompute": "#787878", "REC
 STEPS = {
     Kind.FETCH: ("fetch", BLUE, "white"),
     Kind.WRITEBACK: ("write-back", ORANGE, "black"),
-    Kind.CPU_ADAM: ("Adam on the CPU", GREEN, "black"),
-    Kind.GPU_ADAM: ("Adam on the GPU", "#004D38", "white"),
+    Kind.CPU_UPDATE: ("Adam on the CPU", GREEN, "black"),
+    Kind.GPU_UPDATE: ("Adam on the GPU", "#004D38", "white"),
     Kind.CPU_ADD: ("gradients added on the CPU", YELLOW, "black"),
     Kind.GATHER: ("gather", SKY, "black"),
     Kind.REDUCE_SCATTER: ("reduce-scatter", PINK, "black"),
@@ -36,7 +36,7 @@ STEPS = {
 }
 """Kind of step -> its name in a legend, its colour, and the colour of what is written on it."""
 
-ON_DARK = {STEPS[Kind.GPU_ADAM][1]: ("#AAEE99", "black")}
+ON_DARK = {STEPS[Kind.GPU_UPDATE][1]: ("#AAEE99", "black")}
 """Colour that a dark paper would hide -> the colour there, and that of what is written on it."""
 
 BINDS = {

@@ -36,7 +36,7 @@ LOSS = 10 * NOISE
 
 def updated_on_gpu(plan: Plan) -> set[str]:
     """Names of the parameters whose chunks are updated on the accelerator."""
-    chunks = {step.chunk for step in plan.steps if step.kind is Kind.GPU_ADAM}
+    chunks = {step.chunk for step in plan.steps if step.kind is Kind.GPU_UPDATE}
     return {plan.workload.tensors[t].name for t, chunk in plan.layout.chunk_of.items() if chunk in chunks}
 
 

@@ -34,7 +34,7 @@ def test_the_twin_updates_each_parameter_where_the_plan_does(
     kit: Any, start: Callable[..., Any], bounds: Any, name: str
 ) -> None:
     plan = plan_with_both(kit, name)
-    assert {Kind.GPU_ADAM, Kind.CPU_ADAM} <= {step.kind for step in plan.steps}
+    assert {Kind.GPU_UPDATE, Kind.CPU_UPDATE} <= {step.kind for step in plan.steps}
     run = start(name, "tide", plan=plan, clip=0.5)
     run.reference = bounds.placed(kit, plan, run.reference.model, 1e-2, 0.1, 0.5)
     names = {n for n, _ in run.reference.model.named_parameters()}

@@ -40,7 +40,7 @@ def _without_adds(plan: Plan) -> Plan:
     list that comes up for the update is the gradient."""
     adds = {s.id: s.chunk for s in plan.steps if s.kind is Kind.CPU_ADD}
     down = {s.chunk: s.id for s in plan.steps if s.kind is Kind.FREE and s.list == "grad"}  # behind its copy down
-    update = {s.chunk: s.id for s in plan.steps if s.kind is Kind.GPU_ADAM}
+    update = {s.chunk: s.id for s in plan.steps if s.kind is Kind.GPU_UPDATE}
     new_id = max(s.id for s in plan.steps) + 1
     steps: list[Step] = []
     for step in plan.steps:
@@ -55,7 +55,7 @@ def _without_adds(plan: Plan) -> Plan:
             waits = (Ref(down[step.chunk], 0),) if step.kind is Kind.FETCH else ()
             step = replace(step, list="grad", bytes=size, after=tuple(dict.fromkeys((*step.after, *waits))))
         steps.append(step)
-        if step.kind is Kind.GPU_ADAM:
+        if step.kind is Kind.GPU_UPDATE:
             assert step.chunk is not None
             size = plan.layout.payload_bytes(step.chunk, "grad")
             free = replace(step, id=new_id, kind=Kind.FREE, list="grad", place=Place.HOST, bytes=size, after=())

@@ -47,7 +47,7 @@ def test_what_is_summed_over_the_ranks_has_the_bytes_of_all_slices() -> None:
     b = Builder("any", chain_workload(2, PARAMS), machine, Settings(chunk_bytes=2 * PARAMS))
     step_of(b, DraftRow(Queue.NET, Kind.GATHER, 0, "remote", moment=0), ())
     step_of(b, DraftRow(Queue.H2D, Kind.FETCH, 0, moment=0), ())
-    step_of(b, DraftRow(Queue.ADAM, Kind.CPU_ADAM, 0), ())
+    step_of(b, DraftRow(Queue.ADAM, Kind.CPU_UPDATE, 0), ())
     gather, fetch, adam = b.steps
     assert gather.bytes == 4 * fetch.bytes == b.layout.whole_bytes(0)
     assert (adam.bytes, adam.moment, adam.list) == (b.cost.cpu_adam_bytes(0), b.uses.last_gradient(0), None)
@@ -60,7 +60,7 @@ def test_bytes_of_what_follows_at_once_count_once_for_the_room_of_what_comes_lat
         DraftRow(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0)),
         DraftRow(Queue.D2H, Kind.WRITEBACK, 0, charge=Charge(seconds=1.0), after=((0, 0),), key=(0.0,)),
         DraftRow(Queue.D2H, Kind.DROP, 0, charge=Charge(gpu_free=4), behind=1),
-        DraftRow(Queue.ADAM, Kind.CPU_ADAM, 0, charge=Charge(seconds=5.0), after=((2, 0),), key=(0.0,)),
+        DraftRow(Queue.ADAM, Kind.CPU_UPDATE, 0, charge=Charge(seconds=5.0), after=((2, 0),), key=(0.0,)),
         DraftRow(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0, gpu_take=4, gpu_free=4), after=((3, 0),)),
         DraftRow(Queue.H2D, Kind.FETCH, 0, charge=Charge(seconds=1.0, gpu_take=4), after=((2, 0),), key=(0.0,)),
         DraftRow(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0), after=((5, 0),)),
@@ -85,7 +85,7 @@ def test_a_queue_that_falls_behind_for_ever_is_refused() -> None:
     rows = [
         DraftRow(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0), is_position=True),
         DraftRow(Queue.D2H, Kind.WRITEBACK, 0, charge=Charge(seconds=2.0), after=((0, 0),), key=(0.0,)),
-        DraftRow(Queue.ADAM, Kind.CPU_ADAM, 0, charge=Charge(seconds=7.0), after=((1, 0),), key=(0.0,)),
+        DraftRow(Queue.ADAM, Kind.CPU_UPDATE, 0, charge=Charge(seconds=7.0), after=((1, 0),), key=(0.0,)),
     ]
     with pytest.raises(PlanError, match="a queue falls behind for ever"):
         choose(Draft(rows, gpu_free_bytes=0, host_free_bytes=0, rates=Rates(dram_bytes_per_s=math.inf)))

@@ -38,7 +38,7 @@ def chain(layers: int = 1, parts: int = 4) -> Plan:
 
 
 def test_a_part_is_read_back() -> None:
-    step = Step(id=3, queue=Queue.ADAM, kind=Kind.CPU_ADAM, chunk=1, moment=2, part=Part(0, 8), bytes=28)
+    step = Step(id=3, queue=Queue.ADAM, kind=Kind.CPU_UPDATE, chunk=1, moment=2, part=Part(0, 8), bytes=28)
     assert to_text(step) == "3 adam cpu_adam chunk=1 moment=2 part=0/8 bytes=28"
     assert from_text(to_text(step)) == step
     for wrong in ("8/8", "0/1", "3", "a/b", "-1/4"):
@@ -98,7 +98,7 @@ def swapped(plan: Plan, kind: Kind) -> Plan:
 WRONG: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "a part is missing": (
         lambda plan: without(
-            plan, part(Kind.CPU_ADAM, 1), lambda s: replace(s, queue=Queue.ADAM, part=Part(2, 4), bytes=s.bytes)
+            plan, part(Kind.CPU_UPDATE, 1), lambda s: replace(s, queue=Queue.ADAM, part=Part(2, 4), bytes=s.bytes)
         ),
         "comes where part 1/4 is missing",
     ),
@@ -106,7 +106,7 @@ WRONG: dict[str, tuple[Callable[[Plan], Plan], str]] = {
         lambda plan: without(plan, part(Kind.FETCH, 3), lambda s: replace(s, part=Part(2, 4))),
         "comes where part 3/4 is missing",
     ),
-    "parts out of order": (lambda plan: swapped(plan, Kind.CPU_ADAM), "comes where part 0/4 is missing"),
+    "parts out of order": (lambda plan: swapped(plan, Kind.CPU_UPDATE), "comes where part 0/4 is missing"),
     "another number of parts": (
         lambda plan: without(plan, part(Kind.FETCH, 0), lambda s: replace(s, part=Part(0, 2), bytes=2 * s.bytes)),
         "is one of",
@@ -116,7 +116,7 @@ WRONG: dict[str, tuple[Callable[[Plan], Plan], str]] = {
         "the payload has",
     ),
     "an adam before its gradient": (
-        lambda plan: without(plan, part(Kind.CPU_ADAM, 2), lambda s: replace(s, after=())),
+        lambda plan: without(plan, part(Kind.CPU_UPDATE, 2), lambda s: replace(s, after=())),
         "cpu_adam chunk 0 part 2/4",
     ),
     "a fetch before its adam": (
@@ -133,7 +133,7 @@ WRONG: dict[str, tuple[Callable[[Plan], Plan], str]] = {
         lambda plan: replace(
             plan,
             steps=tuple(
-                replace(s, part=None, bytes=4 * s.bytes) if s.kind is Kind.CPU_ADAM and s.completes else s
+                replace(s, part=None, bytes=4 * s.bytes) if s.kind is Kind.CPU_UPDATE and s.completes else s
                 for s in plan.steps
             ),
         ),

@@ -108,7 +108,7 @@ def test_seconds_and_dram_bytes_of_steps() -> None:
 
     fetch = step(Queue.H2D, Kind.FETCH, chunk=0, list="param", bytes=2_000_000)
     assert (cost.seconds(fetch), cost.dram_bytes(fetch)) == (1.25, 2_000_000)
-    adam = step(Queue.ADAM, Kind.CPU_ADAM, chunk=0, bytes=28 * MPARAM)
+    adam = step(Queue.ADAM, Kind.CPU_UPDATE, chunk=0, bytes=28 * MPARAM)
     assert (cost.seconds(adam), cost.dram_bytes(adam)) == (pytest.approx(2.0), 28 * MPARAM)
     drop = step(Queue.D2H, Kind.DROP, chunk=0, list="param", bytes=5, place=Place.GPU)
     assert (cost.seconds(drop), cost.dram_bytes(drop)) == (0.0, 0)
@@ -121,7 +121,7 @@ def test_seconds_and_dram_bytes_of_steps() -> None:
     with pytest.raises(PlanError, match="no rate for copies of memory that is not pinned"):
         cost.seconds(step(Queue.H2D, Kind.FETCH, chunk=0, list="param", bytes=8, via="pageable"))
     with pytest.raises(PlanError, match="needs a chunk"):
-        cost.seconds(step(Queue.ADAM, Kind.CPU_ADAM))
+        cost.seconds(step(Queue.ADAM, Kind.CPU_UPDATE))
 
 
 def test_adds_on_the_gpu_make_the_moments_of_later_micro_batches_longer() -> None:
@@ -150,7 +150,7 @@ def adam_s(clip: bool, on_gpu: bool, micro_batches: int) -> list[float]:
     plan = find_policy(spec)(w, machine, Settings(update="eager", clip=clip, chunk_bytes=2**21))
     plan.check()
     costs = CostModel(w, machine, plan.layout).step_costs(plan)
-    found = [i for i, step in enumerate(plan.steps) if step.kind is Kind.CPU_ADAM]
+    found = [i for i, step in enumerate(plan.steps) if step.kind is Kind.CPU_UPDATE]
     assert len(found) == 2
     assert [costs.dram_bytes[i] for i in found] == pytest.approx([costs.seconds[i] * 14 * MPARAM for i in found])
     # What a policy reckons with is what the simulator charges.

@@ -92,9 +92,9 @@ def test_plans_are_proved_whatever_the_job(micro_batches: int, ranks: int, setti
     assert timeline.peak_bytes["gpu"] <= 90 * MIB
     stashes = [s for s in plan.steps if s.kind is Kind.STASH_OUT]
     assert [s.bytes for s in stashes] == [w.stashes[0].bytes] * micro_batches
-    assert counted(plan, Kind.CPU_ADAM) == LAYERS and counted(plan, Kind.GPU_ADAM) == 0
+    assert counted(plan, Kind.CPU_UPDATE) == LAYERS and counted(plan, Kind.GPU_UPDATE) == 0
     assert counted(plan, Kind.REDUCE_SCATTER) == (LAYERS * micro_batches if ranks > 1 else 0)
-    order = [s.chunk for s in plan.steps if s.kind is Kind.CPU_ADAM]
+    order = [s.chunk for s in plan.steps if s.kind is Kind.CPU_UPDATE]
     assert order == sorted(order, reverse=True)  # as gradients arrive
 
 
@@ -129,7 +129,7 @@ def test_frozen_layers_are_not_copied_where_all_of_the_model_fits() -> None:
     w = replace(w, tensors=frozen, uses=tuple(use for use in w.uses if use.kind is UseKind.READ or use.tensor >= 4))
     plan = karma(w, round_machine(gpu_memory_bytes=100 * MIB), CLIPPED)
     plan.check()
-    assert counted(plan, Kind.GPU_ADAM) == 2 and not counted(plan, Kind.FETCH)
+    assert counted(plan, Kind.GPU_UPDATE) == 2 and not counted(plan, Kind.FETCH)
 
 
 def test_the_planner_races_the_ways_of_the_policy_alone() -> None:

@@ -96,7 +96,7 @@ def test_a_layer_is_updated_while_the_gpu_is_at_the_one_before() -> None:
     plan = planned(chain(6, 8))
     timeline = play(plan)
     backward = [s for s in timeline.spans if s.kind is Kind.COMPUTE and plan.workload.moments[s.moment].phase == "BWD"]
-    update = [s for s in timeline.spans if s.kind is Kind.CPU_ADAM and s.chunk == 4]
+    update = [s for s in timeline.spans if s.kind is Kind.CPU_UPDATE and s.chunk == 4]
     assert any(u.start_s < b.end_s and b.start_s < u.end_s for u in update for b in backward)
 
 
@@ -104,7 +104,7 @@ def test_no_update_begins_before_all_sums_are_on_the_host_where_the_norm_needs_t
     plan = planned(chain(), settings=CLIP)
     drops = [s.id for s in plan.steps if s.kind is Kind.DROP and s.queue is Queue.D2H and s.list == "grad32"]
     assert len(drops) == 4
-    first = next(s for s in plan.steps if s.kind is Kind.CPU_ADAM)
+    first = next(s for s in plan.steps if s.kind is Kind.CPU_UPDATE)
     last = max(s.id for s in plan.steps if s.kind is Kind.COMPUTE)
     early = replace(first, after=tuple(ref for ref in first.after if ref.id not in drops[1:]))
     own = next(s.id for s in plan.steps if s.id in drops and s.chunk == first.chunk)

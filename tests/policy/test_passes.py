@@ -161,7 +161,7 @@ def test_states_of_a_streamed_chunk_come_and_go() -> None:
     mine = [row for row in rows.rows if row.chunk == 1]
     assert [row.list_name for row in mine if row.kind is Kind.FETCH] == lists
     assert [row.list_name for row in mine if row.kind is Kind.WRITEBACK] == [*lists, "param"]
-    adam = next(i for i, row in enumerate(rows.rows) if row.kind is Kind.GPU_ADAM and row.chunk == 1)
+    adam = next(i for i, row in enumerate(rows.rows) if row.kind is Kind.GPU_UPDATE and row.chunk == 1)
     assert rows.gpu_update_of[1] == adam
     assert update_rows.room(s.job, 1, s.modes) == sum(s.job.layout.payload_bytes(1, name) for name in lists)
 

@@ -50,7 +50,7 @@ def test_pinned_and_streamed_chunks_are_updated_on_the_gpu() -> None:
     plan = plan_visits(of, each_use(of, but=[0]), pinned=[0], streamed=[1])
     plan.check()
     assert plan.modes == ("pin", "stream", "cpu", "cpu")
-    assert {step.chunk for step in plan.steps if step.kind is Kind.GPU_ADAM} == {0, 1}
+    assert {step.chunk for step in plan.steps if step.kind is Kind.GPU_UPDATE} == {0, 1}
     assert 0 not in fetches(plan)
 
 

@@ -131,9 +131,9 @@ def test_a_barrier_of_the_policys_own_holds_every_update_back() -> None:
     """One chunk pinned: its GPU Adam (1 s) behind the step, then F0; the others' windows are longer."""
     plan, timeline = played("tide:pins=1,barrier=on", 57, workload=chain(tide_mib=1))
     last = next(s.id for s in plan.steps if s.kind is Kind.COMPUTE and s.moment == len(plan.workload.moments) - 1)
-    gpu_adam = next(s for s in plan.steps if s.kind is Kind.GPU_ADAM)
+    gpu_adam = next(s for s in plan.steps if s.kind is Kind.GPU_UPDATE)
     assert gpu_adam.id > last
-    updates = [s for s in plan.steps if s.kind is Kind.CPU_ADAM]
+    updates = [s for s in plan.steps if s.kind is Kind.CPU_UPDATE]
     assert any(ref.id >= last for s in updates for ref in s.after if not ref.back)
     assert timeline.iteration_s > 14.0
 

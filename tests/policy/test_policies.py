@@ -234,7 +234,7 @@ def ancestors(plan: Plan, step: Step) -> set[int]:
 def behind_the_step(plan: Plan) -> list[bool]:
     """For each Adam step, on either side: does it wait for the step moment?"""
     end = next(s.id for s in plan.steps if s.kind is Kind.COMPUTE and s.moment == len(plan.workload.moments) - 1)
-    return [end in ancestors(plan, s) for s in plan.steps if s.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM)]
+    return [end in ancestors(plan, s) for s in plan.steps if s.kind in (Kind.CPU_UPDATE, Kind.GPU_UPDATE)]
 
 
 @pytest.mark.parametrize("policy", ["all_on_gpu", "zero_offload", "static_partition", "patrickstar", "tide"])
@@ -259,4 +259,4 @@ def test_with_clipping_all_gradients_are_added_before_the_first_update() -> None
     for policy in ("zero_offload", "static_partition", "patrickstar", "tide"):
         plan = planned(policy, chain(micro_batches=2), 16 * MIB, CLIP)
         kinds = [s.kind for s in plan.steps if s.queue is Queue.ADAM]
-        assert kinds == [Kind.CPU_ADD] * 8 + [Kind.CPU_ADAM] * 4, policy
+        assert kinds == [Kind.CPU_ADD] * 8 + [Kind.CPU_UPDATE] * 4, policy

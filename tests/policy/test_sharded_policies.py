@@ -171,7 +171,7 @@ def test_the_clipped_norm_waits_for_the_sums_of_all_gradients(spec: str) -> None
     first = min(s.iteration for s in timeline.spans)
     spans = [s for s in timeline.spans if s.iteration == first]
     summed = max(s.end_s for s in spans if s.kind is Kind.REDUCE_SCATTER)
-    updates = [s.start_s for s in spans if s.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM)]
+    updates = [s.start_s for s in spans if s.kind in (Kind.CPU_UPDATE, Kind.GPU_UPDATE)]
     assert updates and min(updates) >= summed
     plan.check()
 
@@ -278,7 +278,7 @@ def test_offload_on_ranks_divides_link_and_adam() -> None:
     plan = planned(f"zero3_offload:{SMALL}", machine(4))
     assert (plan.moved_bytes["h2d"], plan.moved_bytes["d2h"]) == (2 * MIB, 2 * MIB)
     assert (moved(plan)["gather"], moved(plan)["reduce_scatter"]) == (14 * MIB, 8 * MIB)
-    assert sum(s.bytes for s in of(plan, Kind.CPU_ADAM)) == 28 * LAYER
+    assert sum(s.bytes for s in of(plan, Kind.CPU_UPDATE)) == 28 * LAYER
     kept = planned("zero3_offload", machine(4))  # DeepSpeed's defaults keep a model this small from forward on
     assert moved(kept)["gather"] == 8 * MIB
 

@@ -143,8 +143,8 @@ class Values:
             self.held[c, step.list, here] = dict(self.held[c, step.list, there])
         elif step.kind is Kind.CPU_ADD:
             self._add(c, step.list, k)
-        elif step.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM):
-            self._adam(c, HOST if step.kind is Kind.CPU_ADAM else GPU, k)
+        elif step.kind in (Kind.CPU_UPDATE, Kind.GPU_UPDATE):
+            self._adam(c, HOST if step.kind is Kind.CPU_UPDATE else GPU, k)
 
     def _read(self, step: Step, k: int) -> None:
         for t in self.plan.workload.reads[step.moment]:

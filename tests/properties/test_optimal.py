@@ -170,7 +170,7 @@ def test_behind_a_barrier_pinned_chunks_are_updated_between_streamed_ones() -> N
     pinned, streamed = frozenset(job.candidates[4:12]), frozenset(job.candidates[:4])
     plan = attempt_course(Course(job, Modes(pinned, streamed), Knobs())).plan()
     plan.check()
-    order = [s.chunk for s in plan.steps if s.kind is Kind.GPU_ADAM and (s.chunk in pinned or s.chunk in streamed)]
+    order = [s.chunk for s in plan.steps if s.kind is Kind.GPU_UPDATE and (s.chunk in pinned or s.chunk in streamed)]
     assert len(order) == 12
     assert order[0] in streamed and order[-1] in streamed
     places = [n for n, c in enumerate(order) if c in streamed]

@@ -115,7 +115,7 @@ def without_a_barrier(workload: Workload, machine: Machine, settings: Settings) 
 
 def one_edge_short(workload: Workload, machine: Machine, settings: Settings) -> Plan:
     plan = find_policy("zero_offload")(workload, machine, settings)
-    steps = tuple(replace(s, after=()) if s.kind is Kind.CPU_ADAM else s for s in plan.steps)
+    steps = tuple(replace(s, after=()) if s.kind is Kind.CPU_UPDATE else s for s in plan.steps)
     return replace(plan, steps=steps)
 
 

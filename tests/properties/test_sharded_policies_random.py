@@ -101,7 +101,7 @@ def test_every_gradient_is_scattered_once_a_micro_batch(ranks: int) -> None:
             if plan is None:
                 continue
             fitted += 1
-            trained = {s.chunk for s in plan.steps if s.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM)}
+            trained = {s.chunk for s in plan.steps if s.kind in (Kind.CPU_UPDATE, Kind.GPU_UPDATE)}
             scattered = [s for s in plan.steps if s.kind is Kind.REDUCE_SCATTER]
             gathered = [s for s in plan.steps if s.kind is Kind.GATHER]
             assert len(scattered) == len(trained) * job.workload.micro_batches

@@ -24,7 +24,7 @@ SEEN = {  # of linear RGB, severity 1.0: Machado, Oliveira, Fernandes 2009, tabl
 }
 XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 WHITE = XYZ.sum(axis=1)
-ON_LANES = [*PHASES.values(), *(colour for kind, (_, colour, _) in STEPS.items() if kind is not Kind.GPU_ADAM)]
+ON_LANES = [*PHASES.values(), *(colour for kind, (_, colour, _) in STEPS.items() if kind is not Kind.GPU_UPDATE)]
 PICTURES = {
     "categories": [*CATEGORIES.values(), *PHASES.values()],
     "steps": [*PHASES.values(), *(colour for _, colour, _ in STEPS.values())],

@@ -107,7 +107,7 @@ def test_updates_that_run_while_no_phase_computes_are_adam() -> None:
         dataclasses.replace(s, start_s=s.start_s + late[s.iteration], end_s=s.end_s + late[s.iteration])
         for s in t.spans
     ]
-    spans += [_span(5, 0, Queue.ADAM, Kind.CPU_ADAM, 2, start, start + 0.6, chunk=7) for start in (4.25, 4.9)]
+    spans += [_span(5, 0, Queue.ADAM, Kind.CPU_UPDATE, 2, start, start + 0.6, chunk=7) for start in (4.25, 4.9)]
     shifted = dataclasses.replace(t, spans=tuple(spans), iteration_s=5.5)
     found = [(b.name, b.start, b.end) for b in phase_bands(shifted)]
     assert found == [("ADAM", 0.25, 1.5), ("FWD", 1.5, 2.5), ("BWD", 2.5, 4.5), ("ADAM", 4.5, 5.5)]

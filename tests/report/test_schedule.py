@@ -36,7 +36,7 @@ def two_iterations() -> Timeline:
     for k in range(2):
         spans.append(span(0, k, Queue.COMPUTE, Kind.COMPUTE, 4 * k, 4 * k + 2, moment=0))
         spans.append(span(1, k, Queue.COMPUTE, Kind.COMPUTE, 4 * k + 2, 4 * k + 4, moment=1))
-        spans.append(span(2, k, Queue.ADAM, Kind.CPU_ADAM, 4 * k + 3, 4 * k + 5, chunk=3))
+        spans.append(span(2, k, Queue.ADAM, Kind.CPU_UPDATE, 4 * k + 3, 4 * k + 5, chunk=3))
         spans.append(span(3, k, Queue.H2D, Kind.DROP, 4 * k + 1, 4 * k + 1, chunk=3))
     return Timeline(
         source="simulated", iterations=2, iteration_s=4.0, spans=tuple(spans), samples=(), label="mine",
@@ -68,7 +68,7 @@ def test_copies_of_one_chunk_have_names_of_their_own() -> None:
     """In reports, in Perfetto, and on a bar that is wide enough."""
     w, m = chain_workload(2, 16 * MIB, flops=10**12, tide_bytes=MIB), ps.machine("rtx4090", gpu_memory="3GB")
     planned = ps.compare(w, m, policies=["zero_offload"], barrier_cost=False).planned["zero_offload"]
-    update = next(step for step in planned.plan.steps if step.kind is Kind.CPU_ADAM)
+    update = next(step for step in planned.plan.steps if step.kind is Kind.CPU_UPDATE)
     parts = [replace(step, part=Part(1, 8)) if step is update else step for step in planned.plan.steps]
     plan = replace(planned.plan, steps=tuple(parts))
     assert chunk_words(plan)[update.id] == f"chunk {update.chunk}, part 2 of 8" and chunk_words(None) == {}

@@ -81,7 +81,7 @@ class Hand:
 
     def cpu_adam(self, chunk: int, *after: int | Ref) -> int:
         size = 28 * self.layout.chunks[chunk].numel
-        return self.add(Queue.ADAM, Kind.CPU_ADAM, after, chunk=chunk, bytes=size)
+        return self.add(Queue.ADAM, Kind.CPU_UPDATE, after, chunk=chunk, bytes=size)
 
     def on_host(self, *chunks: int) -> None:
         self.initial |= {Resident(c, name, Place.HOST) for c in chunks for name in LISTS}
@@ -141,7 +141,7 @@ def test_compute_alone_lasts_the_sum_of_its_moments() -> None:
     assert t.stall_s == {}
     assert t.busy_s == {"compute": 9.0}
     for c in range(3):
-        h.add(Queue.COMPUTE, Kind.GPU_ADAM, chunk=c)
+        h.add(Queue.COMPUTE, Kind.GPU_UPDATE, chunk=c)
     assert play(h.plan()).iteration_s == 12.0
 
 

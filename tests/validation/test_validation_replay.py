@@ -137,7 +137,7 @@ def test_metrics_of_a_timeline_by_hand() -> None:
         Span(i, 0, Queue.COMPUTE, Kind.COMPUTE, None, i, 0, i + 0.0, i + 0.0, i + 1.0) for i in range(len(moments))
     ]
     end = len(moments) + 0.5
-    spans.append(Span(len(moments), 0, Queue.ADAM, Kind.CPU_ADAM, 0, None, 0, end, end, end + 3))
+    spans.append(Span(len(moments), 0, Queue.ADAM, Kind.CPU_UPDATE, 0, None, 0, end, end, end + 3))
     timeline = Timeline(
         source="simulated",
         iterations=1,

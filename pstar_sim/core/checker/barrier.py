@@ -20,7 +20,7 @@ def check_barrier(plan: Plan, program: Unrolled) -> None:
     (last,) = (i for i, s in enumerate(plan.steps) if s.kind is Kind.COMPUTE and s.moment == len(w.moments) - 1)
     norm = _norm_needs(plan) if plan.settings.clip else []
     for i, step in enumerate(plan.steps):
-        if step.kind not in (Kind.CPU_ADAM, Kind.GPU_ADAM):
+        if step.kind not in (Kind.CPU_UPDATE, Kind.GPU_UPDATE):
             continue
         for j, why in ((last, f"the barrier ({barrier}) forbids it"), *norm):
             if not program.precedes(j, i):

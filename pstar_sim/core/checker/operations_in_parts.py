@@ -10,7 +10,7 @@ from pstar_sim.errors import PlanError
 
 __all__ = ["check_part", "check_parts"]
 
-_LISTS = {Kind.WRITEBACK: ("param", "grad32"), Kind.FETCH: ("param",), Kind.CPU_ADAM: (None,)}
+_LISTS = {Kind.WRITEBACK: ("param", "grad32"), Kind.FETCH: ("param",), Kind.CPU_UPDATE: (None,)}
 
 
 def check_part(plan: Plan, step: Step) -> None:

@@ -23,8 +23,8 @@ _QUEUES: dict[Kind, tuple[Queue, ...]] = {
     Kind.ALLOC: tuple(Queue),
     Kind.FREE: tuple(Queue),
     Kind.CPU_ADD: (Queue.ADAM,),
-    Kind.CPU_ADAM: (Queue.ADAM,),
-    Kind.GPU_ADAM: (Queue.COMPUTE,),
+    Kind.CPU_UPDATE: (Queue.ADAM,),
+    Kind.GPU_UPDATE: (Queue.COMPUTE,),
     Kind.GATHER: (Queue.NET,),
     Kind.REDUCE_SCATTER: (Queue.NET,),
     Kind.NVME_READ: (Queue.NVME,),
@@ -186,8 +186,8 @@ _CHECKS: dict[Kind, Callable[[Plan, Step], None]] = {
     Kind.ALLOC: _check_room,
     Kind.FREE: _check_room,
     Kind.CPU_ADD: _check_update,
-    Kind.CPU_ADAM: _check_update,
-    Kind.GPU_ADAM: _check_update,
+    Kind.CPU_UPDATE: _check_update,
+    Kind.GPU_UPDATE: _check_update,
     Kind.GATHER: _check_collective,
     Kind.REDUCE_SCATTER: _check_collective,
     Kind.NVME_READ: _check_copy,
@@ -195,7 +195,7 @@ _CHECKS: dict[Kind, Callable[[Plan, Step], None]] = {
     Kind.STASH_OUT: check_stash_step,
     Kind.STASH_IN: check_stash_step,
 }
-_ADAM_OF = {"cpu": Kind.CPU_ADAM, "pin": Kind.GPU_ADAM, "stream": Kind.GPU_ADAM}
+_ADAM_OF = {"cpu": Kind.CPU_UPDATE, "pin": Kind.GPU_UPDATE, "stream": Kind.GPU_UPDATE}
 
 
 def _check_updates(plan: Plan) -> None:
@@ -203,7 +203,7 @@ def _check_updates(plan: Plan) -> None:
     trained = {plan.layout.chunk_of[t]: m for m, row in enumerate(plan.workload.gradients) for t in row}  # the last
     done: dict[int, Step] = {}
     for step in plan.steps:
-        if step.kind not in (Kind.CPU_ADAM, Kind.GPU_ADAM):
+        if step.kind not in (Kind.CPU_UPDATE, Kind.GPU_UPDATE):
             continue
         assert step.chunk is not None
         other = done.get(step.chunk)
@@ -227,7 +227,7 @@ def check_pins(plan: Plan) -> None:
     """Check the two modes whose Adam runs on the gpu: "pin" keeps the states there, "stream" does not."""
     states = plan.layout.state_lists
     for step in plan.steps if states else ():
-        if step.kind is Kind.GPU_ADAM and step.chunk is not None:
+        if step.kind is Kind.GPU_UPDATE and step.chunk is not None:
             stay = all(Resident(step.chunk, name, Place.GPU) in plan.initial for name in states)
             mode = plan.modes[step.chunk]
             if (mode == "pin") != stay:

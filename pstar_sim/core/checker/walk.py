@@ -141,8 +141,8 @@ class Walk:
             Kind.FETCH: self._copy,
             Kind.WRITEBACK: self._copy,
             Kind.CPU_ADD: self._add,
-            Kind.CPU_ADAM: self._adam,
-            Kind.GPU_ADAM: self._adam,
+            Kind.CPU_UPDATE: self._adam,
+            Kind.GPU_UPDATE: self._adam,
             Kind.GATHER: self._gather,
             Kind.REDUCE_SCATTER: self._reduce_scatter,
             Kind.NVME_READ: self._copy,
@@ -287,7 +287,7 @@ class Walk:
     def _check_whole(self, step: Step, why: str, key: _Key, content: _Content) -> None:
         wanted = self.parts.get(key[0], 1) if step.part is None else step.part.number + 1
         for verb, count in (("arrived", content.filling), ("been updated", content.updating)):
-            own = verb == "been updated" and step.kind is Kind.CPU_ADAM
+            own = verb == "been updated" and step.kind is Kind.CPU_UPDATE
             if count is not None and count < wanted - own:
                 some = f"only {count} of {self.parts[key[0]]} parts have {verb}"
                 raise PlanError(f"{label(step)} {why} {_key_name(key)}, of which {some}")
@@ -518,7 +518,7 @@ class Walk:
 
     def _adam(self, s: int, k: int, step: Step) -> None:
         assert step.chunk is not None
-        place = Place.HOST if step.kind is Kind.CPU_ADAM else Place.GPU
+        place = Place.HOST if step.kind is Kind.CPU_UPDATE else Place.GPU
         chunk = step.chunk
         for name in self.states:
             key = (chunk, name, place)

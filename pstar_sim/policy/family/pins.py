@@ -174,7 +174,7 @@ def pin_facts(job: Job) -> PinFacts:
         adam_s=[cost.cpu_adam_s(c) for c in order],
         gpu_adam_s=[cost.gpu_adam_s(c) for c in order],
         add_s=[cost.cpu_add_s(c) * job.host_adds[c] for c in order],
-        fold_s=[job.folds[c] * cost.update_adds.of_update(Kind.CPU_ADAM, c).seconds for c in order],
+        fold_s=[job.folds[c] * cost.update_adds.of_update(Kind.CPU_UPDATE, c).seconds for c in order],
         gpu_add_s=[cost.gpu_adds.chunks_s[c] for c in order],
         down_s=[job.down[c, down][1] for c in order],
         up_s=[cost.transfer_s(job.sizes[c], "h2d") for c in order],

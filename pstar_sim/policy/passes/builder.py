@@ -259,11 +259,11 @@ class Builder:
 
     def cpu_adam(self, chunk: int, after: After = ()) -> int:
         moment = self.uses.last_gradient(chunk)
-        return self.add(Queue.ADAM, Kind.CPU_ADAM, chunk=chunk, moment=moment, after=after)
+        return self.add(Queue.ADAM, Kind.CPU_UPDATE, chunk=chunk, moment=moment, after=after)
 
     def gpu_adam(self, chunk: int, after: After = ()) -> int:
         moment = self.uses.last_gradient(chunk)
-        return self.add(Queue.COMPUTE, Kind.GPU_ADAM, chunk=chunk, moment=moment, after=after)
+        return self.add(Queue.COMPUTE, Kind.GPU_UPDATE, chunk=chunk, moment=moment, after=after)
 
     def check_room(self, place: Place, needed_bytes: int, what: str) -> None:
         """Raises DoesNotFit if `needed_bytes` exceed the place's budget.

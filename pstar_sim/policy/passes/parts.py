@@ -57,7 +57,7 @@ class _Chain:
 def _chain(plan: Plan, chunk: int, count: int) -> _Chain | None:
     """Returns the chunk's update in `count` parts; None if the update keeps its steps."""
     mine = [step for step in plan.steps if step.chunk == chunk]
-    adam = next((step for step in mine if step.kind is Kind.CPU_ADAM), None)
+    adam = next((step for step in mine if step.kind is Kind.CPU_UPDATE), None)
     if adam is None or not _at_home(plan, chunk):
         return None
     down, up = _last_gradient_down(mine, adam), _parameters_up(mine, adam)

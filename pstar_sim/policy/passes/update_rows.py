@@ -116,8 +116,8 @@ class UpdateRows:
         """Write the GPU Adam of a streamed chunk, which is a position of its own. Returns its row."""
         rows = self._rows
         after = ends_of((*waits, *rows.last_adds, *((rows.sum_of[c],) if c in rows.sum_of else ())))
-        charge = rows.charge_of_update(Kind.GPU_ADAM, c)
-        here = rows.add(Queue.COMPUTE, Kind.GPU_ADAM, c, charge=charge, after=after, is_position=True)
+        charge = rows.charge_of_update(Kind.GPU_UPDATE, c)
+        here = rows.add(Queue.COMPUTE, Kind.GPU_UPDATE, c, charge=charge, after=after, is_position=True)
         rows.gpu_update_of[c] = here
         return here
 
@@ -157,7 +157,7 @@ class UpdateRows:
         if (c, "param") in rows.release_of:
             gone: After = ((rows.release_of[c, "param"], 0),)
             rows.add(Queue.COMPUTE, Kind.ALLOC, c, "param", job.uses.last_gradient(c), after=gone)
-        rows.gpu_update_of[c] = rows.add(Queue.COMPUTE, Kind.GPU_ADAM, c, after=after)
+        rows.gpu_update_of[c] = rows.add(Queue.COMPUTE, Kind.GPU_UPDATE, c, after=after)
 
     def close(self) -> None:
         """Writes CPU Adam. Updated parameters that stay are copied down from the list in which gradients of the next
@@ -174,8 +174,10 @@ class UpdateRows:
             ]
             waits += [row for row in rows.last_adds if row != rows.add_of[c]]
             key = adam_key(schedule.adam, uses, c)
-            charge = rows.charge_of_update(Kind.CPU_ADAM, c)
-            rows.cpu_update_of[c] = rows.add(Queue.ADAM, Kind.CPU_ADAM, c, charge=charge, after=ends_of(waits), key=key)
+            charge = rows.charge_of_update(Kind.CPU_UPDATE, c)
+            rows.cpu_update_of[c] = rows.add(
+                Queue.ADAM, Kind.CPU_UPDATE, c, charge=charge, after=ends_of(waits), key=key
+            )
         for c, down in self._parameters_down.items():
             if c in schedule.stays:
                 first = schedule.at[job.block_of[uses.spans[c][-1][1]]]  # position of its first last gradient

@@ -52,9 +52,9 @@ Figure = dict[str, Any]
 
 THEMES = {
     "light": {"@ink": "#1a1a1a", "@paper": "#ffffff", "@grid": "#dcdcdc", "@line": "#000000", "@faint": "#eeeeee",
-              "@deep": STEPS[Kind.GPU_ADAM][1]},
+              "@deep": STEPS[Kind.GPU_UPDATE][1]},
     "dark": {"@ink": "#e8e8e8", "@paper": "#16181c", "@grid": "#3a3d44", "@line": "#ffffff", "@faint": "#24272d",
-             "@deep": ON_DARK[STEPS[Kind.GPU_ADAM][1]][0]},
+             "@deep": ON_DARK[STEPS[Kind.GPU_UPDATE][1]][0]},
 }  # fmt: skip
 CATEGORY_NAMES = {
     "states": "optimizer states",
@@ -431,7 +431,7 @@ def _lengthen(bars: Sequence[_Bar], shortest_s: float, end_s: float) -> None:
 def _style(timeline: Timeline, span: Span) -> tuple[str, str]:
     if span.kind is not Kind.COMPUTE:
         name, colour, _ = STEPS[span.kind]
-        return name, "@deep" if span.kind is Kind.GPU_ADAM else colour  # dark text on a dark bar cannot be read
+        return name, "@deep" if span.kind is Kind.GPU_UPDATE else colour  # dark text on a dark bar cannot be read
     phase = timeline.phases[span.moment] if timeline.phases and span.moment is not None else "compute"
     return phase, PHASES.get(phase, "#CCCCCC")
 

@@ -186,7 +186,7 @@ def test_frozen_chunks_are_never_written_back(odd: Callable[..., Any]) -> None:
     frozen = {c.index for c in run.plan.layout.chunks if c.frozen}
     assert frozen
     assert not [
-        s for s in run.plan.steps if s.chunk in frozen and s.kind in (Kind.WRITEBACK, Kind.CPU_ADAM, Kind.GPU_ADAM)
+        s for s in run.plan.steps if s.chunk in frozen and s.kind in (Kind.WRITEBACK, Kind.CPU_UPDATE, Kind.GPU_UPDATE)
     ]
 
 

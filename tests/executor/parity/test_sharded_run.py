@@ -12,10 +12,10 @@ from pstar_sim.core.step import Kind
 STEPS = 6
 SMALL = "bucket=20000,reuse=20000,prefetch=10000"
 SPECS = {
-    f"zero3_offload:subgroup=30000,{SMALL}": {Kind.CPU_ADAM},
-    f"zero3_offload:ratio=0.5,flush=async,params=cpu,subgroup=30000,{SMALL}": {Kind.CPU_ADAM, Kind.GPU_ADAM},
-    f"deep_optimizer_states:subgroup=30000,{SMALL}": {Kind.CPU_ADAM, Kind.GPU_ADAM},
-    "zero_infinity:subgroup=30000,bucket=20000,reuse=20000": {Kind.CPU_ADAM},
+    f"zero3_offload:subgroup=30000,{SMALL}": {Kind.CPU_UPDATE},
+    f"zero3_offload:ratio=0.5,flush=async,params=cpu,subgroup=30000,{SMALL}": {Kind.CPU_UPDATE, Kind.GPU_UPDATE},
+    f"deep_optimizer_states:subgroup=30000,{SMALL}": {Kind.CPU_UPDATE, Kind.GPU_UPDATE},
+    "zero_infinity:subgroup=30000,bucket=20000,reuse=20000": {Kind.CPU_UPDATE},
 }
 
 

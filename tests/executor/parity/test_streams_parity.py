@@ -200,7 +200,7 @@ class TestWrongEdgesAreFoundOut:
         backend, free = self.gated(Queue.D2H)
         run = start("mlp", "tide", clip=0.5, backend=backend)
         wait, adam = backend.synchronize, run.session.contents.adam
-        updates = [step.id for step in run.plan.steps if step.kind is Kind.CPU_ADAM]
+        updates = [step.id for step in run.plan.steps if step.kind is Kind.CPU_UPDATE]
 
         def impatient(event: Any) -> None:
             if threading.current_thread().name != "executor-adam":

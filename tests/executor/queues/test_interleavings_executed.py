@@ -78,7 +78,7 @@ def test_a_missing_edge_does_not_pass(kit: Any) -> None:
     module, draw = kit.build("mlp")
     w = kit.workload_of(module, draw(torch.Generator().manual_seed(9)))
     plan = kit.tight_plan("tide", w, Settings(update="step", clip=False))
-    adam = {step.id for step in plan.steps if step.kind is Kind.CPU_ADAM}
+    adam = {step.id for step in plan.steps if step.kind is Kind.CPU_UPDATE}
     broken = replace(
         plan,
         steps=tuple(

@@ -204,8 +204,8 @@ class Memory:
             effect.needs = needs
             if kind is Kind.GATHER and step.list in OTHERS:
                 effect.becomes = ((effect.take, _PARAM),)
-        elif kind in (Kind.CPU_ADAM, Kind.GPU_ADAM):
-            place = Place.HOST if kind is Kind.CPU_ADAM else Place.GPU
+        elif kind in (Kind.CPU_UPDATE, Kind.GPU_UPDATE):
+            place = Place.HOST if kind is Kind.CPU_UPDATE else Place.GPU
             lists = ("param", *self.plan.layout.state_lists)
             effect.needs = tuple(self._payload(c, name, place) for name in lists)
             if step.completes:

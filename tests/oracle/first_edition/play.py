@@ -247,7 +247,7 @@ class Run:
         for i in self.order.get(Queue.ADAM, ()):
             step = self.plan.steps[i]
             behind = behind or any(ref.id in ends and not ref.back for ref in step.after)
-            if behind and step.kind is Kind.CPU_ADAM:
+            if behind and step.kind is Kind.CPU_UPDATE:
                 lanes[i] = "barrier"
         return lanes
 
