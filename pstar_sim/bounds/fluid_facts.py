@@ -214,7 +214,7 @@ class FluidFacts:
         return bisect_right(self.points, moment) - 1
 
     def point_from(self, moment: int) -> int:
-        """The end if no point is at or after the moment's start."""
+        """Returns the first point at or after the moment's start; the end if there is none."""
         return bisect_left(self.points, moment)
 
     def inside(self, after: int, before: int) -> range:

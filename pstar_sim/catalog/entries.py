@@ -103,7 +103,10 @@ _E = TypeVar("_E", bound=Table, covariant=True)
 
 @dataclass(frozen=True)
 class Entry(Generic[_E]):
-    """file: name for messages."""
+    """One entry whose fields have been checked.
+
+    file: name for messages.
+    """
 
     file: str
     name: str

@@ -76,7 +76,7 @@ class Key:
     kind: type, with its range.
     says: meaning there; "" for a key of the calibrated table only.
     default: None for a key that may be left out.
-    known: of a shipped figure, unless its entry says otherwise.
+    known: how a shipped figure is known, unless its entry says otherwise.
     attribute: where it is declared.
     """
 
@@ -96,7 +96,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Figure(Key):
-    """Its value is a figure of the part.
+    """A key whose value is a figure of the part.
 
     path: in an override, behind the name of the part; "" where it cannot be set.
     calibrated: meaning in the calibrated table; "" for a figure that does not stand there.
@@ -104,7 +104,7 @@ class Figure(Key):
     share: key of the share of the figure that the part reaches.
     item: key in the attribute, which is a mapping.
     written: which table of a measured part's file has the figure.
-    worst: None: the longest time, or the least of other figures.
+    worst: picks the worst of several values; None: the longest time, or the least of other figures.
     whole: the attribute is a whole number.
     """
 

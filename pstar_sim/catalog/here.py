@@ -40,7 +40,9 @@ def nvidia_smi() -> str | None:
 def this_machine(
     catalog: Catalog, *, gpus: Callable[[], str | None] = nvidia_smi, root: Path = Path("/"), cores: int | None = None
 ) -> Machine:
-    """gpus: returns the output of nvidia-smi.
+    """Returns the machine that this process runs on.
+
+    gpus: returns the output of nvidia-smi.
     root: has proc/ and sys/.
     cores: None: as `read_cores` finds.
 

@@ -619,14 +619,17 @@ class Machine:
 
     @cached_property
     def gpu(self) -> Gpu:
+        """The GPU of every rank; where GPUs differ, one with the worst value of each figure."""
         return _weakest_gpu([r.gpu for r in self.ranks])
 
     @cached_property
     def link(self) -> Link:
+        """The link of every rank; where links differ, one with the worst value of each figure."""
         return _weakest_link([r.link for r in self.ranks])
 
     @cached_property
     def mixed(self) -> bool:
+        """Whether its ranks have different GPUs or links."""
         first = self.ranks[0]
         return any((r.gpu, r.link) != (first.gpu, first.link) for r in self.ranks[1:])
 
@@ -642,7 +645,7 @@ class Machine:
 
     @property
     def local_ranks(self) -> int:
-        """They share a node's host, disks and links."""
+        """Number of ranks of one node, which share its host, disks and links."""
         return self.world_size // self.nodes
 
     def with_nodes(self, nodes: int) -> Machine:

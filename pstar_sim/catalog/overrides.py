@@ -48,7 +48,7 @@ class _Path:
 
 
 def override(machine: Machine, changes: Mapping[str, Value] | Iterable[str]) -> Machine:
-    """Takes {"gpu.memory": "48GB"} or ["gpu.memory=48GB"].
+    """Returns the machine with these figures replaced: {"gpu.memory": "48GB"} or ["gpu.memory=48GB"].
 
     Raises CatalogError, naming path and value: for an unknown path; for a value that is not a quantity, is out of range
     or contradicts the rest of the machine; and for a figure of a part that the machine does not have.

@@ -23,7 +23,8 @@ __all__ = ["machine_toml", "save_machine"]
 
 
 def machine_toml(machine: Machine, *, checked: date) -> str:
-    """Raises CatalogError for a machine whose ranks differ, because one entry cannot describe them."""
+    """Returns the machine's catalog file. Raises CatalogError for a machine whose ranks differ, because one entry
+    cannot describe them."""
     if machine.mixed:
         raise CatalogError(f"machine {machine.name!r} has ranks that differ; write its file by hand")
     whole = _whole(machine, _per_root(machine))

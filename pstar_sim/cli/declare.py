@@ -20,7 +20,9 @@ Function = Callable[..., int]
 
 
 def command(app: typer.Typer, example: str, *, name: str | None = None) -> Callable[[Function], Function]:
-    """example: shown below the help.
+    """Returns a decorator that adds a function as a command.
+
+    example: shown below the help.
     name: the function's by default.
     """
 

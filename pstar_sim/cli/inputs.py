@@ -112,7 +112,8 @@ def _with_sizes(job: Job) -> Job:
 
 
 def cut_of(job: OptionalWorkloadFlags, machine: Machine) -> Callable[[int], Workload] | None:
-    """Finds, among the variants of --trace, the job of a GPU by its sequences per micro-batch. None for a preset."""
+    """Returns a function from the sequences per micro-batch of a GPU to its job, among the variants of --trace; None
+    for a preset."""
     return None if job.trace is None else partial(job_of(job).share, machine=machine)
 
 
