@@ -195,7 +195,7 @@ class UpdateAdds:
         self._gpu_bytes_per_s = gpu_bytes_per_s
 
     def of(self, plan: Plan) -> Mapping[int, Add]:
-        """Updates without adds are left out."""
+        """Returns step -> the adds of an update, without updates that make none."""
         adds: dict[int, Add] = {}
         for i, lists in folded_lists(plan).items():
             step = plan.steps[i]
@@ -216,6 +216,7 @@ class UpdateAdds:
 
 
 def _final_moments(w: Workload) -> dict[tuple[int, int], int]:
+    """Returns (tensor, micro-batch) -> the moment in which the gradient is final."""
     return {(t, w.moments[m].micro_batch): m for m, tensors in enumerate(w.gradients) for t in tensors}
 
 
@@ -494,7 +495,7 @@ class CostModel:
         return 1.0
 
     def dram_bytes(self, step: Step) -> int:
-        """Counts a copy's bytes once, Adam's `step.bytes`, otherwise 0."""
+        """A copy's bytes once, Adam's `step.bytes`, otherwise 0."""
         return step.bytes if step.kind in _ON_HOST else 0
 
     def step_costs(self, plan: Plan) -> StepCosts:

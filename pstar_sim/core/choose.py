@@ -125,6 +125,7 @@ class _Chooser:
     """Advances a draft: starts the steps that can start, goes on to the next end, and repeats. choose_columns.py says
     how steps are numbered. Lists with an entry per iteration grow as iterations open.
 
+    waits: row -> number of ops for which it still waits.
     over: op -> whether it has ended, or has no bytes on the GPU.
     ready: queue -> heap of the ops that wait for nothing more.
     unstarted: queue -> number of its ops in its iteration that have not started.

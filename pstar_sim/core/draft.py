@@ -18,7 +18,9 @@ __all__ = ["FREE", "Charge", "Draft", "DraftRow"]
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """seconds: nominal, of the row running alone.
+    """The time and bytes of a row.
+
+    seconds: nominal, of the row running alone.
     gpu_take, host_take: bytes taken at the start.
     gpu_free, host_free: bytes freed at the end.
     dram_bytes: bytes that cross host DRAM.
@@ -44,6 +46,7 @@ class DraftRow:
     key: order among the ready rows of a queue, smallest first (None: the order of the draft).
     behind: an earlier row of the same queue that this row follows at once (for example a drop after its write-back).
         This row then takes no time and no bytes, waits for no other row, and has no key.
+    use: position that a fetch or a gather serves.
     is_position: whether the row is the next position of the compute queue.
     """
 

@@ -51,11 +51,12 @@ class Touched(NamedTuple):
 
 
 def takes(step: Step) -> Touched | None:
-    """The tide's rise is in `tide_moves`."""
+    """The payload that a step takes when it starts. The tide's rise is in `tide_moves`."""
     return _touched(step, EFFECTS[step.kind].takes)
 
 
 def frees(step: Step) -> Touched | None:
+    """The payload that a step frees when it ends."""
     return _touched(step, EFFECTS[step.kind].frees)
 
 
@@ -167,7 +168,8 @@ def overwritten_in_place(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _last_gradients(plan: Plan) -> dict[tuple[int, int], int]:
-    """Keys are in the order in which the first gradients arrive."""
+    """Returns (chunk, micro-batch) -> moment of its last gradient. Keys are in the order in which the first gradients
+    arrive."""
     w, chunk_of = plan.workload, plan.layout.chunk_of
     last: dict[tuple[int, int], int] = {}
     for m, (moment, tensors) in enumerate(zip(w.moments, w.gradients)):
@@ -177,7 +179,7 @@ def _last_gradients(plan: Plan) -> dict[tuple[int, int], int]:
 
 
 def needed(layout: Layout, workload: Workload) -> list[tuple[int, ...]]:
-    """Returns the chunks of each moment, ascending."""
+    """Returns the chunks that each moment reads, ascending."""
     chunk_of = layout.chunk_of
     chunks = {tensors: tuple(sorted({chunk_of[t] for t in tensors})) for tensors in set(workload.reads)}
     return [chunks[tensors] for tensors in workload.reads]

@@ -401,9 +401,9 @@ def _small_limit(classes: Mapping[_Class, Sequence[_Item]]) -> float:
 
 
 def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
-    """Wants little waste (2 % at most if any size allows it), few bytes in oversize chunks, a size near 64 to 128 MiB
-    (smaller for models of less than 4 GB) and at least about 24 chunks. The granule is halved until a good size is
-    found."""
+    """Returns the payload bytes of the uniform chunk. The search wants little waste (2 % at most if any size allows
+    it), few bytes in oversize chunks, a size near 64 to 128 MiB (smaller for models of less than 4 GB) and at least
+    about 24 chunks. The granule is halved until a good size is found."""
     total = _padded_bytes(classes)
     used = sum(key.width * sum([item.numel for item in items]) for key, items in classes.items())
     if total == 0:

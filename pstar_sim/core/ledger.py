@@ -69,7 +69,9 @@ BECOME."""
 
 
 class Payloads:
-    """numbers: (chunk, list, place) -> number, counted in order of first use.
+    """Payloads by number.
+
+    numbers: (chunk, list, place) -> number, counted in order of first use.
     names: number -> (chunk, list, place).
     places: number -> index into PLACES.
     categories: number -> index into CATEGORIES, by the payload's list.
@@ -559,7 +561,7 @@ class Ledger:
         return [self._payloads.resident(number) for number in self._unfinished]
 
     def used_bytes(self, place: Place) -> int:
-        """Counts payloads, claims and buffers."""
+        """Payloads, claims and buffers count."""
         return self._used[PLACES.index(place)]
 
     def held_bytes(self, place: Place) -> int:

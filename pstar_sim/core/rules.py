@@ -79,7 +79,7 @@ class Rates:
         return seconds > 0 and bool(dram_bytes or self.slowdowns)
 
     def share_of_dram(self, wanted_bytes_per_s: float) -> float:
-        """The factor of all steps that together want these bytes per second."""
+        """Returns the factor by which all steps that together want these bytes per second slow down."""
         return min(1.0, self.dram_bytes_per_s / wanted_bytes_per_s) if wanted_bytes_per_s > 0 else 1.0
 
     def speeds(
@@ -122,7 +122,9 @@ def agree(period_s: float, before_s: float, tolerance: float) -> bool:
 
 
 def pace_s(program: Program, ended: NDArray[np.float64], *, steady: bool) -> float:
-    """ended: seconds, one row per iteration (at least two), one column per step.
+    """Returns the seconds per iteration of a run.
+
+    ended: seconds, one row per iteration (at least two), one column per step.
     steady: whether the last iteration is.
     """
     k = len(ended) - 1

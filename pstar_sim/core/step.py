@@ -156,7 +156,10 @@ class Touch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """reads: where the step's list has to be when the step starts; for Adam, the working list and the states."""
+    """What a kind of step does to payloads of its chunk: it takes one when it starts and frees one when it ends.
+
+    reads: where the step's list has to be when the step starts; for Adam, the working list and the states.
+    """
 
     reads: Place | None = None
     takes: Touch | None = None
@@ -298,7 +301,7 @@ PAGEABLE = "pageable"
 
 
 def to_text(step: Step) -> str:
-    """Returns "12 h2d fetch chunk=3 list=param moment=15 bytes=67108864 after=4,9@-1"."""
+    """Returns a line such as "12 h2d fetch chunk=3 list=param moment=15 bytes=67108864 after=4,9@-1"."""
     words = [str(step.id), step.queue.value, step.kind.value]
     for name in _READERS:
         value = getattr(step, name)

@@ -12,8 +12,11 @@ __all__ = ["legal_order"]
 
 
 def legal_order(steps: tuple[Step, ...], position: dict[int, int]) -> list[int]:
-    """Raises PlanError naming steps of a circle, if no order satisfies each queue and every edge inside the
-    iteration."""
+    """Returns the positions of the steps in an order that satisfies each queue and every edge inside the iteration.
+    Raises PlanError naming steps of a circle, if there is none.
+
+    position: id of a step -> its position.
+    """
     count = len(steps)
     follows: list[list[int]] = [[] for _ in range(count)]
     open_edges = [0] * count

@@ -79,6 +79,7 @@ class Unrolled:
         return instance // self.count
 
     def sequence(self, instance: int) -> int:
+        """Returns the place of an instance among all instances on its queue."""
         k, i = divmod(instance, self.count)
         return k * self.length[self.queue_of[i]] + self.rank[i]
 

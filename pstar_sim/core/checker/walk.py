@@ -113,6 +113,7 @@ class Walk:
         return frozenset(sums)
 
     def _targets(self) -> dict[tuple[int, int], str]:
+        """Returns (chunk, micro-batch) -> list on the gpu in which its gradients arrive."""
         allocs: dict[int, int] = {}
         for step in self.plan.steps:
             if step.kind is Kind.ALLOC and step.place is Place.GPU and step.list == "grad":
@@ -487,6 +488,7 @@ class Walk:
         return held
 
     def _only_ours(self, content: _Content) -> bool:
+        """Whether the list holds gradients of this rank that are not yet wholly summed over all ranks."""
         return self.ranks > 1 and bool(content.marks) and content.summed != "yes"
 
     def _add(self, s: int, k: int, step: Step) -> None:
