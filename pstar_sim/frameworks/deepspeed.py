@@ -562,7 +562,7 @@ _OWN = (
 
 
 def express(plan: Plan) -> Expressed:
-    """Has the options of a policy that stands for DeepSpeed. Otherwise the configuration keeps model data where the
+    """A policy that stands for DeepSpeed gives the options. For any other, the configuration keeps model data where the
     plan keeps most of them."""
     w, settings = plan.workload, plan.settings
     base, options, cannot = _nearest(plan)

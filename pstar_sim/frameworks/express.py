@@ -29,7 +29,9 @@ NOT_PINNED = "host memory not pinned: the host cannot pin as much"
 
 @dataclass(frozen=True, kw_only=True)
 class Expressed:
-    """configuration: nearest to the plan.
+    """A plan in the terms of a framework.
+
+    configuration: nearest to the plan.
     says: parts of the plan that the file states, one per line.
     cannot: parts that the framework cannot express, one per line.
     """

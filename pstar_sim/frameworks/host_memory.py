@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """Requested by one rank under one name.
+    """Memory that one rank requests under one name.
 
     name: its content, in words.
     sizes: of each request.

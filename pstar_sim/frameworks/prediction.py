@@ -28,7 +28,7 @@ __all__ = ["ConfigurationPrediction", "predict"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ConfigurationPrediction:
-    """A configuration ; bytes are those of one rank.
+    """A configuration on a machine; bytes are those of one rank.
 
     label: such as its file.
     configuration: with what its file leaves to the script set for this model.

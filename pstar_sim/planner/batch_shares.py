@@ -76,6 +76,8 @@ def share_out(workload: Workload | Sequence[Workload], machine: Machine, *, near
     A preset whose dtype was left open gets the dtype of the GPU. Raises PstarError for a value that is not a workload,
     for a batch that the ranks cannot share, for a single captured workload for several GPUs, and for a list without one
     workload per rank.
+
+    nearly: as in `shares_of_batch`.
     """
     if isinstance(workload, Workload):
         given = _divided(workload, machine, nearly=nearly)
@@ -153,7 +155,7 @@ def equal_shares(batch: int, ranks: int) -> list[int]:
 
 
 def least_batch(machine: Machine) -> int:
-    """Returns the smallest batch that the ranks can share."""
+    """Returns the smallest batch that the ranks can share. All such batches are its multiples."""
     return math.lcm(*(p.denominator for p in _parts(machine)))
 
 

@@ -70,11 +70,13 @@ def bill(tokens: float, tokens_per_s: float, usd_per_hour: float) -> Bill:
 class Offer:
     """Some nodes of one machine.
 
+    gpus: of all nodes.
     in_time: whether the offer makes the deadline; True without a deadline.
     in_time_is_sure: whether the deadline lies outside of the error of `days`; True without one.
     usd_per_hour: price of all nodes.
     batch: sequences per micro-batch, of all GPUs together.
     price_of: the offer from which the price comes, and its date.
+    tried: all numbers of nodes that were tried.
     expected_error, trust: of tokens_per_s, as in `Fit`.
     least_days: days of the matmuls alone; if these miss the deadline, nothing is planned.
     reason: why there are no figures, or why more nodes were not tried.

@@ -185,6 +185,7 @@ class Comparison(Collection):
         return self.planned[policy]
 
     def to_json(self) -> list[dict[str, object]]:
+        """One dict per row, with the kernels and the notes of the job."""
         return [{**row.to_json(), **self.workload.said} for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
@@ -411,7 +412,7 @@ _Free = tuple[Workload, Machine, Settings, Sequence[Workload] | None]
 
 
 def _free(workload: Workload, ranked: Sequence[Workload] | None, machine: Machine, settings: Settings) -> _Free | None:
-    """Returns None if no Adam waits anyway."""
+    """Returns the setting in which no Adam waits for all gradients, with its workloads; None if none waits anyway."""
     if settings.barrier(workload.dtype) is None:
         return None
     return (*without_barrier(workload, machine, settings), _retyped(ranked, machine, settings))
@@ -629,14 +630,15 @@ def _figures(
 
 
 def _best(workload: Workload, settings: Settings, rows: Sequence[Row], planned: Mapping[str, Planned]) -> Planned:
-    """If the loop can follow none, returns the fastest of all."""
+    """Returns the fastest plan that the loop can follow; if it can follow none, the fastest of all."""
     fitting = {row.policy: planned[row.policy] for row in rows if row.fits}
     followed = _in_order(workload, settings, fitting) or list(fitting.values())
     return least_of(followed, seconds=lambda p: _pace(p.row), burden=lambda p: burden(p.plan))
 
 
 def _in_order(workload: Workload, settings: Settings, planned: Mapping[str, Planned]) -> list[Planned]:
-    """A loop of the user runs in the order of the workload, `session.step` in any order."""
+    """Returns the plans that the loop can follow. A loop of the user runs in the order of the workload, `session.step`
+    in any order."""
     any_order = settings.loop == "step"
     return [p for p in planned.values() if any_order or p.plan.workload.relayed == workload.relayed]
 

@@ -45,7 +45,7 @@ __all__ = ["Fit", "Fits", "SmallestChange", "fits"]
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Bytes are those of one rank.
+    """The answer of one policy; bytes are those of one rank.
 
     gpu_needed_bytes: least GPU budget with which the policy fits on this host. If the policy does not fit, the bytes of
         the GPU that it needs when the place that is short has just enough.
@@ -60,6 +60,7 @@ class Fit:
     short_of: place that is short ("gpu", "host", "nvme", or "pinned" for host memory that is to be pinned).
     reason: also names the changes that would make it fit. A policy without a plan for such a machine has only a reason.
     changes: as flags ("with --host-memory 128GB"), at most one of each kind.
+    iteration_s, tokens_per_s: simulated, if the policy fits.
     expected_error: one standard deviation of such times, as a share of them, from published runs (planner/trust.py).
     trust: the basis of expected_error, or that there is none.
     """
@@ -86,10 +87,12 @@ class Fit:
 
     @property
     def gpu_headroom_bytes(self) -> int | None:
+        """Negative if the GPU is short."""
         return None if self.gpu_needed_bytes is None else self.gpu_available_bytes - self.gpu_needed_bytes
 
     @property
     def host_headroom_bytes(self) -> int | None:
+        """Negative if the host is short."""
         return None if self.host_needed_bytes is None else self.host_available_bytes - self.host_needed_bytes
 
     def to_json(self) -> dict[str, object]:
@@ -137,6 +140,7 @@ class Fits(Collection):
         return any(row.fits for row in self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
+        """One dict per row, with the kernels and the notes of the job."""
         return [{**row.to_json(), **self.workload.said} for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
@@ -255,7 +259,7 @@ class Asked:
         return None if short is None else short.short_bytes
 
     def least_gpu_bytes(self, policy: str, machine: Machine, *, others: bool = True) -> int | None:
-        """Returns None if the policy does not fit now."""
+        """Returns the least GPU budget with which the policy fits the machine; None if the policy does not fit now."""
         ask = self.of(policy, others=others)
         return least_gpu_bytes(lambda where: ask(self.workload, where, self.settings), machine)
 

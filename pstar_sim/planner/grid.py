@@ -104,6 +104,7 @@ class Group:
     """Points that differ in their policy only, so that workload, machine and bound are computed once for all.
 
     values: every axis but the policy.
+    policies: each with the index of its point in the grid.
     """
 
     values: tuple[tuple[str, Value], ...]

@@ -94,13 +94,14 @@ class Job:
         return of_shares(shares, lambda batch: self.share(batch, machine))
 
     def share(self, batch: int | None, machine: Machine) -> Workload:
+        """Returns the workload of a rank with `batch` sequences per micro-batch."""
         if self.trace is not None:
             return self._traced(batch, machine)
         assert self.model is not None and batch is not None
         return self.write(model_entry(self.model), batch, self.dtype_on(machine))
 
     def write(self, entry: ModelEntry, batch: int, dtype: str) -> Workload:
-        """Equal calls may return the same object."""
+        """Returns the workload of one rank for a model of this shape. Equal calls may return the same object."""
         return _written(self, entry, batch, dtype)
 
     def _traced(self, batch: int | None, machine: Machine) -> Workload:

@@ -58,6 +58,7 @@ class Limit:
     """The limit of one policy.
 
     value: layers, or sequences per micro-batch of all ranks; 0 if not even 1 fits.
+    params: of the largest model.
     catalog_model, catalog_params: the largest model of the catalog that fits.
     short_of: the place of one rank that is short for one more layer or sequence.
     reason: why one more layer or sequence does not fit. A policy that has no plan for such a machine has only a reason.
@@ -81,6 +82,7 @@ class Limits(Collection):
     """The answer of `max_model` or `max_batch`.
 
     what: "layers" or "batch".
+    of: words for the family or the model.
     job: arguments of the question, by name.
     """
 
@@ -99,6 +101,7 @@ class Limits(Collection):
         return known[policy]
 
     def to_json(self) -> list[dict[str, object]]:
+        """One dict per row, with the kernels of the job."""
         return [{**row.to_json(), "kernels": self.kernels} for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:

@@ -337,7 +337,9 @@ def _payloads(job: Job, pins: int) -> dict[tuple[int, str], int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Roomy:
-    """machine: with larger budgets.
+    """A machine with enough room for a job that did not fit.
+
+    machine: with larger budgets.
     gpu_shortage: why the GPU of the original machine has no room, if it has none.
     """
 

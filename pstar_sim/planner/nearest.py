@@ -35,7 +35,9 @@ KINDS = ("loading", "policy", "checkpointing", "micro-batches", "host memory", "
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """kind: one of KINDS.
+    """A change that was tried and makes a job fit.
+
+    kind: one of KINDS.
     size: bytes of memory (for a machine, of its GPU) or a number of micro-batches.
     words: flags, "with --host-memory 128GB" or "on a100-80".
     """
@@ -54,7 +56,7 @@ Ask = Callable[[Workload, Machine, Settings], DoesNotFit | None]
 
 
 class Elsewhere:
-    """Each is made once for all policies that ask.
+    """Other machines and workloads to try for a job. Each is made once for all policies that ask.
 
     shape: shape of a preset that is not in the catalog.
     """
@@ -81,6 +83,7 @@ class Elsewhere:
 
     @property
     def varies(self) -> bool:
+        """Whether the workload can be written with another batch or with checkpointing."""
         return can_vary(self.workload, self._shape)
 
     @cached_property

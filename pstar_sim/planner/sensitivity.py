@@ -89,6 +89,7 @@ class PartEffect:
     planned_s: seconds of the fastest plan made for the larger machine, if iteration_s is another time.
     layers: layers of the largest model of the family, found by largest_policy.
     more_layers: over the machine as it is.
+    largest_policy: trains the largest model on the machine as it is.
     """
 
     part: str | None
@@ -112,6 +113,7 @@ class Sensitivity(Collection):
 
     workload: the job of one rank.
     batch: sequences per micro-batch, of all GPUs together.
+    by: share by which each part is enlarged.
     short: what each policy lacks on the machine as it is, if none fits.
     """
 
@@ -131,7 +133,7 @@ class Sensitivity(Collection):
         return (self.now, *self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
-        """Returns the machine as it is, then the parts."""
+        """Returns the machine as it is, then the parts, each with the kernels and the notes of the job."""
         return [{**asdict(row), **self.workload.said} for row in (self.now, *self.rows)]
 
     def to_frame(self) -> pandas.DataFrame:
@@ -245,7 +247,8 @@ class _MachineQuestion:
     written: Written = field(default_factory=dict)
 
     def now(self) -> tuple[PartEffect, Plan | None, tuple[str, ...]]:
-        """Returns also the fastest plan, if any fits, and words for the lack of each policy."""
+        """Returns the effect of the machine as it is, the fastest plan, if any fits, and words for the lack of each
+        policy."""
         found = self._compared(self.machine)
         best = found.best().row if any(row.fits for row in found.rows) else None
         deepest = self._deepest(self.machine, self.policies, {})
@@ -324,7 +327,7 @@ class _MachineQuestion:
         return {"layers": layers, "params": params, "more_layers": more, "largest_policy": policy}
 
     def _deepest(self, where: Machine, policies: Sequence[str], near: Mapping[str, int]) -> _Deepest | None:
-        """Returns None if that is not asked.
+        """Returns the largest model that `where` can train; None if that is not asked.
 
         near: see `max_model`. (A tenth more of a part moves the limit little, or not at all.)
         """
@@ -377,7 +380,7 @@ def _no_part(machine: Machine, part: str) -> PstarError:
 
 
 def _more(machine: Machine, part: str, by: float) -> Machine | None:
-    """Returns None if the machine has no such part."""
+    """Returns the machine with more of one part; None if it has no such part."""
     if part == "network" and machine.nodes == 1:
         return None
     if part == "peer link" and (machine.peer is None or machine.local_ranks == 1):

@@ -292,6 +292,7 @@ class LoadedPlan(Plan):
     """A plan read from a file. `check` computes everything that it states again, seconds and bounds included."""
 
     def check(self, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
+        """Computes everything that the plan states again; see `examine`."""
         return examine(self, workload, machine).report
 
 

@@ -39,7 +39,9 @@ class Cap:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """seconds: for a way that was not planned, a lower bound; None if it does not fit.
+    """The outcome of one way to run a job.
+
+    seconds: per iteration; for a way that was not planned, a lower bound; None if it does not fit.
     place: the place that is short.
     stashes: whether computing waits for any stash.
     chunk_bytes: chunk size of the bound.
@@ -100,7 +102,10 @@ def _one(said: object) -> Tried:
 
 def tried_text(tried: Mapping[str, Tried], chosen: str = "") -> str:
     """Returns the ways that were planned, with their seconds, and the number of ways that were not planned, with the
-    reasons."""
+    reasons.
+
+    chosen: the chosen way, which the text leaves out.
+    """
 
     def of(*outcomes: WayOutcome) -> list[Tried]:
         return [row for row in tried.values() if row.outcome in outcomes]

@@ -256,7 +256,7 @@ class _Race:
         return all(self._could_win(self._bound_s(way, count, stream=stream)) for count in self._stand_ins(way))
 
     def _stand_ins(self, way: Way) -> tuple[int, ...]:
-        """The last is the candidate's own."""
+        """Returns the numbers of micro-batches of the stand-ins that are bounded. The last is the candidate's own."""
         return way.stand_ins() if self.machine.data_parallel_size == 1 else (way.repeats,)
 
     def _bound_s(self, way: Way, count: int, *, stream: bool = True) -> float:

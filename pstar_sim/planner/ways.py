@@ -175,7 +175,8 @@ class Way:
         return self.workload if count == self.repeats else self._of(count)
 
     def costs(self, count: int, machine: Machine, layout: Layout) -> Sequence[CostModel] | None:
-        """Returns None for the way's own `count`, and on several GPUs."""
+        """Returns the cost models of the stand-in with `count` micro-batches; None for the way's own `count`, and on
+        several GPUs."""
         if count == self.repeats:
             return None
         left_out, evenly = self.repeats - count, self.relay != OWN
@@ -217,7 +218,9 @@ class _StashLink:
 
 
 class _Longer(CostModel):
-    """left_out: micro-batches that the stand-in does not have.
+    """The seconds of a stand-in.
+
+    left_out: micro-batches that the stand-in does not have.
     evenly: whether all moments last longer, instead of the turn alone.
     """
 
@@ -393,7 +396,7 @@ def relayed_ways(ways: Sequence[Way], policy: str) -> Iterator[Way]:
 
 
 def _has_order(w: Workload, order: str, policy: str) -> bool:
-    """False also if this does not differ from other orders."""
+    """Whether the variant's micro-batches can run in that order; False also if it does not differ from others."""
     try:
         made = in_order(policy, w if w.micro_batches > 1 else repeat_micro_batch(w, 2), order)
     except CannotPlan:
