@@ -53,7 +53,9 @@ def is_built_in(policy: Policy) -> bool:
 
 
 def can(policy: str | Policy) -> Capabilities:
-    """policy: spec or function.
+    """Returns the capabilities of a policy.
+
+    policy: spec or function.
 
     Raises the errors of `find_policy`.
     """
@@ -70,8 +72,8 @@ def reorders(policy: str | Policy) -> bool:
 
 
 def can_follow(settings: Settings, workload: Workload, policy: str | Policy) -> bool:
-    """A loop of the user runs micro-batches in the order of the workload, `session.step` in any order. Raises the
-    errors of `find_policy`."""
+    """Whether the loop of the settings can follow the policy's plans. A loop of the user runs micro-batches in the
+    order of the workload, `session.step` in any order. Raises the errors of `find_policy`."""
     return settings.loop == "step" or workload.micro_batches == 1 or not workload.order.of_loop or not reorders(policy)
 
 
@@ -89,7 +91,7 @@ def policy_at(point: Point) -> str:
 def find_policy(spec: str) -> Policy:
     """The spec is `name[:key=value[,key=value...]]`.
 
-    Loads entry points only for a name that is not built in.Raises UnknownName with the nearest names, PstarError for
+    Loads entry points only for a name that is not built in. Raises UnknownName with the nearest names, PstarError for
     options that the policy does not have, and the errors of `policies`.
     """
     name, options = split_spec(spec)

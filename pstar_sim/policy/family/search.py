@@ -600,6 +600,7 @@ class Search:
         return replace(trial, pins=min(pins, self.most), streams=streams, large=large)
 
     def _descend(self, stride: int) -> bool:
+        """Tries changes by `stride`. Returns whether one was better."""
         improved = False
         for pins, streams in self._directions():
             improved |= self._go(stride, pins=pins, streams=streams)

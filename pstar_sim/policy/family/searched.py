@@ -232,7 +232,7 @@ class _Sizes:
         return min(may_win, key=lambda s: s.seconds - (s.seconds - s.floor_s) / (2 + self._in_vain[s]), default=None)
 
     def _go_on(self, search: Search, effort_ops: int) -> None:
-        """It also tries the best trial of the other searches."""
+        """The search also tries the best trial of the other searches."""
         best = self._by_seconds()[0] if self.searches else None
         least = effort_ops if best is None else min(effort_ops, self.left_ops)
         self._run_on(search, partial(Search.run, like=None if best is search else best), least)

@@ -43,7 +43,7 @@ def charges_of(cost: CostModel) -> Charges:
 
 
 class Charges:
-    """Rows of a job whose moving chunks live on the host.
+    """Charges of the rows of a job whose moving chunks live on the host.
 
     A copy to the place where a chunk lives takes no bytes there, because that place holds the chunk's lists all the
     time. A gradient list ("grad") is an exception: a write-back takes bytes for it, and the add frees them.

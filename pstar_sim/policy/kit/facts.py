@@ -110,6 +110,7 @@ class Facts:
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
+        """Ascending chunks that are read and get gradients."""
         return tuple(c for c, reads in enumerate(self.reads) if reads and self.spans[c])
 
     @cached_property
@@ -141,7 +142,7 @@ class Facts:
         return bool(self.spans[chunk])
 
     def first_use(self, chunk: int) -> int:
-        """Returns len(moments) if no moment needs the chunk."""
+        """Returns the first moment that needs the chunk; len(moments) if none does."""
         return self.touched[chunk][0] if self.touched[chunk] else len(self.workload.moments)
 
     def last_gradient(self, chunk: int) -> int:

@@ -134,6 +134,7 @@ class Job:
 
     @cached_property
     def touched(self) -> list[list[int]]:
+        """Chunk -> blocks that need it; empty for a small chunk."""
         every = self.uses.touched
         return [
             [] if c in self.small else sorted({self.block_of[m] for m in moments}) for c, moments in enumerate(every)
@@ -179,10 +180,12 @@ class Job:
 
     @cached_property
     def up(self) -> dict[tuple[int, str], tuple[int, float]]:
+        """(chunk, list) -> bytes of the list, and seconds of a copy to the GPU."""
         return self._copies("h2d")
 
     @cached_property
     def down(self) -> dict[tuple[int, str], tuple[int, float]]:
+        """(chunk, list) -> bytes of the list, and seconds of a copy to the host."""
         return self._copies("d2h")
 
     def _copies(self, direction: str) -> dict[tuple[int, str], tuple[int, float]]:
@@ -210,8 +213,9 @@ class Job:
         return ("grad32",) if summed else ("grad",)
 
     def lists_of(self, chunk: int, *, summed: bool) -> Sequence[tuple[int, int]]:
-        """Returns (first, last) moments, without the working list. There is one list per micro-batch but the last. With
-        `summed` there is one list for the sum of all, or on several ranks one per micro-batch."""
+        """Returns (first, last) moment of each gradient list of the chunk besides its working list. There is one list
+        per micro-batch but the last. With `summed` there is one list for the sum of all, or on several ranks one per
+        micro-batch."""
         spans = self.uses.spans[chunk]
         if summed and self.ranks > 1:
             return [(first, last) for _, first, last in spans]

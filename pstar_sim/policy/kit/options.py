@@ -53,6 +53,7 @@ def one_of(*words: str) -> Any:
 
 
 def switch() -> Any:
+    """A bool, written as on or off."""
     return bool
 
 
@@ -62,6 +63,7 @@ def whole_number(*, least: int = 0) -> Any:
 
 
 def share() -> Any:
+    """A number from 0 to 1."""
     return Annotated[float, between(0, 1)]
 
 

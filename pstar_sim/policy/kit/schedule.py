@@ -42,7 +42,10 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Schedule:
-    """updates: streamed chunk -> position of its update.
+    """The decisions of an asynchronous policy.
+
+    at: block -> its position.
+    updates: streamed chunk -> position of its update.
     visits: chunk that is not resident -> where its working list is on the GPU, ascending.
     whole: on several ranks, chunk -> where the others' slices are on this GPU, resident chunks included.
     sums: chunk in `Modes.summed` -> stretches with its sum on the GPU, ascending. Between two stretches the sum is on

@@ -38,10 +38,12 @@ class Inside:
         self._rank = np.unique(end, return_inverse=True)[1]
 
     def sums(self, values: ArrayLike) -> Array:
+        """Returns, for each chunk j, the sum of the values of J_j."""
         mine = np.asarray(values, dtype=float)[self._order]
         return self._back(np.cumsum(mine) if self._nested else self._by_levels(mine, np.add, 0.0))
 
     def least(self, values: ArrayLike) -> Array:
+        """Returns, for each chunk j, the least value of J_j."""
         mine = np.asarray(values, dtype=float)[self._order]
         least = np.minimum.accumulate(mine) if self._nested else self._by_levels(mine, np.minimum, np.inf)
         return self._back(least)

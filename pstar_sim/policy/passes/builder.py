@@ -400,7 +400,7 @@ class Builder:
 
 
 class _Short(NamedTuple):
-    """Found when all steps run one after the other."""
+    """A step that lacks room when all steps run one after the other."""
 
     missing_bytes: int
     step: int

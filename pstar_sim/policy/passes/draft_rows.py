@@ -114,7 +114,7 @@ class DraftRows:
     def writeback(
         self, chunk: int, list_name: str, moment: int, after: After, key: tuple[float, ...], drop: bool
     ) -> int:
-        """drop: at once on the GPU, too.
+        """drop: whether the list is also dropped on the GPU at once.
 
         Returns the row of the copy to the host.
         """

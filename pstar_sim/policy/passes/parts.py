@@ -31,8 +31,11 @@ def parts_of(layout: Layout) -> dict[int, int]:
 
 
 def in_parts(plan: Plan, counts: Mapping[int, int] | None = None) -> Plan:
-    """counts: None: `parts_of`. A chunk whose gradient does not go down once, or whose parameters do not come up, keeps
-    its steps."""
+    """Returns the plan with the updates of large chunks in parts.
+
+    counts: None: `parts_of`. A chunk whose gradient does not go down once, or whose parameters do not come up, keeps
+    its steps.
+    """
     counts = parts_of(plan.layout) if counts is None else counts
     chains = [chain for c, count in counts.items() if (chain := _chain(plan, c, count)) is not None]
     if not chains:

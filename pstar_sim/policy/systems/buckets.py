@@ -20,7 +20,7 @@ __all__ = ["Buckets"]
 
 
 class Buckets:
-    """`before` and `behind` are called once per moment, in order.
+    """The gradients of one iteration. `before` and `behind` are called once per moment, in order.
 
     lists: of all gradients that do not overwrite the working list.
     arrived: chunk -> steps after which its gradient is where Adam runs.

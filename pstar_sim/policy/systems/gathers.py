@@ -20,7 +20,7 @@ _ByMoment = defaultdict[int, list[Visit]]
 
 
 class Gathers:
-    """`before` and `behind` are called once per moment, in order.
+    """The visits of one iteration. `before` and `behind` are called once per moment, in order.
 
     opening: steps that may start with the iteration.
     bytes_gathered: counted as whole chunks.

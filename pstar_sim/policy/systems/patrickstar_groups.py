@@ -23,7 +23,7 @@ class _Hold(Enum):
 
 
 class Groups:
-    """`begin` and `end` are called once per moment, in order."""
+    """The tensors' states in one iteration. `begin` and `end` are called once per moment, in order."""
 
     def __init__(self, uses: Facts) -> None:
         self._uses = uses
@@ -68,6 +68,6 @@ class Groups:
         return same and not self._holds_gradient(c, m)
 
     def _holds_gradient(self, c: int, m: int) -> bool:
-        """Whether it has begun to overwrite the working lists."""
+        """Whether the gradient has begun to overwrite the working lists."""
         last_batch = self._workload.moments[m].micro_batch == self._workload.micro_batches - 1
         return last_batch and self._uses.updated(c) and self._uses.spans[c][-1][1] <= m

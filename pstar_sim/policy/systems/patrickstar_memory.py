@@ -252,7 +252,8 @@ class Memory:
             pass
 
     def _evict_farthest(self, needed: Collection[int]) -> bool:
-        """The remote chunks of a whole group go first. Returns whether there was such a chunk."""
+        """Gives up the chunk whose next use is farthest (Belady's rule). The remote chunks of a whole group go first.
+        Returns whether there was such a chunk."""
         candidates = [c for c in self.resident | (self.whole & self.homes.pinned) if c not in needed]
         if not candidates:
             return False

@@ -73,6 +73,8 @@ class Sharded:
         """The states of a staged chunk come up, are updated and go down again.
 
         Returns (gpu_adam, the step with which they have left).
+
+        room: steps that have to end first.
         """
         b, m = self.b, self.last_moment
         before = [*self.before_update(c), *room]

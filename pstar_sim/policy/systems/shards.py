@@ -29,7 +29,9 @@ class Flush(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """visits: when chunks are whole on the GPU.
+    """The choices of a system.
+
+    visits: when chunks are whole on the GPU.
     gather_at: first moment of a visit -> the earliest moment in which its gather may start.
     fetch_at: the same for its copy from the host.
     read_at: the same for its read from the disks. Empty unless parameters live there.
