@@ -28,7 +28,9 @@ _WRITTEN = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([a-z]*(?:\s*/\
 
 @dataclass(frozen=True)
 class Quantity:
-    """what: name of the kind, for messages.
+    """A kind of figure.
+
+    what: name of the kind, for messages.
     example: a value as users write it.
     units: unit in lower case -> its value in SI units.
     words: instead of a number.

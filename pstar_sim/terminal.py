@@ -34,7 +34,7 @@ _BEHIND = re.compile(r"(?<=[-_:,=/])(?=\w)")
 
 
 def terminal_width() -> int:
-    """Returns the columns : COLUMNS where it is set, else the terminal's, else 120."""
+    """Returns the columns of stdout: COLUMNS where it is set, else the terminal's, else 120."""
     asked = os.environ.get("COLUMNS", "")
     if asked.isdecimal() and int(asked) > 0:
         return max(LEAST, int(asked))

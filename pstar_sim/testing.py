@@ -342,7 +342,8 @@ class _Drawn:
 
 
 class _Opened(NamedTuple):
-    """A moment : the event that opens it, tensors read, tensors whose gradient arrives, relative work."""
+    """A moment of a random workload: the event that opens it, tensors read, tensors whose gradient arrives, relative
+    work."""
 
     event: str
     module: str
@@ -540,7 +541,7 @@ class PolicyReport:
 def check_policy(
     policy: Callable[[Workload, Machine, Settings], Plan], *, examples: int = 50, seed: int = 0
 ) -> PolicyReport:
-    """Draws random workloads, machines and settings.
+    """Puts a policy through the checker and the simulator on `examples` random workloads, machines and settings.
 
     Each plan has to be for the given job, be the same when the policy is called twice, be proved by `check_plan` (every
     legal interleaving computes the right result within the budgets), and stay within the budgets when played with the

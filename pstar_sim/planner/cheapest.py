@@ -128,6 +128,7 @@ class Cheapest(Collection):
         return self.best is None and any(row.days is not None or row.least_days is not None for row in self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
+        """One dict per row, with the kernels of the job."""
         return [{**asdict(row), "kernels": self.kernels} for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:

@@ -44,7 +44,9 @@ _UNITS = (
 
 @dataclass(frozen=True)
 class Format:
-    """what: its purpose, in one or two sentences.
+    """One kind of file.
+
+    what: its purpose, in one or two sentences.
     version: that this package writes, and the newest that it reads.
     tables: heading -> type of the keys below it.
     more: Markdown behind the tables.

@@ -124,7 +124,7 @@ def timeline_html(timeline: Timeline) -> str:
 
 
 def _kinds(plan: Plan) -> str:
-    """Counts steps, most frequent first."""
+    """The number of steps by kind, most frequent first."""
     kinds: dict[str, int] = {}
     for step in plan.steps:
         kinds[step.kind.value] = kinds.get(step.kind.value, 0) + 1

@@ -24,7 +24,7 @@ class Held:
     """Bytes over one iteration.
 
     cells: bytes of each cell (place * WIDTH + category) when the iteration began.
-    time_s: of each change, in order.
+    time_s: of each change, since the iteration began, in order.
     size: of each change; negative when freed.
     peaks: of gpu and host, and of other places that ever held bytes.
     """

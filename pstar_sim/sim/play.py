@@ -37,7 +37,7 @@ def play(
     rank: None: the slowest, if ranks differ.
 
     Raises PlanError, naming the step, for a plan that deadlocks, that goes over a budget, or whose steps contradict
-    each other.
+    each other, and for a rank that the machine lacks.
     """
     count = plan.machine.world_size
     if rank is not None and not 0 <= rank < count:

@@ -327,7 +327,7 @@ class _Task:
 
 
 class _Node:
-    """Speeds of the tasks on one node:[Note: shared rates] of core/rules.py for all tasks together, and [Note: PCIe
+    """Speeds of the tasks on one node: [Note: shared rates] of core/rules.py for all tasks together, and [Note: PCIe
     switches].
 
     dram_loss_s: integral over time of (1 - DRAM share), from which the seconds lost to short DRAM in any interval

@@ -116,7 +116,10 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """bias: median of `Result.slower` of times and phases; None where no such row fits.
+    """Errors over `rows` rows.
+
+    median, p90, worst: of the absolute error.
+    bias: median of `Result.slower` of times and phases; None where no such row fits.
     lost: rows whose run does not fit here; each counts as an error of 100 %.
     """
 

@@ -68,7 +68,8 @@ def relay(workload: Workload, *, stash: str = "gpu") -> Workload:
 
 
 def boundaries_on_host(workload: Workload) -> Workload:
-    """Returns it in its own order. Raises TraceError as `relay` does for stash="host"."""
+    """Returns the workload in its own order, with the boundary stash of each micro-batch on the host. Raises TraceError
+    as `relay` does for stash="host"."""
     _check(workload, "host")
     made: list[Stash] = []
     for u, body in enumerate(_bodies(workload)):

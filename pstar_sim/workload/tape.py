@@ -76,7 +76,7 @@ class Tape:
     # Moments
 
     def open(self, event: str, module: str, phase: Phase, reads: Sequence[str] = ()) -> None:
-        """Closes the moment before."""
+        """Opens the moment that begins at this event and reads these parameters; closes the one before."""
         self._close()
         self._opened = (f"{event}:{module}" if event in ("begin", "end", "grad") else event, phase, module)
         for i in sorted({self._index[name] for name in reads}):

@@ -235,7 +235,7 @@ class Workload:
 
     @property
     def said(self) -> dict[str, object]:
-        """Repeated in each row of an answer."""
+        """The kernels and the notes, which each row of an answer repeats."""
         return {"kernels": self.kernels, "notes": self.notes}
 
     @cached_property
