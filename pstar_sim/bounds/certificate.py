@@ -49,7 +49,10 @@ class Certificate:
 
 
 class Certifier:
-    """lp: also solve the fluid linear program (seconds instead of milliseconds, and a tighter bound)."""
+    """Bounds of one job.
+
+    lp: also solve the fluid linear program (seconds instead of milliseconds, and a tighter bound).
+    """
 
     def __init__(
         self,

@@ -27,8 +27,8 @@ def names_parts(name: str, catalog: Catalog) -> bool:
 
 
 def mixed_machine(name: str, catalog: Catalog) -> Machine:
-    """Raises CatalogError for a part that is empty or has no GPU, and for GPUs that are all the same; UnknownName for a
-    part that is not a machine with one GPU."""
+    """Returns the machine of these parts. Raises CatalogError for a part that is empty or has no GPU, and for GPUs that
+    are all the same; UnknownName for a part that is not a machine with one GPU."""
     known = _single(catalog)
     counts: dict[str, int] = {}
     for part in name.split(JOIN):

@@ -35,7 +35,9 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True)
 class _Path:
-    """quantity: how it is written.
+    """A figure that can be replaced.
+
+    quantity: how it is written.
     low, high: in SI units.
     get: None where the machine has no such part.
     """

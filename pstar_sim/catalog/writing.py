@@ -79,7 +79,7 @@ def _as_link(fabric: Fabric) -> Link:
 def _of_part(
     kind: str, part: Any, checked: date, head: Mapping[str, object] = MappingProxyType({})
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    """Its rates are effective rates, so each share is 1.
+    """The part's rates are effective rates, so each share is 1.
 
     head: fields in front.
     """

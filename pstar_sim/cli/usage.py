@@ -198,7 +198,7 @@ class Command(TyperCommand):
 
 
 class CommandGroup(TyperGroup):
-    """Its metavar, such as COMMAND, is the word for a command of the group."""
+    """A group of commands. Its metavar, such as COMMAND, is the word for a command of the group."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "rich_markup_mode": None})

@@ -444,7 +444,9 @@ class _RoomAhead:
 
 
 class _WindowLog:
-    """log: starts and ends of ops, as numbers (choose_columns.py).
+    """The windows so far, and whether the latest is the outcome.
+
+    log: starts and ends of ops, as numbers (choose_columns.py).
     marks: ends of windows: time, length of the log, bytes free on the GPU and on the host.
     """
 
@@ -462,8 +464,8 @@ class _WindowLog:
         self.marks.append((now, len(self.log), gpu_free, host_free))
 
     def outcome(self) -> Window | None:
-        """Returns None unless the latest window took too long, or is as long as the one before and contains every step
-        once."""
+        """Returns the outcome if the latest window took too long, or is as long as the one before and contains every
+        step once; None otherwise."""
         marks = self.marks
         periods = self._periods()
         period = periods[-1]
@@ -497,7 +499,8 @@ class _WindowLog:
         )
 
     def repeated(self, clock: Clock) -> Window | None:
-        """Returns None, and changes nothing, unless the latest window comes again: [Note: a window again]."""
+        """Returns the outcome if the latest window comes again: [Note: a window again]. Otherwise returns None and
+        changes nothing."""
         log, marks = self.log, self.marks
         kept, entries, windows = clock.kept(), len(log), len(marks)
         (_, _, gpu_free, host_free), outcome = marks[-1], None

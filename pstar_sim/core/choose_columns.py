@@ -29,7 +29,9 @@ _INDEX = {
 
 
 class Columns:
-    """parts: op -> the rows that follow it at once.
+    """The columns of a draft.
+
+    parts: op -> the rows that follow it at once.
     compute: ops of the compute queue, in order.
     positions: ops of the compute queue that are positions.
     lengths: queue -> number of its ops that start when they are ready, in any order.

@@ -44,7 +44,10 @@ def category_of(list_name: str) -> str:
 
 
 class Touched(NamedTuple):
-    """lenient: whether it is taken only if absent, or freed only if present."""
+    """A payload that a step takes or frees.
+
+    lenient: whether it is taken only if absent, or freed only if present.
+    """
 
     resident: Resident
     lenient: bool

@@ -246,7 +246,7 @@ class _Follower:
         self._retime(now)
 
     def _leave(self, i: int, now: float) -> None:
-        """Its end is scheduled after the new ends of the other steps."""
+        """The step's end is scheduled after the new ends of the other steps."""
         self._settle(now)
         self.record.dram_loss_s[self.done[i] + 1][i] = self.loss_s - self.sharing.pop(i).loss_before_s
         self._retime(now)

@@ -36,7 +36,10 @@ _Held = list[tuple[int, tuple[int, str]]]
 
 @dataclass(frozen=True)
 class HostRoom:
-    """where: (chunk, list) -> (slab, byte offset)."""
+    """The address of each host payload.
+
+    where: (chunk, list) -> (slab, byte offset).
+    """
 
     where: dict[tuple[int, str], tuple[int, int]]
     slab_bytes: tuple[int, ...]

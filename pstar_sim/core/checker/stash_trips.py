@@ -74,7 +74,7 @@ def _check_room(plan: Plan) -> None:
 
 
 def _moves(plan: Plan) -> dict[tuple[Kind, int], int]:
-    """Raises PlanError if two steps move one stash."""
+    """Returns (kind, stash) -> position of the step that moves it. Raises PlanError if two steps move one stash."""
     moves: dict[tuple[Kind, int], int] = {}
     for i, step in enumerate(plan.steps):
         if step.stash is not None:
