@@ -166,8 +166,9 @@ def _details(found: KeyReading, details: dict[str, object]) -> tuple[tuple[str, 
 
 
 def _reshard(found: KeyReading, file: str) -> tuple[bool, list[str]]:
-    """Returns also notes on settings that are not modelled. accelerate reads this from the sharding strategy (a word or
-    its number) with FSDP 1, and from fsdp_reshard_after_forward with FSDP 2."""
+    """Returns whether parameters are given up after forward, and notes on settings that are not modelled. accelerate
+    reads this from the sharding strategy (a word or its number) with FSDP 1, and from fsdp_reshard_after_forward with
+    FSDP 2."""
     one = found.usual("version", 1) == 1
     notes = []
     if found["reshard" if one else "strategy"] not in (None, AUTO):

@@ -57,7 +57,10 @@ def _balance_of(policy: Policy) -> Callable[..., tuple[int, ...]] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Balanced:
-    """even: equal shares, as nearly as whole sequences allow."""
+    """A job with the shares that a policy chose, and the same job with equal shares.
+
+    even: equal shares, as nearly as whole sequences allow.
+    """
 
     share: Share
     machine: Machine

@@ -242,7 +242,7 @@ def _price_of(machine: Machine, prices: Mapping[str, Price]) -> tuple[float, str
 
 
 def _prices_of(machines: Sequence[Machine], known: Mapping[str, Price]) -> list[tuple[float, str] | str]:
-    """Raises PstarError if no machine has a price."""
+    """Returns the price of each machine: see `_price_of`. Raises PstarError if no machine has a price."""
     costs = [_price_of(machine, known) for machine in machines]
     missing = [cost for cost in costs if isinstance(cost, str)]
     if missing and len(missing) == len(costs):

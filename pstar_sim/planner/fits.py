@@ -238,7 +238,10 @@ def fits(
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """said: whether the question says how the weights are loaded."""
+    """The job that was asked about.
+
+    said: whether the question says how the weights are loaded.
+    """
 
     workload: Workload
     machine: Machine

@@ -120,7 +120,9 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """axes: in the order in which points count (the last varies fastest).
+    """The grid of a sweep.
+
+    axes: in the order in which points count (the last varies fastest).
     source: for messages.
     """
 

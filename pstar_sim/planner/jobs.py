@@ -84,7 +84,9 @@ class Job:
         return self.dtype or default_dtype(machine)
 
     def of(self, machine: Machine, *, nearly: bool = False) -> tuple[Workload, ...]:
-        """nearly: as in `shares_of_batch`.
+        """Returns the workload of each rank.
+
+        nearly: as in `shares_of_batch`.
 
         Raises PstarError for a batch that the ranks cannot share, and as `ps.preset` and `load_trace` do.
         """

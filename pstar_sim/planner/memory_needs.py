@@ -168,7 +168,8 @@ def memory_need(
     others: bool = True,
     fewest: bool = True,
 ) -> Need:
-    """Raises DoesNotFit if it has no room, even if only rounding or start-up is too much.
+    """Returns the needs of the policy on the host. Raises DoesNotFit if it has no room, even if only rounding or
+    start-up is too much.
 
     others: whether to ask other policies for one that tries others. It fits wherever one of them does: if it finds no
         room itself, the need is that of the first other that does.

@@ -261,7 +261,7 @@ def _in_batches(groups: Sequence[Group]) -> Iterator[Done]:
 
 
 def _read_point(path: Path) -> dict[str, object] | None:
-    """Returns None for a point that cannot be read (it is then computed again)."""
+    """Returns a cached point; None if there is none or if it cannot be read (it is then computed again)."""
     try:
         row = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

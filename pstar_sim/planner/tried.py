@@ -76,8 +76,8 @@ class Tried:
 
 
 def tried_of(value: object) -> dict[str, Tried] | None:
-    """Returns None for anything but what `Tried.to_json` wrote: a file is not trusted, and earlier versions wrote
-    words."""
+    """Returns the outcomes by way; None for anything but what `Tried.to_json` wrote: a file is not trusted, and earlier
+    versions wrote words."""
     if not isinstance(value, Mapping):
         return None
     try:

@@ -148,7 +148,8 @@ def expected_error(machine: Machine, policy: str, workload: Workload) -> Expecte
 
 
 def trust(machine: Machine, policy: str, workload: Workload) -> Trust:
-    """Falls back on the class with other policies, and then on UNTUNED, or a larger bar of the same machines."""
+    """Returns the error that validation found for this class of job and this policy. Falls back on the class with other
+    policies, and then on UNTUNED, or a larger bar of the same machines."""
     found = expected_error(machine, policy, workload)
     if found is not None:
         return Trust(found.bar, found.label)

@@ -252,7 +252,10 @@ class _Race:
         return seconds < self.best_s
 
     def _may_win(self, way: Way, *, stream: bool) -> bool:
-        """stream: whether plans may stream chunks."""
+        """Returns whether no bound of the candidate is above the best so far.
+
+        stream: whether plans may stream chunks.
+        """
         return all(self._could_win(self._bound_s(way, count, stream=stream)) for count in self._stand_ins(way))
 
     def _stand_ins(self, way: Way) -> tuple[int, ...]:
@@ -334,7 +337,7 @@ class _Race:
             self.shortest = (way, error)
 
     def _hopeless(self, way: Way) -> Tried | None:
-        """Returns None for a candidate that has to be planned."""
+        """Returns the outcome of a candidate that need not be planned; None for one that has to be."""
         if self.best is None:
             return None
         least, promise = self.least_s[way], self.promise_s[way]

@@ -83,7 +83,7 @@ def burden_of(made: Attempt) -> tuple[int, int]:
 
 
 def attempt(job: Job, modes: Modes, knobs: Knobs | None = None, *, like: Attempt | None = None) -> Attempt:
-    """Its window is stuck if a step never finds room.
+    """Returns the attempt with these modes. Its window is stuck if a step never finds room.
 
     like: see `attempt_course`.
     """

@@ -114,7 +114,9 @@ class _Start(NamedTuple):
 
 
 class Search:
-    """shown: the job of the attempts: `job`, or the same with fewer micro-batches.
+    """The search in one job.
+
+    shown: the job of the attempts: `job`, or the same with fewer micro-batches.
     effort_ops: steps that the search may still schedule. A trial that is given up before it is scheduled counts as a
         step per chunk. Until a trial fits, the search goes on without effort.
     no_room: trials without room -> the nearest trial that has room, None until it is sought.

@@ -71,7 +71,10 @@ class LeftOut:
         return self.times * max(self.link_s, *self.work_s.values())
 
     def seconds(self, window: Window) -> float:
-        """window: of the shorter job."""
+        """Returns the seconds of the micro-batches left out.
+
+        window: of the shorter job.
+        """
         return max(self.least_s, self.times * (window.starts_s[self.end] - window.starts_s[self.begin]))
 
 

@@ -27,7 +27,9 @@ class Block:
 
 
 class Position(NamedTuple):
-    """block: index of the block that runs here; -1 for an update.
+    """A place on the compute queue.
+
+    block: index of the block that runs here; -1 for an update.
     chunk: streamed chunk that is updated here; -1 for a block.
     """
 

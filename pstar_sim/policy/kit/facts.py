@@ -26,7 +26,9 @@ def facts_of(workload: Workload, layout: Layout) -> Facts:
 
 
 class Facts:
-    """reads: chunk -> ascending moments that read any of its parameters.
+    """Facts of a job, by chunk and by moment.
+
+    reads: chunk -> ascending moments that read any of its parameters.
     final: (micro-batch, tensor) -> the last moment in which the tensor's gradient arrives.
     spans: chunk -> one (micro-batch, first moment, last moment) per micro-batch. A gradient of the chunk first becomes
         final in the first moment, and the last of them in the last moment.

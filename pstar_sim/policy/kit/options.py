@@ -109,8 +109,8 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def specified(name: str, policy: Callable[..., Plan], text: str) -> Callable[..., Plan]:
-    """Sets the options of `text` ("key=value,..."). Returns the policy itself if all have their defaults. Raises
-    PstarError for an unknown key or a wrong value, naming the known and the nearest keys."""
+    """Returns the policy with the options of `text` ("key=value,..."). Returns the policy itself if all have their
+    defaults. Raises PstarError for an unknown key or a wrong value, naming the known and the nearest keys."""
     options = options_of(policy)
     if options and not text:
         raise PstarError(f"policy {name!r} is followed by a colon but by no key=value; {_keys(name, options)}")

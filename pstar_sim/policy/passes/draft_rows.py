@@ -48,7 +48,9 @@ class Pass(Protocol):
 
 
 class DraftRows:
-    """end_of: position -> row.
+    """The rows written so far, and the rows for which later rows wait.
+
+    end_of: position -> row.
     last_rows: position -> last row of the compute queue before the next position.
     fetch_of: chunk -> position and row of its latest fetch.
     release_of: (chunk, list) -> the row that last freed the list on the GPU.

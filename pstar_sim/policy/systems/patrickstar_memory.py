@@ -112,7 +112,8 @@ def chunks_in_margin(margin_bytes: int, states_bytes: Sequence[int]) -> int:
 
 
 class Memory:
-    """Every step waits for the step before it. The holdings of `b` say where each payload is.
+    """Payloads that move one at a time: every step waits for the step before it. The holdings of `b` say where each
+    payload is.
 
     whole: groups whose remote chunks are on the GPU.
     fixed_bytes: never move from the GPU.

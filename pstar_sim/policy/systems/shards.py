@@ -60,7 +60,7 @@ class Scheme:
 
 
 class Shards:
-    """Every rank has its own slice of each chunk.
+    """The places of a job's chunks under a scheme. Every rank has its own slice of each chunk.
 
     kept: small, always whole on every GPU.
     on_gpu: chunks whose gradient never leaves the GPU.

@@ -141,7 +141,7 @@ class _ChunksByLayer:
 
 
 class _Solver:
-    """Each is made once.
+    """Schedules by window; each is made once.
 
     refused: window -> why it does not fit.
     """

@@ -115,7 +115,7 @@ def _most_with_room(most: int, shortage: Callable[[int], DoesNotFit | None]) -> 
 
 
 def _shortage(workload: Workload, machine: Machine, settings: Settings, schedule: str) -> DoesNotFit | None:
-    """Raises DoesNotFit if the host has no room."""
+    """Returns why the GPUs have no room for the job, or None. Raises DoesNotFit if the host has no room."""
     try:
         whale(workload, machine, settings, schedule=schedule)
     except DoesNotFit as short:

@@ -35,7 +35,9 @@ def arrivals(
 
 
 class GradientLists:
-    """last: whether the last gradient of a chunk has a list too. Otherwise it overwrites the working list.
+    """Writes the steps of the gradients of `chunks` into `b`.
+
+    last: whether the last gradient of a chunk has a list too. Otherwise it overwrites the working list.
     stay: chunks whose gradients stay on the GPU; on one rank without lists, added in place.
     one_by_one: each step of the policy waits for the one before it, and for no other.
     add_last: whether a last gradient without a list is added to the others before any update, for the norm of clipping
