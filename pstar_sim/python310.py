@@ -25,7 +25,7 @@ else:
     from typing_extensions import Unpack
 
     class StrEnum(str, Enum):
-        """Its members are their text, also when printed or formatted."""
+        """An enum: its members are their text, also when printed or formatted."""
 
         __str__ = str.__str__
         __format__ = str.__format__

@@ -298,7 +298,7 @@ def random_workload(
 
 @dataclass(kw_only=True)
 class _Drawn:
-    """Each is drawn when it is added.
+    """Tensors of a random model. Each is drawn when it is added.
 
     uniform: all matrices are alike, as in a real transformer.
     unit: mean elements of a matrix.
@@ -445,9 +445,9 @@ def _step(*, start_bytes: int, peak_bytes: int, end_bytes: int, duration_s: floa
 
 
 def random_machine(rng: random.Random, workload: Workload) -> Machine:
-    """Has one GPU, with sizes near the workload's needs. GPU memory ranges from too little for the worst moment to
-    enough for all data. Host memory is sometimes too small. The rates vary, so that each resource binds in some
-    machines."""
+    """Returns a machine of one GPU, with sizes near the workload's needs. GPU memory ranges from too little for the
+    worst moment to enough for all data. Host memory is sometimes too small. The rates vary, so that each resource binds
+    in some machines."""
     width = DTYPES[workload.dtype].bytes
     share = rng.choice((0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.5, 5.0, 10.0)) * rng.uniform(0.8, 1.2)
     gpu_bytes = workload.peak_non_model_bytes + int(share * workload.params * width)
@@ -527,8 +527,11 @@ def random_jitter(rng: random.Random, plan: Plan) -> Jitter:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyReport:
-    """fitted: jobs with a plan, proved and played; for the others it raised DoesNotFit. 0 shows that no plan was
-    checked."""
+    """The result of `check_policy`.
+
+    fitted: jobs with a plan, proved and played; for the others it raised DoesNotFit. 0 shows that no plan was
+    checked.
+    """
 
     policy: str
     examples: int

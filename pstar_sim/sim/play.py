@@ -70,7 +70,10 @@ def slowest(timelines: Sequence[Timeline]) -> Timeline:
 
 
 def peaks_of_ranks(plan: Plan, timeline: Timeline) -> tuple[Mapping[str, int], ...]:
-    """timeline: of the slowest rank."""
+    """Returns the peaks of each rank by place.
+
+    timeline: of the slowest rank.
+    """
     from pstar_sim.sim.several_ranks import classes_of
 
     classes = classes_of(plan.machine, plan.ranked)

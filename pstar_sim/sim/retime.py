@@ -25,7 +25,8 @@ __all__ = ["retime"]
 
 
 class _OneSecond(CostModel):
-    """Every step lasts one second and shares no resource. The factors of `play`'s jitter are then seconds."""
+    """A cost model: every step lasts one second and shares no resource. The factors of `play`'s jitter are then
+    seconds."""
 
     def seconds(self, step: Step) -> float:
         return 1.0

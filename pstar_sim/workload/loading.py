@@ -15,7 +15,8 @@ LOADING = ("whole", "each", "in-place")
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """Its text is the way, then a colon and the dtype if that is given: "each:fp32".
+    """The way in which weights are loaded. Its text is the way, then a colon and the dtype if that is given:
+    "each:fp32".
 
     way: `whole`, once per node, for all processes; `each`, whole by every process; `in-place`, never whole, as where a
         model is initialised chunk by chunk.

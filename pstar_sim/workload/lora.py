@@ -112,7 +112,7 @@ class _AdaptedWeight:
 
 
 class AdaptedTape(Tape):
-    """Every parameter is frozen and every target matrix has an adapter.
+    """A tape on which every parameter is frozen and every target matrix has an adapter.
 
     tokens: rows of every matmul.
     input_first: matrices are declared in x out (as in GPT-2).

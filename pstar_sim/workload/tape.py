@@ -54,7 +54,7 @@ class Tape:
     # Parameters
 
     def parameter(self, name: str, *shape: int) -> None:
-        """Its index is its place in the order of declaration."""
+        """Declares a parameter. Its index is its place in the order of declaration."""
         size = math.prod(shape) * self.width
         self._index[name] = len(self.tensors)
         self.tensors.append(Tensor(name=name, shape=shape, dtype=self.dtype, bytes=size))

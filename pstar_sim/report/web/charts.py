@@ -335,7 +335,7 @@ def _rows_of(lanes: Sequence[str]) -> Figure:
 
 
 def same_lanes(charts: Sequence[Chart]) -> list[Chart]:
-    """Each has the lanes of all, so that rows side by side can be compared."""
+    """Each chart gets the lanes of all, so that rows side by side can be compared."""
     there = {lane for chart in charts for lane in chart.figure["layout"]["yaxis"]["categoryarray"]}
     rows = _rows_of([lane for lane in LANES if lane in there])
     figures = [{**chart.figure, "layout": {**chart.figure["layout"], **rows}} for chart in charts]
