@@ -42,6 +42,7 @@ def load_machine(
     name: a name of the catalog; "here" for the machine that this process runs on; the path of a .toml file; or mixed
         GPUs, such as "a100-80x2+v100-32x2" (mixed.py).
     gpu_memory, host_memory: sizes ("8GB", or bytes) that replace those of the catalog (see `resize`).
+    nodes: all like the first (see `with_nodes`).
     gpus: per node.
     overrides: by path, {"link.bandwidth": "25GB/s"} or ["link.bandwidth=25GB/s"] (see overrides.py).
     user_file: a file that extends or overrides the catalog.

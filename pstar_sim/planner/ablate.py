@@ -68,6 +68,7 @@ class Line:
     gained_s: negative if the change costs time; None for the first line.
     gained_h2d_bytes, gained_d2h_bytes: bytes that the change saves; None for the first line.
     total_s: seconds saved since the first line that fits.
+    gap, bound_by: as in `Row`.
     """
 
     change: str

@@ -161,7 +161,7 @@ def cheapest(
     model: name of a model of the catalog.
     batch: sequences per iteration, of all ranks and micro-batches together.
     seq: tokens per sequence.
-    deadline_s: seconds of training.
+    deadline_s: seconds of training; None: no deadline.
     machines: None: every machine with a price.
     policies: None: all_on_gpu, zero_offload and tide.
     settings, loading: as in `fits`.

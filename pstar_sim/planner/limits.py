@@ -83,6 +83,7 @@ class Limits(Collection):
 
     what: "layers" or "batch".
     of: words for the family or the model.
+    rows: one per policy, in the order asked for.
     job: arguments of the question, by name.
     """
 
@@ -170,7 +171,7 @@ def max_model(
 
     batch: sequences per micro-batch, of all ranks together.
     seq: tokens per sequence.
-    like: model of the catalog whose family is tried.
+    like: model of the catalog whose family is tried: its shape with other numbers of layers.
     hidden, heads: hidden size, and number of attention heads, of all models tried; None: those of `like`. Other widths
         change in proportion to the hidden size.
     policies, settings: as in `compare`.

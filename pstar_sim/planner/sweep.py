@@ -110,7 +110,7 @@ def sweep(
     jobs: processes, -1 for one per core, None for the setting of `joblib.parallel_config`.
     backend: of joblib; None for the setting of `joblib.parallel_config`, or loky without it.
     cache: folder of the points; None: OUTPUT.points. Without cache and output nothing is kept.
-    on_progress: called after each point.
+    on_progress: called after each point, as `Progress` says.
 
     Raises PstarError for a wrong grid, for an `output` that holds another grid's results or is not a results file, and
     for a backend that joblib does not know.

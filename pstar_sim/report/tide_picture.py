@@ -64,7 +64,7 @@ def plot_tide(
 
     timelines: of a comparison up to three plans are drawn: the slowest, the median and the fastest.
     x: "time" (seconds) or "moment".
-    measured: drawn as lines over the first timeline.
+    measured: a recorded timeline, drawn as lines over the first timeline.
     ax: one per timeline; None makes a figure.
     place: "gpu", "host" or "nvme".
 

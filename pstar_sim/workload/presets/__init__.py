@@ -72,6 +72,7 @@ def preset(
         catalog entry, which its users run. A BERT or ViT is written for eager alone.
     lora: trains adapters and freezes the model itself (lora.py): an Adapter, a rank, or a text such as "r=16" or
         "r=8,targets=q_proj+v_proj".
+    optimizer: a name of optimizers.py.
 
     There is no dropout and no padding. The GPT family stands for the PatrickStar table, whose parameter counts have no
     head of their own. So the head is the token embedding (tied) and the loss is the language model's, as the planning
