@@ -136,7 +136,7 @@ class MomentClock:
     def listen(self, on_event: Callable[[ModuleEvent], None] | None = None) -> None:
         """Hook the model's units, and the root's call.
 
-        on_event: in place of the constructor's.
+        on_event: replaces the constructor's.
         """
         wrap, self._on_event = self._wrap, on_event or self._on_event
         for name, module in self.units.items():
@@ -242,7 +242,8 @@ class MomentClock:
         self._backward_end()
 
     def close(self) -> None:
-        """Remove the hooks of modules and the wrapper of the root's call. Hooks on outputs do nothing from now on."""
+        """Remove the hooks of modules and the wrapper of the root's call. Hooks on outputs are freed with their graph,
+        and do nothing from now on."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -356,7 +357,7 @@ class MomentClock:
 def _hearing(link: _ClockLink) -> Callable[[ModuleEvent, list[int], torch.Tensor], None]:
     """Returns the hook for the outputs of one call of a unit. The first gradient of each backward is the event.
 
-    heard: shared by the call's hooks; the backward (graph task) whose gradient came last.
+    heard: shared by the call's hooks; the backward (graph task) whose gradient came last, if any.
     """
 
     def hear(event: ModuleEvent, heard: list[int], _: torch.Tensor) -> None:

@@ -317,7 +317,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak = self.current
 
     def _count_traffic(self, traffic: int, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> None:
-        """Count the bytes that an operator reads and writes."""
+        """Count the bytes that an operator reads and writes (traffic: see `_Traits`)."""
         if traffic:
             written = sum([t.numel() * t.element_size() for t in outputs])
             self.bytes_written += written

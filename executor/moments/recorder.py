@@ -138,7 +138,7 @@ def unused_note(tensors: Sequence[Tensor], used: Collection[int]) -> str:
 
 
 def _modules_around(name: str) -> Iterator[str]:
-    """Yields the modules around a parameter, the outermost first, without the root."""
+    """Yields the names of the modules around a parameter, the outermost first, without the root."""
     parts = name.split(".")
     yield from (".".join(parts[:count]) for count in range(1, len(parts)))
 
