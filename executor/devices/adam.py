@@ -53,7 +53,7 @@ def ranges_of(slots: Iterable[tuple[int, int, int | None]]) -> list[UpdateRange]
     share a range up to a tensor that ends between two multiples of ALIGN ([Note: where runs end]); tensors without a
     gradient are in none.
 
-    slots: per tensor, ascending by offset: (offset, numel, number of earlier updates or None without a gradient).
+    slots: per tensor, ascending by offset: (offset, numel, earlier updates or None without a gradient).
     """
     runs: list[UpdateRange] = []
     open_run = False
@@ -69,8 +69,8 @@ def ranges_of(slots: Iterable[tuple[int, int, int | None]]) -> list[UpdateRange]
 
 
 def scratch_bytes(plan: Plan) -> int:
-    """Returns the bytes that `Scratch` takes on the gpu for the plan's updates there, beside the payloads and the tide:
-    one piece for the gradient and one for each moment, where these are narrower than fp32."""
+    """Returns the bytes that `Scratch` takes on the gpu, beside the payloads and the tide: a piece for the gradient and
+    one for each moment that is narrower than fp32."""
     chunks = {s.chunk for s in plan.steps if s.kind is Kind.GPU_UPDATE and s.chunk is not None}
     if not chunks:
         return 0
@@ -91,7 +91,7 @@ class Scratch:
         self._kept: dict[int, torch.Tensor] = {}
 
     def get(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns a buffer [block] on the device of `like`; each number has a buffer of its own."""
+        """Returns a buffer [block] on the device of `like`; each number has its own."""
         kept = self._kept.get(number)
         if kept is None or kept.device != like.device:
             kept = self._kept[number] = torch.empty(self.block, dtype=torch.float32, device=like.device)
@@ -110,11 +110,10 @@ def adamw(
     scratch: Scratch | None = None,
 ) -> None:
     """Run one AdamW update of each range, in place. All tensors are flat [numel of the chunk] and fp32. `grad`,
-    `momentum` and `variance` may be narrower: they are widened, the update is done in fp32, and the new moments are
-    rounded to nearest.
+    `momentum` and `variance` may be narrower: the update is done in fp32, and the new moments are rounded to nearest.
 
     scale: fp32 scalar that multiplies the gradients first (clipping, loss scaling). The gradients are overwritten.
-    scratch: buffers for widened lists; None: buffers for this call alone.
+    scratch: None: buffers for this call alone.
     """
     room = scratch or Scratch()
     lists = (param, grad, momentum, variance)
@@ -149,7 +148,7 @@ def _pieces(runs: Iterable[UpdateRange], block: int) -> Iterator[list[UpdateRang
 def _fused(runs: Sequence[UpdateRange], lists: Sequence[torch.Tensor], first: int, hyper: Hyper) -> None:
     """Run torch's AdamW on each run.
 
-    lists: param, grad, momentum, variance, from element `first` of the chunk on.
+    lists: param, grad, momentum, variance, from element `first` on.
     """
     # Filled on the device: no copy, no wait. torch wants fp32 here; fp16 cannot count beyond 2048.
     counts = {
@@ -187,6 +186,5 @@ def total_norm(norms: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Returns the factor with which `clip_grad_norm_` multiplies every gradient: max_norm / (norm + 1e-6), at most
-    1."""
+    """Returns `clip_grad_norm_`'s factor: max_norm / (norm + 1e-6), at most 1."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -47,16 +47,15 @@ class Backend(Protocol):
 
     @property
     def streams(self) -> StreamBackend | None:
-        """The accelerator as one to which work is issued ahead of time; None where a call does its work at once."""
+        """The accelerator to which work is issued ahead of time; None where a call does its work at once."""
         ...
 
     def begin(self, plan: Plan) -> None:
-        """Prepare for the payloads of this plan, which are requested from now on."""
+        """Prepare for the payloads of this plan."""
         ...
 
     def host_slab(self, size_bytes: int) -> torch.Tensor:
-        """Returns uint8 [size_bytes] of host memory that copies can read and write, pinned if the accelerator has
-        pinned memory."""
+        """Returns uint8 [size_bytes] of host memory for copies, pinned if the accelerator has pinned memory."""
         ...
 
     def gpu_payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -64,30 +63,28 @@ class Backend(Protocol):
         ...
 
     def take(self, payload: torch.Tensor) -> None:
-        """Give the payload's storage its memory; contents are undefined. Raises OutOfMemory (or torch.OutOfMemoryError)
-        where there is no memory; the payload is then unchanged."""
+        """Give the payload's storage its memory; contents are undefined. Raises OutOfMemory (or
+        torch.OutOfMemoryError), with the payload unchanged."""
         ...
 
     def available_gpu_bytes(self) -> int | None:
-        """Returns the bytes that this process could hold on the accelerator in all, including the bytes that it holds
-        already; None without a limit."""
+        """Returns the bytes that this process could hold on the accelerator, those that it holds already included; None
+        without a limit."""
         ...
 
     def give(self, payload: torch.Tensor) -> None:
-        """Take the memory of the payload away. Every view stays a valid tensor object but must not be read."""
+        """Take the payload's memory away. Every view stays a valid tensor object but must not be read."""
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
         """Copy across the link (`Queue.H2D` or `Queue.D2H`), casting if the dtypes differ; counts the target's bytes.
 
-        On return the copy has happened, except in the thread of a queue of a stream backend, where the copy is only
-        issued on the queue's stream.
-        """
+        On return the copy has happened or, in the thread of a stream backend's queue, is issued on its stream."""
         ...
 
     def copy_in_fp32(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
-        """Copy like `copy`, for systems that cast on the far side of the link: every element crosses the link as fp32
-        (4 bytes are counted), and the gpu has room for the fp32 values beside its payloads."""
+        """Copy like `copy`, but cast on the far side of the link: every element crosses it as fp32 (4 bytes are
+        counted), and the gpu has room for the fp32 values beside its payloads."""
         ...
 
     def zero(self, payload: torch.Tensor) -> None:
@@ -95,51 +92,48 @@ class Backend(Protocol):
         ...
 
     def issue(self, work: Callable[[], object]) -> None:
-        """Do `work`, torch operations on payloads, in the order of this thread's queue. The work is done on return,
-        except in the thread of a queue of a stream backend, on whose stream it happens later. The host memory that
-        `work` needs is looked up at the time of issue."""
+        """Do `work`, torch operations on payloads, in the order of this thread's queue; done on return or issued, as in
+        `copy`. The host memory that `work` needs is looked up at the time of issue."""
         ...
 
     def fence(self, queue: Queue) -> None:
-        """Return when the work that this thread issued for `queue` has happened. Returns at once in a thread of a
-        stream backend's queues, whose edges are events."""
+        """Return when the work that this thread issued for `queue` has happened. Returns at once in threads of a stream
+        backend's queues, whose edges are events."""
         ...
 
     def room(self, payload_bytes: int) -> None:
-        """Limit the payloads on the gpu to this many bytes altogether from now on (the budget less the tide). The
-        compute queue calls this before non-model data is allocated in the remaining room."""
+        """Limit the payloads on the gpu to this many bytes from now on (the budget less the tide). The compute queue
+        calls this before it allocates non-model data in the rest."""
         ...
 
     def touch(self) -> None:
         """Note that the compute queue has issued work in this thread. The moment's end then comes after this work, also
-        where another thread issues the end (this thread may be autograd's own)."""
+        where another thread issues it (this thread may be autograd's own)."""
         ...
 
     def enter_thread(self, queue: Queue | None = None) -> None:
-        """Register the calling thread and its queue. Every thread that executes steps calls this first."""
+        """Register the calling thread and its queue; every thread that executes steps calls this first."""
         ...
 
     def give_back(self) -> int:
-        """Make the free memory that the backend keeps for later payloads available to operators. Returns its bytes. May
-        stop the device."""
+        """Give the free memory kept for later payloads to operators. Returns its bytes. May stop the device."""
         ...
 
     def give_host_back(self) -> None:
-        """Give host slabs that are not held any more back to the system."""
+        """Give host slabs that nothing holds back to the system."""
         ...
 
     def close(self) -> None:
-        """End all work of the session. On return nothing is running, and memory and threads are given back."""
+        """End all work of the session. On return nothing runs, and memory and threads are given back."""
         ...
 
     @property
     def copied_bytes(self) -> dict[str, int]:
-        """Returns the bytes copied by now, by direction ("h2d", "d2h"), counted where they are copied."""
+        """Returns the bytes copied by now, by direction ("h2d", "d2h")."""
         ...
 
     def recount(self, payloads: Iterable[torch.Tensor]) -> None:
-        """Count the bytes of these payloads, which are all of them, anew, after an interruption inside `take` or
-        `give`. Does nothing where bytes are not counted."""
+        """Count the bytes of these payloads (all of them) anew, after an interruption inside `take` or `give`."""
         ...
 
     @property
@@ -148,12 +142,12 @@ class Backend(Protocol):
         ...
 
     def idle_bytes(self) -> int:
-        """Returns the bytes that are reserved and unused, and that operators could use."""
+        """Returns the reserved, unused bytes that operators could use."""
         ...
 
     def undisturbed(self) -> contextlib.AbstractContextManager[object] | None:
-        """Returns a context in which memory that an operator was refused may suffice ([Note: refused beside a pool] in
-        cuda_blocks.py); None where a refusal is final."""
+        """Returns a context in which refused memory may suffice ([Note: refused beside a pool] in cuda_blocks.py); None
+        where a refusal is final."""
         ...
 
 
@@ -161,10 +155,10 @@ class StreamBackend(Backend, Protocol):
     """An accelerator to which work is issued ahead of time. Each device queue is a stream, which does its work in the
     order of issue. The compute queue is the current stream of the calling thread. An event is a point of a stream.
 
-    A thread says once, in `enter_thread`, for which queue it issues. A thread that has not said so issues for compute.
+    A thread says once, in `enter_thread`, for which queue it issues; without that, for compute.
 
     host_queues: queues whose steps happen in their thread, and have happened when they have ended.
-    gate: the gate through which memory of payloads is given back.
+    gate: for the memory of payloads that is given back.
     """
 
     host_queues: frozenset[Queue]
@@ -180,8 +174,7 @@ class StreamBackend(Backend, Protocol):
         ...
 
     def wait_event(self, queue: Queue, event: Any) -> None:
-        """Let all work issued to the queue's stream from now on happen after `event`, which has to be recorded
-        before."""
+        """Let all work issued to the queue's stream from now on happen after `event`, which is recorded."""
         ...
 
     def synchronize(self, event: Any) -> None:
@@ -193,14 +186,14 @@ class StreamBackend(Backend, Protocol):
         ...
 
     def time_of(self, event: Any) -> float:
-        """Returns the time at which a completed event happened, in seconds of `time.perf_counter`."""
+        """Returns the time of a completed event, in seconds of `time.perf_counter`."""
         ...
 
 
 class VirtualLink:
     """Copies that last as long as on a link.
 
-    rates: bytes per second by direction (None: as fast as memory copies).
+    rates: bytes per second by direction; None: as fast as memory copies.
     """
 
     def __init__(
@@ -243,14 +236,12 @@ class VirtualLink:
 class VirtualBackend:
     """An accelerator in host memory.
 
-    h2d_bytes_per_s: rate of the link to the gpu (None: as fast as memory copies).
-    d2h_bytes_per_s: rate of the link to the host (None: as fast as memory copies).
-    gpu_bytes: memory of the accelerator, whatever a plan assumes (None: as the plan says); it may be changed while a
-        plan runs. Payloads beyond it are refused with OutOfMemory, and the session counts all other live memory
+    h2d_bytes_per_s, d2h_bytes_per_s: rates of the link to the gpu and to the host; None: as fast as memory copies.
+    gpu_bytes: memory of the accelerator, whatever a plan assumes (None: as the plan says); may change while a plan
+        runs. Payloads beyond it are refused with OutOfMemory, and the session counts all other live memory
         (`guard.py`).
     adam_threads: torch threads of the queue that updates on the host.
-    clock: gives seconds; passed in so that tests can use their own time.
-    sleep: waits for a number of seconds; passed in with the clock.
+    clock, sleep: the seconds now, and a wait for seconds; tests pass in their own time.
     """
 
     name = "virtual"
@@ -372,8 +363,9 @@ class VirtualBackend:
 
 
 def keep_freed_pages() -> bool:
-    """Keep freed pages in the process: [Note: glibc and eviction]. Returns False, having changed nothing, if the C
-    library is not glibc."""
+    """Keep freed pages in the process: [Note: glibc and eviction]. Returns False, with nothing changed, without
+    glibc.
+    """
     try:
         libc = ctypes.CDLL("libc.so.6")
         mallopt = libc.mallopt
@@ -386,14 +378,14 @@ def keep_freed_pages() -> bool:
 
 
 def give_freed_pages_back() -> None:
-    """Give the pages that malloc kept for the next refill back to the system, at the end of a session."""
+    """Give pages that malloc kept back to the system, at the end of a session."""
     with contextlib.suppress(OSError, AttributeError):  # a C library that keeps no pages
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def available_host_bytes() -> int:
-    """Returns the bytes of host memory that this process can still take: MemAvailable, or the rest of the cgroup's
-    limit if that is less."""
+    """Returns the bytes that this process can still take: the lesser of MemAvailable and the rest of the cgroup's
+    limit."""
     found: list[int] = []
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

@@ -10,7 +10,7 @@ __all__ = ["Copied"]
 
 
 class Copied:
-    """Bytes that crossed the link, by direction. Any thread may count, and any thread may read."""
+    """Bytes that crossed the link, by direction. Any thread may count and read."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,6 +22,5 @@ class Copied:
 
     @property
     def by_direction(self) -> dict[str, int]:
-        """Returns the bytes of "h2d" and "d2h" by now."""
         with self._lock:
             return {queue.value: size for queue, size in self._bytes.items()}

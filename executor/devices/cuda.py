@@ -37,8 +37,7 @@ __all__ = ["CudaBackend", "cuda_device", "default_adam_threads"]
 
 
 def cuda_device(name: str) -> torch.device:
-    """Returns the device that "cuda" or "cuda:N" names. Raises PlanError for another word or a device that is not
-    there."""
+    """Returns the device that "cuda" or "cuda:N" names. Raises PlanError for another word or a missing device."""
     word, colon, number = name.partition(":")
     if word != "cuda" or (colon and not (number.isascii() and number.isdigit())):
         raise PlanError(f"device {name!r} is not known; use 'virtual', 'cuda' or 'cuda:0'")
@@ -65,8 +64,8 @@ class CudaBackend(CudaStreams):
 
     adam_threads: torch threads of the queue that updates on the host (None: `default_adam_threads()`).
     limit_bytes: bytes of the card that this process may use, context included, so that a big card can stand for a small
-        card: torch refuses memory beyond it, also to operators.
-    room_bytes: bytes kept free for uses that no plan counts; more is kept where more was measured (headroom.py).
+        one: torch refuses memory beyond it, also to operators.
+    room_bytes: bytes kept free for uses that no plan counts, or more where more was measured (headroom.py).
 
     Raises PlanError for a limit larger than the card or without room beside the memory in use on it, for an allocator
     with which budgets would not hold (`cuda_blocks.set_up_allocator`), and while a CUDA graph is captured.
@@ -109,8 +108,8 @@ class CudaBackend(CudaStreams):
         return self
 
     def _cap(self, limit_bytes: int) -> None:
-        """Set torch's own limit. The limit covers the memory that torch reserves, workspaces and fragments included.
-        Other memory on the card (this process' context, other programs) is subtracted first."""
+        """Set torch's own limit on the memory that it reserves, workspaces and fragments included. Other memory on the
+        card (this process' context, other programs) is subtracted first."""
         kept = self.kept
         if limit_bytes <= kept.measured_bytes:
             raise PlanError(
@@ -123,15 +122,14 @@ class CudaBackend(CudaStreams):
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def give_back(self) -> int:
-        """Give the memory that payloads leave free back to the driver, so that operators can have it. Returns the bytes
-        given back."""
+        """Give the memory that payloads leave free back to the driver. Returns its bytes."""
         check_no_capture("memory is given back")
         self.gate.flush()
         return self._blocks.give_back()
 
     def give_host_back(self) -> None:
-        """Give pinned memory that is not held any more back to the system. torch would keep it, also from plans that
-        are over. Memory of a running copy stays. Stops the device."""
+        """Give unused pinned memory back to the system; torch would keep it, also from plans that are over. Memory of a
+        running copy stays. Stops the device."""
         torch.cuda.synchronize(self.device)
         empty = getattr(torch._C, "_host_emptyCache", None)
         if empty is None:
@@ -141,13 +139,11 @@ class CudaBackend(CudaStreams):
 
     @property
     def exchanges(self) -> int:
-        """Number of times that memory went back to the driver while plans ran ([Note: reserved bytes] in
-        cuda_blocks.py)."""
+        """See [Note: reserved bytes] in cuda_blocks.py."""
         return self._blocks.exchanges
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes reserved by the pool of equal blocks."""
         return self._blocks.pool_bytes
 
     @property
@@ -190,8 +186,7 @@ class CudaBackend(CudaStreams):
         self._blocks.make_room(self._budget_bytes - payload_bytes)
 
     def available_gpu_bytes(self) -> int | None:
-        """Returns the bytes of the card, or the limit, less the memory on the card beside torch's now, and less
-        workspaces."""
+        """Returns the bytes of the card, or the limit, less the memory beside torch's now and less workspaces."""
         return max(0, (self._limit_bytes or self._total_bytes) - self._room_now().measured_bytes)
 
     def plannable_gpu_bytes(self) -> int:
@@ -203,8 +198,7 @@ class CudaBackend(CudaStreams):
         return dataclasses.replace(self.kept, outside_bytes=outside_bytes(self.device))
 
     def idle_bytes(self) -> int:
-        """Returns the bytes that torch has reserved and that are unused, beside the pool of payloads, which operators
-        cannot use."""
+        """Returns the bytes that torch has reserved and nothing uses, without the pool, which operators cannot use."""
         return self._blocks.idle_bytes()
 
     def recount(self, payloads: Iterable[torch.Tensor]) -> None:

@@ -113,12 +113,12 @@ PoolShape = tuple[int, int]  # bytes of a block, most bytes of the pool
 
 
 def block_bytes(size: int) -> int:
-    """Returns the bytes that a block of this size takes of its segment. See [Note: segments]."""
+    """Returns the bytes that a block takes of its segment: [Note: segments]."""
     return _up(size, 2 * MIB) if size >= 10 * MIB else _up(max(size, 1), 512)
 
 
 def segment_of(block: int) -> tuple[int, int]:
-    """Returns (bytes of the segment that torch takes from the driver for such a block, number of such blocks in it)."""
+    """Returns (bytes of the segment that torch takes from the driver for such a block, blocks in it)."""
     if block >= 10 * MIB:
         return _up(block, 2 * MIB), 1
     segment = 2 * MIB if block <= MIB else 20 * MIB
@@ -150,8 +150,8 @@ def set_up_allocator() -> None:
 
 
 def limit_fragments(share: float) -> bool:
-    """Let torch map pages or, where it cannot, give idle blocks back beyond this share of the bytes that the process
-    may reserve, unless the user has settings. Returns whether the settings are ours: [Note: fragments]."""
+    """Let torch map pages or, where it cannot, give idle blocks back beyond this share of the bytes that it may
+    reserve, unless the user has settings. Returns whether the settings are ours: [Note: fragments]."""
     if _settings().get("PYTORCH_CUDA_ALLOC_CONF", "") not in {"", *_set_last}:
         return False
     if not _set_last:
@@ -164,13 +164,12 @@ def limit_fragments(share: float) -> bool:
 
 
 def _settings() -> dict[str, Any]:
-    """Returns the settings of torch's allocator, now."""
     settings: dict[str, Any] = torch.cuda.memory._snapshot().get("allocator_settings", {})
     return settings
 
 
 def split_bytes(device: torch.device) -> int:
-    """Returns the free bytes of segments that are in part in use, which torch cannot give back to the driver."""
+    """Returns the free bytes of segments in use in part, which torch cannot give back."""
     return int(torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0))
 
 
@@ -185,7 +184,7 @@ def check_no_capture(what: str) -> None:
 
 def pool_shape(plan: Plan) -> PoolShape:
     """Returns (bytes of a block, most bytes) of the pool of equal blocks. The block is the payload size that comes and
-    goes most often; the bytes are those left by the highest tide and by payloads that always stay."""
+    goes most often; the bytes are what the highest tide and payloads that stay leave."""
     moves: dict[tuple[int, str], int] = {}
     for step in plan.steps:
         if step.chunk is None:
@@ -213,8 +212,9 @@ def pool_shape(plan: Plan) -> PoolShape:
 
 
 def _storage_bytes(plan: Plan, chunk: int, list_name: str) -> int:
-    """Returns the bytes of the storage that a list lies in. Where the slices of all ranks lie side by side (slices.py),
-    that storage holds the whole list."""
+    """Returns the bytes of a list's storage: the whole list where the slices of all ranks lie side by side
+    (slices.py).
+    """
     if list_name in OTHERS:
         return plan.layout.payload_bytes(chunk, OTHERS[list_name]) * plan.layout.ranks
     return plan.layout.payload_bytes(chunk, list_name)
@@ -224,9 +224,9 @@ class Blocks:
     """Memory of payloads on one device. Every method may be called from any thread.
 
     pool_bytes: bytes that the pool of equal blocks has reserved.
-    exchanges: number of times that cached memory went back to the driver because another use needed the room.
+    exchanges: times that cached memory went back to the driver because another use needed the room.
     slack_bytes: see [Note: exchanges].
-    kept_bytes: bytes of the pool that torch kept at the last request to give them back.
+    kept_bytes: bytes of the pool that torch kept when last asked for them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -251,8 +251,8 @@ class Blocks:
         self._pool: Any = None
 
     def expect(self, shape: PoolShape, budget_bytes: int, *, beyond_bytes: int = 0) -> None:
-        """Prepare for a plan with these figures. The pool of an earlier plan is kept if its block is the same and the
-        pool does not exceed its new limit.
+        """Prepare for a plan with these figures. An earlier plan's pool stays if its block is the same and it keeps to
+        its new limit.
 
         beyond_bytes: bytes that could be reserved beyond the budget.
         """
@@ -269,8 +269,8 @@ class Blocks:
             self.slack_bytes = min(beyond_bytes, max(LEAST_SLACK_BYTES, int(share * budget_bytes)))
 
     def give_back(self) -> int:
-        """Give the free memory of payloads, also the pool's, back to the driver, so that operators can have it. Returns
-        the bytes by which the reserved memory shrinks. Stops the device. See [Note: reserved bytes]."""
+        """Give the free memory of payloads, also the pool's, back to the driver, for operators. Returns the bytes by
+        which reserved memory shrinks. Stops the device. See [Note: reserved bytes]."""
         with self._lock:
             free = self._free_blocks * self._block
             before = torch.cuda.memory_reserved(self.device)
@@ -287,8 +287,8 @@ class Blocks:
             return given
 
     def _replace_pool(self, block: int) -> None:
-        """Replace the pool by a new, empty one. Payloads keep the blocks of the former pool that they use; torch gives
-        its free blocks back."""
+        """Replace the pool by an empty one. Payloads keep their blocks of the former pool; torch gives its free blocks
+        back."""
         check_no_capture("a memory pool is replaced")
         for storage in self._in_pool:
             self._in_former[storage] = self._block
@@ -301,12 +301,11 @@ class Blocks:
 
     @property
     def loose_free_bytes(self) -> int:
-        """Bytes that are reserved outside the pool and not in use."""
+        """Reserved, unused bytes outside the pool."""
         return sum(size * count for size, count in self._loose_free.items()) + self._former_free_bytes
 
     def grow(self, payload: torch.Tensor) -> None:
-        """Give memory to a payload that has none. Raises OutOfMemory, with nothing changed, if the device has none
-        left."""
+        """Give memory to a payload that has none. Raises OutOfMemory, with nothing changed."""
         storage = payload.untyped_storage()
         size = payload.numel() * payload.element_size()
         block = block_bytes(size)
@@ -324,7 +323,7 @@ class Blocks:
             self._loose_held_bytes += block
 
     def shrink(self, payload: torch.Tensor) -> None:
-        """Take the payload's memory away. No work on the device may use the memory any more."""
+        """Take the payload's memory away; no work on the device may use it any more."""
         storage = payload.untyped_storage()
         with self._lock:
             size = storage.nbytes()
@@ -342,8 +341,8 @@ class Blocks:
                 self._loose_free[block] += 1
 
     def payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor on a storage of its own without memory. The storage has memory for a moment, because torch
-        cannot make it otherwise."""
+        """Returns a tensor on a storage of its own without memory. It has memory for a moment, because torch cannot
+        make it otherwise."""
         made: list[torch.Tensor] = []
         size = numel * dtype.itemsize
         block = block_bytes(size)
@@ -365,7 +364,7 @@ class Blocks:
         return made[0]
 
     def make_room(self, others_bytes: int) -> None:
-        """Make room for this many bytes of non-model data: free memory outside the pool is given back if necessary."""
+        """Make room for these bytes of non-model data: give free memory outside the pool back if necessary."""
         with self._lock:
             if self._paged:
                 reserved, allocated = self._mapped_bytes()
@@ -392,7 +391,7 @@ class Blocks:
             self._parts_bytes = reserved - allocated
 
     def idle_bytes(self) -> int:
-        """Returns the bytes that are reserved and unused, without the pool's own free blocks."""
+        """Returns the reserved, unused bytes, without the pool's own free blocks."""
         with self._lock:
             return self._idle_bytes()
 
@@ -414,7 +413,7 @@ class Blocks:
         return self._free_blocks > 0 or self.pool_bytes + more <= self._most_bytes
 
     def _before_a_segment(self) -> None:
-        """Give free memory of former pools back before the pool takes more from the driver."""
+        """Give former pools' free memory back before the pool takes more from the driver."""
         if not self._free_blocks and self._former_free_bytes:
             self._exchange()
 

@@ -31,7 +31,7 @@ _HIGH = -1  # copies before kernels; CUDA uses the nearest priority that it has
 
 
 class _Zero:
-    """A point in both clocks, taken on a stream without other work."""
+    """A point in both clocks, on a stream without other work."""
 
     def __init__(self, stream: Any) -> None:
         self.event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -39,7 +39,6 @@ class _Zero:
         self.time_s = time.perf_counter()
 
     def until(self, event: Any) -> float:
-        """Returns the seconds from this point to a later event."""
         return float(self.event.elapsed_time(event)) / 1e3
 
 
@@ -85,8 +84,9 @@ class CudaStreams:
         self._off_plan(direction)
 
     def _off_plan(self, direction: Queue) -> None:
-        """Wait for a copy that a thread of another queue has issued. Such a copy is on the current stream, after all
-        work issued there."""
+        """Wait for a copy that a thread of another queue has issued: it is on the current stream, after all work
+        there.
+        """
         if self.queue is not direction:
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -146,7 +146,7 @@ class CudaStreams:
         return bool(event.query())
 
     def time_of(self, event: Any) -> float:
-        """Returns the seconds on the host's clock at which the event happened: [Note: two clocks]."""
+        """Returns the event's seconds on the host's clock: [Note: two clocks]."""
         with self._lock:
             after_s = self._zero.until(event)
             following = self._next_zero

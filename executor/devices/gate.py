@@ -54,12 +54,11 @@ class _Pending:
 class Gate:
     """The gate for the memory of payloads, by storage.
 
-    grow: function that gives a payload's storage its memory.
-    shrink: function that takes the memory of a payload's storage away.
+    grow, shrink: give a payload's storage its memory, and take it away.
     held_bytes: bytes of payloads in use.
-    pending_bytes: bytes that were given back and are not yet free.
-    host_waits: number of takes that waited on the host.
-    stream_waits: number of takes that made their stream wait instead.
+    pending_bytes: bytes given back that are not yet free.
+    host_waits: takes that waited on the host.
+    stream_waits: takes that made their stream wait instead.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Gate:
 
     def take(self, payload: torch.Tensor, queue: Queue) -> None:
         """Give the payload its memory, for work that `queue` issues from now on. Raises OutOfMemory where the device
-        has no memory even when all memory given back is free."""
+        has none even when all memory given back is free."""
         key, size = _key(payload), payload.numel() * payload.element_size()
         while True:
             with self._lock:
@@ -107,8 +106,8 @@ class Gate:
             self._wait(queue, oldest)
 
     def give(self, payload: torch.Tensor, queue: Queue) -> None:
-        """Take the payload's memory away once all work issued to `queue` by now has happened. Does nothing for a
-        payload without memory."""
+        """Take the payload's memory away once all work issued to `queue` by now has happened. Does nothing without
+        memory."""
         key = _key(payload)
         with self._lock:
             size = self._held.pop(key, None)
@@ -119,7 +118,7 @@ class Gate:
             self.pending_bytes += size
 
     def room(self, payload_bytes: int, queue: Queue) -> None:
-        """Limit payloads to this many bytes from now on. The caller will use the rest."""
+        """Limit payloads to this many bytes; the caller will use the rest."""
         while True:
             with self._lock:
                 self._room_bytes = payload_bytes
@@ -140,7 +139,7 @@ class Gate:
             self._streams.synchronize(oldest.event)
 
     def abandon(self) -> None:
-        """Free all memory that was given back, without waiting for its events. Call this once the streams are gone."""
+        """Free all memory given back, without its events. Call this once the streams are gone."""
         with self._lock:
             for key in list(self._pending):
                 self._free(key)
@@ -151,8 +150,8 @@ class Gate:
         self.held_bytes += size
 
     def _oldest_in_the_way(self, size: int) -> _Pending | None:
-        """Returns the oldest payload that has to be free before `size` more bytes fit; None if they fit, or if nothing
-        is pending."""
+        """Returns the oldest payload that has to be free before `size` more bytes fit; None if they fit or nothing is
+        pending."""
         if self._room_bytes is None or self.held_bytes + self.pending_bytes + size <= self._room_bytes:
             return None
         return next(iter(self._pending.values()), None)

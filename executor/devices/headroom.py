@@ -31,7 +31,7 @@ class Headroom:
 
     outside_bytes: bytes on the card that are not torch's: the context of this process, other programs.
     workspace_bytes: workspaces of cuBLAS, in torch's memory.
-    least_bytes: bytes kept free in all, where the measured bytes are fewer.
+    least_bytes: bytes kept free in all where fewer were measured.
     """
 
     outside_bytes: int
@@ -44,7 +44,7 @@ class Headroom:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes kept free, of the card or of a run's cap on it. A plan is made without them."""
+        """Bytes kept free of the card, or of a run's cap on it; a plan is made without them."""
         return max(self.least_bytes, self.measured_bytes + FRAGMENT_BYTES)
 
     def __str__(self) -> str:
@@ -56,17 +56,13 @@ class Headroom:
 
 
 def outside_bytes(device: torch.device) -> int:
-    """Returns the bytes in use on the card that torch has not reserved."""
     free, total = torch.cuda.mem_get_info(device)
     return int(total) - int(free) - int(torch.cuda.memory_reserved(device))
 
 
 def measure_room(device: torch.device, *, least_bytes: int = LEAST_BYTES) -> Headroom:
     """Returns the memory that a run leaves free on the card, measured after matrix products forward and backward. Stops
-    the device.
-
-    least_bytes: bytes kept free in all, where the measured bytes are fewer.
-    """
+    the device."""
     torch._C._cuda_clearCublasWorkspaces()  # of earlier products
     products = _multiply(device)  # held: backward's thread holds its last gradients for a moment longer
     torch.cuda.synchronize(device)
@@ -80,7 +76,7 @@ def measure_room(device: torch.device, *, least_bytes: int = LEAST_BYTES) -> Hea
 
 
 def _multiply(device: torch.device) -> list[torch.Tensor]:
-    """Multiplies forward and backward. Returns the tensors that backward's thread may hold."""
+    """Multiply forward and backward. Returns the tensors that backward's thread may hold."""
     tensors: list[torch.Tensor] = []
     with torch.enable_grad():
         for dtype in (torch.float32, torch.bfloat16):

@@ -42,8 +42,8 @@ def is_cuda(device: str) -> bool:
 
 
 def open_backend(device: str, plan: Plan, options: DeviceOptions) -> Backend:
-    """Returns the accelerator of that name: "virtual", "cuda" or "cuda:N". Raises PlanError for a device that is
-    unknown or missing, and for options that the device does not have."""
+    """Returns the accelerator of that name: "virtual", "cuda" or "cuda:N". Raises PlanError for an unknown or missing
+    device, and for options that it does not have."""
     if device != "virtual":
         if options.bandwidth is not None:
             raise PlanError(
@@ -72,11 +72,10 @@ def open_backend(device: str, plan: Plan, options: DeviceOptions) -> Backend:
 
 
 def check_placement(model: nn.Module, device: torch.device) -> torch.device:
-    """Returns the device of the model's parameters, from which they are moved into chunks. Raises ContractError for a
-    model on several devices, or on a device other than the host, meta or the run's.
+    """Returns the device of the model's parameters. Raises ContractError for a model on several devices, or on one
+    other than the host, meta or the run's.
 
-    Build a model on the host: a model worth offloading does not fit the device, and its values go to host chunks
-    anyway. A model that is on the device already is accepted too.
+    Models are built on the host: one worth offloading does not fit the device, and its values go to host chunks anyway.
     """
     found = {parameter.device for parameter in model.parameters()}
     values = {where for where in found if where.type != "meta"}
@@ -92,8 +91,8 @@ def check_placement(model: nn.Module, device: torch.device) -> torch.device:
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> Callable[[], None]:
-    """Move every buffer to the device, a shared buffer once. Returns a function that moves the buffers back, with their
-    values at the time of that call."""
+    """Move every buffer to the device, a shared one once. Returns a function that moves them back, with their values at
+    that time."""
     before: dict[torch.Tensor, torch.device] = {}
 
     def move(to: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -29,7 +29,7 @@ SavedHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 def watch_hooks(where: Any) -> Callable[[], SavedHooks | None]:
     """Wrap the two functions of `where` (torch._C._autograd) so that their calls are counted. Returns a function that
-    returns the hooks in force."""
+    gives the hooks in force."""
     mine = threading.local()
     push, pop = getattr(where, _PUSH), getattr(where, _POP)
 
@@ -55,8 +55,8 @@ def watch_hooks(where: Any) -> Callable[[], SavedHooks | None]:
 
 
 def compiler_watches() -> Callable[[], object] | None:
-    """Returns a function that returns None while the compiler does not watch this thread. Returns None in torch
-    versions without such a function."""
+    """Returns a function that gives None while the compiler does not watch this thread; None in torch versions without
+    one."""
     if not _WATCH_COUNTS:
         return None
     ask: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
@@ -66,7 +66,7 @@ def compiler_watches() -> Callable[[], object] | None:
 if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
 
     def saved_tensor_hooks() -> SavedHooks | None:
-        """Returns (pack, unpack) of the hooks through which tensors saved now go; None without hooks."""
+        """Returns (pack, unpack) of the hooks in force for saved tensors; None without hooks."""
         hooks: SavedHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
         return hooks
 
@@ -102,8 +102,8 @@ def set_allocator(settings: str) -> None:
 
 
 def maps_pages() -> bool:
-    """Returns whether torch and the driver of the current device do what expandable_segments:True asks for. It is tried
-    with one byte, on a stream that has no memory yet."""
+    """Returns whether torch and the current device's driver do what expandable_segments:True asks for, tried with one
+    byte on a stream that has no memory yet."""
     try:
         with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
             torch.empty(1, dtype=torch.uint8, device="cuda")

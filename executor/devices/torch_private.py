@@ -65,8 +65,8 @@ def transforms_running() -> bool:
 
 
 def show_wrapped(look: Callable[[Any], object]) -> None:
-    """Let transforms of torch.func call `look` with each argument before they wrap it: operators get what is in the
-    wrapper without a call of its torch function."""
+    """Let transforms of torch.func call `look` with each argument before they wrap it: operators get the wrapper's
+    content without a call of its torch function."""
     for module, name in ((eager_transforms, "_wrap_tensor_for_grad"), (vmap, "_add_batch_dim")):
         setattr(module, name, _looked_at(getattr(module, name), look))
 
@@ -81,9 +81,9 @@ def _looked_at(wrap: Callable[..., Any], look: Callable[[Any], object]) -> Calla
 
 
 def storage_key(of: torch.Tensor | torch.UntypedStorage) -> int:
-    """Returns the address of the C++ storage of a tensor (or of the given storage). The address is the same for every
-    view, and differs from the address of any other storage as long as this storage lives. Raises NotImplementedError or
-    RuntimeError for a tensor without storage (sparse, ...)."""
+    """Returns the address of the C++ storage of a tensor (or of the given storage): the same for every view, and unique
+    as long as the storage lives. Raises NotImplementedError or RuntimeError for a tensor without storage (sparse, ...).
+    """
     storage = of.untyped_storage() if isinstance(of, torch.Tensor) else of
     return int(storage._cdata)
 
@@ -105,8 +105,8 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Returns name -> parameter that the module itself owns, None where it registered none. It is the module's own
-    dict: writing to it changes the module."""
+    """Returns name -> parameter that the module itself owns, None where it registered none. Writing to it changes the
+    module."""
     return module._parameters
 
 
@@ -132,8 +132,8 @@ def node_class(function: type[torch.autograd.Function]) -> type:
 
 
 def backward_from(roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
-    """Run backward from tensors and from edges of a graph, each with its gradient. `torch.autograd.backward` takes
-    edges from torch 2.7 on."""
+    """Run backward from tensors and edges of a graph, each with its gradient. `torch.autograd.backward` takes edges
+    from torch 2.7 on."""
     torch.autograd.graph._engine_run_backward(
         tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
@@ -143,14 +143,14 @@ _CALL = "_call_impl"
 
 
 def call_of(module: nn.Module) -> Callable[..., Any]:
-    """Returns the function that `module(...)` calls, which runs the hooks and the forward. A wrapper of this function,
-    unlike a wrapper of `forward`, has the hooks inside."""
+    """Returns the function that `module(...)` calls, which runs the hooks and the forward. Unlike a wrapper of
+    `forward`, a wrapper of it has the hooks inside."""
     found: Callable[..., Any] = getattr(module, _CALL)
     return found
 
 
 def replace_call(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
-    """Let `module(...)` call this function instead. Returns a function that undoes the replacement."""
+    """Let `module(...)` call this function instead. Returns a function that undoes this."""
     return override(module, _CALL, call)
 
 
@@ -185,14 +185,13 @@ def default_store() -> Any:
 
 
 def limit_nccl(options: Any, limit: timedelta) -> None:
-    """Limit the seconds that a collective may take. NCCL's group takes the limit only in its options."""
+    """Limit the seconds of a collective; NCCL's group takes the limit only in its options."""
     options._timeout = limit
 
 
 def modes_of_thread() -> contextlib.AbstractContextManager[None]:
-    """Returns a context with torch's settings of the calling thread, to be entered once in another thread: grad mode,
-    autocast, dispatch modes and function modes (a default device is a function mode), the current CUDA device and
-    stream."""
+    """Returns a context with the calling thread's settings of torch, to be entered once in another thread: grad mode,
+    autocast, dispatch and function modes (a default device is one), the current CUDA device and stream."""
     grad = torch.is_grad_enabled()
     casts = [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())

@@ -96,8 +96,8 @@ class _Stream:
 class VirtualStreams(VirtualBackend):
     """An accelerator in host memory whose copies happen later. Arguments as for VirtualBackend, and:
 
-    delays(queue): called before each piece of work; returns the seconds that the queue's stream waits. For compute, the
-        delay of its events.
+    delays(queue): called before each piece of work; returns the seconds that the stream waits (for compute: the delay
+        of its events).
     poison: whether memory that is taken holds NaN, so that a read before the copy shows.
     """
 

@@ -56,8 +56,8 @@ class Arena:
         self._buffer_bytes = self._ledger.used_bytes(Place.GPU)  # buffers of modules: no payloads, on the gpu for good
 
     def allocate_slabs(self) -> None:
-        """Allocate all host memory at once; call `check_host_memory` before. Raises DoesNotFit if the system still
-        refuses some of it, and gives the rest back."""
+        """Allocate all host memory at once; call `check_host_memory` before. Raises DoesNotFit, and gives the rest
+        back, if the system still refuses some."""
         self.backend.begin(self.plan)
         self.slabs.allocate()
 
@@ -96,12 +96,11 @@ class Arena:
         return self._ledger.holds(resident.chunk, resident.list, resident.place)
 
     def elsewhere(self, place: Place, chunk: int, list_name: str) -> Place | None:
-        """Returns another place that holds the list; None if there is none."""
+        """Returns another place that holds the list; None without one."""
         return next((p for p in PLACES if p is not place and self.has(p, chunk, list_name)), None)
 
     @property
     def present(self) -> frozenset[Resident]:
-        """All payloads that have memory now."""
         with self._lock:
             return self._ledger.residents
 
@@ -114,8 +113,8 @@ class Arena:
         return self._ledger.room_bytes(Place.GPU)
 
     def take(self, place: Place, chunk: int, list_name: str) -> None:
-        """Give a payload its memory. Raises PlanError if the payload has memory already, or if the place would exceed
-        its budget. Raises OutOfMemory if the accelerator refuses the memory (nothing has changed then)."""
+        """Give a payload its memory. Raises PlanError if it has memory already or the place would exceed its budget,
+        OutOfMemory (with nothing changed) if the accelerator refuses."""
         ledger = self._ledger
         with self._lock:
             size = ledger.claim(chunk, list_name, place)
@@ -135,8 +134,8 @@ class Arena:
             ledger.hold(chunk, list_name, place)
 
     def flush(self) -> None:
-        """Return when all memory given back on the gpu is free. Where work is issued ahead, this waits for the last use
-        of the memory."""
+        """Return when all memory given back on the gpu is free. Where work is issued ahead, this waits for its last
+        use."""
         if self.backend.streams is not None:
             self.backend.streams.gate.flush()
 
@@ -152,7 +151,7 @@ class Arena:
         return OutOfMemory(what=what, asked_bytes=size, payload_bytes=payload, other_bytes=other, limit_bytes=limit)
 
     def free(self, place: Place, chunk: int, list_name: str) -> None:
-        """Take a payload's memory away. Raises PlanError if the payload has none."""
+        """Take a payload's memory away. Raises PlanError if it has none."""
         with self._lock:
             self._ledger.begin_release(chunk, list_name, place)
         if place is Place.GPU:
@@ -161,8 +160,8 @@ class Arena:
             self.log.note(place, -self._ledger.end_release(chunk, list_name, place), chunk, list_name)
 
     def mend(self) -> None:
-        """Repair the arena after an interruption inside `take` or `free`; nothing may move meanwhile. The payload that
-        was being taken or freed has no memory then, and the bytes are counted anew."""
+        """Repair the arena after an interruption inside `take` or `free`; nothing may move meanwhile. The payload in
+        question then has no memory, and the bytes are counted anew."""
         for resident in self._ledger.unfinished:
             if resident.place is Place.GPU:
                 self.payloads.give(resident.chunk, resident.list)
@@ -171,13 +170,11 @@ class Arena:
         self.payloads.recount()
 
     def tide(self, word: str, moment: int, size_bytes: int) -> None:
-        """Mark the moment in the log, then call `set_tide`."""
         self.log.mark(word, moment)
         self.set_tide(size_bytes)
 
     def set_tide(self, size_bytes: int) -> None:
-        """Set the non-model bytes for which the gpu leaves room from now on. Raises PlanError if there is not enough
-        room."""
+        """Set the non-model bytes for which the gpu leaves room from now on. Raises PlanError without enough room."""
         if size_bytes == self._ledger.tide_bytes:  # only the compute queue changes it
             return
         with self._lock:
@@ -197,8 +194,7 @@ def check_gpu_memory(plan: Plan, backend: Backend, worst_bytes: int) -> None:
     """Raise DoesNotFit, before anything is allocated, if the accelerator has less memory than the plan can hold at
     once, including the scratch memory of updates on the gpu (`adam.scratch_bytes`).
 
-    worst_bytes: the most in any legal interleaving (the checker's), or the plan's budget where the checker's is not
-        known.
+    worst_bytes: the checker's most in any legal interleaving; the plan's budget where that is not known.
     """
     available = backend.available_gpu_bytes()
     if backend.device.type != "cpu":  # else the accelerator's memory is host memory
@@ -227,7 +223,7 @@ def check_host_memory(
 
     available_bytes: bytes that the process can still take.
     gpu_is_host: whether the virtual accelerator's memory is host memory too.
-    model_bytes: bytes of the loaded parameters, which are freed while they move into their chunks.
+    model_bytes: bytes of the loaded parameters, freed while they move into their chunks.
     processes: number of ranks on this host, each with the same needs.
     """
     permanent = sum(

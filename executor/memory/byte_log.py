@@ -16,11 +16,9 @@ __all__ = ["ByteChange", "ByteLog"]
 class ByteChange(NamedTuple):
     """`place` holds `change` more bytes of `category` from `time_s` on.
 
-    chunk: chunk of the bytes; -1 for a change that a moment makes.
-    list: list of the bytes; "" for a change that a moment makes.
+    chunk, list: those of the bytes; -1 and "" for a change that a moment makes.
     mark: the compute queue's last mark in the log (`ByteLog.mark`).
-    at_end: whether the change happens when its step or moment ends. Otherwise it happens when the step begins, or at
-        the mark.
+    at_end: whether the change happens when its step or moment ends, else when the step begins or at the mark.
     """
 
     time_s: float
@@ -33,14 +31,13 @@ class ByteChange(NamedTuple):
     at_end: bool = False
 
     def at(self, time_s: float) -> ByteChange:
-        """Returns the same change at another time."""
         return self._replace(time_s=time_s)
 
 
 class ByteLog:
     """The changes of bytes of one arena.
 
-    lock: lock under which the ledger changes; the caller of `note` holds it.
+    lock: the ledger's; the caller of `note` holds it.
     clock: gives seconds.
 
     Attributes:
@@ -64,7 +61,6 @@ class ByteLog:
         self._append(self._clock(), place, category, change, chunk, list_name, self._mark, change < 0)
 
     def note_tide(self, change: int) -> None:
-        """Note that the gpu holds `change` more bytes of non-model data."""
         self._append(self._clock(), Place.GPU, NON_MODEL, change, -1, "", self._mark, False)
 
     def category(self, place: Place, chunk: int, list_name: str) -> str:
@@ -113,8 +109,7 @@ class ByteLog:
             return len(self.changes), self._ledger.held_bytes(Place.GPU)
 
     def mark(self, word: str, moment: int) -> None:
-        """Mark the compute queue's present work: ("in", m) during moment m, ("after", m) between m and the next
-        moment."""
+        """Mark the compute queue's work: ("in", m) during moment m, ("after", m) between m and the next moment."""
         self._mark = (word, moment)
         if self.marks is not None:
             self.marks.append((len(self.changes), word, moment))

@@ -16,8 +16,7 @@ __all__ = ["Categories"]
 class Categories:
     """The categories of one arena's payloads. Payloads without memory have none, and changes of theirs are not noted.
 
-    lock: lock under which the ledger changes.
-    log: log of the changes.
+    lock: the ledger's.
     """
 
     def __init__(self, plan: Plan, ledger: Ledger, lock: threading.Lock, log: ByteLog) -> None:

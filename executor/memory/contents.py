@@ -54,7 +54,6 @@ class Contents:
         self._copy = arena.backend.copy
 
     def begin(self, step: Step) -> None:
-        """Take the memory that the step takes at its start."""
         taken = takes(step)
         if taken is not None and not (taken.lenient and self.arena.has_resident(taken.resident)):
             self.arena.take(taken.resident.place, taken.resident.chunk, taken.resident.list)
@@ -62,7 +61,7 @@ class Contents:
     def work(self, step: Step, update: Update | None, norms: Norms) -> None:
         """Do the work of the step.
 
-        update: the update of the step's iteration; Adam steps need it.
+        update: of the step's iteration; Adam steps need it.
         norms: see `Update.coefficient`.
         """
         kind, chunk = step.kind, step.chunk
@@ -98,7 +97,6 @@ class Contents:
             payload.zero_()
 
     def finish(self, step: Step) -> None:
-        """Free the memory that the step frees at its end."""
         freed = frees(step)
         if freed is not None and (not freed.lenient or self.arena.has_resident(freed.resident)):
             self.release(freed.resident.place, freed.resident.chunk, freed.resident.list)
@@ -109,7 +107,7 @@ class Contents:
         return step.list
 
     def _in_fp32(self, step: Step) -> bool:
-        """Returns whether a list of 2 bytes per parameter crosses the link as fp32, as in some published systems. Parts
+        """Returns whether a list of 2 bytes per parameter crosses the link as fp32, as in some published systems; parts
         do not."""
         assert step.chunk is not None
         return step.part is None and step.bytes != self.layout.payload_bytes(step.chunk, self._list(step))
@@ -118,9 +116,9 @@ class Contents:
         self, chunk: int, list_name: str, elements: tuple[int, int] | None = None, *, in_fp32: bool = False
     ) -> None:
         """Copy a list from the host to the gpu, or a part of an updated working list. The part has to be updated
-        already, the parts after it need not be. After the last part the list on the gpu is current.
+        already; after the last part the list on the gpu is current.
 
-        elements: first element of the part, and the element behind its last; None: the whole list.
+        elements: (first, behind the last) of the part; None: the whole list.
         in_fp32: whether parameters cross the link as fp32 and are cast afterwards.
         """
         self._require_fetchable(chunk, list_name, elements)
@@ -178,7 +176,7 @@ class Contents:
     ) -> None:
         """Copy some elements.
 
-        lists: the list that is written, and the place and the list that is read.
+        lists: the list written, and the place and list read.
         """
         arena, queue, (written, source, read), (first, end) = self.arena, TOWARDS[target], lists, elements
         copy = arena.backend.copy_in_fp32 if in_fp32 else self._copy
@@ -186,8 +184,8 @@ class Contents:
         arena.backend.fence(queue)
 
     def _now_on_gpu(self, chunk: int, list_name: str) -> None:
-        """Note that the gpu has the same content of a list as the host. Gradients in the list belong to the gpu from
-        now on, for their update there; the values cannot be read."""
+        """Note that the gpu has the same content of a list as the host. Its gradients belong to the gpu from now on,
+        for their update there; the values cannot be read."""
         state = self.chunks[chunk]
         waiting = state.where(HOST, list_name)
         self.arena.categories.copied(HOST, GPU, chunk, list_name)
@@ -206,10 +204,10 @@ class Contents:
     def write_back(
         self, chunk: int, list_name: str, elements: tuple[int, int] | None = None, *, in_fp32: bool = False
     ) -> None:
-        """Copy a list from the gpu to the host, or a part of a list of gradients. Gradients in the list belong to the
-        host after the last part.
+        """Copy a list from the gpu to the host, or a part of a list of gradients. Its gradients belong to the host
+        after the last part.
 
-        elements: first element of the part, and the element behind its last; None: the whole list.
+        elements: as for `fetch`.
         """
         arena, state = self.arena, self.chunks[chunk]
         if not arena.has(GPU, chunk, list_name):
@@ -225,8 +223,9 @@ class Contents:
             self._now_on_host(chunk, list_name)
 
     def _now_on_host(self, chunk: int, list_name: str) -> None:
-        """Note that the host has the same content of a list as the gpu. Gradients in the list belong to the host from
-        now on."""
+        """Note that the host has the same content of a list as the gpu. Its gradients belong to the host from now
+        on.
+        """
         arena, state = self.arena, self.chunks[chunk]
         leaving, there = state.where(GPU, list_name), state.where(HOST, list_name)
         arena.categories.copied(GPU, HOST, chunk, list_name)
@@ -252,8 +251,8 @@ class Contents:
 
     def end_parts(self) -> None:
         """Leave nothing in parts, for code that works on whole lists: end the updates that have begun, and give up the
-        lists of which only parts have come to the gpu. Only while the queues are paused, and if they do not go on with
-        the iteration."""
+        lists of which only parts have come to the gpu. Only while the queues are paused and will not go on with the
+        iteration."""
         for chunk, state in enumerate(self.chunks):
             update, end = state.update_in_parts, self.layout.slice_numel(chunk)
             if isinstance(update, Update):
@@ -265,7 +264,7 @@ class Contents:
                 self.free_hollow(chunk)
 
     def release(self, place: Place, chunk: int, list_name: str) -> None:
-        """Give the payload's memory back. Raises PlanError if its contents have no other copy."""
+        """Give the payload's memory back. Raises PlanError if there is no other copy."""
         state = self.chunks[chunk]
         if state.where(place, list_name):
             raise PlanError(f"{list_name} of chunk {chunk} would be freed on the {place.value} with gradients in it")

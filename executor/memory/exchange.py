@@ -21,7 +21,7 @@ GPU = Place.GPU
 
 
 class SliceWire(Protocol):
-    """The collectives between ranks that payloads need. `distributed.collectives`, above this floor, has them."""
+    """The collectives that payloads need; `distributed.collectives`, above this floor, has them."""
 
     def gather(self, flat: torch.Tensor) -> object: ...
 
@@ -33,7 +33,7 @@ class SliceWire(Protocol):
 class Exchange:
     """Exchanges with the other ranks.
 
-    wire: connection to the other ranks; None on one rank.
+    wire: None on one rank.
 
     Attributes:
         summed_norms: tensor -> norm of (this rank's part of) the latest sum of its gradient over the ranks.
@@ -77,7 +77,7 @@ class Exchange:
     def put_together(self, chunk: int, slices: torch.Tensor) -> None:
         """Fill in the parameters of the other ranks, from host memory.
 
-        slices: [ranks, bytes of a slice]; this rank's own slice is included and is not read.
+        slices: [ranks, bytes of a slice]; this rank's own is not read.
         """
         state, backend, size = self.chunks[chunk], self.arena.backend, self.arena.layout.slice_numel(chunk)
         self._require_own(chunk)
@@ -128,8 +128,7 @@ class Exchange:
         self.arena.backend.issue(note)
 
     def joined(self, tensor: int, part: torch.Tensor) -> torch.Tensor:
-        """Returns a flat copy of a whole tensor, in host memory, joined from the ranks' parts. Every rank has to call
-        it."""
+        """Returns a whole tensor, flat, in host memory, joined from the ranks' parts. Every rank calls it."""
         if not self.arena.sliced:
             return part.to("cpu", copy=True)
         sizes = self.slots.parts_of_ranks(tensor)

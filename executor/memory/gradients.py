@@ -35,8 +35,8 @@ class ChunkGradients:
         self._most = Counter(chunk_of[t] for t in set().union(*arena.plan.workload.gradients))
 
     def accept(self, tensor: int, gradient: torch.Tensor, list_name: str) -> None:
-        """Move a gradient that just became final into `list_name` of its chunk on the gpu. The gradient is added to an
-        earlier gradient in the slot."""
+        """Move a gradient that just became final into `list_name` of its chunk on the gpu. It is added to an earlier
+        gradient in the slot."""
         chunk, arena = self.slots.chunk_of(tensor), self.arena
         if not arena.has(GPU, chunk, list_name):
             raise PlanError(
@@ -61,8 +61,7 @@ class ChunkGradients:
             self.chunks[chunk].ahead.add("grad32")
 
     def _slot(self, tensor: int, list_name: str) -> torch.Tensor:
-        """Returns the slot on the gpu, in the shape of the tensor. Each slot is made once: views stay valid whether the
-        payload has memory or not."""
+        """Returns the slot on the gpu, in the shape of the tensor. It is made once: views stay valid without memory."""
         found = self._slots.get((tensor, list_name))
         if found is None:
             shape = self.arena.plan.workload.tensors[tensor].shape
@@ -70,7 +69,7 @@ class ChunkGradients:
         return found
 
     def put(self, chunk: int, mine: set[int], tensor: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add the gradient to the slot, or overwrite the slot if it is the first gradient there.
+        """Add the gradient to the slot; the first one there overwrites it.
 
         mine: tensors that have a gradient in the slot's list.
         """
@@ -84,12 +83,11 @@ class ChunkGradients:
             target.copy_(gradient)
 
     def norm(self, tensor: int) -> torch.Tensor:
-        """Returns the norm, in fp32, of a tensor's gradient in any list. Raises PlanError if the tensor has no gradient
-        or has it in two parts.
+        """Returns the norm, in fp32, of a tensor's gradient in any list. Raises PlanError if it has none, or in two
+        parts.
 
         A sum on its way to the gpu for an update there is read on the host, which still has it: the reader is not
-        ordered after the queue that copies the sum. (A sum to which a moment has added since is on the gpu alone.)
-        """
+        ordered after the queue that copies the sum. (A sum to which a moment has added since is on the gpu alone.)"""
         chunk = self.slots.chunk_of(tensor)
         state = self.chunks[chunk]
         parts = {where for where, mine in list(state.gradients.items()) if tensor in mine}
@@ -110,7 +108,7 @@ class ChunkGradients:
 
     def fold(self, chunk: int, place: Place) -> str | None:
         """Returns the list that holds all gradients of the chunk at the place, after folding the last gradient into
-        grad32. Returns None without any gradient."""
+        grad32; None without any."""
         state = self.chunks[chunk]
         mine = {name: state.where(place, name) for name in GRADIENT_LISTS}
         filled = [name for name in GRADIENT_LISTS if mine[name]]
@@ -127,11 +125,10 @@ class ChunkGradients:
         return "grad32"
 
     def fold_part(self, chunk: int, elements: tuple[int, int]) -> tuple[str | None, set[int]]:
-        """Returns the list that holds all gradients of some elements of the chunk on the host, after folding the last
-        gradients into grad32 there, and the tensors of the chunk that have a gradient. Returns None without any
+        """Do the same as `fold` for some elements on the host. Also returns the tensors of the chunk that have a
         gradient. Gradients that still count as on the gpu are on the host as far as these elements go.
 
-        elements: first element, and the element behind the last.
+        elements: (first, behind the last).
         """
         state = self.chunks[chunk]
         mine = {name: state.where(GPU, name) | state.where(HOST, name) for name in GRADIENT_LISTS}
@@ -144,7 +141,7 @@ class ChunkGradients:
     def _add_up(self, chunk: int, place: Place, mine: Mapping[str, set[int]], elements: tuple[int, int]) -> None:
         """Add some elements of grad and param to grad32.
 
-        mine: list -> tensors with a gradient in the list. The tensors of grad32 become all tensors with a gradient.
+        mine: list -> tensors with a gradient in the list. Those of grad32 become all of them.
         """
         sums, total, (first, end) = mine["grad32"], self.arena.at(place, chunk, "grad32"), elements
         for name in ("grad", "param"):

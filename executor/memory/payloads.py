@@ -29,8 +29,8 @@ def dtype_of(layout: Layout, chunk: int, list_name: str) -> torch.dtype:
 
 
 class GpuPayloads:
-    """Payloads on the gpu: one storage for each (chunk, list), or on several ranks a pair of storages (`slices.py`).
-    Takes and gives may come from any thread.
+    """Payloads on the gpu: a storage per (chunk, list), or on several ranks a pair (`slices.py`). Takes and gives may
+    come from any thread.
 
     Attributes:
         peak_transient_bytes: [Note: what a slice moves through] in slices.py; 0 on one rank.
@@ -50,8 +50,8 @@ class GpuPayloads:
         self._turn = threading.Lock()  # held while a payload changes between slice and whole
 
     def at(self, chunk: int, list_name: str) -> torch.Tensor:
-        """Returns the payload as a flat tensor [numel], with or without memory. With several ranks it is this rank's
-        slice, in the storage where the slice is now."""
+        """Returns the payload as a flat tensor [numel], with or without memory. On several ranks it is this rank's
+        slice, in the storage where that is now."""
         if self.sliced and list_name in OTHERS_OF:
             return self._pair(chunk, list_name).own
         key = (chunk, list_name)
@@ -93,7 +93,7 @@ class GpuPayloads:
             self.peak_transient_bytes = max(self.peak_transient_bytes, self._transient_bytes)
 
     def take(self, chunk: int, list_name: str) -> None:
-        """Give the payload its memory. Raises OutOfMemory or torch.OutOfMemoryError; nothing has changed then."""
+        """Give the payload its memory. Raises OutOfMemory or torch.OutOfMemoryError, with nothing changed."""
         if not self.sliced or (list_name not in OTHERS_OF and list_name not in OTHERS):
             self.backend.take(self.at(chunk, list_name))
         elif list_name in OTHERS:
@@ -102,7 +102,6 @@ class GpuPayloads:
             self._pair(chunk, list_name).take_own()
 
     def give(self, chunk: int, list_name: str) -> None:
-        """Take the payload's memory away."""
         if not self.sliced or (list_name not in OTHERS_OF and list_name not in OTHERS):
             self.backend.give(self.at(chunk, list_name))
         elif list_name in OTHERS:
@@ -132,7 +131,7 @@ class HostSlabs:
         self._payloads: dict[tuple[int, str], torch.Tensor] = {}
 
     def allocate(self) -> None:
-        """Allocate all slabs at once. Raises DoesNotFit if the system refuses some, and gives the others back."""
+        """Allocate all slabs: see `Arena.allocate_slabs`."""
         slabs: list[torch.Tensor] = []
         try:
             for size in self.room.slab_bytes:

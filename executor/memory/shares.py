@@ -21,8 +21,6 @@ GPU, HOST = Place.GPU, Place.HOST
 class Shares:
     """Gradients tensor by tensor.
 
-    contents: contents of the plan's chunks.
-
     Attributes:
         kept: tensor -> its gradient, in host memory of its own, where no list of its chunk could take it.
     """
@@ -32,7 +30,7 @@ class Shares:
         self.kept: dict[int, torch.Tensor] = {}
 
     def waits_in(self, chunk: int) -> str | None:
-        """Returns the list on the host that takes gradients of the chunk until the update; None if there is none."""
+        """Returns the list on the host that takes gradients of the chunk until the update; None without one."""
         has = self.contents.arena.has
         if has(HOST, chunk, "grad32"):
             return "grad32"
@@ -77,8 +75,8 @@ class Shares:
     def leave_gpu(self, chunk: int, list_name: str, *, restored: bool) -> None:
         """Move every gradient in the list on the gpu to the host.
 
-        restored: whether each slot of a working list gets its parameter back from the master copy at once; if not, the
-            copy on the gpu is no longer current.
+        restored: whether each slot of a working list gets its parameter back from the master copy at once; else the
+            copy on the gpu is not current any more.
         """
         contents = self.contents
         state = contents.chunks[chunk]
@@ -107,8 +105,8 @@ class Shares:
                 state.adding = False
 
     def kept_to_param(self, tensor: int, place: Place) -> None:
-        """Copy a kept gradient over its parameter in the working list at the place. The parameter is not needed any
-        more: the update that follows writes it anew."""
+        """Copy a kept gradient over its parameter in the working list at the place. The update that follows writes the
+        parameter anew."""
         contents = self.contents
         mine = contents.chunks[contents.slots.chunk_of(tensor)].where(place, "param")
         target = contents.slots.at(place, tensor, "param")
@@ -120,6 +118,5 @@ class Shares:
         del self.kept[tensor]
 
     def forget(self) -> None:
-        """Drop every gradient."""
         self.contents.gradients.forget()
         self.kept.clear()

@@ -48,8 +48,7 @@ class SlicePart:
 
 
 def part_of(layout: Layout, chunk: int, offset: int, numel: int, rank: int) -> SlicePart:
-    """Returns the part of a tensor that is in the rank's slice. The tensor lies at [offset, offset + numel) of its
-    chunk."""
+    """Returns the part, in the rank's slice, of a tensor at [offset, offset + numel) of its chunk."""
     size = layout.slice_numel(chunk)
     begin = rank * size if layout.ranks > 1 else 0
     first, last = max(offset, begin), min(offset + numel, begin + size)
@@ -59,8 +58,8 @@ def part_of(layout: Layout, chunk: int, offset: int, numel: int, rank: int) -> S
 
 
 class Steady:
-    """A lock per chunk. Inside, the chunk's own slices stay where they are, and the work that queues issue runs in the
-    order in which it was issued. See [Note: slices on streams]. The thread that holds the lock may enter it again."""
+    """A lock per chunk. Inside, the chunk's own slices stay where they are, and work of the queues runs in the order of
+    issue. See [Note: slices on streams]. The thread that holds the lock may enter it again."""
 
     def __init__(self, backend: Backend) -> None:
         self._lock = threading.RLock()
@@ -172,7 +171,6 @@ class GpuPayload:
         self._backend.issue(lambda: target.copy_(source))
 
     def give(self) -> None:
-        """Give all memory back."""
         with self._steady:
             self._backend.give(self._alone)
             self._backend.give(self.whole)

@@ -17,7 +17,7 @@ class Slots:
     """The positions of tensors in the lists of their chunks.
 
     Attributes:
-        parts: tensor -> the part of the tensor in this rank's slice of its chunk.
+        parts: tensor -> its part in this rank's slice of its chunk.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -34,19 +34,20 @@ class Slots:
         return self._slot[tensor][0]
 
     def at(self, place: Place, tensor: int, list_name: str) -> torch.Tensor:
-        """Returns a flat view of one tensor's part of a list of its chunk. On several ranks the view has only the
-        elements in this rank's slice, possibly none."""
+        """Returns a flat view of one tensor's part of a list of its chunk. On several ranks it has only the elements in
+        this rank's slice, possibly none."""
         chunk, part = self._slot[tensor][0], self.parts[tensor]
         return self.arena.at(place, chunk, list_name)[part.offset : part.offset + part.numel]
 
     def source(self, tensor: int, list_name: str) -> torch.Tensor:
-        """Returns the same view in the first place that has the list: on the host where both places have it."""
+        """Returns the same view in the first place that has the list: the host where both have it."""
         chunk = self._slot[tensor][0]
         return self.at(next(p for p in PLACES if self.arena.has(p, chunk, list_name)), tensor, list_name)
 
     def whole(self, tensor: int, list_name: str) -> torch.Tensor:
-        """Returns a flat view of a whole tensor in "param" or "grad" on the gpu, where the other ranks' slices are
-        present."""
+        """Returns a flat view of a whole tensor in "param" or "grad" on the gpu, with the other ranks' slices
+        present.
+        """
         chunk, offset, numel = self._slot[tensor]
         return self.arena.payloads.whole(chunk, list_name)[offset : offset + numel]
 

@@ -33,15 +33,14 @@ class Update:
     iteration begins).
 
     max_grad_norm: None without clipping.
-    norms: norm of each gradient, taken where the gradient arrived (one micro-batch only).
+    norms: norm of each gradient, taken where it arrived (one micro-batch only).
     unscale: factor of the gradients that undoes loss scaling.
     skip: whether a gradient overflowed, so that Adam steps leave values, states and step counts as they are and drop
         the gradients.
-    unused: tensors without a gradient on any rank, whose gradient was taken for zero; they are left as they are.
-    agree: turns the norm of the gradients that this rank holds into the norm over all ranks; None where this rank holds
-        all gradients.
-    streams: the accelerator, if work is issued to it ahead of time; else None. With `streams`, a coefficient from a
-        host queue's thread is a number on the host, and code that copies a coefficient from the gpu waits for the event
+    unused: tensors without a gradient on any rank (taken for zero), which are left as they are.
+    agree: turns the norm over this rank's gradients into the norm over all ranks; None where this rank holds all.
+    streams: the accelerator, if work is issued to it ahead of time; else None. With it, a coefficient from a host
+        queue's thread is a number on the host, and code that copies a coefficient from the gpu waits for the event
         behind it.
     """
 
@@ -62,7 +61,7 @@ class Update:
     def coefficient(self, norms: Norms) -> torch.Tensor | None:
         """Returns the factor of every gradient; None without clipping and scaling.
 
-        norms: returns the norms of the gradients that this rank holds; called once, by the first caller.
+        norms: returns the norms of this rank's gradients; called once, by the first caller.
         """
         if self.max_grad_norm is None and self.unscale == 1.0:
             return None
@@ -79,8 +78,7 @@ class Update:
             return self._coefficient
 
     def _settle(self) -> None:
-        """Read the coefficient, or record the event behind it (see the class). The thread that issued the coefficient
-        calls this."""
+        """Read the coefficient, or record the event behind it (see the class), in the thread that issued it."""
         if self.streams is None:
             return
         assert self.norm is not None and self._coefficient is not None
@@ -90,8 +88,8 @@ class Update:
             self._ready = self.streams.record(self.streams.queue)
 
     def coefficient_on(self, device: torch.device, norms: Norms) -> torch.Tensor | None:
-        """Returns the coefficient for an update on that device. A scalar on the host is an argument of the kernel. A
-        scalar on the gpu comes to the host once, for the thread that updates there."""
+        """Returns the coefficient for an update on that device. A scalar on the host is an argument of the kernel; one
+        on the gpu comes to the host once, for the thread that updates there."""
         scale = self.coefficient(norms)
         if scale is None or scale.device == device or scale.device.type == "cpu":
             return scale
@@ -140,7 +138,7 @@ class Updating:
         working list at the place becomes current. Raises PlanError where a list or a gradient of the chunk is
         elsewhere.
 
-        elements: first element of a part, which is updated on the host, and the element behind its last; None: all.
+        elements: (first, behind the last) of a part, which is updated on the host; None: all.
         """
         if elements is None:
             self._adam(chunk, place, update, norms)
@@ -169,7 +167,7 @@ class Updating:
     def _update(self, chunk: int, place: Place, source: str, update: Update, norms: Norms) -> None:
         """Update the chunk.
 
-        source: the list that holds all gradients of the chunk.
+        source: the list of all its gradients.
         """
         state, mine = self.chunks[chunk], self.chunks[chunk].where(place, source)
         scale = update.coefficient_on(self.arena.at(place, chunk, MASTER_LIST).device, norms)
@@ -186,9 +184,9 @@ class Updating:
         state.updating = False
 
     def _adam_part(self, chunk: int, elements: tuple[int, int], update: Update, norms: Norms) -> None:
-        """Update some elements of the chunk on the host. Their gradients are there; those of other elements may still
-        be on their way, so that the chunk's gradients count as on the gpu until all have arrived. The update counts
-        once all elements are updated. Elements without a gradient keep their values."""
+        """Update some elements of the chunk on the host. Their gradients are there; others may be on their way, so that
+        the chunk's gradients count as on the gpu until all have arrived. The update counts once all elements are
+        updated. Elements without a gradient keep their values."""
         arena, state, (first, end) = self.arena, self.chunks[chunk], elements
         ends = end == arena.layout.slice_numel(chunk)
         if first != state.updated:
@@ -227,8 +225,8 @@ class Updating:
         """Run AdamW on some elements of the master copy.
 
         source: the list of the gradients.
-        mine: tensors that have a gradient. Elements of other tensors keep their values.
-        elements: first element, and the element behind the last.
+        mine: tensors that have a gradient; others keep their values.
+        elements: (first, behind the last).
         """
         arena, row, (first, end) = self.arena, self.arena.layout.chunks[chunk], elements
         parts = [(s.tensor, self.slots.parts[s.tensor]) for s in row.slots]

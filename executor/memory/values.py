@@ -21,8 +21,8 @@ GPU = Place.GPU
 class ParameterValues:
     """The places where parameter values are current.
 
-    changed(chunk, tensors): called whenever these tensors of the gpu's working list of a chunk (None: all of them)
-        become, or cease to be, readable.
+    changed(chunk, tensors): called when these tensors (None: all) of the gpu's working list become, or cease to be,
+        readable.
     """
 
     def __init__(self, arena: Arena, slots: Slots, chunks: Sequence[ChunkState], changed: Callable[..., None]) -> None:
@@ -46,7 +46,7 @@ class ParameterValues:
 
     def source(self, chunk: int, tensors: Collection[int]) -> tuple[Place, str]:
         """Returns (place, list) of the current values of these tensors of the chunk: the working list, or the master
-        copy, of which the working list is a cast. Raises PlanError if no place has them."""
+        copy, of which the working list is a cast. Raises PlanError if none has them."""
         state = self.chunks[chunk]
         for place in PLACES:
             if place in state.current and state.where(place, "param").isdisjoint(tensors):
@@ -63,8 +63,7 @@ class ParameterValues:
         self._cast(place, chunk, lambda where, list_name: at(where, tensor, list_name))
 
     def rewrite(self, place: Place, chunk: int) -> None:
-        """Rewrite the working list at the place from the master copy, which may be at another place. Raises PlanError
-        if there is no master copy."""
+        """Do the same as `restore` for the whole working list. Raises PlanError without a master copy."""
         self._cast(place, chunk, lambda where, list_name: self.arena.at(where, chunk, list_name))
         self.chunks[chunk].current.add(place)
         self.changed(chunk)

@@ -47,8 +47,7 @@ FROM_HALF = {"softmax.int": aten._softmax.default, "log_softmax.int": aten._log_
 @contextlib.contextmanager
 def rules_of(device: str) -> Iterator[None]:
     """Inside this context autocast treats tensors of the CPU by the rules of the device ("cuda"; any other: the CPU's
-    own), and whatever switches autocast of the device on or off does so for tensors of the CPU. See [Note: rules of
-    autocast]."""
+    own), and switches of the device's autocast act on tensors of the CPU. See [Note: rules of autocast]."""
     if device != "cuda":
         yield
         return
@@ -122,8 +121,8 @@ def _is_cast(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _switched_as_the_cpu(device: str) -> Iterator[None]:
-    """Inside this context torch's switches of the device's autocast are those of the CPU's. Where torch has no such
-    device, they are left alone: torch.autocast switches it off there, whatever it is asked for."""
+    """Inside this context torch's switches of the device's autocast are those of the CPU's. They are left alone where
+    torch has no such device: torch.autocast switches it off there in any case."""
     if not torch.cuda.is_available():
         yield
         return

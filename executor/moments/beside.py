@@ -24,8 +24,8 @@ __all__ = ["note_of", "runs_beside", "tensors_beside"]
 
 @contextlib.contextmanager
 def runs_beside(model: nn.Module, on_call: Callable[[nn.Module], None]) -> Iterator[Iterable[nn.Module]]:
-    """Inside this context, calls `on_call` before the first call of each module that is no part of the model and has
-    parameters or buffers; not for the modules inside it. Yields these modules, those that are still alive."""
+    """Inside this context, calls `on_call` before the first call of each module beside the model that has parameters or
+    buffers (not of the modules inside it). Yields those still alive."""
     inside = {id(part) for part in model.modules()}
     own = {id(tensor) for tensor in itertools.chain(model.parameters(), model.buffers())}
     modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
@@ -46,7 +46,6 @@ def runs_beside(model: nn.Module, on_call: Callable[[nn.Module], None]) -> Itera
 
 
 def tensors_beside(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """Yields the parameters and buffers of the modules."""
     for module in modules:
         yield from module.parameters()
         yield from module.buffers()

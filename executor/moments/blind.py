@@ -121,8 +121,8 @@ def _real(func: Any, args: Any, kwargs: Any) -> tuple[_Form | None, ...]:
 
 
 def _as_real(out: Any, real: tuple[_Form | None, ...]) -> Any:
-    """Returns the fake results in the forms of the real results, on storages of the real sizes. Results share a storage
-    only where the real results do."""
+    """Returns the fake results in the forms of the real ones, on storages of the real sizes, shared only where the real
+    ones are."""
     of: dict[int, int] = {}  # fake storage -> index of the real storage
     leaves, spec = tree_flatten(out)
     for i, (leaf, form) in enumerate(zip(leaves, real)):

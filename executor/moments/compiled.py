@@ -70,8 +70,8 @@ _stance: list[Any] = []  # the stance that all pauses together have taken, at mo
 
 def pause_compiler() -> Callable[[], None]:
     """Let compiled functions run as they were written, in all threads, until the returned function is called. Several
-    pauses may overlap: the compiler goes on after the last one. A function that is called within compiled code may
-    begin and end a pause; code that runs already keeps its graphs."""
+    pauses may overlap: the compiler goes on after the last one. A function called within compiled code may begin and
+    end a pause; running code keeps its graphs."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled
         return lambda: None
     mine = object()

@@ -35,7 +35,7 @@ class Draws:
     """What a model draws in one run.
 
     answer: what each number from [0, 1] is that is drawn alone.
-    arrays: whether the numbers of arrays with one dimension are too. They may be data.
+    arrays: whether the numbers of one-dimensional arrays are too; they may be data.
     drew: whether such a number or array was drawn.
     """
 
@@ -56,7 +56,7 @@ ANSWERS = ((0.5, False), (1 - 2**-24, True), (0.0, True))
 
 
 def with_every_layer(run: Callable[[Draws], _Run], left_out: Callable[[_Run], int]) -> tuple[_Run, Draws]:
-    """Returns what `run` returns, and its draws, for the first answer that leaves nothing out, or else the least.
+    """Returns what `run` returns, and its draws, for the first answer that leaves out nothing, else the least.
 
     left_out: the number of parameters without a gradient.
     """
@@ -95,8 +95,8 @@ class Undropped(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def host_draws(draws: Draws) -> Iterator[None]:
-    """Inside this context, what Python and NumPy draw is answered, in the range that was asked for. Afterwards their
-    global generators are where they were."""
+    """Inside this context, what Python and NumPy draw is answered, in the range asked for; their global generators then
+    stand where they stood."""
     with contextlib.ExitStack() as undo:
         for key, names in _ON_THE_HOST.items():
             module = sys.modules.get(key)

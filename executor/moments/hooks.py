@@ -65,8 +65,7 @@ class ModuleEvent:
 
 
 class _ModuleEvents(dict[int, ModuleEvent]):
-    """micro-batch -> event of one kind, module and phase. Each event is made once, because an iteration has
-    hundreds."""
+    """micro-batch -> event of one kind, module and phase. Each is made once, because an iteration has hundreds."""
 
     def __init__(self, kind: str, module: str, phase: Phase) -> None:
         super().__init__()
@@ -101,13 +100,12 @@ class _ClockLink:
 
 
 class MomentClock:
-    """Calls `on_event(event)` at every event of `model`, from `listen()` until `close()`. An event costs a few
-    microseconds.
+    """Calls `on_event(event)` at every event of `model`, from `listen()` until `close()`, a few microseconds each.
 
     trains(): whether the running forward is not an evaluation.
     wrap: applied to each hook (`moments.compiled.untraced`).
-    micro_batch: micro-batch of the current moment, from 0; `step()` starts the count anew. All forwards before a
-        backward belong to one micro-batch (a loss may compare two).
+    micro_batch: of the current moment, from 0; `step()` starts anew. All forwards before a backward belong to one (a
+        loss may compare two).
     """
 
     def __init__(
@@ -138,7 +136,7 @@ class MomentClock:
     def listen(self, on_event: Callable[[ModuleEvent], None] | None = None) -> None:
         """Hook the model's units, and the root's call.
 
-        on_event: called from now on in place of the constructor's function.
+        on_event: replaces the constructor's.
         """
         wrap, self._on_event = self._wrap, on_event or self._on_event
         for name, module in self.units.items():
@@ -162,11 +160,11 @@ class MomentClock:
 
     @property
     def backwards(self) -> int:
-        """The number of backwards that have ended since the last `step()`."""
+        """Number of backwards ended since the last `step()`."""
         return self._turns
 
     def require_backwards(self, count: int, name: str) -> None:
-        """Raise ModelError if more backwards than `count` have ended: the loss of the model `name` has run one."""
+        """Raise ModelError if more than `count` backwards have ended: the loss of the model `name` has run one."""
         if self._turns > count:
             raise ModelError(
                 f"{name}: the loss runs a backward of its own (torch.autograd.grad, as in a gradient penalty), and "
@@ -179,17 +177,17 @@ class MomentClock:
         return self._callback_due
 
     def outside_root(self, event: ModuleEvent) -> bool:
-        """Returns whether the event begins the forward of a module that was not called from the root's forward. Only
-        valid while the event is handled."""
+        """Returns whether the event begins the forward of a module not called from the root's. Only valid while it is
+        handled."""
         return event.module != "" and self.outermost(event)
 
     def outermost(self, event: ModuleEvent) -> bool:
-        """Returns whether the event begins the forward of a module that no other unit's forward called. Only valid
-        while the event is handled."""
+        """Returns whether the event begins the forward of a module that no other unit's called. Only valid while it is
+        handled."""
         return event.kind == "begin" and event.phase is Phase.FWD and self._open == 1
 
     def step(self) -> None:
-        """Open the moment "step", the optimizer's own. The next forward of the root is micro-batch 0 again."""
+        """Open the moment "step", the optimizer's own. The root's next forward is micro-batch 0 again."""
         self._tell(ModuleEvent("step", "", "step", Phase.ADAM, self.micro_batch))
         self._end_turn()
         self.reset()
@@ -213,15 +211,13 @@ class MomentClock:
 
     @property
     def driven(self) -> bool:
-        """Whether micro-batches run side by side (`side_by_side`)."""
         return self._before_event is not None
 
     @contextlib.contextmanager
     def side_by_side(self, before_event: Callable[[], None]) -> Iterator[None]:
-        """Inside this context, several micro-batches are open, and `turn_to` chooses the micro-batch of the next
-        events.
+        """Inside this context, several micro-batches are open, and `turn_to` chooses that of the next events.
 
-        before_event: called before each event of a forward; it may let other micro-batches run.
+        before_event: called before each event of a forward; may let other micro-batches run.
         """
         self._before_event = before_event
         self._in_one = True
@@ -236,18 +232,17 @@ class MomentClock:
             self._open = 0
 
     def turn_to(self, micro_batch: int) -> None:
-        """Assign the next events to this micro-batch, one of several side by side."""
+        """Assign the next events to this micro-batch."""
         self._open_of[self.micro_batch] = self._open
         self.micro_batch = micro_batch
         self._open = self._open_of.get(micro_batch, 0)
 
     def end_backward(self) -> None:
-        """End the backward of the current micro-batch."""
         self._callback_due = True
         self._backward_end()
 
     def close(self) -> None:
-        """Remove every hook of modules, and the wrapper of the root's call. Hooks on outputs are freed with their graph
+        """Remove the hooks of modules and the wrapper of the root's call. Hooks on outputs are freed with their graph,
         and do nothing from now on."""
         for handle in self._handles:
             handle.remove()
@@ -272,7 +267,7 @@ class MomentClock:
             self._at_turn.pop()
 
     def _is_called(self) -> bool:
-        """Returns whether another model's forward is running, from which this model was called."""
+        """Returns whether another model's running forward has called this model."""
         return any(clock is not None and clock._open > 0 for clock in (ref() for ref in self._at_turn[:-1]))
 
     def _begin_hook(self, name: str) -> Callable[..., None]:
@@ -337,7 +332,7 @@ class MomentClock:
         return call
 
     def tell_gradient(self, event: ModuleEvent) -> None:
-        """Report that a gradient has reached an output: call `on_event`. Does nothing after `close`."""
+        """Report that a gradient has reached an output. Does nothing after `close`."""
         if not self._callback_due:
             self.watch_backward()
         self._tell(event)

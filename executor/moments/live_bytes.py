@@ -34,8 +34,8 @@ _DEVICE = torch.ops.prim.device.default
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
     """Returns the flops of two products per query head: the scores, and the scores by the values. Keys and values may
-    have fewer heads (grouped-query attention); the kernel then uses each for several query heads. A causal mask is not
-    subtracted, as in torch."""
+    have fewer heads (grouped-query attention), each used for several query heads. A causal mask is not subtracted, as
+    in torch."""
     return int(2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
 
 
@@ -58,7 +58,7 @@ def _grouped_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: An
 
 
 def _grouped_backward_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Returns the flops of the gradients of both factors."""
+    """Returns the flops of both factors' gradients."""
     return 2 * _grouped_flops(a, b)
 
 
@@ -128,7 +128,6 @@ class _Traits:
 class _Watched(weakref.ref):  # type: ignore[type-arg]
     """Weak reference to a storage.
 
-    key: key of the storage.
     size: bytes that count for it.
     in_part: whether these may be less than the storage has: it was made earlier.
     """
@@ -151,18 +150,15 @@ def require_dense(tensor: torch.Tensor, operator: object) -> None:
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is entered; compiled functions then run as they were written. Bytes are ints.
 
-    parameters: tensors by index; their storages never count. Several may share one storage (views of a chunk); the
-        offset then tells which parameter is read.
+    parameters: by index; their storages never count. Several may share one (views of a chunk); the offset then tells
+        which is read.
     buffers: count from the start.
     on_param_read(index): called before each operator that takes parameter `index`.
     costs: also add up flops and the bytes that operators read and write.
     current: live bytes now.
     peak: most live bytes since `reset_peak()`.
-    flops: floating-point operations, counted since the caller last emptied it.
-    bytes_read: bytes that operators read, counted likewise.
-    bytes_written: bytes that operators write, counted likewise.
-    products: matrix products, counted likewise.
-    last_op: the latest operator.
+    flops, bytes_read, bytes_written, products: of operators, counted since the caller last emptied them (products: of
+        matrices).
     kernels: operators seen whose name contains attention or softmax.
     """
 
@@ -210,13 +206,12 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._resumes.pop()()
 
     def resume_compiler(self) -> None:
-        """Let compiled functions run compiled again. For a mode that leaves its stack otherwise than by the end of its
-        context."""
+        """Let compiled functions run compiled again, for a mode that leaves its stack before its context ends."""
         while self._resumes:
             self._resumes.pop()()
 
     def add_parameter(self, index: int, tensor: torch.Tensor) -> None:
-        """Note that `tensor` has moved into a chunk as parameter `index`. Its storage does not count any more."""
+        """Note that `tensor` has moved into a chunk as parameter `index`; its storage does not count any more."""
         storage = tensor.untyped_storage()
         self.ignore(storage)
         starts, indices = self._ours[storage_key(storage)]
@@ -240,8 +235,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside this context, operators neither count nor report reads (the engine's own copies). Storages may still
-        be freed."""
+        """Inside this context, operators neither count nor report reads (the engine's own copies); storages may be
+        freed."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -306,7 +301,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _see_outputs(self, outputs: Iterable[torch.Tensor], *, resized: bool) -> None:
         """Handle the results of an operator.
 
-        resized: whether the operator changed the size of their storages; otherwise it made them.
+        resized: whether the operator changed the size of their storages, which else it made.
         """
         live, ours = self._live, self._ours
         for tensor in outputs:
@@ -322,10 +317,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak = self.current
 
     def _count_traffic(self, traffic: int, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> None:
-        """Count the bytes that an operator reads and writes.
-
-        traffic: see `_Traits`.
-        """
+        """Count the bytes that an operator reads and writes (traffic: see `_Traits`)."""
         if traffic:
             written = sum([t.numel() * t.element_size() for t in outputs])
             self.bytes_written += written
@@ -338,7 +330,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(storage, key)
 
     def _add(self, storage: torch.UntypedStorage, key: int, part_bytes: int | None = None) -> None:
-        """Begin to count a storage: the whole storage, or a part of it for now."""
+        """Begin to count a storage, whole or a part of it for now."""
         watched = _Watched(storage, self._gone)
         watched.key = key
         whole = self._size(storage)
@@ -351,8 +343,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return storage.nbytes() if self._device is None or storage.device == self._device else 0
 
     def _size_of_part(self, tensor: torch.Tensor) -> int:
-        """Returns the bytes from the first to the last element of the tensor, and all of its storage where elements
-        have no strides."""
+        """Returns the bytes from the tensor's first to its last element; all of its storage where elements have no
+        strides."""
         if tensor.layout is not torch.strided:
             return tensor.untyped_storage().nbytes()
         if not tensor.numel():

@@ -27,7 +27,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def _with_fields(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns a dataclass with `change` applied to its tensors, also if the dataclass is frozen."""
+    """Returns a dataclass, frozen or not, with `change` applied to its tensors."""
     old = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
     new = {name: map_tensors(item, change) for name, item in old.items()}
     changed = {name: item for name, item in new.items() if item is not old[name]}

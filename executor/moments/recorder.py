@@ -41,9 +41,9 @@ INPUTS = {"vision": "image", "visual": "image", "image": "image", "audio": "audi
 def describe_parameters(
     model: nn.Module, groups: Mapping[int, int] | None = None
 ) -> tuple[tuple[Tensor, ...], tuple[nn.Parameter, ...]]:
-    """Returns the parameters of `model` twice: described as tensors of a Workload, and as they are. Both tuples are in
-    the order of `named_parameters` and include tied names. Two names are tied when they are one Parameter object, or
-    begin at the same byte of the same storage.
+    """Returns the parameters of `model` as tensors of a Workload and as they are, both in the order of
+    `named_parameters` with tied names. Two names are tied when they are one Parameter, or begin at the same byte of one
+    storage.
 
     groups: optimizer group by id(parameter), 0 where absent.
 
@@ -76,8 +76,8 @@ def describe_parameters(
 
 
 def working_dtype(tensors: Collection[Tensor]) -> str:
-    """Returns the dtype with the most trainable bytes (the most bytes if no tensor is trainable). Raises ModelError if
-    there is no tensor."""
+    """Returns the dtype with the most trainable bytes (the most bytes if no tensor is trainable). Raises ModelError
+    without a tensor."""
     sizes: Counter[str] = Counter()
     trainable = any(not t.frozen for t in tensors)
     for t in tensors:
@@ -98,7 +98,7 @@ def attention_seen(kernels: Collection[str]) -> str:
 
 
 def unused_modules(tensors: Sequence[Tensor], used: Collection[int]) -> Counter[str]:
-    """Returns the outermost modules of whose parameters none is used, with their numbers of parameters.
+    """Returns the outermost modules without a used parameter, with their numbers of parameters.
 
     used: indices of tensors, tied names left out.
     """
@@ -123,7 +123,7 @@ def named_modules(sizes: Counter[str]) -> str:
 def unused_note(tensors: Sequence[Tensor], used: Collection[int]) -> str:
     """Returns the modules that did not run, in words; "" for none. A vision tower does not run without an image.
 
-    used: indices of the tensors that the iteration reads, tied names left out.
+    used: as for `unused_modules`.
     """
     sizes = unused_modules(tensors, used)
     if not sizes:
@@ -145,7 +145,6 @@ def _modules_around(name: str) -> Iterator[str]:
 
 class MomentRecorder:
     """Records an iteration from a clock (`on_event`), a LiveStorages (`read`) and the gradient hooks (`gradient`).
-    `workload` returns the result.
 
     inside: whether a forward is open or a backward runs; a read at any other time raises.
     now: seconds, for durations.
@@ -196,8 +195,7 @@ class MomentRecorder:
         self._use(tensor, UseKind.READ)
 
     def gradient(self, tensor: int) -> int:
-        """Note an accumulated gradient of parameter `tensor` (index). Returns the number of the parameter's gradients
-        in this micro-batch."""
+        """Note an accumulated gradient of parameter `tensor` (index). Returns how many it had in this micro-batch."""
         assert self._event is not None
         self._use(tensor, UseKind.GRADIENT)
         key = (self._event.micro_batch, tensor)
@@ -205,15 +203,13 @@ class MomentRecorder:
         return self._firings[key]
 
     def firings(self) -> dict[int, int]:
-        """Returns index of a tensor -> the number of times that its gradient arrives in one micro-batch (the most of
-        any micro-batch)."""
+        """Returns index of a tensor -> how often its gradient arrives in a micro-batch (the most of any)."""
         most: dict[int, int] = {}
         for (_, tensor), count in self._firings.items():
             most[tensor] = max(most.get(tensor, 0), count)
         return most
 
     def without_gradient(self) -> set[int]:
-        """Returns the trainable tensors whose gradient has never arrived."""
         trainable = {index for index, t in enumerate(self.tensors) if not t.frozen and t.tied_to is None}
         return trainable - self.firings().keys()
 

@@ -39,7 +39,7 @@ class Standing(LiveStorages, Listener):  # type: ignore[no-untyped-call]
         self.bind()
 
     def bind(self) -> None:
-        """Take over the session's new plan, under which parameters have new storages."""
+        """Take over a new plan, under which parameters have new storages."""
         self._ours.clear()
         self._keep.clear()
         arena = self._arena()
@@ -63,8 +63,8 @@ class Standing(LiveStorages, Listener):  # type: ignore[no-untyped-call]
         self._entered = True
 
     def end(self) -> None:
-        """Stop counting. If the mode cannot leave its thread's stack now (another thread calls, or the modes stand
-        aside), it stays there and does nothing until that thread's next count begins."""
+        """Stop counting. A mode that cannot leave its thread's stack now (another thread calls, or the modes stand
+        aside) stays there and does nothing until that thread's next count."""
         self._ours.clear()
         self._keep.clear()
         if self._entered and not (threading.get_ident() == self.thread and take_off(self)):
@@ -77,8 +77,7 @@ _LEFT: weakref.WeakSet[Standing] = weakref.WeakSet()  # modes that have ended an
 
 
 def take_off(mode: TorchDispatchMode) -> bool:
-    """Take a mode off this thread's stack, also from under modes that were entered later. Returns False if it is not
-    there."""
+    """Take a mode off this thread's stack, also from under modes that were entered later. Returns False without it."""
     size = torch._C._len_torch_dispatch_stack()
     if not any(torch._C._get_dispatch_stack_at(i) is mode for i in range(size)):
         return False

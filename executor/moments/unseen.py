@@ -24,6 +24,5 @@ modes_standing: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def unseen() -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which no dispatch mode sees the operators: they are the engine's own and must not be
-    counted."""
+    """Returns a context in which no dispatch mode sees the operators, which are the engine's own and not counted."""
     return _disable_current_modes() if modes_standing() else _AS_IT_IS

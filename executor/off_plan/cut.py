@@ -51,7 +51,7 @@ class PlanCut:
             run.queues.resume()
 
     def start_over(self) -> None:
-        """Drop the iteration's gradients and begin the iteration anew. The iteration must not have made any update."""
+        """Drop the iteration's gradients and begin it anew. It must not have made any update."""
         self.shares.forget()
         self.return_to()
 
@@ -61,9 +61,8 @@ class PlanCut:
         return frozenset((r.place, r.chunk, r.list) for r in self.run.arena.present)
 
     def reach(self, wanted: Places) -> None:
-        """Make exactly `wanted` resident, with current content, beside the tide between two iterations. Values survive:
-        a payload that leaves its last place is copied first. Raises OutOfMemory where the accelerator refuses
-        memory."""
+        """Make exactly `wanted` resident, with current content, beside the tide between two iterations. A payload that
+        leaves its last place is copied first. Raises OutOfMemory where the accelerator refuses."""
         arena = self.run.arena
         present = self.places
         wanted = frozenset(row for row in wanted if row[1] >= 0)
@@ -92,7 +91,7 @@ class PlanCut:
             self.inline.perform(self.inline.drop(HOST, chunk, list_name))
 
     def _refresh(self) -> None:
-        """Update the working lists that stayed and are not current any more."""
+        """Update the working lists that stayed and are out of date."""
         arena = self.run.arena
         for chunk, state in enumerate(self.run.contents.chunks):
             for place in reversed(PLACES):

@@ -46,7 +46,7 @@ class Demand:
     """The on-demand half of a session under one plan.
 
     Attributes:
-        in_a_row: number of iterations off plan since the last on plan.
+        in_a_row: iterations off plan since the last on plan.
         left_in_parts: whether the plan was last left in a backward that runs part by part.
         no_plan: why there was no new plan, in words.
     """
@@ -89,8 +89,8 @@ class Demand:
         """Carry out an event off the plan.
 
         found: the answer of the contract's table to the event.
-        known_tide_bytes: non-model bytes of the moment that begins, where they are measured; else the plan's for an
-            event of that name.
+        known_tide_bytes: non-model bytes of the moment that begins, where measured; else the plan's for events of that
+            name.
         """
         table = self.run.timetable
         if found is Answer.VISIT:
@@ -130,8 +130,8 @@ class Demand:
         return "a batch of another shape" + (f": {above}" if above else "")
 
     def _own_chunks(self, module: str) -> set[int]:
-        """Returns the chunks of the parameters that the module owns directly. The module's backward reads tensors that
-        autograd saved of them, also where the plan has no such moment."""
+        """Returns the chunks of the parameters that the module owns directly. Its backward reads tensors that autograd
+        saved of them, also where the plan has no such moment."""
         if module not in self._owned:
             units, chunk_of = self.clock.units, self.run.timetable.chunk_of
             own = units[module].parameters(recurse=False) if module in units else ()
@@ -140,8 +140,7 @@ class Demand:
         return self._owned[module]
 
     def leave(self, reason: str) -> None:
-        """Leave the plan: the rest of the iteration runs on demand. Raises PlanError on several ranks, which have to
-        keep to the plan."""
+        """Leave the plan: the rest of the iteration runs on demand. Raises PlanError on several ranks."""
         state, cursor, table, following = self.state, self.cursor, self.run.timetable, self.following
         if state.ranks is not None:
             raise state.ranks.cannot_leave(reason)
@@ -178,8 +177,7 @@ class Demand:
     # -- coming back --------------------------------------------------------------------------------------------------
 
     def discard(self) -> None:
-        """Do `zero_grad()` before `step()`: drop the gradients and begin the iteration anew. A new plan is due
-        afterwards if the shortage is pending."""
+        """Do `zero_grad()` before `step()`: start over. A new plan is due afterwards if the shortage is pending."""
         self._backwards = max(self._backwards, self.state.now.given)
         if not self.cursor.off_plan:
             self.standstill.rest()
@@ -191,8 +189,8 @@ class Demand:
         self.clock.reset()
 
     def plan_due(self) -> Plan | None:
-        """Returns a plan by the same policy for the last batches, if one is due after an optimizer step off plan,
-        because the last iterations were all off plan. Raises PstarError if no plan fits."""
+        """Returns a plan by the same policy for the last batches, if one is due because the last iterations were all
+        off plan. Raises PstarError if none fits."""
         self.in_a_row += 1
         replan_after = self.state.replan_after
         if self.run.timetable.on_demand_only or not replan_after or self.in_a_row < replan_after:
@@ -220,8 +218,8 @@ class Demand:
         self.reader.set_open(False)
 
     def end_visit(self) -> None:
-        """End the evaluation: put the payloads back to their places. A new plan is due afterwards if the shortage is
-        pending; otherwise the queues continue."""
+        """End the evaluation: put the payloads back. Then a new plan is due if the shortage is pending, else the queues
+        continue."""
         run, before = self.run, self._before_visit
         assert before is not None  # reaching no places would drop every payload
         self._in_use.only(())

@@ -29,8 +29,8 @@ class OffPlanGradients:
         self.states = states
 
     def leave_gpu(self) -> None:
-        """Move every gradient off the gpu's working and grad lists, so that parameters can be read again, and move sums
-        to the chunk's states."""
+        """Move every gradient off the gpu's working and grad lists, so that parameters can be read, and sums to the
+        chunk's states."""
         run, perform, drop = self.run, self.inline.perform, self.inline.drop
         for chunk in range(len(run.plan.layout.chunks)):
             self._sum_leaves_gpu(chunk)
@@ -45,8 +45,8 @@ class OffPlanGradients:
                 perform(drop(GPU, chunk, "param"))
 
     def _sum_leaves_gpu(self, chunk: int) -> None:
-        """Move the sum of a chunk whose states live on the host to the host. If the plan never has a sum there, the
-        chunk gets the list, because off the plan all its gradients add up on the host."""
+        """Move the sum of a chunk whose states live on the host there. The chunk gets the list if the plan never has it
+        there: off the plan all its gradients add up on the host."""
         run, inline = self.run, self.inline
         if run.plan.modes[chunk] not in ("cpu", "stream") or (GPU, chunk, "grad32") in run.timetable.cut:
             return
@@ -59,8 +59,8 @@ class OffPlanGradients:
             inline.bring(HOST, chunk, "grad32")
 
     def _add_on_host(self, chunk: int) -> None:
-        """Add gradients on the host whose step has not run yet to the sum there: gradients that come later are added
-        after them, as autograd does."""
+        """Add gradients on the host whose step has not run to the sum there: later ones are added after them, as
+        autograd does."""
         contents = self.run.contents
         if self.run.arena.has(HOST, chunk, "grad32"):
             for list_name in ("grad", "param"):
@@ -68,8 +68,8 @@ class OffPlanGradients:
                     contents.gradients.add_on_host(chunk, list_name)
 
     def accept(self, tensor: int, gradient: torch.Tensor) -> None:
-        """Take an accumulated gradient and add it to the tensor's earlier gradients. Raises ContractError after the
-        tensor's eager update, PlanError where the plan has no optimizer states for it."""
+        """Add an accumulated gradient to the tensor's earlier ones. Raises ContractError after the tensor's eager
+        update, PlanError where the plan has no optimizer states for it."""
         run = self.run
         if tensor in self.updates.begun:
             raise ContractError(

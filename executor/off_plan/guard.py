@@ -36,10 +36,10 @@ TRIES = 8
 
 
 class Guard(Standing):  # type: ignore[no-untyped-call]
-    """Watches the operators inside the model's modules and in backward, from `begin` to `end`. Other tensors of a loop
-    (a loss of its own, an evaluation's figures) count once the model's operators or backward use them.
+    """Watches the operators inside the model's modules and in backward, from `begin` to `end`. A loop's other tensors
+    (a loss of its own, an evaluation's figures) count once these use them.
 
-    make_room(error, alive_bytes): makes room for memory that was refused; returns the bytes that are still missing.
+    make_room(error, alive_bytes): makes room for refused memory; returns the bytes still missing.
     give_up(error, short_bytes): ends the iteration; returns the error to raise.
 
     Attributes:
@@ -153,7 +153,6 @@ class Guard(Standing):  # type: ignore[no-untyped-call]
         )
 
     def _room_for(self, error: OutOfMemory) -> int:
-        """Make room for refused memory. Returns the bytes that are still missing."""
         state = self._keeper()
         assert state is not None
         with state.at_work, unseen():

@@ -19,7 +19,7 @@ class InUse:
     """Chunks that code running off the plan may still read.
 
     Attributes:
-        position: the latest moment of the plan that was reached, by the names of events; uses are counted from it.
+        position: the plan's latest moment reached, by the names of events; uses are counted from it.
     """
 
     def __init__(self) -> None:
@@ -37,8 +37,8 @@ class InUse:
         self._frames[-1] |= set(chunks)
 
     def only(self, chunks: Iterable[int]) -> None:
-        """Keep only these chunks until the next event. Called where the running code began on plan (`chunks` are those
-        of its moment), or where no code runs."""
+        """Keep only these chunks until the next event. Called where the running code began on plan (`chunks` are its
+        moment's), or where none runs."""
         self._frames = [set(chunks)]
 
     def clear(self) -> None:

@@ -31,7 +31,7 @@ _UPDATES = {GPU: (Queue.COMPUTE, Kind.GPU_UPDATE), HOST: (Queue.ADAM, Kind.CPU_U
 
 
 class Inline:
-    """Performs steps in the user's thread. Only for use while the queues are paused."""
+    """Performs steps in the user's thread, while the queues are paused."""
 
     def __init__(self, run: PlanBytes, ranks: Ranks | None) -> None:
         self.layout = run.plan.layout
@@ -73,7 +73,7 @@ class Inline:
     ) -> None:
         """Do all of the step. Raises OutOfMemory, with nothing changed, if the accelerator refuses the step's memory.
 
-        update, norms: update and norms of the iteration, for Adam steps.
+        update, norms: of the iteration, for Adam steps.
         """
         contents, chunk = self.contents, step.chunk
         assert chunk is not None
@@ -96,8 +96,8 @@ class Inline:
         contents.finish(step)
 
     def _take(self, chunk: int, taken: Resident | None, take: Callable[[], object]) -> set[tuple[Place, str]]:
-        """Let a list take its memory. The list is hollow until the caller has filled it: see [Note: between two lines]
-        in memory/chunk_state.py. Does nothing for a list that has memory."""
+        """Let a list take its memory. It is hollow until the caller has filled it: [Note: between two lines] in
+        memory/chunk_state.py. Does nothing for a list with memory."""
         new = {(taken.place, taken.list)} if taken is not None and not self.arena.has_resident(taken) else set()
         hollow = self.contents.chunks[chunk].hollow
         hollow |= new
@@ -109,7 +109,7 @@ class Inline:
         return new
 
     def _fill(self, row: Resident, fill: Callable[[], object]) -> None:
-        """Call `fill` to fill a list, which first gets memory if it has none. For work that no step expresses."""
+        """Let `fill` fill a list, which first gets memory if it has none, where no step does it."""
         new: set[tuple[Place, str]] = set()
         if not self.arena.has_resident(row):
             new = self._take(row.chunk, row, lambda: self.arena.take(row.place, row.chunk, row.list))
@@ -120,7 +120,7 @@ class Inline:
     # -- bringing a list ----------------------------------------------------------------------------------------------
 
     def bring(self, place: Place, chunk: int, list_name: str) -> None:
-        """Give the list memory at the place, and current content. Raises PlanError if no place has the content."""
+        """Give the list memory at the place, and current content. Raises PlanError if no place has that."""
         if list_name == "remote":
             self.join(chunk)
         elif list_name in ("grad", "grad32"):

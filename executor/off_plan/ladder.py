@@ -43,7 +43,7 @@ class Ladder(Sequence[Rung]):
     """The rungs climbed by now, oldest first.
 
     Attributes:
-        guard: watches every operator; None as long as operators are not watched.
+        guard: None as long as operators are not watched.
         level: index into RUNGS of the rung that made the plan, -1 for the plan that was given.
     """
 
@@ -97,8 +97,8 @@ class Ladder(Sequence[Rung]):
             self._at_end.append(self.guard.end)
 
     def on_event(self, event: ModuleEvent) -> bool:
-        """React, before an event, to memory that ran out: drop an iteration that was given up, go on without a queue
-        that is short of memory, make a new plan. Returns whether this has changed the loop's state."""
+        """React, before an event, to memory that ran out: drop an iteration that was given up, go on without a short
+        queue, make a new plan. Returns whether the loop's state has changed."""
         state, cursor, shortage = self.state, self.cursor, self.shortage
         dropped = shortage.given_up and event.kind == "begin" and event.phase is Phase.FWD
         if dropped:
@@ -117,14 +117,15 @@ class Ladder(Sequence[Rung]):
         return True
 
     def discard(self) -> None:
-        """Drop the iteration's gradients and begin the iteration anew, under a new plan if one is due."""
+        """Do `Demand.discard`, then make a new plan if one is due."""
         self.state.run.demand.discard()
         if self.shortage.pending:
             self.replan()
 
     def climb(self, error: OutOfMemory) -> None:
-        """Continue after a step of the plan was refused memory: the iteration continues on demand; between two
-        iterations a new plan is made at once."""
+        """Continue after a step of the plan was refused memory: on demand or, between two iterations, under a new
+        plan.
+        """
         cursor = self.cursor
         if self.state.ranks is not None:
             raise self.shortage.ends_ranks(error) from error
@@ -140,12 +141,11 @@ class Ladder(Sequence[Rung]):
         self.state.run.demand.leave(f"out of memory: {error.what} in moment {self.cursor.moment}")
 
     def recover(self, error: OutOfMemory | torch.OutOfMemoryError) -> None:
-        """Recover from a refusal of memory inside the loop's own forward or backward, whose error reached the loop (a
-        CUDA allocation inside an operator; on a virtual accelerator the guard handles it). Call this from the loop. The
-        iteration's gradients are dropped, and none of them has updated anything. The next plan is made for less memory,
-        and the loop runs the iteration's micro-batches again, as `executor.training.train_step` does. Operators are
-        watched from then on. Raises the error itself where eager updates of this iteration have been made, and
-        PlanError on several ranks, which wait for each other."""
+        """Recover from a refusal of memory whose error reached the loop (a CUDA allocation inside an operator; on a
+        virtual accelerator the guard handles it). The loop calls this. The iteration's gradients are dropped, and none
+        has updated anything. The next plan is for less memory, and the loop runs the micro-batches again, as
+        `executor.training.train_step` does. Operators are watched from then on. Raises the error itself where eager
+        updates of this iteration have been made, and PlanError on several ranks, which wait for each other."""
         state, shortage, arena = self.state, self.shortage, self.state.run.arena
         backend = arena.backend
         if self.reader.updates.begun and state.ranks is None:
@@ -180,20 +180,19 @@ class Ladder(Sequence[Rung]):
         state.now.arrived.clear()
 
     def give_back(self, error: OutOfMemory, needed: set[int]) -> None:
-        """Make room for a chunk off plan that was refused memory. Raises DoesNotFit if that is not possible."""
+        """Make room for a chunk off plan that was refused memory. Raises DoesNotFit without success."""
         if short_bytes := self._make_room(error, needed):
             raise self.give_up(error, short_bytes)
 
     def room_for_operator(self, error: OutOfMemory, alive_bytes: int) -> int:
-        """Make room for an operator that was refused memory. Returns the bytes that are still missing.
+        """Make room for an operator that was refused memory. Returns the bytes still missing.
 
         alive_bytes: as in `Shortage.note`.
         """
         return self._make_room(error, set(), alive_bytes)
 
     def _make_room(self, error: OutOfMemory, needed: set[int], alive_bytes: int | None = None) -> int:
-        """Give back chunks, then optimizer states, for memory that was refused. Returns the bytes that are still
-        missing."""
+        """Give back chunks, then optimizer states, for refused memory. Returns the bytes still missing."""
         cursor, run = self.cursor, self.state.run
         if self.state.ranks is not None:
             raise self.shortage.ends_ranks(error) from error
@@ -246,7 +245,7 @@ class Ladder(Sequence[Rung]):
 
     def replan(self) -> None:
         """Make the next plan, by the first rung that fits. Raises DoesNotFit if none does. The session then stands
-        between two iterations with the values of the last whole iteration, and tries again after the next."""
+        between two iterations with the values of the last whole one, and tries again after the next."""
         state, plan = self.state, self.state.run.plan
         assert not self.cursor.inside and not self.cursor.visiting
         self.shortage.given_up = False
@@ -296,8 +295,7 @@ class Ladder(Sequence[Rung]):
         return None
 
     def _keep_plan(self) -> None:
-        """Continue under the present plan. Its bytes are there, and an operator that is refused memory is given what is
-        idle."""
+        """Continue under the present plan. Its bytes are there, and a refused operator is given what is idle."""
         self._renew(self.state.run.plan)
         self.shortage.pending = False
         log.warning(
@@ -320,8 +318,8 @@ class Ladder(Sequence[Rung]):
     def _available(self) -> int:
         """Returns the bytes that a new plan may count on: at most the present budget and the accelerator's bytes. If
         the accelerator has the present budget and the tide is not counted, fragments or a tide above the plan's took
-        the memory. Then the result is the budget less a sixteenth where as many bytes as requested were idle, in
-        fragments; else less an eighth, or less the requested bytes if these are more."""
+        the memory. Then it is the budget less a sixteenth where as many bytes as requested were idle, in fragments;
+        else less an eighth, or the requested bytes if these are more."""
         budget, error = self.state.run.plan.gpu_budget_bytes, self.shortage.error
         limit = self.state.run.backend.available_gpu_bytes()
         if limit is not None and (limit < budget or (self.guard is not None and self.guard.counts)):

@@ -34,7 +34,7 @@ class Outgrown:
     """The outgrown batches of a session.
 
     Attributes:
-        plans: number of new plans made for them.
+        plans: new plans made for them.
     """
 
     def __init__(self, state: WholeState, shortage: Shortage, renew: Callable[[Plan], None]) -> None:
@@ -72,7 +72,7 @@ class Outgrown:
             self._wanted = batches.form, batches.shape, batches.last
 
     def _may_plan(self) -> bool:
-        """Returns whether a new plan can be made now: between two iterations, on one rank."""
+        """Returns whether this is between two iterations, on one rank."""
         state = self.state
         idle = not state.cursor.inside and not self.shortage.pending
         return idle and state.ranks is None and bool(state.replan_after) and self._wanted is not None

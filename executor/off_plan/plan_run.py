@@ -25,8 +25,8 @@ class PlanRun(PlanBytes):
     reads: Reads
 
     def let_go(self) -> None:
-        """Forget the parts, once another plan has taken over. They hold one another, and would keep memory until the
-        next collection of garbage."""
+        """Forget the parts, once another plan has taken over. They hold one another, and memory until garbage is
+        collected."""
         vars(self).clear()
 
 

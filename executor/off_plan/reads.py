@@ -44,7 +44,7 @@ class Contract:
     refuse_while_updating(what): raises ContractError while parameters may be changing.
     meet_interruption(): mends an interruption before values are read.
     end_after_training(): ends the run if its training is over; returns whether it did.
-    home(): returns the model's device before `prepare` and after `close`.
+    home(): the model's device before `prepare` and after `close`.
     """
 
     ask: Callable[..., Answer]
@@ -72,8 +72,7 @@ class Reads:
             self._storages[storage_key(self.run.arena.payloads.whole(c.index, "param"))] = c.index
 
     def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
-        """Returns the result of a torch function that has parked parameters among its arguments: see [Note: reads off
-        plan]."""
+        """Returns the result of a torch function with parked parameters among its arguments: [Note: reads off plan]."""
         cursor = self.cursor
         if self.state.closed:
             raise refused(Refusal.CLOSED, self)
@@ -160,7 +159,7 @@ class Reads:
 
     def _of_the_graph(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function of autograd that asks for parameters' places in the graph, not for their values. It gets the
-        places themselves, and torch functions stay on: the backward may read parameters."""
+        places, and torch functions stay on: the backward may read parameters."""
         inputs, rest = args[1:2], dict(kwargs)
         if func is torch.autograd.grad:
             self.contract.ask(Act.DIFFERENTIATE)
@@ -228,8 +227,8 @@ class _Outside(torch.autograd.Function):
 
 
 def _adoption(reads: Reads, parameter: nn.Parameter, value: torch.Tensor) -> Callable[[], bool]:
-    """Returns a function that makes `value`, a copy of the parameter, the parameter's value, if this ends the session,
-    or if the session has ended since with the same value. The function returns whether it did so."""
+    """Returns a function that makes `value`, a copy, the parameter's value, if this ends the session or it has ended
+    since with the same value. The function returns whether it did."""
     state_of, end_of = weakref.ref(reads.state), weakref.WeakMethod(reads.contract.end_after_training)
 
     def adopt() -> bool:
@@ -248,7 +247,7 @@ def _adoption(reads: Reads, parameter: nn.Parameter, value: torch.Tensor) -> Cal
 
 class _Calls(TorchDispatchMode):
     """Entered around one call: reports each operator that takes (a view of) a working list to `reads`. A call may end
-    before it reads all its arguments: a recomputation that has restored enough stops early."""
+    before it reads all arguments: a recomputation stops once it has restored enough."""
 
     def __init__(self, reads: Reads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -267,7 +266,7 @@ class _Calls(TorchDispatchMode):
 
 
 def _held_weakly(reads: Reads) -> tuple[Any, Any]:
-    """Returns saved-tensor hooks that hold the session weakly, because objects that a graph holds are not collected."""
+    """Returns saved-tensor hooks that hold the session weakly: what a graph holds is not collected."""
     keeper = weakref.ref(reads)
 
     def held() -> Reads:
@@ -283,8 +282,8 @@ def _held_weakly(reads: Reads) -> tuple[Any, Any]:
 
 
 def _beside(own: tuple[Any, Any], mine: tuple[Any, Any], chunk_of: Callable[[torch.Tensor], int | None]) -> Any:
-    """Returns saved-tensor hooks that keep working lists by chunk and leave every other tensor to the loop's own hooks.
-    Returns (None, None) if the loop's hooks are torch.utils.checkpoint's, which must see all tensors."""
+    """Returns saved-tensor hooks that keep working lists by chunk and leave other tensors to the loop's own hooks;
+    (None, None) if those are torch.utils.checkpoint's, which must see all tensors."""
     pack, unpack = own
     if getattr(pack, "__module__", "") == "torch.utils.checkpoint":
         return None, None

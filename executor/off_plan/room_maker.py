@@ -50,9 +50,9 @@ class RoomMaker:
         arena.set_tide(min(size, max(free, 0)))
 
     def make(self, size: int, *, needed: set[int], strict: bool = True) -> None:
-        """Drop working lists, the list with the farthest next use first, until `size` bytes are free.
+        """Drop working lists, the farthest next use first, until `size` bytes are free.
 
-        strict: whether to raise DoesNotFit if that is not possible.
+        strict: whether to raise DoesNotFit if they never are.
         """
         arena, plan = self.run.arena, self.run.plan
         if arena.room_on_gpu() >= size:
@@ -79,7 +79,7 @@ class RoomMaker:
             )
 
     def _victims(self, needed: set[int]) -> list[int]:
-        """Returns the chunks whose working list may leave the gpu now, the chunk with the farthest next use first."""
+        """Returns the chunks whose working list may leave the gpu now, the farthest next use first."""
         arena, table = self.run.arena, self.run.timetable
         protected = self.in_use.chunks | needed
         victims = [
@@ -94,8 +94,7 @@ class RoomMaker:
         return sorted(victims, key=lambda chunk: (-table.until_use(chunk, position), chunk))
 
     def _drop(self, chunk: int) -> None:
-        """Drop the working list of a chunk from the gpu. If the list cannot leave, drop only the other ranks'
-        slices."""
+        """Drop a chunk's working list from the gpu; only the other ranks' slices if the list cannot leave."""
         if self.run.arena.has(GPU, chunk, "remote"):
             self.inline.perform(self.inline.drop(GPU, chunk, "remote"))
         if movable(self.run.arena, chunk):
@@ -115,8 +114,8 @@ class RoomMaker:
         return dropped, freed
 
     def unpin(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
-        """Move the optimizer states of pinned chunks to the host until the gpu holds `size` bytes less, as far as the
-        host has room. Their update of this iteration runs on the host. Returns (chunks moved, bytes)."""
+        """Move pinned chunks' optimizer states to the host until the gpu holds `size` bytes less, as far as there is
+        room. This iteration updates them there. Returns (chunks moved, bytes)."""
         run, layout = self.run, self.run.plan.layout
         moved: list[int] = []
         freed = 0
@@ -135,8 +134,7 @@ class RoomMaker:
         return moved, freed
 
     def until_taken(self, take: Callable[[], object], *, needed: set[int]) -> None:
-        """Call `take`. After each refusal of the accelerator make room and call it again. Raises DoesNotFit if no room
-        can be made.
+        """Call `take`. After each refusal make room and call it again. Raises DoesNotFit without any.
 
         needed: chunks that stay.
         """
@@ -157,7 +155,7 @@ class RoomMaker:
     def ensure(self, chunks: Iterable[int], *, required: bool = True) -> None:
         """Make the working lists of `chunks` readable on the gpu. Raises DoesNotFit if there is no room.
 
-        required: whether there has to be room; otherwise lists without room are left out.
+        required: whether there has to be room; else lists without room are left out.
         """
         run, wanted = self.run, set(chunks)
         for chunk in sorted(wanted):
@@ -175,7 +173,6 @@ class RoomMaker:
         self.in_use.add(wanted)
 
     def _gather(self, chunk: int, wanted: set[int]) -> None:
-        """Gather the other ranks' slices."""
         if not self.run.arena.has(GPU, chunk, "remote"):
             self.make(self.run.plan.layout.payload_bytes(chunk, "remote"), needed=wanted)
         self._bring(chunk, "remote", wanted)

@@ -32,8 +32,7 @@ class Rung:
     moment: index and name of the open moment (-1: between two iterations).
     what: the step or operator that requested memory.
     asked_bytes: the requested bytes.
-    payload_bytes: bytes of chunks on the accelerator at that time.
-    other_bytes: all other bytes on the accelerator at that time.
+    payload_bytes, other_bytes: those of chunks on the accelerator then, and all others.
     limit_bytes: bytes of the accelerator, None where it does not say.
     done: the reaction, in words.
     """
@@ -59,7 +58,7 @@ class Rung:
 
 
 def asked_bytes(text: str) -> int:
-    """Returns the bytes that torch tried to allocate, by its message; 0 where the message does not say."""
+    """Returns the bytes that torch tried to allocate, by its message; 0 where that does not say."""
     found = re.search(r"allocate ([0-9.]+) ?([KMGT]i?B|bytes)", text)
     if found is None:
         return 0
@@ -67,7 +66,7 @@ def asked_bytes(text: str) -> int:
 
 
 def with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
-    """Returns the machine with this many bytes for a plan on each GPU."""
+    """Returns the machine with these bytes for a plan on each GPU."""
     return replace(
         machine,
         ranks=tuple(
@@ -78,8 +77,7 @@ def with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
 
 
 def spec_of_rung(spec: str, level: int) -> str:
-    """Returns the policy of the rung, made from the present policy. Raises UnknownName for a policy that is not
-    known."""
+    """Returns the policy of the rung, from the present policy. Raises UnknownName."""
     if level == 0:
         return spec
     name, text = split_spec(spec)

@@ -26,7 +26,7 @@ class Shortage:
     Attributes:
         pending: whether memory ran out and there is no new plan yet.
         rungs: the rungs climbed by now, oldest first.
-        in_fragments: whether as many bytes as it requested were idle.
+        in_fragments: see `note`.
         unforeseen_bytes: bytes by which the measured tide exceeded the plan's where memory ran out.
     """
 
@@ -45,7 +45,7 @@ class Shortage:
     ) -> None:
         """Note that memory ran out; a new plan is due.
 
-        alive_bytes: non-model bytes that are needed, if they are known.
+        alive_bytes: non-model bytes that are needed, if known.
         in_fragments: whether as many bytes as were requested were idle.
         """
         self.pending = True
@@ -58,7 +58,7 @@ class Shortage:
             self._shrink(error, error.other_bytes if alive_bytes is None else alive_bytes)
 
     def log(self, error: OutOfMemory, done: str) -> None:
-        """Log one more rung, and the moment in which it was climbed."""
+        """Log one more rung, and its moment."""
         state, moment = self.state, self.state.moment
         name = state.run.timetable.names[moment] if moment >= 0 else ""
         rung = Rung(
@@ -79,8 +79,8 @@ class Shortage:
         run.arena.gpu_budget_bytes = min(run.arena.gpu_budget_bytes, budget)
 
     def ends_ranks(self, error: OutOfMemory) -> PlanError:
-        """Returns the error to raise where one of several ranks was refused memory. The other ranks get word. They wait
-        for the plan's next steps, so this rank can neither leave the plan nor begin the iteration again."""
+        """Returns the error to raise where one of several ranks was refused memory, and tells the others. They wait for
+        the plan's next steps, so this rank can neither leave the plan nor begin the iteration again."""
         state, plan, ranks = self.state, self.state.run.plan, self.state.ranks
         assert ranks is not None
         moment = state.cursor.moment

@@ -27,8 +27,7 @@ class States:
         self.shares = shares
 
     def pinned(self, chunk: int) -> bool:
-        """Returns whether the master copy is on the gpu: the working list can then be rewritten there without the
-        host."""
+        """Returns whether the master copy is on the gpu, from which the working list can be rewritten."""
         return self.arena.has(GPU, chunk, MASTER_LIST)
 
     def home(self, chunk: int) -> Place:
@@ -53,8 +52,8 @@ class States:
             self.contents.chunks[c.index].ahead.clear()
 
     def unpin(self, chunk: int, room_bytes: int) -> int:
-        """Move the states and gradients of a pinned chunk to the host; its update runs there from now on. Returns the
-        bytes that this frees on the gpu: 0, with nothing moved, if they need more than `room_bytes` on the host."""
+        """Move the states and gradients of a pinned chunk to the host, which updates it from now on. Returns the bytes
+        freed on the gpu: 0, with nothing moved, if they need more than `room_bytes` on the host."""
         arena, layout = self.arena, self.plan.layout
         lists = [n for n in (*layout.state_lists, "grad32") if arena.has(GPU, chunk, n)]
         if sum(layout.payload_bytes(chunk, n) for n in ("param", *lists)) > room_bytes:

@@ -26,10 +26,9 @@ class WarmUp(Listener):
     With a recorder (and its live storages), the recorder gets every event and gradient first. With a script ((chunks
     read, non-model peak) of each moment), the chunks are fetched before the moment begins, and the seconds of each
     moment without the fetches go to `durations`, read from `clock`. Copies of gradients to the host do not count
-    either. A plan would copy a gradient into its chunk's list on the device, so such a copy is made and counted
-    instead.
+    either: a copy on the device, as a plan makes into the chunk's list, is made and counted instead.
 
-    firings: number of gradients of a tensor in one micro-batch, where more than one.
+    firings: gradients of a tensor in one micro-batch, where more than one.
     """
 
     def __init__(
@@ -82,8 +81,7 @@ class WarmUp(Listener):
             self._begun_s = None
 
     def takes_gradient(self, tensor: int, gradient: torch.Tensor) -> bool:
-        """Take a final gradient to the host. A copy on the device counts for the moment's seconds; the copy to the host
-        does not."""
+        """Take a final gradient to the host."""
         if self._list is not None:
             flat = gradient.reshape(-1)
             self._list.view(flat.dtype)[: flat.numel()].copy_(flat)
@@ -94,7 +92,7 @@ class WarmUp(Listener):
         return True
 
     def gradient_is_final(self, tensor: int) -> bool:
-        """Note that a gradient was accumulated. Returns whether it is the tensor's last in this micro-batch."""
+        """Note a gradient. Returns whether it is the tensor's last in this micro-batch."""
         if self._recorder is not None:
             return self._recorder.gradient(tensor) >= self._firings.get(tensor, 1)
         key = (self._micro_batch, tensor)
@@ -121,7 +119,7 @@ def time_moments(
 ) -> list[float]:
     """Returns the seconds of each moment of one iteration, without waits.
 
-    script: (chunks read, non-model peak) of each moment.
+    script: as for `WarmUp`.
     """
     with warmed_up(state, WarmUp(state, firings, script=script, clock=clock)) as warm_up:
         iteration()

@@ -47,8 +47,8 @@ class DeviceTimes:
             row[1] = event
 
     def resolve(self, iteration: int) -> None:
-        """Turn events that are old enough into seconds, and drop events that are too old. Called when iteration
-        `iteration` begins."""
+        """Turn events that are old enough into seconds, and drop those that are too old. Called when the iteration
+        begins."""
         old = [key for key in list(self._open) if key[1] <= iteration - _SETTLED]
         for key in old:
             if self._open[key][1] is None:
@@ -112,7 +112,7 @@ class DeviceTimes:
         )
 
     def _cause(self, key: tuple[int, int], moved: dict[tuple[int, int], StepLog], ready_s: float) -> str:
-        """Returns the queue of the step for which a moment's stream waited last; "" if it waited for none."""
+        """Returns the queue of the step for which a moment's stream waited last; "" without one."""
         assert self._progress is not None
         i, iteration = key
         before = [moved[j, iteration - back] for j, back in self._progress.after[i] if (j, iteration - back) in moved]
@@ -126,8 +126,7 @@ class DeviceTimes:
         position: Mapping[int, int],
         changes: Sequence[ByteChange],
     ) -> list[ByteChange]:
-        """Returns the changes with new times. A change happens when its step or moment begins, or when it ends
-        (`ByteChange.at_end`)."""
+        """Returns the changes with new times. See `ByteChange.at_end`."""
         by_chunk: dict[int, list[StepLog]] = {}
         by_moment: dict[int, list[StepLog]] = {}
         for row in steps:

@@ -38,7 +38,7 @@ SIDE_QUEUES = (Queue.H2D, Queue.D2H, Queue.ADAM, Queue.NET)
 
 
 def without_locals(error: BaseException) -> None:
-    """Clear the local variables in the error's traceback, so that keeping the error does not keep the work alive."""
+    """Clear the local variables in the error's traceback, so that the error does not keep the work alive."""
     link: BaseException | None = error
     while link is not None:
         traceback.clear_frames(link.__traceback__)
@@ -79,7 +79,7 @@ class Progress:
         return self.word(i, iteration) + (f", which waits for {', '.join(missing[:4])}" if missing else "")
 
     def word(self, i: int, iteration: int) -> str:
-        """Returns the step in words, for messages: "step 12 (fetch of chunk 3) of iteration 4"."""
+        """Returns the step in words: "step 12 (fetch of chunk 3) of iteration 4"."""
         step = self.steps[i]
         about = f" of chunk {step.chunk}" if step.chunk is not None else f" of moment {step.moment}"
         return f"step {step.id} ({step.kind.value}{about}) of iteration {iteration}"
@@ -118,20 +118,20 @@ class Queues(Protocol):
         ...
 
     def start(self, progress: Progress, work: Work) -> None:
-        """Begin. Nothing runs before the first `allow`. The work is held weakly, except while one of its steps runs."""
+        """Begin; nothing runs before the first `allow`. The work is held weakly, except while one of its steps runs."""
         ...
 
     def stop(self) -> None:
-        """End the queues. Returns when they have ended."""
+        """End the queues; return when they have ended."""
         ...
 
     def stopper(self) -> Callable[[], object]:
-        """Returns a function that ends the queues' threads when the work is not held any more. The function holds
-        neither the work nor the queues."""
+        """Returns a function that ends the queues' threads once the work is collected; it holds neither work nor
+        queues."""
         ...
 
     def renew(self) -> Queues:
-        """Returns queues of the same kind that have not been started."""
+        """Returns new queues of the same kind."""
         ...
 
     # -- Calls from the compute queue, which is the user's thread, to the other queues --------------------------------
@@ -141,12 +141,11 @@ class Queues(Protocol):
         ...
 
     def allow_net(self, iteration: int) -> None:
-        """Let steps of the net queue of iterations up to this iteration run."""
+        """Do the same for the net queue."""
         ...
 
     def wait(self, i: int, iteration: int) -> int | None:
-        """Return when compute-queue step i may start. The result is the last step that it waited for, None if it did
-        not wait."""
+        """Return when compute-queue step i may start. Returns the last step that it waited for; None without a wait."""
         ...
 
     def before_end(self, i: int, iteration: int) -> None:
@@ -165,7 +164,7 @@ class Queues(Protocol):
 
     @property
     def in_flight(self) -> Container[int]:
-        """Chunks whose copy to the gpu is issued and for which `land` has not been called yet."""
+        """Chunks whose copy to the gpu is issued and has no `land` yet."""
         ...
 
     def land(self, chunk: int) -> None:
@@ -185,8 +184,7 @@ class Queues(Protocol):
     def resume(self) -> None: ...
 
     def jump(self, iteration: int) -> None:
-        """Count every step of iterations up to this iteration as done; the queues stand at the next. Only while
-        paused."""
+        """Count every step of iterations up to this iteration as done. Only while paused."""
         ...
 
     # -- The positions of paused queues, from which other queues can continue -----------------------------------------
@@ -202,8 +200,7 @@ class Queues(Protocol):
     # -- The times at which work of a run happened --------------------------------------------------------------------
 
     def note_wait(self, seconds: float) -> None:
-        """Note that the training thread has waited this long for the device or the other ranks, outside these
-        queues."""
+        """Note a wait of the training thread for the device or the other ranks, outside these queues."""
         ...
 
     def in_device_time(
@@ -214,9 +211,9 @@ class Queues(Protocol):
         *,
         wait: bool = True,
     ) -> tuple[Sequence[StepLog], Sequence[IterationLog], Sequence[ByteChange]]:
-        """Returns the logs with the times at which work happened. The logs were written when the work was issued.
+        """Returns the logs, written when work was issued, with the times at which it happened.
 
-        wait: whether to wait for work that has not happened yet; otherwise its entries keep the times of issue.
+        wait: whether to wait for work that has not happened yet; else its entries keep the times of issue.
         """
         ...
 
@@ -244,7 +241,7 @@ class Queues(Protocol):
 
 class QueuesBase:
     """The common part of all kinds of queues. Its `in_flight` to `measured` are for queues whose steps have happened
-    when they have ended; StreamQueues has its own."""
+    when they end; StreamQueues has its own."""
 
     def __init__(self) -> None:
         self._at: dict[Queue, tuple[int, int]] = {}  # queue -> (iteration, index in its order)

@@ -25,11 +25,11 @@ class StepLog(NamedTuple):
     copied_bytes: int = 0
 
     def at(self, start_s: float, end_s: float) -> StepLog:
-        """Returns the log of the step with these times. The step counts as ready when it began."""
+        """Returns the log with these times; the step counts as ready when it began."""
         return self._replace(ready_s=start_s, start_s=start_s, end_s=end_s)
 
     def after_wait(self, ready_s: float, cause: str) -> StepLog:
-        """Returns the log of the step as ready at `ready_s` and delayed from then on by `cause`."""
+        """Returns the log as ready at `ready_s` and delayed from then on by `cause`."""
         return self._replace(ready_s=ready_s, cause=cause)
 
 
@@ -37,8 +37,7 @@ class StepLog(NamedTuple):
 class IterationLog:
     """The log of one iteration.
 
-    end_s: time at which the compute queue ended its last step of the iteration.
-    on_plan: whether the iteration ran as the plan says.
+    end_s: end of the compute queue's last step.
     exchanges: number of exchanges by now, of a backend that counts them.
     shares: elements of each micro-batch on plan, as a share of the plan's batch.
     captured: whether a batch was captured inside the iteration, which delays it.

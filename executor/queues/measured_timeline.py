@@ -29,7 +29,7 @@ def build_timeline(
 ) -> Timeline:
     """Returns the timeline of the run's last stretch of iterations on plan.
 
-    first_s: time at which the run began.
+    first_s: begin of the run.
 
     iteration_s, samples, peaks and stalls are those of the last finished iteration. Raises PlanError if none finished.
     """

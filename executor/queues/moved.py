@@ -32,7 +32,7 @@ class Moved:
             self._ended[iteration] = self._ended.get(iteration, 0) + 1
 
     def others(self, iteration: int, copied_bytes: Mapping[str, int]) -> None:
-        """Count all other bytes that the backend has copied by now to this iteration. No copy may be running."""
+        """Count all other bytes copied by now to this iteration. No copy may be running."""
         with self._lock:
             for direction, total in copied_bytes.items():
                 self._add(iteration, direction, total - self._known[direction])

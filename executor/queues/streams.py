@@ -52,8 +52,8 @@ def queues_for(backend: Backend, *, watchdog_s: float) -> ThreadQueues:
 class StreamQueues(ThreadQueues):
     """One daemon thread per queue, which issues to the backend's stream of that queue. Arguments as for ThreadQueues.
 
-    host_wait_s: seconds that the training thread has waited on the host: for steps that were not issued yet, and for
-        figures that it needs before it continues (`waited`: whether an fp16 gradient overflowed).
+    host_wait_s: seconds that the training thread has waited on the host: for steps not issued yet, and for figures that
+        it needs (`waited`: whether an fp16 gradient overflowed).
     host_waits: number of these waits.
     """
 
@@ -148,8 +148,8 @@ class StreamQueues(ThreadQueues):
         return waited_for
 
     def await_steps(self, steps: Sequence[int], iteration: int) -> None:
-        """As in ThreadQueues. In addition, work that this thread issues from now on happens after these steps; in a
-        thread of a host queue the steps have happened."""
+        """Do as ThreadQueues. In addition, later work of this thread happens after these steps; in a thread of a host
+        queue they have happened."""
         super().await_steps(steps, iteration)
         backend = self._backend
         queue = backend.queue
@@ -209,8 +209,8 @@ class StreamQueues(ThreadQueues):
             self.land(chunk)
 
     def resume(self) -> None:
-        """Continue, once all work that the compute queue was given meanwhile (parameters loaded, an iteration off plan)
-        has happened: no edge orders that work before the other streams."""
+        """Continue, once all work given to the compute queue meanwhile (parameters loaded, an iteration off plan) has
+        happened: no edge orders it before the other streams."""
         if self._started is not None:
             self._backend.synchronize(self._backend.record(Queue.COMPUTE))
         super().resume()
@@ -221,8 +221,8 @@ class StreamQueues(ThreadQueues):
             events.clear()
 
     def stop(self) -> None:
-        """As in ThreadQueues. In addition, raises the error that ended a stream, unless it was raised before, once
-        every stream has ended."""
+        """Do as ThreadQueues. Once every stream has ended, raises the error that ended one, unless that was raised
+        before."""
         super().stop()
         unreported: Exception | None = None
         for queue in self._latest:
@@ -238,7 +238,7 @@ class StreamQueues(ThreadQueues):
             raise unreported
 
     def _catch_up(self, queues: Sequence[Queue]) -> None:
-        """Return when all work issued to the queues' streams has happened. Logs work that does not happen."""
+        """Return when all work issued to the queues' streams has happened; log work that does not."""
         for queue in queues:
             event = self._latest.get(queue)
             if event is None:

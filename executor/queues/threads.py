@@ -21,8 +21,8 @@ _LOOK_S = 1.0  # seconds after which a wait checks that the threads are alive
 
 
 class _Crew:
-    """The threads of queues and the condition that they wait on. The lock is reentrant: a collection of garbage may
-    stop the crew at any point, also in one of its own threads."""
+    """The threads of queues and the condition that they wait on. The lock is reentrant: garbage collection may stop the
+    crew anywhere, also in one of its own threads."""
 
     def __init__(self, join_s: float) -> None:
         self.lock = threading.RLock()
@@ -52,7 +52,7 @@ class ThreadQueues(QueuesBase):
     """One daemon thread per queue.
 
     watchdog_s: seconds without the end of any step, while the user's thread waits, after which the log names the step
-        that waits. If no step is running or may start either, no step can ever end, and PlanError is raised.
+        that waits. If no step runs or may start, PlanError is raised.
     join_s: seconds for which `stop` waits for a running step.
     """
 
@@ -75,7 +75,6 @@ class ThreadQueues(QueuesBase):
 
     @property
     def stopped(self) -> bool:
-        """Whether the queues have stopped for good."""
         return self._crew.stopping
 
     def renew(self) -> ThreadQueues:
@@ -155,12 +154,11 @@ class ThreadQueues(QueuesBase):
         return True
 
     def _arrive(self, queue: Queue, i: int, iteration: int) -> None:
-        """Note that the step's edges are satisfied and that it is about to begin. Called in its queue's thread, without
-        the lock."""
+        """Note that the step, whose edges are satisfied, is about to begin. Called in its queue's thread, without the
+        lock."""
 
     def _refused(self, i: int) -> None:
-        """Note that the step that arrived last got no memory. The step will arrive again, or the queues jump over
-        it."""
+        """Note that the step that arrived last got no memory. It will arrive again, or the queues jump over it."""
 
     def _depart(self, queue: Queue, i: int, iteration: int) -> None:
         """Note that a step has ended, before other threads know. Called as `_arrive`."""

@@ -81,11 +81,11 @@ _OURS = re.compile(r"(model|optimizer)(-[\w-]+)?\.safetensors(\.index\.json)?|ex
 
 
 def save(optimizer: Trained, folder: str | Path, *, extra: Any = None, shard_bytes: int = SHARD_BYTES) -> Path:
-    """Write the run's state to `folder`, atomically. An earlier checkpoint there stays until the new checkpoint is
-    complete. Returns the folder. Files in the folder that are not a checkpoint's (a tokenizer) stay.
+    """Write the run's state to `folder`, atomically. An earlier checkpoint there stays until the new one is complete;
+    files that are not a checkpoint's (a tokenizer) stay. Returns the folder.
 
-    extra: numbers, texts, tensors, lists and dicts that `load` is to give back (the state_dict of a scheduler, the
-        position in the data).
+    extra: numbers, texts, tensors, lists and dicts for `load` to give back (the state_dict of a scheduler, the position
+        in the data).
     shard_bytes: approximate size of one file.
 
     On several ranks every rank calls it, with one folder that all of them see; the first rank's `extra` is kept. Raises
@@ -118,8 +118,8 @@ T = TypeVar("T")
 
 
 def together(ranks: Ranks | None, what: str, action: Callable[[], T]) -> T:
-    """Run `action` on every rank. Returns the result once all ranks are done. An error on one rank raises on all: its
-    own error on that rank, an error that names the rank on the others. OSError becomes CheckpointError."""
+    """Run `action` on every rank. Returns the result once all ranks are done. An error on one rank raises on all (on
+    the others, one that names the rank). OSError becomes CheckpointError."""
     error: PstarError | None = None
     result: Any = None
     try:
@@ -146,7 +146,7 @@ def together(ranks: Ranks | None, what: str, action: Callable[[], T]) -> T:
 class _Writing:
     """The work of a rank: rows by file, and the manifest, which has no files yet.
 
-    rows_read: rows of weights whose values were read, which on several ranks takes all of them.
+    rows_read: rows of weights already read, which on several ranks takes all of them.
     """
 
     weights: list[list[TensorToStore]]
@@ -161,7 +161,7 @@ class _Writing:
 
 
 def _plan_work(optimizer: Trained, folder: Path, extra: Any, shard_bytes: int) -> _Writing:
-    """Prepare everything that a save writes. Errors that can be found before writing are raised here."""
+    """Prepare everything that a save writes. Errors that show before writing are raised here."""
     session = optimizer.session
     check_between_iterations(session, "save")
     if folder.exists() and not folder.is_dir():
@@ -209,7 +209,7 @@ def _noted(row: TensorToStore, rows_read: set[str]) -> TensorToStore:
 
 
 def _begin(folder: Path, needed_bytes: int, first: bool) -> Path:
-    """Make the temporary folder (the first rank does) and return it."""
+    """Make the temporary folder (the first rank does); return it."""
     if not first:
         return whole_folder.temporary(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -223,8 +223,8 @@ def _begin(folder: Path, needed_bytes: int, first: bool) -> Path:
 
 
 def _write(session: Session, work: _Writing, folder: Path) -> dict[str, StoredFile]:
-    """Write this rank's files. The first rank writes the weights, for which the others give their parts; each rank
-    writes its states. Ranks other than the first write a list of their files, which the first reads."""
+    """Write this rank's files. The first writes the weights, for which the others give their parts; each writes its
+    states. The others write a list of their files, which the first reads."""
     buffer = piece_buffer()
     ranks = session.ranks
     if ranks is not None and ranks.rank:
@@ -286,7 +286,7 @@ def _frozen(session: Session, tensor: int) -> bool:
 
 
 def _own(tensors: Sequence[Tensor]) -> dict[int, list[str]]:
-    """Returns index of each tensor that has memory -> all its names, its own name first."""
+    """Returns index of each tensor with memory -> all its names, its own first."""
     names: dict[int, list[str]] = {}
     for index, t in enumerate(tensors):
         names.setdefault(index if t.tied_to is None else t.tied_to, []).append(t.name)
@@ -323,13 +323,12 @@ def _value_of(session: Session, tensor: int) -> Callable[[], Iterable[torch.Tens
 
 
 def whole_of(session: Session, tensor: int, part: torch.Tensor) -> torch.Tensor:
-    """Returns a whole tensor. On several ranks it is joined from the ranks' parts."""
+    """Returns a whole tensor, on several ranks joined from their parts."""
     return session.contents.exchange.joined(tensor, part) if session.contents.sliced else part
 
 
 def _state_rows(session: Session) -> list[TensorToStore]:
-    """Returns every optimizer state, chunk by chunk. The weights of fp32 parameters are their masters and are left
-    out."""
+    """Returns every optimizer state, chunk by chunk. Weights of fp32 parameters are their masters and are left out."""
     rows = []
     for chunk in session.plan.layout.chunks:
         for slot in () if chunk.frozen else chunk.slots:
@@ -355,7 +354,7 @@ def state_of(session: Session, tensor: int, name: str) -> Callable[[], Iterable[
 
 
 def _shards(rows: Sequence[TensorToStore], shard_bytes: int) -> list[list[TensorToStore]]:
-    """Returns the rows in files of about `shard_bytes`. In each file wide dtypes come first, so that every tensor is
+    """Returns the rows in files of about `shard_bytes`. Wide dtypes come first in each, so that every tensor is
     aligned."""
     shards: list[list[TensorToStore]] = [[]]
     size = 0
@@ -371,8 +370,7 @@ def _shards(rows: Sequence[TensorToStore], shard_bytes: int) -> list[list[Tensor
 def _write_shards(
     folder: Path, stem: str, shards: Sequence[Sequence[TensorToStore]], buffer: torch.Tensor
 ) -> dict[str, StoredFile]:
-    """Write the shards. Returns the files by name. Several files of weights get the index that transformers looks
-    for."""
+    """Write the shards. Returns the files by name; several of weights get the index that transformers looks for."""
     count = len(shards)
     ends = [f"-{i:05d}-of-{count:05d}" for i in range(1, count + 1)] if count > 1 else [""]
     names = [f"{stem}{end}.safetensors" for end in ends]

@@ -17,8 +17,7 @@ __all__ = ["checked_generators", "generator_states", "set_generators"]
 
 
 def generator_states() -> dict[str, torch.Tensor]:
-    """Returns name of each generator -> its state, uint8. numpy's generator is its global generator, which data loaders
-    use."""
+    """Returns name of each generator -> its state, uint8. numpy's is the global one, which data loaders use."""
     kind, keys, *rest = numpy.random.get_state()
     found = {
         "torch": torch.get_rng_state(),
@@ -35,14 +34,13 @@ def _as_bytes(value: Any) -> torch.Tensor:
 
 
 def set_generators(states: Mapping[str, torch.Tensor]) -> None:
-    """Set the generators to these states."""
     for action in checked_generators(states):
         action()
 
 
 def checked_generators(states: Mapping[str, torch.Tensor]) -> list[Callable[[], object]]:
-    """Returns the functions that set the generators to these states. States of devices that are not here are left out.
-    Each state is tried on a generator of its own first. Raises CheckpointError, naming the generator."""
+    """Returns the functions that set the generators to these states. States of missing devices are left out. Each is
+    first tried on a generator of its own. Raises CheckpointError, naming the generator."""
     actions = []
     for name, state in states.items():
         try:

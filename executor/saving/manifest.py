@@ -83,7 +83,6 @@ class Manifest:
 
     written_by: package -> its version.
     iteration: optimizer steps done.
-    ranks: number of ranks that saved.
     states: names of the optimizer's lists.
     updates: parameter -> number of its updates.
     extra: the user's own value, as `as_json.encode` makes it.
@@ -104,9 +103,7 @@ class Manifest:
 
 
 class Trained(Protocol):
-    """The part of an optimizer that saving and loading use; `optimizer.OffloadedAdamW` is above this floor, and saves
-    itself.
-    """
+    """The part of an optimizer that saving and loading use; `optimizer.OffloadedAdamW` is above this floor."""
 
     session: Session
     param_groups: list[dict[str, Any]]
@@ -128,7 +125,7 @@ def find_checkpoint(folder: str | Path) -> Path:
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """Returns the content of the manifest's file. Its last field is the checksum of all fields before."""
+    """Returns the content of the manifest's file, whose last field is the checksum of all before."""
     values = {"format": FORMAT, "schema": SCHEMA, **dataclasses.asdict(manifest)}
     return json.dumps({**values, CHECKSUM: _checksum(values)}, indent=1) + "\n"
 

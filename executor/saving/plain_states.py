@@ -36,8 +36,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # of a member of a zip file: lengths of
 
 
 def write_plain_states(optimizer: Trained, path: Path) -> None:
-    """Write the states to `path`. On several ranks every rank calls this, and the first writes. Raises
-    CheckpointError."""
+    """Write the states to `path`. Every rank calls this, and the first writes. Raises CheckpointError."""
     session = optimizer.session
     first = session.ranks is None or session.ranks.rank == 0
     values: list[tuple[int, str]] = []  # (tensor, list) of each tensor in the file, in its order
@@ -103,7 +102,7 @@ def _parts(session: Session, tensor: int, list_name: str) -> list[torch.Tensor]:
 
 
 def _places(path: Path) -> list[int]:
-    """Returns the first byte of each tensor's values, in the order in which torch came to the tensors."""
+    """Returns the first byte of each tensor's values, in torch's order."""
     places: dict[int, int] = {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         for member in archive.infolist():

@@ -56,7 +56,7 @@ _SLICE = re.compile(r"(.*)@(\d+)")
 class Restored:
     """Values that a checkpoint gave back beside parameters and states.
 
-    iteration: optimizer steps done when it was saved.
+    iteration: optimizer steps done by then.
     extra: the value given to `save`.
     note: one line on the loaded checkpoint.
     """
@@ -68,7 +68,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements from `start` on of one list of one tensor. `name` is the piece's name in the file."""
+    """Elements from `start` on of one list of one tensor; `name` is that in the file."""
 
     file: TensorFile
     name: str
@@ -81,7 +81,7 @@ class _Piece:
 
 @dataclass
 class _SoundCheckpoint:
-    """A checkpoint whose files all exist and have their original sizes."""
+    """A checkpoint whose files all have their original sizes."""
 
     folder: Path
     manifest: Manifest
@@ -106,9 +106,9 @@ def load(optimizer: Trained, folder: str | Path, *, generators: bool = True, che
     """Put parameters, optimizer states, step counts, groups and loss scale of a checkpoint into a prepared model.
     Returns the other values of the checkpoint.
 
-    The plan may differ from the plan under which the checkpoint was saved. On several ranks every rank calls this.
-    Raises CheckpointError for a folder that is partial, damaged, of another model, or from a newer version, before
-    anything is changed; ContractError between a forward and `step()`.
+    The plan may differ from that of the saving. On several ranks every rank calls this. Raises CheckpointError for a
+    folder that is partial, damaged, of another model, or from a newer version, before anything is changed;
+    ContractError between a forward and `step()`.
 
     generators: whether to set the global random number generators (torch, Python, numpy) too, each rank its own.
     checksums: whether to compare the checksums of all files first, which reads the folder once more.
@@ -140,7 +140,6 @@ class _Values:
     """The values of a checkpoint, found sound.
 
     numbers: settings of each group.
-    generators: set the generators.
     """
 
     opened: _SoundCheckpoint
@@ -151,7 +150,7 @@ class _Values:
 
 
 def _opened_for(optimizer: Trained, folder: Path) -> _SoundCheckpoint:
-    """Make every check that the manifest and the sizes of the files allow."""
+    """Check all that the manifest and the sizes of the files allow."""
     session = optimizer.session
     check_between_iterations(session, "load")
     opened = _open(folder)
@@ -213,7 +212,7 @@ def _fill(values: _Values, optimizer: Trained) -> None:
 
 def stored_extra(folder: str | Path) -> Restored:
     """Returns the values of a checkpoint beside parameters and states, without loading it. Raises CheckpointError as
-    `load` does for a broken checkpoint."""
+    `load` does."""
     opened = _open(Path(folder).expanduser())
     check_files(opened.folder, opened.manifest, opened.manifest.files.keys() & {EXTRA})
     _read_headers(opened)
@@ -321,8 +320,7 @@ def _check_states(opened: _SoundCheckpoint, session: Session) -> None:
 
 
 def _fill_states(opened: _SoundCheckpoint, session: Session) -> None:
-    """Read this rank's part of every state into all places that hold its list. The working copies follow their
-    masters."""
+    """Read this rank's part of every state into all places of its list. Working copies follow their masters."""
     contents, arena, chunk_of = session.contents, session.arena, session.plan.layout.chunk_of
     buffer = piece_buffer()
     by_file: dict[Path, list[tuple[int, str, _Piece]]] = {}

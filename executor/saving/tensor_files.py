@@ -68,7 +68,7 @@ def piece_buffer(size_bytes: int = PIECE_BYTES) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous uint8 tensor on the host, whose storage cannot be resized from then on."""
+    """Returns the memory of a contiguous uint8 tensor on the host; its storage cannot be resized from then on."""
     return memoryview(tensor.numpy())  # type: ignore[arg-type]
 
 
@@ -76,7 +76,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 class StoredFile:
     """A file as it was written.
 
-    xxh3_64: its checksum, in hexadecimal digits; "" for a file of which none was taken ([Note: checksums]).
+    xxh3_64: its checksum, in hexadecimal; "" where none was taken ([Note: checksums]).
     """
 
     bytes: int
@@ -84,7 +84,7 @@ class StoredFile:
 
 
 def stored_file(path: Path, buffer: torch.Tensor) -> StoredFile:
-    """Returns the file as it is now. It is read through `buffer` (uint8). Raises OSError."""
+    """Returns the file as it is now, read through `buffer` (uint8). Raises OSError."""
     checksum, size, view = xxhash.xxh3_64(), 0, bytes_of(buffer)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(view):
@@ -192,8 +192,7 @@ class TensorFile:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
-        """Yields the file's descriptor, for `pieces`. The bytes read leave the page cache at the end, because they are
-        read once."""
+        """Yields the file's descriptor, for `pieces`. The bytes leave the page cache at the end: they are read once."""
         try:
             descriptor = os.open(self.path, os.O_RDONLY)
         except OSError as error:
@@ -209,8 +208,8 @@ class TensorFile:
         self, descriptor: int, name: str, buffer: torch.Tensor, start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields elements [start, stop) of a tensor, flattened, as (number of the tensor's first element, tensor in the
-        file's dtype). Each yielded tensor is a view of `buffer` (uint8) and valid until the next is yielded. Raises
-        WeightsError where the bytes end early."""
+        file's dtype). Each is a view of `buffer` (uint8), valid until the next. Raises WeightsError where the bytes end
+        early."""
         entry = self.entries[name]
         if entry.dtype is None:
             raise WeightsError(self._unread(name))
@@ -255,8 +254,8 @@ class TensorFile:
 class TensorToStore:
     """One tensor to write.
 
-    pieces: called once, when the tensor is written; yields the elements in order, flat, in any number of tensors of any
-        dtype and device. Pieces should be as short as possible.
+    pieces: called once, at the writing; yields the elements in order, flat, in tensors of any number, dtype and device,
+        as short as possible.
     """
 
     name: str
@@ -274,10 +273,9 @@ def write_tensor_file(
 ) -> StoredFile:
     """Write the rows to a new file, in the given order, and flush it to the disk.
 
-    Elements go through `buffer` (uint8) piece by piece, where they are cast. (After `Tensor.numpy()` on a chunk, the
-    chunk's storage could not be evicted any more.) Raises OSError (disk full, ...); AssertionError if a row gives more
-    or fewer elements than its shape says.
-    """
+    Elements are cast in `buffer` (uint8) piece by piece. (After `Tensor.numpy()` on a chunk, its storage could not be
+    evicted any more.) Raises OSError (disk full, ...); AssertionError if a row gives more or fewer elements than its
+    shape says."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     reached = 0
     for row in rows:
@@ -327,7 +325,7 @@ class _NewFile:
         write_whole(self._descriptor, content)
 
     def flushed(self) -> StoredFile:
-        """Flush the file to the disk. Its pages leave the page cache, because they are not read again."""
+        """Flush the file to the disk. Its pages leave the page cache: they are not read again."""
         os.fsync(self._descriptor)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

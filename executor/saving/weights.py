@@ -54,10 +54,7 @@ _READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def check_values(model: nn.Module, tensors: Sequence[Tensor], folder: str | Path | None) -> Weights | None:
     """Returns the weights to load, matched with the model (None without a folder).
 
-    tensors: the model's parameters.
-
-    Raises WeightsError if the model has no values and no folder gives them, or if the folder is for another model.
-    """
+    Raises WeightsError if neither model nor folder has values, or the folder is for another model."""
     if folder is not None:
         source = Weights(folder)
         source.check_checksums()
@@ -104,8 +101,8 @@ def _is_adapter(model: nn.Module, name: str) -> bool:
 
 
 def give_memory(parameters: Sequence[nn.Parameter], arena: Arena) -> None:
-    """Turn parameters on meta into views of their chunks on the gpu. The parameters stay the same objects, so that
-    optimizers, ties and the user's lists keep referring to them."""
+    """Turn parameters on meta into views of their chunks on the gpu. They stay the same objects, for optimizers, ties
+    and the user's lists."""
     for chunk in arena.layout.chunks:
         if not any(parameters[slot.tensor].is_meta for slot in chunk.slots):
             continue
@@ -153,7 +150,7 @@ class _FolderMatch:
 class Weights:
     """The tensors of a folder of weights, by name; only headers are read here.
 
-    folder: holds model.safetensors, or shards and their model.safetensors.index.json, or is one .safetensors file.
+    folder: with model.safetensors, or shards and their model.safetensors.index.json; or one .safetensors file.
 
     Raises WeightsError for files that are missing, truncated or not of this format.
     """
@@ -182,7 +179,7 @@ class Weights:
         return frozenset(source.file.path for source in self._sources.values())
 
     def check_checksums(self) -> None:
-        """Raise WeightsError where the folder is a checkpoint, and a file is not as it was written."""
+        """Raise WeightsError where a file of a checkpoint is not as it was written."""
         if is_checkpoint(self.folder):
             try:
                 manifest = read_manifest(self.folder)
@@ -235,9 +232,9 @@ class Weights:
     # -- of this model? -----------------------------------------------------------------------------------------------
 
     def match(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """Find each parameter and buffer of the model in the folder. A tensor may be stored under any of its tied
-        names, and with or without the prefix of the base model, as transformers does. Raises WeightsError that names
-        tensors that are missing, left over or of another shape.
+        """Find each parameter and buffer of the model in the folder. A tensor may have any of its tied names, with or
+        without the base model's prefix, as in transformers. Raises WeightsError, naming tensors that are missing, left
+        over or of another shape.
 
         tensors: the parameters, tied names included.
         """
@@ -291,8 +288,8 @@ class Weights:
             self._buffers.append((module, key, source))
 
     def _renaming(self, model: nn.Module, names: Sequence[str]) -> Callable[[str], str]:
-        """Returns a function from a name in the model to the name in the file: unchanged, or with the base model's
-        prefix added or removed, whichever finds most names."""
+        """Returns a function from a name in the model to that in the file: with the base model's prefix as it is, added
+        or removed, whichever finds most."""
         ways: list[Callable[[str], str]] = [lambda name: name]
         if hasattr(model, "peft_config"):
             ways.append(lambda name: name.removeprefix("base_model.model.").replace(".base_layer.", "."))
@@ -356,8 +353,7 @@ class Weights:
 
     def fill(self, arena: Arena, contents: Contents) -> None:
         """Read every matched tensor into all lists of its chunk that hold its value, in the order of the files. Raises
-        WeightsError where a file ends early or cannot be read any more.
-        """
+        WeightsError where a file ends early or cannot be read."""
         self.fill_buffers()
         buffer = piece_buffer()
         chunk_of = arena.layout.chunk_of
@@ -381,7 +377,6 @@ class Weights:
         log.info("%s", self.note)
 
     def fill_buffers(self) -> None:
-        """Give the model's buffers the file's values."""
         for module, key, source in self._buffers:
             held = buffer_table(module)[key]
             assert held is not None
@@ -401,6 +396,6 @@ def _shapes(name: str, stored: Sequence[int], wanted: Sequence[int]) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """Returns the first few names, and the number of the remaining names, for a message."""
+    """Returns the first few names, and the number of the rest, for a message."""
     more = len(names) - NAMED_AT_MOST
     return ", ".join(names[:NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")

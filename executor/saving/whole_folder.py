@@ -20,7 +20,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def temporary(folder: Path) -> Path:
-    """Returns the path of the temporary folder, which is written first."""
+    """Returns the temporary folder, which is written first."""
     return folder.with_name(f".{folder.name}.saving")
 
 
@@ -29,7 +29,7 @@ def _previous(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """Returns an empty folder to write to. Files that a killed save left there are removed. Raises OSError."""
+    """Returns an empty folder to write to, without what a killed save left there. Raises OSError."""
     written = temporary(folder)
     if written.exists():
         shutil.rmtree(written)
@@ -52,9 +52,9 @@ def find(folder: Path, is_whole: Callable[[Path], bool]) -> Path:
 def finish(folder: Path, replaces: Collection[str], swap: Callable[[Path, Path], bool] | None = None) -> None:
     """Move the written folder to its place. Its files have to be on the disk already.
 
-    replaces: names in the old folder that the new folder replaces; all other files there are carried over (as hard
-        links where the disk has them).
-    swap: `exchange`, or another function that swaps two paths.
+    replaces: names in the old folder that the new one replaces; other files are carried over (as hard links where the
+        disk has them).
+    swap: swaps two paths.
 
     Raises OSError; the old folder is then still there.
     """

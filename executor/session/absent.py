@@ -32,8 +32,7 @@ class Absent(Following):
     passes_over = True
 
     def later_moment_of(self, event: ModuleEvent) -> int | None:
-        """Returns the moment that the event opens, if it is a later moment of the micro-batch whose moment is open;
-        else None."""
+        """Returns the moment that the event opens, if it is a later one of the open moment's micro-batch; else None."""
         moments, at = self.run.plan.workload.moments, self.cursor.moment
         if at < 0:
             return None
@@ -48,7 +47,7 @@ class Absent(Following):
         return None
 
     def pass_to(self, moment: int) -> None:
-        """Pass over the moments before this moment, from the open moment on: nothing more is computed in them."""
+        """Pass over the moments from the open moment to this moment: nothing more is computed in them."""
         state = self.state
         self.settle()
         while self.cursor.moment + 1 < moment:
@@ -61,7 +60,7 @@ class Absent(Following):
             self.settle()
 
     def settle(self) -> None:
-        """Take the gradients that are due in the open moment. A gradient that has not come counts as zero."""
+        """Take the gradients due in the open moment. One that has not come counts as zero."""
         run, now, parameters = self.run, self.state.now, self.reader.parameters
         for tensor in sorted(now.outstanding):
             if raw_grad(parameters[tensor]) is not None:

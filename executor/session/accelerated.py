@@ -8,8 +8,8 @@ __all__ = ["Accelerated"]
 
 
 class Accelerated:
-    """accelerate's gradient state. A window of accumulation that was open before the session began says nothing of the
-    session's loop."""
+    """accelerate's gradient state. A window of accumulation opened before the session says nothing of the session's
+    loop."""
 
     def __init__(self) -> None:
         self._heard = _due()

@@ -24,8 +24,8 @@ class AtWork:
 
     Attributes:
         depth: number of open `with at_work:` blocks.
-        torn: whether an interruption left a block and has not been mended since. `Loop.mend` clears it.
-        loading: the call whose load has begun and not ended; "" where there is none.
+        torn: whether an interruption left a block and is not mended yet. `Loop.mend` clears it.
+        loading: the call whose load has begun and not ended; "" without one.
     """
 
     __slots__ = ("depth", "loading", "torn")
@@ -46,8 +46,8 @@ class AtWork:
         self.depth -= 1
 
     def run(self, action: Callable[..., None], *given: Any) -> None:
-        """Call the action as in a block `with at_work:`, at the cost of one call instead of two: an iteration has
-        hundreds of events and gradients."""
+        """Call the action as in a block `with at_work:`, at the cost of one call instead of two (of hundreds per
+        iteration)."""
         self.depth += 1
         try:
             action(*given)
@@ -63,8 +63,8 @@ class AtWork:
             self.torn = True
 
     def outermost(self) -> None:
-        """Close a block that is still open. Called where no block can be open: then an interruption came while the
-        block was entered or left. Sets `torn`."""
+        """Close a block that is still open, where none can be: an interruption came while it was entered or left. Sets
+        `torn`."""
         if self.depth:
             self.torn = True
             self.depth = 0

@@ -44,8 +44,7 @@ def movable(arena: Arena, chunk: int) -> bool:
 
 
 class Capture(Protocol):
-    """Type of `executor.capture.capture_module`. A function comes in as an argument: the caller has bound the device to
-    whose rules a capture keeps."""
+    """Type of `executor.capture.capture_module`. The caller has bound the device to whose rules a capture keeps."""
 
     def __call__(
         self, model: nn.Module, batch: Any, /, *, name: str, loss: Callable[[nn.Module, Any], torch.Tensor]
@@ -57,7 +56,7 @@ class Shapes:
 
     Attributes:
         skeleton: a copy of the model whose parameters have no memory; None where it cannot be copied.
-        planned: form of the batch that the present plan was made for; None if it is not known.
+        planned: form of the present plan's batch; None if it is not known.
         covered: forms of other batches that need no more memory than the plan has.
     """
 
@@ -70,18 +69,18 @@ class Shapes:
         self._capture = capture
 
     def plan_for(self, form: Form, *, covered: tuple[Form, ...] = ()) -> None:
-        """Note that the plan is now made for batches of this form, and holds for the `covered` forms too."""
+        """Note that the plan is now for batches of this form, and holds for the `covered` forms too."""
         self.planned = form
         self.covered = tuple(other for other in covered if not covers(form, other))[-MOST_KNOWN:]
 
     def covers(self, form: Form) -> bool:
-        """Returns whether a batch of this form needs no more memory than the plan has: [Note: a smaller batch]."""
+        """See [Note: a smaller batch]."""
         forms = self.covered if self.planned is None else (self.planned, *self.covered)
         return any(covers(other, form) for other in forms)
 
     def capture(self, planned: Workload, args: Any, kwargs: Any) -> Workload:
         """Returns the model's workload for a batch of this shape, with each block's activations treated as in the
-        plan's workload. Raises ModelError where the model cannot be captured."""
+        plan's workload. Raises ModelError where that fails."""
         if self.skeleton is None:
             raise ModelError(
                 f"a batch of another shape than planned, and {type(self.model).__name__} cannot be copied for a "
@@ -109,7 +108,7 @@ class Shapes:
 class _Known:
     """A captured form.
 
-    moments: its moments, under fake tensors.
+    moments: under fake tensors.
     fits: whether its tide is nowhere higher than the plan's, and it reads no more parameters.
     """
 
@@ -121,14 +120,14 @@ class Batches:
     """The batches of one plan.
 
     Attributes:
-        samples: number of items (sequences, tokens) that the loss of the last batch is a mean over; 1 on one rank.
-        moments: moments of the last batch, under fake tensors; None where the batch has the plan's shape, is smaller,
-            or is not compared (an evaluation, an empty batch, a plan without steps).
+        samples: items (sequences, tokens) that the loss of the last batch is a mean over; 1 on one rank.
+        moments: those of the last batch, under fake tensors; None where it has the plan's shape, is smaller, or is not
+            compared (an evaluation, an empty batch, a plan without steps).
         form: form of the last training batch; () before the first.
         last: (args, kwargs) of the last training forward, tensors on meta; None before the first.
-        planned: whether the last batch has the shape that the plan was made for, or is not compared.
+        planned: whether the last batch has the plan's shape, or is not compared.
         fits: whether the last batch may run on plan: its tide is nowhere higher than the plan's.
-        captured: whether the last batch was captured just now, inside its step.
+        captured: whether the last batch was captured inside its step.
     """
 
     def __init__(self, run: PlanBytes, state: RunState, reader: Reader, shapes: Shapes, count: CountOf) -> None:
@@ -148,7 +147,7 @@ class Batches:
         self._doubted: OrderedDict[Form, None] = OrderedDict()  # smaller forms that did not keep to the plan
 
     def see(self, args: Any, kwargs: Any) -> None:
-        """Handle the batch with which the root's forward is about to begin. Captures it where its form is new."""
+        """Handle the batch with which the root's forward is about to begin; capture it where its form is new."""
         shapes = self.shapes
         self.samples = self._counted(args, kwargs) if self.ranks is not None else 1.0
         self.moments, self.planned, self.fits, self.captured = None, True, True, False
@@ -175,7 +174,7 @@ class Batches:
 
     def doubt(self) -> None:
         """Note that the last batch did not keep to the plan. If it ran on plan without a capture, it is captured before
-        it runs again."""
+        the next run."""
         if not self.planned and self.form not in self._known:
             _keep(self._doubted, self.form, None)
 
@@ -191,8 +190,7 @@ class Batches:
 
     @property
     def planned_size(self) -> int:
-        """Number of sequences of this rank's micro-batch. A plan for ranks with unequal shares is made for the largest
-        share."""
+        """Number of sequences of this rank's micro-batch. A plan for unequal shares is made for the largest."""
         batch = self.run.plan.workload.batch
         if self.ranks is None:
             return batch
@@ -206,15 +204,15 @@ class Batches:
 
     @property
     def share(self) -> float:
-        """Elements of the last batch, as a share of those of the plan's batch."""
+        """Elements of the last batch, as a share of the plan's."""
         planned = self.shapes.planned
         if self.planned or planned is None:
             return 1.0
         return elements(self.form) / max(1, elements(planned))
 
     def _fits(self, moments: tuple[Moment, ...]) -> bool:
-        """Returns whether a batch with these moments may run on plan. In a relay, moments hold bytes of other
-        micro-batches too; there a batch fits if no dimension is longer than the plan's."""
+        """Returns whether a batch with these moments may run on plan. In a relay, whose moments hold bytes of other
+        micro-batches too, it may if no dimension is longer than the plan's."""
         w = self.run.plan.workload
         body = self._body()
         if len(moments) - 1 != len(body) or any(a.name != b.name for a, b in zip(moments, body)):
@@ -227,8 +225,8 @@ class Batches:
         return all(a.peak_bytes <= b.peak_bytes for a, b in zip(moments, body))
 
     def _reads_as_planned(self, captured: Workload) -> bool:
-        """Returns whether the batch reads no parameter in a moment in which the plan does not have it. A backward that
-        reaches the batch reads those of the first layers."""
+        """Returns whether the batch reads each parameter where the plan has it. A backward that reaches the batch reads
+        those of the first layers."""
         if not self.differentiated:
             return True
         w = self.run.plan.workload
@@ -247,15 +245,14 @@ class Batches:
         return [m for m in self.run.plan.workload.moments if m.micro_batch == 0 and m.phase is not Phase.ADAM]
 
     def workload_of_last(self, micro_batches: int) -> Workload:
-        """Returns the workload of an iteration of `micro_batches` batches like the last batch, captured anew. Raises
-        PlanError before the first training forward, ModelError where the model cannot be captured."""
+        """Returns the workload of `micro_batches` batches like the last, captured anew. Raises PlanError before the
+        first training forward, ModelError where the model cannot be captured."""
         if self.last is None:
             raise PlanError("no forward of the whole model with gradients was seen; run a training batch first")
         return self.workload_of(self.last, micro_batches)
 
     def workload_of(self, batch: tuple[Any, Any], micro_batches: int) -> Workload:
-        """Returns the workload of an iteration of `micro_batches` batches of this shape, captured anew. Raises
-        ModelError where the model cannot be captured.
+        """Returns the same for batches of this shape.
 
         batch: (args, kwargs) of the model's forward.
         """
@@ -266,8 +263,8 @@ class Batches:
         return relay(made, stash="host" if planned.boundaries_on_host else "gpu") if planned.relayed else made
 
     def _is_planned(self, form: Form) -> bool:
-        """Returns whether the batch has the plan's form. Where that is not known, the first batch counts whose first
-        tensor with dimensions has the plan's batch and (of tokens) sequence."""
+        """Returns whether the batch has the plan's form. Where that is unknown, it is that of the first batch whose
+        first tensor with dimensions has the plan's batch and (of tokens) sequence."""
         planned = self.shapes.planned
         if planned is not None:
             return form == planned
@@ -285,7 +282,7 @@ class Batches:
         return not self.fits and [m.name for m in (self.moments or ())[:-1]] == [m.name for m in self._body()]
 
     def above(self) -> str:
-        """Returns, in words, where the last batch's tide is most above the plan's; "" where it is not outgrown."""
+        """Returns, in words, where the last batch's tide is most above the plan's; "" where it is nowhere."""
         if not self.outgrown:
             return ""
         moments, body = self.moments or (), self._body()
@@ -296,9 +293,8 @@ class Batches:
         )
 
     def refusal(self) -> DoesNotFit | None:
-        """Returns the error to raise where a moment of the last batch needs more than the gpu budget for the payloads
-        that never leave, the chunks that the moment reads, and its non-model data; None if the batch can run on
-        demand."""
+        """Returns the error where a moment of the last batch needs more than the gpu budget for payloads that never
+        leave, chunks that it reads, and its non-model data; None if the batch can run on demand."""
         plan, table, moments = self.run.plan, self.run.timetable, self.moments or ()
         worst, at = 0, 0
         for m, moment in enumerate(moments):
@@ -326,7 +322,7 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keep(kept: OrderedDict[Form, Any], form: Form, value: Any) -> None:
-    """Keep the value as the one used last, and forget the one used longest ago."""
+    """Keep the value as the last used, and forget the one used longest ago."""
     kept[form] = value
     kept.move_to_end(form)
     if len(kept) > MOST_KNOWN:
@@ -334,14 +330,13 @@ def _keep(kept: OrderedDict[Form, Any], form: Form, value: Any) -> None:
 
 
 def some_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Run `model` on (args, kwargs). Returns a scalar of its outputs, as `scalar_of` does."""
+    """Run `model` on (args, kwargs). Returns `scalar_of` its outputs."""
     args, kwargs = batch
     return scalar_of(model, model(*args, **kwargs))
 
 
 def scalar_of(model: nn.Module, output: Any) -> torch.Tensor:
-    """Returns a scalar for backward: the model's loss, or (where the loop computes the loss itself) the sum of its
-    outputs."""
+    """Returns a scalar for backward: the model's loss or, where the loop computes it, the sum of the outputs."""
     outputs = [t for t in tensors_of(output) if t.requires_grad]
     if not outputs:
         raise ModelError(f"no output of {type(model).__name__} depends on a trainable parameter; leave some trainable")

@@ -31,11 +31,11 @@ class _Word(Enum):
 class State(_Word):
     """The state of the loop. `Cursor.state` distinguishes the first four; `Loop.ask` gives the last three precedence.
 
-    BETWEEN: no iteration is open: from the end of `optimizer.step()` to the first event of the next iteration.
+    BETWEEN: from the end of `optimizer.step()` to the first event of the next iteration.
     VISITING: an evaluation runs between two iterations.
     ON_PLAN: the open moment is the plan's.
     OFF_PLAN: the iteration has left the plan and continues on demand.
-    INTERRUPTED: an interruption came inside the engine's own work and has not been mended.
+    INTERRUPTED: an interruption inside the engine's own work is not mended yet.
     HALF_LOADED: a load has begun and did not end.
     CLOSED: the session has ended.
     """
@@ -74,14 +74,13 @@ class Answer(_Word):
     """The engine's reaction to an act.
 
     FOLLOW: go to the moment of the plan that the event opens.
-    LEAVE: leave the plan, then continue on demand.
+    LEAVE: leave the plan, then CARRY.
     CARRY: continue on demand.
     VISIT: begin an evaluation.
     STAY: continue the evaluation.
     END_VISIT: end the evaluation, then ask again.
     MEND: mend the interruption, then ask again.
     FINISH: mend the interruption by finishing the optimizer step.
-    NOTHING: ignore the act.
     STEP: update, by the plan or on demand.
     DROP: drop the iteration's gradients, then allow.
     HALF: end the run: a backward ended in the middle of its eager updates.
@@ -176,11 +175,11 @@ class Fact(_Word):
 
 class FactSource(Protocol):
     """Facts of one act, each determined only where a row needs it. Its attributes are the words in the texts of
-    refusals (`refusals.TEXTS`). This file knows no torch, and none of the parts that facts are read from."""
+    refusals (`refusals.TEXTS`). This file knows neither torch nor the parts that facts are read from."""
 
     @property
     def asks(self) -> Mapping[Fact, Callable[[Any], bool]]:
-        """Returns for each fact the function that determines, from this source, whether the fact holds."""
+        """Returns for each fact the function that determines, from this source, whether it holds."""
         ...
 
 
@@ -348,7 +347,6 @@ class Cursor:
     Attributes:
         moment: index of the open moment; -1 between two iterations.
         visiting: whether an evaluation runs between two iterations.
-        off_plan: whether the current iteration has left the plan.
         stepped: whether `optimizer.step()` came after gradients arrived.
         committed: the last iteration whose updates `optimizer.step()` has begun, -1 before the first.
     """

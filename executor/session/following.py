@@ -45,8 +45,8 @@ class Following:
         in_parts: whether a backward runs part by part (driving/drive.py).
         keeps_tied: whether the gradient of a tied parameter stays in the parameter until `take_tied`, off the plan
             too: its parts are added first, as autograd adds them.
-        takes_norms: whether the norm of each gradient is taken off the plan and dropped, so that recording a run that
-            will clip takes as long as the run.
+        takes_norms: whether each gradient's norm is taken off the plan and dropped, so that recording a run that will
+            clip takes as long as the run.
         passes_over: whether moments without events on this rank are passed over: absent.py.
     """
 
@@ -91,27 +91,26 @@ class Following:
         return self.later_moment_of(event)
 
     def later_moment_of(self, event: ModuleEvent) -> int | None:
-        """Returns the moment that the event opens, if it is a later moment than the next; else None."""
+        """Returns the moment that the event opens, if it comes after the next; else None."""
         return None
 
     def pass_to(self, moment: int) -> None:
-        """Pass over the moments before this moment, from the open moment on."""
+        """See `Absent.pass_to`."""
 
     def settle(self) -> None:
         """Take the gradients that are due in the open moment and have not come."""
 
     def waits(self, tensor: int) -> bool:
-        """Returns whether a gradient that came stays in `.grad`, because its moment is a later moment of the
-        micro-batch."""
+        """Returns whether a gradient stays in `.grad`, because its moment comes later in the micro-batch."""
         return False
 
     def unused(self) -> frozenset[int]:
-        """Returns the tensors without a gradient on any rank in this iteration."""
+        """See `Absent.unused`."""
         return frozenset()
 
     def weigh(self, event: ModuleEvent, found: Answer) -> None:
         """On several ranks, give the micro-batch that begins its weight ([Note: the weight of a rank] in
-        distributed/ranks.py), whether its batch may run on plan or not."""
+        distributed/ranks.py), on plan or off."""
         ranks = self.state.ranks
         if ranks is None or event.kind != "begin" or event.module != "":
             return
@@ -182,7 +181,7 @@ class Following:
             self.steps.run_inline(i, self.state.iteration)
 
     def forget_open_step(self) -> None:
-        """Forget the open moment's step. That step will not end by the plan, because the iteration left the plan."""
+        """Forget the open moment's step, which will not end by the plan."""
         table = self.run.timetable
         if self.cursor.moment >= 0 and not table.on_demand_only:
             self.steps.forget(table.compute[self.cursor.moment])
@@ -202,8 +201,7 @@ class Following:
         self.run.queues.allow_net(state.iteration)
 
     def next_iteration(self, *, on_plan: bool = True) -> None:
-        """Go to the next iteration. Compute is over; the side queues finish this iteration's steps and begin those of
-        the next."""
+        """Go to the next iteration. Compute is over; the side queues finish their steps of this one."""
         state, updates = self.state, self.updates
         self.steps.close_iteration(state.iteration, on_plan=on_plan)
         updates.last = state.now.update_of(state.iteration) or updates.last
@@ -231,7 +229,7 @@ class Following:
         self._take_out(tensor, parameter)
 
     def take_tied(self) -> None:
-        """Take the gradients left in tied parameters, which are whole at the end of a micro-batch."""
+        """Take the gradients left in tied parameters, whole at the end of a micro-batch."""
         for tensor in self.run.timetable.tied:
             parameter = self.reader.parameters[tensor]
             if raw_grad(parameter) is not None:
@@ -275,8 +273,8 @@ class Following:
         self.cursor.stepped = False
 
     def _is_final(self, tensor: int) -> bool:
-        """Returns whether a gradient that is not due in the open moment is whole. If the plan has no such gradient
-        there, the iteration leaves the plan."""
+        """Returns whether a gradient that is not due in the open moment is whole. If the plan has none there, the
+        iteration leaves the plan."""
         table, moment = self.run.timetable, self.cursor.moment
         if moment >= 0 and tensor in table.early[moment]:
             return False  # the gradient fires again in this micro-batch

@@ -26,7 +26,7 @@ class FormPart(NamedTuple):
 
     name: its place in the arguments.
     kind: the dtype of a tensor, the value of a bool.
-    differentiated: whether backward has to reach the tensor: it then reads parameters that it would not read otherwise.
+    differentiated: whether backward has to reach the tensor, which makes it read more parameters.
     """
 
     name: str
@@ -45,8 +45,8 @@ def names_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def form_of(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> Form:
-    """Returns the form of a batch, given as the arguments of a forward. An argument counts the same by position and by
-    name, in any order. Other values than tensors and bools do not count.
+    """Returns the form of a batch, given as the arguments of a forward. Arguments count the same by position and by
+    name, in any order; other values than tensors and bools do not count.
 
     names: `names_of` the model.
     """
@@ -71,7 +71,7 @@ def _parts(name: str, value: Any) -> Iterator[FormPart]:
 
 
 def covers(larger: Form, smaller: Form) -> bool:
-    """Returns whether the smaller batch needs no more memory than the larger batch: [Note: a smaller batch]."""
+    """Returns whether the smaller batch needs no more memory than the larger: [Note: a smaller batch]."""
     return len(larger) == len(smaller) and all(
         a.name == b.name
         and (a.kind, a.differentiated) == (b.kind, b.differentiated)
@@ -82,5 +82,4 @@ def covers(larger: Form, smaller: Form) -> bool:
 
 
 def elements(form: Form) -> int:
-    """Returns the number of elements of all tensors."""
     return sum(math.prod(part.shape) for part in form if isinstance(part.kind, torch.dtype))

@@ -21,7 +21,7 @@ class Iteration:
 
     Attributes:
         number: from 0; -1 before the first.
-        before: the iteration before this iteration, while steps of it may run.
+        before: the iteration before, while steps of it may run.
         arrived: tensors whose gradient left autograd.
         outstanding: tensors whose gradient is due in the open moment and has not come.
         missed: tensors whose gradient counted as zero in some micro-batch.
@@ -29,7 +29,7 @@ class Iteration:
         early: tensors whose eager update has begun.
         norms: tensor -> norm of its gradient (one element, fp32), where the norm was taken as the gradient arrived.
         backwards: number of backwards that have ended.
-        given: number of those that gave a parameter its gradient: these count as micro-batches.
+        given: those that gave a parameter its gradient, which count as micro-batches.
         gives: whether the running backward has given one.
         shares: elements of each micro-batch on plan, as a share of the plan's batch.
         captured: whether a batch was captured inside the iteration.
@@ -68,14 +68,14 @@ class Iteration:
         return Iteration(number=number, before=self, update=update)
 
     def of(self, number: int) -> Iteration | None:
-        """Returns the value of iteration `number`, this iteration or an earlier iteration. Returns None if it has not
-        begun or is no longer kept."""
+        """Returns the value of iteration `number`, this or an earlier one; None if it has not begun or is no longer
+        kept."""
         found: Iteration | None = self
         while found is not None and found.number != number:
             found = found.before
         return found
 
     def update_of(self, number: int) -> Update | None:
-        """Returns the update of iteration `number`; None if it has none, has not begun or is no longer kept."""
+        """Returns the update of iteration `number`; None without one, or as for `of`."""
         found = self.of(number)
         return None if found is None else found.update

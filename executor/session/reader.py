@@ -32,8 +32,7 @@ class Reader:
     """Parameters, gradients and optimizer states as the user's code sees them.
 
     ask(act, tensor=, what=): see `driving.loop.Loop.ask`.
-    touch(func, parameters, args, kwargs): returns the result of a torch function with parked parameters among its
-        arguments: `off_plan.reads.Reads.touch`.
+    touch(func, parameters, args, kwargs): see `off_plan.reads.Reads.touch`.
 
     Attributes:
         consumed: tensors whose gradient left autograd and that no `zero_grad` has cleared yet.
@@ -67,10 +66,10 @@ class Reader:
     # -- which parameters may be read directly ------------------------------------------------------------------------
 
     def refresh(self, chunk: int, tensors: Sequence[int] | None = None) -> None:
-        """Give parameters the class of readable or of parked parameters. Called after their values on the gpu became
-        readable or ceased to be readable.
+        """Give parameters the class of readable or of parked parameters, after their values on the gpu became readable
+        or ceased to be.
 
-        tensors: the parameters; None: all parameters of the chunk.
+        tensors: None: all of the chunk.
         """
         run, parameters = self.state.run, self.parameters
         with self._classes:
@@ -82,7 +81,7 @@ class Reader:
                 parameters[t].__class__ = ChunkParameter if as_it_stands else ParkedParameter
 
     def set_open(self, open_: bool) -> None:
-        """Note whether a module runs from now on. The parameters of every chunk change class accordingly."""
+        """Note whether a module runs; parameters change class accordingly."""
         if open_ != self.is_open:
             self.is_open = open_
             for chunk in range(len(self.state.run.timetable.tensors_of)):
@@ -90,8 +89,8 @@ class Reader:
 
     @property
     def trains(self) -> bool:
-        """Whether a forward that runs now is one of training: gradients are on, and not every trainable parameter is
-        switched off for an evaluation."""
+        """Whether a forward now is one of training: gradients are on, and not every trainable parameter is switched
+        off."""
         return torch.is_grad_enabled() and not (self.switched and self.switched >= self.state.run.timetable.trainable)
 
     # -- calls of parameters (contract.ParameterAccess) ---------------------------------------------------------------
@@ -100,7 +99,7 @@ class Reader:
         return self.state.run.plan.workload.tensors[tensor].name
 
     def grad_of(self, tensor: int) -> torch.Tensor | None:
-        """Returns the value of `p.grad`. Raises ContractError where the gradient has left for its chunk."""
+        """Returns `p.grad`. Raises ContractError where it has left for its chunk."""
         self._ask(Act.READ_GRAD, tensor=tensor)
         return raw_grad(self.parameters[tensor])
 
@@ -112,7 +111,7 @@ class Reader:
         set_raw_grad(self.parameters[tensor], value)
 
     def see_requires_grad(self, tensor: int, value: bool) -> None:
-        """Note that requires_grad of a parameter is about to be `value`. Around an evaluation this has no effect."""
+        """Note that requires_grad is about to be `value`; without effect around an evaluation."""
         if value == (not self.state.run.plan.workload.tensors[tensor].frozen):
             self.switched.discard(tensor)
         else:
@@ -135,7 +134,7 @@ class Reader:
     # -- copies of values and states ----------------------------------------------------------------------------------
 
     def value_now(self, tensor: int) -> torch.Tensor:
-        """Returns the same as `current_value`, also where the contract does not let the loop read."""
+        """Returns `current_value`, also where the contract does not let the loop read."""
         with unseen(), torch.no_grad(), self.standstill.still():
             run = self.state.run
             contents, chunk = run.contents, run.timetable.chunk_of[tensor]
@@ -156,18 +155,18 @@ class Reader:
         return value.reshape(run.plan.workload.tensors[tensor].shape)
 
     def _meet_others(self, tensor: int, list_name: str) -> None:
-        """Meet the other ranks, which read the tensor too, if each rank holds a part of the tensor."""
+        """Meet the other ranks, which read the tensor too, if each holds a part of it."""
         run, ranks = self.state.run, self.state.ranks
         if ranks is not None and run.contents.sliced:
             lists = ("param", *run.plan.layout.state_lists)
             ranks.come_to_read(float(tensor * len(lists) + lists.index(list_name)))
 
     def still(self) -> AbstractContextManager[None]:
-        """Returns a context in which the updates of finished iterations are done and nothing moves."""
+        """See `Standstill.still`."""
         return self.standstill.still()
 
     def own_slice(self, chunk: int) -> torch.Tensor:
-        """Returns a copy of this rank's slice of a chunk's current parameters, flat, in host memory. Only while nothing
+        """Returns a copy of this rank's slice of a chunk's current parameters, flat, in host memory, while nothing
         moves."""
         run = self.state.run
         place, list_name = run.contents.values.source(chunk, run.timetable.tensors_of[chunk])
@@ -181,7 +180,7 @@ class Reader:
             self.put_state(tensor, list_name, value)
 
     def put_state(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
-        """Do the same as `set_state_value`, while nothing moves."""
+        """Do `set_state_value`, while nothing moves."""
         run = self.state.run
         for place in PLACES:
             if run.arena.has(place, run.timetable.chunk_of[tensor], list_name):
@@ -204,7 +203,7 @@ class Reader:
                     parameter.data = self.in_memory_format(t, found)
 
     def in_memory_format(self, tensor: int, value: torch.Tensor) -> torch.Tensor:
-        """Returns the value in the memory format (channels_last) that the parameter had before `prepare`."""
+        """Returns the value in the parameter's memory format (channels_last) before `prepare`."""
         stride = self._strides[tensor]
         if value.stride() == stride:
             return value

@@ -16,7 +16,7 @@ __all__ = ["Standstill"]
 class Standstill:
     """Brings the queues of a run to rest.
 
-    meet_interruption(): mends an interruption before values are read: `driving.loop.Loop.meet_interruption`.
+    meet_interruption(): see `driving.loop.Loop`.
 
     Attributes:
         inside: whether code inside `still` runs.
@@ -40,14 +40,13 @@ class Standstill:
         queues.pause()
 
     def drain(self) -> None:
-        """Do the same as `rest`. Raises the error that ended the run."""
+        """Do `rest`. Raises the error that ended the run."""
         self.require_running()
         self.rest()
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """Inside this context, updates of finished iterations are done and nothing moves. The queues continue
-        afterwards."""
+        """Inside this context, updates of finished iterations are done and nothing moves; then the queues continue."""
         state = self.state
         if not state.at_work.depth:
             self._meet_interruption()
@@ -65,8 +64,8 @@ class Standstill:
                     state.run.queues.resume()
 
     def interrupt(self, why: str) -> Interrupted:
-        """End the run: queues and other ranks fail with Interrupted(why). Returns that error for the caller to raise.
-        Later calls of the session raise it too."""
+        """End the run: queues and other ranks fail with Interrupted(why). Returns that error, which later calls of the
+        session raise too."""
         error = Interrupted(why)
         self.state.run.queues.fail(error)
         if self.state.ranks is not None:

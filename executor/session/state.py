@@ -28,9 +28,9 @@ log = logging.getLogger("executor")
 
 
 class PlanBytes:
-    """A plan with its memory and its queues. `off_plan.plan_run.PlanRun` adds the parts that carry the plan out.
+    """A plan with its memory and its queues. `off_plan.plan_run.PlanRun` adds the parts that carry it out.
 
-    queues: replaced where a measurement lets other queues carry out the same plan.
+    queues: replaced for a measurement.
     """
 
     def __init__(self, plan: Plan, arena: Arena, contents: Contents, queues: Queues) -> None:
@@ -48,12 +48,12 @@ class RunState:
 
     Attributes:
         now: the current iteration; between two iterations, the one that ended last.
-        moment_off_plan: the plan's moment that corresponds to the code that runs off plan; -1 without one.
+        moment_off_plan: the plan's moment for the code that runs off plan; -1 without one.
         held: whether the queues stay paused until there is a new plan.
         renewing: whether values are moving into the chunks of a new plan.
         trained: whether a Trainer's training is over: see `Session.end_after_training`.
-        replan_after: number of iterations off plan in a row after which a new plan is made; 0: never.
-        other_shapes: number of these that are batches of another shape than planned, on plan.
+        replan_after: as for `prepare`.
+        other_shapes: those that are batches of another shape than planned, on plan.
     """
 
     run: PlanBytes

@@ -30,7 +30,7 @@ class Steps:
     """The `queues.interface.Work` of one plan.
 
     Attributes:
-        span_log: steps of these iterations, in the order in which the steps ended.
+        span_log: steps of these iterations, in the order of their ends.
         first_s: time from which the plan's first iteration may begin.
     """
 
@@ -54,7 +54,7 @@ class Steps:
         self._most_changes = KEPT_CHANGES
 
     def start(self) -> None:
-        """Note that the first iteration may begin; bytes that were copied before do not count."""
+        """Note that the first iteration may begin; bytes copied before do not count."""
         self.moved = Moved(self.run.backend.copied_bytes)
 
     # -- Work: calls of the queues ------------------------------------------------------------------------------------
@@ -142,20 +142,13 @@ class Steps:
             self._most_changes = max(KEPT_CHANGES, 2 * len(log.changes))
 
     def last_on_plan(self) -> IterationLog | None:
-        """Returns the newest of the kept iterations that ran on plan with batches of the plan's shape; without one, the
-        newest that ran on plan with smaller batches. An iteration inside which a batch was captured does not count.
-        Returns None without either."""
+        """Returns the newest kept iteration that ran on plan with the plan's shape; else the newest on plan with
+        smaller batches; None without either. Iterations with a capture inside do not count."""
         ran = [row for row in self.logs if row.on_plan and not row.captured]
         return next((row for row in reversed(ran) if row.planned), ran[-1] if ran else None)
 
     def timeline(self, last: int | None = None) -> Timeline:
-        """Returns the timeline of the latest iterations that ran on plan one after another. Waits for their last copies
-        and updates.
-
-        last: number of the timeline's last iteration; None: the newest.
-
-        Raises PlanError if no iteration has run on plan.
-        """
+        """See `Session.timeline`."""
         run = self.run
         if not self.state.closed:
             run.queues.settle(self.state.iteration - 1)

@@ -29,26 +29,25 @@ class Timetable:
         cut_tide: non-model bytes between two iterations.
         between: moment -> non-model bytes between it and the next, over the border of the iteration.
         cut: (place, chunk, list) of each payload that is resident between two iterations.
-        stashes: number of stashes of activations.
         micro_batch: moment -> micro-batch that it belongs to.
         reads: moment -> chunks that it reads.
         uses: chunk -> moments that read it.
         compute: moment -> its compute step.
-        on_demand_only: whether the plan has no steps; every chunk is then fetched when it is read.
+        on_demand_only: whether the plan has no steps; chunks are then fetched when they are read.
         before: moment -> other steps of the compute queue that come before it.
-        rows: moment -> values that opening it needs: its `before`, `compute`, `reads`, `peaks` and `due`.
-        following: moment -> event that opens the next moment; "" after the last, and everywhere in a plan with stashes,
-            where opening a moment takes more than its row.
+        rows: moment -> its `before`, `compute`, `reads`, `peaks` and `due`.
+        following: moment -> the next moment's event; "" after the last, and everywhere in a plan with stashes, where
+            opening a moment takes more than its row.
         micro_batches: number of backwards per iteration.
         relayed: see `Workload.relayed`.
         tail: steps of the compute queue after the last moment.
         chunk_of: tensor -> chunk.
         tensors_of: chunk -> tensors.
         trainable: tensors that get an update.
-        tied: trainable tensors whose gradient may come in several parts: others are tied to them, or their module is
-            called more than once.
-        due: moment -> tensors whose gradient is final in that moment.
-        early: moment -> tensors whose gradient arrives in that moment and again later in the micro-batch.
+        tied: trainable tensors whose gradient may come in parts: others are tied to them, or their module is called
+            repeatedly.
+        due: moment -> tensors whose gradient is final in it.
+        early: moment -> tensors whose gradient arrives in it and again later in the micro-batch.
         goes_to: (chunk, micro-batch) -> list that takes gradients of the chunk.
         moves: whether a step moves a working list off the gpu, or gradients take the place of its parameters.
         sums: steps of the net queue after which sums of gradients over the ranks are whole.
@@ -92,8 +91,7 @@ class Timetable:
         return [{t for t in tensors if self.final_in(m, t) == m} for m, tensors in enumerate(gradients)]
 
     def final_in(self, moment: int, tensor: int) -> int:
-        """Returns the moment in which the tensor's gradient is final in the micro-batch of `moment`; -1 if it has
-        none."""
+        """Returns the moment in which the tensor's gradient is final in the micro-batch of `moment`; -1 without one."""
         return self._final.get((self.micro_batch[moment], tensor), -1)
 
     def gradient_list(self, moment: int, tensor: int) -> str:
@@ -105,13 +103,14 @@ class Timetable:
         return self._by_name.get(name, set())
 
     def read_behind(self, name: str) -> set[int]:
-        """Returns the chunks that the moments right after moments of this name read. The event that closes a moment may
-        not come; then the next moment's reads belong to it."""
+        """Returns the chunks that moments right after those of this name read: they belong to it if its closing event
+        does not come."""
         return self._by_name_next.get(name, set())
 
     def next_of_name(self, name: str, position: int) -> int | None:
-        """Returns the next moment of this name from `position` on, over the border of the iteration; None if there is
-        none."""
+        """Returns the next moment of this name from `position` on, over the border of the iteration; None without
+        one.
+        """
         return next((m for m in self._from(position) if self.names[m] == name), None)
 
     def _from(self, position: int) -> Iterator[int]:
@@ -129,15 +128,14 @@ class Timetable:
 
 
 def _read_often(w: Workload) -> set[int]:
-    """Returns the tensors that several moments of one micro-batch's forward read, including tied tensors. Each of these
-    moments gives a part of the gradient."""
+    """Returns the tensors that several moments of a micro-batch's forward read, tied ones included. Each gives a part
+    of the gradient."""
     ahead = [reads for m, reads in zip(w.moments, w.reads) if m.micro_batch == 0 and m.phase is Phase.FWD]
     found = Counter(t for reads in ahead for t in reads)
     return {t for t, count in found.items() if count > 1} | {t.tied_to for t in w.tensors if t.tied_to is not None}
 
 
 def _compute_steps(plan: Plan) -> tuple[list[int], list[list[int]], list[int]]:
-    """Returns `compute`, `before` and `tail` of a timetable."""
     compute: list[int] = []
     before: list[list[int]] = []
     waiting: list[int] = []
@@ -175,7 +173,7 @@ def _by_name(names: Sequence[str], reads: Sequence[Iterable[int]]) -> dict[str, 
 
 
 def _sums(plan: Plan) -> list[int]:
-    """Returns the steps of the net queue after which sums of gradients over the ranks are whole."""
+    """Returns `sums` of a timetable."""
     last = Kind.REDUCE_SCATTER if plan.layout.ranks > 1 else Kind.GATHER
     return [i for i, step in enumerate(plan.steps) if step.queue is Queue.NET and step.kind is last]
 

@@ -27,9 +27,9 @@ class Updates:
     scaling: the loss scaling of the run; None without loss scaling.
 
     Attributes:
-        max_grad_norm: the global norm at which gradients are clipped; None without clipping.
-        last: the update of the last finished iteration that had one. `Iteration.update_of` gives the updates of the
-            current iteration and of the iteration before.
+        max_grad_norm: None without clipping.
+        last: that of the last finished iteration with one; `Iteration.update_of` gives those of the current and the
+            former.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Updates:
         self._clock = clock
 
     def new(self) -> Update:
-        """Returns the update of an iteration, with the optimizer's present settings."""
+        """Returns an update with the optimizer's present settings."""
         run = self.state.run
         agree = self._agreed if self.state.ranks is not None and run.contents.sliced else None
         return Update(hyper=self._hyper(), max_grad_norm=self.max_grad_norm, agree=agree, streams=run.backend.streams)
 
     def _agreed(self, norm: torch.Tensor) -> torch.Tensor:
         """Returns the norm on which all ranks agree. If an update on the accelerator needs it first, the training
-        thread waits, and the queues note the wait."""
+        thread waits (`note_wait`)."""
         run, ranks = self.state.run, self.state.ranks
         assert ranks is not None
         begun_s = self._clock()
@@ -82,14 +82,13 @@ class Updates:
     @property
     def running(self) -> bool:
         """Whether parameters may be changing: with eager updates, from the first chunk whose gradients are complete
-        until `optimizer.step()`. The plan's moments decide, not the speed of the queues, so that the same loop always
-        gets the same answer."""
+        until `optimizer.step()`. The plan's moments decide, so that the same loop always gets the same answer."""
         state = self.state
         return self.eager and (state.cursor.moment > state.run.timetable.first_complete or bool(self.begun))
 
     def decide_scaling(self, update: Update) -> None:
         """Under loss scaling, once all gradients of the iteration have arrived: set the factor that undoes the scale,
-        and skip the update if a gradient on any rank is not finite. Every rank calls this in the same place."""
+        and skip the update if a gradient on any rank is not finite. Every rank calls this."""
         scaling, ranks = self.scaling, self.state.ranks
         if scaling is None:
             return
@@ -104,8 +103,8 @@ class Updates:
         scaling.close_iteration(overflowed)
 
     def norms(self, iteration: int) -> Iterable[torch.Tensor]:
-        """Returns the norms of all gradients of an iteration. Its first Adam step calls this under clipping. On several
-        ranks the norms are of this rank's part of the gradients' sums."""
+        """Returns the norms of all gradients of an iteration, for its first Adam step under clipping: on several ranks,
+        of this rank's part of the sums."""
         run = self.state.run
         contents, progress = run.contents, run.progress
         update = self.state.now.update_of(iteration)
