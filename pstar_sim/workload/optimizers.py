@@ -32,6 +32,7 @@ MASTER_LIST = "param32"
 class OptimizerSpec:
     """The states that the optimizer keeps for each trainable parameter.
 
+    name: name of the optimizer.
     state_bytes: list name -> bytes per parameter, in storage order. The default is AdamW with fp32 states; with the
         2-byte working list it takes 14 bytes per parameter.
     dram_bytes_per_param: host memory traffic of one CPU update (reads and writes of the states, gradient in, parameter
