@@ -182,17 +182,18 @@ class Ranks:
         return total.sqrt().to(norm.device, torch.float32).reshape(())
 
     def meet(self, row: Sequence[float]) -> list[list[float]]:
-        """Exchange a row of values. Returns all rows in order of rank. Every rank calls this, and what uses it, at the
-        same point of its loop."""
+        """Exchange a row of values. Returns all rows in order of rank. Every rank calls this at the same point of its
+        loop."""
         rows: list[list[float]] = self._meeting.exchange(torch.tensor(row, dtype=torch.float64)).tolist()
         return rows
 
     def on_this_host(self) -> list[int]:
-        """Returns the ranks on this host."""
+        """Returns the ranks on this host. Every rank calls this at the same point."""
         mine = _digest(socket.gethostname())
         return [rank for rank, row in enumerate(self.meet([mine])) if row[0] == mine]
 
     def any(self, here: bool) -> bool:
+        """Returns whether the value is true on some rank. Every rank calls this at the same point of its loop."""
         return any(row[0] for row in self.meet([float(here)]))
 
     def same(self, values: Mapping[str, str]) -> None:
