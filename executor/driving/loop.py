@@ -86,7 +86,6 @@ class Loop:
         return answer(self._loop_state(), act, ActFacts(self.facts, tensor=tensor, what=what, keeps=keeps))
 
     def _ask_of(self, event: ModuleEvent, act: Act) -> Answer:
-        """Returns the table's answer to an event of the clock."""
         self._of_event.event = event
         return answer(self._loop_state(), act, self._of_event)
 
