@@ -506,7 +506,6 @@ def _alive(refs: Iterable[weakref.ref[_Saved]]) -> list[_Saved]:
 
 
 def _holds_source(ref: weakref.ref[_Saved]) -> bool:
-    """Returns whether the gpu still holds the storage that the forward made."""
     saved = ref()
     return saved is not None and saved.source is not None
 
