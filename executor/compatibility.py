@@ -151,7 +151,6 @@ def _check_states(plan: Plan, optimizer: AdamW) -> None:
 
 
 def torchrun_line(plan: Plan, file: str = "PLAN", model: str = "MODEL") -> str:
-    """Returns the command line that runs a plan of several ranks."""
     nodes = f"--nnodes {plan.machine.nodes} " if plan.machine.nodes > 1 else ""
     return f"torchrun {nodes}--nproc-per-node {plan.machine.local_ranks} -m executor {file} --model {model}"
 

@@ -124,7 +124,6 @@ class OffloadStrategy(SingleDeviceStrategy):
         """Does nothing: the plan decides where parameters are."""
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Returns the batch on the device of the module."""
         where = self.root_device if self._prepared else torch.device("cpu")
         return super().batch_to_device(batch, device or where, dataloader_idx)
 
