@@ -30,11 +30,10 @@ class AdamW:
     """The parameters to optimize and the settings of the update; the defaults are torch.optim.AdamW's.
 
     params_or_groups: None (every trainable parameter, one group), parameters, or groups as torch takes them (dicts with
-        "params" and settings of their own); the plan has to be made for the same groups.
-    max_grad_norm: clip the global norm; by default as the plan says, at DEFAULT_NORM if the plan was made with
-        clipping; None for no clipping.
-    eager: update each chunk as soon as its gradient is final, inside backward (the plan has to be made with update
-        "eager").
+        "params" and settings); the plan has to be made for the same ones.
+    max_grad_norm: clip the global norm; by default as the plan says, at DEFAULT_NORM where it clips; None for no
+        clipping.
+    eager: update each chunk when its gradient is final, inside backward (the plan has to be made with update "eager").
     state_dtype: dtype of both moments; torch.bfloat16 where the plan's optimizer is "adamw-bf16-states" (the update is
         done in fp32 and rounded, so small changes of a moment are lost).
     loss_scale: None: dynamic if the model has fp16 parameters, else no scaling; "dynamic"; a number for a fixed scale;
@@ -68,8 +67,7 @@ class AdamW:
         _check_numbers({name: getattr(self, name) for name in NUMBERS})
 
     def norm_for(self, *, clip: bool) -> float | None:
-        """Returns the norm at which gradients are clipped under a plan made with or without clipping; None for no
-        clipping."""
+        """Returns the norm of clipping under a plan made with or without it; None for no clipping."""
         if isinstance(self.max_grad_norm, str):
             return DEFAULT_NORM if clip else None
         return self.max_grad_norm
@@ -94,7 +92,7 @@ class AdamW:
 
 
 def _read(params_or_groups: Iterable[Any]) -> tuple[Any, ...]:
-    """Returns the argument as tuples in place of iterators and lists of parameters, so that it can be read twice."""
+    """Returns the argument with tuples for iterators and lists of parameters, to be read twice."""
 
     def group(row: Any) -> Any:
         if not isinstance(row, Mapping) or isinstance(row.get("params"), torch.Tensor) or "params" not in row:
@@ -137,7 +135,7 @@ def group_of(groups: Iterable[dict[str, Any]]) -> dict[int, int]:
 def check_groups(tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter], groups: Mapping[int, int]) -> None:
     """Raise PlanError for a trainable parameter that is in no group.
 
-    groups: id(parameter) -> index of its group.
+    groups: see `group_of`.
     """
     for t, parameter in zip(tensors, parameters):
         if not t.frozen and t.tied_to is None and id(parameter) not in groups:

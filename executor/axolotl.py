@@ -22,7 +22,7 @@ __all__ = ["OffloadArguments", "OffloadPlugin"]
 
 
 def _of(module: str, name: str) -> Any:
-    """Returns the class `name` of the module; `object` where the package is not installed."""
+    """Returns the class `name` of the module; `object` without the package."""
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError:
@@ -42,7 +42,6 @@ class OffloadPlugin(_of("axolotl.integrations.base", "BasePlugin")):  # type: ig
     """Makes axolotl's trainer run by a plan for this machine."""
 
     def get_input_args(self) -> str:
-        """Returns the import path of the plugin's keys."""
         return "executor.axolotl.OffloadArguments"
 
     def get_trainer_cls(self, cfg: Any) -> None:
@@ -59,5 +58,6 @@ class OffloadPlugin(_of("axolotl.integrations.base", "BasePlugin")):  # type: ig
         )
 
     def create_optimizer(self, cfg: Any, trainer: Any) -> None:
-        """Returns None: axolotl makes its own optimizer. The plan takes over the parameter groups of this optimizer and
-        their settings."""
+        """Returns None: axolotl makes its own optimizer. The plan takes over its parameter groups and their
+        settings.
+        """

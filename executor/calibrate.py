@@ -46,18 +46,18 @@ _TYPICAL = {"virtual": (1024, 64, torch.float32), "cuda": (4096, 4096, torch.bfl
 class Findings:
     """The measurements. Rates in bytes/s, flops/s, parameters/s.
 
-    skipped: figures that were not measured, each with its reason.
+    skipped: figures not measured, each with its reason.
     matmul: dtype -> curve of flops/s over the flops of a product.
-    products: rates of products by shape; None: not measured.
+    products: rates by shape; None: not measured.
     python_s: seconds of a moment's Python.
     wait_s: seconds that the engine adds to a moment.
     constant_s: the constant of [Note: seconds of a moment].
     operator_bytes_per_s: the bandwidth of [Note: seconds of a moment].
     adam: curve of parameters/s over threads.
     network: (backend, curve of bytes/s over the bytes of a collective, latency in s).
-    numa: numbers of NUMA nodes: (those of the cores that this process may use, those of the machine); None: not known.
+    numa: numbers of NUMA nodes: (of the cores that this process may use, of the machine); None: not known.
     disks: (read, write, bytes of the disk).
-    taken_by_others: share of the processor time that other programs had meanwhile.
+    taken_by_others: share of processor time that other programs had.
     """
 
     matmul: dict[str, Curve] = field(default_factory=dict)
@@ -87,15 +87,15 @@ def calibrate(
     quick: bool = False,
     on_part: Callable[[str, int, int], object] = lambda name, number, count: None,
 ) -> tuple[Machine, Findings]:
-    """Measure this machine and write its catalog file, atomically. The machine is named after the file. Returns the
-    machine and the measurements.
+    """Measure this machine and write its catalog file, atomically. Returns the machine, named after the file, and the
+    measurements.
 
     path: the file, which must end in .toml for `pstar --machine`.
     device: "virtual", "cuda" or "auto" (CUDA where there is one).
     quick: a quarter of the time, twice the scatter.
     on_part(name, number, count): called before each part.
 
-    Raises PlanError for a device that is not there and CatalogError for a file that cannot be written.
+    Raises PlanError for a missing device, CatalogError for a file that cannot be written.
     """
     path = Path(path)
     check_writable(path, error=CatalogError)
@@ -129,10 +129,10 @@ def measure(
     folder: Path,
     on_part: Callable[[str, int, int], object] = lambda name, number, count: None,
 ) -> Findings:
-    """Run every measurement on `device`. Returns the measurements.
+    """Make every measurement on `device`.
 
-    cores: number of cores that this process may use.
-    folder: a folder on the disk to measure.
+    cores: those that this process may use.
+    folder: on the disk to measure.
     """
     found = Findings(numa=read_numa(Path("/")))
     bench = Bench(effort)
@@ -222,8 +222,9 @@ def _products(device: Device, bench: Bench, found: Findings) -> ProductShape:
 
 
 def _moments(device: Device, bench: Bench, found: Findings) -> tuple[float, float, float]:
-    """Returns (seconds of a moment besides products and bytes, bytes/s of its operators, seconds that the engine adds
-    to it)."""
+    """Returns (seconds of a moment besides products and bytes, bytes/s of its operators, seconds that the engine
+    adds).
+    """
     if device.kind != "virtual":
         # Operators alone, and about three kernels so small that only their launch takes time.
         _, rate = max(compute.memory_rates(device, bench))
@@ -287,7 +288,7 @@ def machine_of(
 ) -> Machine:
     """Returns the measured machine.
 
-    memory: (bytes, available bytes) of the host; by default they are read from the system.
+    memory: (bytes, available bytes) of the host; by default the system's.
     """
     total, available = read_memory(Path("/")) if memory is None else memory
     origin = f"measured by pstar calibrate: {device.title}, {_origin()}"
@@ -371,7 +372,7 @@ def machine_of(
 
 
 def _bound(numa: tuple[int, int] | None) -> str:
-    """Returns words for the NUMA nodes that the host's figures belong to.
+    """Returns words for the NUMA nodes of the host's figures.
 
     numa: as in `Findings`.
     """
@@ -413,7 +414,7 @@ def _gpu(found: Findings, device: Device, available: int, origin: str, notes: li
 
 
 def _gpu_name(device: Device) -> str:
-    """Returns the catalog's name of the GPU, or the driver's name if the catalog does not have it."""
+    """Returns the catalog's name of the GPU, else the driver's."""
     if isinstance(device, VirtualDevice) or device.kind == "virtual":
         return "virtual"
     known = {alias: name for name, entry in load_catalog().gpus.items() for alias in entry.values.device_names}

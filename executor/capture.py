@@ -86,10 +86,10 @@ def capture(
     checkpointing: bool = False,
     attention: str | None = None,
 ) -> Workload:
-    """Returns the workload of a model named as in `executor.models.build`, or of a model that is already built. A built
-    model keeps its own batch, sequence, dtype, checkpointing and attention; these arguments are then ignored.
+    """Returns the workload of a model named as in `executor.models.build`, or of a built model, which keeps its own
+    batch, sequence, dtype, checkpointing and attention whatever is given.
 
-    micro_batches: number of micro-batches per iteration, all alike.
+    micro_batches: all alike, per iteration.
 
     Raises ModelError as `build` and `capture_module` do.
     """
@@ -120,11 +120,10 @@ def capture(
 def capture_variants(
     model: str, *, batch: int = 1, sequence: int = 1024, dtype: str | None = None, attention: str | None = None
 ) -> tuple[Workload, ...]:
-    """Returns variants of one model for a planner to choose from: the batch, its half and its quarter (if whole). Each
-    is captured with activations kept and, if the model can recompute them, with activations recomputed.
+    """Returns variants of one model for a planner: the batch, its half and its quarter (if whole), each with
+    activations kept and, if the model can, recomputed.
 
-    Raises ModelError as `capture` does, and for a factory that always returns the same batch.
-    """
+    Raises ModelError as `capture` does, and for a factory that always returns the same batch."""
     out: list[Workload] = []
     can_recompute = True
     for size in (batch, batch // 2, batch // 4):
@@ -167,7 +166,7 @@ def capture_module(
     """Returns the workload of one micro-batch of `module` on `example_batch`; both are left as they were.
 
     name: name of the model, by default its class.
-    groups: the AdamW that `prepare` will be given, or its groups alone, so that the plan is made for them.
+    groups: `prepare`'s AdamW, or its groups alone, so that the plan is made for them.
     batch, sequence: by default the first two extents of the batch's first tensor.
     dtype: floating parameters, buffers and inputs are taken as if they were of this dtype (a name of DTYPES);
         None: as they are.
@@ -175,11 +174,11 @@ def capture_module(
         inputs on the device.
     loss: forward pass and loss, called once.
     keep_gradients: leave gradients in the parameters, as plain torch does, and count their bytes.
-    device: type of the device of the run ("cpu", "cuda"), by whose rules autocast casts and attention is fused.
+    device: type of the run's device ("cpu", "cuda"), by whose rules autocast casts and attention is fused.
 
     Raises ModelError for a module that fake tensors cannot run (names module and operation), a parameter read outside
-    every module call, a loss that reaches no parameter or runs a backward itself, an attention kernel that was asked
-    for and not used; PlanError for a trainable parameter that is in no group.
+    every module call, a loss that reaches no parameter or runs a backward, a requested attention kernel that is not
+    used; PlanError for a trainable parameter that is in no group.
     """
     name = name or type(module).__name__
     numbered = _numbered(module, groups)
@@ -221,8 +220,7 @@ def capture_module(
 
 
 def _numbered(module: nn.Module, groups: Any) -> list[int]:
-    """Returns the index of the optimizer group of each parameter, in the order of `named_parameters`, tied names
-    included."""
+    """Returns the group of each parameter, in the order of `named_parameters`, tied names included."""
     spec = groups if isinstance(groups, AdamW) else AdamW(groups)
     by_id = group_of(spec.groups(module))
     check_groups(*describe_parameters(module), by_id)
@@ -245,9 +243,9 @@ def _run(
 ) -> tuple[MomentRecorder, Blind, tuple[nn.Module, ...]]:
     """Run one fake iteration. Returns also the modules that ran beside `module`.
 
-    firings: tensor index -> number of gradient firings, where there is more than one.
-    numbered: the optimizer group of each parameter.
-    beside: modules that are known to run beside `module`; their tensors count from the start.
+    firings: tensor index -> number of gradient firings, where more than one.
+    numbered: see `_numbered`.
+    beside: modules known to run beside `module`; their tensors count from the start.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
@@ -314,18 +312,16 @@ class NotOnFakeTensors(ModelError):
 
 
 class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives results of fake CPU tensors the form that real results have, where torch's fake results differ.
+    """Gives results of fake CPU tensors the form that real results have, where torch's fake ones differ.
 
     Products of routed experts in fp32 and fp16 have kernels, but a fake version for bf16 only; sizes and strides are
-    those of torch's `_create_grouped_mm_output_tensor`. The results of BatchNorm's kernels have the memory format that
-    their input suggests; the fake results have the strides of the input, so that a later operator would copy the real
-    results only. The fake backward of BatchNorm also makes a gradient of the input that is not asked for. LayerNorm's
-    gradient of its input is contiguous.
+    those of torch's `_create_grouped_mm_output_tensor`. BatchNorm's results have the memory format that their input
+    suggests; the fake ones have its strides, so that a later operator would copy the real ones only. BatchNorm's fake
+    backward also makes a gradient of the input that is not asked for. LayerNorm's gradient of its input is contiguous.
 
     The value of a tensor made of ones, and of numbers drawn from [0, 1] to decide ([Note: draws] in moments/draws.py),
-    is known until the tensor is written. A model that makes a mask of ones asks whether all elements are one, and then
-    works without the mask. The values of a mask that comes with the batch stay unknown.
-    """
+    is known until the tensor is written. A model that makes a mask of ones asks whether all are one, and then works
+    without it. The values of a batch's own mask stay unknown."""
 
     def __init__(self, draws: Draws | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -334,7 +330,7 @@ class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._values: dict[int, float] = {}  # storage -> value of all its elements
 
     def value_of(self, tensor: torch.Tensor) -> float | None:
-        """Returns the value that all elements have; None if it is not known."""
+        """Returns the value of all elements; None if it is not known."""
         return self._values.get(storage_key(tensor)) if self._values else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -353,8 +349,8 @@ class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _answer(self, func: Any, args: Any, out: Any) -> float | None:
-        """Returns the value that all elements of a new tensor have. That of a drawn array is always known: only what a
-        model reads of it matters here, and without a value that is an error."""
+        """Returns the value of all elements of a new tensor. A drawn array always has one: only what a model reads of
+        it matters here, and without a value that is an error."""
         if drawn(func, args, out) and (self._draws.answers(out, alone=out.numel() == 1) or out.ndim == 1):
             return self._draws.answer
         return 1.0 if func in _ONES else None
@@ -399,8 +395,7 @@ _BATCH_NORMS = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backwa
 def _value_made(func: Any, args: Any, known: float, numel: int) -> float | None:
     """Returns the value of all elements of an operator's result; None if it is not known.
 
-    known: value of all elements of the operator's first argument.
-    numel: number of the first argument's elements.
+    known, numel: value of all elements of the operator's first argument, and their number.
     """
     if func in _KEEP:
         return known
@@ -439,8 +434,7 @@ class _GradientHook:
 
 
 class _Faker:
-    """Makes fake CPU tensors with the shapes of real, meta or fake tensors. Tensors that share a storage get fake
-    tensors that share a storage."""
+    """Makes fake CPU tensors with the shapes of real, meta or fake tensors, and shares storages as they do."""
 
     def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
         self._mode = mode
@@ -474,8 +468,7 @@ def fake_module(module: nn.Module, batch: Any, mode: FakeTensorMode, dtype: str 
     """Inside this context, parameters and buffers of `module` are fake, and ties stay ties. Yields the batch as fake
     tensors.
 
-    As in a prepared model, `to()` and its like inside a forward may change nothing; otherwise they raise ModelError.
-    """
+    As in a prepared model, `to()` and its like inside a forward raise ModelError if they would change something."""
     fake = _Faker(mode, TORCH_DTYPES[dtype] if dtype else None)
     memo: dict[int, torch.Tensor] = {}
     undo: list[tuple[dict[str, Any], str, torch.Tensor]] = []

@@ -35,7 +35,7 @@ def check_model(
 ) -> None:
     """Check that the plan was made for this model: same parameters, dtypes, ties, freezing and groups.
 
-    groups: id(parameter) -> group.
+    groups: see `adamw.group_of`.
     """
     w = plan.workload
     mine, theirs = {t.name: t for t in tensors}, {t.name: t for t in w.tensors}
@@ -73,7 +73,7 @@ def _check_parameter(
 ) -> None:
     """Check that a parameter is the same in the plan and in the model.
 
-    planned_tensors, tensors: all tensors of the plan, and of the model.
+    planned_tensors, tensors: all of the plan, and of the model.
     """
     for what in ("shape", "dtype", "frozen"):
         if getattr(found, what) != getattr(planned, what):
@@ -122,8 +122,7 @@ def check_settings(plan: Plan, optimizer: AdamW) -> None:
 
 
 def state_dtype_of(plan: Plan) -> torch.dtype:
-    """Returns AdamW's state_dtype for this plan. Raises PlanError for the plan of an optimizer that the executor does
-    not know."""
+    """Returns AdamW's state_dtype for this plan. Raises PlanError for an optimizer that the executor does not know."""
     planned = plan.workload.optimizer.name
     if planned not in ADAMW:
         raise PlanError(
@@ -152,7 +151,6 @@ def _check_states(plan: Plan, optimizer: AdamW) -> None:
 
 
 def torchrun_line(plan: Plan, file: str = "PLAN", model: str = "MODEL") -> str:
-    """Returns the command line that runs a plan of several ranks."""
     nodes = f"--nnodes {plan.machine.nodes} " if plan.machine.nodes > 1 else ""
     return f"torchrun {nodes}--nproc-per-node {plan.machine.local_ranks} -m executor {file} --model {model}"
 

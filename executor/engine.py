@@ -67,9 +67,8 @@ __all__ = ["Session", "SessionOptions"]
 class SessionOptions:
     """Options of a session.
 
-    capture: makes a workload of a model and a batch; see `session.batches.Shapes`.
-    skeleton: a copy of the model without memory; see `session.batches.Shapes`.
-    scaling: the loss scaling of the run; None without loss scaling.
+    capture, skeleton: see `session.batches.Shapes`.
+    scaling: None without loss scaling.
     """
 
     hyper: Callable[[], list[Hyper]]
@@ -84,8 +83,8 @@ class SessionOptions:
 
 
 class Session:
-    """One model being trained under one plan. Made by `executor.prepare`; ended by `close()`. A session makes its
-    parts, each after the parts that it uses, and holds them.
+    """One model being trained under one plan. Made by `executor.prepare`; ended by `close()`. It makes its parts, each
+    after those that it uses, and holds them.
 
     Attributes:
         first: counts until the tide is compared with the plan's; its report stays.
@@ -147,7 +146,7 @@ class Session:
         self.install(plan, arena, queues)
 
     def listen(self) -> None:
-        """Hook the model. `close` removes the hooks, also if only some of them were placed."""
+        """Hook the model. `close` removes the hooks, also if only some were placed."""
         self.clock.listen(self.loop.on_event)
         hooks, scaling = self.ending.hooks, self.scaling
         hooks += self.loop.hook_gradients(untraced)
@@ -155,8 +154,8 @@ class Session:
             hooks += guard_boundary(self.model, lambda: scaling.at_boundary, wrap=untraced)
 
     def install(self, plan: Plan, arena: Arena, queues: Queues) -> None:
-        """Make the parts of one plan, each after the parts that it reads, and replace those of the plan before: [Note:
-        one plan] in session/state.py. `start` is called later, when the values are in the chunks."""
+        """Make the parts of one plan, each after those that it reads, in place of the former plan's: [Note: one plan]
+        in session/state.py. `start` is called later, when the values are in the chunks."""
         state, options, shapes, keeper = self.state, self.options, self.shapes, weakref.ref(self.state)
         self.resources.arena = arena
         self.resources.stoppers = [queues.stopper()]
@@ -205,11 +204,11 @@ class Session:
         run.queues.resume()
 
     def guard_memory(self, *, always: bool = False) -> None:
-        """Watch every operator from now on, if the accelerator is virtual and has a memory limit, or if `always`."""
+        """See `Ladder.watch`."""
         self.ladder.watch(self.model, always=always)
 
     def compare_first_tide(self) -> None:
-        """Compare the tide of the first iteration that runs on plan with the plan's tide: `measuring/first.py`."""
+        """Compare the first iteration on plan with the plan's tide: `measuring/first.py`."""
         self.first = FirstIteration(self.model, self.state, self.clock, self.renew)
         self.first.begin()
         self.resources.at_end.append(self.first.end)
@@ -313,8 +312,7 @@ class Session:
         return None if self.scaling is None else self.scaling.scale
 
     def scaled(self, loss: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-        """Returns a context that gives the loss for a backward inside the context: multiplied by the loss scale, where
-        there is one."""
+        """Returns a context that gives the loss for a backward inside it, multiplied by the loss scale, if any."""
         return nullcontext(loss) if self.scaling is None else self.scaling.of_loss(loss)
 
     @property
@@ -344,7 +342,7 @@ class Session:
         return status_of(self.state, self.first)
 
     def measure_iteration(self, step_fn: Callable[[], Any], order: Timeline | None = None) -> Measured:
-        """Returns the measured bytes of an iteration, which runs `step_fn` twice: see
+        """Returns the measured bytes of an iteration, with `step_fn` called twice: see
         `executor.measuring.measure.measure_iteration`."""
         return measure_iteration(self.model, self.loop, self.use_queues, step_fn, order)
 
@@ -353,8 +351,8 @@ class Session:
         self.standstill.drain()
 
     def still(self) -> AbstractContextManager[None]:
-        """Returns a context in which the updates of finished iterations are done and nothing moves. The queues continue
-        afterwards."""
+        """Returns a context in which the updates of finished iterations are done and nothing moves. Then the queues
+        continue."""
         return self.standstill.still()
 
     def renew(self, plan: Plan) -> None:
@@ -370,7 +368,7 @@ class Session:
         renew(self.reader, plan, self.install, self.start)
 
     def use_queues(self, queues: Queues) -> None:
-        """Continue with other queues from the position of the present queues, which pause. Both may be used again."""
+        """Continue with other queues from the position of the present ones, which pause. Both may be used again."""
         run = self.state.run
         run.queues.pause()
         standing = run.queues.standing()
@@ -384,9 +382,9 @@ class Session:
         queues.resume()
 
     def end_after_training(self) -> bool:
-        """End the run, as `close()`, if its training is over (`trained`). Called when the user's code does something
-        that a prepared model does not allow. Returns whether it did. Raises ContractError on several ranks, where
-        `close` is for all of them at once."""
+        """End the run, as `close()`, if its training is over (`trained`). Called when the user's code does what a
+        prepared model does not allow. Returns whether it did. Raises ContractError on several ranks, which `close`
+        together."""
         if not self.state.trained or self.state.closed:
             return False
         if self.state.ranks is not None:
@@ -413,8 +411,8 @@ def _unheard(event: ModuleEvent) -> None:
 
 
 def _hear_of_loss(keeper: weakref.ref[WholeState]) -> Callable[[BaseException], None]:
-    """Returns the function that the lifeline's thread calls when another rank is lost: every wait for a queue of this
-    rank then raises."""
+    """Returns the function that the lifeline's thread calls when a rank is lost: every wait for a queue here then
+    raises."""
 
     def hear(error: BaseException) -> None:
         state = keeper()

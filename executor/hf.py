@@ -104,9 +104,8 @@ def connect(trainer: Any) -> Any:
 
 
 def _join(trainer: Any, optimizer: OffloadedAdamW) -> _RunFiles:
-    """Connect the Trainer's clipping and the norm that the Trainer logs to the session ([Note: clipping]). Returns the
-    object that saves and loads the run in place of the Trainer.
-    """
+    """Connect the Trainer's clipping and logged norm to the session ([Note: clipping]). Returns what saves and loads
+    the run in its place."""
     accelerator = trainer.accelerator
     accelerator.device_placement = False  # else accelerate would copy the states to its device and back
     norm = _Norm(optimizer.session)
@@ -172,14 +171,12 @@ class _RunFiles:
             torch.save(self._trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
     def check(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Raise CheckpointError for a checkpoint without states. The Trainer calls this to load weights; `load` brings
-        the weights back with the states.
-        """
+        """Raise CheckpointError for a checkpoint without states. The Trainer calls this to load weights, which `load`
+        brings back with the states."""
         _require_states(resume_from_checkpoint, "resume_from_checkpoint")
 
     def load(self, checkpoint: str | None) -> None:
-        """Load weights, states and scheduler. Raises CheckpointError, before anything changes, where the checkpoint
-        does not fit."""
+        """Load weights, states and scheduler. Raises CheckpointError, before anything changes."""
         if checkpoint is None:
             return
         self.check(checkpoint)
@@ -197,7 +194,7 @@ class _RunFiles:
 
 
 def _backward_of(plain: Callable[..., Any], kept: weakref.ref[Session]) -> Callable[..., None]:
-    """Returns accelerate's backward with the session's loss scale, in the place of that of an earlier session."""
+    """Returns accelerate's backward with the session's loss scale, in place of an earlier session's."""
     own = getattr(plain, "own", plain)
 
     def backward(loss: torch.Tensor, **more: Any) -> None:
@@ -214,8 +211,8 @@ def _one_mesh(model: Any) -> bool:
 
 
 class _Norm:
-    """The global norm of the gradients. The Trainer asks for the norm before `optimizer.step()`; the session knows it
-    only afterwards.
+    """The global norm of the gradients. The Trainer asks before `optimizer.step()`; the session knows only
+    afterwards.
     """
 
     def __init__(self, session: Session) -> None:
@@ -248,9 +245,8 @@ def _callback(norm: _Norm) -> Any:
     from transformers import TrainerCallback
 
     class FillNorm(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        """Fills in the gradient norm of the steps that the Trainer logs. Waiting for the norm of every step would delay
-        the updates.
-        """
+        """Fills in the gradient norm of the steps that the Trainer logs. Waiting for that of every step would delay the
+        updates."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if control.should_log:
@@ -302,12 +298,11 @@ def _put_under(trainer: Any, request: Request) -> Any:
 
 @contextlib.contextmanager
 def trainers_offloaded(request: Request, on_end: Callable[[Session], None]) -> Iterator[list[weakref.ref[Session]]]:
-    """Inside this context, every `transformers.Trainer` that trains is offloaded, unless it is offloaded already.
-    Yields a list of references to the sessions, which end with the context. transformers need not be imported yet:
-    environment variables that a script sets before the import (`os.environ["HF_HOME"]`) take effect.
+    """Inside this context, every `transformers.Trainer` that trains is offloaded, unless it is already. Yields a list
+    of references to the sessions, which end with the context. transformers need not be imported yet: environment
+    variables that a script sets before (`os.environ["HF_HOME"]`) take effect.
 
-    request: memory, machine and policy of the plans.
-    on_end: called with the session of each training that has come to its end.
+    on_end: called with the session of each training that has ended.
     """
     begun: list[weakref.ref[Session]] = []
     plain: dict[str, Any] = {}
@@ -345,7 +340,7 @@ def trainers_offloaded(request: Request, on_end: Callable[[Session], None]) -> I
 
 
 def _left_behind(trainer: Any) -> str:
-    """Returns, in words, the checkpoint that an interrupted training leaves."""
+    """Returns an interrupted training's checkpoint, in words."""
     folder = _last_whole(trainer.args.output_dir)
     left = (
         f"{folder} is whole: trainer.train(resume_from_checkpoint=True) continues from it"
@@ -360,7 +355,7 @@ def _alive(begun: Sequence[weakref.ref[Session]]) -> list[Session]:
 
 
 def _end_earlier(begun: Sequence[weakref.ref[Session]], model: nn.Module) -> None:
-    """End the earlier runs that share parameters with the model. The parameters get their values back."""
+    """End the earlier runs that share parameters with the model, and give those their values back."""
     its = {id(p) for p in model.parameters()}
     for session in _alive(begun):
         if not its.isdisjoint(id(p) for p in session.model.parameters()):
@@ -369,9 +364,7 @@ def _end_earlier(begun: Sequence[weakref.ref[Session]], model: nn.Module) -> Non
 
 @contextlib.contextmanager
 def _on_import(name: str, then: Callable[[Any], None]) -> Iterator[None]:
-    """Inside this context, calls `then` with the module `name` once the module has been imported: at once if it is
-    imported already.
-    """
+    """Inside this context, calls `then` with the module `name` once it has been imported, perhaps already."""
     if name in sys.modules:
         then(sys.modules[name])
         yield
@@ -420,15 +413,14 @@ class OffloadTrainerMixin:
         return self._offload.optimizer.session
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does. Returns what the Trainer's `train` returns. `resume_from_checkpoint=True`
-        continues from the last complete checkpoint."""
+        """Train as the Trainer does; `resume_from_checkpoint=True` continues from the last complete checkpoint."""
         _begin_again(self)
         done = super().train(_resumed_from(self, resume_from_checkpoint), *args, **kwargs)  # type: ignore[misc]
         self.offload_session.state.trained = True
         return done
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Make the Trainer's own optimizer and replace it by the plan's. Returns the plan's optimizer."""
+        """Make the Trainer's own optimizer, and return the plan's in its place."""
         super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         made: Any = self.optimizer  # type: ignore[has-type]  # a class of its own may return nothing
         if not isinstance(getattr(made, "optimizer", made), OffloadedAdamW):
@@ -457,8 +449,7 @@ class OffloadTrainerMixin:
         self._offload.kept.save(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load weights that a plain Trainer saved. The weights of an offloaded Trainer are loaded later, with the
-        states."""
+        """Load weights that a plain Trainer saved; an offloaded Trainer's are loaded later, with the states."""
         if _holds_states(resume_from_checkpoint):
             return
         if self._offload is not None:
@@ -491,8 +482,7 @@ class OffloadTrainerMixin:
         self._offload.optimizer.load(Path(best) / FOLDER, generators=False)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the weights as the Trainer does. On several ranks every rank reads the weights; the first rank writes
-        them."""
+        """Save the weights as the Trainer does. Every rank reads the weights; the first writes them."""
         if self._offload is None or self._offload.optimizer.session.ranks is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
@@ -506,7 +496,6 @@ class OffloadTrainerMixin:
 class _Joined:
     """A trainer that runs by a plan.
 
-    optimizer: the plan's optimizer.
     kept: saves and loads the run in place of the Trainer.
     """
 
@@ -515,7 +504,7 @@ class _Joined:
 
 
 def _begin_again(trainer: Any) -> None:
-    """Prepare another `train()`: the run continues; if it has ended meanwhile, a new run is planned."""
+    """Prepare another `train()`: the run continues or, if it has ended, a new one is planned."""
     if trainer._offload is None:
         return
     session = trainer.offload_session
@@ -530,8 +519,8 @@ def _resumed_from(trainer: Any, asked: Any) -> Any:
 
 
 def _last_whole(output_dir: str) -> str | None:
-    """Returns the last checkpoint that a Trainer saved completely: the file that a Trainer writes last is there. Later
-    incomplete checkpoints are named in a warning."""
+    """Returns the last complete checkpoint: the file that a Trainer writes last is there. A warning names later
+    incomplete ones."""
     folders = {int(path.name.rpartition("-")[2]): path for path in Path(output_dir).glob(f"{CHECKPOINT}-*")
                if path.name.rpartition("-")[2].isdigit()}  # fmt: skip
     for _, path in sorted(folders.items(), reverse=True):
@@ -542,8 +531,8 @@ def _last_whole(output_dir: str) -> str | None:
 
 
 def _holds_states(checkpoint: str) -> bool:
-    """Returns whether an offloaded Trainer saved the checkpoint. Raises CheckpointError where its states are not
-    complete."""
+    """Returns whether an offloaded Trainer saved the checkpoint. Raises CheckpointError where its states are
+    incomplete."""
     folder = Path(checkpoint) / FOLDER
     whole = is_checkpoint(find_checkpoint(folder))
     if folder.exists() and not whole:
@@ -565,9 +554,8 @@ def _require_states(checkpoint: str | Path, asked: str) -> None:
 
 def _begin(trainer: Any, optimizer: torch.optim.Optimizer) -> _Joined:
     """Capture the trainer's model, plan for it, and prepare it with the trainer's optimizer. Raises DoesNotFit if no
-    plan fits. Under `auto_find_batch_size` this is an out-of-memory RuntimeError instead, after which the Trainer tries
-    a smaller batch.
-    """
+    plan fits. Under `auto_find_batch_size` this is an out-of-memory RuntimeError, after which the Trainer tries a
+    smaller batch."""
     args, request, model = trainer.args, trainer.offload_request, trainer.model
     _require_alone(trainer)
     _check_evaluation(args)
@@ -594,8 +582,7 @@ def _begin(trainer: Any, optimizer: torch.optim.Optimizer) -> _Joined:
 
 
 def _each_rank_the_same(args: Any, kwargs: Any) -> float:
-    """Returns weight 1 for every batch: the Trainer's loss is made for gradients that are averaged over the
-    processes."""
+    """Returns weight 1 for every batch: the Trainer's loss is for gradients averaged over the processes."""
     return 1.0
 
 
@@ -627,8 +614,8 @@ def _check_evaluation(args: Any) -> None:
 
 
 def _dtype_of(trainer: Any) -> str | None:
-    """Returns the dtype of mixed precision, which the plan takes over; None without mixed precision. The Trainer's
-    arguments or `accelerate launch --mixed_precision` ask for it."""
+    """Returns the dtype of mixed precision, by the Trainer's arguments or `accelerate launch --mixed_precision`; None
+    without."""
     word: str = trainer.accelerator.mixed_precision
     if word not in MIXED_PRECISION:
         raise ContractError(f"mixed precision {word!r} is not supported by a plan; use bf16=True or fp16=True")
@@ -636,9 +623,8 @@ def _dtype_of(trainer: Any) -> str | None:
 
 
 def _cast_as_before(trainer: Any) -> None:
-    """Let accelerate put its autocast around the forward (and compile the model) before the capture, so that the
-    capture sees both. The model is never wrapped in DistributedDataParallel.
-    """
+    """Let accelerate put its autocast around the forward (and compile the model) before the capture, which sees both.
+    The model never gets DistributedDataParallel."""
     accelerator, model = trainer.accelerator, trainer.model
     accelerator.scaler = None  # the session scales the loss: AdamW(loss_scale=)
     plain = accelerator.prepare_model

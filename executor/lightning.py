@@ -60,10 +60,8 @@ WRITERS = (
 
 
 class _StepModule(nn.Module):
-    """Calls a step of the LightningModule by its name, as a call of this module. A copy of the root, made for batches
-    of another shape, holds a copied module without a trainer. The copied module borrows the original's trainer and logs
-    nothing.
-    """
+    """Calls a step of the LightningModule by its name, as a call of this module. In a copy of the root, for batches of
+    another shape, the copied module borrows the original's trainer and logs nothing."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -85,8 +83,7 @@ class _StepModule(nn.Module):
 
 
 def _redirected(root: nn.Module, module: nn.Module, step: str, *args: Any, **kwargs: Any) -> Any:
-    """Takes the place of Lightning's redirection, which would replace the module's forward before the call of the
-    root."""
+    """Takes the place of Lightning's redirection, which would replace the module's forward before the root's call."""
     return root(step, *args, **kwargs)
 
 
@@ -127,7 +124,6 @@ class OffloadStrategy(SingleDeviceStrategy):
         """Does nothing: the plan decides where parameters are."""
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Returns the batch on the device of the module."""
         where = self.root_device if self._prepared else torch.device("cpu")
         return super().batch_to_device(batch, device or where, dataloader_idx)
 
@@ -222,8 +218,8 @@ class OffloadStrategy(SingleDeviceStrategy):
         return closure_loss
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Run the closure (`training_step` and backward), then update the parameters and clear the gradients. Returns
-        the result of the closure."""
+        """Run the closure (`training_step` and backward), update the parameters and clear the gradients. Returns the
+        closure's result."""
         plugin: Any = self.precision_plugin
         done = plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
         assert self.offloaded is not None
@@ -266,7 +262,7 @@ def _check_callbacks(given: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def _silent(module: nn.Module) -> Iterator[None]:
-    """Inside this context, `self.log` and `self.log_dict` of the module do nothing, and its metrics give zeros and keep
+    """Inside this context, the module's `self.log` and `self.log_dict` do nothing, and its metrics give zeros and keep
     their states."""
     replaced: list[tuple[nn.Module, dict[str, Any]]] = [(module, dict.fromkeys(("log", "log_dict"), _nothing))]
     for part in module.modules():
@@ -309,9 +305,8 @@ def _explained() -> Iterator[None]:
 
 
 def _clipping_at(norm: float | None) -> Callable[..., None]:
-    """Returns the function that Lightning, and a module's `configure_gradient_clipping`, call to clip. The function
-    only checks the arguments: the optimizer step clips, at `norm`.
-    """
+    """Returns the function that Lightning, and a module's `configure_gradient_clipping`, call to clip. It only checks
+    arguments: the optimizer step clips, at `norm`."""
 
     def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
         if clip_val > 0 and (clip_val != norm or gradient_clip_algorithm != "norm"):

@@ -28,17 +28,17 @@ _AT_ONCE = 10_000  # rows of Arrow
 
 def largest_batch(rows: Any, count: int, collate: Callable[[list[Any]], Any]) -> Any:
     """Returns the largest of several batches of `count` rows, by the elements of their tensors: that of `longest_rows`,
-    for a collator that pads column by column; that of the rows which are longest together, for a collator that joins
-    rows into one (packing); and for each pair of columns that of the rows which are longest in both together, for a
-    collator that joins columns (a prompt and its answer). Returns None where `longest_rows` returns none."""
+    for a collator that pads column by column; that of the rows longest over all columns, for one that joins rows
+    (packing); and, per pair of columns, that of the rows longest in both, for one that joins columns (a prompt and its
+    answer). Returns None where `longest_rows` returns none."""
     batches = (collate([rows[number] for number in numbers]) for numbers in _choices(rows, count))
     return max(batches, key=lambda batch: sum(t.numel() for t in tensors_of(batch)), default=None)
 
 
 def longest_rows(rows: Any, count: int) -> list[Any]:
     """Returns `count` rows: the longest row over all columns together, then for each column its longest row, then the
-    next longest rows. Returns none if the data set cannot be indexed or has fewer rows. If `count` is at least the
-    number of different longest rows, a batch padded column by column is then the largest possible."""
+    next longest rows. Returns none if the data set cannot be indexed or has fewer rows. With at least as many as there
+    are different longest rows, a batch padded by column is the largest possible."""
     return [rows[number] for numbers in _choices(rows, count)[:1] for number in numbers]
 
 
@@ -66,8 +66,8 @@ def _choices(rows: Any, count: int) -> list[list[int]]:
 
 
 def _columns_that_differ(lengths: Mapping[int, Mapping[str, int]], names: Sequence[str]) -> list[str]:
-    """Returns the names of up to JOINED columns: those with the longest rows, without columns whose rows all have one
-    length, and one of those that have the same lengths (a mask beside its tokens)."""
+    """Returns up to JOINED columns, those with the longest rows: none whose rows all have one length, and one of those
+    with the same lengths (a mask beside its tokens)."""
     found: dict[tuple[int, ...], str] = {}
     for name in names:
         column = tuple(of_row.get(name, 0) for of_row in lengths.values())
@@ -86,8 +86,8 @@ def _lengths(rows: Any, count: int) -> Iterator[tuple[int, dict[str, int]]]:
 
 
 def _arrow_lengths(rows: Any) -> list[tuple[int, dict[str, int]]] | None:
-    """Returns the same for all rows of a `datasets.Dataset` of numbers, texts, and lists of numbers. Returns None for
-    other data sets, and for a data set that transforms each row when the row is read."""
+    """Returns the same for all rows of a `datasets.Dataset` of numbers, texts, and lists of numbers; None for other
+    data sets, and for one that transforms rows when they are read."""
     if type(rows).__module__ != "datasets.arrow_dataset" or rows.format["type"] == "custom":
         return None
     import pyarrow as pa
@@ -112,7 +112,7 @@ def _arrow_lengths(rows: Any) -> list[tuple[int, dict[str, int]]] | None:
 
 
 def _length(value: Any) -> int:
-    """Returns the number of elements in a row of a data set, or in one column of a row."""
+    """Returns the number of elements in a row, or in one column of it."""
     if isinstance(value, torch.Tensor):
         return value.numel()
     if isinstance(value, Mapping):

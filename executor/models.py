@@ -54,11 +54,10 @@ class BuiltModel:
     """A module in training mode and a batch for `forward_loss`.
 
     name: the spec it was built from.
-    batch: number of sequences, by which an iteration's tokens are counted.
-    sequence: tokens per sequence, by which an iteration's tokens are counted. For images, the patches and the class
-        token; 1 without patches.
-    vocabulary: number of tokens that the model knows; None for a model that reads no tokens.
-    dtype: the requested dtype; None where the module's own dtypes were kept.
+    batch, sequence: number of sequences and tokens per sequence, by which an iteration's tokens are counted. For
+        images, the patches and the class token; 1 without patches.
+    vocabulary: tokens that the model knows; None for a model that reads none.
+    dtype: None where the module's own dtypes were kept.
     """
 
     module: nn.Module
@@ -87,12 +86,11 @@ def build(
     """Returns the model that `spec` names, with an example batch of `batch` sequences of `sequence` tokens.
 
     spec: a preset's name, "hf:FILE" (a transformers config.json, or a folder that holds one), "hf:ORG/NAME" (fetches
-        the configuration only; weights are random), or "py:package.module:factory" (a callable that returns an
-        nn.Module and an example batch; called with the arguments among batch, sequence, dtype and checkpointing that
-        its signature names).
+        the configuration only; weights are random), or "py:package.module:factory" (returns an nn.Module and an example
+        batch, from the arguments among batch, sequence, dtype and checkpointing that its signature names).
     dtype: a name of DTYPES; None means bf16, for "py:" the module's own dtypes.
     device: "meta" or "cpu"; a "py:" factory decides itself.
-    seed: seed of weights and batch; the global generator stays unchanged.
+    seed: of weights and batch; the global generator stays unchanged.
     empty: build the parameters on meta for any `device`, for weights that come from a folder.
 
     Raises ModelError, and UnknownName for a preset that does not exist.
@@ -114,10 +112,9 @@ def build(
 def forward_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """Run `model` on `batch`. Returns its loss, a scalar that requires a gradient.
 
-    A mapping is passed as keyword arguments, a tuple or list as positional arguments, any other batch as the only
-    argument. The loss is `output.loss`, `output["loss"]`, the output itself if it is a scalar, or the first scalar of a
-    tuple. Raises ModelError for a model that returns none of these.
-    """
+    A mapping is passed as keyword arguments, a tuple or list as positional ones, any other batch as the only one. The
+    loss is `output.loss`, `output["loss"]`, the output itself if it is a scalar, or the first scalar of a tuple. Raises
+    ModelError without any."""
     if isinstance(batch, Mapping):
         output = model(**batch)
     elif isinstance(batch, (tuple, list)):
@@ -140,8 +137,8 @@ def forward_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def named_failures(name: str, model: nn.Module) -> Iterator[None]:
-    """Inside this context, an error that a module of `model` raises in its forward pass becomes a ModelError that names
-    the module. Other errors pass unchanged."""
+    """Inside this context, an error that a module of `model` raises in its forward becomes a ModelError that names it.
+    Others pass unchanged."""
     try:
         yield
     except PstarError:
@@ -161,10 +158,9 @@ def attention_kernel(attention: str | None, device: str = "cpu") -> Iterator[Non
     """Inside this context, scaled_dot_product_attention uses this kernel: "flash", "efficient" or "math"; None: torch's
     own choice on the device ("cpu", "cuda"), whatever device the tensors are of.
 
-    "flash" and "efficient" are for fake tensors or a CUDA device. torch's CPU flash kernel has no dropout; the CUDA
-    kernel has it at the same bytes. So under "flash", attention on the CPU leaves dropout out. "efficient" has no CPU
-    kernel: its shapes are those that torch registers for it.
-    """
+    "flash" and "efficient" are for fake tensors or a CUDA device. torch's CPU flash kernel has no dropout, CUDA's has
+    it at the same bytes: under "flash", attention on the CPU leaves it out. "efficient" has no CPU kernel: its shapes
+    are those that torch registers."""
     if attention is None:
         with contextlib.nullcontext() if device != "cuda" else _Attention(_as_on_cuda):
             yield
@@ -186,11 +182,9 @@ def attention_kernel(attention: str | None, device: str = "cpu") -> Iterator[Non
 def unpacked_sequences() -> Iterator[None]:
     """Inside this context, transformers assumes that fake position ids do not pack several sequences into one row.
 
-    transformers reads the ids' values to find out. Fake tensors have no values, so transformers would build a mask that
-    a real run does not build. The check costs the same operators as on real tensors. Without transformers, or in a
-    version that checks elsewhere or (before 5.0) builds that mask in every run, nothing is changed, and the mask is
-    counted.
-    """
+    transformers reads the ids' values to find out; without values it would build a mask that a real run does not. The
+    check costs the same operators as on real tensors. Without transformers, or in a version that checks elsewhere or
+    (before 5.0) always builds that mask, nothing is changed, and the mask is counted."""
     masking = sys.modules.get("transformers.masking_utils")
 
     def made(find: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[torch.Tensor], torch.Tensor | None]:
@@ -228,9 +222,8 @@ def unread_padding() -> Iterator[None]:
 
 @contextlib.contextmanager
 def known_masks(is_known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Inside this context, transformers reads fake masks with known values as it reads real masks. A mask whose
-    elements are all 1 gives no attention mask; any other mask gives an attention mask. Without transformers nothing is
-    changed."""
+    """Inside this context, transformers reads fake masks with known values as it reads real masks. One of ones alone
+    gives no attention mask; any other gives one. Without transformers nothing is changed."""
     masking = sys.modules.get("transformers.masking_utils")
 
     def asked(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -325,7 +318,7 @@ def _efficient(
 
 
 def _as_on_cuda(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **options: Any) -> Any:
-    """A fused kernel of CUDA makes the gradient of a mask, which the CPU's cannot: the CPU keeps the scores then."""
+    """CUDA's fused kernels make the gradient of a mask, which the CPU's cannot: the CPU keeps the scores then."""
     fused = attn_mask is not None and attn_mask.requires_grad
     attend = _efficient if fused else torch.nn.functional.scaled_dot_product_attention
     return attend(query, key, value, attn_mask, *args, **options)
@@ -371,7 +364,7 @@ def _from_factory(
 
 
 def _factory_of(spec: str) -> Callable[..., Any]:
-    """Returns the factory that py:package.module:factory names. Raises ModelError if the factory cannot be imported."""
+    """Returns the factory that py:package.module:factory names. Raises ModelError if it cannot be imported."""
     where, _, function_name = spec.removeprefix("py:").partition(":")
     if not where or not function_name:
         raise ModelError(f"{spec!r} is not py:package.module:factory")
@@ -391,8 +384,7 @@ def _factory_of(spec: str) -> Callable[..., Any]:
 
 
 def _made_by(spec: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[nn.Module, Any]:
-    """Returns the factory's model and example batch. Raises ModelError if the factory fails or returns something
-    else."""
+    """Returns the factory's model and example batch. Raises ModelError if it fails or returns something else."""
     function_name = spec.rpartition(":")[2]
     try:
         made = factory(**arguments)
@@ -407,8 +399,8 @@ def _made_by(spec: str, factory: Callable[..., Any], arguments: Mapping[str, Any
 
 @contextlib.contextmanager
 def _current_folder_importable() -> Iterator[None]:
-    """Inside this context, modules are also imported from the current folder, as with `python -m`; a console script
-    does not look there."""
+    """Inside this context, modules are also imported from the current folder, as with `python -m` and unlike a console
+    script."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
@@ -492,7 +484,7 @@ def _llama_config(m: ModelEntry, common: dict[str, Any]) -> tuple[Any, str]:
     """Returns the transformers configuration and class of a shape of the llama family, chosen by the shape's special
     features.
 
-    common: the fields that all of them have.
+    common: the fields of all of them.
     """
     transformers = _transformers()
     if m.own_head_dim:
@@ -594,8 +586,7 @@ def _from_config(
 
 
 def _images(config: Any, batch: int, dtype: torch.dtype, device: str) -> tuple[dict[str, torch.Tensor], int]:
-    """Returns random images with labels, and the number of patches per image with the class token (1 without
-    patches)."""
+    """Returns random images with labels, and patches per image with the class token (1 without patches)."""
     vision = getattr(config, "vision_config", config)
     height, width = _pair(getattr(vision, "image_size", None) or IMAGE_SIZE)
     patch = getattr(vision, "patch_size", None)
@@ -610,10 +601,10 @@ def _images(config: Any, batch: int, dtype: torch.dtype, device: str) -> tuple[d
 def _tokens(
     spec: str, config: Any, batch: int, sequence: int, device: str, *, per_sequence: bool
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Returns random tokens with labels, and the number of tokens that the model knows. Raises ModelError for sequences
-    longer than the model takes.
+    """Returns random tokens with labels, and the number of tokens that the model knows. Raises ModelError for too long
+    sequences.
 
-    per_sequence: whether there is one label per sequence; otherwise one per token.
+    per_sequence: whether there is one label per sequence, else one per token.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocabulary = int(text.vocab_size)
@@ -633,7 +624,7 @@ def _classes(config: Any) -> int:
 
 
 def _model_class(spec: str, config: Any, architecture: str | None) -> Any:
-    """Returns the class with a loss for this configuration: its own architecture, or the usual class of its type."""
+    """Returns the class with a loss for this configuration: its own architecture, or the usual one of its type."""
     transformers = _transformers()
     named = getattr(transformers, architecture, None) if architecture else None
     if named is not None and "labels" in inspect.signature(named.forward).parameters:
@@ -659,7 +650,7 @@ def _model_class(spec: str, config: Any, architecture: str | None) -> Any:
 
 def enable_checkpointing(spec: str, model: nn.Module, *, reentrant: bool = False) -> None:
     """Switch recomputation on in a model of transformers, by the name that its version has for it. Raises ModelError
-    where the model has no such switch.
+    without one.
 
     spec: name of the model, for the error.
     """
@@ -681,7 +672,7 @@ def enable_checkpointing(spec: str, model: nn.Module, *, reentrant: bool = False
 
 @contextlib.contextmanager
 def quiet(logger: str) -> Iterator[None]:
-    """Inside this context, only critical messages of that logger and of the loggers below it are shown."""
+    """Inside this context, the logger and those below it show critical messages only."""
     import logging
 
     named = logging.getLogger(logger)
@@ -741,7 +732,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _transformers() -> Any:
-    """Returns the transformers package. Raises ModelError, naming the extra that installs it, where it is missing."""
+    """Returns the transformers package. Raises ModelError, naming the extra that installs it."""
     try:
         import transformers
     except ImportError as error:

@@ -72,7 +72,7 @@ log = logging.getLogger("executor")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The memory, machine and policy for which a run is planned, and the device of the run.
+    """What a run is planned for, and its device.
 
     gpu_memory: accelerator memory that each process may use, "24GB" or bytes; None: all free memory.
     device: "virtual", "cuda" or "cuda:N"; None: "cuda" where torch has a CUDA device, else "virtual".
@@ -89,7 +89,6 @@ class Request:
 
     @property
     def where(self) -> str:
-        """The device to run on: `device`, or its default."""
         return self.device or ("cuda" if torch.cuda.is_available() else "virtual")
 
     @property
@@ -118,17 +117,17 @@ def offload(
     policy: str = "optimal",
     on_plan: Callable[[Plan], None] | None = None,
 ) -> tuple[nn.Module, OffloadedAdamW]:
-    """Run the model of a training loop by a plan for this machine. Returns the same model, and the optimizer that takes
-    the place of the loop's own.
+    """Run the model of a training loop by a plan for this machine. Returns the same model, and the optimizer for the
+    loop.
 
     optimizer: torch's AdamW over the model's parameters (or Adam without weight decay). Its lr, betas, eps, weight
-        decay and states are kept. Its groups are shared, so that a scheduler made with it continues to work.
+        decay and states are kept, its groups shared: a scheduler made with it continues to work.
     example_batch: a batch of the largest shape, as the model takes it (a mapping: keyword arguments; a tuple:
         positional arguments).
     micro_batches: number of backwards before each `optimizer.step()`.
     max_grad_norm: clip at this global norm inside `step()`, instead of `torch.nn.utils.clip_grad_norm_`.
-    dtype: bf16 or fp16: train in it, with fp32 masters, by [Note: mixed precision]; None: the model's own dtypes.
-        The plan has room for a loop under autocast.
+    dtype: bf16 or fp16: train in it, with fp32 masters, by [Note: mixed precision]; None: the model's own dtypes. The
+        plan has room for a loop under autocast.
     loss: loss(model, batch) -> the scalar on which the loop calls `backward()`. By default the model's own loss.
     gpu_memory, device, machine, policy, on_plan: see `Request`.
 
@@ -153,7 +152,7 @@ def offload(
 
 
 def adamw_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> AdamW:
-    """Returns the user's torch optimizer as a description. Raises ContractError where its update is not AdamW's."""
+    """Returns a description of the user's torch optimizer. Raises ContractError where its update is not AdamW's."""
     kind = type(optimizer)
     if isinstance(optimizer, OffloadedAdamW):
         raise ContractError("the optimizer is that of a prepared model already; give the loop's own torch AdamW")
@@ -182,7 +181,7 @@ def adamw_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -
 
 
 def _require_its_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ContractError for an optimizer with a parameter that is not in the model."""
+    """Raise ContractError for a parameter of the optimizer that is not in the model."""
     its = {id(p) for p in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
         other = next((p for p in group["params"] if id(p) not in its), None)
@@ -199,8 +198,8 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def form_seen(model: nn.Module) -> Iterator[list[Form | None]]:
-    """Yields a list with the form of the batch of the model's first call with gradients inside this context; with None
-    before the call."""
+    """Yields a list with the form of the batch of the model's first call with gradients inside this context; None
+    before it."""
     found: list[Form | None] = [None]
     names = names_of(model)
 
@@ -218,7 +217,7 @@ def form_seen(model: nn.Module) -> Iterator[list[Form | None]]:
 def under_autocast(
     loss: Callable[[nn.Module, Any], torch.Tensor], kind: str, dtype: str | None
 ) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """Returns the loss under autocast to the dtype, for devices of this type; the loss itself where dtype is None."""
+    """Returns the loss under autocast to the dtype on devices of this type; None: the loss itself."""
     if dtype is None:
         return loss
 
@@ -239,8 +238,7 @@ def traced(
     name: str | None = None,
 ) -> Workload:
     """Returns the workload of one micro-batch: captured, or recorded on the run's device where the model cannot run on
-    fake tensors. Raises DoesNotFit where an operation of the recording does not fit the device, ModelError where the
-    model cannot be recorded either."""
+    fake tensors. Raises DoesNotFit where the recording does not fit the device, ModelError where it fails otherwise."""
     try:
         return capture_module(model, batch, name=name, groups=spec, loss=loss, device=request.kind)
     except NotOnFakeTensors as error:
@@ -266,9 +264,8 @@ def traced(
 
 
 def plan_for(workload: Workload, request: Request, *, micro_batches: int, clip: bool) -> Plan:
-    """Returns the plan for `micro_batches` times the workload per optimizer step, the same on every process. The first
-    process plans for all of them. Raises DoesNotFit, on all processes, where nothing fits.
-    """
+    """Returns the plan for `micro_batches` times the workload per step, which the first process makes for all. Raises
+    DoesNotFit, on all processes, where nothing fits."""
     count = _processes()
     whole = repeat_micro_batch(workload, micro_batches) if micro_batches > 1 else workload
     made: list[Any] = [None]
@@ -311,8 +308,7 @@ def _processes() -> int:
 
 
 def _machine(request: Request, *, gpus: int) -> Machine:
-    """Returns the machine to plan for: the requested machine, with the GPU memory that chunks and tide can really
-    use."""
+    """Returns the requested machine with the GPU memory that chunks and tide can really use."""
     many = gpus if gpus > 1 else None
     on_cuda = is_cuda(request.where)
     if isinstance(request.machine, Machine):
@@ -337,8 +333,8 @@ def _machine(request: Request, *, gpus: int) -> Machine:
 
 
 def cuda_devices() -> str:
-    """Returns torch's CUDA devices in the words of `nvidia_smi`, which a container may lack. All memory counts as free:
-    asking for it would open a context on every device."""
+    """Returns torch's CUDA devices as `nvidia_smi` would, which a container may lack. All memory counts as free: asking
+    would open a context on every device."""
     devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     mib = ((device.name, device.total_memory // MIB) for device in devices)
     return "".join(f"{name}, {memory}, {memory}, [N/A], [N/A]\n" for name, memory in mib)
@@ -357,12 +353,10 @@ def describe(plan: Plan) -> str:
 
 @contextlib.contextmanager
 def converted(model: nn.Module, dtype: str | None) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
-    """Convert the model's floating parameters to `dtype`. Yields the fp32 values of the converted parameters, from
-    which the master copies begin. If the body of the context raises, the parameters get their values back. See [Note:
-    mixed precision].
+    """Convert the model's floating parameters to `dtype`. Yields their fp32 values, from which the master copies begin.
+    If the context's body raises, they get their values back. See [Note: mixed precision].
 
-    Raises ContractError for another dtype, and for a model that is prepared already.
-    """
+    Raises ContractError for another dtype, and for a prepared model."""
     if dtype is not None and dtype not in TORCH_DTYPES:
         raise ContractError(f"dtype {dtype!r} is not known; it is one of {', '.join(TORCH_DTYPES)}")
     if any(tensor_of(p) is not None for p in model.parameters()):
@@ -395,12 +389,12 @@ def begin(
     count: Callable[[Any, Any], float] | None = None,
     form: Form | None = None,
 ) -> OffloadedAdamW:
-    """Prepare the model. Returns the optimizer that takes the place of the user's.
+    """Prepare the model. Returns the optimizer for the user's loop.
 
-    masters: fp32 values of the parameters that were converted.
+    masters: fp32 values of converted parameters.
     spelling: names of the plan's settings in the user's program.
     count: as for `prepare`.
-    form: form of the batch that the plan was made for, if it is known. Smaller batches then run without a capture.
+    form: that of the plan's batch, if known; smaller batches then run without a capture.
     """
     more = {} if count is None else {"count": count}
     limit = request.limit_bytes if is_cuda(request.where) else None
@@ -416,9 +410,7 @@ def begin(
 
 
 def _take_masters(offloaded: OffloadedAdamW, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
-    """Give the master copies the values that the parameters had before the conversion. The working copies are casts of
-    these values already.
-    """
+    """Give the master copies the values before the conversion, of which the working copies are casts."""
     session = offloaded.session
     with session.still():
         for parameter, value in masters.items():

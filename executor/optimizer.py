@@ -52,8 +52,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
             group.update({name: value for name, value in _KERNEL.items() if name in self.defaults})
 
     def hyper(self) -> list[Hyper]:
-        """Returns the current settings of every group. Raises ContractError for a switch that is on and not supported
-        here."""
+        """Returns the current settings of every group. Raises ContractError for a switch that is on and not
+        supported.
+        """
         for number, group in enumerate(self.param_groups):
             if refused := refused_in(group):
                 raise ContractError(f"param_groups[{number}] has {refused}, which is not supported; set it to False")
@@ -81,8 +82,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def share_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read the groups of another optimizer over the same parameters from now on. A scheduler that was made with
-        that optimizer writes to these groups, and sees that steps were taken."""
+        """Read the groups of another optimizer over the same parameters from now on. A scheduler made with it writes to
+        these groups, and sees that steps were taken."""
         for mine, theirs in zip(self.param_groups, optimizer.param_groups):
             theirs.update({key: value for key, value in mine.items() if key not in theirs})
         self.param_groups = optimizer.param_groups
@@ -96,8 +97,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns copies of the current states, in torch.optim.AdamW's form: "state" by parameter number with step,
         exp_avg and exp_avg_sq. Parameters narrower than fp32 also have "param32", the master copy; with loss scaling
-        there is also "loss_scaling". A torch.optim.AdamW over the same fp32 parameters that loads the states continues
-        bit-identically; it ignores these two extra keys and has no master copies."""
+        there is also "loss_scaling". A torch.optim.AdamW over the same fp32 parameters that loads them continues
+        bit-identically; it ignores these two keys."""
         session = self.session
 
         def value(tensor: int, list_name: str) -> torch.Tensor:
@@ -156,7 +157,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             post_hook(self)
 
     def _load_row(self, tensor: int, row: Mapping[str, Any] | None) -> None:
-        """Load the states of one tensor; None: it has had no update yet."""
+        """Load the states of one tensor; None: no update yet."""
         session = self.session
         session.contents.steps_taken[tensor] = 0 if row is None else int(row["step"])
         for key, list_name in _STATES.items():
@@ -169,7 +170,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             session.state.run.demand.rewrite_from_master(tensor)
 
     def _checked(self, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-        """Returns the rows of a state by position of their parameter. Raises ContractError for rows that do not fit."""
+        """Returns the rows of a state by position of their parameter. Raises ContractError."""
         what = "optimizer.load_state_dict"
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise ContractError(

@@ -78,15 +78,15 @@ def prepare(
         buffers are moved to the device, and the loop's batches have to be there.
     machine: the machine of this run, compared with the plan's.
     bandwidth, adam_threads, gpu_memory: see DeviceOptions.
-    weights: a folder (or file) of safetensors with the model's values, streamed into the chunks; the model's parameters
-        may then be on meta (see `parameters_on_meta`), and nothing but the chunks is allocated.
+    weights: a folder (or file) of safetensors with the model's values, streamed into the chunks; parameters may then be
+        on meta (see `parameters_on_meta`), and nothing but the chunks is allocated.
     queues: "threads", or a queues object.
-    backend: an accelerator that is open already, in place of the accelerator that `device` names.
+    backend: an open accelerator, in place of the one that `device` names.
     threads: torch threads of the virtual accelerator's compute queue until the session is closed (None leaves them).
     watchdog_s: see ThreadQueues.
-    replan_after: number of iterations off plan in a row after which a new plan is made (0: never).
-    check: run the plan's independent checker first, and compare the first iteration's tide with the plan's (if the
-        measured tide is higher, the session continues under a new plan: measuring/first.py).
+    replan_after: iterations off plan in a row after which a new plan is made (0: never).
+    check: run the plan's independent checker first, and compare the first iteration's tide with the plan's (a higher
+        one leads to a new plan: measuring/first.py).
     group: the processes of a plan of several ranks (default: torch.distributed's, if it is initialised). Every process
         calls prepare with the same plan and settings, and all begin with the parameters and buffers of the first.
     count: [Note: the weight of a rank] in distributed/ranks.py.
@@ -167,10 +167,10 @@ def prepare(
 class _Given:
     """A model, a plan and an optimizer that belong together.
 
-    groups: groups of parameters, as torch's optimizers take them.
+    groups: as torch's optimizers take them.
     tensors, parameters: the model's, in the plan's order.
-    max_grad_norm: norm at which gradients are clipped; None without clipping.
-    source: where the model's values come from (None: the model has them).
+    max_grad_norm: None without clipping.
+    source: where the values come from (None: the model has them).
     """
 
     model: nn.Module
@@ -194,7 +194,7 @@ def _require_unprepared(model: nn.Module) -> None:
 
 
 def _matched(model: nn.Module, plan: Plan, optimizer: AdamW, weights: str | Path | None) -> _Given:
-    """Check that model, plan, optimizer and weights belong together. Raises PlanError or WeightsError."""
+    """Check that these belong together. Raises PlanError or WeightsError."""
     groups = optimizer.groups(model)
     by_id = group_of(groups)
     tensors, parameters = describe_parameters(model, by_id)
@@ -209,7 +209,7 @@ def _matched(model: nn.Module, plan: Plan, optimizer: AdamW, weights: str | Path
 
 
 def _require_same(ranks: Ranks, given: _Given) -> None:
-    """Check that all ranks were given the same plan and settings. Raises PlanError on every rank."""
+    """Raise PlanError, on every rank, if ranks were given different plans or settings."""
     plan, names = given.plan, {id(p): t.name for t, p in zip(given.tensors, given.parameters)}
     ranks.same(
         {
@@ -224,7 +224,7 @@ def _require_same(ranks: Ranks, given: _Given) -> None:
 
 
 def _warn_of_stateless(plan: Plan) -> None:
-    """Warn of trainable parameters without optimizer states: no gradient reached them in the plan's iteration."""
+    """Warn of trainable parameters without states: no gradient reached them in the plan's iteration."""
     tensors, layout = plan.workload.tensors, plan.layout
     without = {t for t, c in layout.chunk_of.items() if plan.modes[c] == "frozen" and not layout.chunks[c].frozen}
     if not (without and plan.steps):
@@ -242,8 +242,7 @@ def _warn_of_stateless(plan: Plan) -> None:
 
 
 def _arena_that_fits(given: _Given, backend: Backend, ranks: Ranks | None) -> Arena:
-    """Returns the arena of the plan, before it takes memory. Raises DoesNotFit where the host has less memory than the
-    arena needs."""
+    """Returns the plan's arena, before it takes memory. Raises DoesNotFit where the host has too little."""
     arena = Arena(given.plan, backend, rank=0 if ranks is None else ranks.rank)
     check_host_memory(
         given.plan,
@@ -257,15 +256,15 @@ def _arena_that_fits(given: _Given, backend: Backend, ranks: Ranks | None) -> Ar
 
 
 def _host_bytes(parameters: Sequence[nn.Parameter]) -> int:
-    """Returns the bytes of host memory of the model's own storages. Views share a storage, which counts once; storages
-    of a device are not in host memory."""
+    """Returns the host bytes of the model's own storages, each counted once; a device's are left out."""
     storages = {storage_key(p): p.untyped_storage() for p in parameters if p.device.type == "cpu"}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def _queues_on(backend: Backend, queues: Queues | str, *, watchdog_s: float) -> Queues:
-    """Returns the requested queues. Raises PlanError for a name that is not known, and for queues that do not suit the
-    backend."""
+    """Returns the requested queues. Raises PlanError for an unknown name, and for queues that do not suit the
+    backend.
+    """
     if queues == "threads":
         queues = queues_for(backend, watchdog_s=watchdog_s)
     if isinstance(queues, str):
@@ -281,8 +280,8 @@ def _queues_on(backend: Backend, queues: Queues | str, *, watchdog_s: float) -> 
 
 
 def _set_up_process(backend: Backend, threads: int | None) -> Callable[[], None]:
-    """Set the process up where the host computes for the accelerator: freed pages are kept, and torch gets `threads`
-    threads (None: no change). Returns a function that gives the threads back."""
+    """Where the host computes for the accelerator, keep freed pages and give torch `threads` threads (None: no change).
+    Returns a function that gives them back."""
     if backend.device.type != "cpu":
         return lambda: None
     if not keep_freed_pages():
@@ -308,8 +307,8 @@ def _session_options(
 
 
 def _skeleton(model: nn.Module) -> nn.Module | None:
-    """Returns a copy of the model whose parameters have no memory, for captures of other batch shapes; None if it
-    cannot be copied. Tensors that an earlier forward or capture has left on the model have no memory either."""
+    """Returns `session.batches.Shapes.skeleton`. Tensors that an earlier forward or capture has left on the model have
+    no memory either."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(
@@ -364,11 +363,11 @@ def _stop_at_exit(session: Session) -> None:
 def _given_back_on_error(
     backend: Backend | None, sessions: Sequence[Session], source: Weights | None = None
 ) -> Iterator[None]:
-    """Inside this context, an error gives back everything taken for the run, which then does not begin.
+    """Inside this context, an error gives back everything taken for the run.
 
     backend: None where the caller made it.
-    sessions: holds the run's session once there is one; the session gives the backend back itself.
-    source: where the model's values come from.
+    sessions: holds the run's session once there is one, which gives the backend back itself.
+    source: as in `_Given`.
     """
     try:
         yield
@@ -381,9 +380,9 @@ def _given_back_on_error(
 
 
 def _call_off(session: Session, error: BaseException, source: Weights | None) -> None:
-    """End a session that `prepare` does not return. The model gets its values back, except for values that came from a
-    source, and not where ranks hold slices of them. After an interruption the run ends at once, without values: they
-    may be incomplete in both places."""
+    """End a session that `prepare` does not return. The model gets its values back, except those from a source, and not
+    where ranks hold slices. After an interruption the run ends at once, without values: they may be incomplete in both
+    places."""
     if not isinstance(error, Exception):
         session.standstill.interrupt(
             "executor.prepare was interrupted while values moved into the chunks; build or load the model again"
@@ -400,7 +399,7 @@ def _call_off(session: Session, error: BaseException, source: Weights | None) ->
 
 @contextlib.contextmanager
 def _announced_on_error(ranks: Ranks | None) -> Iterator[None]:
-    """Inside this context, an error is reported to the other ranks, which would otherwise wait for this rank."""
+    """Inside this context, an error is reported to the other ranks, which would wait for this one."""
     try:
         yield
     except BaseException as error:

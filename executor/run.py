@@ -47,16 +47,16 @@ class RunResult:
     """The results of a training job, and its measured figures.
 
     reports: one per step.
-    timeline: measured timeline of the last timed iterations; None if the last iteration left the plan. Its tide is
-        measured where there is `measured`, else it is the plan's tide at measured times.
-    measured: bytes of one untimed iteration that keeps the predicted order of events (None if it was not requested).
+    timeline: that of the last timed iterations; None if the last left the plan. Its tide is measured where there is
+        `measured`, else the plan's at measured times.
+    measured: bytes of one untimed iteration in the predicted order of events (None if not requested).
     deviations: how the run left the plan, if it did.
-    plan: the plan that the run ended with.
-    tide: tide of the first iteration, beside the plan's tide.
+    plan: the last one.
+    tide: that of the first iteration, beside the plan's.
     notes: where weights came from, and the checkpoint from which the run continued.
     shared: figures of all ranks together; None on one rank.
-    taken_by_others: share of the machine's processor time that other programs had during the steps, 0 to 1; None where
-        that cannot be measured.
+    taken_by_others: share of processor time that other programs had during the steps, 0 to 1; None where it cannot be
+        measured.
     """
 
     reports: Sequence[StepReport]
@@ -71,8 +71,8 @@ class RunResult:
 
 
 def check_device(plan: Plan, device: str) -> None:
-    """Raise PlanError if the plan cannot run on `device` in one process: it was made for several processes, for other
-    hardware, or not from a trace of a module."""
+    """Raise PlanError if the plan cannot run on `device` in one process: it is for several, for other hardware, or not
+    from a trace of a module."""
     check_processes(plan, 1)
     check_hardware(plan, device)
 
@@ -100,8 +100,8 @@ def check_hardware(plan: Plan, device: str) -> None:
 
 def recording_machine(device: str, machine: Machine | None, gpu_memory_bytes: int | None) -> Machine:
     """Returns the machine whose GPU budget a warm-up on `device` keeps. Without `machine` it has the virtual
-    accelerator's figures and the given memory. On CUDA it then has the card's name and, by default, the card's memory
-    less the room that a run keeps (executor/devices/headroom.py)."""
+    accelerator's figures and the given memory; on CUDA the card's name and, by default, its memory less the room that a
+    run keeps (devices/headroom.py)."""
     if not is_cuda(device):
         if device != "virtual":
             raise PlanError(f"device {device!r} is not known; use --device virtual, cuda or cuda:N")
@@ -124,7 +124,7 @@ def recording_machine(device: str, machine: Machine | None, gpu_memory_bytes: in
 
 
 def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """Yields the batches, each copied to the device as it is drawn."""
+    """Yields the batches, copied to the device as they are drawn."""
     if device.type == "cpu":
         return batches
     return (map_batch(one, lambda tensor: tensor.to(device, non_blocking=True)) for one in batches)
@@ -134,9 +134,8 @@ def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 class TrainingJob:
     """A training job by name.
 
-    model: name of the model, as for `pstar trace`.
+    model: as for `pstar trace`.
     batch: sequences of one micro-batch.
-    sequence: tokens per sequence.
     data: "text:FOLDER", a folder of text files; None: the source of the Python standard library.
     bandwidth: bytes per second of the virtual link, (to the gpu, to the host); None: as fast as memory copies.
     weights: folder with the model's values; None: initialised by the seed.
@@ -159,8 +158,8 @@ class TrainingJob:
     def of_plan(
         cls, plan: Plan, model: str, *, data: str | None, lr: float, seed: int, weights: str | None = None
     ) -> TrainingJob:
-        """Returns the job that a plan was made for, on a model given by name. If the plan chooses for each block, the
-        model's own checkpointing stays off: `prepare` carries out the plan's choices."""
+        """Returns the job of a plan, on a model given by name. If the plan chooses for each block, the model's own
+        checkpointing stays off."""
         w = plan.workload
         return cls(
             model=model,
@@ -196,8 +195,8 @@ class TrainingJob:
     def batches(self, built: BuiltModel, *, text: ByteText | None = None, skip: int = 0) -> Iterator[Any]:
         """Yields endless batches, the same for the same seed.
 
-        text: the data, if it is open.
-        skip: number of sequences drawn before.
+        text: the data, if open.
+        skip: sequences drawn before.
         """
         text = open_data(self.data) if text is None else text
         return batches_like(built.example_batch, text, vocabulary=built.vocabulary, seed=self.seed, skip=skip)
@@ -207,8 +206,8 @@ class TrainingJob:
     ) -> Workload:
         """Returns the workload of a real warm-up iteration on `device`, within the GPU budget of `machine`.
 
-        gpu_memory: bytes of a CUDA device that it may use, as for `prepare`.
-        group: a process group of this process alone, where it is one of several.
+        gpu_memory: as for `prepare`.
+        group: as for `recording.record`.
         """
         if is_cuda(device):
             machine = recording_machine(device, machine, gpu_memory)
@@ -241,13 +240,12 @@ class TrainingJob:
         keeping: Keeping | None = None,
         on_step: Callable[[StepReport, Status], None] | None = None,
     ) -> RunResult:
-        """Train by the plan. Returns the reports of the steps and the measured figures.
+        """Train by the plan. Returns the steps' reports and the measured figures.
 
-        steps: number of steps in all; steps before the checkpoint count too.
+        steps: in all, those before the checkpoint included.
         bandwidth, gpu_memory: as for `prepare`.
-        order: predicts a plan's timeline. With it, one more iteration runs untimed, in the order predicted for the plan
-            that the run ended with, to measure bytes.
-        keeping: checkpoints.
+        order: predicts a plan's timeline. With it, one more iteration runs untimed, in the order predicted for the last
+            plan, to measure bytes.
 
         The session is closed in every case; errors pass through.
         """
@@ -311,7 +309,7 @@ class TrainingJob:
             session.close(restore=False)
 
     def _unread(self, keeping: Keeping) -> str:
-        """Returns a note for the user on weights that were given and not read; "" for none."""
+        """Returns a note on weights given and not read; "" for none."""
         if keeping.weights is None or self.weights is None:
             return ""
         return f"{self.weights} was not read: the weights are the checkpoint's"
@@ -356,8 +354,8 @@ def _look_back(
     micro_batches: int,
     order: Callable[[Plan], Timeline] | None,
 ) -> tuple[Timeline | None, Measured | None]:
-    """Returns the timeline of a run's last iterations, and the measured bytes of one more iteration. Returns (None,
-    None) if the last iteration was not on plan."""
+    """Returns the timeline of a run's last iterations, and the measured bytes of one more; (None, None) if the last
+    left the plan."""
     session = optimizer.session
     if not any(log.on_plan for log in list(session.steps.logs)[-1:]):
         return None, None

@@ -44,8 +44,8 @@ log = logging.getLogger("executor")
 class LossScale:
     """The settings of the scale; the defaults are torch.amp.GradScaler's.
 
-    growth_interval: number of iterations without an overflow after which the scale grows; 0 for a fixed scale (an
-        overflow then only skips the update).
+    growth_interval: iterations without an overflow after which the scale grows; 0 for a fixed scale (an overflow then
+        only skips the update).
 
     Raises PlanError for numbers out of range.
     """
@@ -67,14 +67,14 @@ class LossScale:
 
 
 def needs_loss_scaling(tensors: Iterable[Tensor]) -> bool:
-    """Returns whether gradients of a model with these parameters pass through fp16: whether some parameter is fp16,
-    frozen parameters included (an adapter in fp32 on an fp16 base)."""
+    """Returns whether gradients of these parameters pass through fp16: whether one is fp16, frozen or not (an adapter
+    in fp32 on an fp16 base)."""
     return any(t.dtype in DTYPES and DTYPES[t.dtype].scaled for t in tensors)
 
 
 def loss_scale_for(asked: str | float | LossScale | None, tensors: Iterable[Tensor]) -> LossScale | None:
-    """Returns the scale that AdamW(loss_scale=asked) means for a model of these parameters. None means a dynamic scale
-    if some parameters are fp16, else no scale. Raises PlanError for another value."""
+    """Returns the scale that AdamW(loss_scale=asked) means for a model of these parameters. Raises PlanError for
+    another value."""
     if asked is None:
         return LossScale() if needs_loss_scaling(tensors) else None
     if isinstance(asked, LossScale):
@@ -93,7 +93,7 @@ class LossScaling:
     """The scale of a run.
 
     scale: factor by which gradients that arrive now were multiplied.
-    skipped_steps: number of iterations that overflowed.
+    skipped_steps: iterations that overflowed.
     """
 
     def __init__(self, spec: LossScale) -> None:
@@ -122,8 +122,8 @@ class LossScaling:
         self._norms = []
 
     def see(self, gradient: torch.Tensor) -> None:
-        """Note the norm of a gradient that arrived. The norm shows an element that is not finite (or beyond 1e19, which
-        only bf16 and fp32 have)."""
+        """Note an arrived gradient's norm, which shows elements that are not finite (or beyond 1e19, which only bf16
+        and fp32 have)."""
         self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
     def overflowed(self) -> bool:
@@ -212,8 +212,7 @@ def guard_boundary(
 
 
 def _bounded(value: Any, factor: Callable[[], float], made: dict[int, torch.Tensor]) -> Any:
-    """Returns `value` with a boundary at each tensor that has a gradient; the same object if no tensor has a
-    gradient."""
+    """Returns `value` with a boundary at each tensor that has a gradient; the same object without any."""
 
     def bounded(tensor: torch.Tensor) -> torch.Tensor:
         if not (tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())):

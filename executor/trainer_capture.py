@@ -34,8 +34,7 @@ __all__ = ["captured"]
 def captured(trainer: Any, spec: Any, dtype: str | None) -> Any:
     """Returns the workload of one of the trainer's micro-batches. See [Note: what is captured].
 
-    spec: the AdamW of the run.
-    dtype: the plan's dtype where the trainer casts by autocast, else None.
+    dtype: the plan's where the trainer casts by autocast, else None.
 
     Raises ContractError for a data set without a batch and for a trainer that generates within its steps, ModelError as
     `capture_module` does.
@@ -75,7 +74,7 @@ def _loss_of(trainer: Any) -> Callable[[nn.Module, Any], torch.Tensor]:
 
 
 def _as_far_as_followed(loss: Callable[[nn.Module, Any], torch.Tensor]) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """Returns `loss`, but a scalar of the model's outputs where `loss` fails after the model's call with gradients."""
+    """Returns `loss`, or a scalar of the model's outputs where it fails after the model's call with gradients."""
 
     def followed(model: nn.Module, batch: Any) -> torch.Tensor:
         outputs: list[Any] = []
@@ -99,7 +98,7 @@ def _as_far_as_followed(loss: Callable[[nn.Module, Any], torch.Tensor]) -> Calla
 
 
 def _twin(trainer: Any) -> Any:
-    """Returns a copy of the trainer with containers of its own. Everything else is the trainer's."""
+    """Returns a copy of the trainer with containers of its own; all else is shared."""
     twin = copy.copy(trainer)
     twin.__dict__.update({name: _copied(value) for name, value in vars(trainer).items()})
     return twin
@@ -120,8 +119,8 @@ def _stock(trainer: Any) -> bool:
 
 @contextlib.contextmanager
 def _refusing_to_generate(trainer: Any) -> Iterator[None]:
-    """Inside this context, `model.generate` raises ContractError: a trainer that generates the data of its own steps
-    (GRPO) keeps what it generates for the capture, and would train on it."""
+    """Inside this context, `model.generate` raises ContractError: a trainer that generates its own data (GRPO) keeps
+    what it generates for the capture, and would train on it."""
     model = trainer.model
     if not hasattr(model, "generate"):
         yield
@@ -165,7 +164,7 @@ def _call_in(action: Callable[[], Any], model: nn.Module) -> tuple[Any, Any]:
 
 
 def _example(trainer: Any) -> Any:
-    """Returns a batch of the trainer's own data: its largest, or its first batch if the data set cannot be indexed."""
+    """Returns a batch of the trainer's data: the largest, or the first if the data set cannot be indexed."""
     loader = trainer.get_train_dataloader()
     batch = largest_batch(getattr(loader, "dataset", None), trainer._train_batch_size, loader.collate_fn)
     batch = next(iter(loader), None) if batch is None else batch
@@ -176,7 +175,7 @@ def _example(trainer: Any) -> Any:
 
 @contextlib.contextmanager
 def _untouched_generators() -> Iterator[None]:
-    """Inside this context, samplers and collators may draw random numbers. Afterwards the generators are as before."""
+    """Inside this context, samplers and collators may draw random numbers; then the generators are as before."""
     before = generator_states()
     try:
         yield

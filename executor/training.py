@@ -40,10 +40,10 @@ def train_step(
     """Run one step of the usual loop: every micro-batch forward and backward, then step and zero_grad. Returns the mean
     loss. Raises ModelError when a loss is not finite, before its backward.
 
-    number: number of the step, for the message.
+    number: of the step, for the message.
 
-    If the accelerator refuses memory inside an operator, a prepared model climbs its ladder (see off_plan/), and the
-    same micro-batches run again with the same random numbers. Under a plan of the relay the session runs the step.
+    If the accelerator refuses an operator memory, a prepared model climbs its ladder (see off_plan/), and the same
+    micro-batches run again with the same random numbers. Under a plan of the relay the session runs the step.
     """
     session = getattr(optimizer, "session", None)
     if session is not None and session.plan.workload.relayed:
@@ -88,8 +88,8 @@ def _finite(loss: torch.Tensor, number: int) -> float:
 
 
 def _checked(prepared: torch.nn.Module, micro_batches: int, number: int) -> Callable[[torch.nn.Module, Any], Any]:
-    """Returns a loss function that raises ModelError if the prepared model's loss is not finite. The model's copy under
-    fake tensors has no values and is not checked."""
+    """Returns a loss function that raises ModelError if the prepared model's loss is not finite; its copy under fake
+    tensors has no values and is not checked."""
 
     def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         value = forward_loss(model, batch)

@@ -38,8 +38,7 @@ _Call = Callable[..., Any]
 
 
 def check_activations(w: Workload, model: nn.Module) -> None:
-    """Raise PlanError if the model lacks a block for which the plan chooses, or if a block cannot be called as the plan
-    chooses."""
+    """Raise PlanError if a block for which the plan chooses is missing, or cannot be called as the plan chooses."""
     modules = dict(model.named_modules(remove_duplicate=False))
     seen: dict[int, str] = {}
     for block, how in w.activations:
@@ -65,8 +64,7 @@ def check_activations(w: Workload, model: nn.Module) -> None:
 
 
 def _compiled(modules: Mapping[str, nn.Module], block: str) -> str | None:
-    """Returns the name of the block, or of the module around it, that is compiled (`module.compile()`); None if none
-    is."""
+    """Returns the name of the block, or module around it, that is compiled (`module.compile()`); None without one."""
     parts = block.split(".")
     around = [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
     return next((name for name in around if getattr(modules.get(name), "_compiled_call_impl", None) is not None), None)
@@ -76,7 +74,7 @@ def _compiled(modules: Mapping[str, nn.Module], block: str) -> str | None:
 class RunOfBlocks:
     """What a block's call asks of the run.
 
-    collects(): whether the call belongs to an iteration of training, so that its saved tensors are collected.
+    collects(): whether the call belongs to training, so that its saved tensors are collected.
     """
 
     closed: Callable[[], bool]
@@ -113,8 +111,7 @@ def carry_out(
 
 @contextlib.contextmanager
 def recomputing(model: nn.Module, w: Workload) -> Iterator[None]:
-    """Inside this context, exactly the blocks that `w` recomputes are recomputed. For captures, which are on the
-    host."""
+    """Inside this context, exactly the blocks that `w` recomputes are recomputed, for captures, on the host."""
     modules = dict(model.named_modules(remove_duplicate=False))
     undo: list[Callable[[], None]] = []
     for block, how in w.activations:
@@ -131,7 +128,7 @@ def recomputing(model: nn.Module, w: Workload) -> Iterator[None]:
 
 def as_planned(captured: Workload, planned: Workload) -> Workload:
     """Returns a capture made inside `recomputing`, with the choices of `planned` and the stashes of offloaded blocks.
-    Raises ModelError where the capture's blocks cannot be offloaded."""
+    Raises ModelError where its blocks cannot be offloaded."""
     if not planned.activations:
         return captured
     how = dict(planned.activations)
@@ -160,8 +157,8 @@ def _around(module: nn.Module, how: Callable[[_Call, nn.Module, Any, Any], Any])
 
 
 def _recomputed_on(device: torch.device) -> Callable[[_Call, nn.Module, Any, Any], Any]:
-    """Returns a call that recomputes with the device's random state: [Note: the device's generator]. torch itself
-    always saves the host's state."""
+    """Returns a call that recomputes with the device's random state, not the host's as in torch: [Note: the device's
+    generator]."""
     there = () if device.type == "cpu" else (torch.empty(0, device=device),)
 
     def call(plain: _Call, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -55,8 +55,8 @@ __all__ = ["BlockSaves", "ForwardSaves", "StashReport", "Stashes", "hooks_of_oth
 class StashReport:
     """One stash of the last iteration.
 
-    saved_bytes: bytes that the block's forward saved, including inputs of the block, without parameters and buffers.
-    freed_bytes: the part of moved_bytes that the gpu no longer held afterwards.
+    saved_bytes: bytes that the block's forward saved, its inputs included, without parameters and buffers.
+    freed_bytes: the part of moved_bytes that then left the gpu.
     """
 
     block: str
@@ -72,7 +72,7 @@ class _View:
     """A saved tensor as a view of its storage.
 
     alias: the tensor without its graph, while the gpu holds the storage.
-    version: torch's version of the contents when the tensor was saved.
+    version: torch's version of the contents at the saving.
     """
 
     alias: torch.Tensor | None
@@ -86,10 +86,10 @@ class _View:
 class _Saved:
     """One storage with tensors that autograd saved.
 
-    source: the storage's bytes on the gpu, as the forward made them.
-    host: the room on the host that holds the bytes.
-    returned: new memory on the gpu for the bytes.
-    back: whether the copy into `returned` was made. If the copy was only issued, `arrival` is its event; else None.
+    source: its bytes on the gpu, as the forward made them.
+    host: the room on the host that holds them.
+    returned: new memory on the gpu for them.
+    back: whether the copy into `returned` was made. If it was only issued, `arrival` is its event; else None.
     stash: number of its stash, once it is on the host.
     """
 
@@ -136,7 +136,7 @@ class _Saved:
         return self.source is None and not self.back
 
     def let_go(self) -> None:
-        """Free the gpu's memory of the storage, unless something else holds it."""
+        """Free the gpu's memory, unless something else holds it."""
         self.changed = self.changed or any(v.alias is not None and version_of(v.alias) != v.version for v in self.views)
         for view in self.views:
             view.alias = None
@@ -187,8 +187,8 @@ class BlockSaves:
 
 class ForwardSaves(BlockSaves):
     """The tensors that the whole forward of one micro-batch saves, block by block. A recomputed block saves its inputs
-    before its call begins (torch's non-reentrant checkpoint does so around the call). Therefore a block owns the
-    tensors that its forward saved, and those of its inputs that were saved before."""
+    before its call (in torch's non-reentrant checkpoint). So a block owns the tensors that its forward saved, and those
+    of its inputs saved before."""
 
     def __init__(self, stashes: Stashes) -> None:
         super().__init__(stashes, ())
@@ -218,7 +218,7 @@ class ForwardSaves(BlockSaves):
 
 
 def hooks_of_others() -> bool:
-    """Returns whether tensors that autograd saves now go through hooks that do not belong to a `ForwardSaves`."""
+    """Returns whether tensors saved now go through hooks of others than a `ForwardSaves`."""
     hooks = saved_tensor_hooks()
     return hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), ForwardSaves)
 
@@ -227,7 +227,7 @@ def hooks_of_others() -> bool:
 class SavedParameters:
     """What autograd keeps of parameters, in place of their memory: `off_plan.reads.Reads`.
 
-    keep(tensor): returns what is kept of a view of a working list; None for any other tensor.
+    keep(tensor): returns what is kept of a view of a working list; None for others.
     restore(kept): returns the view, with its values.
     """
 
@@ -238,10 +238,9 @@ class SavedParameters:
 class Stashes:
     """The stashes of one plan.
 
-    present(): returns the stashes of the session's present plan; None if the session is gone. An object that a graph
-        holds does not hold the session, which could not be collected.
-
-    reports: reports of the last iteration, in the order in which they were made.
+    present(): returns the stashes of the session's present plan; None if the session is gone, which objects in a graph
+        do not hold.
+    reports: of the last iteration, in order.
     """
 
     def __init__(
@@ -283,8 +282,8 @@ class Stashes:
         return self.arena.plan.workload.stashes
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Returns whether the tensor may go to the host and come back: whether it is a plain tensor on the accelerator
-        that is neither a buffer nor a leaf with a gradient."""
+        """Returns whether the tensor may go to the host: a plain one on the accelerator, neither a buffer nor a leaf
+        with a gradient."""
         return (
             type(tensor) in (torch.Tensor, torch.nn.Parameter)
             and tensor.layout is torch.strided
@@ -297,8 +296,8 @@ class Stashes:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def boundaries(self) -> ForwardSaves | None:
-        """Returns the collector for the saved tensors of one micro-batch's forward, in a relay with boundaries on the
-        host. Returns None under another plan."""
+        """Returns the collector for a micro-batch's forward, in a relay with boundaries on the host; None under another
+        plan."""
         return ForwardSaves(self) if self.arena.plan.workload.boundaries_on_host else None
 
     def note_unsaved(self, block: str) -> None:
@@ -312,12 +311,11 @@ class Stashes:
         )
 
     def collect(self, inputs: Any) -> BlockSaves:
-        """Returns the collector for the saved tensors of one call of an offloaded block with these inputs."""
+        """Returns the collector for one call of an offloaded block with these inputs."""
         return BlockSaves(self, inputs)
 
     def collected(self, block: str, found: BlockSaves) -> None:
-        """Choose the storages that go to the host, when the block's forward has ended. Off the plan the copies are made
-        at once."""
+        """Choose the storages that go to the host, after the block's forward. Off the plan they are copied at once."""
         n = self._stash.get((block, self.clock.micro_batch))
         if n is None:
             return
@@ -364,14 +362,15 @@ class Stashes:
     # -- copies: what queues call -------------------------------------------------------------------------------------
 
     def copied_bytes(self, queue: Queue) -> int:
-        """Returns the bytes that steps of the queue copied since the session began, without those of [Note: ahead of
-        its step]."""
+        """Returns the bytes that steps of the queue copied in the session, without those of [Note: ahead of its
+        step].
+        """
         with self._lock:
             ahead_bytes = self._ahead_bytes if queue is Queue.H2D else 0
             return self.backend.copied_bytes[queue.value] - ahead_bytes
 
     def move(self, step: Step) -> int:
-        """Do a stash_out or stash_in. Returns the bytes of its stash that had been copied ahead."""
+        """Do a stash_out or stash_in. Returns the bytes that had been copied ahead."""
         assert step.stash is not None
         out = step.kind is Kind.STASH_OUT
         touched = self._send(step.stash) if out else self._fetch(step.stash)
@@ -418,11 +417,10 @@ class Stashes:
         return [memory for memory in copies if memory is not None]
 
     def _bring(self, saved: _Saved, issues: StreamBackend | None = None, *, ahead: bool = False) -> torch.Tensor | None:
-        """Copy the storage back unless that is done already. Returns the memory of the copy; None if nothing was
-        copied.
+        """Copy the storage back unless that is done. Returns the memory of the copy; None without one.
 
         issues: the backend, where this thread only issues the copy.
-        ahead: whether no step of the plan asks for the copy.
+        ahead: whether no step asks for the copy.
         """
         with self._lock:
             if saved.back or saved.returned is None or saved.host is None:
@@ -438,8 +436,7 @@ class Stashes:
     # -- the user's thread --------------------------------------------------------------------------------------------
 
     def at(self, moment: int) -> None:
-        """Begin a moment of the plan: free the memory of stashes that are on the host, and note the stashes that
-        return."""
+        """Begin a moment of the plan: free the gpu's memory of stashes on the host, and note those that return."""
         for n in self._moves.gone.get(moment, ()):
             self._flying.pop((Kind.STASH_OUT, n), None)  # the compute queue is behind the copy
             self._let_go(n)
@@ -463,8 +460,7 @@ class Stashes:
         self._report(self.planned[n], moved_bytes=moved, freed_bytes=freed)
 
     def settle(self) -> None:
-        """Take the memory of returning stashes. Called outside the engine's own work, so that counters of the model see
-        the memory."""
+        """Take the memory of returning stashes, outside the engine's own work, so that counters of the model see it."""
         while self._returning:
             n = self._returning.pop(0)
             for saved in _alive(self._out.get(n, ())):
@@ -495,8 +491,7 @@ class Stashes:
 
 
 def _fitting(saved: Iterable[_Saved], limit_bytes: int) -> tuple[list[_Saved], int]:
-    """Returns the saved tensors that fit together into `limit_bytes`, the largest first, and the bytes that are
-    left."""
+    """Returns the saved tensors that fit into `limit_bytes`, the largest first, and the bytes left."""
     chosen: list[_Saved] = []
     left = limit_bytes
     for each in sorted(saved, key=lambda e: -e.size_bytes):
@@ -511,7 +506,6 @@ def _alive(refs: Iterable[weakref.ref[_Saved]]) -> list[_Saved]:
 
 
 def _holds_source(ref: weakref.ref[_Saved]) -> bool:
-    """Returns whether the gpu still holds the storage that the forward made."""
     saved = ref()
     return saved is not None and saved.source is not None
 

@@ -23,8 +23,8 @@ class Effort:
     """The time for which each point of a curve is measured: about `point_s` seconds in each of `rounds` rounds, with
     `least` to `most` calls.
 
-    window_s: seconds for which two actions are timed while both run.
-    memory_bytes: most bytes that a measurement may use at a time.
+    window_s: seconds for which two actions are timed at once.
+    memory_bytes: most bytes that a measurement may use.
     """
 
     point_s: float = 0.12
@@ -36,14 +36,14 @@ class Effort:
 
     @classmethod
     def quick(cls) -> Effort:
-        """Returns the effort of a shorter measurement: a quarter of the time, twice the scatter."""
+        """Returns the effort for a quarter of the time and twice the scatter."""
         return cls(point_s=0.04, rounds=2, least=1, most=10, window_s=0.2, memory_bytes=256 << 20)
 
 
 class Bench:
     """Times actions with `effort`.
 
-    breathe: called before every point (progress, a check for an interruption).
+    breathe: called before every point (progress, interruption).
     """
 
     def __init__(self, effort: Effort, *, breathe: Callable[[], object] = lambda: None) -> None:
@@ -61,9 +61,8 @@ class Bench:
         """Returns the median seconds of each action (or `reduce` of its seconds). Each action is first called once
         untimed, because of caches, pages and kernels.
 
-        An action that takes longer than `longest_s` is measured once per round, and the actions after it (larger
-        actions, by convention) are left out: the curve ends there.
-        """
+        An action longer than `longest_s` is measured once per round, and those after it (larger, by convention) are
+        left out: the curve ends there."""
         samples: dict[Key, list[float]] = {}
         left_out: set[Key] = set()
         for number in range(self.effort.rounds):

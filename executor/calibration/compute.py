@@ -34,8 +34,8 @@ _COPY_BYTES = {"virtual": 64 << 20, "cuda": 512 << 20}
 
 
 def product(device: Device, n: int, dtype: torch.dtype) -> tuple[int, Callable[[], object]]:
-    """Returns (flops of one product, an action that does this product and the two of its backward), by [Note: a product
-    as training has it]."""
+    """Returns (flops of one product, an action of it and the two of its backward), by [Note: a product as training has
+    it]."""
     rows = max(1, n // 4)
     count = max(1, min(_MOST_WEIGHTS, _COLD_BYTES // (n * n * dtype.itemsize)))
     weights = cycle([torch.full((n, n), 0.5 / n, dtype=dtype, device=device.device) for _ in range(count)])
@@ -55,7 +55,7 @@ def matmul_rates(
 ) -> dict[str, tuple[tuple[float, float], ...]]:
     """Returns dtype -> ((flops of one product, flops/s), ...), ascending. The curve of an emulated dtype ends early.
 
-    extents: n of each product, ascending; None: extents that suit the device.
+    extents: n of each product, ascending; None: what suits the device.
     """
     table: dict[str, tuple[tuple[float, float], ...]] = {}
     with device.using():
@@ -68,8 +68,8 @@ def matmul_rates(
 
 def between_products(device: Device, rows: int) -> tuple[int, Callable[[], object]]:
     """Returns (bytes, an action). The action runs [Note: the operators between products] of one block on [rows, 1024]
-    fp32, four times as wide for the activation function. The bytes are those that these operators read and write, as a
-    capture counts them."""
+    fp32, four times as wide for the activation function. The bytes are those that they read and write, as a capture
+    counts."""
     generator = torch.Generator().manual_seed(0)
     count = max(1, min(_MOST_INPUTS, _COLD_BYTES // (rows * 5 * _WIDTH * 4)))
     inputs = cycle(

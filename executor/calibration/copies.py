@@ -44,7 +44,7 @@ class Copier:
         return self._host[at : at + self._size]
 
     def fetch(self) -> None:
-        """Make a fetch and the later drop: memory is taken, filled and given back."""
+        """Make a fetch and the later drop."""
         payload = self._payloads[0]
         self._backend.take(payload)
         self._backend.copy(payload, self._part(), Queue.H2D)
@@ -77,8 +77,8 @@ def copy_rates(device: Device, bench: Bench, queue: Queue) -> tuple[tuple[float,
 
 
 def pageable_rate(device: Device, bench: Bench) -> float | None:
-    """Returns the bytes/s of copies from and to host memory that is not pinned, in the slower direction. Returns None
-    where the device has no pinned memory."""
+    """Returns the bytes/s of copies from and to unpinned host memory, in the slower direction; None where the device
+    has no pinned memory."""
     host = device.pageable(_PAGEABLE_BYTES)
     if host is None:
         return None

@@ -25,14 +25,12 @@ def disk_rates(
     clock: Callable[[], float] = time.perf_counter,
     cached: Callable[[int, int], float] | None = None,
 ) -> tuple[float, float, int] | str:
-    """Returns (read bytes/s, write bytes/s, bytes of the disk), or the reason why there are none. The file is removed
-    afterwards.
+    """Returns (read bytes/s, write bytes/s, bytes of the disk), or the reason for none. The file is removed.
 
-    Writing ends with fsync. Before reading, the system is asked to drop the file from its page cache. If the system
-    cannot be asked, or keeps the file (memory as a disk, a sandbox), the reads would have the rate of memory; that rate
-    is refused.
+    Writing ends with fsync. Before reading, the system is asked to drop the file from its page cache. Where it cannot
+    be asked, or keeps the file (memory as a disk, a sandbox), the rate would be memory's and is refused.
 
-    cached(handle, bytes): returns the share of the file that is still in memory; by default from mincore.
+    cached(handle, bytes): the share of the file still in memory; by default from mincore.
     """
     cached = cached or cached_share
     if not hasattr(os, "posix_fadvise"):

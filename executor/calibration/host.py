@@ -30,9 +30,8 @@ def thread_counts(cores: int) -> list[int]:
 
 
 def adam_update(memory_bytes: int) -> tuple[int, Callable[[], None]]:
-    """Returns (parameters of one chunk, an action). The action updates the next of several fp32 chunks, as
-    `Contents.adam` does: the gradient lies in the working list and is scaled (clipping), and the working list is
-    rewritten at the end."""
+    """Returns (parameters of one chunk, an action). It updates the next of several fp32 chunks, as `Contents.adam`
+    does: the gradient in the working list is scaled (clipping), and the list is rewritten at the end."""
     count = max(1, memory_bytes // (_CHUNK_PARAMS * _ADAM_BYTES))
     chunks = cycle([[torch.full((_CHUNK_PARAMS,), 1e-3) for _ in range(4)] for _ in range(count)])
     scale = torch.ones(())
@@ -53,9 +52,9 @@ def adam_rates(
     clock: Callable[[], float] = time.thread_time,
     wall_clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[tuple[int, float], ...]:
-    """Returns ((threads, parameters/s), ...), ascending. For one thread, the seconds are the median of its CPU seconds.
-    For several threads, they are the wall seconds of the fastest update: if another program delays one thread, all
-    threads wait many times as long."""
+    """Returns ((threads, parameters/s), ...), ascending. For one thread the rate is by the median of its CPU seconds;
+    for several it is by the wall seconds of the fastest update: if another program delays one thread, all wait many
+    times as long."""
     params, update = adam_update(bench.effort.memory_bytes)
 
     def with_threads(count: int) -> Callable[[], None]:
@@ -81,8 +80,7 @@ def adam_rates(
 
 
 def dram_rate(bench: Bench, counts: list[int], *, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Returns the bytes/s that copies in host memory read and write together, at the number of threads with the
-    highest rate."""
+    """Returns the bytes/s that copies in host memory read and write together, at the best number of threads."""
     size = min(_DRAM_BYTES, bench.effort.memory_bytes // (2 * max(counts)))
     buffers = [(torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)) for _ in range(max(counts))]
     best = 0.0

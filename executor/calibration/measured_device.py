@@ -50,12 +50,11 @@ class Device(Protocol):
     """An accelerator to be measured.
 
     kind: "virtual" or "cuda".
-    title: name of the device, for people.
-    device: where torch puts its tensors.
+    title: its name, for people.
     count: number of such devices.
-    dtypes: working dtypes in which the device multiplies.
-    adam_threads: CPU threads that the executor gives to Adam beside the device.
-    multiprocessors: number of streaming multiprocessors, and (rows, columns) of the tile that each computes at a time.
+    dtypes: those in which it multiplies.
+    adam_threads: CPU threads for Adam beside the device.
+    multiprocessors: their number, and (rows, columns) of the tile that each computes at a time.
     """
 
     kind: str
@@ -68,7 +67,7 @@ class Device(Protocol):
     multiprocessors: tuple[int, tuple[int, int]]
 
     def timed(self, action: Callable[[], object], queue: Queue = Queue.COMPUTE) -> float:
-        """Run the action to its end on `queue` and return its seconds."""
+        """Run the action on `queue`; return its seconds."""
         ...
 
     def finish(self, queue: Queue) -> None:
@@ -76,12 +75,12 @@ class Device(Protocol):
         ...
 
     def pageable(self, size_bytes: int) -> torch.Tensor | None:
-        """Returns uint8 host memory that is not pinned; None where the device has no pinned memory."""
+        """Returns unpinned uint8 host memory; None where the device has no pinned memory."""
         ...
 
     def memory(self) -> tuple[int, int] | None:
-        """Returns (bytes of the device, the part that no plan may use: `devices/headroom.py`); None where the device
-        has no memory of its own."""
+        """Returns (bytes of the device, those that no plan may use: `devices/headroom.py`); None without memory of its
+        own."""
         ...
 
     def using(self) -> AbstractContextManager[None]:
@@ -89,11 +88,11 @@ class Device(Protocol):
         ...
 
     def work_clock(self) -> Callable[[], float]:
-        """Returns the clock for the seconds of work in a thread while other threads work."""
+        """Returns the clock for a thread's work while others work."""
         ...
 
     def taken_by_others(self) -> float:
-        """Returns the share of the time spent in `timed` that this process did not get, from 0 to 1."""
+        """Returns the share of the time in `timed` that this process did not get, 0 to 1."""
         ...
 
 
@@ -160,9 +159,8 @@ class VirtualDevice:
 class CudaCopies:
     """Copies over the real link: pinned slabs, one persistent stream per direction, non-blocking copies, counted.
 
-    The class serves calibration alone and runs no plan: `fence` blocks the host, and copies are ordered against nothing
-    else, because their results are not read.
-    """
+    It serves calibration alone: `fence` blocks the host, and copies are ordered against nothing else, as nobody reads
+    them."""
 
     name = "cuda"
 
@@ -235,7 +233,7 @@ class CudaDevice:
         self.backend: Copies = self._cuda
 
     def timed(self, action: Callable[[], object], queue: Queue = Queue.COMPUTE) -> float:
-        """Returns the seconds between two events around the action on the queue's stream."""
+        """Returns the seconds between events around the action on the queue's stream."""
         stream = self._cuda.stream(queue)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record(stream)
@@ -270,9 +268,7 @@ class CudaDevice:
 def open_device(name: str, *, cores: int = 2) -> Device:
     """Returns the device of that name. "auto" is CUDA where there is a device, else virtual.
 
-    cores: number of cores that the process may use.
-
-    Raises PlanError for a device that is not there.
+    cores: those that the process may use. Raises PlanError for a missing device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "virtual"
@@ -285,7 +281,7 @@ def open_device(name: str, *, cores: int = 2) -> Device:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Inside this context, torch uses `count` CPU threads for the calling thread; afterwards as many as before."""
+    """Inside this context, torch uses `count` CPU threads for the calling thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -52,7 +52,7 @@ def product_seconds(
 ) -> dict[Product, float]:
     """Returns product -> seconds, by [Note: shapes as training has them].
 
-    layers: linear layers; None: layers that suit the device.
+    layers: linear ones; None: what suits the device.
     """
     if layers is None:
         layers = [(m, k, n) for k, n in _WEIGHTS[device.kind] for m in _ROWS[device.kind]]
@@ -64,7 +64,7 @@ def product_seconds(
 
 
 def _of_layer(device: Device, layer: Layer, dtype: torch.dtype) -> dict[Product, Callable[[], object]]:
-    """Returns product -> an action that makes it, for the three products of a linear layer."""
+    """Returns product -> its action, for the three products of a linear layer."""
     m, k, n = layer
     count = max(1, min(_MOST_WEIGHTS, _COLD_BYTES // (k * n * dtype.itemsize)))
     weights = cycle([torch.full((k, n), 0.5 / k, dtype=dtype, device=device.device) for _ in range(count)])
@@ -83,7 +83,6 @@ def fit_products(
     """Returns the figures whose predicted seconds of products are nearest to the measured `seconds`.
 
     flops_per_s: rate of large products.
-    itemsize: bytes of an element.
     sms, tile: as in `ProductShape`; they are not fitted.
     """
 

@@ -42,11 +42,10 @@ def watch(
 ) -> dict[str, float]:
     """Returns the seconds of one action of each kind while all of them run repeatedly, one thread per kind.
 
-    The window begins when each action has ended twice. The window lasts `window_s`, or until each action has ended four
-    times.
+    The window begins when each has ended twice. It lasts `window_s`, or until each has ended four times.
 
     enter: called first in each thread.
-    work_clock: clock for an action's seconds, read in the action's own thread.
+    work_clock: for an action's seconds, read in its own thread.
     """
     ended: dict[str, list[Ended]] = {name: [] for name in actions}
     failures: list[BaseException] = []
@@ -84,7 +83,7 @@ def _window(
     window_s: float,
     clock: Callable[[], float],
 ) -> float:
-    """Wait until the window is over, or until the first failure. Returns the time at which the window began."""
+    """Wait until the window is over, or the first failure. Returns the window's begin."""
     while not failures and any(len(rows) < 2 for rows in ended.values()):
         time.sleep(0.002)
     begin_s = max(rows[1][0] for rows in ended.values()) if not failures else 0.0
@@ -101,8 +100,8 @@ def slowdowns(
 ) -> dict[str, float]:
     """Returns "A_while_B" -> factor, at least 1, by which A takes longer while B runs; [Note: slow-downs].
 
-    Actions alone and actions side by side are timed in turns, so that a busy spell affects both. Factors are from
-    medians over the rounds.
+    Actions alone and side by side are timed in turns, so that a busy spell affects both. Factors are of medians over
+    the rounds.
 
     watched: as `watch`.
     """

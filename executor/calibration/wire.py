@@ -28,9 +28,9 @@ _TIMEOUT_S = 60.0
 
 def from_seconds(seconds: dict[int, float]) -> tuple[Curve, float]:
     """Returns (curve of bytes/s that a rank sends over the bytes of both parts together, latency in s) from all-gather
-    seconds by bytes of a rank's part. The latency is the seconds of the smallest part. A rate is that of the bytes
-    beyond the smallest part, over the seconds beyond the latency. A part that takes no longer than the smallest has no
-    rate and is left out, but for the largest."""
+    seconds by bytes of a rank's part. The latency is the seconds of the smallest part. A rate is of the bytes beyond
+    that part, over the seconds beyond the latency. Parts that take no longer than the smallest are left out, but for
+    the largest."""
     small, *others = sorted(seconds)
     rates = [(2.0 * size, (size - small) / max(seconds[size] - seconds[small], 1e-9)) for size in others]
     measurable = [(size, rate) for size, rate in rates[:-1] if seconds[int(size) // 2] > seconds[small]]
@@ -39,7 +39,7 @@ def from_seconds(seconds: dict[int, float]) -> tuple[Curve, float]:
 
 def collective_rates(*, timeout_s: float = _TIMEOUT_S) -> tuple[str, Curve, float] | str:
     """Returns (backend, curve of bytes/s that a rank sends over the bytes of a collective, latency in s), or the reason
-    why there are none."""
+    for none."""
     import torch
     import torch.distributed
 

@@ -121,7 +121,6 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def writes_in_place(operator: Any) -> bool:
-    """Returns whether the operator writes one of its arguments."""
     return bool(operator._schema.is_mutable)
 
 

@@ -43,12 +43,11 @@ class Wire:
     """Collectives on `group`, a backend's process group of its own (`open_group`).
 
     check(waited_s): called while waiting; raises when the others are gone.
-    explain: returns the error to raise for a collective that broke.
-    broken(error): called from another thread, where `check` raised for a collective that no Python code waits for
+    explain: returns the error for a collective that broke.
+    broken(error): called from another thread, where `check` raised for a collective without a waiter in Python
         (NCCL's).
     device: NCCL's device.
-    sent_bytes: bytes that this rank has sent to the others, if each collective goes round a ring (its own slice left
-        out).
+    sent_bytes: bytes sent to the others, if each collective goes round a ring (its own slice left out).
     """
 
     def __init__(
@@ -80,15 +79,14 @@ class Wire:
         return even, even[self.rank * size : (self.rank + 1) * size], flat[size * self.ranks :]
 
     def gather(self, flat: torch.Tensor) -> None:
-        """Fill `flat` in place: each rank's slice comes from that rank. Returns when all slices are there."""
+        """Fill `flat` in place, each rank's slice from that rank. Returns when all are there."""
         even, mine, _ = self._slice(flat)
         if even.numel():
             self._do(lambda: all_gather(self._group, even, mine, self._options("AllgatherOptions")))
             self.sent_bytes += mine.numel() * mine.element_size() * (self.ranks - 1)
 
     def reduce_scatter(self, flat: torch.Tensor) -> None:
-        """Replace this rank's slice of `flat` by the sum over the ranks, in place. The other slices are undefined
-        afterwards."""
+        """Replace this rank's slice of `flat` by the sum over the ranks, in place. The others are undefined then."""
         even, mine, rest = self._slice(flat)
         if even.numel():
             if self._nccl:
@@ -128,8 +126,8 @@ class Wire:
         self._wait(work)
 
     def _wait(self, work: Any) -> None:
-        """Wait for the work. For gloo this does not use Work.wait, which cannot be left when a rank is known to be
-        gone. See [Note: bounded waits]."""
+        """Wait for the work; for gloo without Work.wait, which cannot be left when a rank is gone. See [Note: bounded
+        waits]."""
         if self._deadline is not None:
             try:
                 if work is not None:  # otherwise torch has ordered the stream itself
@@ -153,16 +151,16 @@ class Wire:
             raise self._explain(error) from error
 
     def _options(self, name: str) -> Any:
-        """Returns the options of a collective. NCCL is told that its caller waits at once, so torch need not keep the
-        tensors alive. Otherwise torch would note NCCL's own stream in their memory and give that memory back late."""
+        """Returns the options of a collective. NCCL is told that its caller waits at once; otherwise torch would note
+        NCCL's own stream in the tensors' memory and give it back late."""
         options = getattr(dist.distributed_c10d, name)()
         if self._nccl and hasattr(options, "asyncOp"):
             options.asyncOp = False
         return options
 
     def abort(self) -> None:
-        """End the unfinished NCCL work on this device, because a rank is gone. Does nothing for gloo, whose waits end
-        themselves. May be called from any thread, several times."""
+        """End NCCL's unfinished work on this device, because a rank is gone; gloo's waits end themselves. May be called
+        from any thread, repeatedly."""
         group, deadline = self._group, self._deadline
         if deadline is None or group is None or not deadline.end():
             return
@@ -173,7 +171,7 @@ class Wire:
         abort()
 
     def close(self) -> None:
-        """Give the group up. A collective of another thread continues without an owner."""
+        """Give the group up. Another thread's collective continues without an owner."""
         if self._deadline is not None:
             self._deadline.end()
         self._group = None
@@ -208,7 +206,7 @@ class _Deadline:
                 self._thread.start()
 
     def end(self) -> bool:
-        """Stop watching. Returns whether it was still watching."""
+        """Stop watching. Returns whether it still did."""
         was = not self._over.is_set()
         self._over.set()
         return was
@@ -231,15 +229,14 @@ class _Deadline:
 
 
 def _keep_for_ever(group: Any) -> None:
-    """Keep the group of an abandoned collective until the process ends. Destroying the group, at the latest at the end
-    of the process, would wait for the collective, and so for a rank that is gone."""
+    """Keep the group of an abandoned collective until the process ends: destroying it, even then, would wait for the
+    collective, and so for a rank that is gone."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def open_group(backend: str, name: str, rank: int, ranks: int, timeout_s: float) -> Any:
-    """Returns a process group ("gloo" or "nccl") of `ranks` processes that know `name`. torch's `new_group` is not
-    used, because every process of the job has to take part in it, and because its names differ where the processes have
-    made other groups before."""
+    """Returns a process group ("gloo" or "nccl") of `ranks` processes that know `name`. torch's `new_group` would need
+    every process of the job, and its names differ where processes have made other groups before."""
     store = dist.distributed_c10d.PrefixStore(name, default_store())
     limit = timedelta(seconds=timeout_s + TORCH_LATER_S)  # `check` reports before this limit
     if backend == "gloo":

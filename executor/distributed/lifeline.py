@@ -36,7 +36,7 @@ class Lifeline:
     """The sockets of one rank. The caller sends `address` to the others, then calls `connect`.
 
     on_loss(error): called once, from the lifeline's thread, when a rank is lost.
-    lost: the error that on_loss was called with.
+    lost: the error given to on_loss.
     """
 
     def __init__(self, rank: int, ranks: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,7 +69,7 @@ class Lifeline:
         """Connect to the other ranks. If another host cannot be reached, a warning says so, and its ranks are not
         watched.
 
-        addresses: addresses of all ranks, in their order.
+        addresses: of all ranks, in their order.
         """
         here = socket.gethostname()
         for r, row in enumerate(addresses):
@@ -126,8 +126,7 @@ class Lifeline:
     # -- the others' --------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> BaseException:
-        """Returns the error to raise for a collective that broke with `error`: the loss of a rank, if a message
-        explains it."""
+        """Returns the error for a collective that broke with `error`: the loss of a rank, if a message explains it."""
         self._heard.wait(WORD_S)
         if self.lost is not None:
             return self.lost
@@ -137,7 +136,7 @@ class Lifeline:
         return RankLost(f"an exchange with the other ranks broke, and none of them gave a reason: {error}")
 
     def departure(self) -> str | None:
-        """Returns the rank that has ended its run in order, and how, in words; None if there is none."""
+        """Returns the rank that has ended its run in order, and how, in words; None without one."""
         rows = sorted(self._words.items())
         return f"{self._names[rows[0][0]]} {rows[0][1]}" if rows else None
 

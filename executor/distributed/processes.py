@@ -22,9 +22,8 @@ T = TypeVar("T")
 class Processes:
     """The processes that run one program together.
 
-    count: number of processes.
     rank: number of this process.
-    device: device on which this process trains.
+    device: where this process trains.
     """
 
     count: int
@@ -43,8 +42,8 @@ class Processes:
         return self.gathered(value)[0]
 
     def on_all(self, action: Callable[[], T]) -> T:
-        """Returns the result of the action on this rank. If the action fails on some rank, PstarError is raised on all
-        ranks, so that no rank waits for the failed rank."""
+        """Returns the result of the action on this rank. If it fails on some rank, PstarError is raised on all, so that
+        none waits for it."""
         failed: Exception | None = None
         try:
             done = action()
@@ -58,8 +57,7 @@ class Processes:
         return done
 
     def group_of_first(self) -> dist.ProcessGroup | None:
-        """Returns a group of the first process alone; None if there is only one process. Every process has to call
-        this."""
+        """Returns a group of the first process alone; None if there is no other. Every process calls this."""
         return dist.new_group([0]) if self.count > 1 else None
 
 

@@ -70,8 +70,7 @@ class Ranks:
     """This process among the ranks of a run.
 
     on_loss(error): called from another thread when a rank is gone while this rank may wait for the device.
-    still(): returns a context in which updates of finished iterations are done and nothing moves.
-    own_slice(chunk): returns a copy of this rank's slice of the chunk's current parameters, flat, in host memory.
+    still, own_slice: see `session.reader.Reader`.
 
     Raises RankLost, wherever this process waits for the others, when a rank is gone.
     """
@@ -122,8 +121,7 @@ class Ranks:
                 )
 
     def _break(self, error: BaseException) -> None:
-        """Fail the run once, from the thread that finds the reason. All unfinished work with the other ranks then
-        ends."""
+        """Fail the run once, from the thread that finds the reason, and end all unfinished work with the others."""
         self._broken = error
         if self.on_loss is not None:
             self.on_loss(error)
@@ -160,7 +158,7 @@ class Ranks:
         return PlanError(text)
 
     def announce(self, error: BaseException | None, iteration: int) -> None:
-        """Tell the other ranks that this rank's run is over, and how it ended. This rank waits for them no more."""
+        """Tell the others that this rank's run is over, and how; it waits for them no more."""
         if isinstance(error, RankLost):
             self.life.leave("ended because another rank was lost")
         elif error is not None:
@@ -178,19 +176,19 @@ class Ranks:
 
     def agree(self, norm: torch.Tensor) -> torch.Tensor:
         """Returns the norm over all ranks, from each rank's norm of its part. Every rank calls this once per iteration.
-        If the norm of one rank is not finite, the result is not finite on any rank."""
+        If one rank's is not finite, the result is finite on none."""
         total = norm.detach().to("cpu", torch.float64).square().reshape(1)
         self._sums.sum(total)
         return total.sqrt().to(norm.device, torch.float32).reshape(())
 
     def meet(self, row: Sequence[float]) -> list[list[float]]:
-        """Exchange a row of values with all ranks. Returns the rows in order of rank. Every rank calls this at the same
-        point of its loop."""
+        """Exchange a row of values. Returns all rows in order of rank. Every rank calls this at the same point of its
+        loop."""
         rows: list[list[float]] = self._meeting.exchange(torch.tensor(row, dtype=torch.float64)).tolist()
         return rows
 
     def on_this_host(self) -> list[int]:
-        """Returns the ranks that run on this host. Every rank calls this at the same point."""
+        """Returns the ranks on this host. Every rank calls this at the same point."""
         mine = _digest(socket.gethostname())
         return [rank for rank, row in enumerate(self.meet([mine])) if row[0] == mine]
 
@@ -209,20 +207,20 @@ class Ranks:
                 raise PlanError(f"{text}; give every rank the same")
 
     def slices_of(self, chunk: int) -> torch.Tensor | None:
-        """Returns a chunk that this rank needs off the plan, [ranks, bytes of a slice] in host memory. Returns None if
-        every rank needs this chunk now; then they gather it. See [Note: evaluations that differ]."""
+        """Returns a chunk that this rank needs off the plan, [ranks, bytes of a slice] in host memory; None if all need
+        it now and gather it. See [Note: evaluations that differ]."""
         rows = self.meet([float(chunk), 0.0])
         wanted = {row[0] for row in rows}
         return None if len(wanted) == 1 else self._serve([each for each in wanted if each >= 0], chunk)
 
     def come_to_read(self, number: float) -> list[float]:
-        """Meet the other ranks before all of them read the same value. Returns the numbers of all ranks."""
+        """Meet the other ranks before all read the same value. Returns their numbers."""
         return self.come_to(READS, number)
 
     def come_to(self, what: float, number: float = 0.0) -> list[float]:
-        """Meet the other ranks at a point, one of NEXT, to which each comes with a number. Returns the numbers of all
-        ranks. Until all are there, this rank gives its slices of chunks that other ranks read off the plan. Raises
-        PlanError, on all ranks, if the points differ."""
+        """Meet the other ranks at a point, one of NEXT, each with a number. Returns the numbers of all. Until then this
+        rank gives its slices of chunks that others read off the plan. Raises PlanError, on all ranks, if the points
+        differ."""
         while True:
             rows = self.meet([what, number])
             wanted = {row[0] for row in rows if row[0] >= 0}  # the points of NEXT are below
@@ -240,7 +238,7 @@ class Ranks:
         raise self.ends(text)
 
     def _serve(self, wanted: Iterable[float], mine: int = -1) -> torch.Tensor | None:
-        """Join each of these chunks on every rank, in host memory. Returns the chunk that this rank needs."""
+        """Join these chunks on every rank, in host memory. Returns the one that this rank needs."""
         assert self.own_slice is not None
         joined: torch.Tensor | None = None
         with torch.no_grad(), self.still():
@@ -271,7 +269,7 @@ class Ranks:
 
 
 def _digest(text: str) -> float:
-    """Returns 48 bits of a text's hash, which a float64 holds exactly. Ranks compare them in place of the text."""
+    """Returns 48 bits of a text's hash, which a float64 holds exactly, to compare texts by."""
     return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
 
 
@@ -283,8 +281,7 @@ def _introduce(group: dist.ProcessGroup, mine: Address) -> tuple[str, list[Addre
 
 
 def join(plan: Plan, group: Any, *, device: torch.device, timeout_s: float) -> Ranks | None:
-    """Returns the ranks of a plan's run; None for a plan of one rank. Raises PlanError if the processes do not match
-    the plan."""
+    """Returns the ranks of a plan's run; None for one rank. Raises PlanError if the processes do not match."""
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     check_processes(plan, dist.get_world_size(group) if group is not None else 1)
@@ -300,8 +297,7 @@ def count_of(args: Any, kwargs: Any) -> float:
 
 
 def share_values(ranks: Ranks, model: nn.Module) -> None:
-    """Give the parameters and buffers of every rank the values of rank 0, one by one. Called before the model is
-    moved."""
+    """Give every rank's parameters and buffers rank 0's values, one by one, before the model is moved."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             flat = tensor.detach()

@@ -9,8 +9,7 @@ __all__ = ["Before"]
 
 
 class Before:
-    """State of norm buffers and random generators before an iteration. After `restore` the model can run the iteration
-    again."""
+    """State of norm buffers and random generators before an iteration, which can run again after `restore`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]

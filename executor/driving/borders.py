@@ -78,7 +78,8 @@ class Sink:
     """Collects the gradient of a cut tensor, summed over its uses, until backward continues from there.
 
     closed: the cut was undone; no gradient may arrive.
-    hooked: a hook of the model's own is on the cut tensor. It gets the gradient of each part, and no sum a second time.
+    hooked: the model has a hook of its own on the cut tensor, which gets each part's gradient, and no sum a second
+        time.
     """
 
     def __init__(self) -> None:
@@ -95,8 +96,8 @@ class Sink:
 
 
 class _BlockBorder(torch.autograd.Function):
-    """The consumer's side of a cut: the same values in a new graph. The values are not a leaf, so that modules may work
-    on them in place."""
+    """The consumer's side of a cut: the same values in a new graph, not as a leaf, so that modules may work on them in
+    place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, sink: Sink) -> torch.Tensor:
@@ -111,8 +112,7 @@ class _BlockBorder(torch.autograd.Function):
 
 
 class _CutOutput(torch.autograd.Function):
-    """The producer's side of a cut: an empty tensor whose backward gives the producer the gradient that arrived in the
-    sink."""
+    """The producer's side of a cut: an empty tensor whose backward gives the producer the sink's gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, sink: Sink) -> torch.Tensor:
@@ -163,9 +163,9 @@ class BlockPart:
 class _Known:
     """A border, noted on one of its two tensors.
 
-    node: autograd node of that tensor when it was cut; a tensor that was changed in place since has another node.
-    other: the tensor on the other side of the cut: for an argument of a block, the tensor that the block got in its
-        place; for a tensor that consumers of a block got, the tensor that the block gave.
+    node: its autograd node at the cut; a tensor changed in place since has another.
+    other: the tensor on the other side of the cut: for a block's argument, what the block got in its place; for what
+        consumers got, what the block gave.
     part: the part that ends at the border.
     sink: where the gradient arrives.
     """
@@ -184,9 +184,8 @@ class _Recorded(threading.local):
 
 
 class Borders:
-    """Hooks on a model's blocks, in place until `close()`, that act only inside `recording`. Because the hooks stay,
-    their order never changes, and a model that collects tensors of its blocks by hooks always collects the same
-    tensors."""
+    """Hooks on a model's blocks, in place until `close()`, that act only inside `recording`. As they stay, their order
+    never changes, and a model that collects its blocks' tensors by hooks always collects the same."""
 
     def __init__(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
         self._recorded = _Recorded()
@@ -200,7 +199,7 @@ class Borders:
     def recording(self, saves: ForwardSaves | None = None) -> Iterator[BlockTape]:
         """Inside this context, calls of the blocks are cut at both ends. Yields the tape.
 
-        saves: object to notify of each call.
+        saves: notified of each call.
         """
         self._recorded.tape = tape = BlockTape(saves)
         try:
@@ -246,8 +245,7 @@ class BlockTape:
 
     @property
     def signature(self) -> tuple[tuple[str, int], ...]:
-        """Returns (name, number of cut tensors) of each part. Forwards with equal signatures are assumed to have equal
-        graphs."""
+        """Returns (name, number of cut tensors) of each part. Equal signatures are taken for equal graphs."""
         return tuple((part.name, len(part.ends)) for part in self.parts)
 
     def end(self, loss: torch.Tensor) -> None:
@@ -255,8 +253,8 @@ class BlockTape:
         self.parts.append(BlockPart("tail", [End(loss)]))
 
     def back(self) -> None:
-        """Run backward through the last part of the tape, from the gradients that have arrived, and drop the part. Does
-        nothing without gradients. See [Note: the order of sums]."""
+        """Run backward through the last part, from the gradients that have arrived, and drop it. Does nothing without
+        gradients. See [Note: the order of sums]."""
         part = self.parts.pop()
         roots = [end.root for end in part.ends if end.sink is None or end.sink.gradient is not None]
         if not roots:
@@ -273,8 +271,7 @@ class BlockTape:
         backward_from(starts, gradients)
 
     def enter(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Cut the arguments of a block that is called. Returns its new arguments; None to keep them, for
-        a block inside another block."""
+        """Cut the arguments of a called block. Returns its new arguments; None to keep them, inside another block."""
         self._open += 1
         if self._open > 1:
             return None  # a block that calls another block
@@ -287,8 +284,7 @@ class BlockTape:
         return given
 
     def leave(self, name: str, output: Any) -> Any:
-        """Cut the output of a block whose call ends. Returns its new output; None to keep it, for a block
-        inside another block."""
+        """Cut a block's output. Returns its new output; None to keep it, inside another block."""
         self._open -= 1
         if self._open > 0:
             return None
@@ -301,8 +297,8 @@ class BlockTape:
         return given
 
     def give_back(self, output: Any) -> Any:
-        """Undo the cuts of tensors that the last block gave and the model returns: the clock's hooks for the block and
-        for the model have to be on the same tensor. The block then belongs to the tail."""
+        """Undo the cuts of tensors that the last block gave and the model returns: the clock's hooks for both have to
+        be on one tensor. The block then belongs to the tail."""
         return map_tensors(output, self._uncut)
 
     def _input(self, tensor: torch.Tensor, part: BlockPart) -> torch.Tensor:
@@ -323,8 +319,7 @@ class BlockTape:
         return made
 
     def _known(self, tensor: torch.Tensor) -> _Known | None:
-        """Returns the border noted on the tensor; None if there is none. Borders are noted on the tensors, because a
-        list of cut tensors would keep their memory."""
+        """Returns the border noted on the tensor; None without one. A list of cut tensors would keep their memory."""
         known: _Known | None = getattr(tensor, "pstar_border", None)
         return known if known is not None and known.tape is self and known.node is tensor.grad_fn else None
 
@@ -360,9 +355,8 @@ OTHER_FORWARD = "another micro-batch"
 
 
 def shared_part(tape: BlockTape) -> tuple[str, str] | None:
-    """Returns two parts of the tape whose graphs have a node in common, so that they cannot be run one by one; the
-    first is OTHER_FORWARD where a part uses a cut tensor of another tape. Returns None if there are none. Walks every
-    node once."""
+    """Returns two parts whose graphs have a node in common, so that they cannot run one by one (the first is
+    OTHER_FORWARD where a part uses another tape's cut tensor); None without any. Walks every node once."""
     owner: dict[Any, int] = {}
     sinks = {end.sink for part in tape.parts for end in part.ends}
     for number, part in enumerate(tape.parts):

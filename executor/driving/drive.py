@@ -62,9 +62,9 @@ class StepResult:
     """One iteration of `session.step`.
 
     loss: mean over the micro-batches.
-    time_s: wall time of the call, without work that the plan lets run into the next forward.
+    time_s: wall time of the call, without work that runs into the next forward.
     tokens: tokens of all micro-batches (rows, where a batch has no tokens).
-    blocks: calls of single blocks in a micro-batch; 0 where the model ran as a whole, for the reason in `whole`.
+    blocks: calls of blocks in a micro-batch; 0 where the model ran whole, for the reason in `whole`.
     """
 
     loss: float
@@ -77,8 +77,8 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float | None:
-        """Global norm of the gradients before clipping; None without clipping. With several micro-batches the norm is
-        known only when the first update begins, so reading it waits for the updates."""
+        """Global norm of the gradients before clipping; None without clipping. With several micro-batches it is known
+        only when the first update begins, so reading waits for the updates."""
         return self._norm if self._ask is None else self._ask()
 
 
@@ -109,12 +109,7 @@ class Driver:
         self._looked = False
 
     def step(self, micro_batches: Sequence[Any], loss: Loss, order: str | None) -> StepResult:
-        """Run one iteration. Returns its loss and its figures.
-
-        order: "depth-first" or "relay"; None: the plan's.
-
-        Raises ContractError as `Session.step` does.
-        """
+        """Run one iteration: see `Session.step`."""
         begun_s = time.perf_counter()
         order = self._check(micro_batches, order)
         optimizer = self._optimizer()
@@ -140,7 +135,7 @@ class Driver:
 
     def _require_structure(self, batch: Any, loss: Loss, order: str) -> None:
         """Find out the model's structure before the first iteration. Raises ContractError where the order needs blocks
-        and the model cannot be cut."""
+        that cannot be cut."""
         if not self._looked and self.whole is None:
             self._look(batch, loss, order)
         self._looked = True
@@ -151,8 +146,8 @@ class Driver:
             )
 
     def _run(self, micro_batches: Sequence[Any], loss: Loss, order: str) -> tuple[list[torch.Tensor], int]:
-        """Run forward and backward of every micro-batch. If memory runs out and the ladder finds a smaller plan, run
-        them again. Returns the losses, and the number of calls of blocks in a micro-batch."""
+        """Run forward and backward of every micro-batch; again if memory runs out and the ladder finds a smaller plan.
+        Returns the losses, and the calls of blocks in a micro-batch."""
         before = Before(self.model)
         while True:
             try:
@@ -164,7 +159,7 @@ class Driver:
             before.restore()
 
     def _check(self, micro_batches: Sequence[Any], order: str | None) -> str:
-        """Check that the iteration can begin now. Returns the iteration's order."""
+        """Check that the iteration can begin now. Returns its order."""
         self.loop.standstill.require_running()
         plan = self.state.run.plan
         w = plan.workload
@@ -184,7 +179,7 @@ class Driver:
         return known_order
 
     def _known_order(self, order: str | None) -> str:
-        """Returns the iteration's order, which the plan has to allow; None stands for the plan's own."""
+        """Returns the order, which the plan has to allow; None stands for its own."""
         plan, w = self.state.run.plan, self.state.run.plan.workload
         planned = "relay" if w.relayed else "depth-first"
         order = planned if order is None else order
@@ -213,7 +208,7 @@ class Driver:
 
     def _look(self, batch: Any, loss: Loss, order: str) -> None:
         """Find out, on the copy without memory, whether the model can be cut; if not, set `whole` to the reason. In a
-        relay, a model that asks for values of tensors (layer dropping) is examined in each forward instead."""
+        relay, a model that asks for values of tensors (layer dropping) is examined in each forward."""
         shapes_of = self.state.run.batches.shapes
         skeleton = shapes_of.skeleton
         if skeleton is None:
@@ -255,10 +250,10 @@ class Driver:
     # -- parts of orders ----------------------------------------------------------------------------------------------
 
     def forward(self, batch: Any, loss: Loss, of: int) -> tuple[BlockTape, torch.Tensor]:
-        """Run one micro-batch's forward, cut at its blocks. Returns the tape, and the micro-batch's part of the loss.
-        Raises ContractError if the model's structure has changed and cannot be cut.
+        """Run one micro-batch's forward, cut at its blocks. Returns the tape, and its part of the loss. Raises
+        ContractError if the structure has changed and cannot be cut.
 
-        of: number of micro-batches in the iteration; the part of the loss is divided by it.
+        of: micro-batches in the iteration, by which the loss is divided.
         """
         model, run = self.model, self.state.run
         if self.whole is not None:

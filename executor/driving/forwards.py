@@ -52,8 +52,8 @@ class Forward(Generic[R]):
         return self._found[0]
 
     def go_on(self) -> None:
-        """Let the forward run until it suspends itself or is over. Raises the forward's exception. An exception that
-        comes to the caller meanwhile (Ctrl-C) leaves the forward running: call `stop`."""
+        """Let the forward run until it suspends itself or is over. Raises the forward's exception. An exception in the
+        caller meanwhile (Ctrl-C) leaves the forward running: call `stop`."""
         if self._thread is None:
             entered = modes_of_thread()
             context = contextvars.copy_context()
@@ -77,8 +77,7 @@ class Forward(Generic[R]):
             raise _Stopped
 
     def stop(self) -> None:
-        """End the forward where it is suspended. A running forward is stopped where it next suspends itself. On return
-        its thread has ended."""
+        """End the forward where it is suspended, or next suspends itself. On return its thread has ended."""
         self._stopping = True
         if self._thread is None:
             self.over = True
@@ -114,10 +113,10 @@ class Forward(Generic[R]):
 
 
 class Draws:
-    """Random numbers of micro-batches side by side. Each micro-batch has generators of its own, as if the loop had
-    called `torch.manual_seed` with its seed before it. Only the seeds are drawn from the CPU's generator.
+    """Random numbers of micro-batches side by side. Each has generators of its own, as if the loop had called
+    `torch.manual_seed` before it; only the seeds come from the CPU's generator.
 
-    device: the accelerator, whose generator (if it has one) counts too.
+    device: the accelerator, whose generator (if any) counts too.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:

@@ -30,10 +30,10 @@ Run = Callable[[], tuple[BlockTape, torch.Tensor]]
 
 
 def relay(loop: Loop, runs: Sequence[Run]) -> tuple[list[torch.Tensor], int]:
-    """Run forward and backward of all micro-batches in the plan's layer-major order. Returns each micro-batch's part of
-    the loss, and the number of calls of blocks in a micro-batch.
+    """Run forward and backward of all micro-batches in the plan's layer-major order. Returns each one's part of the
+    loss, and the calls of blocks in a micro-batch.
 
-    runs: the forward of each micro-batch; returns its tape and its part of the loss.
+    runs: the forward of each; returns its tape and its part of the loss.
     """
     return _Relay(loop, runs).run()
 
@@ -127,8 +127,8 @@ class _Relay:
             self._waiting.remove(self._now)
 
     def _belongs(self, tape: BlockTape) -> bool:
-        """Returns whether the last part of the tape belongs to the cell that has just run. The part belongs to the cell
-        if it lies before the block of that cell and the plan has no event for it."""
+        """Returns whether the last part of the tape belongs to the cell that has just run: it lies before that cell's
+        block, and the plan has no event for it."""
         if not tape.parts[-1].before_block:
             return False
         table, m = self._state.run.timetable, self._state.cursor.moment

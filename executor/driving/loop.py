@@ -86,7 +86,6 @@ class Loop:
         return answer(self._loop_state(), act, ActFacts(self.facts, tensor=tensor, what=what, keeps=keeps))
 
     def _ask_of(self, event: ModuleEvent, act: Act) -> Answer:
-        """Returns the table's answer to an event of the clock."""
         self._of_event.event = event
         return answer(self._loop_state(), act, self._of_event)
 
@@ -98,7 +97,7 @@ class Loop:
         return State.INTERRUPTED if self.at_work.torn else self.cursor.state
 
     def refuse_while_updating(self, what: str) -> None:
-        """Raise ContractError where the act `what` would read some parameters before and others after their update."""
+        """Raise ContractError where `what` would read some parameters before and others after their update."""
         if self.updates.running:
             raise refused(Refusal.UPDATING, ActFacts(self.facts, what=what))
 
@@ -133,8 +132,8 @@ class Loop:
 
     def _as_planned(self, event: ModuleEvent) -> bool:
         """Returns whether the event is the plan's next, nothing hinders it and no counter listens. The table then
-        answers FOLLOW for every act, and only `follow` has to be done. An iteration has hundreds of such events. All
-        other events, including those of the root and of calls, go through the table."""
+        answers FOLLOW for every act. An iteration has hundreds of such events; all others, those of the root and of
+        calls included, go through the table."""
         state, cursor = self.state, self.cursor
         now, table = state.now, state.run.timetable
         return (
@@ -147,8 +146,8 @@ class Loop:
         )
 
     def _undisturbed(self) -> bool:
-        """Returns whether only the plan's rows need events: a module runs, and nothing else (an interruption, a lack of
-        memory, a listener) has to hear of them."""
+        """Returns whether only the plan's rows need events: a module runs, and nothing else (interruption, lack of
+        memory, listener) has to hear of them."""
         at_work, reader, state = self.at_work, self.reader, self.state
         return (
             not (state.closed or at_work.torn or at_work.loading or at_work.depth)
@@ -191,7 +190,7 @@ class Loop:
                 listener.close_moment(self.cursor.moment)
 
     def _go_on(self, event: ModuleEvent, act: Act, found: Answer) -> Answer:
-        """Carry out the answer `found` to the event. Returns the answer that was carried out in the end."""
+        """Carry out the answer `found` to the event. Returns the answer carried out in the end."""
         failure = self.state.run.queues.failure
         if failure is not None:
             raise failure
@@ -213,8 +212,8 @@ class Loop:
         return found
 
     def _climb(self, event: ModuleEvent, error: OutOfMemory) -> Answer:
-        """Let the ladder climb after memory ran out on the way to the event's moment, then carry out the answer to the
-        event. Returns that answer."""
+        """Let the ladder climb after memory ran out on the way to the event's moment, then carry out the event's answer
+        and return it."""
         self.ladder.climb(error)
         found = self._ask_of(event, ACTS[event.kind, event.phase])
         run = self.state.run
@@ -249,7 +248,7 @@ class Loop:
         return hook
 
     def see_batch(self, args: Any, kwargs: Any) -> None:
-        """Handle the batch with which the root's forward is about to begin."""
+        """Handle the batch of the root's next forward."""
         if transforms_running():
             return  # the first event refuses
         if torch.is_grad_enabled():
@@ -300,8 +299,8 @@ class Loop:
                     listener.end_iteration()
 
     def _see_backwards(self, count: int, planned: int) -> None:
-        """Warn, once, of a step with fewer backwards than planned. After a step with all of them, one is the last of an
-        epoch, whose micro-batches are fewer; two in a row are not."""
+        """Warn, once, of a step with fewer backwards than planned. After one with all of them, it is the last of an
+        epoch; two in a row are not."""
         self._whole |= count >= planned
         self._short = self._short + 1 if count < planned else 0
         if self._short > self._whole and not self._warned_of_short:
@@ -348,7 +347,7 @@ class Loop:
 
     def _end_off_plan(self) -> None:
         """After an optimizer step off plan, make a new plan if one is due. Warn, once, of a plan that no iteration has
-        followed, if its batches and backwards are the plan's."""
+        followed though batches and backwards are its own."""
         state, run = self.state, self.state.run
         self._left += not run.timetable.on_demand_only
         planned = run.batches.planned and state.now.given == run.timetable.micro_batches
@@ -392,7 +391,7 @@ class Loop:
         return _CAPTURED.format(own_plan=self.state.spelling.own_plan)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do `optimizer.zero_grad()`. Raises ContractError where the contract refuses it."""
+        """Do `optimizer.zero_grad()`. Raises ContractError."""
         state = self.state
         self.standstill.require_running()
         self.at_work.outermost()
@@ -420,8 +419,8 @@ class Loop:
                 self.mend()
 
     def mend(self) -> None:
-        """After an interruption, drop the interrupted iteration or finish the interrupted optimizer step. Raises the
-        error that ends the run if neither is possible."""
+        """After an interruption, drop the iteration or finish the optimizer step. Raises the error that ends the run if
+        neither is possible."""
         following, cursor = self.state.run.following, self.cursor
         with self.at_work, unseen(), torch.no_grad():
             following.in_parts = following.keeps_tied = self.standstill.inside = False
@@ -435,10 +434,10 @@ class Loop:
 
     @contextlib.contextmanager
     def loading(self, call: str) -> Iterator[None]:
-        """Inside this context nothing moves, and values may be written. If the context ends with an error or an
-        interruption, every act is refused until `call` or LOAD has ended.
+        """Inside this context nothing moves, and values may be written. After an error or an interruption in it, every
+        act is refused until `call` or LOAD has ended.
 
-        call: the call that loads, for the refusal.
+        call: what loads, for the refusal.
         """
         at_work = self.at_work
         if not at_work.loading or call not in (at_work.loading, LOAD):

@@ -46,19 +46,14 @@ class Ending:
     def tell_ranks(self, error: BaseException | None) -> None:
         """Tell the other ranks that this rank's run is over.
 
-        error: the error that ends the run, where it is known.
+        error: what ends the run, where known.
         """
         state = self.state
         if state.ranks is not None and not state.closed:
             state.ranks.announce(state.run.queues.failure or error, state.iteration)
 
     def close(self, *, restore: bool) -> None:
-        """Stop the queues and remove the hooks. A second call does nothing.
-
-        restore: whether parameters become plain parameters with their current values.
-
-        Afterwards raises the error of a queue that died, unless that error was raised before.
-        """
+        """See `Session.close`."""
         state, queues = self.state, self.state.run.queues
         if state.closed:
             return
@@ -93,7 +88,7 @@ class Ending:
             raise unreported
 
     def _mend(self) -> None:
-        """Mend an interruption, so that values can be read. Values that a load left half loaded cannot be."""
+        """Mend an interruption, so that values can be read. Half-loaded values cannot be."""
         state = self.state
         if state.at_work.loading:
             state.run.queues.fail(refused(Refusal.HALF_LOADED, state.at_work))
@@ -104,9 +99,9 @@ class Ending:
                 state.run.queues.fail(error)
 
     def _let_go(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Undo the three lists. Parameters become plain before memory is freed, because they are views of it.
+        """Undo the three lists. Parameters, views of the memory, become plain before it is freed.
 
-        values: tensor -> value of its parameter from now on; other parameters are left without a value.
+        values: tensor -> value of its parameter from now on; others are left without a value.
         """
         if self.state.ranks is not None:
             self.state.ranks.close()

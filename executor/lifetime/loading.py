@@ -24,10 +24,10 @@ def load_parameters(
     reader: Reader, others: Collection[int] = (), fill: Callable[[Arena, Contents], None] | None = None
 ) -> None:
     """Move the parameters' values into their chunks, one chunk at a time, and make the parameters views of their
-    chunks' working lists. Takes the memory of all payloads that the plan has resident between two iterations. Call
-    before the queues start.
+    chunks' working lists. Takes the memory of all payloads resident between two iterations. Call before the queues
+    start.
 
-    others: tensors whose values do not come from the model.
+    others: tensors with values from elsewhere.
     fill: writes these values into every list that has memory.
     """
     run, parameters = reader.state.run, reader.parameters
@@ -65,9 +65,9 @@ def _put_everywhere(contents: Contents, chunk: int, tensor: int, value: torch.Te
 
 
 def unload_parameters(reader: Reader, home: torch.device, others: Collection[int] = ()) -> None:
-    """Undo `load_parameters`, also if it stopped halfway. Parameters that have moved into a chunk become plain again,
-    on `home`, with their former values. Parameters of `others`, as in `load_parameters`, are left as they are. Only on
-    one rank and before the first step."""
+    """Undo `load_parameters`, also if it stopped halfway. Parameters in a chunk become plain again, on `home`, with
+    their former values; those of `others`, as in `load_parameters`, stay as they are. Only on one rank and before the
+    first step."""
     run = reader.state.run
     for tensor, chunk in run.timetable.chunk_of.items():
         parameter = reader.parameters[tensor]
@@ -89,8 +89,8 @@ def _loaded_value(run: PlanBytes, chunk: int, tensor: int) -> torch.Tensor:
 
 
 def views_of(arena: Arena, chunk: Chunk, parameters: Sequence[nn.Parameter]) -> list[tuple[Slot, torch.Tensor]]:
-    """Returns each tensor's part of its chunk's working list on the gpu, in its shape. If the chunk has no memory
-    there, it gets memory for this moment, because torch makes a view only of a storage with memory."""
+    """Returns each tensor's part of its chunk's working list on the gpu, in its shape. A chunk without memory there
+    gets it for this moment: torch makes views only of storages with memory."""
     payload = arena.payloads.whole(chunk.index, "param")
     absent = not arena.has(Place.GPU, chunk.index, "remote" if arena.sliced else "param")
     if absent:

@@ -111,8 +111,7 @@ def _current_values(keeper: Callable[[], Loop | None]) -> Callable[..., None]:
 
 
 def watch_batches(model: nn.Module, loop: Loop) -> RemovableHandle:
-    """Show the loop each batch with which the model is called, before any other forward hook. Returns the hook's
-    handle."""
+    """Show the loop each batch of the model, before any other forward hook. Returns the hook's handle."""
     keeper = weakref.ref(loop)
 
     def see(module: nn.Module, args: Any, kwargs: Any) -> None:

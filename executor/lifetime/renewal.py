@@ -21,12 +21,12 @@ __all__ = ["renew"]
 def renew(
     reader: Reader, plan: Plan, install: Callable[[Plan, Arena, Queues], None], start: Callable[[], None]
 ) -> None:
-    """Continue under another plan of the same model, between two iterations, on one rank. Values and optimizer states
-    move into the new plan's chunks.
+    """Continue under another plan of the model, between two iterations, on one rank: values and optimizer states move
+    into its chunks.
 
-    Raises, before anything changes, PlanError if the new plan has no optimizer states for a parameter that the present
-    plan trains, DoesNotFit if the host cannot hold both plans' memory while values move.
-    `RunState.renewing` stays set if an error ends the move itself: the values may then be incomplete in both places.
+    Raises, before anything changes, PlanError if the new plan lacks optimizer states of a parameter that the present
+    one trains, DoesNotFit if the host cannot hold both plans' memory while values move. `RunState.renewing` stays set
+    if an error ends the move itself: the values may then be incomplete in both places.
 
     install, start: see `Session`.
     """

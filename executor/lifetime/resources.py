@@ -29,8 +29,8 @@ class Resources:
     """Resources of the process that one session uses.
 
     Attributes:
-        arena: the plan's memory, which the end empties; None before the session has a plan.
-        stoppers: functions that end the threads of all queues that the session uses.
+        arena: the plan's, which the end empties; None before there is a plan.
+        stoppers: functions that end the threads of the session's queues.
         at_end: functions that undo changes of the process. None may hold the session.
     """
 
@@ -52,8 +52,7 @@ class Resources:
             give_freed_pages_back()
 
     def let_go(self) -> None:
-        """Give everything back after the session was collected. Called in the thread in which the collection
-        happens."""
+        """Give everything back after the session was collected, in the collection's thread."""
         try:
             if self._ranks is not None:
                 self._ranks.announce(None, 0)
@@ -69,12 +68,10 @@ class Resources:
 
 def ask_torch_threads(count: int) -> Callable[[], None]:
     """Set the number of torch's threads, which torch keeps per thread of the process. Returns a function that undoes
-    the request.
+    this.
 
-    The latest request counts. When the last request is undone, the number is again that before the first request. If
-    another thread undoes a request (a collection of garbage), the number stays set until this thread requests or undoes
-    again.
-    """
+    The latest request counts. When the last is undone, the number is that before the first. If another thread undoes
+    one (a collection of garbage), the number stays until this thread requests or undoes again."""
     thread = threading.get_ident()
     _before.setdefault(thread, torch.get_num_threads())
     who = object()

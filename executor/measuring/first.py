@@ -65,11 +65,9 @@ class TideReport:
     """One iteration's tide beside its plan's.
 
     moment: the moment at which the difference rises most, on the way to its largest value.
-    planned_bytes: non-model bytes of that moment by the plan.
-    measured_bytes: non-model bytes of that moment as measured.
+    planned_bytes, measured_bytes: non-model bytes of that moment.
     most_bytes: the largest difference of any moment; negative if none is above the plan and some are below.
-    above: number of moments that measure more than the plan by over `tolerance_bytes`.
-    below: number of moments that measure less than the plan by over `tolerance_bytes`.
+    above, below: numbers of moments more than `tolerance_bytes` above or below the plan.
     gpu_peak_bytes: most of payloads and measured non-model data at once.
     done: the session's reaction, in words.
     """
@@ -120,9 +118,9 @@ def tolerance_bytes(w: Workload) -> int:
 def compare(
     w: Workload, measured: Sequence[int], *, iteration: int, gpu_peak_bytes: int, gpu_budget_bytes: int
 ) -> TideReport:
-    """Compare a measured tide with the tide of `w`. Returns the report.
+    """Compare a measured tide with that of `w`.
 
-    measured: peak of non-model bytes of each moment of `w`.
+    measured: peak of non-model bytes of each moment.
     """
     tolerance = tolerance_bytes(w)
     more = [there - m.peak_bytes for there, m in zip(measured, w.moments)]
@@ -154,7 +152,7 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
     """Counts live bytes operator by operator, from `begin` on until an iteration has run on plan.
 
 
-    refused: function that makes the error that the next forward raises.
+    refused: makes the error that the next forward raises.
     """
 
     def __init__(self, model: nn.Module, state: WholeState, clock: MomentClock, renew: Callable[[Plan], None]) -> None:
@@ -210,9 +208,9 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
 
     @property
     def _watches(self) -> bool:
-        """Whether operators are counted now: from the first forward to the end of the last backward. Operators of the
-        loop between a backward and the next forward or the optimizer step do not count as the model's (as in
-        `off_plan/guard.py`), nor those of another prepared model, whose own plan has room for them."""
+        """Whether operators are counted now: from the first forward to the end of the last backward. The loop's
+        operators between a backward and the next forward or step do not count (as in `off_plan/guard.py`), nor another
+        prepared model's, whose own plan has room for them."""
         state, clock = self._keeper(), self._clock()
         if state is None or clock is None or self._done or state.closed:
             return False
@@ -237,7 +235,7 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
             raise self.refused()
 
     def begin_iteration(self) -> None:
-        """Begin the count of an iteration on plan; the queues run."""
+        """Begin the count of an iteration on plan."""
         if self._done:
             return
         log_of = self._state.run.arena.log
@@ -268,8 +266,8 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
         self.reset_peak()
 
     def end_iteration(self) -> None:
-        """End the count of an iteration on plan, before the next iteration begins. Raises DoesNotFit if no plan fits
-        the measured tide, PlanError if several ranks cannot continue."""
+        """End the count, before the next iteration begins. Raises DoesNotFit if no plan fits the measured tide,
+        PlanError if several ranks cannot continue."""
         if self._done:
             return
         state, plan, log_of, marks = self._state, self._state.run.plan, self._state.run.arena.log, self._marks
@@ -299,8 +297,8 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
             self._replan()
 
     def _any_above(self) -> bool:
-        """Returns whether a moment held more than the plan has for it. A smaller batch shows this too, but not that the
-        plan has enough for its own batch."""
+        """Returns whether a moment held more than the plan has for it. A smaller batch may show this, but never that
+        the plan has enough for its own."""
         w = self._state.run.plan.workload
         tolerance = tolerance_bytes(w)
         return any(there - m.peak_bytes > tolerance for there, m in zip(self.peaks, w.moments))

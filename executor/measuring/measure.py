@@ -37,12 +37,11 @@ def measure_iteration(
     step_fn: Callable[[], Any],
     order: Timeline | None = None,
 ) -> Measured:
-    """Run `step_fn` (one whole iteration: every micro-batch, step and zero_grad) twice and measure the second
-    iteration. Returns its bytes.
+    """Run `step_fn` (one whole iteration: every micro-batch, step and zero_grad) twice. Returns the bytes of the second
+    run.
 
 
-    Raises PlanError inside an iteration, or for a timeline of another plan.
-    """
+    Raises PlanError inside an iteration, or for a timeline of another plan."""
     state, run, parameters = loop.state, loop.state.run, loop.reader.parameters
     if state.cursor.moment >= 0:
         raise PlanError("measure_iteration inside an iteration; call it after optimizer.step()")
@@ -136,10 +135,10 @@ class PeakMeter:
         self.peak = payload + self._tide
 
     def follow(self, changes: Sequence[ByteChange], marks: Sequence[tuple[int, str, int]], log_at: int) -> None:
-        """Add the bytes of these changes and marks, in the order in which they happened.
+        """Add the bytes of these changes and marks, in their order.
 
         changes: of the arena's log, from its index `log_at` on.
-        marks: the log's marks of the same time.
+        marks: the log's, of the same time.
         """
         at = 0
         for i, change in enumerate(changes):

@@ -16,10 +16,9 @@ class Measured:
 
     non_model_bytes: peak of each moment, from live storages.
     peak_gpu_bytes: most bytes of payloads and non-model data together.
-    payload_peak_bytes: most bytes that the arena held on the GPU.
-    peak_host_bytes: most bytes that the arena held on the host.
+    payload_peak_bytes, peak_host_bytes: most bytes that the arena held on the GPU, and on the host.
     moved_bytes: per direction, counted where bytes are copied.
-    on_plan: whether the measured iteration followed the plan; if not, the other figures mean nothing.
+    on_plan: whether the iteration followed the plan; if not, the other figures mean nothing.
     """
 
     non_model_bytes: tuple[int, ...]
@@ -31,9 +30,8 @@ class Measured:
 
 
 def with_tide(timeline: Timeline, measured: Measured) -> Timeline:
-    """Returns the timeline with the measured non-model bytes of each moment in place of the plan's. Those bytes were
-    measured in a separate iteration, which was not timed. [Note: what a step does to memory] defines the bytes between
-    two moments."""
+    """Returns the timeline with the measured non-model bytes of each moment in place of the plan's. They are of a
+    separate, untimed iteration. [Note: what a step does to memory] defines the bytes between two moments."""
     peaks = measured.non_model_bytes
     last = timeline.iterations - 1
     computes = [s for s in timeline.spans if s.queue is Queue.COMPUTE]

@@ -43,7 +43,7 @@ def measure_virtual_machine(
     """Returns `base` (its budgets and name kept) with this machine's measured rates, the same for every rank. On
     several ranks, all measure at the same time.
 
-    h2d_bytes_per_s, d2h_bytes_per_s: caps on the measured copy rates; None: no cap.
+    h2d_bytes_per_s, d2h_bytes_per_s: caps on the copy rates; None: no cap.
     """
     bench, device = Bench(_A_LOOK), VirtualDevice(clock=time.perf_counter)
     copy_bytes_per_s = compute.memory_rate(device, bench) / 2  # the rate counts the bytes read and the bytes written

@@ -27,13 +27,12 @@ __all__ = ["LinkUse", "Status"]
 class LinkUse:
     """One direction of the link.
 
-    iteration: the newest iteration whose copies have all ended; before there is one, the first iteration, with its
-        copies by now.
-    moved_bytes: bytes that the iteration copied, on plan or off; on plan the plan's bytes.
+    iteration: the newest whose copies have all ended; before there is one, the first, with its copies by now.
+    moved_bytes: bytes that it copied, on plan or off; on plan the plan's.
     bytes_per_s: moved_bytes over the iteration's wall time.
     link_bytes_per_s: rate of the link (None: as fast as memory).
-    busy_share: part of the last finished iteration in which a copy of the plan ran, 0 to 1, without copies off plan,
-        which run in the compute queue.
+    busy_share: part of the last finished iteration in which a copy of the plan ran, 0 to 1 (copies off plan run in the
+        compute queue).
     """
 
     iteration: int
@@ -45,23 +44,23 @@ class LinkUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """A run after its last finished iteration. Before the first iteration has finished, seconds and rates are None and
-    `links` is empty.
+    """A run after its last finished iteration. Before the first has finished, seconds and rates are None and `links` is
+    empty.
 
     on_plan: whether the last iteration ran as the plan says.
-    iteration_s: wall time of the last iteration, including the loop's time between two iterations.
+    iteration_s: wall time of the last iteration, the loop's time between two included.
     tokens_per_s: the plan's tokens (rows) per iteration over `iteration_s`.
     gpu_bytes: payloads and the plan's non-model bytes now.
     gpu_peak_bytes: most of these at once in the iteration; before the first iteration, by now.
     links: direction -> use of the link.
-    waiting_share: part of the iteration in which the compute queue waited for another queue.
-    adam_share: part of the iteration in which the CPU ran an update.
+    waiting_share: part of the iteration in which the compute queue waited for another.
+    adam_share: part in which the CPU ran an update.
     other_shapes: number of these that are batches of another shape than planned, which ran on plan.
     last_deviation: the last of them, in words.
     tide: the measured tide of the first iteration beside the plan's, and the most bytes that the gpu held with the
         measured tide; None before the comparison.
-    exchanges: number of times in the iteration that memory went back to the driver, which stops the device ([Note:
-        exchanges] in devices/cuda_blocks.py); 0 on the virtual accelerator.
+    exchanges: times in the iteration that memory went back to the driver, which stops the device ([Note: exchanges] in
+        devices/cuda_blocks.py); 0 on the virtual accelerator.
     """
 
     policy: str
@@ -117,8 +116,8 @@ def status_of(state: WholeState, first: FirstIteration | None) -> Status:
 
 
 def _busy(steps: Sequence[StepLog], number: int, start_s: float, end_s: float) -> tuple[dict[str, float], float]:
-    """Returns seconds inside the window of iteration `number`: queue -> seconds in which it ran a step, and the seconds
-    in which compute waited."""
+    """Returns, of the window of iteration `number`: queue -> seconds in which it ran a step, and the seconds in which
+    compute waited."""
     busy = dict.fromkeys((q.value for q in Queue), 0.0)
     waited_s = 0.0
     # Steps are logged as they end, so the window's steps are the newest ones.
@@ -158,7 +157,7 @@ def _links(
 
 
 def _copied(run: PlanRun, logs: Sequence[IterationLog]) -> int:
-    """Returns the index of the newest log whose iteration has made all its copies; 0 if there is none yet."""
+    """Returns the index of the newest log with all copies made; 0 without one."""
     planned = sum(step.kind in COPIES for step in run.plan.steps)
     for at in reversed(range(len(logs))):
         if not logs[at].on_plan or run.steps.moved.ends_in(logs[at].number) >= planned:

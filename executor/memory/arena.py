@@ -109,7 +109,6 @@ class Arena:
         return self._ledger.used_bytes(place)
 
     def room_on_gpu(self) -> int:
-        """Returns the bytes that the gpu could still take now."""
         return self._ledger.room_bytes(Place.GPU)
 
     def take(self, place: Place, chunk: int, list_name: str) -> None:

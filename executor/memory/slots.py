@@ -65,6 +65,5 @@ class Slots:
             self.whole(tensor, list_name)[first : first + flat.numel()].copy_(flat)
 
     def parts_of_ranks(self, tensor: int) -> list[int]:
-        """Returns the number of elements of the tensor in each rank's slice."""
         chunk, offset, numel = self._slot[tensor]
         return [part_of(self.layout, chunk, offset, numel, rank).numel for rank in range(self.layout.ranks)]

@@ -31,7 +31,6 @@ class States:
         return self.arena.has(GPU, chunk, MASTER_LIST)
 
     def home(self, chunk: int) -> Place:
-        """Returns the place where the chunk is updated."""
         return GPU if self.pinned(chunk) else HOST
 
     def leave_gpu(self, chunk: int, list_name: str) -> None:

@@ -46,7 +46,7 @@ class Sample:
 
     flops_s: seconds of its products and other flops.
     size_bytes: bytes that its other operators move.
-    seconds: its recorded seconds.
+    seconds: as recorded.
     """
 
     flops_s: float
@@ -118,7 +118,7 @@ BATCHES = ((2, 32), (2, 128))
 def samples_of(workload: Workload, machine: Machine) -> list[Sample]:
     """Returns the moments of a recorded workload that have operators.
 
-    machine: a machine with the measured rates of products; its bandwidth and its constant are not used.
+    machine: has the measured rates of products; its bandwidth and constant are not used.
     """
     layout = build_layout(workload)
 
@@ -178,8 +178,8 @@ class _Tiny(nn.Module):
 
 
 def python_s(device: Device, bench: Bench) -> float:
-    """Returns the seconds of Python and of torch's dispatcher per moment: a training step in plain torch, of a model
-    too small to compute anything, divided by the number of its moments."""
+    """Returns the seconds of Python and torch's dispatcher per moment: a step in plain torch, of a model too small to
+    compute anything, over the number of its moments."""
     model = _Tiny().to(device.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     step = _loop(model, optimizer, repeat(torch.ones(_ROWS, _WIDTH, device=device.device)))

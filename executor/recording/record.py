@@ -65,14 +65,14 @@ def record(
     """Returns the workload of one iteration of `model` on `batches` (one per micro-batch), run for real within
     `machine`'s gpu budget.
 
-    name: name of the workload's model.
+    name: of the workload's model.
     device: as for `prepare`; the batches are copied there.
     batch, sequence: by default the first two extents of the batch's first tensor.
-    optimizer: the optimizer that `prepare` will get (its groups and whether it clips are part of the recording).
+    optimizer: `prepare`'s (its groups and whether it clips are part of the recording).
     loss: forward pass and loss; it is divided by the number of micro-batches, as the loops here do.
-    timed: number of iterations whose median gives each moment's seconds; 0 for none.
+    timed: iterations whose median gives each moment's seconds; 0 for none.
     threads, weights, gpu_memory: as for `prepare`.
-    group: a process group of this process alone, where it is one of several.
+    group: this process alone, where it is one of several.
     clock: gives seconds.
 
     Raises DoesNotFit if the parameters that one operator reads do not fit the gpu, ModelError as capture does.
@@ -144,9 +144,8 @@ def _restore(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _counted(session: Session, iteration: Callable[[], None]) -> tuple[MomentRecorder, tuple[nn.Module, ...]]:
-    """Run one iteration in which every operator is counted. If some gradient fires more than once per micro-batch, or
-    modules run beside the model, run the iteration twice: both are known only after the first run. Returns also the
-    modules that run beside the model."""
+    """Run one iteration in which every operator is counted; twice if a gradient fires more than once per micro-batch or
+    modules run beside the model, which only the first run shows. Returns also these modules."""
     firings: dict[int, int] = {}
     beside: tuple[nn.Module, ...] = ()
     while True:
@@ -163,7 +162,7 @@ def _count_once(
 ) -> MomentRecorder:
     """Run one iteration in which every operator is counted.
 
-    firings: tensor index -> number of its gradients in one micro-batch, where more than one.
+    firings: as for `WarmUp`.
     beside: modules whose tensors count from the start.
     """
     state, clock, parameters = session.state, session.clock, session.reader.parameters
@@ -218,8 +217,9 @@ def _timed(
 def empty_plan(
     model: nn.Module, machine: Machine, *, name: str, micro_batches: int, optimizer: AdamW | None = None
 ) -> Plan:
-    """Returns a plan without steps: everything on the host, every fetch on demand. No optimizer states: nothing is
-    updated."""
+    """Returns a plan without steps or optimizer states: everything on the host, fetched on demand, and nothing
+    updated.
+    """
     tensors, _ = describe_parameters(model, group_of((optimizer or AdamW()).groups(model)))
     w = Workload(
         model=name,

@@ -32,8 +32,7 @@ class ByteText:
 
     @classmethod
     def read(cls, folder: Path) -> ByteText:
-        """Returns the text of the folder's text files in name order, up to 8 MB. Raises ModelError if there is no
-        folder or no text."""
+        """Returns the folder's text files in name order, up to 8 MB. Raises ModelError without folder or text."""
         if not folder.is_dir():
             raise ModelError(
                 f"text folder {str(folder)!r} is not a folder; give --data text:FOLDER a folder with text files"
@@ -54,13 +53,12 @@ class ByteText:
 
     @property
     def digest(self) -> str:
-        """Digest of the text; different texts have different digests."""
         return hashlib.blake2b(bytes(self.bytes.numpy()), digest_size=8).hexdigest()
 
     def windows(self, *, batch: int, sequence: int, seed: int, skip: int = 0) -> Iterator[torch.Tensor]:
         """Yields endless int64 tensors [batch, sequence], windows drawn with the seed.
 
-        skip: number of sequences drawn before.
+        skip: sequences drawn before.
         """
         if len(self.bytes) <= sequence:
             raise ModelError(
@@ -76,8 +74,8 @@ class ByteText:
 
 
 def _texts(folder: Path) -> Iterator[Path]:
-    """Yields the text files of the folder and of its subfolders, lazily, in the order of their paths, one folder after
-    the other. Links to folders are not followed; a folder that may not be listed counts as empty, as in `rglob`."""
+    """Yields the text files of the folder and its subfolders, lazily, by path, one folder after the other. Links to
+    folders are not followed; a folder that may not be listed counts as empty, as in `rglob`."""
     try:
         entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
     except PermissionError:
@@ -101,10 +99,9 @@ def open_data(spec: str | None) -> ByteText:
 
 def batches_like(example: Any, text: ByteText, *, vocabulary: int | None, seed: int, skip: int = 0) -> Iterator[Any]:
     """Yields endless batches shaped as `example`. A dict with integer "input_ids" [batch, sequence] gets text (and
-    labels, if it has them). Any other example (images, a module's own tuple) is repeated as it is, because its values
-    are not text.
+    labels, if it has them). Any other example (images, a module's own tuple), which is not text, is repeated as it is.
 
-    skip: number of sequences of text drawn before.
+    skip: sequences of text drawn before.
     """
     if not isinstance(example, Mapping) or "input_ids" not in example:
         while True:

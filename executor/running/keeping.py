@@ -26,8 +26,7 @@ class JobPosition:
 
     steps: optimizer steps done.
     sequences: sequences of its data drawn.
-    empty: whether the model was built without memory. Building it so draws other random numbers than building it with
-        memory.
+    empty: whether the model was built without memory, which draws other random numbers.
     note: the checkpoint from which the job continues, in words.
     """
 
@@ -42,7 +41,7 @@ class Keeping:
     """The folder for a job's checkpoints, and the checkpoint from which it continues.
 
     save: folder for checkpoints.
-    every: number of steps between two checkpoints (None: only one at the end).
+    every: steps between two checkpoints (None: only one at the end).
     resume: checkpoint to continue from.
 
     Raises CheckpointError for flags that do not go together.
@@ -57,10 +56,10 @@ class Keeping:
             raise CheckpointError(f"--save-every {self.every} needs a folder: add --save FOLDER")
 
     def check(self, steps: int) -> Restored | None:
-        """Returns facts of the checkpoint `resume`, if it is given. Raises CheckpointError for a checkpoint from which
-        the job cannot continue, for a checkpoint in `save` that would be lost, and where `save` cannot be written.
+        """Returns facts of the checkpoint `resume`, if given. Raises CheckpointError where the job cannot continue from
+        it, a checkpoint in `save` would be lost, or `save` cannot be written.
 
-        steps: number of steps in all.
+        steps: in all.
         """
         if self.save is not None and is_checkpoint(self.save):
             goes_on = self.resume is not None and Path(self.resume).resolve() == Path(self.save).resolve()
@@ -85,7 +84,7 @@ class Keeping:
     def begin(self, *, steps: int, data: dict[str, Any], empty: bool) -> JobPosition:
         """Returns the position at which the job begins. Raises as `check` does, before anything is built.
 
-        data: values that identify the stream of data. If the checkpoint has other values, the data begins anew.
+        data: identifies the stream of data, which begins anew if the checkpoint's differs.
         """
         stored = self.check(steps)
         if stored is None:
@@ -118,8 +117,7 @@ class Keeping:
         extra: Callable[[int], Any],
         on_step: Callable[[StepReport], None] | None,
     ) -> Callable[[StepReport], None]:
-        """Returns the function to call after each step. The function calls `on_step`, then saves a checkpoint if one is
-        due.
+        """Returns the function to call after each step: it calls `on_step`, then saves a checkpoint if one is due.
 
         last: number of the last step.
         extra(steps): additional values to save after this many steps.

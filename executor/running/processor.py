@@ -21,8 +21,8 @@ _COUNTED = 8  # user, nice, system, idle, iowait, irq, softirq, steal; guests ar
 
 @dataclass(frozen=True, slots=True)
 class ProcessorTime:
-    """Seconds of all cores since the machine started (total_s), the part in which a core worked (busy_s), and the
-    seconds of this process and of its ended children (own_s)."""
+    """Seconds of all cores since the machine started (total_s), those in which a core worked (busy_s), and those of
+    this process and its ended children (own_s)."""
 
     total_s: float
     busy_s: float

@@ -24,7 +24,7 @@ class SharedRun:
 
     losses: loss of each step, over the batches of all ranks.
     peak_gpu_bytes: GPU peak of each rank, in the measured iteration.
-    sent_bytes: bytes that this rank sent to the others per step, the mean over all steps.
+    sent_bytes: bytes that this rank sent to the others per step, on average.
     transient_bytes: [Note: what a slice moves through].
     """
 
@@ -35,8 +35,8 @@ class SharedRun:
 
 
 def own_batches(batches: Iterator[Any], session: Session) -> Iterator[Any]:
-    """Yields this rank's batches. Of P ranks, rank r takes every P-th batch, beginning with batch r. Where the ranks'
-    shares differ, a rank with a share of n sequences takes the first n sequences of each batch."""
+    """Yields this rank's batches. Of P ranks, rank r takes every P-th batch, beginning with batch r. Where shares
+    differ, a rank with n sequences takes the first n of each batch."""
     ranks, whole = session.ranks, session.plan.workload.batch
     if ranks is None:
         return batches

@@ -114,7 +114,6 @@ class Trained(Protocol):
 
 
 def is_checkpoint(folder: str | Path) -> bool:
-    """Returns whether the folder is a complete checkpoint."""
     return (Path(folder) / MANIFEST).is_file()
 
 

@@ -173,7 +173,6 @@ def _by_name(names: Sequence[str], reads: Sequence[Iterable[int]]) -> dict[str, 
 
 
 def _sums(plan: Plan) -> list[int]:
-    """Returns `sums` of a timetable."""
     last = Kind.REDUCE_SCATTER if plan.layout.ranks > 1 else Kind.GATHER
     return [i for i, step in enumerate(plan.steps) if step.queue is Queue.NET and step.kind is last]
 

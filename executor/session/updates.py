@@ -51,7 +51,6 @@ class Updates:
         self._clock = clock
 
     def new(self) -> Update:
-        """Returns an update with the optimizer's present settings."""
         run = self.state.run
         agree = self._agreed if self.state.ranks is not None and run.contents.sliced else None
         return Update(hyper=self._hyper(), max_grad_norm=self.max_grad_norm, agree=agree, streams=run.backend.streams)
