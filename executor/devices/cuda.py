@@ -81,10 +81,10 @@ class CudaBackend(CudaStreams):
         limit_bytes: int | None = None,
         room_bytes: int = LEAST_BYTES,
     ) -> None:
-        set_up_allocator()
         check_no_capture("a run begins")
         super().__init__(device, adam_threads=default_adam_threads() if adam_threads is None else adam_threads)
         with torch.cuda.device(device):
+            set_up_allocator()
             total = int(torch.cuda.mem_get_info(device)[1])
             if limit_bytes is not None and limit_bytes > total:
                 raise PlanError(

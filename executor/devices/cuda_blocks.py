@@ -445,6 +445,8 @@ class Blocks:
         self.exchanges += 1
         self._loose_free.clear()
         self._former_free_bytes = 0
+        if self._paged:  # torch waits for one stream alone before it unmaps pages
+            torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # stops the device; leaves the pool's blocks alone
 
     def _allocate(self, allocate: Callable[[], object], *, pooled: bool, asked_bytes: int) -> None:

@@ -40,8 +40,7 @@ def measure_iteration(
     """Run `step_fn` (one whole iteration: every micro-batch, step and zero_grad) twice. Returns the bytes of the second
     run.
 
-
-    Raises PlanError inside an iteration, or for a timeline of another plan."""
+    Raises PlanError inside an iteration, for a timeline of another plan, and where `step_fn` makes another plan."""
     state, run, parameters = loop.state, loop.state.run, loop.reader.parameters
     if state.cursor.moment >= 0:
         raise PlanError("measure_iteration inside an iteration; call it after optimizer.step()")
@@ -53,6 +52,8 @@ def measure_iteration(
     watch: TideWatch | None = None
     try:
         step_fn()
+        if state.run is not run:
+            raise PlanError("measure_iteration: the first iteration has made another plan; measure again")
         live = LiveStorages(
             [parameters[t] for t in sorted(run.timetable.chunk_of)],
             model.buffers(),
@@ -80,7 +81,8 @@ def measure_iteration(
         if watch is not None and watch in state.listeners:
             state.listeners.remove(watch)
         log.marks = None
-        use_queues(threads)
+        if state.run is run:
+            use_queues(threads)
     peaks = tuple(watch.peaks)
     gpu = PeakMeter(peaks, begun[Place.GPU])
     gpu.follow(changes, marks, log_at)

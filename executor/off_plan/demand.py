@@ -166,8 +166,9 @@ class Demand:
 
     def rewrite_from_master(self, tensor: int) -> None:
         """Rewrite every copy of the working list after the master copy changed (a loaded state)."""
-        contents, chunk = self.run.contents, self.run.timetable.chunk_of[tensor]
         with unseen(), torch.no_grad(), self.standstill.still():
+            run = self.state.run  # another one, if standing still has mended an interruption
+            contents, chunk = run.contents, run.timetable.chunk_of[tensor]
             for place in PLACES:
                 if place in contents.chunks[chunk].current:
                     contents.values.restore(place, tensor)

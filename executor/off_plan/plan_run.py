@@ -13,6 +13,9 @@ from executor.session.steps import Steps
 __all__ = ["PlanRun", "WholeState"]
 
 
+_HOLD_MEMORY = ("arena", "contents", "stashes", "steps", "batches", "following", "demand", "reads")
+
+
 class PlanRun(PlanBytes):
     """A plan with its memory, its queues and the parts that carry it out: [Note: one plan] in session/state.py.
     `Session.install` makes the parts, each after the parts that it reads."""
@@ -25,9 +28,10 @@ class PlanRun(PlanBytes):
     reads: Reads
 
     def let_go(self) -> None:
-        """Forget the parts, once another plan has taken over. They hold one another, and memory until garbage is
-        collected."""
-        vars(self).clear()
+        """Forget the parts that hold memory, once another plan has taken over: they hold one another until garbage is
+        collected. Code that is still inside a part finds its plan and its timetable."""
+        for name in _HOLD_MEMORY:
+            vars(self).pop(name, None)
 
 
 class WholeState(RunState):

@@ -91,6 +91,8 @@ class Reads:
             return self._outside(func, args, kwargs)
         if not cursor.off_plan and not cursor.visiting and cursor.moment < 0 and not self.reader.trains:
             self.contract.meet_interruption()
+            if self.state.run is not self.run:  # mended under another plan
+                return self.reader.touch(func, parameters, args, kwargs)
             with self.state.at_work, unseen():
                 self.demand.visit()
         pack, unpack = self._hooks

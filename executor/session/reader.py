@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -160,10 +159,6 @@ class Reader:
         if ranks is not None and run.contents.sliced:
             lists = ("param", *run.plan.layout.state_lists)
             ranks.come_to_read(float(tensor * len(lists) + lists.index(list_name)))
-
-    def still(self) -> AbstractContextManager[None]:
-        """See `Standstill.still`."""
-        return self.standstill.still()
 
     def own_slice(self, chunk: int) -> torch.Tensor:
         """Returns a copy of this rank's slice of a chunk's current parameters, flat, in host memory, while nothing

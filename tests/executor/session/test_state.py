@@ -7,7 +7,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+import torch
+
 from executor.session.state import RunState
+from pstar_sim.errors import PlanError
 
 
 def test_the_moment_of_a_run_is_the_cursors_on_plan_and_the_plans_counterpart_off_plan() -> None:
@@ -49,3 +53,40 @@ def test_a_new_plan_replaces_one_value_and_the_former_plans_parts_are_free_at_on
         gc.enable()
     mine, theirs = kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=2, micro_batches=1)
     assert mine == theirs and session.deviations == 0
+
+
+def test_a_text_of_a_parameter_that_is_asked_for_while_a_plan_is_replaced(
+    kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A debugger prints a parameter after an interruption; standing still for it mends it under another plan."""
+    run = start("mlp", "tide")
+    kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=1, micro_batches=1)
+    session, parameter = run.session, next(run.model.parameters())
+    text = repr(parameter)
+    reader = session.state.run.reads.reader
+    current_value = reader.current_value
+
+    def renewed_first(tensor: int) -> torch.Tensor:
+        monkeypatch.undo()
+        session.renew(session.plan)
+        return current_value(tensor)
+
+    monkeypatch.setattr(reader, "current_value", renewed_first)
+    assert repr(parameter) == text
+
+
+def test_a_measurement_whose_first_iteration_makes_another_plan_is_refused(kit: Any, start: Callable[..., Any]) -> None:
+    run = start("mlp", "tide")
+
+    def step() -> None:
+        kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=1, micro_batches=1)
+
+    def renewed() -> None:
+        step()
+        run.session.renew(run.session.plan)
+
+    with pytest.raises(PlanError, match="the first iteration has made another plan; measure again"):
+        run.session.measure_iteration(renewed)
+    mine, theirs = kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=2, micro_batches=1)
+    assert mine == theirs
+    assert run.session.measure_iteration(step).on_plan
