@@ -47,10 +47,13 @@ class Stack(nn.Module):
 
 @pytest.fixture(autouse=True)
 def compiler() -> Iterator[None]:
-    """A compiler that knows no graph of another test."""
+    """A compiler that knows no graph of another test, and one thread, as the virtual accelerator computes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+    torch.set_num_threads(threads)
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
