@@ -16,6 +16,7 @@ from executor.moments.recorder import working_dtype
 from executor.scaling import loss_scale_for
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import PlanError
+from pstar_sim.workload.optimizers import OPTIMIZERS
 from pstar_sim.workload.workload import Tensor
 
 __all__ = [
@@ -26,7 +27,7 @@ __all__ = [
     "torchrun_line",
 ]
 
-STATES = ("param32", "momentum", "variance")
+STATES = OPTIMIZERS["adamw"].lists
 ADAMW = {"adamw": torch.float32, "adamw-bf16-states": torch.bfloat16}  # the plan's optimizer -> AdamW's state_dtype
 
 

@@ -240,10 +240,6 @@ class Session:
         return self.state.run.steps
 
     @property
-    def stashes(self) -> Stashes:
-        return self.state.run.stashes
-
-    @property
     def following(self) -> Following:
         return self.state.run.following
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, get_args
 
 from pstar_sim.arguments import instance, number, text, whole
 from pstar_sim.catalog.curves import Curve, share_at
@@ -42,7 +42,7 @@ __all__ = [
 
 _P = TypeVar("_P")
 
-KNOWN = ("measured", "fitted", "datasheet", "assumed")
+KNOWN: tuple[str, ...] = get_args(Known)
 """How a figure is known, the best first: measured on this machine, a share of peaks fitted to published runs, a peak of
 a datasheet times a usual share, or assumed without a measurement. An answer is as reliable as its worst-known figure.
 """

@@ -26,6 +26,7 @@ __all__ = ["MASTER_LIST", "OPTIMIZERS", "OptimizerSpec", "optimizer_spec"]
 
 MASTER_LIST = "param32"
 """The list of master copies, from which an update writes the working list."""
+_MASTER = (MASTER_LIST, 4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +41,7 @@ class OptimizerSpec:
     """
 
     name: str = "adamw"
-    state_bytes: tuple[tuple[str, int], ...] = ((MASTER_LIST, 4), ("momentum", 4), ("variance", 4))
+    state_bytes: tuple[tuple[str, int], ...] = (_MASTER, ("momentum", 4), ("variance", 4))
     dram_bytes_per_param: int = ADAM_BYTES_PER_PARAM
 
     @property
@@ -67,8 +68,6 @@ class OptimizerSpec:
         """Reads and writes of one update."""
         return numel * self.dram_bytes_per_param
 
-
-_MASTER = (MASTER_LIST, 4)
 
 OPTIMIZERS = {
     "adamw": OptimizerSpec(),

@@ -103,7 +103,7 @@ def test_parity_with_plain_torch(
     assert mine == pytest.approx(theirs, rel=1e-6)
     same(run, kit)
     assert run.session.deviations == 0
-    reports = run.session.stashes.reports
+    reports = run.session.state.run.stashes.reports
     assert [(r.block, r.micro_batch) for r in reports] == [(s.block, s.micro_batch) for s in plan.workload.stashes]
     for r in reports:
         assert r.moved_bytes == r.planned_bytes <= r.saved_bytes
@@ -161,8 +161,8 @@ def test_what_a_block_does_behind_its_last_unit_wants_its_bytes_before_their_ste
     model, optimizer = executor.prepare(model, plan, executor.AdamW(lr=1e-2), watchdog_s=5.0, queues=queues)
     session = optimizer.session
     ahead = []
-    plain = session.stashes.move
-    session.stashes.move = lambda step: ahead.append(plain(step)) or ahead[-1]
+    plain = session.state.run.stashes.move
+    session.state.run.stashes.move = lambda step: ahead.append(plain(step)) or ahead[-1]
     for _ in range(3):
         kit.train_alone(model, optimizer, itertools.repeat(batch), 1)
     session.drain()
@@ -369,7 +369,7 @@ def test_an_exception_in_forward_leaves_nothing_behind(planned: Any, start: Any,
                 kit.loss_of(run.model, next(run.batches))  # a forward that nobody wants
                 run.optimizer.zero_grad()
         gc.collect()
-        assert not [ref for refs in run.session.stashes._rooms.values() for ref in refs if ref() is not None]
+        assert not [ref for refs in run.session.state.run.stashes._rooms.values() for ref in refs if ref() is not None]
     both(run, kit, next(run.batches))
     both(run, kit, next(run.batches))
     same(run, kit)
@@ -387,7 +387,7 @@ def test_a_graph_that_outlives_its_iteration_keeps_its_bytes(planned: Any, start
     both(run, kit, next(run.batches))
     kept = kit.loss_of(run.model, next(run.batches))  # its graph is alive from here on
     run.optimizer.zero_grad()
-    held = [ref() for refs in session.stashes._rooms.values() for ref in refs]
+    held = [ref() for refs in session.state.run.stashes._rooms.values() for ref in refs]
     content = [saved.host.clone() for saved in held if saved is not None and saved.only_on_host]
     assert content
     both(run, kit, next(run.batches))  # a second forward before the backward: on demand
@@ -412,7 +412,7 @@ def test_more_than_planned_stays_and_is_counted(kit: Any, start: Any) -> None:
     both(run, kit, next(run.batches))
     both(run, kit, next(run.batches))
     same(run, kit)
-    (report,) = run.session.stashes.reports
+    (report,) = run.session.state.run.stashes.reports
     assert 0 < report.moved_bytes <= report.planned_bytes < report.saved_bytes
     assert run.session.deviations == 2 and "bytes more than the plan offloads" in run.session.deviation_log[0]
 
@@ -490,7 +490,9 @@ def test_a_model_that_checkpoints_a_block_itself_is_refused(kit: Any) -> None:
             else:
                 kit.train_alone(model, optimizer, batches, 1)
                 assert optimizer.session.deviations == 0
-                assert [r.moved_bytes for r in optimizer.session.stashes.reports] == [s.bytes for s in w.stashes]
+                assert [r.moved_bytes for r in optimizer.session.state.run.stashes.reports] == [
+                    s.bytes for s in w.stashes
+                ]
         finally:
             optimizer.session.close(restore=False)
 
@@ -543,7 +545,9 @@ def test_under_session_step(planned: Any, start: Any, kit: Any) -> None:
         run.reference.step()
     assert run.session.deviations == 0
     same(run, kit)
-    assert [r.moved_bytes for r in run.session.stashes.reports] == [s.bytes for s in run.plan.workload.stashes]
+    assert [r.moved_bytes for r in run.session.state.run.stashes.reports] == [
+        s.bytes for s in run.plan.workload.stashes
+    ]
 
 
 def test_a_new_plan_makes_the_same_choices(start: Any, kit: Any) -> None:
@@ -556,7 +560,7 @@ def test_a_new_plan_makes_the_same_choices(start: Any, kit: Any) -> None:
     new = run.session.plan.workload
     assert new is not w and new.activations == w.activations
     assert new.stashes[0].bytes > w.stashes[0].bytes
-    assert [r.moved_bytes for r in run.session.stashes.reports] == [s.bytes for s in new.stashes]
+    assert [r.moved_bytes for r in run.session.state.run.stashes.reports] == [s.bytes for s in new.stashes]
     before = run.session.deviations
     both(run, kit, other_batch(14))
     assert run.session.deviations == before

@@ -86,5 +86,5 @@ def test_equal_to_plain_torch_to_the_bit(kit: Any, way: Workload) -> None:
         name = session.plan.workload.tensors[t].name
         assert torch.equal(session.reader.current_value(t), theirs[name].detach()), name
     assert session.deviations == 0
-    assert [r.moved_bytes for r in session.stashes.reports] == [s.bytes for s in plan.workload.stashes]
+    assert [r.moved_bytes for r in session.state.run.stashes.reports] == [s.bytes for s in plan.workload.stashes]
     session.close(restore=False)

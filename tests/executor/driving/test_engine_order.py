@@ -487,7 +487,7 @@ def test_blocks_that_the_plan_recomputes_and_offloads(start: Callable[..., Any],
     w = offload_blocks(mix_blocks(recomputed, kept, blocks[1:]), [blocks[1]])
     run = start("gpt2", "tide", plan=kit.tight_plan("tide", w, Settings(clip=True)), clip=1.0)
     compare(run, kit, steps=3, micro_batches=1)
-    reports = run.session.stashes.reports
+    reports = run.session.state.run.stashes.reports
     assert [r.block for r in reports] == [s.block for s in run.plan.workload.stashes] == [blocks[1]]
     assert all(r.freed_bytes == r.moved_bytes == r.planned_bytes > 0 for r in reports)
 

@@ -171,7 +171,7 @@ def test_steps_are_equal_to_the_bit(
     assert session.deviations == 0, list(session.deviation_log)
     stashes = session.plan.workload.stashes
     assert (place == "host") is bool(stashes)
-    reports = session.stashes.reports
+    reports = session.state.run.stashes.reports
     assert {(r.block, r.micro_batch) for r in reports} == {(s.block, s.micro_batch) for s in stashes}
     for report in reports:
         assert 0 < report.freed_bytes == report.moved_bytes <= report.planned_bytes
@@ -221,7 +221,7 @@ def test_the_bytes_over_the_link_are_the_plans(relayed: Callable[..., Any]) -> N
         run = relayed("stack", SPECS[place], count, layers=4)
         moved = measured(run, count).moved_bytes
         assert moved == {way: run.plan.moved_bytes[way] for way in moved}
-        stashed = sum(report.moved_bytes for report in run.session.stashes.reports)
+        stashed = sum(report.moved_bytes for report in run.session.state.run.stashes.reports)
         assert (stashed > 0) is (place == "host")
         model_bytes.add((moved["h2d"] - stashed, moved["d2h"] - stashed))
     assert len(model_bytes) == 1
@@ -229,7 +229,12 @@ def test_the_bytes_over_the_link_are_the_plans(relayed: Callable[..., Any]) -> N
 
 def kept_on_host(run: Any) -> int:
     """Stashes whose bytes are on the host alone."""
-    return sum(ref().only_on_host for refs in run.session.stashes._rooms.values() for ref in refs if ref() is not None)
+    return sum(
+        ref().only_on_host
+        for refs in run.session.state.run.stashes._rooms.values()
+        for ref in refs
+        if ref() is not None
+    )
 
 
 @pytest.fixture
@@ -335,7 +340,7 @@ def test_a_boundary_that_checkpoint_does_not_save_stays(relayed: Callable[..., A
 
 def test_a_boundary_at_the_address_of_one_that_is_gone(relayed: Callable[..., Any]) -> None:
     """A storage that left the GPU is not taken for the next one at its address, which would stay on the GPU."""
-    saves = relayed("stack", "l2l:stash=host", 1, layers=4).session.stashes.boundaries()
+    saves = relayed("stack", "l2l:stash=host", 1, layers=4).session.state.run.stashes.boundaries()
     before, after = torch.zeros(8), torch.ones(8)
     packed = saves.pack(before)
     assert saves.pack(before.view(2, 4))[0] is packed[0]  # one storage
@@ -356,7 +361,7 @@ def test_compiled_blocks_and_autocast(relayed: Callable[..., Any], kit: Any) -> 
     for layer in (*run.model.layers, *run.reference.model.layers):
         layer.compile(backend="eager")
     both(run, kit, rows)
-    moved = sum(report.moved_bytes for report in run.session.stashes.reports)
+    moved = sum(report.moved_bytes for report in run.session.state.run.stashes.reports)
     assert moved == sum(stash.bytes for stash in run.plan.workload.stashes)
     for layer in (*run.model.layers, *run.reference.model.layers):
         layer._compiled_call_impl = None
