@@ -26,7 +26,8 @@ from executor.devices.cuda_blocks import (
 )
 from executor.devices.cuda_streams import CudaStreams
 from executor.devices.gate import Gate
-from executor.devices.headroom import LEAST_BYTES, Headroom, measure_room, outside_bytes
+from executor.devices.headroom import Headroom, measure_room, outside_bytes
+from pstar_sim.catalog.machine import RESERVE_BYTES
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import PlanError
 from pstar_sim.units import format_bytes
@@ -79,7 +80,7 @@ class CudaBackend(CudaStreams):
         *,
         adam_threads: int | None = None,
         limit_bytes: int | None = None,
-        room_bytes: int = LEAST_BYTES,
+        room_bytes: int = RESERVE_BYTES,
     ) -> None:
         check_no_capture("a run begins")
         super().__init__(device, adam_threads=default_adam_threads() if adam_threads is None else adam_threads)

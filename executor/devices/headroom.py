@@ -6,8 +6,8 @@ There are three such uses: the driver's context (including kernels that are load
     bf16, as a training thread and backward's own thread make them. Fragments cannot be measured before the run. Memory
     of other programs cannot be distinguished from the context; it is measured with the context and left free too.
 
-A new plan leaves all of these bytes free, and at least 1 GiB. An existing plan is refused only because of measured
-bytes.
+A new plan leaves all of these bytes free, and at least the one reserve of the catalog's machines. An existing plan is
+refused only because of measured bytes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
+from pstar_sim.catalog.machine import RESERVE_BYTES
 from pstar_sim.units import format_bytes
 
-__all__ = ["FRAGMENT_BYTES", "LEAST_BYTES", "Headroom", "measure_room", "outside_bytes"]
+__all__ = ["FRAGMENT_BYTES", "Headroom", "measure_room", "outside_bytes"]
 
-LEAST_BYTES = 1 << 30
 FRAGMENT_BYTES = 256 << 20
 _EXTENT = 256
 
@@ -36,7 +36,7 @@ class Headroom:
 
     outside_bytes: int
     workspace_bytes: int
-    least_bytes: int = LEAST_BYTES
+    least_bytes: int = RESERVE_BYTES
 
     @property
     def measured_bytes(self) -> int:
@@ -60,7 +60,7 @@ def outside_bytes(device: torch.device) -> int:
     return int(total) - int(free) - int(torch.cuda.memory_reserved(device))
 
 
-def measure_room(device: torch.device, *, least_bytes: int = LEAST_BYTES) -> Headroom:
+def measure_room(device: torch.device, *, least_bytes: int = RESERVE_BYTES) -> Headroom:
     """Returns the memory that a run leaves free on the card, measured after matrix products forward and backward. Stops
     the device."""
     torch._C._cuda_clearCublasWorkspaces()  # of earlier products

@@ -31,13 +31,13 @@ from pstar_sim.catalog.efficiency import Efficiency, fitted
 from pstar_sim.catalog.entries import MOST_NODES_OF_A_MACHINE, TABLES, Entry, MachineEntry
 from pstar_sim.catalog.figures import Figure, Points, figures_of
 from pstar_sim.catalog.generations import Generation, generations
-from pstar_sim.catalog.machine import KNOWN, Fabric, Framework, Gpu, Host, Link, Machine, Nvme, Rank
+from pstar_sim.catalog.machine import KNOWN, RESERVE_BYTES, Fabric, Framework, Gpu, Host, Link, Machine, Nvme, Rank
 from pstar_sim.catalog.product_shape import ProductShape
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import CatalogError, UnknownName
 from pstar_sim.schema.fields import fields_of, want
 from pstar_sim.schema.parsing import parse_toml, read_toml
-from pstar_sim.units import GB
+from pstar_sim.units import GB, GIB
 
 __all__ = ["Catalog", "load_catalog", "with_nodes"]
 
@@ -88,7 +88,8 @@ class Catalog:
         shares = {"hbm_efficiency": self.efficiency.hbm, "fp32_efficiency": self.efficiency.matmul}
         if generation is not None:
             shares["tensor_core_efficiency"] = generation.plateau
-        figures = _figures(Gpu, e, shares)
+        figures = {"context_bytes": RESERVE_BYTES} | _figures(Gpu, e, shares)
+        figures.setdefault("usable_bytes", figures["memory_bytes"])
         if not figures["context_bytes"] < figures["usable_bytes"] <= figures["memory_bytes"]:
             raise e.refuse("usable_gb", "more than context_gb and at most memory_gb, calibrated or not")
         if "launch_s" not in figures:
@@ -346,6 +347,26 @@ def _source(part: Any) -> str:
     return text if measured is None else f"{text}; calibrated: {measured.source} (checked {measured.checked})"
 
 
+def _in_gb(file: str, table: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of a file's table, with sizes in GiB (memory_gib = 24) as sizes in GB. Raises CatalogError
+    for a size in both."""
+    keys = fields_of(TABLES[table])
+
+    def converted(name: str, raw: dict[str, Any]) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        for key, value in raw.items():
+            in_gb = f"{key.removesuffix('_gib')}_gb"
+            if not key.endswith("_gib") or in_gb not in keys or not isinstance(value, (int, float)):
+                fields[key] = value
+            elif in_gb in raw:
+                raise CatalogError(f"{file}: [{name}] {key} = {value!r} beside {in_gb}; give one of them")
+            else:
+                fields[in_gb] = value * GIB / GB
+        return fields
+
+    return {name: converted(name, raw) if isinstance(raw, dict) else raw for name, raw in entries.items()}
+
+
 def _read(raws: Mapping[str, Mapping[str, tuple[str, object]]], table: str) -> dict[str, Entry[Any]]:
     return {name: Entry.read(file, name, raw, TABLES[table]) for name, (file, raw) in raws[table].items()}
 
@@ -353,14 +374,12 @@ def _read(raws: Mapping[str, Mapping[str, tuple[str, object]]], table: str) -> d
 @cache
 def _shipped() -> dict[str, dict[str, tuple[str, object]]]:
     """Returns table -> name -> (file, raw table). Cached, because the files do not change while a program runs."""
-    here = files("pstar_sim.catalog")
-    return {
-        table: {
-            name: (f"{table}.toml", raw)
-            for name, raw in parse_toml(f"{table}.toml", (here / f"{table}.toml").read_text(encoding="utf-8")).items()
-        }
-        for table in TABLES
-    }
+    shipped: dict[str, dict[str, tuple[str, object]]] = {}
+    for table in TABLES:
+        file = f"{table}.toml"
+        entries = parse_toml(file, (files("pstar_sim.catalog") / file).read_text(encoding="utf-8"))
+        shipped[table] = {name: (file, raw) for name, raw in _in_gb(file, table, entries).items()}
+    return shipped
 
 
 def _merged(file: str, known: object, given: object) -> object:
@@ -399,7 +418,7 @@ def load_catalog(user_file: str | Path | None = None) -> Catalog:
             if table not in TABLES or not isinstance(entries, dict):
                 known = ", ".join(f"[{t}.NAME]" for t in TABLES)
                 raise CatalogError(f"{file}: {table!r} is not a known table; it takes {known} and machine = NAME")
-            for name, given in entries.items():
+            for name, given in _in_gb(file, table, entries).items():
                 raws[table][name] = (file, _given(file, raws[table].get(name), given))
                 if table == "machines":
                     own.append(name)

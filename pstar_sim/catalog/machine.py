@@ -37,7 +37,8 @@ from pstar_sim.schema.fields import Text, between, curve, says
 from pstar_sim.units import GB, format_bytes
 
 __all__ = [
-    "ADAM_BYTES_PER_PARAM", "KNOWN", "Fabric", "Framework", "Gpu", "Host", "Link", "Machine", "Nvme", "Rank",
+    "ADAM_BYTES_PER_PARAM", "KNOWN", "RESERVE_BYTES", "Fabric", "Framework", "Gpu", "Host", "Link", "Machine", "Nvme",
+    "Rank",
 ]  # fmt: skip
 
 _P = TypeVar("_P")
@@ -45,6 +46,10 @@ _P = TypeVar("_P")
 KNOWN: tuple[str, ...] = get_args(Known)
 """How a figure is known, the best first: measured on this machine, a share of peaks fitted to published runs, a peak of
 a datasheet times a usual share, or assumed without a measurement. An answer is as reliable as its worst-known figure.
+"""
+RESERVE_BYTES = GB
+"""Bytes of a card that no plan uses: a context with the kernels of a training job takes about half of them, cuBLAS's
+workspaces and the fragments of torch's allocator the rest. The executor keeps as many free (`devices/headroom.py`).
 """
 ADAM_BYTES_PER_PARAM = 28
 """Bytes of DRAM traffic per parameter for which `Host.adam_params_per_s` is quoted: those of AdamW with fp32 states."""
@@ -93,7 +98,8 @@ def _check(what: str, part: object) -> str:
 class Gpu:
     """One accelerator.
 
-    context_bytes: bytes taken before the first tensor; a plan's budget is usable - context.
+    context_bytes: the one reserve: the driver's context, libraries, and fragments of the allocator. A plan's budget is
+        usable - context. RESERVE_BYTES unless measured.
     hbm_bytes_per_s: effective bandwidth of its memory.
     flops_per_s: effective matrix rate by dtype; a dtype that is missing is not supported.
     launch_s: seconds of the beginnings and ends of a moment's kernels. None where rates are those of whole iterations,
@@ -107,13 +113,14 @@ class Gpu:
     """
 
     name: _Name
-    memory_bytes: Annotated[int, Figure("memory_gb", Gigabytes, "what the card is sold with", known="datasheet")]
+    memory_bytes: Annotated[int, Figure("memory_gb", Gigabytes, "what the driver gives to a process", known="measured")]
     usable_bytes: Annotated[
         int,
         Figure(
             "usable_gb",
             Gigabytes,
-            "what a process can count on",
+            "what a process can count on; left out: memory_gb",
+            None,
             path="memory",
             calibrated="what a process can count on",
             written="entry",
@@ -124,7 +131,8 @@ class Gpu:
         Figure(
             "context_gb",
             Annotated[float, between(0, 100)],
-            "driver context, libraries, fragmentation; part of usable_gb",
+            "reserve for driver context, libraries and fragmentation; part of usable_gb; left out: 1 GB",
+            None,
             path="context",
         ),
     ]
@@ -427,7 +435,9 @@ class Host:
     """
 
     name: _Name
-    memory_bytes: Annotated[int, Figure("memory_gb", Gigabytes, "DRAM", known="datasheet", path="memory")]
+    memory_bytes: Annotated[
+        int, Figure("memory_gb", Gigabytes, "DRAM as the system reports it", known="datasheet", path="memory")
+    ]
     pinned_bytes: Annotated[
         int | None,
         Figure(

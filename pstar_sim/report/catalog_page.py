@@ -1,9 +1,10 @@
 """The catalog as pages: every figure of every entry, and whether it is measured, fitted, from a datasheet or assumed.
 
-[Note: how a figure is known] A figure in an entry's `calibrated` table was measured. Sizes, peaks and line rates come
-from a datasheet. Shares of peaks that a machine reaches, latencies and reserved memory are assumed, and so is every
-figure of an entry whose source calls it an estimate or a placeholder. Figures fitted to published runs are in files of
-their own (efficiency.toml, frameworks.toml, generations.toml), which say how each figure is known.
+[Note: how a figure is known] A figure in an entry's `calibrated` table was measured, and so is a card's memory, which
+its driver reports. Other sizes, peaks and line rates come from a datasheet. Shares of peaks that a machine reaches,
+latencies and reserved memory are assumed, and so is every figure of an entry whose source calls it an estimate or a
+placeholder. Figures fitted to published runs are in files of their own (efficiency.toml, frameworks.toml,
+generations.toml), which say how each figure is known.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ __all__ = ["catalog_page", "known_figures"]
 
 PAGES = ("gpus", "links", "hosts", "disks", "generations", "efficiency", "frameworks")
 
-_KNOWN = {key.name: key.known for part in (Gpu, Link, Host, Nvme) for key in keys_of(part)}
-"""Key of a shipped entry -> how its figure is known, unless the entry's source says otherwise."""
+_PARTS: dict[str, type] = {"gpus": Gpu, "links": Link, "hosts": Host, "disks": Nvme}
+_KNOWN = {table: {key.name: key.known for key in keys_of(part)} for table, part in _PARTS.items()}
+"""Table -> key of a shipped entry -> how its figure is known, unless the entry's source says otherwise."""
 _GUESSED = ("an estimate", "placeholder", "from memory")
 
 
@@ -55,7 +57,7 @@ def known_figures(table: str) -> dict[str, list[tuple[str, str, str, str]]]:
         }
     if table == "efficiency":
         return {known: list(_of_table(raw, "", known)) for known, raw in efficiency_tables().items()}
-    return {name: list(_of_entry(entry)) for name, entry in _entries(table).items()}
+    return {name: list(_of_entry(table, entry)) for name, entry in _entries(table).items()}
 
 
 def _entries(table: str) -> Mapping[str, Entry[Any]]:
@@ -65,32 +67,33 @@ def _entries(table: str) -> Mapping[str, Entry[Any]]:
     return entries
 
 
-def _of_entry(entry: Entry[Any]) -> Iterator[tuple[str, str, str, str]]:
+def _of_entry(table: str, entry: Entry[Any]) -> Iterator[tuple[str, str, str, str]]:
     raw = entry.raw
     assert isinstance(raw, dict)
-    yield from _of_table(raw, "", raw["known"] if not hasattr(entry.values, "calibrated") else "")
+    yield from _of_table(raw, "", raw["known"] if not hasattr(entry.values, "calibrated") else "", table)
     for below in ("calibrated", "products"):
         if isinstance(raw.get(below), dict):
             yield from _of_table(raw[below], f"{below}.")
 
 
-def _of_table(raw: Mapping[str, Any], prefix: str, known: str = "") -> Iterator[tuple[str, str, str, str]]:
+def _of_table(
+    raw: Mapping[str, Any], prefix: str, known: str = "", table: str = ""
+) -> Iterator[tuple[str, str, str, str]]:
     """known: of all its figures, where the table says so."""
     source = str(raw.get("source", ""))
     for figure, value in raw.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield prefix + figure, _text(value), known or _kind(figure, prefix, source), _cell(source)
+            yield prefix + figure, _text(value), known or _kind(table, figure, prefix, source), _cell(source)
 
 
-def _kind(figure: str, prefix: str, source: str) -> str:
+def _kind(table: str, figure: str, prefix: str, source: str) -> str:
     if prefix:
         return "measured" if prefix == "calibrated." else "assumed"
-    known = _KNOWN.get(figure, "assumed")
-    return "assumed" if known == "datasheet" and any(word in source for word in _GUESSED) else known
+    return "assumed" if any(word in source for word in _GUESSED) else _KNOWN[table].get(figure, "assumed")
 
 
 def _text(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _cell(source: str) -> str:

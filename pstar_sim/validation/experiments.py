@@ -26,7 +26,6 @@ from pstar_sim.python310 import toml_loads
 from pstar_sim.units import GIB
 from pstar_sim.validation.rows import PublishedRow
 from pstar_sim.validation.setups import (
-    REPORTED_BYTES,
     Experiment,
     first_ranks,
     gpt_entry,
@@ -252,7 +251,7 @@ def _with_ratio(machine: Machine, ratio: float) -> Machine:
     """Returns the machine limited to the shares of GPU and host memory that PatrickStar may use."""
     reserved = round(machine.host.memory_bytes * (1 - ratio))
     machine = replace(machine, host=replace(machine.host, reserved_bytes=reserved))
-    return with_gpu_bytes(machine, round(REPORTED_BYTES[machine.gpu.name] * ratio) + machine.gpu.context_bytes)
+    return with_gpu_bytes(machine, round(machine.gpu.usable_bytes * ratio) + machine.gpu.context_bytes)
 
 
 _VM_POLICIES = {"Megatron-LM": "all_on_gpu", "ZeRO-Offload": "zero_offload", "ZeRO-Infinity CPU": "zero_infinity"}

@@ -17,13 +17,11 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry, count_params
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CatalogError
-from pstar_sim.units import MIB
 from pstar_sim.validation.rows import PublishedRow
 from pstar_sim.workload.presets import workload_of
 from pstar_sim.workload.workload import Workload
 
 __all__ = [
-    "REPORTED_BYTES",
     "Experiment",
     "first_ranks",
     "gpt_entry",
@@ -31,14 +29,6 @@ __all__ = [
     "whole_number",
     "with_gpu_bytes",
 ]
-
-REPORTED_BYTES = {
-    "v100-32": 32510 * MIB,
-    "a100-40": 40536 * MIB,
-    "a100-80": 81920 * MIB,
-    "h100-80": 81559 * MIB,
-}
-"""Memory by nvidia-smi; the DGX-2 log shows 32290 MiB of a V100 in use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +120,9 @@ def _catalog() -> Catalog:
 
 
 def published_machine(name: str, efficiency: Efficiency, framework: str) -> Machine:
-    """Driven by this framework, with the GPU memory that the GPUs report."""
+    """Driven by this framework."""
     catalog = replace(_catalog(), efficiency=efficiency)
-    machine = replace(catalog.machine(name), framework=catalog.framework(framework))
-    return with_gpu_bytes(machine, REPORTED_BYTES[machine.gpu.name])
+    return replace(catalog.machine(name), framework=catalog.framework(framework))
 
 
 def with_gpu_bytes(machine: Machine, usable_bytes: int) -> Machine:

@@ -331,14 +331,14 @@ class TestBlocks:
 
 
 class TestRoom:
-    """What a plan may not count on: 1 GiB of the card, or what was measured where that is more."""
+    """What a plan may not count on: 1 GB of the card, or what was measured where that is more."""
 
     def test_the_least_is_kept_however_little_was_measured(self, card: Card) -> None:
         """Of what a plan is made for. One that exists has what was measured against it alone."""
         backend = CudaBackend(torch.device("cpu"))
-        assert (backend.plannable_gpu_bytes(), backend.available_gpu_bytes()) == (10**10 - 2**30, 10**10)
+        assert (backend.plannable_gpu_bytes(), backend.available_gpu_bytes()) == (9 * 10**9, 10**10)
         card.reserved = 10**8
-        assert backend.plannable_gpu_bytes() == 10**10 - 2**30  # what torch reserves is the plan's
+        assert backend.plannable_gpu_bytes() == 9 * 10**9  # what torch reserves is the plan's
         card.outside = 2**30  # by now another program is there
         assert backend.plannable_gpu_bytes() == 10**10 - 2**30 - 256 * MIB
         assert backend.available_gpu_bytes() == 10**10 - 2**30
@@ -347,7 +347,7 @@ class TestRoom:
     def test_a_warm_up_plans_with_what_is_left(self, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(jobs, "cuda_device", lambda name: torch.device("cpu"))
         made = jobs.recording_machine("cuda", None, None)
-        assert made.gpu_budget_bytes == (10**10 - 2**30) - (10**10 - 2**30) // 64
+        assert made.gpu_budget_bytes == 9 * 10**9 - 9 * 10**9 // 64
         small = load_machine("virtual", gpu_memory=10**9)
         assert jobs.recording_machine("cuda", small, None) is small
         card.outside = 10**10

@@ -35,7 +35,7 @@ def plan_made(gpu_memory: str | None) -> Plan:
 def test_here_is_the_device_that_torch_has_and_gpu_memory_caps_it(
     without: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A container often lacks nvidia-smi. At least 1 GiB is kept of a cap of 2 GB, and of the whole card."""
+    """A container often lacks nvidia-smi. At least 1 GB is kept of a cap of 2 GB, and of the whole card."""
     name, memory = torch.cuda.get_device_name(0), torch.cuda.mem_get_info()[1]
     known = {alias for entry in load_catalog().gpus.values() for alias in entry.values.device_names}
     if name not in known:

@@ -12,7 +12,7 @@ from pstar_sim.catalog.listing_rows import list_machines
 from pstar_sim.catalog.loader import load_catalog, load_machine, machine_names
 from pstar_sim.errors import CatalogError, PstarError, UnknownName
 
-GB = 10**9
+GB, GIB = 10**9, 2**30
 
 GOOD = {
     "gpus": """
@@ -85,7 +85,7 @@ def test_every_machine_is_positive_and_finite(name: str) -> None:
     assert m.host.cores >= 1
     assert sum(rank.batch_share for rank in m.ranks) == pytest.approx(1)
     assert "fp32" in m.gpu.flops_per_s
-    # CUDA cards lose 1 GB to the driver context, the virtual accelerator has none.
+    # The one reserve, 1 GB; the virtual accelerator has none.
     assert m.gpu.context_bytes == (0 if name == "virtual" else GB)
 
 
@@ -99,27 +99,27 @@ def test_every_entry_names_its_source_and_date(table: str) -> None:
             assert calibrated.source != entry.values.source
 
 
-# Datasheet peaks, worked out by hand: usable GB, line rate and share, 16-bit TFLOPS and plateau, GB/s of HBM and DRAM.
+# Worked out by hand: GiB that CUDA reports, line rate and share, 16-bit TFLOPS and plateau, GB/s of HBM and DRAM.
 @pytest.mark.parametrize(
     ("name", "usable", "link", "flops", "hbm", "dram"),
     [
-        ("v100-32", 31, 15.75 * 0.78, 125 * 0.774, 900, 128),
-        ("a100-80", 79, 31.5 * 0.8, 312 * 0.774, 2039, 204.8),
-        ("rtx4090", 23.2, 31.5 * 0.8, 165.2 * 0.7, 1008, 204.8),
-        ("h100-80", 79, 63 * 0.87, 989 * 0.604, 3350, 307.2),
+        ("v100-32", 31.74, 15.75 * 0.78, 125 * 0.774, 900, 128),
+        ("a100-80", 79.1, 31.5 * 0.8, 312 * 0.774, 2039, 204.8),
+        ("rtx4090", 23.64, 31.5 * 0.8, 165.2 * 0.7, 1008, 204.8),
+        ("h100-80", 79.1, 63 * 0.87, 989 * 0.604, 3350, 307.2),
     ],
 )
 def test_machines_differ_in_data_alone(
     name: str, usable: float, link: float, flops: float, hbm: float, dram: float
 ) -> None:
     m, e = load_machine(name), fitted()
-    assert m.gpu.usable_bytes == round(usable * GB)
-    assert m.gpu_budget_bytes == round((usable - 1) * GB)
+    assert m.gpu.usable_bytes == m.gpu.memory_bytes == round(usable * GIB)
+    assert m.gpu_budget_bytes == round(usable * GIB) - GB
     assert m.link.h2d_bytes_per_s == m.link.d2h_bytes_per_s == pytest.approx(link * GB)
     assert m.gpu.flops_per_s["fp16"] == pytest.approx(flops * 1e12)
     assert m.gpu.hbm_bytes_per_s == pytest.approx(hbm * GB * e.hbm)
     assert m.host.adam_params_per_s == pytest.approx(dram * GB * e.adam_dram / 28)
-    assert m.host.memory_bytes == 512 * GB
+    assert m.host.memory_bytes == 503 * GIB
     assert m.gpu.launch_s == e.launch_s and m.gpu.products is not None
     assert m.framework is not None and m.framework.name == "pytorch"
     assert not m.calibrated
@@ -143,7 +143,7 @@ def test_nodes_share_one_host() -> None:
     assert node.host.memory_bytes == 240 * GB
     assert node.ranks[3].batch_share == 1 / 8
     assert node.peer is not None and node.peer.bytes_per_s == pytest.approx(150e9 * 0.85)
-    assert load_machine("a100-80x8").host.memory_bytes == 1000 * GB
+    assert load_machine("a100-80x8").host.memory_bytes == 1007 * GIB
 
 
 def test_desktops_have_two_channels() -> None:
@@ -182,7 +182,7 @@ def test_a_user_file_overrides_single_fields(tmp_path: Path) -> None:
         "what the file leaves alone stays"
     )
     assert "my.toml" in m.host.source
-    assert load_machine("a100-80").host.memory_bytes == 512 * GB, "the catalog itself is not changed"
+    assert load_machine("a100-80").host.memory_bytes == 503 * GIB, "the catalog itself is not changed"
 
 
 def test_a_users_datasheet_figure_displaces_the_catalogs(tmp_path: Path) -> None:
@@ -253,7 +253,10 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 FIELDS = [(kind, line.split(" = ")[0]) for kind, text in GOOD.items() for line in text.strip().splitlines()]
 
 
-OPTIONAL = {"fp16_tflops", "hbm_efficiency", "fp32_efficiency", "tensor_core_efficiency", "adam_gparams_per_s"}
+OPTIONAL = {
+    "usable_gb", "context_gb", "fp16_tflops", "hbm_efficiency", "fp32_efficiency", "tensor_core_efficiency",
+    "adam_gparams_per_s",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "field"), [(kind, field) for kind, field in FIELDS if field not in OPTIONAL])
@@ -307,8 +310,28 @@ def test_an_unknown_field(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_misspelt_field_is_guessed(tmp_path: Path) -> None:
-    with pytest.raises(CatalogError, match=r"memory_gib = 32 is not a known field; did you mean memory_gb\?"):
+    with pytest.raises(CatalogError, match=r"memory_gbs = 32 is not a known field; did you mean memory_gb\?"):
+        load_machine(write(tmp_path, complete(hosts=GOOD["hosts"] + "memory_gbs = 32\n")))
+
+
+def test_a_size_may_be_given_in_gib(tmp_path: Path) -> None:
+    text = "[gpus.rtx4090]\nmemory_gib = 24\n[hosts.workstation-ddr4-3200]\nmemory_gib = 256\nreserved_gib = 6\n"
+    m = load_machine("rtx4090", user_file=write(tmp_path, text))
+    assert (m.gpu.memory_bytes, m.gpu.usable_bytes, m.gpu_budget_bytes) == (24 * GIB, 24 * GIB, 24 * GIB - GB)
+    assert m.host_budget_bytes == 250 * GIB
+    assert load_machine("rtx4090", gpu_memory="24GiB", host_memory="256GiB").gpu_budget_bytes == 24 * GIB - GB
+    assert load_machine("rtx4090", overrides=["gpu.memory=24GiB"]).gpu_budget_bytes == 24 * GIB - GB
+
+
+def test_a_size_given_in_both_units_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CatalogError, match=r"\[mine\] memory_gib = 32 beside memory_gb; give one of them"):
         load_machine(write(tmp_path, complete(hosts=GOOD["hosts"] + "memory_gib = 32\n")))
+
+
+def test_a_card_without_a_size_of_its_own_is_wholly_usable_less_the_one_reserve(tmp_path: Path) -> None:
+    lines = GOOD["gpus"].replace("usable_gb = 9\n", "").replace("context_gb = 1\n", "")
+    gpu = load_machine(write(tmp_path, complete(gpus=lines))).gpu
+    assert (gpu.usable_bytes, gpu.budget_bytes) == (10 * GB, 9 * GB)
 
 
 @pytest.mark.parametrize(
@@ -377,4 +400,4 @@ def test_listing_has_a_row_for_each_machine() -> None:
     assert [row["machine"] for row in rows] == list(machine_names())
     assert len({tuple(row) for row in rows}) == 1, "the same columns in every row"
     v100 = next(row for row in rows if row["machine"] == "v100-32")
-    assert (v100["GPU GB"], v100["host GB"], v100["Adam G/s"], v100["compute is"]) == (31, 512, 1.24, "assumed")
+    assert (v100["GPU GB"], v100["host GB"], v100["Adam G/s"], v100["compute is"]) == (34.1, 540, 1.24, "assumed")

@@ -44,8 +44,8 @@ def test_nothing_of_one_memory_is_counted_twice(name: str) -> None:
     moved: list[Machine] = [
         load_machine(name, host_memory="48GB"),
         load_machine(name, overrides={"host.memory": "48GB"}),
-        load_machine(name, overrides=[f"gpu.memory={m.pool_bytes // GB - 48}GB"]),
-        load_machine(name, gpu_memory=f"{m.pool_bytes // GB - 48}GB"),
+        load_machine(name, overrides={"gpu.memory": m.pool_bytes - 48 * GB}),
+        load_machine(name, gpu_memory=m.pool_bytes - 48 * GB),
     ]
     for other in moved:
         assert (other.host.memory_bytes, other.pool_bytes) == (48 * GB, m.pool_bytes)
@@ -71,7 +71,7 @@ def test_a_unified_machine_whose_gpu_takes_all_is_refused(tmp_path: Path) -> Non
 
 def test_a_file_of_a_unified_machine_says_so_in_the_answer(small: Workload) -> None:
     answer = compare(small, "gb10", policies=["tide"], settings=Settings(clip=True))
-    assert any("one memory of 128.00 GB" in note for note in answer.notes)
+    assert any("one memory of 128.53 GB" in note for note in answer.notes)
     assert not compare(small, "a100-80", policies=["tide"], settings=Settings(clip=True)).notes
 
 

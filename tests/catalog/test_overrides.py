@@ -18,13 +18,13 @@ def test_a_size_a_rate_and_a_change(v100: ps.Machine) -> None:
     m = override(v100, ["gpu.memory=48GB", "link.bandwidth=25GB/s", "host.memory=+50%"])
     assert m.gpu_budget_bytes == 47 * 10**9  # 1 GB of context comes off
     assert m.link.h2d_bytes_per_s == m.link.d2h_bytes_per_s == 25e9
-    assert m.host.memory_bytes == 768 * 10**9  # 512 and a half more
-    assert v100.gpu_budget_bytes == 30 * 10**9  # the old one is as it was
+    assert m.host.memory_bytes == 754.5 * 2**30  # 503 GiB and a half more
+    assert v100.gpu_budget_bytes == round(31.74 * 2**30) - 10**9  # the old one is as it was
 
 
 def test_the_same_through_the_loader() -> None:
     assert ps.machine("v100-32", overrides={"link.h2d": "x2"}).link.h2d_bytes_per_s == 2 * 15.75e9 * 0.78
-    assert ps.machine("v100-32", overrides=["host.reserved=20GB"]).host_budget_bytes == 492 * 10**9
+    assert ps.machine("v100-32", overrides=["host.reserved=20GB"]).host_budget_bytes == 503 * 2**30 - 20 * 10**9
 
 
 def test_cores_scale_adam_up_to_what_the_dram_allows(v100: ps.Machine) -> None:

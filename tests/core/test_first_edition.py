@@ -36,8 +36,8 @@ def test_its_trace_is_read_and_holds_what_it_was_made_of(tmp_path: Path) -> None
 
 
 def test_its_machine_file_is_read() -> None:
-    machine, catalog = load_machine(FILES / "machine.toml"), load_machine("v100-32")
-    assert machine.gpu_budget_bytes == catalog.gpu_budget_bytes == 30 * 10**9
+    machine = load_machine(FILES / "machine.toml")
+    assert machine.gpu_budget_bytes == 30 * 10**9
     assert machine.link.h2d_bytes_per_s == pytest.approx(12e9)
     assert machine.host.adam_params_per_s == pytest.approx(1.2e9)
     assert machine.calibrated and machine.confidence_by_input["DRAM"] == "datasheet"

@@ -58,7 +58,7 @@ def test_a_file_of_different_gpus(mixed: Path) -> None:
     assert [r.gpu.name for r in m.ranks] == ["a100-40", "a100-40", "v100-32"] * 2
     assert [r.batch_share for r in m.ranks[:3]] == pytest.approx([0.2, 0.2, 0.1])
     assert m.gpu.name == "a100-40 + v100-32"
-    assert m.gpu_budget_bytes == 30 * GB, "the V100's"
+    assert m.gpu_budget_bytes == load_machine("v100-32").gpu_budget_bytes, "the V100's"
     assert set(m.gpu.flops_per_s) == {"fp32", "fp16"}, "the V100 has no bf16"
     assert m.link.h2d_bytes_per_s == 15.75 * GB * 0.78
     shape, shapes = m.gpu.products, [r.gpu.products for r in m.ranks]
@@ -127,7 +127,7 @@ def test_compare_on_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 0
     said = capsys.readouterr().out
     assert "batch 16 (2 per GPU)" in said
-    assert "8 GPUs, each with 30.00 GB of GPU and 29.00 GB of host memory" in said
+    assert "8 GPUs, each with 33.08 GB of GPU and 29.00 GB of host memory" in said
     assert UNMODELLED.split(" are ")[0] in said
     asked = compare(preset("1B", batch=16, seq=256), load_machine("a100-80x8"), policies=["patrickstar"], near=False)
     assert UNMODELLED.split(":")[0] in asked._repr_html_()

@@ -147,7 +147,8 @@ def test_the_forward_pass_does_not_wait_for_parameters_on_their_way_down() -> No
     """A streamed embedding stays over the border, is read first and then given up until its gradient: behind its copy
     down, on that queue. On the compute queue the drop would hold the forward pass up for all of the copy."""
     workload = preset("llama-3-8b", batch=4, seq=1024, dtype="bf16", checkpointing=True)
-    job = Job("any", workload, machine("h100-80"), Settings(update="eager", clip=False), Point(streams=True))
+    card = machine("h100-80", gpu_memory="79GB")
+    job = Job("any", workload, card, Settings(update="eager", clip=False), Point(streams=True))
     embedding = job.candidates[0]
     made = attempt_course(Course(job, Modes(frozenset(job.candidates[1:22]), frozenset({embedding})), Knobs()))
     assert embedding in made.course.stays

@@ -29,7 +29,7 @@ def test_each_figure_says_how_it_is_known(table: str) -> None:
 
 def test_words_by_hand() -> None:
     known = {figure: kind for figure, _, kind, _ in known_figures("gpus")["l40s"]}
-    assert (known["memory_gb"], known["bf16_tflops"], known["context_gb"]) == ("datasheet", "datasheet", "assumed")
+    assert (known["memory_gb"], known["bf16_tflops"]) == ("measured", "datasheet")
     assert {kind for _, _, kind, _ in known_figures("gpus")["m4-max"]} == {"assumed"}, "its source says: an estimate"
     host = {figure: kind for figure, _, kind, _ in known_figures("hosts")["wsl2-64gb"]}
     assert (host["pinned_gb"], host["cores"], host["reserved_gb"]) == ("measured", "datasheet", "assumed")

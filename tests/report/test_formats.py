@@ -40,7 +40,7 @@ def test_a_key_is_shown_as_it_is_declared() -> None:
     assert rows("machine")["memory_gb"] == [
         "number from 0.001 to 100000",
         "GB",
-        "what the card is sold with",
+        "what the driver gives to a process",
         "required",
     ]
     assert rows("grid")["batch"][0] == "whole number from 1 to 1e+09"

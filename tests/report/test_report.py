@@ -303,7 +303,7 @@ def test_what_a_notebook_shows_is_html_with_pictures_and_without_scripts() -> No
     found = ps.compare(w, ps.machine("v100-32"), policies=["zero_offload", "tide"], barrier_cost=False, near=False)
     best = found.best()
     for answer, says in (
-        (machine, ("v100-32x8", "8 x v100-32 on 1 node", "link to the GPU", "30.00 GB of", "29.00 GB per GPU of 240")),
+        (machine, ("v100-32x8", "8 x v100-32 on 1 node", "link to the GPU", "33.08 GB of", "29.00 GB per GPU of 240")),
         (ps.machine("a100-80x2+v100-32"), ("2 x a100-80 + 1 x v100-32 on 1 node", "the least of all")),
         (w, ("tiny-gpt2", "peak of the tide", "<polygon")),
         (best.plan, (f"<b>{best.policy}</b>", f"{len(best.plan.steps)} steps", "gpu between iterations")),

@@ -100,6 +100,6 @@ def test_bars_of_the_largest_models() -> None:
     }  # fmt: skip
     assert [text.get_text() for text in ax.texts] == ["10.0 B", "none", "30.0 B", "8.0 B"]
     labels = [label.get_text() for label in ax.get_yticklabels()]
-    assert [text.split("\n")[0] for text in labels] == ["v100-32", "rtx4090"] and "30 GB of GPU" in labels[0]
+    assert [text.split("\n")[0] for text in labels] == ["v100-32", "rtx4090"] and "33 GB of GPU" in labels[0]
     with pytest.raises(PstarError, match="give at least one answer, all of max_model"):
         plot_limits([])
