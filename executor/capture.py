@@ -66,6 +66,8 @@ from executor.moments.unseen import unseen
 from executor.scaling import guard_boundary, needs_loss_scaling
 from pstar_sim.catalog.model_shapes import is_model, model_entry
 from pstar_sim.errors import ModelError, PstarError
+from pstar_sim.python310 import Unpack
+from pstar_sim.workload.axes import AxesGiven
 from pstar_sim.workload.experts import experts_note
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
@@ -82,27 +84,18 @@ def capture(
     batch: int = 1,
     sequence: int = 1024,
     micro_batches: int = 1,
-    dtype: str | None = None,
-    checkpointing: bool = False,
-    attention: str | None = None,
+    **axes: Unpack[AxesGiven],
 ) -> Workload:
     """Returns the workload of a model named as in `executor.models.build`, or of a built model, which keeps its own
-    batch, sequence, dtype, checkpointing and attention whatever is given.
+    batch, sequence and axes whatever is given.
 
     micro_batches: all alike, per iteration.
+    axes: as in `build`.
 
     Raises ModelError as `build` and `capture_module` do.
     """
     if isinstance(model, str):
-        model = build(
-            model,
-            batch=batch,
-            sequence=sequence,
-            dtype=dtype,
-            checkpointing=checkpointing,
-            attention=attention,
-            device="meta",
-        )
+        model = build(model, batch=batch, sequence=sequence, device="meta", **axes)
     workload = capture_module(
         model.module,
         model.example_batch,
@@ -118,7 +111,7 @@ def capture(
 
 
 def capture_variants(
-    model: str, *, batch: int = 1, sequence: int = 1024, dtype: str | None = None, attention: str | None = None
+    model: str, *, batch: int = 1, sequence: int = 1024, **axes: Unpack[AxesGiven]
 ) -> tuple[Workload, ...]:
     """Returns variants of one model for a planner: the batch, its half and its quarter (if whole), each with
     activations kept and, if the model can, recomputed.
@@ -133,8 +126,9 @@ def capture_variants(
             if checkpointing and not can_recompute:
                 continue
             try:
-                made = build(model, batch=size, sequence=sequence, dtype=dtype, checkpointing=checkpointing,
-                             attention=attention, device="meta")  # fmt: skip
+                made = build(
+                    model, batch=size, sequence=sequence, device="meta", **(axes | {"checkpointing": checkpointing})
+                )
             except ModelError:
                 if not checkpointing:
                     raise

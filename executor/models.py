@@ -28,7 +28,9 @@ from executor.moments.hooks import tensors_of
 from pstar_sim.catalog.model_shapes import ExpertsShape, ModelEntry, model_entry
 from pstar_sim.dtypes import WORKING
 from pstar_sim.errors import ModelError, PstarError
+from pstar_sim.python310 import Unpack
 from pstar_sim.schema.reading import nearest
+from pstar_sim.workload.axes import Axes, AxesGiven, all_axes
 
 __all__ = [
     "BuiltModel",
@@ -45,12 +47,11 @@ __all__ = [
     "unread_padding",
 ]
 
-ATTENTION = ("flash", "efficient", "math")
 IMAGE_SIZE = 224  # pixels per side, where a configuration names none (convolutions accept any)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuiltModel:
+class BuiltModel(Axes):
     """A module in training mode and a batch for `forward_loss`.
 
     name: the spec it was built from.
@@ -65,9 +66,6 @@ class BuiltModel:
     name: str
     batch: int
     sequence: int
-    dtype: str | None
-    checkpointing: bool
-    attention: str | None
     vocabulary: int | None
 
 
@@ -76,36 +74,35 @@ def build(
     *,
     batch: int = 1,
     sequence: int = 1024,
-    dtype: str | None = None,
-    checkpointing: bool = False,
-    attention: str | None = None,
     device: str = "cpu",
     seed: int = 0,
     empty: bool = False,
+    **axes: Unpack[AxesGiven],
 ) -> BuiltModel:
     """Returns the model that `spec` names, with an example batch of `batch` sequences of `sequence` tokens.
 
     spec: a preset's name, "hf:FILE" (a transformers config.json, or a folder that holds one), "hf:ORG/NAME" (fetches
         the configuration only; weights are random), or "py:package.module:factory" (returns an nn.Module and an example
         batch, from the arguments among batch, sequence, dtype and checkpointing that its signature names).
-    dtype: a name of DTYPES; None means bf16, for "py:" the module's own dtypes.
     device: "meta" or "cpu"; a "py:" factory decides itself.
     seed: of weights and batch; the global generator stays unchanged.
+    axes: dtype (None means bf16, for "py:" the module's own dtypes), checkpointing, attention.
     empty: build the parameters on meta for any `device`, for weights that come from a folder.
 
     Raises ModelError, and UnknownName for a preset that does not exist.
     """
-    _check_arguments(batch=batch, sequence=sequence, dtype=dtype, attention=attention, device=device)
+    asked = Axes(**axes)
+    _check_arguments(spec, asked, batch=batch, sequence=sequence, device=device)
     with torch.random.fork_rng(devices=[]), parameters_on_meta() if empty else contextlib.nullcontext():
         torch.manual_seed(seed)
         if spec.startswith("py:"):
-            return _from_factory(spec, batch, sequence, dtype, checkpointing, attention)
+            return _from_factory(spec, batch, sequence, asked)
         if spec.startswith("hf:"):
             config, architecture = _hf_config(spec)
         else:
             config, architecture = config_of(model_entry(spec))
         return _from_config(
-            spec, config, architecture, batch, sequence, dtype or WORKING, checkpointing, attention, device, seed
+            spec, config, architecture, batch, sequence, asked.but(dtype=asked.dtype or WORKING), device, seed
         )
 
 
@@ -324,22 +321,23 @@ def _as_on_cuda(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: 
     return attend(query, key, value, attn_mask, *args, **options)
 
 
-def _check_arguments(*, batch: int, sequence: int, dtype: str | None, attention: str | None, device: str) -> None:
+def _check_arguments(spec: str, axes: Axes, *, batch: int, sequence: int, device: str) -> None:
     for name, value in (("batch", batch), ("sequence", sequence)):
         if value < 1:
             raise ModelError(f"{name} must be at least 1, not {value}")
-    if dtype is not None and dtype not in TORCH_DTYPES:
-        raise ModelError(f"dtype {dtype!r} is not known; it is one of {', '.join(TORCH_DTYPES)}")
-    if attention is not None and attention not in ATTENTION:
-        raise ModelError(f"attention {attention!r} is not known; it is one of {', '.join(ATTENTION)}")
+    for what, given in axes.given.items():
+        axis = all_axes()[what]
+        if not axis.of_modules:
+            raise ModelError(f"{spec}: {what} is for presets that are planned; a module has its own")
+        if axis.names and given not in axis.names:
+            raise ModelError(f"{what} {given!r} is not known; it is one of {', '.join(axis.names)}")
     if device not in ("meta", "cpu"):
         raise ModelError(f"device {device!r} is not known; a model is built on meta or cpu")
 
 
-def _from_factory(
-    spec: str, batch: int, sequence: int, dtype: str | None, checkpointing: bool, attention: str | None
-) -> BuiltModel:
+def _from_factory(spec: str, batch: int, sequence: int, axes: Axes) -> BuiltModel:
     factory = _factory_of(spec)
+    dtype, checkpointing = axes.dtype, bool(axes.checkpointing)
     wanted = {"batch": batch, "sequence": sequence, "dtype": dtype, "checkpointing": checkpointing}
     names = inspect.signature(factory).parameters
     model, example = _made_by(spec, factory, {name: value for name, value in wanted.items() if name in names})
@@ -356,10 +354,8 @@ def _from_factory(
         name=spec,
         batch=batch if "batch" in names or not sizes else int(sizes[0][0]),
         sequence=sequence if "sequence" in names else int(sizes[0][1]) if sizes and len(sizes[0]) == 2 else 1,
-        dtype=dtype,
-        checkpointing=checkpointing,
-        attention=attention,
         vocabulary=None,
+        **axes.given,
     )
 
 
@@ -536,12 +532,12 @@ def _from_config(
     architecture: str | None,
     batch: int,
     sequence: int,
-    dtype: str,
-    checkpointing: bool,
-    attention: str | None,
+    axes: Axes,
     device: str,
     seed: int,
 ) -> BuiltModel:
+    assert axes.dtype is not None
+    dtype = TORCH_DTYPES[axes.dtype]
     cls = _model_class(spec, config, architecture)
     if hasattr(config, "use_cache"):
         config.use_cache = False
@@ -551,19 +547,19 @@ def _from_config(
         try:
             # transformers before 4.56 knows only the word torch_dtype
             word = "dtype" if hasattr(config, "dtype") else "torch_dtype"
-            model = cls._from_config(config, **{word: TORCH_DTYPES[dtype]})
+            model = cls._from_config(config, **{word: dtype})
         except (ValueError, TypeError, ImportError) as error:
             raise ModelError(f"{spec}: transformers cannot build {cls.__name__}: {_one_line(error)}") from error
     if cls.__name__.endswith("LMHeadModel") and model.loss_type is None:
         model.loss_type = "ForCausalLM"  # the default to which transformers falls back, with a warning
-    if checkpointing:
+    if axes.checkpointing:
         enable_checkpointing(spec, model)
     model.train()
     torch.manual_seed(seed)  # the batch is the same whether the parameters were initialised or are on meta
     names = inspect.signature(model.forward).parameters
     vocabulary: int | None = None
     if cls.main_input_name == "pixel_values" and "labels" in names:
-        example, sequence = _images(config, batch, TORCH_DTYPES[dtype], device)
+        example, sequence = _images(config, batch, dtype, device)
     elif cls.main_input_name == "input_ids" and "labels" in names:
         per_sequence = cls.__name__.endswith("ForSequenceClassification")
         example, vocabulary = _tokens(spec, config, batch, sequence, device, per_sequence=per_sequence)
@@ -578,10 +574,8 @@ def _from_config(
         name=spec,
         batch=batch,
         sequence=sequence,
-        dtype=dtype,
-        checkpointing=checkpointing,
-        attention=attention,
         vocabulary=vocabulary,
+        **axes.given,
     )
 
 

@@ -35,6 +35,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PlanError
+from pstar_sim.workload.axes import Axes
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["Keeping", "RunResult", "TrainingJob", "check_device", "check_hardware", "recording_machine"]
@@ -131,7 +132,7 @@ def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingJob:
+class TrainingJob(Axes):
     """A training job by name.
 
     model: as for `pstar trace`.
@@ -144,13 +145,10 @@ class TrainingJob:
     model: str
     batch: int
     sequence: int
-    dtype: str | None
-    checkpointing: bool
     micro_batches: int = 1
     data: str | None = None
     lr: float = 3e-4
     seed: int = 0
-    attention: str | None = None
     clip: bool = True
     weights: str | None = None
 
@@ -184,12 +182,10 @@ class TrainingJob:
             self.model,
             batch=self.batch,
             sequence=self.sequence,
-            dtype=self.dtype,
-            checkpointing=self.checkpointing,
-            attention=self.attention,
             device="cpu",
             seed=self.seed,
             empty=empty,
+            **self.given,
         )
 
     def batches(self, built: BuiltModel, *, text: ByteText | None = None, skip: int = 0) -> Iterator[Any]:

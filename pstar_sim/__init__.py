@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pstar_sim.report.tide_picture import plot_tide
     from pstar_sim.report.waterfall import plot_waterfall
     from pstar_sim.validation.results import Validation, validate
-    from pstar_sim.workload.lora import Adapter
+    from pstar_sim.workload.adapter import Adapter
     from pstar_sim.workload.presets import preset
     from pstar_sim.workload.relay import relay
     from pstar_sim.workload.trace import load_trace
@@ -88,7 +88,7 @@ __all__ = [
 
 _WHERE = {
     "Ablation": "planner.ablate:Ablation",
-    "Adapter": "workload.lora:Adapter",
+    "Adapter": "workload.adapter:Adapter",
     "Comparison": "planner.compare:Comparison",
     "DoesNotFit": "errors:DoesNotFit",
     "Machine": "catalog.machine:Machine",

@@ -123,7 +123,7 @@ def max_model(
     asked: AskedFlags,
 ) -> int:
     """Find the largest model a machine can train, by policy: of the catalog, and of a family by its depth."""
-    from pstar_sim.cli.inputs import lora_of, machine_of, settings_of
+    from pstar_sim.cli.inputs import axes_of, machine_of, settings_of
     from pstar_sim.planner.limits import max_model as ask
 
     machine = machine_of(on)
@@ -138,13 +138,9 @@ def max_model(
             policies=asked.policy,
             settings=settings_of(setting),
             micro_batches=micro_batches,
-            dtype=job.dtype,
-            checkpointing=job.checkpointing,
-            kernels=job.kernels,
-            lora=lora_of(job.lora),
-            optimizer=job.optimizer,
             loading=asked.loading,
             on_policy=on_policy,
+            **axes_of(job),
         )
     return _say_limits(answer, asked, smallest=f"one layer like {like}", machine=str(on.machine))
 
@@ -177,26 +173,17 @@ def max_batch(
     asked: AskedFlags,
 ) -> int:
     """Find the largest batch with which a machine can train a model, by policy."""
-    from pstar_sim.cli.inputs import lora_of, machine_of, settings_of
+    from pstar_sim.cli.inputs import axes_of, machine_of, settings_of
     from pstar_sim.planner.limits import max_batch as ask
     from pstar_sim.workload.presets import default_dtype, preset
     from pstar_sim.workload.workload import Workload
 
     machine = machine_of(on)
-    adapter = lora_of(job.lora)
+    axes = axes_of(job)
+    axes["dtype"] = job.dtype or default_dtype(machine)
 
     def write(batch: int) -> Workload:
-        return preset(
-            model,
-            batch=batch,
-            seq=job.seq,
-            micro_batches=micro_batches,
-            dtype=job.dtype or default_dtype(machine),
-            checkpointing=job.checkpointing,
-            kernels=job.kernels,
-            lora=adapter,
-            optimizer=job.optimizer,
-        )
+        return preset(model, batch=batch, seq=job.seq, micro_batches=micro_batches, **axes)
 
     with bar("starting", quiet=asked.json) as on_policy:
         answer = ask(
@@ -253,7 +240,7 @@ def cheapest(
 ) -> int:
     """Find the cheapest machine that trains a model on a number of tokens by a deadline."""
     from pstar_sim.catalog.loader import load_machine
-    from pstar_sim.cli.inputs import lora_of, settings_of
+    from pstar_sim.cli.inputs import axes_of, settings_of
     from pstar_sim.planner.cheapest import cheapest as ask
     from pstar_sim.report.capacity_tables import cheapest_text
 
@@ -271,15 +258,11 @@ def cheapest(
             machines=machines,
             policies=policy,
             settings=settings_of(setting),
-            dtype=job.dtype,
-            checkpointing=job.checkpointing,
-            kernels=job.kernels,
-            lora=lora_of(job.lora),
-            optimizer=job.optimizer,
             loading=loading,
             prices=prices,
             most_nodes=most_nodes,
             on_part=on_part,
+            **axes_of(job),
         )
     if json:
         say_json(answer.to_json())

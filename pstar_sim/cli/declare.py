@@ -7,12 +7,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from copy import copy
-from dataclasses import MISSING, fields, is_dataclass
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from pstar_sim.cli.flag_values import one_of
 from pstar_sim.cli.usage import Command
+from pstar_sim.workload.axes import Axis, all_axes
 
 __all__ = ["command", "flat"]
 
@@ -48,7 +50,7 @@ def flat(function: Function) -> Function:
             taken.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     def call(**given: Any) -> int:
-        made = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+        made = {name: kind(**{f.name: given.pop(f.name) for f in _stated(kind)}) for name, kind in groups.items()}
         return function(**made, **given)
 
     call.__name__, call.__doc__ = function.__name__, function.__doc__
@@ -65,10 +67,35 @@ def _flags_of(kind: Any) -> list[inspect.Parameter]:
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=_in_section(hints[field.name], section),
+            annotation=_in_section(_as_flag(kind, field.name, hints[field.name]), section),
         )
-        for field in fields(kind)
+        for field in _stated(kind)
     ]
+
+
+def _stated(kind: Any) -> list[Field[Any]]:
+    """Returns the fields that have flags, the axes of a job last."""
+    axes = all_axes()
+    stated = [field for field in fields(kind) if field.name not in axes or _help(kind, axes[field.name])]
+    return sorted(stated, key=lambda field: field.name in axes)
+
+
+def _help(kind: Any, axis: Axis) -> str:
+    return axis.of_modules if getattr(kind, "OF_MODULES", False) else axis.help
+
+
+def _as_flag(kind: Any, name: str, annotation: Any) -> Any:
+    """Returns the annotation in typer's form: an axis becomes an option."""
+    axis = getattr(annotation, "__metadata__", (None,))[0]
+    if not isinstance(axis, Axis):
+        return annotation
+    help_ = _help(kind, axis)
+    if isinstance(axis.default, bool):
+        return Annotated[bool | None, typer.Option(f"--{name}/--no-{name}", help=help_)]
+    if not axis.names:
+        return Annotated[str | None, typer.Option(metavar=axis.metavar, help=help_)]
+    names: Any = Literal[axis.names]
+    return Annotated[names | None, typer.Option(parser=one_of(names), metavar=axis.metavar, help=help_)]
 
 
 def _in_section(annotation: Any, section: str | None) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -20,10 +20,9 @@ from pstar_sim.cli.flag_values import (
     positive,
     ways_of_loading,
 )
-from pstar_sim.dtypes import DTYPES
+from pstar_sim.workload.axes import Axes
 
 __all__ = [
-    "Dtype",
     "JobFlags",
     "JsonList",
     "JsonObject",
@@ -40,10 +39,6 @@ __all__ = [
     "policies",
 ]
 
-if TYPE_CHECKING:
-    DTYPE_NAMES = str
-else:
-    DTYPE_NAMES = Literal[tuple(DTYPES)]
 UPDATES = Literal["step", "eager"]
 LOOPS = Literal["own", "step"]
 SUMS = Literal["32-bit", "16-bit"]
@@ -56,31 +51,8 @@ Batch = Annotated[
         help="sequences per micro-batch, of all GPUs together (with --trace: picks a variant by each GPU's share)",
     ),
 ]
-Dtype = Annotated[
-    DTYPE_NAMES | None,
-    typer.Option(
-        parser=one_of(DTYPE_NAMES),
-        help="working dtype (default: bf16 where the GPU has it, else fp16, or the trace's)",
-    ),
-]
-KERNEL_NAMES = Literal["eager", "fused", "compiled", "megatron"]
-Kernels = Annotated[
-    KERNEL_NAMES | None,
-    typer.Option(
-        parser=one_of(KERNEL_NAMES),
-        metavar="K",
-        help="kernels of a preset, attention aside: eager, fused, compiled or megatron (default: the usual)",
-    ),
-]
 JsonList = Annotated[bool, typer.Option("--json", help="a list of JSON objects instead of the table")]
 JsonObject = Annotated[bool, typer.Option("--json", help="a JSON object instead of sentences and tables")]
-Lora = Annotated[
-    str | None,
-    typer.Option(
-        metavar="r=R",
-        help="freeze the model and train adapters of rank R, such as r=16 or r=8,targets=all-linear (presets only)",
-    ),
-]
 LoadingFlag = Annotated[
     str | None,
     typer.Option(
@@ -98,8 +70,6 @@ Preset = Annotated[
     str, typer.Option(metavar="NAME", autocompletion=model_names, help="a model preset (see `pstar models`)")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="no progress on stderr")]
-RECOMPUTE = "recompute activations in the backward pass"
-OPTIMIZERS = "adamw, adamw-bf16-states, sgd-momentum or sgd"
 
 
 def policies(what: str, default: str) -> Any:
@@ -122,7 +92,7 @@ def output(what: str, *, parser: Callable[[Any], str] = new_file) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptionalWorkloadFlags:
+class OptionalWorkloadFlags(Axes):
     """The work of each iteration. The flags may be left out."""
 
     SECTION = "workload"
@@ -143,19 +113,6 @@ class OptionalWorkloadFlags:
         int | None,
         typer.Option(parser=positive, metavar="U", help="micro-batches per iteration (default: 1, or the trace's)"),
     ] = None
-    dtype: Dtype = None
-    checkpointing: Annotated[
-        bool | None,
-        typer.Option(
-            "--checkpointing/--no-checkpointing",
-            help=f"{RECOMPUTE} (default: on for presets; with --trace: picks a variant)",
-        ),
-    ] = None
-    kernels: Kernels = None
-    lora: Lora = None
-    optimizer: Annotated[
-        str | None, typer.Option(metavar="O", help=f"{OPTIMIZERS} (default: adamw, or the trace's)")
-    ] = None
 
     def __post_init__(self) -> None:
         if self.trace is not None and self.model is not None:
@@ -175,17 +132,12 @@ class WorkloadFlags(OptionalWorkloadFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobFlags:
+class JobFlags(Axes):
     """The work of each iteration of a preset, without its batch."""
 
     SECTION = "workload"
 
     seq: Annotated[int, typer.Option(parser=positive, metavar="S", help="tokens per sequence")]
-    dtype: Dtype = None
-    checkpointing: Annotated[bool, typer.Option("--checkpointing/--no-checkpointing", help=RECOMPUTE)] = True
-    kernels: Kernels = None
-    lora: Lora = None
-    optimizer: Annotated[str, typer.Option(metavar="O", help=OPTIMIZERS)] = "adamw"
 
 
 MACHINE = typer.Option(

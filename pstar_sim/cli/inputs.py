@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,8 @@ from pstar_sim.planner.batch_shares import share_out, shares_of_batch
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.ways import Way, candidates
 from pstar_sim.units import MIB
-from pstar_sim.workload.lora import Adapter, adapter
+from pstar_sim.workload.adapter import adapter
+from pstar_sim.workload.axes import Axes, AxesGiven, all_axes
 from pstar_sim.workload.presets import default_dtype
 from pstar_sim.workload.trace import load_variants
 from pstar_sim.workload.workload import Workload, retype, with_optimizer
@@ -25,7 +26,7 @@ from pstar_sim.workload.workload import Workload, retype, with_optimizer
 if TYPE_CHECKING:
     from pstar_sim.cli.flags import MachineFlags, OptionalMachineFlags, OptionalWorkloadFlags, SettingFlags
 
-__all__ = ["cut_of", "lora_of", "machine_of", "settings_of", "variants_of", "workload_of", "workloads_of"]
+__all__ = ["axes_of", "cut_of", "machine_of", "settings_of", "variants_of", "workload_of", "workloads_of"]
 
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # micro-batches that a preset's global batch may be cut into
 MOST_SPLITS, LARGE_BATCH = 5, 64  # splits to try at most; larger micro-batches only if none else is possible
@@ -59,14 +60,15 @@ def settings_of(flags: SettingFlags) -> Settings:
     )
 
 
-def lora_of(text: str | None) -> Adapter | None:
-    """Reads "r=16", "16", "r=8,targets=q_proj+v_proj". Raises PstarError for another text."""
-    if text is None:
-        return None
-    try:
-        return adapter(text)
-    except ModelError as error:
-        raise PstarError(f"--{error}") from None
+def axes_of(flags: Axes) -> AxesGiven:
+    """Returns what the flags say of the axes. Raises PstarError for a text that is no adapter."""
+    given = flags.given
+    if flags.lora is not None:
+        try:
+            given["lora"] = adapter(flags.lora)
+        except ModelError as error:
+            raise PstarError(f"--{error}") from None
+    return given
 
 
 def workload_of(job: OptionalWorkloadFlags, machine: Machine) -> Workload:
@@ -89,26 +91,28 @@ def workloads_of(job: OptionalWorkloadFlags, machine: Machine, *, nearly: bool =
 
 def job_of(flags: OptionalWorkloadFlags) -> Job:
     """Raises PstarError for flags that are missing or do not go together."""
-    axes = {field.name: getattr(flags, field.name) for field in fields(flags)} | {"lora": lora_of(flags.lora)}
-    if flags.trace is None:
-        return _with_sizes(Job(**axes))
-    if flags.kernels is not None:
-        raise PstarError("--kernels is for presets (--model); a trace has the kernels that ran")
-    if flags.lora is not None:
-        raise PstarError(
-            "--lora is for presets (--model); trace a model that has its adapters: pstar trace py:MODULE:FACTORY, "
-            "whose factory returns (nn.Module, example batch)"
-        )
-    return Job(**axes)
+    if flags.trace is not None:
+        for name, axis in all_axes().items():
+            if axis.not_of_traces and getattr(flags, name) is not None:
+                raise PstarError(f"--{name} is for presets (--model); {axis.not_of_traces}")
+    else:
+        _check_sizes(flags)
+    return Job(
+        model=flags.model,
+        trace=flags.trace,
+        batch=flags.batch,
+        seq=flags.seq,
+        micro_batches=flags.micro_batches,
+        **axes_of(flags),
+    )
 
 
-def _with_sizes(job: Job) -> Job:
-    if job.model is None:
+def _check_sizes(flags: OptionalWorkloadFlags) -> None:
+    if flags.model is None:
         raise PstarError("give --trace FILE, or --model NAME with --batch and --seq")
-    missing = [flag for flag, value in (("--batch", job.batch), ("--seq", job.seq)) if value is None]
+    missing = [flag for flag, value in (("--batch", flags.batch), ("--seq", flags.seq)) if value is None]
     if missing:
         raise PstarError(f"--model needs {' and '.join(missing)}")
-    return job
 
 
 def cut_of(job: OptionalWorkloadFlags, machine: Machine) -> Callable[[int], Workload] | None:

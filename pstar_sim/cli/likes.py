@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 from pstar_sim.cli.flags import SettingFlags
 from pstar_sim.errors import PstarError
 from pstar_sim.units import format_count
+from pstar_sim.workload.axes import all_axes
 
 if TYPE_CHECKING:
     from pstar_sim.catalog.machine import Machine
@@ -133,13 +135,15 @@ def _micro_batches(ranks: int) -> Callable[[Configuration], int | None]:
     return say
 
 
+def _axis(name: str, ranks: int) -> Callable[[Configuration], Any]:
+    return lambda c: getattr(c, name, None)
+
+
 _JOB: dict[str, Callable[[int], Callable[[Configuration], Any]]] = {
     "batch": _total_batch,
     "micro_batches": _micro_batches,
     "seq": lambda ranks: lambda c: c.detail.get("sequence"),
-    "dtype": lambda ranks: lambda c: c.dtype,
-    "checkpointing": lambda ranks: lambda c: c.checkpointing,
-    "optimizer": lambda ranks: lambda c: c.optimizer,
+    **{name: partial(_axis, name) for name in all_axes()},
 }
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.executor_parts import executor_module
-from pstar_sim.cli.flag_values import model_names, one_of, positive
-from pstar_sim.cli.flags import DTYPE_NAMES, MicroBatches, output
+from pstar_sim.cli.flag_values import model_names, positive
+from pstar_sim.cli.flags import MicroBatches, output
 from pstar_sim.cli.output import note, say, say_json, tell
 from pstar_sim.cli.run_flags import RunFlags
 from pstar_sim.errors import ModelError, PstarError
+from pstar_sim.workload.axes import Axes
 
 if TYPE_CHECKING:
     from pstar_sim.workload.workload import Workload
@@ -23,11 +24,11 @@ __all__ = ["commands"]
 
 commands = typer.Typer()
 
-KERNELS = Literal["flash", "efficient", "math"]
-
 
 @dataclass(frozen=True, kw_only=True)
-class _TraceFlags:
+class _TraceFlags(Axes):
+    OF_MODULES = True
+
     model: Annotated[
         str,
         typer.Argument(
@@ -39,21 +40,6 @@ class _TraceFlags:
     batch: Annotated[int, typer.Option(parser=positive, metavar="B", help="sequences per micro-batch, of one GPU")]
     seq: Annotated[int, typer.Option(parser=positive, metavar="S", help="tokens per sequence")]
     micro_batches: MicroBatches = 1
-    dtype: Annotated[
-        DTYPE_NAMES | None,
-        typer.Option(
-            parser=one_of(DTYPE_NAMES),
-            help="working dtype (default: bf16; of a py: factory, the module's own)",
-        ),
-    ] = None
-    checkpointing: Annotated[
-        bool,
-        typer.Option(
-            "--checkpointing/--no-checkpointing",
-            help="recompute activations in the backward pass (default: off, as transformers models come)",
-            show_default=False,
-        ),
-    ] = False
     variants: Annotated[
         bool,
         typer.Option(
@@ -62,9 +48,6 @@ class _TraceFlags:
             "half and a quarter of it, each with and without recomputing activations",
         ),
     ] = False
-    attention: Annotated[
-        KERNELS | None, typer.Option(parser=one_of(KERNELS), help="attention kernel (default: torch's choice)")
-    ] = None
     device: Annotated[
         str | None,
         typer.Option(
@@ -96,7 +79,7 @@ def trace(
     from pstar_sim.workload.trace import save_trace
 
     capture = executor_module("capture")
-    shape = {"batch": asked.batch, "sequence": asked.seq, "dtype": asked.dtype, "attention": asked.attention}
+    shape = {"batch": asked.batch, "sequence": asked.seq, **asked.given}
     variants: tuple[Workload, ...]
     if asked.device is None and (asked.machine is not None or asked.gpu_memory is not None):
         raise PstarError("--machine and --gpu-memory of `pstar trace` are for a recording; give --device too")
@@ -117,9 +100,8 @@ def trace(
         with bar(f"tracing {asked.model}", quiet=json):
             variants = capture.capture_variants(asked.model, **shape)
     else:
-        more = {"micro_batches": asked.micro_batches, "checkpointing": asked.checkpointing}
         with bar(f"tracing {asked.model}", quiet=json):
-            variants = (capture.capture(asked.model, **shape, **more),)
+            variants = (capture.capture(asked.model, micro_batches=asked.micro_batches, **shape),)
     if not asked.variants:
         _note_own_shape(variants[0], asked)
     save_trace(variants, path)
@@ -195,9 +177,7 @@ def record_on_device(asked: _TraceFlags) -> Workload:
         batch=asked.batch,
         sequence=asked.seq,
         micro_batches=asked.micro_batches,
-        dtype=asked.dtype,
-        checkpointing=asked.checkpointing,
-        attention=asked.attention,
+        **asked.given,
     )
     machine = jobs.recording_machine(asked.device, named, limit)
     recorded: Workload = job.record(machine, device=asked.device, gpu_memory=limit)

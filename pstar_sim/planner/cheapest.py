@@ -32,11 +32,12 @@ from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.batch_shares import machine_of, tightest
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Row, compare
-from pstar_sim.planner.jobs import Job, JobAxes
+from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.memory_needs import memory_need
 from pstar_sim.policy.registry import named
 from pstar_sim.python310 import Unpack
 from pstar_sim.renderers import render_text
+from pstar_sim.workload.axes import AxesGiven
 from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.presets import kernels_of
 from pstar_sim.workload.workload import MOST_MOMENTS, Workload
@@ -154,7 +155,7 @@ def cheapest(
     prices: str | None = None,
     most_nodes: int = MOST_NODES,
     on_part: OnPart | None = None,
-    **axes: Unpack[JobAxes],
+    **axes: Unpack[AxesGiven],
 ) -> Cheapest:
     """Returns the cheapest machine that trains a model on `tokens` tokens by the deadline, and the other offers.
 
@@ -168,13 +169,11 @@ def cheapest(
     most_nodes: the largest number of nodes to try.
     prices: a price file that takes precedence over the shipped list.
     on_part: called with the machine that is asked next, the number of machines done and the number of all machines.
-    axes: dtype (None: the dtype of each machine's GPU), checkpointing, kernels, lora and optimizer, as in `preset`.
+    axes: as in `preset`; without dtype, that of each machine's GPU.
 
     Raises PstarError for an unknown model or machine, for a wrong price, and if no machine has a price. If only some
     machines have no price, their rows say so.
     """
-    for what, count in (("batch", batch), ("seq", seq)):
-        whole(what, count)
     job = Job(model=model, batch=batch, seq=seq, **axes)
     flavour = kernels_of(model_entry(model), job.kernels)
     number("tokens", tokens)

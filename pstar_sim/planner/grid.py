@@ -22,9 +22,9 @@ from functools import cache, lru_cache
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from msgspec import structs
+from msgspec import defstruct, structs
 
 from pstar_sim.arguments import MOST, file_path, parse_bytes
 from pstar_sim.catalog.loader import load_machine
@@ -32,7 +32,6 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.catalog.overrides import override, override_paths
 from pstar_sim.core.plan import LOOPS, SUMS, Settings
-from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.jobs import Job
 from pstar_sim.policy.registry import find_policy
@@ -52,9 +51,8 @@ from pstar_sim.schema.fields import (
 from pstar_sim.schema.parsing import read_toml
 from pstar_sim.schema.reading import Fault, convert, nearest
 from pstar_sim.version import __version__
-from pstar_sim.workload.kernels import KERNELS
+from pstar_sim.workload.axes import Axis, all_axes
 from pstar_sim.workload.optimizers import optimizer_spec
-from pstar_sim.workload.presets import ATTENTION
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["AXES", "Grid", "Group", "job_of", "load_grid", "machine_of", "point_hash"]
@@ -70,21 +68,16 @@ Value = str | int | float | bool
 _Count = Annotated[int, between(1, MOST)]
 
 
-class Axes(Table, frozen=True, kw_only=True):
-    """The axes of a sweep, each with the values that it takes. [set] holds paths of `override`."""
-
+class _Work(Table, frozen=True, kw_only=True):
     model: Annotated[str | None, says("a model preset")] = None
     trace: Annotated[str | None, says("a trace file")] = None
     machine: Annotated[str, says("a machine of the catalog, or a .toml file")]
     batch: Annotated[_Count | None, says("sequences per micro-batch, all ranks together")] = None
     seq: Annotated[_Count | None, says("tokens per sequence")] = None
     micro_batches: Annotated[_Count, says("micro-batches per iteration")] = 1
-    dtype: Annotated[str | None, choice(DTYPES), says("fp32, bf16 or fp16 (default: what the GPU has)")] = None
-    checkpointing: Annotated[bool, says("true or false")] = True
-    attention: Annotated[str, choice(ATTENTION), says("flash, efficient or math")] = "flash"
-    kernels: Annotated[str | None, choice(KERNELS), says("eager, fused, compiled or megatron")] = None
-    lora: Annotated[Natural, says("rank of the adapters, 0 for none")] = 0
-    optimizer: Annotated[str, says("adamw, adamw-bf16-states, sgd-momentum or sgd")] = "adamw"
+
+
+class _Training(Table, frozen=True, kw_only=True):
     update: Annotated[str, choice(("step", "eager")), says("step or eager")] = "step"
     clip: Annotated[bool, says("true or false")] = True
     chunk: Annotated[str | None, says("chunk size, such as 128MiB")] = None
@@ -94,6 +87,29 @@ class Axes(Table, frozen=True, kw_only=True):
     policy: Annotated[str, says("a policy, with its options if any")]
 
 
+def _of_work(name: str, axis: Axis) -> tuple[str, Any, Any]:
+    """Returns an axis of `workload.axes` as a field of the file."""
+    if name == "lora":
+        return name, Annotated[Natural, says(axis.values)], 0
+    kind: Any = bool if isinstance(axis.default, bool) else str
+    notes = (choice(axis.names), says(axis.values)) if axis.names else (says(axis.values),)
+    return name, Annotated[(kind if axis.default is not None else kind | None, *notes)], axis.default
+
+
+def _listed(table: type[Table]) -> Iterator[tuple[str, Any] | tuple[str, Any, Any]]:
+    for field in fields_of(table).values():
+        yield (field.name, field.kind) if field.required else (field.name, field.kind, field.default)
+
+
+_WORK_AXES = {name: axis for name, axis in all_axes().items() if axis.values}
+Axes = defstruct(
+    "Axes",
+    [*_listed(_Work), *(_of_work(name, axis) for name, axis in _WORK_AXES.items()), *_listed(_Training)],
+    bases=(Table,),
+    namespace={"__doc__": "The axes of a sweep, each with the values that it takes. [set] holds paths of `override`."},
+    frozen=True,
+    kw_only=True,
+)
 _KINDS = {name: field.kind for name, field in fields_of(Axes).items()}
 AXES = {name: meaning(kind) for name, kind in _KINDS.items()}
 """Axis -> words for its values."""
@@ -210,17 +226,9 @@ def _check_axes(file: str, axes: Collection[str]) -> None:
     for name in needed:
         if name not in axes:
             raise PstarError(f"{file}: the axis {name} is missing; give {AXES[name]}")
-    for name, instead in _OF_MODELS.items():
-        if name in axes and "trace" in axes:
-            raise PstarError(f"{file}: {name} is for models; {instead}")
-
-
-_OF_MODELS = {
-    "lora": "trace the model with its adapters instead",
-    "attention": "a trace has the kernels that ran; trace the model with another attention instead",
-    "kernels": "a trace has the kernels that ran; trace the model with other kernels instead",
-}
-"""Axes that a trace does not have -> words for the alternative."""
+    for name, axis in _WORK_AXES.items():
+        if axis.not_of_traces and name in axes and "trace" in axes:
+            raise PstarError(f"{file}: {name} is for models; {axis.not_of_traces}")
 
 
 def _flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -1,50 +1,36 @@
-"""Job: the work of each iteration as a question states it, before a machine is known. Every axis of a job is said here:
-flags, grids, searches of the largest model and of the cheapest machine hold a `Job`, and ask it for the workloads of a
-machine's ranks."""
+"""Job: the work of each iteration as a question states it, before a machine is known: a model or a trace, its sizes and
+its axes (workload/axes.py). Flags, grids, searches of the largest model and of the cheapest machine hold a `Job`, and
+ask it for the workloads of a machine's ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypedDict
 
 from pstar_sim.arguments import choice, flag, whole
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
-from pstar_sim.dtypes import DTYPES, MASTER
+from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.batch_shares import of_shares, shares_of_batch
-from pstar_sim.workload.lora import Adapter, adapter
+from pstar_sim.workload.adapter import Adapter, adapter
+from pstar_sim.workload.axes import Axes, all_axes
 from pstar_sim.workload.optimizers import OptimizerSpec, optimizer_spec
 from pstar_sim.workload.presets import default_dtype, workload_of
 from pstar_sim.workload.trace import load_trace
 from pstar_sim.workload.workload import Workload, retype, with_optimizer
 
-__all__ = ["Job", "JobAxes"]
-
-
-class JobAxes(TypedDict, total=False):
-    """Keyword arguments of questions about presets, as in `ps.preset`."""
-
-    dtype: str | None
-    checkpointing: bool
-    kernels: str | None
-    lora: Adapter | str | int | None
-    optimizer: str
+__all__ = ["Job"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(Axes):
     """The work of each iteration. Raises PstarError for an impossible value.
 
-    batch: sequences per micro-batch, of all ranks together; None: the batch of the trace for each rank.
-    seq: None: that of the trace; several variants have to agree.
+    batch: sequences per micro-batch, of all ranks together; None: the batch of the trace for each rank. A model needs
+        one.
+    seq: None: that of the trace; several variants have to agree. A model needs one.
     micro_batches: None: 1, or those of the trace.
-    dtype: working dtype; None: that of the machine's GPU.
-    checkpointing: whether activations are recomputed; None: yes, or as the trace.
-    attention, kernels: as in `ps.preset`.
-    lora: the adapter, as in `ps.preset`; None: the model itself is trained.
-    optimizer: name of the optimizer; None: adamw, or that of the trace.
     """
 
     model: str | None = None
@@ -52,21 +38,20 @@ class Job:
     batch: int | None = None
     seq: int | None = None
     micro_batches: int | None = None
-    dtype: str | None = None
-    checkpointing: bool | None = None
-    attention: str = "flash"
-    kernels: str | None = None
-    lora: Adapter | str | int | None = None
-    optimizer: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq", "micro_batches"):
-            if getattr(self, name) is not None:
+            needed = self.model is not None and name != "micro_batches"
+            if needed or getattr(self, name) is not None:
                 whole(name, getattr(self, name))
-        if self.checkpointing is not None:
-            flag("checkpointing", self.checkpointing)
-        if self.dtype is not None:
-            choice("dtype", self.dtype, DTYPES)
+        for name, axis in all_axes().items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if axis.names:
+                choice(name, value, axis.names)
+            elif isinstance(axis.default, bool):
+                flag(name, value)
         if self.optimizer is not None:
             optimizer_spec(self.optimizer)
         if self.lora is not None:
@@ -104,7 +89,9 @@ class Job:
 
     def write(self, entry: ModelEntry, batch: int, dtype: str) -> Workload:
         """Returns the workload of one rank for a model of this shape. Equal calls may return the same object."""
-        return _written(self, entry, batch, dtype)
+        assert self.seq is not None
+        micro_batches = self.micro_batches or 1
+        return _written(entry, self.but(dtype=dtype), batch=batch, sequence=self.seq, micro_batches=micro_batches)
 
     def _traced(self, batch: int | None, machine: Machine) -> Workload:
         assert self.trace is not None
@@ -125,18 +112,6 @@ class Job:
         return workload if self.optimizer is None else with_optimizer(workload, self.optimizer)
 
 
-@lru_cache(maxsize=16)
-def _written(job: Job, entry: ModelEntry, batch: int, dtype: str) -> Workload:
-    assert job.seq is not None
-    return workload_of(
-        entry,
-        batch=batch,
-        sequence=job.seq,
-        micro_batches=job.micro_batches or 1,
-        dtype=dtype,
-        checkpointing=job.checkpointing is not False,
-        attention=job.attention,
-        kernels=job.kernels,
-        lora=job.adapter,
-        optimizer=job.states.name,
-    )
+@lru_cache(maxsize=32)
+def _written(entry: ModelEntry, axes: Axes, *, batch: int, sequence: int, micro_batches: int) -> Workload:
+    return workload_of(entry, batch=batch, sequence=sequence, micro_batches=micro_batches, **axes.given)

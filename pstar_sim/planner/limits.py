@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -29,13 +29,14 @@ from pstar_sim.planner.asked import asked_policies, settings_of
 from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.batch_shares import least_batch, machine_of, of_shares, share_out, shares_of_batch, tightest
 from pstar_sim.planner.collection import Collection
-from pstar_sim.planner.jobs import Job, JobAxes
+from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.nearest import Elsewhere, nearest
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, is_built_in, policy_name
 from pstar_sim.python310 import Unpack
 from pstar_sim.renderers import render_text
+from pstar_sim.workload.axes import AxesGiven
 from pstar_sim.workload.kernels import kernels_text
 from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.presets import has_kernels, kernels_of
@@ -44,9 +45,8 @@ from pstar_sim.workload.workload import Workload
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Limit", "Limits", "Written", "deeper", "max_batch", "max_model"]
+__all__ = ["Limit", "Limits", "deeper", "max_batch", "max_model"]
 
-Written = dict[tuple[ModelEntry, int], Workload]
 """Workloads of one job, by shape and by sequences of one rank."""
 
 MOST_BATCH = 1 << 20
@@ -163,9 +163,8 @@ def max_model(
     loading: Loading | str | None = None,
     catalog: bool = True,
     near: Mapping[str, int] | None = None,
-    written: Written | None = None,
     on_policy: Callable[[str, int, int], None] | None = None,
-    **axes: Unpack[JobAxes],
+    **axes: Unpack[AxesGiven],
 ) -> Limits:
     """Returns the deepest model of a family that each policy can train.
 
@@ -178,9 +177,8 @@ def max_model(
     loading: as in `fits`.
     catalog: whether to find the largest model of the catalog, too.
     near: policy -> the number of layers at which the search begins, such as the limit of a similar machine.
-    written: workloads that calls about the same job on other machines have made. This call adds its own.
     on_policy: called before each policy, with the policy, its number and the number of policies.
-    axes: dtype (None: the dtype of the machine's GPU), checkpointing, kernels, lora and optimizer, as in `preset`.
+    axes: as in `preset`; without dtype, that of the machine's GPU.
 
     Raises PstarError for a hidden size that the heads do not divide and for a batch that the ranks cannot share. Raises
     UnknownName for unknown names.
@@ -188,13 +186,12 @@ def max_model(
     machine, settings = machine_of(machine), settings_of(settings)
     loading = loading_of(loading)
     flag("catalog", catalog)
-    for what, count in (("seq", seq), ("micro_batches", micro_batches)):
-        whole(what, count)
     job = Job(model=like, batch=batch, seq=seq, micro_batches=micro_batches, **axes)
     for what, width in (("hidden", hidden), ("heads", heads)):
         if width is not None:
             whole(what, width, most=MOST_WIDTH)
-    _check_known({"near": near, "written": written})
+    if near is not None:
+        instance("near", near, dict, "a dict")
     if on_policy is not None:
         function("on_policy", on_policy)
     asked = asked_policies(policies)
@@ -213,7 +210,6 @@ def max_model(
         job=job,
         dtype=working,
         least_bytes=DTYPES[working].bytes + (0 if adapter else job.states.states_bytes_per_param),
-        written={} if written is None else written,
     )
     ask = _asker(machine, settings, loading)
     found = _limits(
@@ -232,7 +228,7 @@ def max_model(
     return Limits(
         what="layers",
         of=f"{shape.family} models of hidden size {shape.hidden}, {shape.heads} heads, sequence {seq}, batch {batch}"
-        + (f" x {micro_batches}" if micro_batches > 1 else "")
+        + (f" x {job.micro_batches}" if (job.micro_batches or 1) > 1 else "")
         + f", {working}"
         + (", no checkpointing" if job.checkpointing is False else "")
         + f", {kernels_text(flavour)}"
@@ -246,18 +242,11 @@ def max_model(
     )
 
 
-def _check_known(given: Mapping[str, object]) -> None:
-    for what, known_before in given.items():
-        if known_before is not None:
-            instance(what, known_before, dict, "a dict")
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Models:
     """entry: the model `like` of the family.
     shares: batch of each rank.
     least_bytes: what a parameter takes in all places together.
-    written: by (shape, batch).
     """
 
     machine: Machine
@@ -268,7 +257,6 @@ class _Models:
     job: Job
     dtype: str
     least_bytes: float
-    written: Written
     made: dict[ModelEntry, Workload] = field(default_factory=dict)
 
     def shape(self, layers: int) -> ModelEntry:
@@ -280,16 +268,10 @@ class _Models:
     def of(self, shape: ModelEntry) -> Workload:
         """Returns the workload of the shape, of the rank with the hardest share of the batch."""
         if shape not in self.made:
-            ranked = of_shares(self.shares, partial(self._of_share, shape))
+            ranked = of_shares(self.shares, lambda share: self.job.write(shape, share, self.dtype))
             alike = len(set(self.shares)) == 1
             self.made[shape] = ranked[0] if alike else tightest(ranked, self.machine)
         return self.made[shape]
-
-    def _of_share(self, shape: ModelEntry, share: int) -> Workload:
-        key = (shape, share)
-        if key not in self.written:
-            self.written[key] = self.job.write(shape, share, self.dtype)
-        return self.written[key]
 
     def most_params(self, policy: str | Policy) -> int:
         """Returns the most parameters, by [Note: an upper bound of any model]."""

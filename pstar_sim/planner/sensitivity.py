@@ -16,7 +16,7 @@ a plan made for it counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, TypedDict
 
 from pstar_sim.arguments import flag, function, number
@@ -32,14 +32,13 @@ from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.batch_shares import Share, machine_of, share_out
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Comparison, compare
-from pstar_sim.planner.limits import Written, max_model
+from pstar_sim.planner.limits import max_model
 from pstar_sim.planner.trust import error_of_change, error_of_ratio, trust
 from pstar_sim.policy.registry import named
 from pstar_sim.renderers import render_text
 from pstar_sim.sim.play import play
 from pstar_sim.workload.loading import Loading, loading_of
-from pstar_sim.workload.lora import adapter_of
-from pstar_sim.workload.presets import can_vary
+from pstar_sim.workload.presets import axes_of, can_vary
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
@@ -244,7 +243,6 @@ class _MachineQuestion:
     loading: Loading
     by: float
     largest: bool
-    written: Written = field(default_factory=dict)
 
     def now(self) -> tuple[PartEffect, Plan | None, tuple[str, ...]]:
         """Returns the effect of the machine as it is, the fastest plan, if any fits, and words for the lack of each
@@ -342,15 +340,10 @@ class _MachineQuestion:
             policies=policies,
             settings=self.settings,
             micro_batches=workload.micro_batches,
-            dtype=workload.dtype,
-            checkpointing=workload.checkpointing,
-            kernels=workload.kernels or None,
-            lora=adapter_of(workload),
-            optimizer=workload.optimizer.name,
             loading=self.loading,
             catalog=False,
             near=near,
-            written=self.written,
+            **axes_of(workload).given,
         )
         best = max(limits.rows, key=lambda row: row.value)
         return _Deepest(layers=best.value, params=best.params, policy=best.policy)

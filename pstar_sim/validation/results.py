@@ -400,7 +400,7 @@ def _result(row: PublishedRow, rule: ScopeRule, experiment: Experiment, value: f
         published=row.value,
         predicted=value,
         reason=reason,
-        kernels=experiment.kernels,
+        kernels=experiment.kernels or "",
         inferred=rule.inferred,
     )
 

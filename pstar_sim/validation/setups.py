@@ -18,6 +18,7 @@ from pstar_sim.catalog.model_shapes import ModelEntry, count_params
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CatalogError
 from pstar_sim.validation.rows import PublishedRow
+from pstar_sim.workload.axes import Axes
 from pstar_sim.workload.presets import workload_of
 from pstar_sim.workload.workload import Workload
 
@@ -32,7 +33,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experiment:
+class Experiment(Axes):
     """One published run (rows that differ in the metric only) as a job.
 
     batches: sequences per rank and micro-batch; of several the one with the most tokens per second counts.
@@ -40,7 +41,6 @@ class Experiment:
     loop_s: seconds per micro-batch outside the three phases.
     other_host_bytes: bytes in use on the node beside the plans of its ranks.
     host_bytes_per_param: that the system really takes, where that is more than its plan takes.
-    checkpointing, early_stop, kernels, language_head, optimizer: as in `workload_of`.
     """
 
     rows: tuple[PublishedRow, ...]
@@ -50,17 +50,12 @@ class Experiment:
     sequence: int
     batches: tuple[int, ...]
     micro_batches: int
-    dtype: str
-    attention: str
     settings: Settings
     loop_s: float = 0.0
     other_host_bytes: int = 0
     host_bytes_per_param: float = 0.0
-    checkpointing: bool = True
-    early_stop: bool = False
-    kernels: str = "eager"
-    language_head: bool = True
-    optimizer: str = "adamw"
+    early_stop: bool | None = False
+    kernels: str | None = "eager"
 
     def workload(self, batch: int, size: ModelEntry | None = None) -> Workload:
         """Returns one rank's share. Raises ModelError as `workload_of` does."""
@@ -69,13 +64,7 @@ class Experiment:
             batch=batch,
             sequence=self.sequence,
             micro_batches=self.micro_batches,
-            dtype=self.dtype,
-            checkpointing=self.checkpointing,
-            attention=self.attention,
-            language_head=self.language_head,
-            early_stop=self.early_stop,
-            kernels=self.kernels,
-            optimizer=self.optimizer,
+            **self.given,
         )
 
 

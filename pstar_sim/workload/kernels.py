@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CAPTURED", "FLAVOURS", "KERNELS", "Flavour", "kernels_text"]
+__all__ = ["ATTENTION", "CAPTURED", "FLAVOURS", "KERNELS", "Flavour", "kernels_text"]
 
+ATTENTION = ("flash", "efficient", "math")
 CAPTURED = "captured"
 """Flavour of a workload that was captured or recorded: the kernels are those of the module."""
 

@@ -17,7 +17,8 @@ from pstar_sim.planner import memory_needs
 from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.explain import tide_gain
 from pstar_sim.planner.fits import SmallestChange, fits
-from pstar_sim.planner.limits import Written, _largest, _others_go_on, deeper, max_batch, max_model
+from pstar_sim.planner.jobs import _written
+from pstar_sim.planner.limits import _largest, _others_go_on, deeper, max_batch, max_model
 from pstar_sim.planner.memory_needs import least_gpu_bytes, memory_need, shortage
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.report.capacity_tables import fits_text
@@ -234,14 +235,13 @@ def test_a_search_that_begins_near_the_limit_of_another_machine_finds_the_same()
     m = ps.machine("v100-32", gpu_memory="4GB", host_memory="12GB")
     larger = override(m, {"gpu.memory": "+10%", "host.memory": "+10%"})
     job = {"batch": 4, "seq": 256, "like": "gpt2", "policies": ["zero_offload", "tide"], "catalog": False}
-    written: Written = {}
-    now = max_model(m, **job, written=written)  # type: ignore[arg-type]
-    known = len(written)
+    now = max_model(m, **job)  # type: ignore[arg-type]
+    written = _written.cache_info().misses
     near = {row.policy: row.value for row in now.rows}
-    again = max_model(m, **job, written=written, near=near)  # type: ignore[arg-type]
+    again = max_model(m, **job, near=near)  # type: ignore[arg-type]
     assert again.rows == now.rows
-    assert len(written) == known
-    there = max_model(larger, **job, written=written, near=near)  # type: ignore[arg-type]
+    assert _written.cache_info().misses == written
+    there = max_model(larger, **job, near=near)  # type: ignore[arg-type]
     assert there.rows == max_model(larger, **job).rows  # type: ignore[arg-type]
     assert all(row.value > near[row.policy] for row in there.rows)
 

@@ -15,7 +15,7 @@ from pstar_sim.policy import Job, Visit, plan_visits
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
-from pstar_sim.workload.lora import Adapter
+from pstar_sim.workload.adapter import Adapter
 
 LAYERS = 4  # moments 0 to 3 forward, 4 to 7 backward, 8 the step; a chunk is a layer
 

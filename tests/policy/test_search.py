@@ -17,7 +17,7 @@ from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.testing import chain_workload, random_workload
-from pstar_sim.workload.lora import Adapter
+from pstar_sim.workload.adapter import Adapter
 from pstar_sim.workload.workload import UseKind, Workload
 
 EAGER = Settings(update="eager", clip=False)

@@ -15,7 +15,7 @@ import pytest
 import pstar_sim as ps
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.errors import CatalogError, PstarError
-from pstar_sim.planner.jobs import JobAxes
+from pstar_sim.workload.axes import AxesGiven
 from pstar_sim.workload.trace import save_trace
 
 NAN = math.nan
@@ -211,7 +211,7 @@ def _arguments(function: Any) -> Iterator[tuple[str, Any]]:
     """Yields the arguments with their defaults; the axes of a job one by one."""
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            yield from ((axis, None) for axis in JobAxes.__annotations__)
+            yield from ((axis, None) for axis in AxesGiven.__annotations__)
         else:
             yield name, parameter.default
 

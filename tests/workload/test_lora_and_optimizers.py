@@ -8,7 +8,8 @@ import pstar_sim as ps
 from pstar_sim.cli import main
 from pstar_sim.errors import CannotPlan, ModelError, UnknownName
 from pstar_sim.policy.registry import policies
-from pstar_sim.workload.lora import Adapter, adapter_of
+from pstar_sim.workload.adapter import Adapter
+from pstar_sim.workload.lora import adapter_of
 from pstar_sim.workload.optimizers import OPTIMIZERS
 from pstar_sim.workload.presets import preset, variant
 from pstar_sim.workload.workload import Phase, UseKind, Workload, with_optimizer

@@ -8,8 +8,8 @@ import pytest
 
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry, model_names
 from pstar_sim.errors import ModelError, TraceError, UnknownName
-from pstar_sim.workload.kernels import KERNELS
-from pstar_sim.workload.presets import ATTENTION, preset, variant, workload_of
+from pstar_sim.workload.kernels import ATTENTION, KERNELS
+from pstar_sim.workload.presets import preset, variant, workload_of
 from pstar_sim.workload.workload import Phase, Workload, product_flops
 
 TOKENS = 2 * 8  # batch 2, sequence 8

@@ -15,17 +15,20 @@ counted under fake tensors. Bytes of the attention mask are left out, because wi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import fields, replace
+from functools import cache, partial
 
 from pstar_sim.arguments import flag, whole
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry, model_names
-from pstar_sim.dtypes import DTYPES, MASTER, NATIVE, WORKING
+from pstar_sim.dtypes import MASTER, NATIVE, WORKING
 from pstar_sim.errors import ModelError
+from pstar_sim.python310 import Unpack
+from pstar_sim.workload.adapter import adapter
+from pstar_sim.workload.axes import Axes, AxesGiven, all_axes
 from pstar_sim.workload.experts import experts_note
-from pstar_sim.workload.kernels import FLAVOURS, KERNELS
-from pstar_sim.workload.lora import AdaptedTape, Adapter, adapter, adapter_of
+from pstar_sim.workload.kernels import KERNELS
+from pstar_sim.workload.lora import AdaptedTape, adapter_of
 from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.presets.bert import write_bert
 from pstar_sim.workload.presets.gpt import write_gpt
@@ -35,9 +38,7 @@ from pstar_sim.workload.presets.vit import write_vit
 from pstar_sim.workload.tape import Tape
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
-__all__ = ["ATTENTION", "can_vary", "default_dtype", "has_kernels", "kernels_of", "preset", "variant", "workload_of"]
-
-ATTENTION = ("flash", "efficient", "math")
+__all__ = ["axes_of", "can_vary", "default_dtype", "has_kernels", "kernels_of", "preset", "variant", "workload_of"]
 
 _WRITERS: dict[str, Callable[[Tape, Shape], None]] = {
     "gpt": write_gpt,
@@ -53,26 +54,28 @@ def preset(
     batch: int,
     seq: int | None = None,
     micro_batches: int = 1,
-    dtype: str | None = None,
-    checkpointing: bool = True,
-    attention: str = "flash",
-    kernels: str | None = None,
-    lora: Adapter | str | int | None = None,
-    optimizer: str = "adamw",
+    **axes: Unpack[AxesGiven],
 ) -> Workload:
     """Returns one iteration of a model of the catalog, trained with its usual loss.
 
     batch: sequences (images) per micro-batch, of all GPUs together. A comparison divides it among the GPUs of the
         machine.
+    seq: tokens per sequence; None: all positions of the model, which a ViT requires.
+
+    Axes, each with a default:
+
     dtype: None for the dtype of the machine's GPU (bf16, else fp16, else fp32), written as bf16 until a machine is
         known.
-    seq: tokens per sequence; None: all positions of the model, which a ViT requires.
-    checkpointing: whether every layer is a checkpoint (non-reentrant, so a recompute stops early).
+    checkpointing: whether every layer is a checkpoint; True by default.
+    attention: "flash" by default, "efficient" or "math".
     kernels: flavour of the operators beside attention, one of KERNELS (kernels.py); None for the flavour of the model's
         catalog entry, which its users run. A BERT or ViT is written for eager alone.
     lora: trains adapters and freezes the model itself (lora.py): an Adapter, a rank, or a text such as "r=16" or
         "r=8,targets=q_proj+v_proj".
-    optimizer: a name of optimizers.py.
+    optimizer: a name of optimizers.py; "adamw" by default.
+    language_head: False for a GPT that classifies sequences, without logits over the vocabulary.
+    early_stop: False for reentrant checkpoints of a gpt or llama, which run the whole layer again; by default they are
+        non-reentrant, so a recompute stops early.
 
     There is no dropout and no padding. The GPT family stands for the PatrickStar table, whose parameter counts have no
     head of their own. So the head is the token embedding (tied) and the loss is the language model's, as the planning
@@ -83,19 +86,9 @@ def preset(
     the model cannot have.
     """
     entry = model_entry(name)
-    made = workload_of(
-        entry,
-        batch=batch,
-        sequence=entry.max_seq if seq is None else seq,
-        micro_batches=micro_batches,
-        dtype=WORKING if dtype is None else dtype,
-        checkpointing=checkpointing,
-        attention=attention,
-        kernels=kernels,
-        lora=None if lora is None else adapter(lora),
-        optimizer=optimizer,
-    )
-    return replace(made, dtype_open=True) if dtype is None else made
+    sequence = entry.max_seq if seq is None else seq
+    made = workload_of(entry, batch=batch, sequence=sequence, micro_batches=micro_batches, **axes)
+    return replace(made, dtype_open=True) if axes.get("dtype") is None else made
 
 
 def default_dtype(machine: Machine) -> str:
@@ -109,76 +102,62 @@ def workload_of(
     batch: int,
     sequence: int,
     micro_batches: int = 1,
-    dtype: str = WORKING,
-    checkpointing: bool = True,
-    attention: str = "flash",
-    kernels: str | None = None,
-    lora: Adapter | None = None,
-    optimizer: str = "adamw",
     model: str | None = None,
-    language_head: bool = True,
-    early_stop: bool = True,
+    **given: Unpack[AxesGiven],
 ) -> Workload:
-    """Returns the same as `preset`, for a shape that need not be in the catalog.
-
-    language_head: False for a GPT that classifies sequences, without logits over the vocabulary.
-    early_stop: False for reentrant checkpoints of a gpt or llama, which run the whole layer again.
-
-    Raises ModelError.
-    """
+    """Returns the same as `preset`, for a shape that need not be in the catalog. Raises ModelError."""
     name = model or entry.name
+    axes = Axes(**given).filled()
 
     refuse = partial(_refusal, name)
     batch = whole(f"model {name}: batch", batch, error=ModelError)
     sequence = whole(f"model {name}: sequence", sequence, error=ModelError)
     micro_batches = whole(f"model {name}: micro_batches", micro_batches, error=ModelError)
-    for what, switch in (
-        ("checkpointing", checkpointing),
-        ("language_head", language_head),
-        ("early_stop", early_stop),
-    ):
-        flag(f"model {name}: {what}", switch, error=ModelError)
+    _check_switches(name, axes)
     _check_sequence(name, entry, sequence)
-    _check_kinds(name, dtype, attention)
-    kernels = kernels_of(entry, kernels, model=name)
-    spec = optimizer_spec(optimizer)
+    _check_names(name, axes)
+    dtype = axes.dtype or WORKING
+    axes = replace(axes, dtype=dtype, kernels=kernels_of(entry, axes.kernels, model=name))
+    spec = optimizer_spec(axes.optimizer)  # type: ignore[arg-type]
+    lora = None if axes.lora is None else adapter(axes.lora)
     adapted = None if lora is None else AdaptedTape(dtype, lora, family=entry.family, tokens=batch * sequence)
     tape = adapted or Tape(dtype)
-    if not language_head and entry.family != "gpt":
-        raise refuse("language_head", language_head, "only a gpt can leave it out")
-    if not early_stop and entry.family not in ("gpt", "llama"):
-        raise refuse("early_stop", early_stop, "only a gpt or llama can leave it out")
-    shape = Shape(
-        model=entry,
-        batch=batch,
-        sequence=sequence,
-        checkpointing=checkpointing,
-        attention=attention,
-        flavour=FLAVOURS[kernels],
-        language_head=language_head,
-        early_stop=early_stop,
-    )
+    if not axes.language_head and entry.family != "gpt":
+        raise refuse("language_head", axes.language_head, "only a gpt can leave it out")
+    if not axes.early_stop and entry.family not in ("gpt", "llama"):
+        raise refuse("early_stop", axes.early_stop, "only a gpt or llama can leave it out")
+    shape = Shape(model=entry, batch=batch, sequence=sequence, axes=axes)
     _WRITERS[entry.family](tape, shape)
     tape.close()
     if adapted is not None and not adapted.adapted:
         raise refuse("lora targets", ", ".join(adapted.names), f"no matrix has such a name; try {_matrices(tape)}")
+    recorded = {what: getattr(axes, what) for what in _recorded()} | {"optimizer": spec}
     workload = Workload(
         model=name,
-        dtype=dtype,
         batch=batch,
         sequence=sequence,
         micro_batches=1,
-        checkpointing=checkpointing,
-        attention=attention,
-        kernels=kernels,
         source="preset",
         tensors=tuple(tape.tensors),
         moments=tuple(tape.moments),
         uses=tuple(tape.uses),
-        optimizer=spec,
+        **recorded,
         notes=", ".join(note for note in (experts_note(entry), "" if adapted is None else _lora_note(adapted)) if note),
     )
     return repeat_micro_batch(workload, micro_batches) if micro_batches > 1 else workload
+
+
+@cache
+def _recorded() -> tuple[str, ...]:
+    """Returns the axes that a workload names."""
+    return tuple(all_axes().keys() & {field.name for field in fields(Workload)})
+
+
+def axes_of(workload: Workload) -> Axes:
+    """Returns the axes of a preset, as far as its workload names them."""
+    named = {what: getattr(workload, what) for what in _recorded()}
+    derived = {"kernels": workload.kernels or None, "lora": adapter_of(workload)}
+    return Axes(**(named | derived | {"optimizer": workload.optimizer.name}))
 
 
 def _lora_note(adapted: AdaptedTape) -> str:
@@ -211,11 +190,17 @@ def kernels_of(entry: ModelEntry, kernels: object, *, model: str | None = None) 
     return chosen
 
 
-def _check_kinds(model: str, dtype: object, attention: object) -> None:
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _refusal(model, "dtype", dtype, f"known dtypes are {', '.join(DTYPES)}")
-    if not isinstance(attention, str) or attention not in ATTENTION:
-        raise _refusal(model, "attention", attention, f"known kernels are {', '.join(ATTENTION)}")
+def _check_switches(model: str, given: Axes) -> None:
+    for what, axis in all_axes().items():
+        if isinstance(axis.default, bool):
+            flag(f"model {model}: {what}", getattr(given, what), error=ModelError)
+
+
+def _check_names(model: str, given: Axes) -> None:
+    for what, axis in all_axes().items():
+        value = getattr(given, what)
+        if axis.names and value is not None and not (isinstance(value, str) and value in axis.names):
+            raise _refusal(model, what, value, f"known {axis.plural} are {', '.join(axis.names)}")
 
 
 def _check_sequence(model: str, entry: ModelEntry, sequence: int) -> None:
@@ -236,11 +221,10 @@ def variant(
     *,
     batch: int | None = None,
     micro_batches: int | None = None,
-    checkpointing: bool | None = None,
-    dtype: str | None = None,
     shape: ModelEntry | None = None,
+    **changes: Unpack[AxesGiven],
 ) -> Workload:
-    """Keeps preset, adapter and optimizer.
+    """Keeps the axes that do not change, as they are.
 
     shape: the model's shape, if it is not in the catalog.
 
@@ -250,17 +234,14 @@ def variant(
         raise ModelError(
             f"workload {workload.model!r} comes from a {workload.source}; trace the model with the other settings"
         )
+    axes = replace(axes_of(workload).but(**changes), optimizer=None)
     made = workload_of(
         model_entry(workload.model) if shape is None else shape,
         model=workload.model,
         batch=workload.batch if batch is None else batch,
         sequence=workload.sequence,
         micro_batches=workload.micro_batches if micro_batches is None else micro_batches,
-        dtype=workload.dtype if dtype is None else dtype,
-        checkpointing=workload.checkpointing if checkpointing is None else checkpointing,
-        attention=workload.attention,
-        kernels=workload.kernels or None,
-        lora=adapter_of(workload),
+        **axes.given,
     )
     return replace(made, optimizer=workload.optimizer)
 

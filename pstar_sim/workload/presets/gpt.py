@@ -46,7 +46,7 @@ def write_gpt(t: Tape, s: Shape) -> None:
         declare(t, f"{block}.mlp.c_proj", (m.ffn, h), h)
     declare_norm(t, "transformer.ln_f", h)
     head = "lm_head.weight"
-    if not s.language_head:
+    if not s.axes.language_head:
         pass
     elif m.tied:
         t.tie(head, wte)
@@ -104,7 +104,7 @@ def write_gpt(t: Tape, s: Shape) -> None:
         t.open("end", f"{block}.mlp.c_fc", phase, linear(f"{block}.mlp.c_proj"))
         activate(phase)
         if phase is Phase.RECOMPUTE:
-            if not s.early_stop:
+            if not s.axes.early_stop:
                 last_product_again(t, s, u, f)
             t.op(dead=u)  # [Note: early stop]; the attention's output ends with its frame
         else:
@@ -144,7 +144,7 @@ def write_gpt(t: Tape, s: Shape) -> None:
     kept = layers_forward(t, s, forward)
     t.open("begin", "transformer.ln_f", Phase.FWD, ln_f)
     t.op(u + stats, dead=u + positions)
-    if s.language_head:
+    if s.axes.language_head:
         language_loss(t, s, "lm_head", head, u)
         language_loss_backward(t, s, "lm_head", head, u, tied=m.tied)
     else:
@@ -157,5 +157,5 @@ def write_gpt(t: Tape, s: Shape) -> None:
     t.op(positions, read=u)
     t.gradient([wpe], allocated=False)
     t.op(dead=positions)
-    embedding_backward(t, [wte], wte if m.tied and s.language_head else None, u)
+    embedding_backward(t, [wte], wte if m.tied and s.axes.language_head else None, u)
     t.open("backward-end", ROOT, Phase.BWD)

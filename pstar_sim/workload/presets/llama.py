@@ -52,7 +52,8 @@ def write_llama(t: Tape, s: Shape) -> None:
     t.open("begin", "model.norm", Phase.FWD, [norm])
     norms.forward(u, s.tokens)
     if norms.upcast:
-        t.op(dead=u + (0 if s.checkpointing else u))  # the last hidden state, and the embedding's, which no norm kept
+        embedded = 0 if s.axes.checkpointing else u  # the embedding's hidden state, which no norm kept
+        t.op(dead=u + embedded)
     language_loss(t, s, "lm_head", head, u)
     language_loss_backward(t, s, "lm_head", head, u, tied=m.tied)
     t.open("grad", "model.norm", Phase.BWD, [norm])
@@ -116,7 +117,7 @@ class _LayerWriter:
         if self.post:
             t.open("begin", last, phase, [f"{last}.weight"])
             norms.forward(u, s.tokens, inner=True)
-        entered = i > 0 and not s.checkpointing and norms.upcast  # then no operator keeps the layer's input
+        entered = i > 0 and not s.axes.checkpointing and norms.upcast  # then no operator keeps the layer's input
         gone = u + (u if norms.upcast else 0) + (u if entered else 0)
         held = 0 if isinstance(mlp, Experts) else u - self.normed  # experts let go of the norm's output themselves
         t.op(u, dead=gone, unsaved=held + (0 if norms.upcast else u), read=2 * u)
@@ -131,7 +132,7 @@ class _LayerWriter:
                 t.open("begin", last, Phase.RECOMPUTE, [f"{last}.weight"])
                 self.norms.forward(u, s.tokens, inner=True)
             t.op(dead=u)
-        elif not s.early_stop:
+        elif not s.axes.early_stop:
             last_product_again(t, s, u, s.tokens * s.model.ffn * t.width)
         t.op(dead=u if self.norms.upcast else 0)
 
@@ -152,5 +153,5 @@ class _LayerWriter:
         reads = [f"{first}.weight"]
         self.attention.backward(block, kept, s.model.window_of(i), reads=reads, own=self.post)
         norms.backward(f"{first}.weight", u, s.tokens)
-        if s.checkpointing and norms.upcast:
+        if s.axes.checkpointing and norms.upcast:
             t.op(dead=u)  # the checkpoint: in bf16 no norm kept it

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pstar_sim.catalog.model_shapes import ModelEntry
+from pstar_sim.workload.axes import Axes
 from pstar_sim.workload.kernels import FLAVOURS, Flavour
 from pstar_sim.workload.tape import Tape, input_gradient, weight_gradient
 from pstar_sim.workload.workload import Phase, Product
@@ -42,22 +43,14 @@ class Shape:
 
     batch: sequences per micro-batch.
     sequence: tokens per sequence.
-    checkpointing: whether every layer is a checkpoint.
-    attention: "flash", "efficient" or "math".
-    flavour: of the other operators.
-    language_head: False for a GPT that classifies sequences: no logits over the vocabulary (its own head, of a few
-        labels, is left out).
-    early_stop: see [Note: early stop]; False for reentrant checkpoints, which run the whole layer again (gpt, llama).
+    axes: with a value for each. Without a language head there are no logits over the vocabulary (the head of a few
+        labels is left out). For `early_stop` see [Note: early stop].
     """
 
     model: ModelEntry
     batch: int
     sequence: int
-    checkpointing: bool
-    attention: str
-    flavour: Flavour = FLAVOURS["eager"]
-    language_head: bool = True
-    early_stop: bool = True
+    axes: Axes
 
     @property
     def tokens(self) -> int:
@@ -66,6 +59,11 @@ class Shape:
     def product(self, rows: int, columns: int) -> Product:
         """Returns the product of every token with a rows x columns matrix."""
         return 1, self.tokens, rows, columns
+
+    @property
+    def flavour(self) -> Flavour:
+        """Of the operators beside attention."""
+        return FLAVOURS[self.axes.kernels or "eager"]
 
     @property
     def attention_width(self) -> int:
@@ -79,7 +77,7 @@ class Shape:
         window: the most tokens that a token attends to; 0 for all.
         """
         m, seen = self.model, min(self.sequence, window or self.sequence)
-        if self.attention != "flash":
+        if self.axes.attention != "flash":
             seen = self.sequence  # only flash attention skips tokens outside of the window
         return 2 * self.batch * self.sequence * seen * m.heads * (m.head_dim + m.value_dim)
 
@@ -102,7 +100,7 @@ def attend(t: Tape, s: Shape, qkv: int, *, window: int = 0) -> int:
     """
     m = s.model
     u = s.tokens * s.attention_width * t.width
-    if s.attention == "math":
+    if s.axes.attention == "math":
         scores = s.batch * m.heads * s.sequence**2 * 4
         copies = qkv * 4 // t.width
         t.op(copies + 2 * scores, dead=scores, read=qkv)
@@ -119,7 +117,7 @@ def attend_backward(t: Tape, s: Shape, qkv: int, kept: int, *, window: int = 0) 
     """Write the backward of attention. The gradients of q, k, v replace these, the output, its gradient and the kept
     tensors."""
     u = s.tokens * s.attention_width * t.width
-    if s.attention == "math":
+    if s.axes.attention == "math":
         scores = s.batch * s.model.heads * s.sequence**2 * 4
         scored, summed = s.attention_products
         products = [f(x) for x in (summed, scored) for f in (input_gradient, weight_gradient)]
@@ -241,7 +239,7 @@ def begin(t: Tape, s: Shape, batch_bytes: int = 0) -> None:
 def layers_forward(t: Tape, s: Shape, forward: Callable[[int, Phase], int]) -> int:
     """Returns the bytes that attention keeps per layer."""
     kept = 0
-    t.saving = not s.checkpointing
+    t.saving = not s.axes.checkpointing
     for i in range(s.model.layers):
         kept = forward(i, Phase.FWD)
     t.saving = True
@@ -252,7 +250,7 @@ def layers_backward(
     t: Tape, s: Shape, forward: Callable[[int, Phase], int], backward: Callable[[int, int], None], kept: int
 ) -> None:
     for i in reversed(range(s.model.layers)):
-        if s.checkpointing:
+        if s.axes.checkpointing:
             kept = forward(i, Phase.RECOMPUTE)
         backward(i, kept)
 

@@ -1,0 +1,144 @@
+"""Axes: how a model of a given shape runs and what of it is trained. Each axis is a field of `Axes`; flags, grids,
+presets, captures and published runs take their axes from there. (`AxesGiven` repeats names and types for signatures.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Annotated, Any, TypedDict, get_type_hints
+
+from pstar_sim.dtypes import DTYPES
+from pstar_sim.python310 import Unpack
+from pstar_sim.workload.adapter import Adapter
+from pstar_sim.workload.kernels import ATTENTION, KERNELS
+
+__all__ = ["Axes", "AxesGiven", "Axis", "all_axes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """What is said of an axis beside its name and type.
+
+    help: of its flag; "" for an axis that only published runs state.
+    metavar: what stands for a value in the help.
+    values: words for its values in a grid.
+    names, plural: the values, if they are names, and what they are called.
+    default: of a preset.
+    of_modules: the help where a module is captured or run; "" if a module does not take it.
+    not_of_traces: what would do where the job is a trace, which cannot take the axis; "" if it can.
+    """
+
+    help: str = ""
+    metavar: str | None = None
+    values: str = ""
+    names: tuple[str, ...] = ()
+    plural: str = ""
+    default: Any = None
+    of_modules: str = ""
+    not_of_traces: str = ""
+
+
+_RECOMPUTE = "recompute activations in the backward pass"
+_LORA = "freeze the model and train adapters of rank R, such as r=16 or r=8,targets=all-linear (presets only)"
+_KERNELS = "kernels of a preset, attention aside: eager, fused, compiled or megatron (default: the usual)"
+_OPTIMIZERS = "adamw, adamw-bf16-states, sgd-momentum or sgd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """None stands for what nobody has said: the default of a preset, the choice of a trace or of a machine."""
+
+    dtype: Annotated[
+        str | None,
+        Axis(
+            help="working dtype (default: bf16 where the GPU has it, else fp16, or the trace's)",
+            values="fp32, bf16 or fp16 (default: what the GPU has)",
+            names=tuple(DTYPES),
+            plural="dtypes",
+            of_modules="working dtype (default: bf16; of a py: factory, the module's own)",
+        ),
+    ] = None
+    checkpointing: Annotated[
+        bool | None,
+        Axis(
+            help=f"{_RECOMPUTE} (default: on for presets; with --trace: picks a variant)",
+            values="true or false",
+            default=True,
+            of_modules=f"{_RECOMPUTE} (default: off, as transformers models come)",
+        ),
+    ] = None
+    attention: Annotated[
+        str | None,
+        Axis(
+            help="attention kernel of a preset: flash, efficient or math (default: flash)",
+            values="flash, efficient or math",
+            names=ATTENTION,
+            plural="kernels",
+            default="flash",
+            of_modules="attention kernel (default: torch's choice)",
+            not_of_traces="a trace has the kernels that ran; trace the model with another attention instead",
+        ),
+    ] = None
+    kernels: Annotated[
+        str | None,
+        Axis(
+            help=_KERNELS,
+            metavar="K",
+            values="eager, fused, compiled or megatron",
+            names=KERNELS,
+            plural="flavours",
+            not_of_traces="a trace has the kernels that ran; trace the model with other kernels instead",
+        ),
+    ] = None
+    lora: Annotated[
+        Adapter | str | int | None,
+        Axis(
+            help=_LORA,
+            metavar="r=R",
+            values="rank of the adapters, 0 for none",
+            not_of_traces="trace a model that has its adapters: pstar trace py:MODULE:FACTORY, whose factory returns "
+            "(nn.Module, example batch)",
+        ),
+    ] = None
+    optimizer: Annotated[
+        str | None,
+        Axis(help=f"{_OPTIMIZERS} (default: adamw, or the trace's)", metavar="O", values=_OPTIMIZERS, default="adamw"),
+    ] = None
+    language_head: Annotated[bool | None, Axis(default=True)] = None
+    early_stop: Annotated[bool | None, Axis(default=True)] = None
+
+    @property
+    def given(self) -> AxesGiven:
+        """The axes of which something was said."""
+        values = {name: getattr(self, name) for name in all_axes()}
+        return {name: value for name, value in values.items() if value is not None}  # type: ignore[return-value]
+
+    def but(self, **changes: Unpack[AxesGiven]) -> Axes:
+        """Returns the axes, changed where something else is said."""
+        said = {name: value for name, value in changes.items() if value is not None}
+        return Axes(**(self.given | said))  # type: ignore[arg-type]
+
+    def filled(self) -> Axes:
+        """Returns the axes with the defaults of a preset where nothing was said."""
+        return Axes(**{name: axis.default for name, axis in all_axes().items()}).but(**self.given)
+
+
+class AxesGiven(TypedDict, total=False):
+    """Keyword arguments of functions that take axes: see `Axes`."""
+
+    dtype: str | None
+    checkpointing: bool | None
+    attention: str | None
+    kernels: str | None
+    lora: Adapter | str | int | None
+    optimizer: str | None
+    language_head: bool | None
+    early_stop: bool | None
+
+
+@cache
+def all_axes() -> dict[str, Axis]:
+    """Returns what is said of each axis, in the order of declaration."""
+    hints = get_type_hints(Axes, include_extras=True)
+    return {field.name: hints[field.name].__metadata__[0] for field in fields(Axes)}
