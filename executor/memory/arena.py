@@ -117,17 +117,17 @@ class Arena:
         ledger = self._ledger
         with self._lock:
             size = ledger.claim(chunk, list_name, place)
-        if place is Place.GPU:
+        store = self._stores[place]
+        try:
             try:
-                try:
-                    self.payloads.take(chunk, list_name)
-                except (OutOfMemory, torch.OutOfMemoryError):
-                    self.flush()  # memory that was given back may still be on its way to being free
-                    self.payloads.take(chunk, list_name)
-            except (OutOfMemory, torch.OutOfMemoryError) as error:
-                with self._lock:
-                    ledger.withdraw(chunk, list_name, place)
-                raise self._refused(error, f"{list_name} of chunk {chunk}", size) from error
+                store.take(chunk, list_name)
+            except (OutOfMemory, torch.OutOfMemoryError):
+                self.flush()  # memory that was given back may still be on its way to being free
+                store.take(chunk, list_name)
+        except (OutOfMemory, torch.OutOfMemoryError) as error:
+            with self._lock:
+                ledger.withdraw(chunk, list_name, place)
+            raise self._refused(error, f"{list_name} of chunk {chunk}", size) from error
         with self._lock:
             self.log.note(place, size, chunk, list_name)
             ledger.hold(chunk, list_name, place)
@@ -153,8 +153,7 @@ class Arena:
         """Take a payload's memory away. Raises PlanError if it has none."""
         with self._lock:
             self._ledger.begin_release(chunk, list_name, place)
-        if place is Place.GPU:
-            self.payloads.give(chunk, list_name)
+        self._stores[place].give(chunk, list_name)
         with self._lock:
             self.log.note(place, -self._ledger.end_release(chunk, list_name, place), chunk, list_name)
 
@@ -162,8 +161,7 @@ class Arena:
         """Repair the arena after an interruption inside `take` or `free`; nothing may move meanwhile. The payload in
         question then has no memory, and the bytes are counted anew."""
         for resident in self._ledger.unfinished:
-            if resident.place is Place.GPU:
-                self.payloads.give(resident.chunk, resident.list)
+            self._stores[resident.place].give(resident.chunk, resident.list)
         with self._lock:
             self._ledger.mend()
         self.payloads.recount()

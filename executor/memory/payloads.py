@@ -165,6 +165,11 @@ class HostSlabs:
             self._payloads[key] = payload
         return payload
 
+    def take(self, chunk: int, list_name: str) -> None:
+        """Does nothing, like `give`: the memory is there for good."""
+
+    give = take
+
     def first_bytes(self, key: tuple[int, str], size_bytes: int) -> torch.Tensor:
         """Returns the first bytes of a room that does not belong to a list of a chunk (`core.slabs.stash_key`)."""
         slab, offset = self.room.where[key]

@@ -14,7 +14,7 @@ from pstar_sim.errors import OutOfMemory
 
 __all__ = ["Places", "PlanCut"]
 
-GPU, HOST = Place.GPU, Place.HOST
+GPU = Place.GPU
 Places = frozenset[tuple[Place, int, str]]
 """(place, chunk, list) of each resident payload."""
 
@@ -68,27 +68,16 @@ class PlanCut:
         wanted = frozenset(row for row in wanted if row[1] >= 0)
         new = wanted - present
         coming, leaving = sorted(new), sorted(present - wanted)
-        # Host copies first, so that the gpu's memory can be freed.
-        for place, chunk, name in coming:
-            if place is HOST:
-                self.inline.bring(HOST, chunk, name)
-        for place, chunk, name in leaving:
-            if place is GPU or (GPU, chunk, name) not in new:  # otherwise the gpu fetches it from the host first
-                self._leave(place, chunk, name)
-        for place, chunk, name in coming:
-            if place is GPU:
-                self.inline.bring(GPU, chunk, name)
-        for place, chunk, name in leaving:
-            if arena.has(place, chunk, name):
-                self._leave(place, chunk, name)
+        # Host copies come first, so that the gpu's memory can be freed. What a later place fetches stays until then.
+        for n, place in enumerate(PLACES, start=1):
+            for row in coming:
+                if row[0] is place:
+                    self.inline.bring(*row)
+            for row in leaving:
+                if arena.has(*row) and not any((later, *row[1:]) in new for later in PLACES[n:]):
+                    self.states.leave(*row)
         self._refresh()
         arena.set_tide(self.run.timetable.cut_tide)
-
-    def _leave(self, place: Place, chunk: int, list_name: str) -> None:
-        if place is GPU:
-            self.states.leave_gpu(chunk, list_name)
-        else:
-            self.inline.perform(self.inline.drop(HOST, chunk, list_name))
 
     def _refresh(self) -> None:
         """Update the working lists that stayed and are out of date."""

@@ -33,12 +33,12 @@ class States:
     def home(self, chunk: int) -> Place:
         return GPU if self.pinned(chunk) else HOST
 
-    def leave_gpu(self, chunk: int, list_name: str) -> None:
-        """Drop the list on the gpu. A list that was updated on the gpu is copied to the host first."""
+    def leave(self, place: Place, chunk: int, list_name: str) -> None:
+        """Drop the list at the place. A list that was updated on the gpu is copied to the host before it leaves."""
         perform, inline = self.inline.perform, self.inline
-        if list_name in self.contents.chunks[chunk].ahead:
+        if place is GPU and list_name in self.contents.chunks[chunk].ahead:
             perform(inline.copy(HOST, chunk, list_name))
-        perform(inline.drop(GPU, chunk, list_name))
+        perform(inline.drop(place, chunk, list_name))
 
     def send_streams_home(self) -> None:
         """Copy the states that came to the gpu for one update back to the host, updated or not."""
@@ -47,7 +47,7 @@ class States:
                 continue
             for name in self.plan.layout.state_lists:
                 if self.arena.has(GPU, c.index, name):
-                    self.leave_gpu(c.index, name)
+                    self.leave(GPU, c.index, name)
             self.contents.chunks[c.index].ahead.clear()
 
     def unpin(self, chunk: int, room_bytes: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from executor.memory.arena import PLACES
 from executor.memory.byte_log import ByteChange
 from executor.queues.logs import IterationLog, StepLog
 from pstar_sim.core.effects import CATEGORIES
@@ -101,18 +102,18 @@ def _samples(
     plan: Plan, changes: Iterable[ByteChange], start_s: float, end_s: float
 ) -> tuple[tuple[ByteSample, ...], dict[str, int]]:
     """Returns byte samples in [start_s, end_s), with the state at start_s first, and the peaks by place."""
-    held = {(place, category): 0 for place in (Place.GPU, Place.HOST) for category in CATEGORIES}
+    held = {(place, category): 0 for place in PLACES for category in CATEGORIES}
     for _, place, size in plan.buffers:
         held[place, "buffer"] += size
     samples: list[ByteSample] = []
-    peaks = {"gpu": 0, "host": 0}
+    peaks = {place.value: 0 for place in PLACES}
     begun = False
 
     def begin() -> None:
         for (place, category), size in held.items():
             if size:
                 samples.append(ByteSample(0.0, place.value, category, size))
-        for place in (Place.GPU, Place.HOST):
+        for place in PLACES:
             peaks[place.value] = _total(held, place)
 
     for change in changes:

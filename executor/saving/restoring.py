@@ -20,6 +20,7 @@ import torch
 
 from executor.contract import tensor_of
 from executor.driving.loop import LOAD
+from executor.memory.arena import PLACES
 from executor.moments.unseen import unseen
 from executor.saving.as_json import decode
 from executor.saving.checkpoint import together
@@ -333,7 +334,7 @@ def _fill_states(opened: _SoundCheckpoint, session: Session) -> None:
             for tensor, list_name, piece in rows:
                 chunk, part = chunk_of[tensor], contents.slots.parts[tensor]
                 lists = (MASTER_LIST, "param") if list_name == MASTER_LIST else (list_name,)
-                targets = [(p, n) for p in (Place.HOST, Place.GPU) for n in lists if arena.has(p, chunk, n)]
+                targets = [(p, n) for p in PLACES for n in lists if arena.has(p, chunk, n)]
                 begin, end = max(piece.start, part.skip), min(piece.stop, part.skip + part.numel)
                 if list_name == MASTER_LIST and arena.sliced and arena.has(Place.GPU, chunk, "remote"):
                     begin, end = piece.start, piece.stop  # the other ranks' slices are on the gpu too

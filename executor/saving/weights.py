@@ -31,11 +31,10 @@ from torch import nn
 
 from executor.devices.torch_private import buffer_table, non_persistent_buffers
 from executor.lifetime.loading import views_of
-from executor.memory.arena import Arena
+from executor.memory.arena import PLACES, Arena
 from executor.memory.contents import Contents
 from executor.saving.manifest import check_files, is_checkpoint, read_manifest
 from executor.saving.tensor_files import StoredTensor, TensorFile, piece_buffer
-from pstar_sim.core.step import Place
 from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import CheckpointError, WeightsError
 from pstar_sim.units import format_params
@@ -367,7 +366,7 @@ class Weights:
                     lists = [
                         (place, name)
                         for name in (MASTER_LIST, "param")
-                        for place in (Place.GPU, Place.HOST)
+                        for place in PLACES
                         if arena.has(place, chunk_of[index], name)
                     ]
                     for first, piece in source.file.pieces(descriptor, source.name, buffer):
