@@ -1,17 +1,18 @@
-"""Notes of an answer on the effects of the machine: one memory for CPU and GPU, little pinned memory, disks that wear
-out."""
+"""Notes of an answer on the effects of the machine: more GPUs than its host is meant for, one memory for CPU and GPU,
+little pinned memory, disks that wear out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pstar_sim.catalog.loader import as_listed, load_machine, machine_names
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.figures import moves_on_disks
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.units import format_bytes
+from pstar_sim.units import format_bytes, format_count
 
-__all__ = ["NO_DISKS", "disk_life", "machine_notes", "pinned_notes"]
+__all__ = ["NO_DISKS", "added_gpus_notes", "disk_life", "machine_notes", "pinned_notes"]
 
 NO_DISKS = "the lower bound counts no disks, so no distance from it is given"
 """The reason why a plan that moves lists on disks has no gap."""
@@ -23,7 +24,7 @@ def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> l
     """plans: of the policies that fit."""
     plans = list(plans)
     copies = any(plan.moved_bytes["h2d"] or plan.moved_bytes["d2h"] for plan, _ in plans)
-    notes = []
+    notes = added_gpus_notes(machine)
     if machine.pool_bytes is not None:
         notes.append(
             f"{machine.name} has one memory of {format_bytes(machine.pool_bytes)} for CPU and GPU: memory that the "
@@ -36,6 +37,25 @@ def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> l
     if on_disks:
         notes.append(f"{', '.join(on_disks)}: {NO_DISKS}")
     return [*notes, *(line for plan, timeline in plans if (line := disk_life(plan, timeline.iteration_s)))]
+
+
+def added_gpus_notes(machine: Machine) -> list[str]:
+    """Returns the note on a machine of the catalog that was given more GPUs than it has: they share the host of the
+    fewer, and have no link that those lack."""
+    listed, count = as_listed(machine), machine.local_ranks
+    if listed is None or count <= listed.local_ranks:
+        return []
+    fewer = "one" if listed.local_ranks == 1 else str(listed.local_ranks)
+    host = machine.host
+    between = "no NVLink or the like" if machine.peer is None else machine.peer.name
+    shared = f"{format_count(host.cores, 'core')} and {format_bytes(host.memory_bytes)} for all"
+    nodes = [name for name in machine_names() if _is_node_of(load_machine(name), machine)]
+    instead = f"; a node as it is built: {' or '.join(nodes)}" if nodes else ""
+    return [f"{format_count(count, 'GPU')} on the host of {fewer}: {between}, {shared}{instead}"]
+
+
+def _is_node_of(node: Machine, machine: Machine) -> bool:
+    return node.gpu.name == machine.gpu.name and node.local_ranks == machine.local_ranks
 
 
 def pinned_notes(machine: Machine) -> list[str]:

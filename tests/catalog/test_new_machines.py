@@ -32,6 +32,8 @@ def small() -> Workload:
 
 def test_the_machines_that_the_issue_names_are_there() -> None:
     wanted = {"gh200", "b200", "b200x8", "gb200x4", "gb10", "rtxpro6000", "l40s", "mi300x", "m4-max", "m3-ultra"}
+    wanted |= {"h200x8", "h20x8", "gh200x4", "rtx3090x8", "rtx4090x8", "rtx5090x8", "rtxa6000", "rtx2080ti-64gb"}
+    wanted |= {"v100-16x8", "mi250", "rx7900xtx-128gb"}
     assert wanted <= set(machine_names())
     assert set(UNIFIED) == {"gb10", "m4-max", "m3-ultra"}
 
@@ -52,6 +54,12 @@ def test_nothing_of_one_memory_is_counted_twice(name: str) -> None:
     for wrong in ({"host_memory": "2TB"}, {"gpu_memory": "2TB"}, {"gpu_memory": "60GB", "host_memory": "500GB"}):
         with pytest.raises(CatalogError, match=f"{name} has one memory of"):
             load_machine(name, **wrong)
+
+
+def test_nodes_of_consumer_cards_have_256_gb_and_no_nvlink() -> None:
+    for name in ("rtx3090x8", "rtx4090x8", "rtx5090x8"):
+        m = load_machine(name)
+        assert (m.local_ranks, m.peer, m.host.memory_bytes) == (8, None, 251 * 2**30)
 
 
 def test_a_unified_machine_is_written_and_read_again(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CatalogError
 from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
 from pstar_sim.planner.compare import compare
+from pstar_sim.planner.machine_notes import added_gpus_notes
 from pstar_sim.workload.presets import preset
 from pstar_sim.workload.workload import Workload
 
@@ -141,6 +142,25 @@ def test_compare_on_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[0]["tokens_per_s"] == pytest.approx(16 * 256 / rows[0]["iteration_s"])
 
 
+@pytest.mark.parametrize("command", ["compare", "fits"])
+def test_more_gpus_than_a_host_is_meant_for_are_said(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [command, "--model", "tiny-gpt2", "--seq", "32", "--batch", "16", "--policy", "zero3_resident", "--machine"]
+    said = (
+        "note: 8 GPUs on the host of one: no NVLink or the like, 48 cores and 540.09 GB for all; a node as it is built:"
+    )
+    assert main([*argv, "h100-80", "--gpus", "8"]) == 0
+    assert f"{said} h100-80x8" in " ".join(capsys.readouterr().out.split())
+    assert main([*argv, "h100-80x8"]) == 0
+    assert "on the host of" not in capsys.readouterr().out
+
+
+def test_gpus_added_to_a_node_keep_its_link() -> None:
+    assert added_gpus_notes(load_machine("h100-80x4", gpus=8)) == [
+        "8 GPUs on the host of 4: nvlink4, 92 cores and 1.081 TB for all; a node as it is built: h100-80x8"
+    ]
+    assert added_gpus_notes(load_machine("h100-80x8", gpus=2)) == []
+
+
 def test_more_nodes_share_more_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *SMALL, "--batch", "16", "--machine", "a100-80x8", "--nodes", "2"]) == 0
     assert "batch 16 (1 per GPU)" in capsys.readouterr().out
@@ -181,7 +201,7 @@ def test_gpus_are_not_to_blame_where_a_policy_lacks_host_memory_alone() -> None:
     machine = load_machine("rtx3090-64gb", gpus=2, host_memory="16GB")
     found = compare(preset("4B", batch=2, seq=128), machine, policies=["all_on_gpu", "tide"], near=False)
     assert [row.short_of for row in found.rows] == ["gpu", "host"]
-    assert found.notes == (UNMODELLED,)
+    assert found.notes == (UNMODELLED, *added_gpus_notes(machine))
 
 
 def test_what_does_not_fit_is_answered_for_as_many_gpus() -> None:
