@@ -1,11 +1,11 @@
 """session.status(): the state of a run in a few figures, for a progress line or a log.
 
-The status is read between two iterations. Reading it uses the existing logs, moves nothing, waits for nothing and
-changes nothing, and costs some hundred microseconds. Figures are of the last finished iteration, from the end of the
-compute queue's last step in the iteration before to the end of its last step in this iteration. If a copy runs across
-that border, its seconds count on the side where they lie. Its bytes count in the iteration that the copy belongs to
-([Note: whose bytes]), so some bytes of the last finished iteration may not have been copied yet. Bytes are given for
-the newest iteration whose bytes have all been copied.
+The status is read between two iterations, in any thread. Reading it uses the existing logs, moves nothing, waits for
+nothing and changes nothing, and costs some hundred microseconds. Figures are of the last finished iteration, from the
+end of the compute queue's last step in the iteration before to the end of its last step in this iteration. If a copy
+runs across that border, its seconds count on the side where they lie. Its bytes count in the iteration that the copy
+belongs to ([Note: whose bytes]), so some bytes of the last finished iteration may not have been copied yet. Bytes are
+given for the newest iteration whose bytes have all been copied.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from dataclasses import dataclass
 
 from executor.devices.backend import VirtualBackend
 from executor.measuring.first import FirstIteration, TideReport
+from executor.memory.arena import Arena
 from executor.off_plan.plan_run import PlanRun, WholeState
 from executor.queues.logs import IterationLog, StepLog
+from executor.session.steps import Steps
 from pstar_sim.core.step import COPIES, Place, Queue
 
 __all__ = ["LinkUse", "Status"]
@@ -84,15 +86,15 @@ class Status:
 
 
 def status_of(state: WholeState, first: FirstIteration | None) -> Status:
-    run, log = state.run, state.deviation_log
-    plan, arena = run.plan, run.arena
-    steps, logs, _ = run.queues.in_device_time(list(run.steps.span_log), list(run.steps.logs), (), wait=False)
+    log, (run, arena, own) = state.deviation_log, _present(state)
+    plan = run.plan
+    steps, logs, _ = run.queues.in_device_time(list(own.span_log), list(own.logs), (), wait=False)
     last: IterationLog | None = logs[-1] if logs else None
-    start_s, end_s = _window(run, logs)
+    start_s, end_s = _window(own, logs)
     length_s = end_s - start_s
     busy, waited_s = _busy(steps, last.number if last else 0, start_s, end_s)
     known = last is not None and length_s > 0
-    links = _links(run, logs, busy, length_s) if known else {}
+    links = _links(run, own, logs, busy, length_s) if known else {}
     return Status(
         policy=plan.policy,
         iterations=state.iteration,
@@ -115,6 +117,18 @@ def status_of(state: WholeState, first: FirstIteration | None) -> Status:
     )
 
 
+def _present(state: WholeState) -> tuple[PlanRun, Arena, Steps]:
+    """Returns the present plan's run with two of its parts. A new plan may take over while another thread reads: then
+    the former run has no parts any more, and the state names the new one."""
+    while True:
+        run = state.run
+        try:
+            return run, run.arena, run.steps
+        except AttributeError:
+            if run is state.run:
+                raise
+
+
 def _busy(steps: Sequence[StepLog], number: int, start_s: float, end_s: float) -> tuple[dict[str, float], float]:
     """Returns, of the window of iteration `number`: queue -> seconds in which it ran a step, and the seconds in which
     compute waited."""
@@ -131,7 +145,7 @@ def _busy(steps: Sequence[StepLog], number: int, start_s: float, end_s: float) -
 
 
 def _links(
-    run: PlanRun, logs: Sequence[IterationLog], busy: Mapping[str, float], length_s: float
+    run: PlanRun, own: Steps, logs: Sequence[IterationLog], busy: Mapping[str, float], length_s: float
 ) -> dict[str, LinkUse]:
     """Returns the use of the link per direction, in the newest iteration whose copies have all ended.
 
@@ -141,9 +155,9 @@ def _links(
     rates: Mapping[str, float | None] = {"h2d": link.h2d_bytes_per_s, "d2h": link.d2h_bytes_per_s}
     if isinstance(backend, VirtualBackend):
         rates = backend.link.bytes_per_s
-    at = _copied(run, logs)
-    moved = run.steps.moved.of(logs[at].number)
-    took_s = logs[at].end_s - (logs[at - 1].end_s if at else run.steps.first_s)
+    at = _copied(run, own, logs)
+    moved = own.moved.of(logs[at].number)
+    took_s = logs[at].end_s - (logs[at - 1].end_s if at else own.first_s)
     return {
         direction: LinkUse(
             iteration=logs[at].number,
@@ -156,17 +170,17 @@ def _links(
     }
 
 
-def _copied(run: PlanRun, logs: Sequence[IterationLog]) -> int:
+def _copied(run: PlanRun, own: Steps, logs: Sequence[IterationLog]) -> int:
     """Returns the index of the newest log with all copies made; 0 without one."""
     planned = sum(step.kind in COPIES for step in run.plan.steps)
     for at in reversed(range(len(logs))):
-        if not logs[at].on_plan or run.steps.moved.ends_in(logs[at].number) >= planned:
+        if not logs[at].on_plan or own.moved.ends_in(logs[at].number) >= planned:
             return at
     return 0
 
 
-def _window(run: PlanRun, logs: Sequence[IterationLog]) -> tuple[float, float]:
+def _window(own: Steps, logs: Sequence[IterationLog]) -> tuple[float, float]:
     """Returns (start, end) of the last finished iteration, in seconds; empty before the first has finished."""
     if not logs:
-        return run.steps.first_s, run.steps.first_s
-    return (logs[-2].end_s if len(logs) > 1 else run.steps.first_s), logs[-1].end_s
+        return own.first_s, own.first_s
+    return (logs[-2].end_s if len(logs) > 1 else own.first_s), logs[-1].end_s

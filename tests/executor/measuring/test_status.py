@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from pstar_sim.core.step import Place
+
 
 def test_before_the_first_iteration(start: Callable[..., Any]) -> None:
     run = start("mlp", "tide")
@@ -86,3 +88,28 @@ def test_off_plan_it_counts_the_deviation_and_its_bytes(start: Callable[..., Any
     assert (status.iterations, status.on_plan, status.deviations) == (1, False, 1)
     assert "optimizer.step() came" in status.last_deviation
     assert status.links["h2d"].moved_bytes > 0
+
+
+def test_a_thread_that_meets_a_renewal_reads_the_new_plans_parts(start: Callable[..., Any], kit: Any) -> None:
+    """A progress thread has asked the state for its run when the loop's thread renews the plan, and takes the parts of
+    the run only then."""
+    run = start("mlp", "tide")
+    kit.train_alone(run.model, run.optimizer, run.batches, 1)
+    state = run.session.state
+    former = state.run
+    run.session.renew(run.plan)
+    runs = iter([former])
+
+    class Met(type(state)):  # type: ignore[misc]
+        @property
+        def run(self) -> Any:
+            return next(runs, present)
+
+    present = vars(state).pop("run")
+    state.__class__ = Met
+    status = run.session.status()
+    assert (
+        status.iterations == 1 and status.gpu_bytes == present.arena.payload_bytes(Place.GPU) + present.arena.tide_bytes
+    )
+    state.__class__ = Met.__base__
+    state.run = present
