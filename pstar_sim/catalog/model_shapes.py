@@ -67,7 +67,7 @@ class ModelEntry(Table, frozen=True, kw_only=True):
     kv_heads: Annotated[_Count, says("heads of keys and values; equal to heads outside the llama family")]
     ffn: Annotated[_Count, says("width of the feed-forward layer")]
     vocab: Annotated[int, between(0, 10**7), says("tokens of the vocabulary, 0 for a ViT")]
-    max_seq: Annotated[int, between(1, 10**8), says("positions the model has")]
+    max_seq: Annotated[int, between(1, 10**8), says("positions that the model knows, learned or rotary")]
     tied: Annotated[bool, says("the head is the token embedding")]
     attention_bias: Annotated[bool, says("biases of q, k and v in the llama family")] = False
     output_bias: Annotated[bool, says("a bias behind attention, too, in the llama family")] = False
@@ -97,6 +97,11 @@ class ModelEntry(Table, frozen=True, kw_only=True):
         if self.latent is not None:
             return self.latent.rotary + self.latent.plain
         return self.own_head_dim or self.hidden // self.heads
+
+    def takes(self, sequence: int) -> bool:
+        """Returns whether the model can run a sequence of text: with rotary positions any, because nothing in the model
+        has their size."""
+        return sequence <= self.max_seq or self.family == "llama"
 
     @property
     def value_dim(self) -> int:

@@ -302,17 +302,19 @@ def _depth_row(
 
 
 def _check_positions(entry: ModelEntry, seq: int, kernels: str | None) -> None:
-    if entry.family == "vit" or seq <= entry.max_seq:
+    if entry.family == "vit" or entry.takes(seq):
         return
     able = sorted(_known_models(seq, kernels), key=lambda name: abs(model_entry(name).params - entry.params))
-    do = f"give --like (like=) {', '.join(able[:3])} or another model with" if able else "no model of the catalog has"
-    raise PstarError(f"seq is {seq}, but models like {entry.name} have {entry.max_seq} positions; {do} {seq} positions")
+    raise PstarError(
+        f"seq is {seq}, but models like {entry.name} have learned {entry.max_seq} positions; give --like (like=) "
+        f"{', '.join(able[:3])} or another model that takes {seq}"
+    )
 
 
 def _known_models(seq: int, kernels: str | None) -> list[str]:
     """Returns the models that take such a sequence and have these kernels (None: the usual ones), the largest first."""
     entries = [model_entry(name) for name in model_names()]
-    able = [entry for entry in entries if entry.max_seq >= seq and entry.family != "vit"]
+    able = [entry for entry in entries if entry.takes(seq) and entry.family != "vit"]
     able = [entry for entry in able if kernels is None or has_kernels(entry, kernels)]
     return [entry.name for entry in sorted(able, key=lambda entry: -entry.params)]
 

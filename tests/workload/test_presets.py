@@ -261,12 +261,22 @@ def test_a_sequence_left_out_is_all_positions() -> None:
     assert preset("vit-b-16", batch=1).sequence == 197
 
 
+def test_rotary_positions_have_no_size() -> None:
+    """llama-3-8b has 8,192 positions. Twice as many tokens take twice the memory, in the same model."""
+    within, beyond = (preset("llama-3-8b", batch=1, seq=seq) for seq in (8192, 16384))
+    assert (within.notes, beyond.notes) == ("", "beyond its 8,192 positions (rotary)")
+    assert beyond.params == within.params
+    assert beyond.peak_non_model_bytes == 2 * within.peak_non_model_bytes
+    longer = preset("llama-3-8b", batch=1, seq=102_400, lora="r=8")
+    assert longer.notes.startswith("beyond its 8,192 positions (rotary), LoRA r=8")
+
+
 def test_names_and_values_a_preset_cannot_have() -> None:
     with pytest.raises(UnknownName, match=r"unknown model '12Bx'.*did you mean .*12B"):
         preset("12Bx", batch=1)
     for arguments, words in (
         ({"batch": 0}, "batch = 0: it must be a whole number of at least 1"),
-        ({"batch": 1, "seq": 2048}, "sequence is 2048; the model has 1024 positions"),
+        ({"batch": 1, "seq": 2048}, "sequence is 2048; the model has learned 1024 positions"),
         ({"batch": 1, "micro_batches": 0}, "micro_batches = 0"),
         (
             {"batch": 1, "micro_batches": 10**40},

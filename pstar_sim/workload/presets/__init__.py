@@ -132,6 +132,7 @@ def workload_of(
     if adapted is not None and not adapted.adapted:
         raise refuse("lora targets", ", ".join(adapted.names), f"no matrix has such a name; try {_matrices(tape)}")
     recorded = {what: getattr(axes, what) for what in _recorded()} | {"optimizer": spec}
+    notes = experts_note(entry), _positions_note(entry, sequence), "" if adapted is None else _lora_note(adapted)
     workload = Workload(
         model=name,
         batch=batch,
@@ -142,7 +143,7 @@ def workload_of(
         moments=tuple(tape.moments),
         uses=tuple(tape.uses),
         **recorded,
-        notes=", ".join(note for note in (experts_note(entry), "" if adapted is None else _lora_note(adapted)) if note),
+        notes=", ".join(note for note in notes if note),
     )
     return repeat_micro_batch(workload, micro_batches) if micro_batches > 1 else workload
 
@@ -206,8 +207,12 @@ def _check_names(model: str, given: Axes) -> None:
 def _check_sequence(model: str, entry: ModelEntry, sequence: int) -> None:
     if entry.family == "vit" and sequence != entry.max_seq:
         raise _refusal(model, "sequence", sequence, f"an image of this model is {entry.max_seq} tokens")
-    if sequence > entry.max_seq:
-        raise _refusal(model, "sequence", sequence, f"the model has {entry.max_seq} positions")
+    if not entry.takes(sequence):
+        raise _refusal(model, "sequence", sequence, f"the model has learned {entry.max_seq} positions")
+
+
+def _positions_note(entry: ModelEntry, sequence: int) -> str:
+    return f"beyond its {entry.max_seq:,} positions (rotary)" if sequence > entry.max_seq else ""
 
 
 def can_vary(workload: Workload, shape: ModelEntry | None = None) -> bool:
