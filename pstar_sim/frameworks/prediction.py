@@ -47,6 +47,7 @@ class ConfigurationPrediction:
     host: HostNeed
     host_available_bytes: int
     gpu_available_bytes: int
+    machine: Machine
     reason: str | None = None
     short_of: str | None = None
     short_bytes: int | None = None
@@ -76,6 +77,7 @@ class ConfigurationPrediction:
             fits=self.fits,
             gpu_needed_bytes=self.gpu_needed_bytes,
             gpu_available_bytes=self.gpu_available_bytes,
+            gpu_reserve_bytes=self.machine.gpu.context_bytes,
             host_needed_bytes=self.host.host_bytes,
             host_available_bytes=self.host_available_bytes,
             host_payload_bytes=self.host.asked_bytes,
@@ -134,6 +136,7 @@ def predict(
         host=target_of(configuration).memory.host_need(configuration, configuration.job(share.workload), machine),
         host_available_bytes=machine.host_budget_bytes,
         gpu_available_bytes=machine.gpu_budget_bytes,
+        machine=machine,
     )
     try:
         plan, timeline = plan_and_play(

@@ -49,6 +49,7 @@ class Fit:
 
     gpu_needed_bytes: least GPU budget with which the policy fits on this host. If the policy does not fit, the bytes of
         the GPU that it needs when the place that is short has just enough.
+    gpu_reserve_bytes: what a plan leaves of the card, for the context and the allocator's fragments.
     host_needed_bytes: payloads, pinned rounding and start-up, with as few chunks pinned as the host allows. If the
         policy does not fit, as for the GPU.
     host_payload_bytes, host_rounding_bytes (pinning adds it): parts of host_needed_bytes.
@@ -69,6 +70,7 @@ class Fit:
     fits: bool
     gpu_needed_bytes: int | None = None
     gpu_available_bytes: int
+    gpu_reserve_bytes: int = 0
     host_needed_bytes: int | None = None
     host_available_bytes: int
     host_payload_bytes: int | None = None
@@ -91,6 +93,12 @@ class Fit:
         return None if self.gpu_needed_bytes is None else self.gpu_available_bytes - self.gpu_needed_bytes
 
     @property
+    def gpu_shown_bytes(self) -> int | None:
+        """What nvidia-smi shows at least: tensors and the reserve. torch keeps what it took at any time, which adds to
+        this where the card has room."""
+        return None if self.gpu_needed_bytes is None else self.gpu_needed_bytes + self.gpu_reserve_bytes
+
+    @property
     def host_headroom_bytes(self) -> int | None:
         """Negative if the host is short."""
         return None if self.host_needed_bytes is None else self.host_available_bytes - self.host_needed_bytes
@@ -99,6 +107,7 @@ class Fit:
         return {
             **asdict(self),
             "gpu_headroom_bytes": self.gpu_headroom_bytes,
+            "gpu_shown_bytes": self.gpu_shown_bytes,
             "host_headroom_bytes": self.host_headroom_bytes,
         }
 
@@ -273,6 +282,7 @@ def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, Does
         policy=name,
         fits=False,
         gpu_available_bytes=machine.gpu_budget_bytes,
+        gpu_reserve_bytes=machine.gpu.context_bytes,
         host_available_bytes=machine.host_budget_bytes,
     )
     plan: Plan | None = None

@@ -84,6 +84,7 @@ class Limits(Collection):
     what: "layers" or "batch".
     of: words for the family or the model.
     rows: one per policy, in the order asked for.
+    most_params: that all GPUs and hosts together could hold, None for a batch ([Note: an upper bound of any model]).
     job: arguments of the question, by name.
     """
 
@@ -93,6 +94,7 @@ class Limits(Collection):
     settings: Settings
     rows: tuple[Limit, ...]
     kernels: str = ""
+    most_params: int | None = None
     job: Mapping[str, object] = field(default_factory=dict)
 
     def __getitem__(self, policy: str) -> Limit:
@@ -238,6 +240,7 @@ def max_model(
         settings=settings,
         rows=tuple(rows),
         kernels=flavour,
+        most_params=models.within(disks=False),
         job={"seq": seq, "batch": batch, "micro_batches": micro_batches, "dtype": working, "loading": str(loading)},
     )
 
@@ -275,7 +278,10 @@ class _Models:
 
     def most_params(self, policy: str | Policy) -> int:
         """Returns the most parameters, by [Note: an upper bound of any model]."""
-        return int(_all_bytes(self.machine, disks=_may_use_disks(policy)) // self.least_bytes)
+        return self.within(disks=_may_use_disks(policy))
+
+    def within(self, *, disks: bool) -> int:
+        return int(_all_bytes(self.machine, disks=disks) // self.least_bytes)
 
     def most_layers(self, policy: str | Policy) -> int:
         one, two = count_params(self.shape(1)), count_params(self.shape(2))

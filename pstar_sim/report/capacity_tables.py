@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pstar_sim.planner.limits import Limit, Limits
     from pstar_sim.planner.sensitivity import PartEffect, Sensitivity
 
-__all__ = ["cheapest_text", "fits_text", "limits_text", "sensitivity_text"]
+__all__ = ["cheapest_text", "fits_text", "limits_text", "sensitivity_text", "shown_on_card"]
 
 
 def _params(count: float | None) -> str:
@@ -146,12 +146,23 @@ def _yes(answer: Fits) -> list[str]:
     gpu = f"{format_size(best.gpu_needed_bytes)} of {format_size(best.gpu_available_bytes)} of GPU memory"
     host = f"{format_size(best.host_needed_bytes)} of {format_size(best.host_available_bytes)} of host memory"
     said.append(f"{best.policy} needs at least {gpu} and {host}{_each(answer.machine)}.")
+    said += shown_on_card(best)
     if undecided:
         said.append(
             f"No, if every process loads them whole in fp32, as FSDP does by default (--loading {EACH_FP32}): "
             f"{best.policy} then lacks {format_bytes(best.loading_short_bytes or 0)} of host memory per GPU."
         )
     return said
+
+
+def shown_on_card(row: Fit) -> list[str]:
+    """Returns a sentence on what nvidia-smi will show; none where the answer has no need of a card."""
+    if row.gpu_shown_bytes is None or not row.gpu_reserve_bytes:
+        return []
+    shown, beside = format_size(row.gpu_shown_bytes), format_size(row.gpu_reserve_bytes)
+    return [
+        f"The card will show at least {shown}: the tensors, {beside} of context and fragments, and what torch keeps."
+    ]
 
 
 def _no(answer: Fits) -> list[str]:
@@ -250,6 +261,11 @@ def limits_text(answer: Limits, *, width: int | None = None) -> str:
         f"largest {'depth' if answer.what == 'layers' else 'batch'}: {answer.of}",
         f"on {m.name}: {_memory(m)}{each}; weights are {_loaded(loading_of(str(answer.job['loading'])), m)}",
     ]
+    if answer.most_params is not None:
+        hosts = "their host" if m.nodes == 1 else f"their {m.nodes} hosts"
+        who = "the GPU and its host" if m.world_size == 1 else f"{m.world_size} GPUs and {hosts}"
+        room = format_bytes((m.gpu_budget_bytes + m.host_budget_bytes) * m.world_size)
+        lines.append(f"{who} hold {room} in all, enough for at most {_params(answer.most_params)} parameters")
     lines = [*_folded(lines, width), ""]
     published = published_limits(m) if answer.what == "layers" else ()
     if answer.what == "layers":

@@ -365,6 +365,17 @@ def test_fits_says_what_is_short_and_the_nearest_yes() -> None:
     assert {row["kernels"] for row in answer.to_json()} == {"eager"}
 
 
+def test_what_the_card_will_show_is_the_tensors_and_the_one_reserve() -> None:
+    w = preset("tiny-gpt2", batch=2, seq=32, dtype="fp16")
+    answer = fits(w, ps.machine("t4"), policies=["all_on_gpu"])
+    (row,) = answer.rows
+    assert row.gpu_needed_bytes is not None and row.gpu_shown_bytes == row.gpu_needed_bytes + 10**9
+    assert answer.to_json()[0]["gpu_shown_bytes"] == row.gpu_shown_bytes
+    said = "The card will show at least 1.0 GB: the tensors, 1.0 GB of context and fragments, and what torch keeps."
+    assert said in fits_text(answer, width=200).splitlines()
+    assert "card will show" not in repr(fits(w, ps.machine("virtual"), policies=["all_on_gpu"])), "it has no context"
+
+
 def test_what_does_not_fit_says_what_it_needs_of_both_places() -> None:
     """Given just that, the policy fits; with a byte less of the place that was short it does not."""
     w, m = preset("8B", batch=4, seq=1024), ps.machine("rtx4090", host_memory="64GB")
@@ -501,6 +512,18 @@ def test_where_the_host_is_short_even_with_the_disks_more_memory_and_the_options
     assert second.reason is not None and second.reason.endswith(f"; fits with {memory}")
     enough = ps.compare(w, ps.machine("gb10", host_memory="96GB"), policies=[spec], barrier_cost=False)
     assert enough.rows[0].fits
+
+
+def test_the_answer_says_how_much_gpus_and_hosts_hold_in_all() -> None:
+    """Why a node of eight may train a smaller model than a server with one GPU of the kind: its host has 240 GB.
+    8 x 33.08 + 232 = 496.64 GB, 14 bytes per parameter."""
+    node = max_model("v100-32x8", batch=8, seq=64, like="18B", policies=["all_on_gpu"], catalog=False)
+    assert node.most_params == (8 * (round(31.74 * 2**30) - 10**9) + 232 * 10**9) // 14
+    said = "8 GPUs and their host hold 496.64 GB in all, enough for at most 35.47 B parameters"
+    assert said in repr(node).splitlines()
+    one = max_model("v100-32", batch=1, seq=64, like="18B", policies=["all_on_gpu"], catalog=False)
+    said = "the GPU and its host hold 565.17 GB in all, enough for at most 40.37 B parameters"
+    assert said in repr(one).splitlines()
 
 
 def test_what_the_tide_gains_is_said_of_a_plan_that_does_not_follow_it() -> None:
