@@ -55,6 +55,9 @@ def fits(
     like: Like = None,
     asked: AskedFlags,
     why: Annotated[bool, typer.Option("--why", help="also say what needs the room, policy by policy")] = False,
+    phases: Annotated[
+        bool, typer.Option("--phases", help="also say what the host needs while loading, saving and resuming")
+    ] = False,
 ) -> int:
     """Say whether a job fits a machine, by policy: with how much room to spare, or what is short and what would do."""
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
@@ -91,6 +94,10 @@ def fits(
 
             say(predictions_text(predictions) + "\n")
         say(fits_text(answer, why=why))
+        if phases:
+            from pstar_sim.report.phases import phases_text
+
+            say("\n" + phases_text([*(p.as_fit() for p in predictions), *answer.rows], machine.host))
     if any(p.fits for p in predictions):
         return 0
     if not answer.any:

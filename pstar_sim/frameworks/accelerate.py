@@ -16,6 +16,7 @@ from pstar_sim.frameworks import deepspeed, fsdp
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.express import Expressed
 from pstar_sim.frameworks.fsdp import express_as, fsdp_policy, offloads, reshards
+from pstar_sim.frameworks.host_memory import Copies
 from pstar_sim.frameworks.keys import AUTO, PARALLELISM, Count, KeyReading, ignored, nested, read_keys, unmodelled, used
 from pstar_sim.schema.fields import least
 from pstar_sim.schema.reading import brief, nearest
@@ -27,6 +28,7 @@ ACCELERATE = "accelerate"
 _FSDP = "fsdp_config"
 _DS = "deepspeed_config"
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_StateDict = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"]
 _DTYPES = {"no" if dtype == MASTER else dtype: dtype for dtype in DTYPES}
 
 KEYS = (
@@ -38,6 +40,7 @@ KEYS = (
     used(f"{_FSDP}.fsdp_reshard_after_forward", "reshard", None),
     used(f"{_FSDP}.fsdp_sharding_strategy", "strategy", None),
     used(f"{_FSDP}.fsdp_cpu_ram_efficient_loading", "loads_once", bool, False),
+    used(f"{_FSDP}.fsdp_state_dict_type", "saves", _StateDict),
     used(f"{_FSDP}.fsdp_activation_checkpointing", "checkpointing", bool, False),
     used(f"{_FSDP}.fsdp_auto_wrap_policy", "wrap", Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]),
     used(f"{_DS}.zero_stage", "ds_stage", Literal[0, 1, 2, 3]),
@@ -47,6 +50,7 @@ KEYS = (
     used(f"{_DS}.gradient_clipping", "ds_clip", Annotated[float, least(0)]),
     used(f"{_DS}.deepspeed_config_file", "ds_file", str),
     used(f"{_DS}.zero3_init_flag", "ds_init", bool),
+    used(f"{_DS}.zero3_save_16bit_model", "ds_gathers", bool),
     unmodelled(
         f"{_FSDP}.fsdp_activation_checkpointing_offload", "inputs of recomputed blocks are taken to stay on the GPU"
     ),
@@ -69,11 +73,9 @@ KEYS = (
         f"{_FSDP}.fsdp_forward_prefetch",
         f"{_FSDP}.fsdp_limit_all_gathers",
         f"{_FSDP}.fsdp_min_num_params",
-        f"{_FSDP}.fsdp_state_dict_type",
         f"{_FSDP}.fsdp_sync_module_states",
         f"{_FSDP}.fsdp_transformer_layer_cls_to_wrap",
         f"{_FSDP}.fsdp_use_orig_params",
-        f"{_DS}.zero3_save_16bit_model",
         f"{_DS}.offload_optimizer_nvme_path",
         f"{_DS}.offload_param_nvme_path",
         f"{_DS}.deepspeed_multinode_launcher",
@@ -142,10 +144,14 @@ def read(content: object, file: str) -> Configuration:
         dtype=_dtype(found),
         checkpointing=found.known("checkpointing") if "checkpointing" in found.named else None,
         loading="whole" if found.usual("loads_once", False) else "each",
-        details=_details(found, {"type": kind, "version": version}),
+        details=_details(found, {"type": kind, "version": version, **_saves(found)}),
         notes=tuple(notes),
         without_effect=found.without_effect,
     )
+
+
+def _saves(found: KeyReading) -> dict[str, object]:
+    return {} if found.known("saves") is None else {"saves": found["saves"]}
 
 
 def _hint(word: str, known: tuple[str, ...]) -> str:
@@ -200,6 +206,8 @@ def _as_deepspeed(found: KeyReading, file: str, notes: list[str]) -> Configurati
     for device, name in (("offload_optimizer", "ds_states"), ("offload_param", "ds_params")):
         if found.known(name) is not None:
             zero[device] = {"device": found[name]}
+    if found.known("ds_gathers") is not None:
+        zero["stage3_gather_16bit_weights_on_model_save"] = found["ds_gathers"]
     content: dict[str, Any] = {"zero_optimization": zero, "gradient_clipping": AUTO}
     for name, key in (("ds_micro_batches", "gradient_accumulation_steps"), ("ds_clip", "gradient_clipping")):
         if found.known(name) is not None:
@@ -231,8 +239,16 @@ def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: i
     return max(buckets, buckets + 2 * trained - workload.peak_non_model_bytes)
 
 
+def _copies(configuration: Configuration, workload: Workload, ranks: int, local_ranks: int) -> Copies | None:
+    """What a script does with a model that is whole on every GPU is not counted."""
+    if configuration.detail["type"] != "FSDP":
+        return None
+    return fsdp.copies(configuration, workload, ranks, local_ranks)
+
+
 MEMORY = replace(
     fsdp.MEMORY,
+    copies=_copies,
     gpu_beyond_bytes=_gpu_beyond_bytes,
     once="with fsdp_cpu_ram_efficient_loading: true",
 )
@@ -259,6 +275,7 @@ def values_of(configuration: Configuration) -> dict[str, object]:
         "reshard": reshard if two else None,
         "strategy": None if two else ("FULL_SHARD" if reshard else "SHARD_GRAD_OP"),
         "loads_once": c.loading == "whole",
+        "saves": detail.get("saves"),
         "checkpointing": c.checkpointing,
         "wrap": "TRANSFORMER_BASED_WRAP",
     }

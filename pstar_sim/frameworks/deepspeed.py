@@ -27,6 +27,7 @@ from pstar_sim.frameworks.express import (
 )
 from pstar_sim.frameworks.host_memory import (
     Allocation,
+    Copies,
     MemoryRules,
     allocation,
     moments_bytes_per_param,
@@ -83,6 +84,13 @@ KEYS = (
     used(f"{_ZERO}.offload_param.max_in_cpu", "params_in_cpu", _Size, 1_000_000_000),
     used(f"{_ZERO}.cpu_offload", "cpu_offload", bool, False),
     used(f"{_ZERO}.cpu_offload_param", "cpu_offload_param", bool, False, also=(f"{_ZERO}.cpu_offload_params",)),
+    used(
+        f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
+        "gathers",
+        bool,
+        False,
+        also=(f"{_ZERO}.stage3_gather_fp16_weights_on_model_save", f"{_ZERO}.gather_16bit_weights_on_model_save"),
+    ),
     used(f"{_ZERO}.sub_group_size", "subgroup", Count, SUB_GROUP_PARAMS),
     used(f"{_ZERO}.reduce_bucket_size", "bucket", Count, REDUCE_BUCKET_PARAMS),
     used(f"{_ZERO}.stage3_max_reuse_distance", "reuse", _Size, MAX_REUSE_PARAMS, also=(f"{_ZERO}.max_reuse_distance",)),
@@ -172,9 +180,6 @@ KEYS = (
     unmodelled("hybrid_engine.*", "generation is not modelled"),
     *ignored(
         f"{_ZERO}.allgather_bucket_size",
-        f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
-        f"{_ZERO}.stage3_gather_fp16_weights_on_model_save",
-        f"{_ZERO}.gather_16bit_weights_on_model_save",
         f"{_ZERO}.ignore_unused_parameters",
         f"{_ZERO}.load_from_fp32_weights",
         f"{_ZERO}.elastic_checkpoint",
@@ -401,6 +406,8 @@ def _details(found: KeyReading, stage: int, states: str, params: str) -> tuple[t
             kept[name] = found.usual(name, usual)
     if found.known("sums") is not None:
         kept["sums"] = found["sums"]
+    if stage == 3 and found.known("gathers"):
+        kept["gathers"] = True
     return tuple(sorted(kept.items()))
 
 
@@ -415,6 +422,7 @@ def values_of(configuration: Configuration) -> dict[str, object]:
         "stage": detail["stage"],
         "optimizer": None if c.optimizer is None else {"sgd-momentum": "SGD"}.get(c.optimizer, "AdamW"),
         "sums": detail.get("sums"),
+        "gathers": detail.get("gathers"),
     }
     if c.dtype is not None:
         values |= {dtype: c.dtype == dtype for dtype in _HALF}
@@ -544,8 +552,38 @@ def _unpinned(configuration: Configuration) -> str:
     return f'with {file}"pin_memory": false in its {offloading}'
 
 
+def _copies(configuration: Configuration, workload: Workload, ranks: int, local_ranks: int) -> Copies | None:
+    """Each rank writes its own states, those of the GPU list by list, and reads them on the CPU beside the live ones
+    (engine.py: _save_zero_checkpoint, _get_all_zero_checkpoint_state_dicts). Before stage 3 each reads the file of the
+    whole model first, which is freed before the states are read. Gathering weights copies them to the first process
+    (_zero3_consolidated_16bit_state_dict). States on disks are not counted."""
+    detail, width = configuration.detail, DTYPES[workload.dtype].bytes
+    if detail["states"] == "nvme":
+        return None
+    stage, trained_params, moments = detail["stage"], workload.trainable_params, moments_bytes_per_param(workload)
+    slices = -(-trained_params // (ranks if stage else 1))
+    own, weights = int((4 + moments) * slices), width * workload.params
+    listed = 0 if detail["states"] == "cpu" else 4 * slices * local_ranks
+    gathered = weights if detail.get("gathers") else 0
+    saved = "each rank's fp32 masters, on their way to its file" if listed else ""
+    if gathered > listed:
+        saved = "the weights, gathered on one process"
+    whole = stage != 3 and weights > own
+    read = "the file of the model, whole on every process" if whole else "each rank's states as read, beside the live"
+    if stage == 0:
+        own, read = own + weights, "the file of model and states, whole on every process"
+    return Copies(
+        saving_bytes=max(listed, gathered),
+        saved=saved,
+        resuming_bytes=local_ranks * (weights if whole and stage else own),
+        read=read,
+        instead="stage3_gather_16bit_weights_on_model_save: false" if gathered > listed else "",
+    )
+
+
 MEMORY = MemoryRules(
     allocations=_allocations,
+    copies=_copies,
     gpu_beyond_bytes=_gpu_beyond_bytes,
     unpinned=_unpinned,
 )

@@ -23,6 +23,7 @@ from pstar_sim.frameworks.express import (
 )
 from pstar_sim.frameworks.host_memory import (
     Allocation,
+    Copies,
     MemoryRules,
     moments_bytes_per_param,
     rank_sizes,
@@ -33,7 +34,7 @@ from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.systems.sharded import MAX_REUSE_PARAMS
 from pstar_sim.workload.workload import Tensor, Workload
 
-__all__ = ["MEMORY", "OWN", "express_as", "fsdp_policy", "offloads", "reshards"]
+__all__ = ["MEMORY", "OWN", "copies", "express_as", "fsdp_policy", "offloads", "reshards"]
 
 OWN = ("zero3_resident", "zero_infinity")
 """Policies that stand for FSDP."""
@@ -84,8 +85,27 @@ def _units(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(units.values())
 
 
+def copies(configuration: Configuration, workload: Workload, ranks: int, local_ranks: int) -> Copies:
+    """A full state dict is gathered on the CPU of the first process, the weights before the moments, each freed before
+    the next; a file of it is read there, too. accelerate offloads sharded state dicts to the CPU, where slices on the
+    host lie already (its fsdp_utils.py). torch.distributed.checkpoint alone copies tensor by tensor."""
+    detail = configuration.detail
+    weights = _WIDTH * workload.params
+    moments = int(moments_bytes_per_param(workload) * workload.trainable_params)
+    larger = "the optimizer's moments" if moments > weights else "the fp32 weights"
+    if detail.get("saves", "FULL_STATE_DICT" if detail.get("version") == 1 else "") == "FULL_STATE_DICT":
+        what, whole = f"{larger}, whole on one process", max(weights, moments)
+        instead = "fsdp_state_dict_type: SHARDED_STATE_DICT"
+        return Copies(saving_bytes=whole, saved=what, resuming_bytes=whole, read=what, instead=instead)
+    copied = detail.get("type") == "FSDP" and not offloads(configuration)  # accelerate names its type
+    slices = local_ranks * -(-max(weights, moments) // ranks) if copied else 0
+    what = f"each rank's slices of {larger}" if slices else ""
+    return Copies(saving_bytes=slices, saved=what, resuming_bytes=slices, read=what)
+
+
 MEMORY = MemoryRules(
     allocations=_allocations,
+    copies=copies,
     loaded_dtype=MASTER,
     unpinned=lambda configuration: "with CPUOffloadPolicy(pin_memory=False) of FSDP 2 in the script",
 )

@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.frameworks.configuration import Configuration
+from pstar_sim.planner.memory_needs import Phase
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.workload import Tensor, Workload
 
 __all__ = [
-    "Allocation", "HostNeed", "MemoryRules", "allocation", "moments_bytes_per_param", "rank_sizes", "sub_groups",
-    "tensor_allocations", "trained",
+    "Allocation", "Copies", "HostNeed", "MemoryRules", "allocation", "moments_bytes_per_param", "rank_sizes",
+    "sub_groups", "tensor_allocations", "trained",
 ]  # fmt: skip
 
 
@@ -51,6 +52,22 @@ class Allocation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Copies:
+    """Copies of a job's state on the host of the node that has most, beside what training holds.
+
+    saving_bytes, saved: while a checkpoint is written, and what is copied, in words.
+    resuming_bytes, read: the same while a checkpoint is read.
+    instead: value of the configuration with which less is copied; "" if there is none.
+    """
+
+    saving_bytes: int
+    saved: str
+    resuming_bytes: int
+    read: str
+    instead: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class HostNeed:
     """Host memory that a framework takes on one rank.
 
@@ -58,12 +75,14 @@ class HostNeed:
     startup_bytes: weights while they are loaded, freed before the allocations are made.
     loading: how the weights are loaded, in words.
     stash_bytes: activations on the host.
+    copies: where checkpoints are written and read; None: not counted.
     """
 
     allocations: tuple[Allocation, ...]
     startup_bytes: int
     loading: str = ""
     stash_bytes: int = 0
+    copies: Copies | None = None
 
     @property
     def asked_bytes(self) -> int:
@@ -89,6 +108,21 @@ class HostNeed:
     def host_bytes(self) -> int:
         """The most bytes at any time."""
         return max(self.held_bytes, self.startup_bytes)
+
+    def phases(self, local_ranks: int) -> tuple[Phase, ...]:
+        """The weights that were loaded are freed before the first step."""
+        loading, steps, copies = self.startup_bytes * local_ranks, self.held_bytes * local_ranks, self.copies
+        first = (
+            Phase(name="loading", host_bytes=loading, what=f"the weights, {self.loading or 'whole'}"),
+            Phase(name="first step", host_bytes=steps),
+        )
+        if copies is None:
+            return (*first, Phase(name="saving", host_bytes=None), Phase(name="resuming", host_bytes=None))
+        return (
+            *first,
+            Phase(name="saving", host_bytes=steps + copies.saving_bytes, what=copies.saved, instead=copies.instead),
+            Phase(name="resuming", host_bytes=max(loading, steps + copies.resuming_bytes), what=copies.read),
+        )
 
     def parts(self) -> list[str]:
         """Returns phrases for a message."""
@@ -139,6 +173,7 @@ class MemoryRules:
     once: what makes one process of a node load the weights for all; "" if nothing does.
     unpinned: what makes the framework pin less memory; "" if nothing does.
     gpu_beyond_bytes: beside the lists of the policy; by default none.
+    copies: a function of the number of a node's ranks, too; None: not counted.
     """
 
     allocations: Callable[[Configuration, Workload, int], tuple[Allocation, ...]]
@@ -146,6 +181,7 @@ class MemoryRules:
     once: str = ""
     unpinned: Callable[[Configuration], str] = lambda configuration: ""
     gpu_beyond_bytes: Callable[[Configuration, Workload, int], int] = lambda configuration, workload, ranks: 0
+    copies: Callable[[Configuration, Workload, int, int], Copies | None] | None = None
 
     def shortage(
         self, configuration: Configuration, workload: Workload, machine: Machine, policy: str
@@ -181,6 +217,8 @@ class MemoryRules:
             startup_bytes=loading.startup_bytes(workload, machine.local_ranks),
             loading=loading.words(machine.local_ranks),
             stash_bytes=sum(size for _, size in workload.stash_room),
+            copies=self.copies
+            and self.copies(configuration, workload, machine.data_parallel_size, machine.local_ranks),
         )
 
 

@@ -91,6 +91,7 @@ class ConfigurationPrediction:
             tokens_per_s=self.tokens_per_s,
             expected_error=self.expected_error,
             trust=self.trust,
+            phases=self.host.phases(self.machine.local_ranks),
         )
 
     def to_json(self) -> dict[str, object]:

@@ -22,6 +22,7 @@ from pstar_sim.planner.batch_shares import Share, machine_of, share_out
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.memory_needs import (
     Need,
+    Phase,
     host_shortage,
     least_gpu_bytes,
     memory_need,
@@ -64,6 +65,7 @@ class Fit:
     iteration_s, tokens_per_s: simulated, if the policy fits.
     expected_error: one standard deviation of such times, as a share of them, from published runs (planner/trust.py).
     trust: the basis of expected_error, or that there is none.
+    phases: host memory over the job's life; none where no need is known.
     """
 
     policy: str
@@ -86,6 +88,7 @@ class Fit:
     tokens_per_s: float | None = None
     expected_error: float | None = None
     trust: str | None = None
+    phases: tuple[Phase, ...] = ()
 
     @property
     def gpu_headroom_bytes(self) -> int | None:
@@ -309,7 +312,7 @@ def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, Does
             reason=str(error),
         )
         return row, error
-    row = _filled(replace(row, fits=True), job.least_gpu_bytes(name, machine), need)
+    row = _filled(replace(row, fits=True), job.least_gpu_bytes(name, machine), need, machine.local_ranks)
     row = replace(row, loading_short_bytes=job.short_if_each_loads(need))
     if plan is not None:
         seconds = play(replace(plan, ranked=share.ranked)).iteration_s
@@ -324,7 +327,7 @@ def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, Does
     return row, None
 
 
-def _filled(row: Fit, gpu_needed_bytes: int | None, need: Need) -> Fit:
+def _filled(row: Fit, gpu_needed_bytes: int | None, need: Need, local_ranks: int) -> Fit:
     return replace(
         row,
         gpu_needed_bytes=gpu_needed_bytes,
@@ -333,6 +336,7 @@ def _filled(row: Fit, gpu_needed_bytes: int | None, need: Need) -> Fit:
         host_rounding_bytes=need.pinned_bytes - need.payload_bytes,
         host_startup_bytes=need.startup_bytes,
         host_buffer_bytes=need.buffer_bytes,
+        phases=need.phases(local_ranks),
     )
 
 
@@ -349,7 +353,8 @@ def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit
         gpu_bytes = roomy.gpu_shortage.needed_bytes
     # A policy's own check of the host may count more than its need; its refusal then stands.
     shortage = (roomy.gpu_shortage if error.place == "gpu" else host_shortage(roomy.need, machine)) or error
-    return replace(_filled(row, gpu_bytes, roomy.need), short_bytes=shortage.short_bytes), shortage
+    filled = _filled(row, gpu_bytes, roomy.need, machine.local_ranks)
+    return replace(filled, short_bytes=shortage.short_bytes), shortage
 
 
 def _smallest(

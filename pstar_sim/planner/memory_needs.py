@@ -51,6 +51,7 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = [
     "Need",
+    "Phase",
     "host_shortage",
     "least_gpu_bytes",
     "memory_need",
@@ -61,6 +62,22 @@ __all__ = [
 ]
 
 MOST_SHORT = 6  # refusals in a row: payloads, rounding and start-up of the host, then the GPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A phase of a job's life.
+
+    name: "loading", "first step" (and every other step), "saving" or "resuming".
+    host_bytes: on one node, of all its ranks; None where they are not counted.
+    what: what comes beside the memory of the steps, in words; "" for nothing.
+    instead: value of a configuration with which less comes beside it; "" if there is none.
+    """
+
+    name: str
+    host_bytes: int | None
+    what: str = ""
+    instead: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +103,18 @@ class Need:
     @property
     def host_bytes(self) -> int:
         return self.pinned_bytes + max(self.startup_bytes, self.buffer_bytes)
+
+    def phases(self, local_ranks: int) -> tuple[Phase, ...]:
+        """The executor writes and reads checkpoints tensor by tensor, without a second copy (executor/saving)."""
+        loading = (self.pinned_bytes + self.startup_bytes) * local_ranks
+        steps = (self.pinned_bytes + self.buffer_bytes) * local_ranks
+        what = f"the weights, {self.loading or 'whole'}"
+        return (
+            Phase(name="loading", host_bytes=loading, what=what),
+            Phase(name="first step", host_bytes=steps),
+            Phase(name="saving", host_bytes=steps),
+            Phase(name="resuming", host_bytes=max(loading, steps)),
+        )
 
 
 def shortage(

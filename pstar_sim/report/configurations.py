@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pstar_sim.report.capacity_tables import shown_on_card
+from pstar_sim.report.phases import short_phases
 from pstar_sim.report.tables import format_size
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import format_error, format_s
@@ -57,6 +58,7 @@ def _said(p: ConfigurationPrediction) -> list[str]:
     said = [f"{p.label}: host memory per GPU: {', '.join(p.host.parts()) or 'none'}."]
     fit = p.as_fit()
     said += [f"{p.label}: {sentence}" for sentence in shown_on_card(fit)] if p.fits else []
+    said += [f"{p.label}: {sentence}" for sentence in short_phases(fit, p.machine.host)]
     if p.reason is not None:
         said.append(f"{p.reason}.")
     error = "" if p.expected_error is None else f" ({format_error(p.expected_error)})"

@@ -1,0 +1,49 @@
+"""Host memory over a job's life: loading, first step, saving, resuming."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pstar_sim.report.tables import format_size
+from pstar_sim.terminal import table_text, terminal_width, wrap
+
+if TYPE_CHECKING:
+    from pstar_sim.catalog.machine import Host
+    from pstar_sim.planner.fits import Fit
+    from pstar_sim.planner.memory_needs import Phase
+
+__all__ = ["phases_text", "short_phases"]
+
+
+def phases_text(rows: Sequence[Fit], host: Host, *, width: int | None = None) -> str:
+    """A line per policy or configuration whose needs are known, and what comes beside the memory of its steps."""
+    width = terminal_width() if width is None else width
+    rows = [row for row in rows if row.phases]
+    if not rows:
+        return ""
+    head = f"host memory of a node by phase, all its GPUs together, of {format_size(host.budget_bytes)}"
+    names = [phase.name for phase in rows[0].phases]
+    cells = [(row.policy, *(_cell(phase, host) for phase in row.phases)) for row in rows]
+    beside = [f"{row.policy}, {phase.name}: {phase.what}" for row in rows for phase in row.phases if phase.what]
+    lines = [*wrap(head, width), table_text(["policy", *names], cells, width=width).rstrip(), ""]
+    return "\n".join([*lines, *(line for text in beside for line in wrap(text, width))]) + "\n"
+
+
+def short_phases(row: Fit, host: Host) -> Iterator[str]:
+    """Yields a sentence for saving and for resuming if the host has no room for it."""
+    for phase in row.phases[2:]:
+        if _lacks(phase, host):
+            need = f"{format_size(phase.host_bytes)} of host memory of a node, of {format_size(host.budget_bytes)}"
+            instead = f"; {phase.instead} needs less" if phase.instead else ""
+            yield f"{phase.name} needs {need}: {phase.what or 'the memory of its steps'}{instead}."
+
+
+def _cell(phase: Phase, host: Host) -> str:
+    if phase.host_bytes is None:
+        return "not counted"
+    return f"{'no: ' if _lacks(phase, host) else ''}{format_size(phase.host_bytes)}"
+
+
+def _lacks(phase: Phase, host: Host) -> bool:
+    return phase.host_bytes is not None and phase.host_bytes > host.budget_bytes
