@@ -310,9 +310,7 @@ class TrainingJob(Axes):
             return ""
         return f"{self.weights} was not read: the weights are the checkpoint's"
 
-    def run_plain(
-        self, plan: Plan, *, steps: int, on_step: Callable[[StepReport], None] | None = None
-    ) -> list[StepReport]:
+    def run_plain(self, plan: Plan, *, steps: int) -> list[StepReport]:
         """Run the same steps in plain PyTorch on one thread: `torch.optim.AdamW(fused=True)` and `clip_grad_norm_`.
         Plain AdamW has no fp32 master weights, so a bf16 job's losses agree only roughly. Returns a report per step."""
         built = self.build()
@@ -331,7 +329,6 @@ class TrainingJob(Axes):
             self.batches(built),
             steps=steps,
             micro_batches=plan.workload.micro_batches,
-            on_step=on_step,
         )
 
     def _adamw(self, plan: Plan) -> AdamW:

@@ -132,24 +132,17 @@ def samples_of(workload: Workload, machine: Machine) -> list[Sample]:
     return [Sample(flops_s, with_bytes_s - flops_s, m.duration_s) for m, flops_s, with_bytes_s in rows if m.duration_s]
 
 
-def recorded_samples(
-    machine: Machine,
-    *,
-    shape: tuple[int, int, int] = REFERENCE,
-    batches: Sequence[tuple[int, int]] = BATCHES,
-    clock: Callable[[], float] = time.thread_time,
-) -> list[Sample]:
+def recorded_samples(machine: Machine) -> list[Sample]:
     """Returns the moments of the reference model (width, blocks, words), as the engine records them at each (batch,
     sequence).
 
     machine: as for `samples_of`; the executor runs on it.
-    clock: CPU seconds of the compute thread.
     """
     torch.manual_seed(0)
-    model = _Reference(*shape)
+    model = _Reference(*REFERENCE)
     samples: list[Sample] = []
-    for batch, rows in batches:
-        ids = torch.randint(shape[2], (batch, rows), generator=torch.Generator().manual_seed(0))
+    for batch, rows in BATCHES:
+        ids = torch.randint(REFERENCE[2], (batch, rows), generator=torch.Generator().manual_seed(0))
         w = record(
             model,
             [ids],
@@ -158,7 +151,7 @@ def recorded_samples(
             optimizer=AdamW(lr=1e-4, max_grad_norm=1.0),
             loss=lambda module, one: module(one),
             timed=5,
-            clock=clock,
+            clock=time.thread_time,
         )
         samples += samples_of(w, machine)
     return samples
@@ -188,13 +181,10 @@ def python_s(device: Device, bench: Bench) -> float:
     return seconds["step"] / (2 * _LAYERS)
 
 
-def engine_overhead_s(
-    device: Device, bench: Bench, machine: Machine, *, clock: Callable[[], float] = time.thread_time
-) -> float:
+def engine_overhead_s(device: Device, bench: Bench, machine: Machine) -> float:
     """Returns the seconds that the engine adds to a moment, at least 0.
 
     machine: a machine on which the executor runs and that holds a few kilobytes.
-    clock: CPU seconds of the compute thread.
     """
     optimizer = AdamW(lr=1e-4, max_grad_norm=1.0)
     x = torch.ones(_ROWS, _WIDTH)
@@ -213,10 +203,10 @@ def engine_overhead_s(
         try:
             for number in range(3 + 10 * bench.effort.rounds):
                 for name, step in steps.items():
-                    start_s = clock()
+                    start_s = time.thread_time()
                     step()
                     if number >= 3:
-                        seconds[name].append(clock() - start_s)
+                        seconds[name].append(time.thread_time() - start_s)
         finally:
             stepper.session.close(restore=False)
     extra = statistics.median(seconds["engine"]) - statistics.median(seconds["plain"])

@@ -77,7 +77,6 @@ def fluid_bound(
     *,
     ranked: Sequence[Workload] | None = None,
     most_points: int = MOST_POINTS,
-    time_limit_s: float = TIME_LIMIT_S,
 ) -> Bound:
     """Returns the larger of the joint bound and the bound of [Note: the fluid program]. `method` says which program was
     solved; `notes` say if HiGHS does not solve the fluid one. On several ranks, the program of the kind of rank with
@@ -85,7 +84,6 @@ def fluid_bound(
 
     ranked: as for `lower_bound`.
     most_points: the largest number of points of the program.
-    time_limit_s: for the solver.
     """
     joint = lower_bound(workload, machine, settings, layout, ranked=ranked)
     if unknown_sums(workload, layout):
@@ -101,7 +99,7 @@ def fluid_bound(
                 short, machine, layout, cost, dram_bytes_per_s=dram, most_points=most_points, times=times
             )
             fluid = _FluidProgram(facts, settings, far_s=FAR * joint.seconds)
-            found = fluid.lp.solve(method="ipx", time_limit_s=time_limit_s)
+            found = fluid.lp.solve(method="ipx", time_limit_s=TIME_LIMIT_S)
         except Unsolved as error:
             note = f"the fluid linear program did not solve ({error}); the bound is the joint LP"
             return replace(joint, notes=(*joint.notes, note))

@@ -21,15 +21,14 @@ __all__ = ["command", "flat"]
 Function = Callable[..., int]
 
 
-def command(app: typer.Typer, example: str, *, name: str | None = None) -> Callable[[Function], Function]:
+def command(app: typer.Typer, example: str) -> Callable[[Function], Function]:
     """Returns a decorator that adds a function as a command.
 
     example: shown below the help.
-    name: the function's by default.
     """
 
     def declare(function: Function) -> Function:
-        app.command(name, cls=Command, epilog=f"example: {example}")(flat(function))
+        app.command(cls=Command, epilog=f"example: {example}")(flat(function))
         return function
 
     return declare

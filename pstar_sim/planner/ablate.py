@@ -31,7 +31,7 @@ from pstar_sim.planner.compare import Row, compare
 from pstar_sim.policy.kit.iteration_order import ORDERS, order_of
 from pstar_sim.policy.kit.options import options_of, show
 from pstar_sim.policy.registry import can, find_policy, named, policy_name
-from pstar_sim.renderers import render_html, render_text
+from pstar_sim.renderers import render_html
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Line:
         return asdict(self)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Ablation(Collection):
     """The answer of `ablate`.
 
@@ -132,9 +132,6 @@ class Ablation(Collection):
 
         rows = [{"part": "ladder", **line.to_json()} for line in self.lines]
         return pandas.DataFrame(rows + [{"part": "without", **line.to_json()} for line in self.without])
-
-    def __repr__(self) -> str:
-        return render_text(self)
 
     def _repr_html_(self) -> str:
         return render_html(self)

@@ -14,7 +14,6 @@ import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from pstar_sim.arguments import file_path, number, whole
 from pstar_sim.arguments import names as listed
@@ -36,14 +35,10 @@ from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.memory_needs import memory_need
 from pstar_sim.policy.registry import named
 from pstar_sim.python310 import Unpack
-from pstar_sim.renderers import render_text
 from pstar_sim.workload.axes import AxesGiven
 from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.presets import kernels_of
 from pstar_sim.workload.workload import MOST_MOMENTS, Workload
-
-if TYPE_CHECKING:
-    import pandas
 
 __all__ = ["Bill", "Cheapest", "Offer", "bill", "cheapest"]
 
@@ -104,7 +99,7 @@ class Offer:
     reason: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Cheapest(Collection):
     """The answer of `cheapest`.
 
@@ -131,14 +126,6 @@ class Cheapest(Collection):
     def to_json(self) -> list[dict[str, object]]:
         """One dict per row, with the kernels of the job."""
         return [{**asdict(row), "kernels": self.kernels} for row in self.rows]
-
-    def to_frame(self) -> pandas.DataFrame:
-        import pandas
-
-        return pandas.DataFrame(self.to_json())
-
-    def __repr__(self) -> str:
-        return render_text(self)
 
 
 def cheapest(

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from pstar_sim.renderers import render_text
+
+if TYPE_CHECKING:
+    import pandas
 
 __all__ = ["Collection"]
 
 
 class Collection:
-    """Gives an answer `for row in answer`, `len(answer)`, and `in` for a row or its name (policy, machine or part)."""
+    """Gives an answer `for row in answer`, `len(answer)`, `in` for a row or its name (policy, machine or part), its
+    table as text and as a frame."""
 
     _name = "policy"  # the field that names a row
 
     def _rows(self) -> tuple[Any, ...]:
         rows: tuple[Any, ...] = self.rows  # type: ignore[attr-defined]
         return rows
+
+    def to_json(self) -> Any:
+        raise NotImplementedError
+
+    def to_frame(self) -> pandas.DataFrame:
+        """Returns a frame with the rows of `to_json`."""
+        import pandas
+
+        return pandas.DataFrame(self.to_json())
+
+    def __repr__(self) -> str:
+        return render_text(self)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._rows())

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pstar_sim.arguments import flag, function, instance, refused, text, whole
 from pstar_sim.bounds.certificate import Certificate, Certifier, certificate_of, require_bounded
@@ -35,14 +34,11 @@ from pstar_sim.planner.trust import Trust, trust, validation_digest
 from pstar_sim.policy.kit.sharing import plan_once, plans_shared
 from pstar_sim.policy.kit.ties import burden, least_of
 from pstar_sim.policy.registry import Policy, can_follow, find_policy, is_built_in, policy_name
-from pstar_sim.renderers import render_html, render_text
+from pstar_sim.renderers import render_html
 from pstar_sim.sim.play import peaks_of_ranks, play
 from pstar_sim.units import format_s
 from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.workload import Workload
-
-if TYPE_CHECKING:
-    import pandas
 
 __all__ = ["Comparison", "Planned", "Row", "barrier_cost_of", "compare", "plan_and_play", "without_barrier"]
 
@@ -141,7 +137,7 @@ class Planned:
         return render_html(self)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Comparison(Collection):
     """Rows in the order asked for. `planned` has every policy that fits.
 
@@ -187,15 +183,6 @@ class Comparison(Collection):
     def to_json(self) -> list[dict[str, object]]:
         """One dict per row, with the kernels and the notes of the job."""
         return [{**row.to_json(), **self.workload.said} for row in self.rows]
-
-    def to_frame(self) -> pandas.DataFrame:
-        """Returns a frame with one row per policy, with columns as in `to_json`."""
-        import pandas
-
-        return pandas.DataFrame(self.to_json())
-
-    def __repr__(self) -> str:
-        return render_text(self)
 
     def _repr_html_(self) -> str:
         return render_html(self)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
 
 from pstar_sim.arguments import flag
 from pstar_sim.catalog.machine import Machine
@@ -33,13 +32,9 @@ from pstar_sim.planner.memory_needs import (
 from pstar_sim.planner.nearest import Ask, Elsewhere, Remedy, asker, in_words, remedies
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.registry import built_in, can, find_policy
-from pstar_sim.renderers import render_text
 from pstar_sim.sim.play import play
 from pstar_sim.workload.loading import EACH_FP32, Loading, loading_of
 from pstar_sim.workload.workload import Workload
-
-if TYPE_CHECKING:
-    import pandas
 
 __all__ = ["Fit", "Fits", "SmallestChange", "fits"]
 
@@ -127,7 +122,7 @@ class SmallestChange:
     policies: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Fits(Collection):
     """The answer of `fits`.
 
@@ -154,15 +149,6 @@ class Fits(Collection):
     def to_json(self) -> list[dict[str, object]]:
         """One dict per row, with the kernels and the notes of the job."""
         return [{**row.to_json(), **self.workload.said} for row in self.rows]
-
-    def to_frame(self) -> pandas.DataFrame:
-        """Returns a frame with one row per policy, with columns as in `to_json`."""
-        import pandas
-
-        return pandas.DataFrame(self.to_json())
-
-    def __repr__(self) -> str:
-        return render_text(self)
 
 
 @without_garbage_collection()

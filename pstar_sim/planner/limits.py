@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -35,15 +34,11 @@ from pstar_sim.planner.nearest import Elsewhere, nearest
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, is_built_in, policy_name
 from pstar_sim.python310 import Unpack
-from pstar_sim.renderers import render_text
 from pstar_sim.workload.axes import AxesGiven
 from pstar_sim.workload.kernels import kernels_text
 from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.presets import has_kernels, kernels_of
 from pstar_sim.workload.workload import Workload
-
-if TYPE_CHECKING:
-    import pandas
 
 __all__ = ["Limit", "Limits", "deeper", "max_batch", "max_model"]
 
@@ -77,7 +72,7 @@ class Limit:
         return asdict(self)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Limits(Collection):
     """The answer of `max_model` or `max_batch`.
 
@@ -106,15 +101,6 @@ class Limits(Collection):
     def to_json(self) -> list[dict[str, object]]:
         """One dict per row, with the kernels of the job."""
         return [{**row.to_json(), "kernels": self.kernels} for row in self.rows]
-
-    def to_frame(self) -> pandas.DataFrame:
-        """Returns a frame with one row per policy, with columns as in `to_json`."""
-        import pandas
-
-        return pandas.DataFrame(self.to_json())
-
-    def __repr__(self) -> str:
-        return render_text(self)
 
 
 def deeper(like: str | ModelEntry, layers: int, *, hidden: int | None = None, heads: int | None = None) -> ModelEntry:

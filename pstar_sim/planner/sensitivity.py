@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 from pstar_sim.arguments import flag, function, number
 from pstar_sim.arguments import names as listed
@@ -35,14 +35,10 @@ from pstar_sim.planner.compare import Comparison, compare
 from pstar_sim.planner.limits import max_model
 from pstar_sim.planner.trust import error_of_change, error_of_ratio, trust
 from pstar_sim.policy.registry import named
-from pstar_sim.renderers import render_text
 from pstar_sim.sim.play import play
 from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.presets import axes_of, can_vary
 from pstar_sim.workload.workload import Workload
-
-if TYPE_CHECKING:
-    import pandas
 
 __all__ = ["PARTS", "POLICIES", "PartEffect", "Sensitivity", "sensitivity"]
 
@@ -106,7 +102,7 @@ class PartEffect:
     change_error: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Sensitivity(Collection):
     """The answer of `sensitivity`.
 
@@ -134,14 +130,6 @@ class Sensitivity(Collection):
     def to_json(self) -> list[dict[str, object]]:
         """Returns the machine as it is, then the parts, each with the kernels and the notes of the job."""
         return [{**asdict(row), **self.workload.said} for row in (self.now, *self.rows)]
-
-    def to_frame(self) -> pandas.DataFrame:
-        import pandas
-
-        return pandas.DataFrame(self.to_json())
-
-    def __repr__(self) -> str:
-        return render_text(self)
 
 
 @without_garbage_collection()

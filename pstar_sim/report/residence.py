@@ -25,6 +25,7 @@ __all__ = ["AWAY", "CONTENTS", "Residence", "check_of_plan", "residence"]
 CONTENTS = ("not on the GPU", "parameters", "gradients", "optimizer states")
 """Kinds of data that a chunk can have on the GPU. A chunk that has several counts as the last of them in this order."""
 AWAY, PARAM, GRAD, STATES = range(len(CONTENTS))
+ROWS = 240  # at most
 LEAST_PART = 1e-6  # part of a bin below which a spell on the GPU is rounding of seconds
 _OF_CATEGORY = {"param": PARAM, "grad": GRAD, "states": STATES}
 
@@ -47,14 +48,15 @@ class Residence:
     contents: Ints
 
 
-def residence(plan: Plan, timeline: Timeline, *, bins: int = 240, rows: int = 240) -> Residence:
-    """bins: number of bins of time.
-    rows: most rows; where a plan has more chunks, neighbours share a row.
+def residence(plan: Plan, timeline: Timeline, *, bins: int = 240) -> Residence:
+    """Where a plan has more chunks than ROWS, neighbours share a row.
+
+    bins: number of bins of time.
 
     Raises PstarError for a timeline with steps that are not in the plan.
     """
     count = len(plan.layout.chunks)
-    per_row = max(1, -(-count // rows))
+    per_row = max(1, -(-count // ROWS))
     first = tuple(range(0, count, per_row))
     weight = np.array([plan.layout.payload_bytes(c, "param") for c in range(count)], np.float64)
     edges = np.linspace(0.0, timeline.iteration_s, bins + 1)

@@ -90,11 +90,10 @@ def replay(experiment: Experiment) -> Prediction:
     return Prediction(experiment=experiment, predicted=predicted, batch=batch)
 
 
-def _simulate(experiment: Experiment, batch: int, size: int = 0) -> tuple[Plan, Timeline]:
-    _check_host(experiment, size)
+def _simulate(experiment: Experiment, batch: int) -> tuple[Plan, Timeline]:
+    _check_host(experiment, 0)
     policy = find_policy(experiment.policy)
-    workload = experiment.workload(batch, experiment.sizes[size])
-    return plan_and_play(policy, workload, experiment.machine, experiment.settings)
+    return plan_and_play(policy, experiment.workload(batch), experiment.machine, experiment.settings)
 
 
 def _check_host(experiment: Experiment, size: int) -> None:
