@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 import torch
 
+from executor.devices.adam import scratch_bytes
 from executor.devices.backend import StreamBackend
 from executor.devices.cuda_blocks import (
     COLLECTED_SHARE,
@@ -22,6 +23,7 @@ from executor.devices.cuda_blocks import (
     check_no_capture,
     limit_fragments,
     pool_shape,
+    restore_settings,
     set_up_allocator,
 )
 from executor.devices.cuda_streams import CudaStreams
@@ -29,6 +31,7 @@ from executor.devices.gate import Gate
 from executor.devices.headroom import Headroom, measure_room, outside_bytes
 from pstar_sim.catalog.machine import RESERVE_BYTES
 from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Place
 from pstar_sim.errors import PlanError
 from pstar_sim.units import format_bytes
 
@@ -156,10 +159,13 @@ class CudaBackend(CudaStreams):
         self._budget_bytes = plan.gpu_budget_bytes
         available = self.available_gpu_bytes()
         assert available is not None
+        beside = sum(size for _, place, size in plan.buffers if place is Place.GPU) + scratch_bytes(plan)
         self._blocks.expect(
             pool_shape(plan),
             plan.gpu_budget_bytes,
             beyond_bytes=max(0, available - plan.gpu_budget_bytes),
+            resting_bytes=beside + plan.workload.moments[0].peak_bytes + self.kept.workspace_bytes,
+            operators_bytes=beside + plan.workload.peak_non_model_bytes,
         )
         limit_fragments(COLLECTED_SHARE * plan.gpu_budget_bytes / self._reservable_bytes)
 
@@ -216,4 +222,4 @@ class CudaBackend(CudaStreams):
         self.give_host_back()
         if self._limit_bytes is not None:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
-        limit_fragments(1.0)
+        restore_settings(self._blocks)

@@ -37,14 +37,25 @@ attention) finds no whole block and takes new memory beside them. With `expandab
 addresses for each stream, to which pages are mapped, of 20 MiB as a rule. A free page can be unmapped and mapped
 elsewhere, so that only parts of pages are lost. Then there is no pool. What is reserved is not counted here but asked
 of torch: before the tide rises and before a payload gets memory, free pages are unmapped if more than the budget and a
-slack could be mapped. That is an exchange too. The slack stays as it is. It is assumed that a rise of the tide finds
-room where four times as much is free, and that a payload finds none. This refuses nothing: what the card has beyond the
-budget can be mapped too.
+slack could be mapped. That is an exchange too. The slack stays as it is.
+
+The operators' range needs no page for a rise of the tide while the pages of the highest tide are mapped, if operators
+use as much as in the last iteration, which asked for the same. Where they use less than in a larger batch, the tide is
+less in proportion. It is assumed that a rise finds room where four times as much is free in that range.
+Payloads need pages where they hold more than at any time since the last exchange. So an iteration whose two ranges fit
+side by side at their largest makes no exchange. Where they do not, pages go to operators before the highest tide and
+back to payloads after it: two exchanges. One range for both would need none, but a copy into memory that operators
+have freed would wait for all work that is issued, and no copy would run beside it. All of this refuses nothing: what
+the card has beyond the budget can be mapped too.
+
+[Note: others] Tensors on the device that are no part of the plan (another model, a second session) are in what torch
+reserves, and not in the budget. They are what is in use between two iterations beyond the plan's own.
 
 [Note: fragments] Where the user has no settings of torch's allocator, a run sets `expandable_segments`. Where the
 driver maps no pages, it sets two others: from max_split_size_mb on blocks stay whole, and, under a cap, torch gives
 idle blocks back one by one before it takes memory beyond the plan's budget (garbage_collection_threshold, a share of
-what the process may reserve). torch reads them at every allocation. They refuse nothing either.
+what the process may reserve). torch reads them at every allocation. They refuse nothing either. The end of the last run
+restores torch's own settings. Blocks that are in use then stay as they are.
 
 [Note: refused beside a pool] While a thread is inside a pool's context, torch (up to 2.11) does not give its cached
 blocks back to the driver for another thread that is refused memory: an operator then runs out of memory although enough
@@ -66,6 +77,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -102,8 +114,10 @@ WORTH_BYTES = 32 * MIB  # of free pages, for which an exchange is worth it
 COLLECTED_SHARE = 0.9  # of a budget: with 0.75 torch also gives back where it reserves less than the budget anyway
 _LARGE_BLOCKS = "max_split_size_mb:128"
 _PAGES = "expandable_segments:True"
+_DEFAULT = "expandable_segments:False"  # and all others as torch has them
 _OURS = f"{_LARGE_BLOCKS},garbage_collection_threshold:"  # then the share; where there are no pages
 _set_last: list[str] = []  # the settings that are ours, at most one
+_in_use: weakref.WeakSet[Blocks] = weakref.WeakSet()  # with those settings
 # torch reads the settings once, from either variable, when the process first allocates.
 _UNSET = (
     "Before Python starts, take {0} out of PYTORCH_CUDA_ALLOC_CONF and of PYTORCH_ALLOC_CONF, or remove both: unset "
@@ -154,13 +168,31 @@ def limit_fragments(share: float) -> bool:
     reserve, unless the user has settings. Returns whether the settings are ours: [Note: fragments]."""
     if _settings().get("PYTORCH_CUDA_ALLOC_CONF", "") not in {"", *_set_last}:
         return False
-    if not _set_last:
-        set_allocator(_PAGES)
-        _set_last[:] = [_PAGES] if maps_pages() else []
-    if _set_last != [_PAGES]:
-        _set_last[:] = [f"expandable_segments:False,{_OURS}{min(max(share, 0.001), 0.999):.3f}"]
-        set_allocator(*_set_last)
+    if _set_last in ([], [_DEFAULT]):
+        _set(_PAGES)
+        try:
+            pages = maps_pages()
+        except BaseException:
+            _set(_DEFAULT)
+            raise
+        if pages:
+            return True
+    elif _set_last == [_PAGES]:
+        return True
+    _set(f"{_DEFAULT},{_OURS}{min(max(share, 0.001), 0.999):.3f}")
     return True
+
+
+def restore_settings(blocks: Blocks) -> None:
+    """Give torch's allocator its own settings back, if they are ours and `blocks` are the last in use."""
+    _in_use.discard(blocks)
+    if _set_last and not _in_use and _settings().get("PYTORCH_CUDA_ALLOC_CONF", "") in {"", *_set_last}:
+        _set(_DEFAULT)
+
+
+def _set(settings: str) -> None:
+    _set_last[:] = [settings]
+    set_allocator(settings)
 
 
 def _settings() -> dict[str, Any]:
@@ -238,6 +270,11 @@ class Blocks:
         self._budget_bytes = 0
         self._paged = False  # [Note: pages]
         self._parts_bytes = 0  # free, and still reserved after the last exchange: of pages in part in use
+        self._operators_bytes = 0  # of the plan's highest tide, or more that was mapped for it
+        self._used_at: dict[int, tuple[int, int]] = {}  # tide -> bytes operators used as it was set: last, most
+        self._most_held_bytes = 0  # by payloads since the last exchange: as much is mapped for them
+        self._resting_bytes = 0  # beside payloads, between two iterations
+        self._others_bytes = 0  # [Note: others]
         self._block, self._most_bytes = 0, 0
         self._free_blocks = 0  # of the pool
         self._in_pool: set[int] = set()  # storages that have one of its blocks
@@ -249,12 +286,23 @@ class Blocks:
         self._lock = threading.Lock()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
+        _in_use.add(self)
 
-    def expect(self, shape: PoolShape, budget_bytes: int, *, beyond_bytes: int = 0) -> None:
+    def expect(
+        self,
+        shape: PoolShape,
+        budget_bytes: int,
+        *,
+        beyond_bytes: int = 0,
+        resting_bytes: int = 0,
+        operators_bytes: int = 0,
+    ) -> None:
         """Prepare for a plan with these figures. An earlier plan's pool stays if its block is the same and it keeps to
         its new limit.
 
         beyond_bytes: bytes that could be reserved beyond the budget.
+        resting_bytes: bytes in use beside payloads between two iterations, or as the first moment begins.
+        operators_bytes: bytes in use beside payloads at the highest tide.
         """
         with self._lock:
             self._paged = bool(_settings().get("expandable_segments"))
@@ -265,6 +313,8 @@ class Blocks:
             self._block, self._most_bytes = shape
             self._budget_bytes = budget_bytes
             self._beyond_bytes = beyond_bytes
+            self._resting_bytes, self._operators_bytes, self._parts_bytes = resting_bytes, operators_bytes, 0
+            self._used_at.clear()
             share = PAGED_SLACK if self._paged else SLACK
             self.slack_bytes = min(beyond_bytes, max(LEAST_SLACK_BYTES, int(share * budget_bytes)))
 
@@ -316,11 +366,16 @@ class Blocks:
                 self._in_pool.add(storage_key(storage))
                 self._count_block()
                 return
-            if not self._loose_free[block]:
-                self._make_room(segment_of(block)[0])
+            more = segment_of(block)[0]
+            if self._paged:
+                if (new := self._loose_held_bytes + more - self._most_held_bytes) > 0:
+                    self._unmap_before(new)
+            elif not self._loose_free[block]:
+                self._make_room(more)
             self._allocate(lambda: storage.resize_(size), pooled=False, asked_bytes=size)
             self._loose_free[block] = max(0, self._loose_free[block] - 1)
             self._loose_held_bytes += block
+            self._most_held_bytes = max(self._most_held_bytes, self._loose_held_bytes)
 
     def shrink(self, payload: torch.Tensor) -> None:
         """Take the payload's memory away; no work on the device may use it any more."""
@@ -361,20 +416,44 @@ class Blocks:
                 self._free_blocks += 1  # again
             else:
                 self._loose_free[block] = max(1, self._loose_free[block])
+                self._most_held_bytes = max(self._most_held_bytes, self._loose_held_bytes + block)
         return made[0]
 
     def make_room(self, others_bytes: int) -> None:
         """Make room for these bytes of non-model data: give free memory outside the pool back if necessary."""
         with self._lock:
+            if others_bytes <= self._resting_bytes:
+                more = self._beside_payloads()[1] - self._resting_bytes
+                self._others_bytes = more if more > WORTH_BYTES else 0
             if self._paged:
-                reserved, allocated = self._mapped_bytes()
-                rise = others_bytes + self._loose_held_bytes - allocated
-                self._unmap_before(rise if ROOMY * rise > reserved - allocated else 0)
+                mapped, used = (size - self._others_bytes for size in self._beside_payloads())
+                self._unmap_before(self._new_pages(others_bytes, mapped, used))
                 return
             free = self.loose_free_bytes
             held = self.pool_bytes + self._loose_held_bytes + free
             if free and held + others_bytes > self._budget_bytes + self.slack_bytes:
                 self._exchange_for_room()
+
+    def _beside_payloads(self) -> tuple[int, int]:
+        """Returns (bytes that are reserved but for payloads, bytes of them in use)."""
+        reserved, allocated = self._mapped_bytes()
+        pooled_bytes = len(self._in_pool) * self._block + sum(self._in_former.values())
+        return reserved - self._most_held_bytes, allocated - self._loose_held_bytes - pooled_bytes
+
+    def _new_pages(self, tide_bytes: int, mapped: int, used: int) -> int:
+        """Returns the bytes that a rise to this tide may map, with so many mapped for operators and used by them."""
+        last, most = self._used_at.get(tide_bytes, (-MIB, 0))
+        self._used_at[tide_bytes] = used, max(used, most)
+        if abs(used - last) < MIB and mapped > self._operators_bytes - WORTH_BYTES:
+            self._operators_bytes = max(mapped, self._operators_bytes)
+            return 0
+        rise = (tide_bytes if used >= most else tide_bytes * used // most) - used
+        return rise if ROOMY * rise > mapped - used else 0
+
+    @property
+    def _limit_bytes(self) -> int:
+        """Bytes that torch may reserve before an exchange is due."""
+        return self._budget_bytes + self.slack_bytes + self._others_bytes
 
     def _mapped_bytes(self) -> tuple[int, int]:
         """Returns (bytes that torch has reserved, bytes of them in use)."""
@@ -384,11 +463,11 @@ class Blocks:
     def _unmap_before(self, more_bytes: int) -> None:
         """Unmap free pages if more than the budget and the slack would be mapped: [Note: pages]."""
         reserved, allocated = self._mapped_bytes()
-        over = reserved + more_bytes > self._budget_bytes + self.slack_bytes
-        if over and reserved - allocated - self._parts_bytes > WORTH_BYTES:
+        self._parts_bytes = min(self._parts_bytes, reserved - allocated)
+        if reserved + more_bytes > self._limit_bytes and reserved - allocated - self._parts_bytes > WORTH_BYTES:
             self._exchange()
             reserved, allocated = self._mapped_bytes()
-            self._parts_bytes = reserved - allocated
+            self._parts_bytes = reserved - allocated  # or less, where operators gave more back meanwhile
 
     def idle_bytes(self) -> int:
         """Returns the reserved, unused bytes, without the pool's own free blocks."""
@@ -427,10 +506,7 @@ class Blocks:
 
     def _make_room(self, more_bytes: int) -> None:
         """Give cached memory back before the process reserves more than the budget and the slack."""
-        if self._paged:
-            self._unmap_before(more_bytes)
-            return
-        if torch.cuda.memory_reserved(self.device) + more_bytes <= self._budget_bytes + self.slack_bytes:
+        if torch.cuda.memory_reserved(self.device) + more_bytes <= self._limit_bytes:
             return
         if self._idle_bytes() - split_bytes(self.device) >= more_bytes:
             self._exchange_for_room()
@@ -443,6 +519,7 @@ class Blocks:
     def _exchange(self) -> None:
         check_no_capture("memory is given back")
         self.exchanges += 1
+        self._most_held_bytes = self._loose_held_bytes
         self._loose_free.clear()
         self._former_free_bytes = 0
         if self._paged:  # torch waits for one stream alone before it unmaps pages
@@ -483,5 +560,5 @@ class Blocks:
             self._pool = None
             self._in_pool.clear()
             self._in_former.clear()
-            self._block = self.pool_bytes = self._free_blocks = self._loose_held_bytes = 0
+            self._block = self.pool_bytes = self._free_blocks = self._loose_held_bytes = self._others_bytes = 0
             self._exchange()

@@ -168,6 +168,27 @@ def test_the_budget_is_reserved_bytes(kit: Any, policy: str) -> None:
         optimizer.session.close(restore=False)
 
 
+def test_exchanges_settle_beside_a_teacher(kit: Any) -> None:
+    """512 MiB of another model are no part of the budget: with them a steady iteration makes the exchanges that it
+    makes without, whose pages fit."""
+    plan = plan_of(kit, "static_partition", 5)
+    exchanges = []
+    for size in (0, 512 * MIB):
+        teacher = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        model, optimizer, x = begin(plan)
+        try:
+            iterate(model, optimizer, x, 4)
+            optimizer.session.drain()
+            before = optimizer.session.backend.exchanges
+            optimizer.session.queues.resume()
+            iterate(model, optimizer, x, 4)
+            exchanges.append(optimizer.session.backend.exchanges - before)
+        finally:
+            optimizer.session.close(restore=False)
+        del teacher
+    assert exchanges == [0, 0]
+
+
 def test_memory_comes_back(kit: Any) -> None:
     plan = plan_of(kit, "tide", 5)
     torch.cuda.synchronize()
@@ -205,6 +226,27 @@ def test_free_blocks_of_the_pool_go_back_for_operators(kit: Any) -> None:
         finally:
             optimizer.session.close(restore=False)
     assert losses[0] == losses[1]
+
+
+def test_the_last_session_leaves_torchs_allocator_as_it_was(kit: Any) -> None:
+    """What a run has made stays valid without its settings, and a second run maps pages again."""
+
+    def maps() -> bool:
+        return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+
+    kept = []
+    for _ in range(2):
+        assert not maps()
+        model, optimizer, x = begin(plan_of(kit, "static_partition", 5))
+        try:
+            assert maps()
+            iterate(model, optimizer, x, 1)
+            kept.append(torch.full((10 * MIB,), len(kept), device="cuda"))
+        finally:
+            optimizer.session.close(restore=False)
+    assert not maps()
+    kept.append(torch.full((10 * MIB,), 2, device="cuda"))
+    assert [int(tensor.sum()) // (10 * MIB) for tensor in kept] == [0, 1, 2]
 
 
 def test_pinned_memory_goes_back_with_the_session(kit: Any) -> None:
