@@ -24,9 +24,10 @@ from preflight import NO_DEVICE
 
 MIB = 1 << 20
 SHARES = (1.0, 1.1, 1.5)
-LONG_SHARE = 1.1  # of runs whose batches differ in length: there memory could grow with steps
+LONG_SHARE = 1.1  # of runs of LONG models, in which memory could grow with steps
+LONG = ("up to", "experts")  # batches that differ in length, experts
 STEPS = 3
-LIMIT_S = 400.0
+LIMIT_S = 1500.0
 EXCHANGES = 4.0  # per step: twice up and down; each unmaps what is free
 GOAL_BYTES = 64 * MIB  # beyond the budget, where 5 % of it are fewer; else beyond what the committed run reserved
 DEVICE = {
@@ -56,7 +57,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--again", action="store_true", help="run what failed again")
     add("--out", type=results_folder, help="folder of the result (default: benchmarks/results)")
     add("--models", default="", help="comma-separated: those whose names contain one of these (default: all)")
-    add("--steps", type=int, default=200, help="of one run of each model whose batches differ in length")
+    add("--steps", type=int, default=200, help="of one run of each model in which memory could grow")
     add("--policy", default="tide", help="that makes the plans")
     return parser.parse_args(argv)
 
@@ -128,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for model in (name for name in MODELS if any(word in name for word in words)):
         for share in SHARES:
             name = f"{model}, {share:g}"
-            steps = args.steps if share == LONG_SHARE and "up to" in model else STEPS
+            steps = args.steps if share == LONG_SHARE and any(word in model for word in LONG) else STEPS
             job = {"stage": "reserved", "model": model, "share": share, "policy": args.policy, "steps": steps}
             row = stages.run(name, name, lambda left_s, job=job: in_process(keep, job, min(left_s, LIMIT_S)))
             if row is not None:
