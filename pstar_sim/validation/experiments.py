@@ -33,7 +33,7 @@ from pstar_sim.validation.setups import (
     whole_number,
     with_gpu_bytes,
 )
-from pstar_sim.validation.whole_steps import WHOLE_STEPS
+from pstar_sim.validation.whole_steps import WHOLE_STEPS, as_set_up
 
 __all__ = ["NOTES", "UNEXPLAINED", "experiment_of", "runs_of"]
 
@@ -91,6 +91,8 @@ def experiment_of(run: tuple[PublishedRow, ...], efficiency: Efficiency | None =
     Raises CatalogError for a run out of scope.
     """
     row = run[0]
+    if row.setup:
+        return as_set_up(run, efficiency or fitted())
     for pattern, make in _KNOWN.items():
         if fnmatchcase(row.hardware, pattern):
             return make(run, efficiency or fitted())

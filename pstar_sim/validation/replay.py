@@ -153,9 +153,15 @@ def predict(experiment: Experiment, plan: Plan, timeline: Timeline, batch: int) 
     values |= {f"{name}_s": value for name, value in seconds.items()}
     values["fwd_bwd_ms"] = 1e3 * (phases.forward_s + phases.backward_s)
     values["tokens_per_s_per_gpu"] = tokens / ranks / iteration_s
+    values["tok_s_gpu"] = tokens / ranks / iteration_s
+    values["samples_s"] = tokens / experiment.sequence / iteration_s
     values["total_TFLOPS_8N"] = 8 * params * tokens / iteration_s / 1e12
     values["gpu_max_alloc_MB"] = gpu / MIB
+    values["gpu_max_alloc_GiB"] = gpu / GIB
     values["peak_gpu_total_GB"] = gpu / 1e9
+    values["gpu_peak_GB"] = gpu / 1e9
+    values["gpu_peak_reserved_GiB"] = gpu / GIB
+    values["gpu_smi_MiB"] = (gpu + experiment.machine.gpu.context_bytes) / MIB
     values["gpu_peak_GiB"] = (gpu + experiment.machine.gpu.context_bytes) / GIB
     values["host_used_GiB_node"] = (host * experiment.machine.local_ranks + experiment.other_host_bytes) / GIB
     for name, moment in _BORDERS.items():

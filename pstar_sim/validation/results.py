@@ -49,9 +49,12 @@ DISTANCES = ("same machine", "same generation", "new generation")
 "same generation" where rows of another machine with GPUs of that generation were fitted. Otherwise it is "new
 generation".
 """
-WHOLE = ("iter_ms", "iter_s", "total_TFLOPS_8N", "tokens_per_s_per_gpu")
+WHOLE = ("iter_ms", "iter_s", "total_TFLOPS_8N", "tokens_per_s_per_gpu", "tok_s_gpu", "samples_s")
 """Metrics of a whole iteration."""
-_SPEED = {"iter_ms": -1, "iter_s": -1, "total_TFLOPS_8N": 1, "tokens_per_s_per_gpu": 1, "fwd_bwd_ms": -1}
+_SPEED = {
+    "iter_ms": -1, "iter_s": -1, "total_TFLOPS_8N": 1, "tokens_per_s_per_gpu": 1, "tok_s_gpu": 1, "samples_s": 1,
+    "fwd_bwd_ms": -1,
+}  # fmt: skip
 """Metrics of a whole iteration, and of an iteration without its optimizer step -> 1 if more is faster, -1 if less
 is."""
 _SECONDS = ("time", "phase")

@@ -6,7 +6,7 @@ import csv
 import io
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 
@@ -26,6 +26,7 @@ class PublishedRow:
     line: 1 = the first after the header.
     settings: options of the run that have no column, as words; empty in files without such columns.
     value: in the unit that the metric's name ends with; the middle where a range is published.
+    setup: columns that say as which job the run is replayed, and their texts; empty in files without such columns.
     """
 
     file: str
@@ -41,6 +42,7 @@ class PublishedRow:
     metric: str
     value: float
     source: str
+    setup: tuple[tuple[str, str], ...] = ()
 
     @property
     def where(self) -> str:
@@ -143,9 +145,22 @@ def _eager_step(file: str, line: int, raw: _Raw) -> PublishedRow:
     )
 
 
+def _set_up_step(file: str, line: int, raw: _Raw) -> PublishedRow:
+    return replace(
+        _figure(file, line, {**raw, "params": raw["model"]}),
+        setup=tuple((column, raw[column]) for column in _SETUP_COLUMNS),
+    )
+
+
 _FIGURE_COLUMNS = (
     "system", "hardware", "gpus", "params", "layers_hidden_heads", "seq_len", "batch", "metric", "value", "source",
 )  # fmt: skip
+_SETUP_COLUMNS = (
+    "model", "as_machine", "as_nodes", "as_gpus", "as_policy", "as_framework", "micro_batch", "micro_batches", "dtype",
+    "checkpointing", "reentrant", "attention", "kernels", "optimizer", "lora", "clip", "note", "use",
+    "attention_kernel",
+)  # fmt: skip
+_STEP_COLUMNS = (*_FIGURE_COLUMNS[:3], "model", *_FIGURE_COLUMNS[3:], *_SETUP_COLUMNS[1:])
 _FSDP_COLUMNS = (
     "seq", "gpus", "gpu", "model", "params", "micro_batch", "grad_accum", "global_batch", "tokens_per_s_per_gpu",
     "mfu_pct", "hfu_pct", "precision", "mp_mode", "sharding", "checkpointing", "layers", "hidden", "heads", "vocab",
@@ -160,6 +175,7 @@ FILES: Mapping[str, tuple[tuple[str, ...], Callable[[str, int, _Raw], PublishedR
     "measurements-2.csv": (_FIGURE_COLUMNS, _figure),
     "fsdp_steps.csv": (_FSDP_COLUMNS, _fsdp_step),
     "single_gpu_steps.csv": (_EAGER_COLUMNS, _eager_step),
+    "whole_steps-3.csv": (_STEP_COLUMNS, _set_up_step),
 }
 """File -> (its columns, function that makes a row of a line), in the order in which rows are shown."""
 

@@ -15,7 +15,7 @@ from pstar_sim.validation.rows import PublishedRow
 __all__ = ["USES", "ScopeRule", "published_scope", "read_scope", "rule_of"]
 
 USES = ("fitted", "to fit", "tested", "no policy", "out")
-_PATTERNS = ("file", "system", "hardware", "params", "metric", "source")
+_PATTERNS = ("file", "system", "hardware", "params", "batch", "metric", "source")
 
 
 @dataclass(frozen=True, kw_only=True)

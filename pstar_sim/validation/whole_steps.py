@@ -1,4 +1,4 @@
-"""Whole steps: published runs of which only the time of a step is known (FSDP, eager fp32), as jobs.
+"""Whole steps: published runs without phases (FSDP, eager fp32, and those of whole_steps-3.csv), as jobs.
 
 The facts about the runs are in data/README.md, written down before the first replay.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+
+from msgspec import structs
 
 from pstar_sim.catalog.efficiency import Efficiency
 from pstar_sim.catalog.loader import with_nodes
@@ -18,7 +20,7 @@ from pstar_sim.errors import CatalogError
 from pstar_sim.validation.rows import PublishedRow
 from pstar_sim.validation.setups import Experiment, first_ranks, gpt_entry, published_machine, whole_number
 
-__all__ = ["WHOLE_STEPS"]
+__all__ = ["WHOLE_STEPS", "as_set_up"]
 
 _MPT_SHAPE = re.compile(r"(\d+)/(\d+)/(\d+) vocab(\d+)")
 _MPT_BATCH = re.compile(r"gbs(\d+) mbs(\d+)")
@@ -103,6 +105,31 @@ def _eager(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
         checkpointing=False,
         early_stop=True,
         optimizer="sgd",  # the runs make no updates, so moments take no memory
+    )
+
+
+def as_set_up(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
+    """Returns the experiment of a run whose row says as which job it is replayed."""
+    row, setup = run[0], dict(run[0].setup)
+    sequence = whole_number(row, "sequence", row.sequence)
+    entry = model_entry(row.params)
+    machine = published_machine(setup["as_machine"], efficiency, setup["as_framework"])
+    return Experiment(
+        rows=run,
+        machine=first_ranks(machine, whole_number(row, "as_gpus", setup["as_gpus"])),
+        policy=setup["as_policy"],
+        sizes=(structs.replace(entry, max_seq=max(entry.max_seq, sequence)),),
+        sequence=sequence,
+        batches=(whole_number(row, "micro_batch", setup["micro_batch"]),),
+        micro_batches=whole_number(row, "micro_batches", setup["micro_batches"]),
+        dtype=setup["dtype"],
+        attention=setup["attention"],
+        settings=Settings(update="step", clip=setup["clip"] == "1"),
+        checkpointing=setup["checkpointing"] == "1",
+        early_stop=setup["reentrant"] == "0",
+        kernels=setup["kernels"],
+        optimizer=setup["optimizer"],
+        lora=setup["lora"] or None,
     )
 
 

@@ -100,7 +100,7 @@ def test_every_run_in_scope_is_an_experiment() -> None:
     rules = published_scope()
     rows = [r for r in published_rows() if rule_of(r, rules).use in ("fitted", "to fit", "tested")]
     jobs = [experiment_of(run) for run in runs_of(rows)]
-    assert sum(len(x.rows) for x in jobs) == 601
+    assert sum(len(x.rows) for x in jobs) == 695
     assert all(len(x.machine.ranks) == x.rows[0].gpus for x in jobs)
 
 
