@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pstar_sim.cli import main as pstar
+from pstar_sim.planner.trust import FEWEST_ROWS, FEWEST_SOURCES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -582,6 +583,27 @@ def gemm_seen() -> str:
     return f"{100 * result('gemm')['B200']['same_extents']['seen_p90']:.1f} %"
 
 
+def error_classes() -> str:
+    """The table of errors by class of job, the most sources first."""
+    kept = json.loads((ROOT / "pstar_sim" / "catalog" / "expected_errors.json").read_text(encoding="utf-8"))
+    rows = ["| class | sources | rows | median | 90th percentile | ± |", "|---|---:|---:|---:|---:|---:|"]
+    order = sorted(kept, key=lambda name: (name == "any class", -kept[name]["any policy"]["sources"], name))
+    for name in order:
+        e = kept[name]["any policy"]
+        enough = e["sources"] >= FEWEST_SOURCES and e["rows"] >= FEWEST_ROWS
+        bar = f"{e['bar']:.1%}" if enough else "of all rows"
+        label = "all rows" if name == "any class" else name
+        rows.append(f"| {label} | {e['sources']} | {e['rows']} | {e['median']:.1%} | {e['p90']:.1%} | {bar} |")
+    return "\n".join(rows).replace("%", " %")
+
+
+def inside() -> str:
+    """The lines of the validation about bars."""
+    lines = result("validation")["summary"]
+    first = next(i for i, line in enumerate(lines) if line.startswith("iterations inside the bar"))
+    return "```text\n" + "\n".join(lines[first : first + 3]) + "\n```"
+
+
 def farthest() -> str:
     """A row per machine, system and figure whose tested rows are far off."""
     lines = ["| machine | system | figure | rows | errors |", "|---|---|---|---:|---:|"]
@@ -744,7 +766,9 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "families-bound": families_bound,
     "fit-numbers": fit_numbers,
     "fit-without": fit_without,
+    "error-classes": error_classes,
     "farthest": farthest,
+    "inside": inside,
     "waiting": waiting,
     "forms": forms,
     "frameworks": frameworks_table,
@@ -772,7 +796,8 @@ def put(text: str, mark: str, content: str) -> str:
 
 def documents() -> dict[str, str]:
     """Path from the root -> text, of every page that this script may write into."""
-    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    notes = sorted((ROOT / "benchmarks").glob("*.md"))
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *notes]
     return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 
 

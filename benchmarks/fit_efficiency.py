@@ -1,6 +1,6 @@
-"""Fits the efficiency model to the published rows that scope.toml calls fitted or to fit.
+"""Fits the efficiency model to the published rows that scope.toml calls fitted.
 
-Least squares of log(predicted / published) of times and phases, over the ten numbers below, with a weak pull to their
+Least squares of log(predicted / published) of times and phases, over the numbers below, with a weak pull to their
 start. Residuals come from plans made and simulated, as in `pstar validate`. Their derivatives are differences of such
 runs, taken once at the start. So one run of this script is one step of Gauss and Newton: repeat it until nothing
 changes. hbm and launch_us are held at the values of --hold: the rows cannot separate them, and a free fit takes half
@@ -24,8 +24,8 @@ from _results import write_result
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from pstar_sim.catalog.attention_rates import attention_rates
 from pstar_sim.catalog.efficiency import fitted
-from pstar_sim.catalog.generations import generations
 from pstar_sim.catalog.loader import load_catalog
 from pstar_sim.cost import flops_rate
 from pstar_sim.validation.experiments import experiment_of, runs_of
@@ -44,7 +44,8 @@ MEANING = {
     "matmul": "share of the fp32 peak that large products reach",
     "hbm": "share of the GPU memory's bandwidth that operators reach (held)",
     "launch_us": "beginnings and ends of a moment's kernels (held)",
-    "flash": "share of the rate of large products that fused attention reaches on an A100",
+    "triton_tflops": "both passes of the Triton attention kernel of 2023 on an A100",
+    "operator_us": "Python of one operator of a model",
     "wait_us": "time of a moment in which the GPU waits for DeepSpeed's hooks",
     "adam_dram": "share of a node's DRAM bandwidth that CPU Adam reaches",
     "adam_gparams_core": "fused AdamW of one core",
@@ -78,7 +79,8 @@ def start() -> dict[str, float]:
         "matmul": e.matmul,
         "hbm": e.hbm,
         "launch_us": e.launch_s * 1e6,
-        "flash": generations()["a100"].flash,
+        "triton_tflops": _triton_tflops(),
+        "operator_us": load_catalog().framework("pytorch").operator_s * 1e6,
         "wait_us": load_catalog().framework("deepspeed").wait_s * 1e6,
         "adam_dram": e.adam_dram,
         "adam_gparams_core": e.adam_params_per_core_s / 1e9,
@@ -87,6 +89,10 @@ def start() -> dict[str, float]:
         "loop_ms": loop_s * 1e3,
         "vm_adam_gparams": hosts[VM].adam_params_per_s / 1e9,
     }
+
+
+def _triton_tflops() -> float:
+    return attention_rates()["a100"].kernels["triton"].both
 
 
 def runs_for(*uses: str) -> list[Run]:
@@ -111,10 +117,11 @@ def job(run: Run, v: dict[str, float]) -> Experiment:
     machine = experiment.machine
     shape = machine.gpu.products
     assert machine.framework is not None and shape is not None
+    machine = replace(machine, framework=replace(machine.framework, operator_s=v["operator_us"] * 1e-6))
     if machine.framework.name == "deepspeed":
         machine = replace(machine, framework=replace(machine.framework, wait_s=v["wait_us"] * 1e-6))
-    if experiment.attention == "flash" and shape.flash == generations()["a100"].flash:
-        shape = replace(shape, flash=v["flash"])
+    if experiment.attention == "triton" and shape.generation == "a100":
+        shape = replace(shape, flash=shape.flash * v["triton_tflops"] / _triton_tflops())
     rates = {experiment.dtype: flops_rate(machine, experiment.dtype)}  # a rate that is not used moves nothing
     gpu = replace(machine.gpu, products=shape, flops_per_s=rates)
     machine = replace(machine, ranks=tuple(replace(r, gpu=gpu) for r in machine.ranks))
@@ -199,7 +206,7 @@ def main() -> None:
     parser.add_argument("--hold", nargs="*", default=["hbm", "launch_us"], help="numbers that are not fitted")
     held = np.array([name in parser.parse_args().hold for name in MEANING])
     values = start()
-    runs, unseen = runs_for("fitted", "to fit"), runs_for("tested")
+    runs, unseen = runs_for("fitted"), runs_for("tested")
     known, others = [replayed(r, values) for r in runs], [replayed(r, values) for r in unseen]
     base, tested = errors_of(known), errors_of(others)
     if np.isnan(base).any():

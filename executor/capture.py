@@ -64,6 +64,7 @@ from executor.moments.live_bytes import LiveStorages, require_dense
 from executor.moments.recorder import MomentRecorder, attention_seen, describe_parameters
 from executor.moments.unseen import unseen
 from executor.scaling import guard_boundary, needs_loss_scaling
+from pstar_sim.catalog.attention import USUAL
 from pstar_sim.catalog.model_shapes import is_model, model_entry
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.python310 import Unpack
@@ -164,7 +165,7 @@ def capture_module(
     batch, sequence: by default the first two extents of the batch's first tensor.
     dtype: floating parameters, buffers and inputs are taken as if they were of this dtype (a name of DTYPES);
         None: as they are.
-    attention: kernel of scaled_dot_product_attention ("flash", "efficient", "math"), None: torch's choice for these
+    attention: kernel of scaled_dot_product_attention, one of catalog/attention.py; None: torch's choice for these
         inputs on the device.
     loss: forward pass and loss, called once.
     keep_gradients: leave gradients in the parameters, as plain torch does, and count their bytes.
@@ -194,7 +195,8 @@ def capture_module(
 
     (recorder, blind, beside), _ = with_every_layer(run, lambda made: len(made[0].without_gradient()))
     kernel = attention_seen(recorder.live.kernels)
-    if attention is not None and kernel not in (attention, "none"):
+    wanted = attention if attention in ("efficient", "math") else USUAL
+    if attention is not None and kernel not in (wanted, "none"):
         raise ModelError(
             f"{name}: attention={attention!r} was asked for but the model ran {kernel!r}; "
             "the kernel is chosen in calls of torch's scaled_dot_product_attention"
@@ -209,6 +211,7 @@ def capture_module(
         batch=batch,
         sequence=sequence,
         source="capture",
+        attention=attention if kernel == wanted else None,
         notes="; ".join(filter(None, ("gradients left in place" * keep_gradients, blind.notes, note_of(beside)))),
     )
 

@@ -152,8 +152,9 @@ def named_failures(name: str, model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attention_kernel(attention: str | None, device: str = "cpu") -> Iterator[None]:
-    """Inside this context, scaled_dot_product_attention uses this kernel: "flash", "efficient" or "math"; None: torch's
-    own choice on the device ("cpu", "cuda"), whatever device the tensors are of.
+    """Inside this context, scaled_dot_product_attention uses this kernel: "efficient", "math" or, for every other one
+    of catalog/attention.py, "flash", which keeps as much; None: torch's own choice on the device ("cpu", "cuda"),
+    whatever device the tensors are of.
 
     "flash" and "efficient" are for fake tensors or a CUDA device. torch's CPU flash kernel has no dropout, CUDA's has
     it at the same bytes: under "flash", attention on the CPU leaves it out. "efficient" has no CPU kernel: its shapes
@@ -167,7 +168,7 @@ def attention_kernel(attention: str | None, device: str = "cpu") -> Iterator[Non
     if attention == "math":
         with sdpa_kernel(SDPBackend.MATH):
             yield
-    elif attention == "flash":
+    elif attention != "efficient":
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION), _Attention(_flash):
             yield
     else:

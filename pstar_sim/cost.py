@@ -8,12 +8,13 @@ runs alone. The simulator decides what happens when copies and CPU Adam want mor
 1. A moment recorded on this very machine (`workload.recorded_on == machine.name`) lasts the measured seconds.
 2. The seconds of every other moment follow from one formula for all machines:
        kernels = products by shape + other flops / rate + other bytes / bandwidth + launch_s
-       seconds = max(kernels, framework.python_s) + framework.wait_s
+       seconds = max(kernels, framework.seconds(operators)) + framework.wait_s
    Large products and element-wise operators of a module run one after the other, so their times add. Python runs ahead
    of the GPU, so only the longer of the two counts. The wait for hooks adds to both.
    - If the GPU has figures of products by shape (`gpu.products`) and the moment names its products, each product
-     lasts the seconds of its shape (catalog/product_shape.py). Fused attention names no products: its flops run at its
-     share of the rate.
+     lasts the seconds of its shape (catalog/product_shape.py), and each call of fused attention the seconds of its
+     kernel (catalog/attention_rates.py). Where fused attention is not named, all other flops run at its share of the
+     rate.
    - If `pstar calibrate` measured the machine, the rate is that of a product as large as the moment's, and the
      bandwidth is that of a training step's operators. The bytes then include the engine's work on gradients that
      arrive.
@@ -64,6 +65,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
+from pstar_sim.catalog.attention import USUAL, call_flops
 from pstar_sim.catalog.curves import best_rate, rate_at
 from pstar_sim.catalog.machine import ADAM_BYTES_PER_PARAM, Fabric, Gpu, Link, Machine
 from pstar_sim.core.effects import folded_lists, gradient_list
@@ -89,7 +91,7 @@ __all__ = [
 
 _COST = ("cost",)  # key of `Workload.derived`
 
-VERSION = 6
+VERSION = 7
 """Version of the model, by [Note: versions of the model]."""
 
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})
@@ -271,7 +273,7 @@ class CostModel:
             elif m.flops or m.bytes_read or m.bytes_written:
                 kernels_s = self._kernels_s(i, rate)
                 python = self.machine.framework
-                out.append(kernels_s if python is None else max(kernels_s, python.python_s) + python.wait_s)
+                out.append(kernels_s if python is None else max(kernels_s, python.seconds(m.operators)) + python.wait_s)
             else:
                 out.append(0.0)
         return tuple(out)
@@ -321,7 +323,10 @@ class CostModel:
             flops -= sum(map(product_flops, m.products))
             moved = max(0, moved - sum(size for size, _ in rows))
             products_s = sum(seconds for _, seconds in rows)
-        if gpu.products is not None and w.attention == "flash":
+        if gpu.products is not None and m.attentions:
+            flops -= sum(map(call_flops, m.attentions))
+            products_s += sum(gpu.products.attention_s(w.attention, call, rate) for call in m.attentions)
+        elif gpu.products is not None and w.attention == USUAL:
             rate *= gpu.products.flash
         return products_s + flops / rate + moved / self._operator_bytes_per_s + gpu.launch_s
 

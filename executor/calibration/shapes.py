@@ -23,6 +23,7 @@ from executor.calibration.bench import Bench
 from executor.calibration.measured_device import Device
 from executor.devices.dtypes import TORCH_DTYPES
 from executor.moments.live_bytes import LiveStorages
+from pstar_sim.catalog.attention import needed_flops
 from pstar_sim.catalog.product_shape import ProductShape
 from pstar_sim.dtypes import MASTER, NATIVE
 from pstar_sim.workload.workload import Product
@@ -116,7 +117,8 @@ def _elements(product: Product) -> int:
 
 
 def attention_share(device: Device, bench: Bench, dtype: str, flops_per_s: float) -> float:
-    """Returns the share of `flops_per_s` at which torch's attention runs, forward and backward together; at most 1."""
+    """Returns the share of `flops_per_s` at which torch's causal attention runs, forward and backward together, without
+    the flops that the mask saves; at most 1."""
     batch, heads, rows, width = _ATTENTION[device.kind]
     made = torch.full((3, batch, heads, rows, width), 0.1, dtype=TORCH_DTYPES[dtype], device=device.device)
     q, k, v = (part.detach().requires_grad_() for part in made)
@@ -130,4 +132,5 @@ def attention_share(device: Device, bench: Bench, dtype: str, flops_per_s: float
         with counted:
             action()
         seconds = bench.medians({"attention": action}, device.timed)
-    return min(1.0, counted.flops / flops_per_s / seconds["attention"])
+    flops = sum(map(needed_flops, counted.attentions)) or counted.flops  # torch 2.6 computes it as products on a CPU
+    return min(1.0, flops / flops_per_s / seconds["attention"])

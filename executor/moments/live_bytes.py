@@ -14,7 +14,7 @@ import bisect
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from executor.devices.torch_private import LOCAL_SCALAR, RESHAPE_ALIAS, UNSAFE_VIEW, storage_key
 from executor.moments.compiled import pause_compiler
+from pstar_sim.catalog.attention import AttentionCall, call_flops
 from pstar_sim.errors import ModelError
 from pstar_sim.workload.workload import Product
 
@@ -32,19 +33,20 @@ aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Returns the flops of two products per query head: the scores, and the scores by the values. Keys and values may
-    have fewer heads (grouped-query attention), each used for several query heads. A causal mask is not subtracted, as
-    in torch."""
-    return int(2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+def _attention_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """Keys and values may have fewer heads (grouped-query attention), each used for several query heads."""
+    return call_flops(_call(args, causal=False, backward=False))
 
 
-def _attention_backward_flops(
-    grad_out: Any, query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any
-) -> int:
-    """Returns the flops of five products per query head: the scores again, and the gradients of scores, values, queries
-    and keys."""
-    return int(2 * math.prod(query.shape[:-1]) * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1]))
+def _attention_backward_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return call_flops(_call(args, causal=False, backward=True))
+
+
+def _call(args: Sequence[Any], *, causal: bool, backward: bool) -> AttentionCall:
+    """args: query, key, value and others; for backward, the gradient of the output before them."""
+    query, key, value = args[1:4] if backward else args[:3]
+    heads, rows = math.prod(query.shape[:-2]), query.shape[-2]
+    return heads, rows, key.shape[-2], query.shape[-1], value.shape[-1], int(causal), int(backward)
 
 
 def _grouped_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -70,6 +72,7 @@ _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable",
 )
+_PASSES = dict.fromkeys(_ATTENTION, "forward") | {f"{name}_backward": "backward" for name in _ATTENTION}
 # torch's registry lacks the CPU's attention and grouped products; its formula of attention, in torch 2.11 for one, does
 # not take grouped-query attention.
 _OWN: dict[str, Callable[..., int]] = {
@@ -107,19 +110,30 @@ _ROWS_ONLY = frozenset({aten.embedding, aten.index_select, aten.index, aten.gath
 _RESIZES = frozenset({aten.resize_, aten.resize_as_, aten.set_})
 
 
+def _argument(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns an operator's argument, or its default."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return kwargs.get(name, args[place] if place < len(args) else argument.default_value)
+    return None
+
+
 class _Traits:
     """Facts about an operator, looked up once.
+
+    attention: whether it is a fused attention: "forward", "backward" or "".
 
     product: positions of the factors of its matrix product among its arguments; None if it is not a product.
     traffic: 0 none (views), 1 inputs and outputs, 2 outputs twice (gathers).
     """
 
-    __slots__ = ("flops", "product", "resizes", "traffic")
+    __slots__ = ("attention", "flops", "product", "resizes", "traffic")
 
     def __init__(self, func: Any) -> None:
         packet = getattr(func, "_overloadpacket", func)
         self.flops = _FLOPS.get(packet) or _FLOPS_BY_NAME.get(getattr(packet, "_qualified_op_name", ""))
         self.product = _PRODUCTS.get(packet)
+        self.attention = _PASSES.get(getattr(packet, "__name__", ""), "")
         self.resizes = packet in _RESIZES
         view = bool(getattr(func, "is_view", False)) or packet in _NO_TRAFFIC or self.resizes
         self.traffic = 0 if view else 2 if packet in _ROWS_ONLY else 1
@@ -157,8 +171,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     costs: also add up flops and the bytes that operators read and write.
     current: live bytes now.
     peak: most live bytes since `reset_peak()`.
-    flops, bytes_read, bytes_written, products: of operators, counted since the caller last emptied them (products: of
-        matrices).
+    flops, bytes_read, bytes_written, products, attentions, operators: counted since the caller last emptied them
+        (products: of matrices; operators: but views).
     kernels: operators seen whose name contains attention or softmax.
     """
 
@@ -176,6 +190,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
         self.flops = 0
         self.products: list[Product] = []
+        self.attentions: list[AttentionCall] = []
+        self.operators = 0
         self.bytes_read = 0
         self.bytes_written = 0
         self.last_op: Any = None
@@ -267,6 +283,11 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.flops += int(traits.flops(*args, **kwargs, out_val=out))
             if traits.product is not None:
                 self._count_product(*args[traits.product : traits.product + 2])
+            if traits.attention:
+                causal = bool(_argument(func, "is_causal", args, kwargs))
+                call = _call(args, causal=causal, backward=traits.attention == "backward")
+                self.attentions += [call] if all(call[:5]) else []
+            self.operators += traits.traffic > 0
             self._count_traffic(traits.traffic, inputs, outputs)
         return out
 

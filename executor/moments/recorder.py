@@ -181,6 +181,8 @@ class MomentRecorder:
         live.reset_peak()
         live.flops = live.bytes_read = live.bytes_written = 0
         live.products = []
+        live.attentions = []
+        live.operators = 0
         self._start_bytes = live.current
         if self._now is not None:
             self._start_s = self._now()
@@ -283,5 +285,7 @@ class MomentRecorder:
                 end_bytes=live.current,
                 duration_s=duration_s,
                 products=tuple(live.products),
+                attentions=tuple(live.attentions),
+                operators=live.operators,
             )
         )

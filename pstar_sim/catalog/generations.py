@@ -38,6 +38,7 @@ class Generation(Origin, frozen=True, kw_only=True):
     kernel_us: Annotated[Latency, says("beginning and end of a kernel")]
     flash: Annotated[Share, says("share of the rate of large products that fused attention reaches")]
     known: Annotated[Mapping[str, Known], says("how each figure is known")]
+    attention: Annotated[Text, says("generation of attention.toml that has the rates of its attention kernels")]
 
     @property
     def assumed(self) -> bool:
@@ -54,6 +55,7 @@ class Generation(Origin, frozen=True, kw_only=True):
             bytes_per_s=self.memory * hbm_peak_bytes_per_s,
             kernel_s=self.kernel_us * 1e-6,
             flash=self.flash,
+            generation=self.attention,
         )
 
 
@@ -63,6 +65,7 @@ class _Like(Origin, frozen=True, kw_only=True):
     like: Annotated[Text, says("name of the other generation")]
     plateau: Annotated[Share | None, says("share of the 16-bit peak that large products run at")] = None
     flash: Annotated[Share | None, says("share of the rate of large products that fused attention reaches")] = None
+    attention: Annotated[Text | None, says("generation of attention.toml, if another")] = None
 
 
 def read_generations(file: str, text: str) -> dict[str, Generation]:

@@ -531,6 +531,9 @@ class Framework:
     python_s: Annotated[
         float, Figure("python_us", Latency, "Python of one moment; hidden as long as the GPU works longer")
     ]
+    operator_s: Annotated[
+        float, Figure("operator_us", Latency, "Python of one operator, where a moment counts its operators", 0.0)
+    ] = 0.0
     wait_s: Annotated[
         float,
         Figure("wait_us", Latency, "time of one moment in which the GPU waits for Python, however long it works"),
@@ -540,6 +543,10 @@ class Framework:
 
     def __post_init__(self) -> None:
         _check("framework", self)
+
+    def seconds(self, operators: int) -> float:
+        """Returns the Python of a moment of so many operators; 0: not counted."""
+        return max(self.python_s, operators * self.operator_s)
 
 
 @dataclass(frozen=True, kw_only=True)

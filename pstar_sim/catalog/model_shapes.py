@@ -93,6 +93,11 @@ class ModelEntry(Table, frozen=True, kw_only=True):
     source: Annotated[Text, says("where the figures come from")]
 
     @property
+    def causal(self) -> bool:
+        """Whether a token attends to those before it alone: language models, gpt and llama."""
+        return self.family in ("gpt", "llama")
+
+    @property
     def head_dim(self) -> int:
         if self.latent is not None:
             return self.latent.rotary + self.latent.plain

@@ -25,6 +25,8 @@ from math import prod
 from typing import Annotated
 
 from pstar_sim.arguments import whole
+from pstar_sim.catalog.attention import AttentionCall, needed_flops
+from pstar_sim.catalog.attention_rates import attention_rate
 from pstar_sim.catalog.figures import Figure, Key, Known, Latency, Rate, Share, check_figures
 from pstar_sim.errors import CatalogError
 from pstar_sim.schema.fields import between
@@ -40,6 +42,8 @@ class ProductShape:
 
     wave_loss: share of the idle time of the last wave that is lost, from 0 to 1: kernels that split tiles lose less.
     depth: terms of a dot product (k) that take as long as the beginning and the end of a tile.
+    flash: of the kernel that torch takes, both passes together, without a mask, on long sequences and wide heads.
+    generation: whose attention kernels relate to each other as this card's do; "" if that is not known.
     """
 
     sms: Annotated[int, Figure("sms", Extent, "streaming multiprocessors")]
@@ -71,6 +75,7 @@ class ProductShape:
         Figure("flash", Share, "share of the rate of large products that fused attention reaches", 1.0),
         Key("known", Known, "how the figures are known", "measured"),
     ] = 1.0
+    generation: str = ""
 
     def __post_init__(self) -> None:
         check_figures("products", self)
@@ -91,3 +96,11 @@ class ProductShape:
         arithmetic_s = 2 * batches * m * k * n / flops_per_s * loss * (1 + self.depth / k)
         memory_s = moved_bytes / self.bytes_per_s
         return math.sqrt(math.hypot(arithmetic_s**2, memory_s**2)) + self.kernel_s
+
+    def attention_s(self, kernel: str, call: AttentionCall, flops_per_s: float) -> float:
+        """kernel: a name of catalog/attention.py.
+
+        flops_per_s: of large products.
+        """
+        relative = attention_rate(self.generation, kernel, call)
+        return needed_flops(call) / (flops_per_s * self.flash * relative) + self.kernel_s

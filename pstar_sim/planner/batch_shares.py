@@ -19,7 +19,7 @@ from pstar_sim.dtypes import same_size
 from pstar_sim.errors import PstarError
 from pstar_sim.units import format_count, format_s
 from pstar_sim.workload.presets import default_dtype, variant
-from pstar_sim.workload.workload import Moment, Product, Workload, retype
+from pstar_sim.workload.workload import Moment, Workload, retype
 
 __all__ = [
     "UNMODELLED",
@@ -194,7 +194,9 @@ def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
             replace(
                 m,
                 flops=max(int(row.flops * work) for _, work, _, row in rows),
-                products=_products_of([w.moments[i] for *_, w in kinds.values()]) if alike else (),
+                products=_largest([w.moments[i] for *_, w in kinds.values()]).products if alike else (),
+                operators=max(w.moments[i].operators for *_, w in kinds.values()),
+                attentions=_largest([w.moments[i] for *_, w in kinds.values()]).attentions if alike else (),
                 bytes_read=max(int(row.bytes_read * stream) for _, _, stream, row in rows),
                 bytes_written=max(int(row.bytes_written * stream) for _, _, stream, row in rows),
                 start_bytes=max(0, *(row.start_bytes - more for more, _, _, row in rows)),
@@ -205,10 +207,10 @@ def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
     return replace(first, moments=tuple(moments), batch=max(w.batch for w in workloads))
 
 
-def _products_of(moments: Sequence[Moment]) -> tuple[Product, ...]:
-    """Returns the products of the moment with the most flops, for GPUs that are alike. If GPUs differ, the shapes are
-    lost: only flops at the rate of one GPU remain."""
-    return max(moments, key=lambda m: m.flops).products
+def _largest(moments: Sequence[Moment]) -> Moment:
+    """Returns the moment with the most flops, whose products and calls of attention count for GPUs that are alike. If
+    GPUs differ, the shapes are lost: only flops at the rate of one GPU remain."""
+    return max(moments, key=lambda m: m.flops)
 
 
 def _check_one_job(workloads: Sequence[Workload], machine: Machine) -> None:

@@ -8,8 +8,10 @@ model is inferred (`inferred` in scope.toml). They are kept in catalog/expected_
 `pstar validate --write` makes. A policy without published runs has the errors of its class.
 
 [Note: bars] The bar of an answer is one standard deviation: 68 % of the rows of its class and policy had at most this
-error. A class without enough rows has the bar UNTUNED. If a class of the same machines has a larger bar, the answer has
-that bar. The answer then says that no measurement is near.
+error, where every source (who published the rows) has the same weight. A bar has at least FEWEST_SOURCES sources and
+FEWEST_ROWS rows: how far off one source is says little of the next one. An answer without such a class has the bar of
+all rows of all classes, or that of a class of the same machines if it is larger, and says how little is known.
+`pstar validate` counts how many rows lie inside the bar that the other sources alone would have given them.
 
 [Note: error of a change] Two times of one model and one machine share most of their errors, which cancel in their
 ratio. The remaining error is that of the seconds by which the two times differ. The difference is predicted like all
@@ -36,20 +38,18 @@ from pstar_sim.workload.kernels import FLAVOURS
 from pstar_sim.workload.workload import Workload
 
 __all__ = [
-    "ANY", "FEWEST_ROWS", "FILE", "NOT_NEAR", "UNTUNED", "ExpectedError", "Trust", "class_name", "class_of",
-    "error_of_change", "error_of_ratio", "expected_error", "machines_of", "trust",
+    "ANY", "ANY_CLASS", "FEWEST_ROWS", "FEWEST_SOURCES", "FILE", "NOT_NEAR", "ExpectedError", "Trust", "class_name",
+    "class_of", "error_of_change", "error_of_ratio", "expected_error", "machines_of", "trust", "untuned",
     "validation_digest",
 ]  # fmt: skip
 
 FILE = files("pstar_sim.catalog") / "expected_errors.json"
 ANY = "any policy"
+ANY_CLASS = "any class"
 FEWEST_ROWS = 4  # fewer rows are no basis for an error
+FEWEST_SOURCES = 2
 NOT_NEAR = "no measurement is near this"
 """Words of the label of a class without rows."""
-UNTUNED = 0.19
-"""Bar of a class without rows. Published runs of machines and frameworks for which nothing in this project had been
-tuned were collected once the cost model stood: 68 % of their sources were no farther off. A stated value, which no
-validation computes."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class ExpectedError:
     """Absolute relative errors of predicted iteration times, over `rows` rows to which nothing is fitted.
 
     bar: the error that 68 % of the rows do not exceed ([Note: bars]).
+    sources: of the rows.
     policy: policy to which the rows belong, or "any policy" of the class if that policy has no rows.
     machine_class: for example "h100 node".
     """
@@ -75,6 +76,7 @@ class ExpectedError:
     p90: float
     bar: float
     rows: int
+    sources: int
     machine_class: str
     policy: str
 
@@ -82,7 +84,8 @@ class ExpectedError:
     def label(self) -> str:
         """Words such as "± 12 % (18 rows, class h100 node)"."""
         who = "" if self.policy != ANY else ", other policies"
-        return f"{format_error(self.bar)} ({self.rows} rows, class {self.machine_class}{who})"
+        counted = f"{self.rows} rows of {self.sources} sources"
+        return f"{format_error(self.bar)} ({counted}, class {self.machine_class}{who})"
 
 
 def error_of_change(change: float, *errors: float) -> float:
@@ -126,42 +129,49 @@ def machines_of(name: str) -> str:
 
 
 def expected_error(machine: Machine, policy: str, workload: Workload) -> ExpectedError | None:
-    """Returns the errors for the job's class and the policy (options do not matter); with fewer than FEWEST_ROWS rows,
+    """Returns the errors for the job's class and the policy (options do not matter); with too few rows or sources,
     those of the whole class; None if it has too few as well."""
     name = class_of(machine, workload)
-    known = _shipped().get(name)
-    if known is None:
-        return None
-    base = split_spec(policy)[0]
-    key = base if base in known and known[base]["rows"] >= FEWEST_ROWS else ANY
-    found = known[key]
-    if found["rows"] < FEWEST_ROWS:
-        return None
-    return ExpectedError(
-        median=found["median"],
-        p90=found["p90"],
-        bar=found["bar"],
-        rows=int(found["rows"]),
-        machine_class=name,
-        policy=key,
-    )
+    for key in (split_spec(policy)[0], ANY):
+        found = _shipped().get(name, {}).get(key)
+        if found is not None and _enough(found):
+            return ExpectedError(
+                median=found["median"],
+                p90=found["p90"],
+                bar=found["bar"],
+                rows=int(found["rows"]),
+                sources=int(found["sources"]),
+                machine_class=name,
+                policy=key,
+            )
+    return None
+
+
+def untuned() -> float:
+    """Returns the bar of a class without enough sources: that of all rows."""
+    return _shipped()[ANY_CLASS][ANY]["bar"]
+
+
+def _enough(figures: Mapping[str, float]) -> bool:
+    return figures["rows"] >= FEWEST_ROWS and figures["sources"] >= FEWEST_SOURCES
 
 
 def trust(machine: Machine, policy: str, workload: Workload) -> Trust:
     """Returns the error that validation found for this class of job and this policy. Falls back on the class with other
-    policies, and then on UNTUNED, or a larger bar of the same machines."""
+    policies, and then on all rows, or a larger bar of the same machines."""
     found = expected_error(machine, policy, workload)
     if found is not None:
         return Trust(found.bar, found.label)
     name = class_of(machine, workload)
-    same = [c[ANY]["bar"] for other, c in _shipped().items() if machines_of(other) == machines_of(name)]
-    bar = max([UNTUNED, *same])
-    known = int(_shipped().get(name, {}).get(ANY, {"rows": 0})["rows"])
-    return Trust(
-        bar,
-        f"{format_error(bar)}, {NOT_NEAR}: not validated for class {name} ({known or 'no'} published runs "
-        f"count for it, {FEWEST_ROWS} are needed)",
+    of_class = [c[ANY] for other, c in _shipped().items() if machines_of(other) == machines_of(name)]
+    bar = max([untuned(), *(figures["bar"] for figures in of_class if _enough(figures))])
+    known = _shipped().get(name, {}).get(ANY, {"rows": 0, "sources": 0})
+    runs, sources = (int(known[key]) for key in ("rows", "sources"))
+    counted = (
+        f"{runs} published runs of {sources} source{'s' * (sources > 1)} count" if runs else "no published run counts"
     )
+    needed = f"{FEWEST_ROWS} runs of {FEWEST_SOURCES} sources are needed"
+    return Trust(bar, f"{format_error(bar)}, {NOT_NEAR}: not validated for class {name} ({counted}; {needed})")
 
 
 @cache

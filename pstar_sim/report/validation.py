@@ -9,7 +9,7 @@ from dataclasses import replace
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.validation.expected_errors import binomial_interval, quoted_bars
 from pstar_sim.validation.experiments import NOTES, UNEXPLAINED
-from pstar_sim.validation.results import DISTANCES, FAR, NEAR, Errors, Result, Validation, errors_of
+from pstar_sim.validation.results import FAR, NEAR, Errors, Result, Validation, errors_of
 from pstar_sim.validation.scope import published_scope
 
 __all__ = ["validation_text"]
@@ -115,20 +115,20 @@ def distance_text(v: Validation, width: int) -> str:
 
 
 def _inside(v: Validation) -> list[str]:
-    """The share of rows inside the bar that an answer would quote for them, then a line per distance."""
-    quoted, distance = quoted_bars(v.results), v.distances()
-    groups: dict[str, list[bool]] = {}
-    for r, bar in quoted:
-        for name in ("all", *(() if distance is None else (distance(r),))):
-            groups.setdefault(name, []).append(abs(r.error) <= bar)
-    if not groups:
+    """The share of rows inside the bar that an answer would quote for them without their source, for classes with a bar
+    of their own and for those with the bar of all rows."""
+    quoted = quoted_bars(v.results)
+    if not quoted:
         return []
-    inside = groups.pop("all")
-    share = f"{sum(inside)} of {len(inside)}, {_share(sum(inside) / len(inside))} (60 to 75% wanted)"
-    lines = [f"iterations inside their quoted bar (one standard deviation, own row left out): {share}"]
-    for name in (name for name in DISTANCES if name in groups):
-        low, high = binomial_interval(len(groups[name]))
-        lines.append(f"  {name}: {sum(groups[name])} of {len(groups[name])} ({low} to {high} wanted)")
+    lines = ["iterations inside the bar (one standard deviation) that the other sources alone would quote for them"]
+    for own, name in ((True, "a bar of the class"), (False, "the bar of all rows")):
+        inside = [abs(one.row.error) <= one.bar for one in quoted if one.of_class is own]
+        if inside:
+            low, high = binomial_interval(len(inside))
+            wanted = f"{low} to {high}" if own else f"at least {low}"
+            lines.append(
+                f"  {name}: {sum(inside)} of {len(inside)}, {_share(sum(inside) / len(inside))} ({wanted} wanted)"
+            )
     return lines
 
 

@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from pstar_sim.errors import PstarError
 from pstar_sim.files import write_atomically
-from pstar_sim.planner.trust import ANY, FEWEST_ROWS, FILE, UNTUNED, class_name, machines_of
+from pstar_sim.planner.trust import ANY, ANY_CLASS, FEWEST_ROWS, FEWEST_SOURCES, FILE, class_name, machines_of
 from pstar_sim.policy.kit.options import split_spec
-from pstar_sim.validation.results import WHOLE, Result, Validation, errors_of, quantile
+from pstar_sim.validation.results import WHOLE, Result, Validation, errors_of
 from pstar_sim.validation.rows import published_rows
 
-__all__ = ["ERRORS_FILE", "INSIDE", "binomial_interval", "errors_by_class", "quoted_bars", "write_errors"]
+__all__ = ["ERRORS_FILE", "INSIDE", "Quoted", "binomial_interval", "errors_by_class", "quoted_bars", "write_errors"]
 
 ERRORS_FILE = Path(str(FILE))
 INSIDE = 0.683
@@ -25,8 +28,8 @@ _Z90 = 1.645
 
 
 def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns class -> policy (and "any policy") -> median, p90, bar and rows, of whole iterations to which nothing is
-    fitted, and from which nothing is inferred."""
+    """Returns class (and "any class") -> policy (and "any policy") -> median, p90, bar, rows and sources, of whole
+    iterations to which nothing is fitted, and from which nothing is inferred."""
     groups = _groups(_judged(results))
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in sorted(groups):
@@ -38,31 +41,41 @@ def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, dict[str, 
                 "p90": round(e.p90, 4),
                 "bar": round(_bar(groups[name][key]), 4),
                 "rows": e.rows,
+                "sources": _sources(groups[name][key]),
             }
     return found
 
 
-def quoted_bars(results: Iterable[Result]) -> list[tuple[Result, float]]:
-    """Returns the rows of `errors_by_class`, each with the bar that an answer would quote without knowing it: of its
-    class and policy, of its class, or UNTUNED (at least that of a class of the same machines)."""
+class Quoted(NamedTuple):
+    """A row, and the bar that an answer would quote for it.
+
+    of_class: the bar is that of the row's class, not that of all rows.
+    """
+
+    row: Result
+    bar: float
+    of_class: bool
+
+
+def quoted_bars(results: Iterable[Result]) -> list[Quoted]:
+    """Returns the rows of `errors_by_class`, each with the bar that an answer would quote if nothing of the row's
+    source were known: of its class and policy, of its class, or of all rows (at least that of a class of the same
+    machines)."""
     judged = _judged(results)
-    groups = _groups(judged)
-    found = []
-    for r in judged:
-        name, policy = _class(r), split_spec(r.policy)[0]
-        for known in (groups[name].get(policy, []), groups[name][ANY]):
-            others = [o for o in known if o is not r]
-            if len(others) >= FEWEST_ROWS:
-                found.append((r, _bar(others)))
-                break
-        else:
-            same = [
-                _bar(groups[other][ANY])
-                for other in groups
-                if other != name and machines_of(other) == machines_of(name)
-            ]
-            found.append((r, max([UNTUNED, *same])))
-    return found
+    others = {name: _groups(r for r in judged if r.publisher != name) for name in {r.publisher for r in judged}}
+    return [_quoted(r, others[r.publisher]) for r in judged if others[r.publisher]]
+
+
+def _quoted(r: Result, groups: Mapping[str, Mapping[str, list[Result]]]) -> Quoted:
+    name = _class(r)
+    of_class = groups.get(name, {})
+    for rows in (of_class.get(split_spec(r.policy)[0], []), of_class.get(ANY, [])):
+        if _enough(rows):
+            return Quoted(r, _bar(rows), of_class=True)
+    same = [
+        _bar(of[ANY]) for other, of in groups.items() if machines_of(other) == machines_of(name) and _enough(of[ANY])
+    ]
+    return Quoted(r, max([_bar(groups[ANY_CLASS][ANY]), *same]), of_class=False)
 
 
 def binomial_interval(rows: int) -> tuple[int, int]:
@@ -84,17 +97,37 @@ def _judged(results: Iterable[Result]) -> list[Result]:
 
 
 def _class(r: Result) -> str:
-    return class_name(r.gpu.split("-")[0], ranks=r.gpus, nodes=r.nodes, kernels=r.kernels)
+    name = class_name(r.gpu.split("-")[0], ranks=r.gpus, nodes=r.nodes, kernels=r.kernels)
+    return f"{name}, CPU steps as found" if r.as_found else name
 
 
 def _groups(results: Iterable[Result]) -> dict[str, dict[str, list[Result]]]:
-    """Returns class -> policy, and class -> "any policy", -> rows."""
+    """Returns class -> policy, class -> "any policy", and "any class" -> "any policy", -> rows."""
     groups: dict[str, dict[str, list[Result]]] = {}
     for r in results:
-        for key in (ANY, split_spec(r.policy)[0]):
-            groups.setdefault(_class(r), {}).setdefault(key, []).append(r)
+        for name, key in ((_class(r), ANY), (_class(r), split_spec(r.policy)[0]), (ANY_CLASS, ANY)):
+            groups.setdefault(name, {}).setdefault(key, []).append(r)
     return groups
 
 
+def _sources(results: Iterable[Result]) -> int:
+    return len({r.publisher for r in results})
+
+
+def _enough(results: Sequence[Result]) -> bool:
+    return len(results) >= FEWEST_ROWS and _sources(results) >= FEWEST_SOURCES
+
+
 def _bar(results: Sequence[Result]) -> float:
-    return quantile(sorted(abs(r.error) for r in results), INSIDE)
+    """Returns the error that INSIDE of the rows do not exceed, where every source has the same weight."""
+    rows_of = Counter(r.publisher for r in results)
+    ordered = sorted((abs(r.error), 1 / rows_of[r.publisher] / len(rows_of)) for r in results)
+    below, share = 0.0, []
+    for _, weight in ordered:
+        share.append(below + weight / 2)
+        below += weight
+    i = bisect_left(share, INSIDE)
+    if i in (0, len(share)):
+        return ordered[min(i, len(share) - 1)][0]
+    part = (INSIDE - share[i - 1]) / (share[i] - share[i - 1])
+    return ordered[i - 1][0] + part * (ordered[i][0] - ordered[i - 1][0])

@@ -70,7 +70,9 @@ class Result:
     predicted: None where the run does not fit here.
     kind: "time" (a whole iteration), "phase", "memory" or "size".
     machine: that of the replay, as `policy`.
+    publisher: who measured it.
     inferred: a choice of ours has no source but the errors of the row's rule.
+    as_found: as in `ScopeRule`.
     """
 
     file: str
@@ -93,7 +95,9 @@ class Result:
     predicted: float | None
     reason: str = ""
     kernels: str = "eager"
+    publisher: str = ""
     inferred: bool = False
+    as_found: bool = False
 
     @property
     def error(self) -> float:
@@ -404,7 +408,9 @@ def _result(row: PublishedRow, rule: ScopeRule, experiment: Experiment, value: f
         predicted=value,
         reason=reason,
         kernels=experiment.kernels or "",
+        publisher=row.publisher,
         inferred=rule.inferred,
+        as_found=rule.as_found,
     )
 
 

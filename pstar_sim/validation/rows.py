@@ -50,6 +50,11 @@ class PublishedRow:
         return f"{self.file}, row {self.line}"
 
     @property
+    def publisher(self) -> str:
+        """Who measured it: the first word of its source."""
+        return self.source.split(" ")[0]
+
+    @property
     def run(self) -> tuple[str, ...]:
         """Rows of one run agree in everything but the metric."""
         return (

@@ -24,6 +24,7 @@ class ScopeRule:
 
     patterns: column -> shell patterns, one of which has to match; a column that is missing matches anything.
     looked_at: a choice of ours that these rows made although they are tested.
+    as_found: the runs' CPU steps are as users find them: threads, binding and pinning as the launcher leaves them.
     inferred: such a choice has no source but the errors of these rows. Then they count in no error bar.
     """
 
@@ -33,6 +34,7 @@ class ScopeRule:
     why: str
     looked_at: str = ""
     inferred: bool = False
+    as_found: bool = False
 
     def matches(self, row: PublishedRow) -> bool:
         return all(
@@ -50,11 +52,14 @@ def read_scope(file: str, text: str) -> tuple[ScopeRule, ...]:
     rules: list[ScopeRule] = []
     for raw in raw_rules:
         name = raw.get("name")
-        if unknown := set(raw) - {"name", "use", "why", "looked_at", "inferred", *_PATTERNS}:
+        if unknown := set(raw) - {"name", "use", "why", "looked_at", "inferred", "as_found", *_PATTERNS}:
             raise CatalogError(f"{file}, rule {name!r}: unknown key {sorted(unknown)[0]!r}")
         if not name or not raw.get("why") or raw.get("use") not in USES:
             raise CatalogError(f"{file}, rule {name!r}: needs a name, a use ({', '.join(USES)}) and a reason (why)")
         inferred, looked_at = raw.get("inferred", False), raw.get("looked_at", "")
+        as_found = raw.get("as_found", False)
+        if not isinstance(as_found, bool):
+            raise CatalogError(f"{file}, rule {name!r}: as_found is true or false")
         if not isinstance(inferred, bool) or (inferred and not looked_at):
             raise CatalogError(f"{file}, rule {name!r}: inferred is true or false, and true only beside looked_at")
         if name in {r.name for r in rules}:
@@ -68,6 +73,7 @@ def read_scope(file: str, text: str) -> tuple[ScopeRule, ...]:
                 why=raw["why"],
                 looked_at=looked_at,
                 inferred=inferred,
+                as_found=as_found,
             )
         )
     return tuple(rules)

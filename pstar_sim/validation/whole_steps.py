@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec import structs
 
+from pstar_sim.catalog.attention import ATTENTION
 from pstar_sim.catalog.efficiency import Efficiency
 from pstar_sim.catalog.loader import with_nodes
 from pstar_sim.catalog.machine import Machine
@@ -54,7 +55,7 @@ def _fsdp(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
         batches=(each,),
         micro_batches=whole // (each * row.gpus),
         dtype=WORKING,
-        attention="flash",
+        attention="triton",
         settings=Settings(update="step", clip=True),
         checkpointing="no checkpointing" not in row.settings,
         early_stop=True,
@@ -113,6 +114,7 @@ def as_set_up(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experime
     row, setup = run[0], dict(run[0].setup)
     sequence = whole_number(row, "sequence", row.sequence)
     entry = model_entry(row.params)
+    kernel = setup["attention_kernel"]  # "not said", "sdpa": the column beside it decides
     machine = published_machine(setup["as_machine"], efficiency, setup["as_framework"])
     return Experiment(
         rows=run,
@@ -123,13 +125,14 @@ def as_set_up(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experime
         batches=(whole_number(row, "micro_batch", setup["micro_batch"]),),
         micro_batches=whole_number(row, "micro_batches", setup["micro_batches"]),
         dtype=setup["dtype"],
-        attention=setup["attention"],
+        attention=kernel if kernel in ATTENTION else setup["attention"],
         settings=Settings(update="step", clip=setup["clip"] == "1"),
         checkpointing=setup["checkpointing"] == "1",
         early_stop=setup["reentrant"] == "0",
         kernels=setup["kernels"],
         optimizer=setup["optimizer"],
         lora=setup["lora"] or None,
+        loss="fused" if "Liger" in row.system else None,
     )
 
 

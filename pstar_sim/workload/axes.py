@@ -4,14 +4,16 @@ presets, captures and published runs take their axes from there. (`AxesGiven` re
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Annotated, Any, TypedDict, get_type_hints
 
+from pstar_sim.catalog.attention import ATTENTION, USUAL
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.python310 import Unpack
 from pstar_sim.workload.adapter import Adapter
-from pstar_sim.workload.kernels import ATTENTION, KERNELS
+from pstar_sim.workload.kernels import KERNELS, LOSSES
 
 __all__ = ["Axes", "AxesGiven", "Axis", "all_axes"]
 
@@ -37,6 +39,12 @@ class Axis:
     default: Any = None
     of_modules: str = ""
     not_of_traces: str = ""
+
+
+def _words(names: Iterable[str]) -> str:
+    """Returns "a, b or c"."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
 
 
 _RECOMPUTE = "recompute activations in the backward pass"
@@ -71,11 +79,12 @@ class Axes:
     attention: Annotated[
         str | None,
         Axis(
-            help="attention kernel of a preset: flash, efficient or math (default: flash)",
-            values="flash, efficient or math",
-            names=ATTENTION,
+            help=f"attention kernel of a preset: {_words(ATTENTION)} (default: {USUAL}, torch's own)",
+            values=_words(ATTENTION),
+            metavar="KERNEL",
+            names=tuple(ATTENTION),
             plural="kernels",
-            default="flash",
+            default=USUAL,
             of_modules="attention kernel (default: torch's choice)",
             not_of_traces="a trace has the kernels that ran; trace the model with another attention instead",
         ),
@@ -105,6 +114,17 @@ class Axes:
         str | None,
         Axis(help=f"{_OPTIMIZERS} (default: adamw, or the trace's)", metavar="O", values=_OPTIMIZERS, default="adamw"),
     ] = None
+    loss: Annotated[
+        str | None,
+        Axis(
+            help="loss of a language model's preset: whole (default), chunked (torchtune, TRL) or fused (Liger)",
+            values=_words(LOSSES),
+            names=LOSSES,
+            plural="losses",
+            default=LOSSES[0],
+            not_of_traces="a trace has the loss that ran; trace the model with another loss instead",
+        ),
+    ] = None
     language_head: Annotated[bool | None, Axis(default=True)] = None
     early_stop: Annotated[bool | None, Axis(default=True)] = None
 
@@ -133,6 +153,7 @@ class AxesGiven(TypedDict, total=False):
     kernels: str | None
     lora: Adapter | str | int | None
     optimizer: str | None
+    loss: str | None
     language_head: bool | None
     early_stop: bool | None
 

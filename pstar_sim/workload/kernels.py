@@ -9,18 +9,22 @@ pass.
   them again from their inputs.
 - megatron: as fused, but the loss works in place on fp32 logits, which it keeps.
 
-No flavour cuts the logits into pieces. The attention kernel is a separate choice ("flash", "efficient" or "math"). BERT
-and ViT are written for eager alone. The workload of a captured module names "captured": its operators run as they
-really do. This module knows no model.
+The attention kernel is a separate choice (catalog/attention.py), and so is the loss of a language model:
+
+- whole: the flavour's, on all logits at once.
+- chunked: head and loss run piece by piece, and once more in the backward pass (torchtune, TRL).
+- fused: head, loss and their gradients run piece by piece in the forward pass (Liger's fused linear cross-entropy).
+
+BERT and ViT are written for eager kernels and the whole loss alone. The workload of a captured module names "captured":
+its operators run as they really do. This module knows no model.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ATTENTION", "CAPTURED", "FLAVOURS", "KERNELS", "Flavour", "kernels_text"]
+__all__ = ["CAPTURED", "FLAVOURS", "KERNELS", "LOSSES", "Flavour", "kernels_text"]
 
-ATTENTION = ("flash", "efficient", "math")
 CAPTURED = "captured"
 """Flavour of a workload that was captured or recorded: the kernels are those of the module."""
 
@@ -47,6 +51,7 @@ FLAVOURS = {
     "megatron": Flavour(fused=True, loss="in place"),
 }
 KERNELS = tuple(FLAVOURS)
+LOSSES = ("whole", "chunked", "fused")
 
 
 def kernels_text(kernels: str) -> str:

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from pstar_sim.catalog.attention import AttentionCall
 from pstar_sim.errors import ModelError
 from pstar_sim.workload.adapter import Adapter
 from pstar_sim.workload.tape import Tape, input_gradient, weight_gradient
@@ -150,11 +151,11 @@ class AdaptedTape(Tape):
         *,
         dead: int = 0,
         unsaved: int = 0,
-        flops: int = 0,
         products: Sequence[Product] = (),
+        attention: AttentionCall | None = None,
         read: int | None = None,
     ) -> None:
-        super().op(out, dead=dead, unsaved=unsaved, flops=flops, products=products, read=read)
+        super().op(out, dead=dead, unsaved=unsaved, products=products, attention=attention, read=read)
         if not products or not self._pending or self._inside:
             return
         # The matmul of the first pending matrix, or of several at once (q, k and v of one input).

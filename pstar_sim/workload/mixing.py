@@ -290,4 +290,6 @@ def _with_bytes(moment: Moment, start: int, peak: int, end: int) -> Moment:
         end_bytes=end,
         duration_s=moment.duration_s,
         products=moment.products,
+        attentions=moment.attentions,
+        operators=moment.operators,
     )

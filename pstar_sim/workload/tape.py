@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from pstar_sim.catalog.attention import AttentionCall, call_flops
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.workload.workload import Moment, Phase, Product, Tensor, Use, UseKind, product_flops
 
@@ -48,8 +49,9 @@ class Tape:
 
     def _reset(self) -> None:
         self._start = self._peak = self.level
-        self._flops = self._read = self._written = 0
+        self._flops = self._read = self._written = self._operators = 0
         self._products: list[Product] = []
+        self._attentions: list[AttentionCall] = []
 
     # Parameters
 
@@ -104,6 +106,8 @@ class Tape:
                     peak_bytes=self._peak,
                     end_bytes=self.level,
                     products=tuple(self._products),
+                    attentions=tuple(self._attentions),
+                    operators=self._operators,
                 )
             )
         self._reset()
@@ -116,23 +120,28 @@ class Tape:
         *,
         dead: int = 0,
         unsaved: int = 0,
-        flops: int = 0,
         products: Sequence[Product] = (),
+        attention: AttentionCall | None = None,
         read: int | None = None,
     ) -> None:
         """Run an operator that allocates `out` bytes. After it `dead` bytes are freed, and `unsaved` more if autograd
         saves nothing.
 
-        flops: besides those of `products`.
         products: of matrices, one for each kernel.
+        attention: the call of a fused kernel.
         read: activation bytes; None: `out`. `open` counts parameters.
         """
         self.level += out
         self._peak = max(self._peak, self.level)
         self.level -= dead if self.saving else dead + unsaved
-        self._flops += flops + sum(map(product_flops, products))
+        self._flops += sum(map(product_flops, products))
         self._products += products
-        self._read += out if read is None else read
+        if attention is not None:
+            self._flops += call_flops(attention)
+            self._attentions.append(attention)
+        moved = out if read is None else read
+        self._operators += bool(moved or out or products)
+        self._read += moved
         self._written += out
         assert self.level >= 0, "more bytes freed than taken"
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from pstar_sim.files import replaced_atomically
 from pstar_sim.schema.fields import split
 from pstar_sim.schema.reading import Fault, convert
 from pstar_sim.schema.records import file_kind, made
+from pstar_sim.workload.kernels import LOSSES
 from pstar_sim.workload.workload import (
     Moment,
     Stash,
@@ -51,9 +52,9 @@ __all__ = [
 ]
 
 FORMAT = "pstar-sim trace"
-SCHEMA_VERSION = 2
-"""Version of files that name kernels or products of some variant. Other files are of version 1, which has no columns
-for them."""
+SCHEMA_VERSION = 3
+"""Version of files that name calls of fused attention or count operators. Files that name kernels or products alone are
+of version 2, all others of version 1: they have no columns for what they do not name."""
 
 _AGAIN = "copy the file again, or trace the model again"
 
@@ -64,7 +65,12 @@ _HEADER = (
 """Fields of a workload that have columns of their own, in file order. Their types are those of `Workload`."""
 _TABLES: dict[str, type] = {"moments": Moment, "tensors": Tensor, "uses": Use}
 _CHOSEN = ("activations", "stashes")  # only in files in which some variant has them
-_ORDERED = ("order",)  # only in files in which some variant has another order than a loop of the user's own
+_SELDOM: Mapping[str, Callable[[Workload], bool]] = {
+    "order": lambda w: not w.order.of_loop,
+    "loss": lambda w: w.loss != LOSSES[0],
+}
+"""Columns only of files in which some variant needs them: another order than a loop of the user's own, another loss
+than that of all logits."""
 
 
 def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike[str]) -> None:
@@ -85,8 +91,8 @@ def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike
         if key in keys[:i]:
             raise TraceError(f"{target}: variants {keys.index(key)} and {i} are both {_words(variants[i])}")
     optional: tuple[str, ...] = _CHOSEN if any(w.activations or w.stashes for w in variants) else ()
-    optional += _ORDERED if any(not w.order.of_loop for w in variants) else ()
-    version = SCHEMA_VERSION if any(w.kernels or any(m.products for m in w.moments) for w in variants) else 1
+    optional += tuple(name for name, needed in _SELDOM.items() if any(map(needed, variants)))
+    version = max(map(_version, variants))
     schema = _schema(version, optional)
     try:
         table = pa.Table.from_pylist([_row(w, version, optional) for w in variants], schema=schema)
@@ -199,20 +205,31 @@ def _words(w: Workload) -> str:
     return f"batch {w.batch} x {w.sequence}, {micro_batches}, {w.dtype}, {recompute}"
 
 
+_SINCE = {"kernels": 2, "products": 2, "attentions": 3, "operators": 3}
+"""Fields of a workload or of its moments that files of earlier versions lack."""
+
+
+def _version(w: Workload) -> int:
+    """Returns the version of a file that holds this workload."""
+    if any(m.attentions or m.operators for m in w.moments):
+        return SCHEMA_VERSION
+    return 2 if w.kernels or any(m.products for m in w.moments) else 1
+
+
 def _columns(cls: Any, version: int) -> list[str]:
     """Returns the fields of a dataclass that a file of this version has."""
-    return [name for name in _names(cls) if version > 1 or (cls, name) != (Moment, "products")]
+    return [name for name in _names(cls) if _SINCE.get(name, 1) <= version]
 
 
 def _header(version: int) -> list[str]:
     """Returns the fields of a workload that are columns of a file of this version."""
-    return [name for name in _HEADER if version > 1 or name != "kernels"]
+    return [name for name in _HEADER if _SINCE.get(name, 1) <= version]
 
 
 def _schema(version: int = SCHEMA_VERSION, optional: Collection[str] = ()) -> Any:
     """Returns the file's Arrow schema, with format and version in its metadata.
 
-    optional: columns of _CHOSEN and _ORDERED.
+    optional: columns of _CHOSEN and _SELDOM.
     """
     import pyarrow as pa
 
@@ -231,7 +248,7 @@ def _schema(version: int = SCHEMA_VERSION, optional: Collection[str] = ()) -> An
     if "activations" in optional:
         columns.append(rows("activations", [text("block"), text("how")]))
         columns.append(rows("stashes", _arrow_fields(Stash, _names(Stash))))
-    columns += _arrow_fields(Workload, [name for name in _ORDERED if name in optional])
+    columns += _arrow_fields(Workload, [name for name in _SELDOM if name in optional])
     columns.append(text("digest"))
     return pa.schema(columns, metadata={"pstar.format": FORMAT, "pstar.schema_version": str(version)})
 
@@ -273,7 +290,7 @@ def _row(w: Workload, version: int = SCHEMA_VERSION, optional: Collection[str] =
     if "activations" in optional:
         row["activations"] = [{"block": block, "how": how} for block, how in w.activations]
         row["stashes"] = [{name: getattr(s, name) for name in _names(Stash)} for s in w.stashes]
-    row |= {name: getattr(w, name).value for name in _ORDERED if name in optional}
+    row |= {name: str(getattr(w, name)) for name in _SELDOM if name in optional}
     return row | {"digest": _digest(row)}
 
 
@@ -323,7 +340,10 @@ def _read_rows(source: Path) -> list[dict[str, Any]]:
 def _check_schema(source: Path, found: Any, version: int) -> None:
     """Raise TraceError naming the first field that is missing, unknown or of another type."""
     optional = [
-        name for names in (_CHOSEN, _ORDERED) if any(found.get_field_index(one) >= 0 for one in names) for name in names
+        name
+        for names in (_CHOSEN, *((name,) for name in _SELDOM))
+        if any(found.get_field_index(one) >= 0 for one in names)
+        for name in names
     ]
     expected = _schema(version, optional)
     for field in expected:

@@ -15,10 +15,12 @@ from itertools import pairwise
 from typing import Protocol
 
 from pstar_sim.arguments import MOST, instance, whole
+from pstar_sim.catalog.attention import AttentionCall, call_flops
 from pstar_sim.dtypes import DTYPES, same_size
 from pstar_sim.errors import TraceError
 from pstar_sim.python310 import StrEnum
 from pstar_sim.renderers import render_html
+from pstar_sim.workload.kernels import LOSSES
 from pstar_sim.workload.optimizers import OptimizerSpec, optimizer_spec
 from pstar_sim.workload.orders import Order
 
@@ -114,6 +116,8 @@ class Moment:
     duration_s: measured seconds of the moment's own work (without stalls), None in a trace that was not recorded.
     products: (batches, m, k, n) of each matrix product of its work; `flops` counts their flops too. Empty if they are
         not known.
+    attentions: each call of fused attention; `flops` counts them as `call_flops` does. Empty if they are not known.
+    operators: of the framework; 0 if they are not known.
     """
 
     name: str
@@ -128,6 +132,8 @@ class Moment:
     end_bytes: int
     duration_s: float | None = None
     products: tuple[Product, ...] = ()
+    attentions: tuple[AttentionCall, ...] = ()
+    operators: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,10 +196,11 @@ class Workload:
     uses: the moments that read each parameter, and in which its gradient arrives.
     optimizer: states that the optimizer keeps for each trainable parameter.
     dtype_open: whether the user left the dtype open, so that a comparison takes the dtype of the GPU.
-    attention: "flash", "efficient", "math" or "none".
+    attention: a kernel of attention.py, or "none".
     kernels: flavour in which the other operators run (kernels.py); "captured" for those of the module itself, "" in a
         file without flavour.
     order: the order in which it runs its micro-batches.
+    loss: of a language model's preset, one of LOSSES (kernels.py).
     source: "capture" (fake tensors), "recorded" (a real iteration) or "preset".
     recorded_on: name of the machine whose durations the moments carry, or None.
     torch_version: version of torch that captured the workload; "" for a preset.
@@ -220,6 +227,7 @@ class Workload:
     dtype_open: bool = False
     kernels: str = ""
     order: Order = Order.DEPTH_FIRST
+    loss: str = LOSSES[0]
 
     def __post_init__(self) -> None:
         check_workload(self)
@@ -374,9 +382,10 @@ def _check_moment(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
     if m.peak_bytes > _MOST_PEAK_BYTES:
         want = f"more than {_MOST_PEAK_BYTES} is on no GPU; take a smaller batch or shorter sequences"
         raise bad(f"moments[{i}].peak_bytes", m.peak_bytes, want)
-    if m.flops < 0 or m.bytes_read < 0 or m.bytes_written < 0 or min(m.start_bytes, m.end_bytes) < 0:
+    if m.flops < 0 or m.bytes_read < 0 or m.bytes_written < 0 or min(m.start_bytes, m.end_bytes, m.operators) < 0:
         figures = {
-            name: getattr(m, name) for name in ("flops", "bytes_read", "bytes_written", "start_bytes", "end_bytes")
+            name: getattr(m, name)
+            for name in ("flops", "bytes_read", "bytes_written", "start_bytes", "end_bytes", "operators")
         }
         name = min(figures, key=figures.__getitem__)
         raise bad(f"moments[{i}].{name}", figures[name], "it must not be negative")
@@ -389,6 +398,12 @@ def _check_moment(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
             raise bad(f"moments[{i}].products", m.products, "extents of products must be at least 1")
         if sum(map(product_flops, m.products)) > m.flops:
             raise bad(f"moments[{i}].products", m.products, f"they have more flops than the moment, {m.flops}")
+    if m.attentions:
+        if min(min(call[:5]) for call in m.attentions) < 1 or not all({*call[5:]} <= {0, 1} for call in m.attentions):
+            want = "heads, queries, keys and widths must be at least 1, causal and backward 0 or 1"
+            raise bad(f"moments[{i}].attentions", m.attentions, want)
+        if sum(map(call_flops, m.attentions)) > m.flops:
+            raise bad(f"moments[{i}].attentions", m.attentions, f"they have more flops than the moment, {m.flops}")
 
 
 def _check_optimizer(w: Workload, bad: _Bad) -> None:
@@ -679,6 +694,8 @@ def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:
             end_bytes=m.end_bytes,
             duration_s=m.duration_s,
             products=m.products,
+            attentions=m.attentions,
+            operators=m.operators,
         )
         for u in range(micro_batches)
         for m in body

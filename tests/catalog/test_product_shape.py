@@ -213,7 +213,7 @@ def test_every_generation_has_a_card() -> None:
 
 def test_every_figure_of_a_generation_says_how_it_is_known() -> None:
     text = "[x]\ntile = [1, 1]\nplateau = 0.5\nwave_loss = 0\ndepth = 0\nmemory = 0.5\nkernel_us = 0\nflash = 1\n"
-    text += 'source = "by hand"\nchecked = 2026-11-23\n'
+    text += 'attention = "a100"\nsource = "by hand"\nchecked = 2026-11-23\n'
     with pytest.raises(CatalogError, match=r"x\.toml: \[x\] known names tile; it must name tile, plateau"):
         read_generations("x.toml", text + 'known = { tile = "measured" }\n')
     with pytest.raises(CatalogError, match="guessed"):

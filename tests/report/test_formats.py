@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pstar_sim.catalog.attention import ATTENTION
 from pstar_sim.catalog.overrides import override_paths
 from pstar_sim.report.formats import FORMATS, format_page
 
@@ -31,9 +32,8 @@ def rows(name: str) -> dict[str, list[str]]:
 def test_every_key_has_a_meaning_and_every_format_a_version(name: str) -> None:
     table = lines(name)
     assert [cells[0] for cells in table if not (cells[3] if len(cells) == 5 else all(cells))] == []
-    assert name == "options" or re.search(
-        rf"^Version {2 if name in ('trace', 'plan') else 1}, said by ", format_page(name), re.MULTILINE
-    )
+    version = {"trace": 3, "plan": 2}.get(name, 1)
+    assert name == "options" or re.search(rf"^Version {version}, said by ", format_page(name), re.MULTILINE)
 
 
 def test_a_key_is_shown_as_it_is_declared() -> None:
@@ -44,7 +44,9 @@ def test_a_key_is_shown_as_it_is_declared() -> None:
         "required",
     ]
     assert rows("grid")["batch"][0] == "whole number from 1 to 1e+09"
-    assert rows("grid")["attention"] == ["one of flash, efficient, math", "", "flash, efficient or math", '`"flash"`']
+    kernels = list(ATTENTION)
+    words = f"{', '.join(kernels[:-1])} or math"
+    assert rows("grid")["attention"] == [f"one of {', '.join(kernels)}", "", words, '`"flash"`']
     assert rows("plan")["gpu_budget_bytes"][1:] == ["bytes", "what one rank may take of its GPU", "required"]
     assert rows("plan")["nvme_budget_bytes"][3] == "`0`"
     assert rows("plan")["numel"][0] == "whole number of at least 0 (64 bits)"

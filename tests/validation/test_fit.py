@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pstar_sim.catalog.attention_rates import attention_rates
 from pstar_sim.catalog.efficiency import fitted
-from pstar_sim.catalog.generations import generations
 from pstar_sim.catalog.loader import load_catalog
 from pstar_sim.validation.experiments import experiment_of, runs_of
 from pstar_sim.validation.rows import published_rows
@@ -27,7 +27,8 @@ def test_every_fitted_figure_is_what_the_fit_gives() -> None:
         "matmul": e.matmul,
         "hbm": e.hbm,
         "launch_us": e.launch_s * 1e6,
-        "flash": generations()["a100"].flash,
+        "triton_tflops": attention_rates()["a100"].kernels["triton"].both,
+        "operator_us": load_catalog().framework("pytorch").operator_s * 1e6,
         "wait_us": load_catalog().framework("deepspeed").wait_s * 1e6,
         "adam_dram": e.adam_dram,
         "adam_gparams_core": e.adam_params_per_core_s / 1e9,

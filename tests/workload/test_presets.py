@@ -6,9 +6,10 @@ from itertools import pairwise
 
 import pytest
 
+from pstar_sim.catalog.attention import ATTENTION
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry, model_names
 from pstar_sim.errors import ModelError, TraceError, UnknownName
-from pstar_sim.workload.kernels import ATTENTION, KERNELS
+from pstar_sim.workload.kernels import KERNELS
 from pstar_sim.workload.presets import preset, variant, workload_of
 from pstar_sim.workload.workload import Phase, Workload, product_flops
 

@@ -59,13 +59,20 @@ def test_a_workload_comes_back_as_it_was(tmp_path: Path) -> None:
         assert same(load_trace(tmp_path / "w.parquet"), w)
 
 
-def test_products_come_back_and_a_file_without_any_is_of_version_1(tmp_path: Path) -> None:
+def test_products_and_attention_come_back_and_a_file_without_any_is_of_version_1(tmp_path: Path) -> None:
     path = tmp_path / "w.parquet"
     w = preset("gpt2", batch=1, seq=8, dtype="bf16")
     save_trace(w, path)
     assert same(load_trace(path), w)
+    assert pq.read_schema(path).metadata[b"pstar.schema_version"] == b"3"
+    unnamed = dataclasses.replace(
+        w, moments=tuple(dataclasses.replace(m, attentions=(), operators=0) for m in w.moments)
+    )
+    save_trace(unnamed, path)
+    assert same(load_trace(path), unnamed)
     assert pq.read_schema(path).metadata[b"pstar.schema_version"] == b"2"
-    plain = dataclasses.replace(w, kernels="", moments=tuple(dataclasses.replace(m, products=()) for m in w.moments))
+    products = tuple(dataclasses.replace(m, products=()) for m in unnamed.moments)
+    plain = dataclasses.replace(unnamed, kernels="", moments=products)
     save_trace(plain, path)
     assert same(load_trace(path), plain)
     assert pq.read_schema(path).metadata[b"pstar.schema_version"] == b"1"
@@ -77,6 +84,18 @@ def test_products_that_do_not_fit_their_moment_are_refused() -> None:
     for rows, words in ((((1, 0, 2, 2),), "extents .* at least 1"), (((1, 9, 9, first.flops),), "more flops than")):
         with pytest.raises(TraceError, match=words):
             dataclasses.replace(w, moments=(dataclasses.replace(first, products=rows), *others))
+
+
+def test_attention_that_does_not_fit_its_moment_is_refused() -> None:
+    w = chain_workload(2, 64)
+    first, *others = w.moments
+    for call, words in (
+        ((1, 0, 2, 2, 2, 1, 0), "must be at least 1"),
+        ((1, 2, 2, 2, 2, 2, 0), "0 or 1"),
+        ((1, 9, 9, 1, first.flops, 1, 1), "more flops than"),
+    ):
+        with pytest.raises(TraceError, match=words):
+            dataclasses.replace(w, moments=(dataclasses.replace(first, attentions=(call,)), *others))
 
 
 def test_measured_durations_and_their_machine_come_back_to_the_last_bit(tmp_path: Path) -> None:
@@ -181,7 +200,7 @@ def test_a_newer_file_asks_for_a_newer_reader(tmp_path: Path) -> None:
     path = tmp_path / "w.parquet"
     save_trace(chain_workload(2, 64), path)
     rewrite(path, metadata={"pstar.schema_version": str(SCHEMA_VERSION + 1)})
-    with pytest.raises(TraceError, match=r"w\.parquet: schema_version is 3, .*reads up to 2; update"):
+    with pytest.raises(TraceError, match=r"w\.parquet: schema_version is 4, .*reads up to 3; update"):
         load_trace(path)
     rewrite(path, metadata={"pstar.schema_version": "new"})
     with pytest.raises(TraceError, match="field schema_version is 'new'"):

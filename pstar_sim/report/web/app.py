@@ -21,7 +21,7 @@ from pstar_sim.catalog.prices import Price, load_prices
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.compare import Comparison, Planned, Row, compare
 from pstar_sim.planner.limits import Limit, max_model
-from pstar_sim.planner.trust import UNTUNED
+from pstar_sim.planner.trust import untuned
 from pstar_sim.policy.registry import built_in
 from pstar_sim.report.tables import BINDS_WORDS, format_change, format_percent
 from pstar_sim.report.web.charts import Chart, lanes_chart, themed, tide_chart
@@ -42,8 +42,8 @@ def main() -> None:
     st.set_page_config(page_title="What if?", layout="wide")
     st.title("What if?")
     st.caption("Every figure is planned and simulated now. ± is one standard deviation that validation found for "
-               f"this class of machine; without such runs the bar is at least {format_error(UNTUNED)}, that of "
-               "machines for which nothing was tuned.")  # fmt: skip
+               "this class of machine; without runs of two sources the bar is at least "
+               f"{format_error(untuned())}, that of all published runs together.")  # fmt: skip
     name, changes = _machine()
     model, batch, sequence, policies = _job()
     if not policies:

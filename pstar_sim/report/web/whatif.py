@@ -18,7 +18,7 @@ from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.catalog.prices import load_prices
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.grid import machine_of
-from pstar_sim.planner.trust import UNTUNED
+from pstar_sim.planner.trust import untuned
 from pstar_sim.report.palette import policy_colours
 from pstar_sim.report.tables import BINDS_WORDS
 from pstar_sim.report.web.document import document
@@ -147,8 +147,9 @@ def _body() -> str:
     return f"""<div class="row"><h1>What if?</h1>
 <button data-theme-button aria-label="change between light and dark">dark</button></div>
 <p class="soft">Every figure comes from a sweep that pstar-sim has planned and simulated. ± is one standard deviation
-that validation found for this class of machine; without such runs the bar is at least {format_error(UNTUNED)}, that of
-machines for which nothing was tuned. Bytes are those that the plan takes, and a run stays within them.</p>
+that validation found for this class of machine; without runs of two sources the bar is at least
+{format_error(untuned())}, that of all published runs together. Bytes are those that the plan takes, and a run stays
+within them.</p>
 <div class="row choices" id="choices"></div>
 <h2>This job</h2><p class="answer" id="job" aria-live="polite"></p><div id="job-table"></div>
 <p class="note" id="job-reasons"></p>

@@ -27,7 +27,7 @@ from pstar_sim.python310 import Unpack
 from pstar_sim.workload.adapter import adapter
 from pstar_sim.workload.axes import Axes, AxesGiven, all_axes
 from pstar_sim.workload.experts import experts_note
-from pstar_sim.workload.kernels import KERNELS
+from pstar_sim.workload.kernels import KERNELS, LOSSES
 from pstar_sim.workload.lora import AdaptedTape, adapter_of
 from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.presets.bert import write_bert
@@ -70,6 +70,7 @@ def preset(
     attention: "flash" by default, "efficient" or "math".
     kernels: flavour of the operators beside attention, one of KERNELS (kernels.py); None for the flavour of the model's
         catalog entry, which its users run. A BERT or ViT is written for eager alone.
+    loss: of a language model: whole, chunked or fused (kernels.py).
     lora: trains adapters and freezes the model itself (lora.py): an Adapter, a rank, or a text such as "r=16" or
         "r=8,targets=q_proj+v_proj".
     optimizer: a name of optimizers.py; "adamw" by default.
@@ -124,6 +125,8 @@ def workload_of(
     tape = adapted or Tape(dtype)
     if not axes.language_head and entry.family != "gpt":
         raise refuse("language_head", axes.language_head, "only a gpt can leave it out")
+    if axes.loss != LOSSES[0] and not entry.causal:
+        raise refuse("loss", axes.loss, f"only language models have their logits cut; leave it {LOSSES[0]}")
     if not axes.early_stop and entry.family not in ("gpt", "llama"):
         raise refuse("early_stop", axes.early_stop, "only a gpt or llama can leave it out")
     shape = Shape(model=entry, batch=batch, sequence=sequence, axes=axes)
@@ -132,7 +135,7 @@ def workload_of(
     if adapted is not None and not adapted.adapted:
         raise refuse("lora targets", ", ".join(adapted.names), f"no matrix has such a name; try {_matrices(tape)}")
     recorded = {what: getattr(axes, what) for what in _recorded()} | {"optimizer": spec}
-    notes = experts_note(entry), _positions_note(entry, sequence), "" if adapted is None else _lora_note(adapted)
+    notes = experts_note(entry), _positions_note(entry, sequence), _lora_note(adapted), _loss_note(axes)
     workload = Workload(
         model=name,
         batch=batch,
@@ -143,7 +146,7 @@ def workload_of(
         moments=tuple(tape.moments),
         uses=tuple(tape.uses),
         **recorded,
-        notes=", ".join(note for note in notes if note),
+        notes=", ".join(filter(None, notes)),
     )
     return repeat_micro_batch(workload, micro_batches) if micro_batches > 1 else workload
 
@@ -161,8 +164,12 @@ def axes_of(workload: Workload) -> Axes:
     return Axes(**(named | derived | {"optimizer": workload.optimizer.name}))
 
 
-def _lora_note(adapted: AdaptedTape) -> str:
-    return f"LoRA r={adapted.adapter.rank} on {', '.join(adapted.names)}"
+def _lora_note(adapted: AdaptedTape | None) -> str:
+    return "" if adapted is None else f"LoRA r={adapted.adapter.rank} on {', '.join(adapted.names)}"
+
+
+def _loss_note(axes: Axes) -> str:
+    return "" if axes.loss == LOSSES[0] else f"{axes.loss} loss"
 
 
 def _refusal(model: str, what: str, value: object, want: str) -> ModelError:
@@ -202,6 +209,13 @@ def _check_names(model: str, given: Axes) -> None:
         value = getattr(given, what)
         if axis.names and value is not None and not (isinstance(value, str) and value in axis.names):
             raise _refusal(model, what, value, f"known {axis.plural} are {', '.join(axis.names)}")
+
+
+def _check_loss(model: str, loss: object, *, able: bool) -> None:
+    if not isinstance(loss, str) or loss not in LOSSES:
+        raise _refusal(model, "loss", loss, f"known losses are {', '.join(LOSSES)}")
+    if loss != LOSSES[0] and not able:
+        raise _refusal(model, "loss", loss, f"only presets of language models cut their logits; leave it {LOSSES[0]}")
 
 
 def _check_sequence(model: str, entry: ModelEntry, sequence: int) -> None:

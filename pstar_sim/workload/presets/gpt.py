@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pstar_sim.workload.presets.losses import language_loss, language_loss_backward
 from pstar_sim.workload.presets.shared import (
     ROOT,
     Shape,
@@ -11,8 +12,6 @@ from pstar_sim.workload.presets.shared import (
     declare,
     declare_norm,
     embedding_backward,
-    language_loss,
-    language_loss_backward,
     last_product_again,
     layer_norm_backward,
     layers_backward,

@@ -10,13 +10,12 @@ from __future__ import annotations
 from pstar_sim.workload.presets.llama_attention import GroupedAttention, LatentAttention
 from pstar_sim.workload.presets.llama_mlp import Experts, GatedMlp
 from pstar_sim.workload.presets.llama_norms import Norms
+from pstar_sim.workload.presets.losses import language_loss, language_loss_backward
 from pstar_sim.workload.presets.shared import (
     ROOT,
     Shape,
     begin,
     embedding_backward,
-    language_loss,
-    language_loss_backward,
     last_product_again,
     layers_backward,
     layers_forward,

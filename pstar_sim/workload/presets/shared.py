@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pstar_sim.catalog.attention import ATTENTION, USUAL, AttentionCall
 from pstar_sim.catalog.model_shapes import ModelEntry
 from pstar_sim.workload.axes import Axes
 from pstar_sim.workload.kernels import FLAVOURS, Flavour
@@ -23,8 +24,6 @@ __all__ = [
     "declare",
     "declare_norm",
     "embedding_backward",
-    "language_loss",
-    "language_loss_backward",
     "last_product_again",
     "layer_norm_backward",
     "layers_backward",
@@ -70,16 +69,15 @@ class Shape:
         """Width of the outputs of all heads."""
         return self.model.heads * self.model.value_dim
 
-    def attention_flops(self, window: int = 0) -> int:
-        """Returns the flops of scores and weighted sum, of all heads. A causal mask saves no flops, as in torch's own
-        count.
+    def attend(self, window: int = 0, *, backward: bool = False) -> AttentionCall:
+        """Returns the call of a fused kernel.
 
         window: the most tokens that a token attends to; 0 for all.
         """
-        m, seen = self.model, min(self.sequence, window or self.sequence)
-        if self.axes.attention != "flash":
-            seen = self.sequence  # only flash attention skips tokens outside of the window
-        return 2 * self.batch * self.sequence * seen * m.heads * (m.head_dim + m.value_dim)
+        m, seen = self.model, self.sequence
+        if window and ATTENTION[self.axes.attention or USUAL].windows:
+            seen = min(window, seen)
+        return self.batch * m.heads, self.sequence, seen, m.head_dim, m.value_dim, int(m.causal), int(backward)
 
     @property
     def attention_products(self) -> tuple[Product, Product]:
@@ -109,7 +107,7 @@ def attend(t: Tape, s: Shape, qkv: int, *, window: int = 0) -> int:
     else:
         kept = s.tokens * m.heads * 4
         t.op(kept, read=0)
-        t.op(u, unsaved=kept, flops=s.attention_flops(window), read=qkv)
+        t.op(u, unsaved=kept, attention=s.attend(window), read=qkv)
     return kept
 
 
@@ -122,62 +120,10 @@ def attend_backward(t: Tape, s: Shape, qkv: int, kept: int, *, window: int = 0) 
         scored, summed = s.attention_products
         products = [f(x) for x in (summed, scored) for f in (input_gradient, weight_gradient)]
         t.op(2 * scores, dead=2 * scores, products=products)
-        flops = 0
+        call = None
     else:
-        flops = s.attention_flops(window) * 5 // 2  # the scores are computed once more
-    t.op(qkv, dead=2 * u + qkv + kept, flops=flops, read=2 * qkv + 2 * u)
-
-
-# Head and loss of the language models
-
-
-def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
-    """Logits in the working dtype, logits in fp32, and their log-softmax, which alone stays for backward. A fused loss
-    keeps the logits and a log-sum of each token. A loss in place keeps the fp32 logits."""
-    m = s.model
-    logits = s.tokens * m.vocab * t.width
-    logits32 = s.tokens * m.vocab * 4
-    labels = s.tokens * 8
-    t.open("begin", module, Phase.FWD, [weight])
-    t.op(logits, products=[s.product(m.hidden, m.vocab)], read=u)
-    t.open("end", module, Phase.FWD)
-    if s.flavour.loss == "fused":
-        t.op(labels + 4 * s.tokens, read=logits)
-        return
-    if t.width < 4:
-        t.op(logits32, read=logits)
-    if s.flavour.loss == "in place":
-        t.op(labels, dead=logits if t.width < 4 else 0, read=logits32)
-        return
-    t.op(labels + logits32, read=logits32)
-    t.op(dead=logits32 if t.width == 4 else logits + logits32)
-
-
-def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, *, tied: bool) -> None:
-    """Write the backward of the loss, up to the gradient of the last hidden state (1 u). The gradient of a tied weight
-    waits for the embedding's gradient."""
-    m = s.model
-    logits = s.tokens * m.vocab * t.width
-    logits32 = s.tokens * m.vocab * 4
-    labels = s.tokens * 8
-    t.open("grad", ROOT, Phase.BWD)
-    if s.flavour.loss == "fused":
-        t.op(logits, dead=labels + 4 * s.tokens + logits, read=logits)
-    else:
-        if s.flavour.loss == "unfused":
-            t.op(logits32, dead=labels, read=0)
-            t.op(logits32, dead=2 * logits32, read=2 * logits32)
-        else:
-            t.op(dead=labels, read=logits32)
-        if t.width < 4:
-            t.op(logits, dead=logits32, read=logits32)
-    t.open("grad", module, Phase.BWD, [weight])
-    product = s.product(m.hidden, m.vocab)
-    if tied:
-        products = [input_gradient(product), *t.weight_products(weight_gradient(product))]
-        t.op(t.size([weight]) + u, dead=logits + u, products=products, read=2 * logits + u)
-    else:
-        t.linear_backward([weight], grad_in=u, grad_out=logits, saved=u, product=product, dead=logits + u)
+        call = s.attend(window, backward=True)
+    t.op(qkv, dead=2 * u + qkv + kept, attention=call, read=2 * qkv + 2 * u)
 
 
 def embedding_backward(t: Tape, tables: list[str], tied: str | None, u: int) -> None:

@@ -69,7 +69,8 @@ def plain_firings(module: nn.Module, batch: Any, parameters: list[nn.Parameter])
 def assert_same(captured: Workload, recorded: Workload) -> None:
     assert [m.name for m in captured.moments] == [m.name for m in recorded.moments]
     for a, b in zip(captured.moments, recorded.moments, strict=True):
-        traffic = {"bytes_read": b.bytes_read, "bytes_written": b.bytes_written}
+        traffic = {"bytes_read": b.bytes_read, "bytes_written": b.bytes_written, "operators": b.operators}
+        assert abs(a.operators - b.operators) <= 4  # fake tensors compute some masks and sums in other steps
         assert replace(a, **traffic) == b  # phase, module, flops and live bytes exactly
         # kernels lay results out as they like, and a copy that depends on it may come or go
         assert (a.bytes_read, a.bytes_written) == pytest.approx((b.bytes_read, b.bytes_written), rel=0.05)
@@ -540,3 +541,12 @@ def test_a_part_that_does_not_run_is_noted() -> None:
             "are not counted"
         )
     assert not capture_module(_Seeing(), {"x": x, "picture": x}).notes
+
+
+def test_a_fused_kernel_of_another_name_keeps_what_flash_keeps() -> None:
+    flash, third = (
+        capture("gpt2", batch=1, sequence=16, dtype="bf16", checkpointing=True, attention=kernel)
+        for kernel in ("flash", "fa3")
+    )
+    assert (flash.attention, third.attention) == ("flash", "fa3")
+    assert third.moments == flash.moments

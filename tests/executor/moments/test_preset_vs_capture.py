@@ -55,8 +55,13 @@ def assert_alike(shape: Workload, captured: Workload) -> None:
     peaks = [max(m.peak_bytes for m in w.moments if m.phase is Phase.FWD) for w in (shape, captured)]
     assert peaks[0] == pytest.approx(peaks[1], rel=5e-3)
     assert products(shape) == products(captured)
+    assert attentions(shape) == attentions(captured)
     for kind in UseKind:
         assert {u.tensor for u in shape.uses if u.kind is kind} == {u.tensor for u in captured.uses if u.kind is kind}
+
+
+def attentions(w: Workload) -> Counter[tuple[int, ...]]:
+    return Counter(call for m in w.moments for call in m.attentions)
 
 
 def products(w: Workload) -> Counter[tuple[int, ...]]:
@@ -125,4 +130,5 @@ def test_the_math_kernel_is_modelled_roughly() -> None:
     assert shape.attention == captured.attention == "math"
     assert shape.flops == captured.flops == sum(map(product_flops, (p for m in captured.moments for p in m.products)))
     assert products(shape) == products(captured)
+    assert attentions(shape) == attentions(captured)
     assert shape.peak_non_model_bytes == pytest.approx(captured.peak_non_model_bytes, rel=0.1)

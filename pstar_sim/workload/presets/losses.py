@@ -1,0 +1,144 @@
+"""Head and loss of the language models, as a whole or in pieces (kernels.py).
+
+A chunked loss has CHUNKS pieces. A fused one has as many as keep the logits of a piece near the size of the hidden
+state; it makes the gradients of hidden state and weight in the forward pass, and holds them until backward.
+Source: Liger-Kernel, ops/fused_linear_cross_entropy.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pstar_sim.workload.presets.shared import ROOT, Shape
+from pstar_sim.workload.tape import Tape, input_gradient, weight_gradient
+from pstar_sim.workload.workload import Phase, Product
+
+__all__ = ["language_loss", "language_loss_backward"]
+
+CHUNKS = 8
+
+
+def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
+    """Write head and loss.
+
+    u: bytes of the last hidden state.
+    """
+    t.open("begin", module, Phase.FWD, [weight])
+    labels = s.tokens * 8
+    if s.axes.loss == "whole":
+        _whole_loss(t, s, module, u)
+    elif s.axes.loss == "chunked":
+        for product in _pieces(s):
+            t.op(dead=_piece_of_loss(t, product))
+        t.op(labels, read=labels)
+        t.open("end", module, Phase.FWD)
+    else:
+        t.op(u + t.size([weight]) + labels, read=0)
+        for product in _pieces(s):
+            logits = _logits(product, t.width)
+            t.op(logits, products=[product], read=_hidden(product, t.width))
+            t.op(read=2 * logits)
+            t.op(dead=logits, products=_gradients(t, product), read=2 * logits)
+        t.op(dead=u + labels)
+        t.open("end", module, Phase.FWD)
+
+
+def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, *, tied: bool) -> None:
+    """Write the backward of the loss, up to the gradient of the last hidden state (1 u). The gradient of a tied weight
+    waits for the embedding's gradient."""
+    t.open("grad", ROOT, Phase.BWD)
+    if s.axes.loss == "whole":
+        _whole_loss_backward(t, s, module, weight, u, tied=tied)
+        return
+    t.open("grad", module, Phase.BWD, [weight])
+    if s.axes.loss == "chunked":
+        size = t.size([weight])
+        t.op(u + size, read=0)
+        for product in _pieces(s):
+            kept = _piece_of_loss(t, product)
+            logits, logits32 = _logits(product, t.width), _logits(product, 4)
+            t.op(logits32, dead=kept, read=logits32)
+            if t.width < 4:
+                t.op(logits, dead=logits32, read=logits32)
+            t.op(size, dead=size + logits, products=_gradients(t, product), read=2 * logits + 2 * size)
+        t.op(dead=u + s.tokens * 8)
+    if not tied:
+        t.gradient([weight])
+
+
+def _pieces(s: Shape) -> Iterator[Product]:
+    """Yields the product of each piece's tokens with the head."""
+    most = -(-s.tokens // CHUNKS)
+    if s.axes.loss == "fused":
+        most = 1 << (-(-s.tokens // -(-s.model.vocab // s.model.hidden)) - 1).bit_length()
+    for start in range(0, s.tokens, most):
+        yield 1, min(most, s.tokens - start), s.model.hidden, s.model.vocab
+
+
+def _piece_of_loss(t: Tape, product: Product) -> int:
+    """Write head and loss of one piece, every operator a kernel of its own. Returns the bytes that it leaves alive."""
+    logits, logits32 = _logits(product, t.width), _logits(product, 4)
+    t.op(logits, products=[product], read=_hidden(product, t.width))
+    if t.width < 4:
+        t.op(logits32, read=logits)
+    t.op(logits32, dead=logits32 if t.width == 4 else logits + logits32, read=logits32)
+    return logits32
+
+
+def _gradients(t: Tape, product: Product) -> list[Product]:
+    return [input_gradient(product), *t.weight_products(weight_gradient(product))]
+
+
+def _logits(product: Product, width: int) -> int:
+    _, tokens, _, vocab = product
+    return tokens * vocab * width
+
+
+def _hidden(product: Product, width: int) -> int:
+    _, tokens, hidden, _ = product
+    return tokens * hidden * width
+
+
+def _whole_loss(t: Tape, s: Shape, module: str, u: int) -> None:
+    """Logits in the working dtype, logits in fp32, and their log-softmax, which alone stays for backward. A fused loss
+    keeps the logits and a log-sum of each token. A loss in place keeps the fp32 logits."""
+    m = s.model
+    logits = s.tokens * m.vocab * t.width
+    logits32 = s.tokens * m.vocab * 4
+    labels = s.tokens * 8
+    t.op(logits, products=[s.product(m.hidden, m.vocab)], read=u)
+    t.open("end", module, Phase.FWD)
+    if s.flavour.loss == "fused":
+        t.op(labels + 4 * s.tokens, read=logits)
+        return
+    if t.width < 4:
+        t.op(logits32, read=logits)
+    if s.flavour.loss == "in place":
+        t.op(labels, dead=logits if t.width < 4 else 0, read=logits32)
+        return
+    t.op(labels + logits32, read=logits32)
+    t.op(dead=logits32 if t.width == 4 else logits + logits32)
+
+
+def _whole_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, *, tied: bool) -> None:
+    m = s.model
+    logits = s.tokens * m.vocab * t.width
+    logits32 = s.tokens * m.vocab * 4
+    labels = s.tokens * 8
+    if s.flavour.loss == "fused":
+        t.op(logits, dead=labels + 4 * s.tokens + logits, read=logits)
+    else:
+        if s.flavour.loss == "unfused":
+            t.op(logits32, dead=labels, read=0)
+            t.op(logits32, dead=2 * logits32, read=2 * logits32)
+        else:
+            t.op(dead=labels, read=logits32)
+        if t.width < 4:
+            t.op(logits, dead=logits32, read=logits32)
+    t.open("grad", module, Phase.BWD, [weight])
+    product = s.product(m.hidden, m.vocab)
+    if tied:
+        products = [input_gradient(product), *t.weight_products(weight_gradient(product))]
+        t.op(t.size([weight]) + u, dead=logits + u, products=products, read=2 * logits + u)
+    else:
+        t.linear_backward([weight], grad_in=u, grad_out=logits, saved=u, product=product, dead=logits + u)
