@@ -25,6 +25,7 @@ class Axis:
     values: words for its values in a grid.
     names, plural: the values, if they are names, and what they are called.
     default: of a preset.
+    noted: answers say the value if it is not the default; all others have words of their own there.
     of_modules: the help where a module is captured or run; "" if a module does not take it.
     not_of_traces: what would do where the job is a trace, which cannot take the axis; "" if it can.
     """
@@ -35,6 +36,7 @@ class Axis:
     names: tuple[str, ...] = ()
     plural: str = ""
     default: Any = None
+    noted: bool = False
     of_modules: str = ""
     not_of_traces: str = ""
 
@@ -76,6 +78,7 @@ class Axes:
             names=ATTENTION,
             plural="kernels",
             default="flash",
+            noted=True,
             of_modules="attention kernel (default: torch's choice)",
             not_of_traces="a trace has the kernels that ran; trace the model with another attention instead",
         ),
@@ -118,6 +121,12 @@ class Axes:
         """Returns the axes, changed where something else is said."""
         said = {name: value for name, value in changes.items() if value is not None}
         return Axes(**(self.given | said))  # type: ignore[arg-type]
+
+    @property
+    def notes(self) -> list[str]:
+        """Words such as "attention math", for answers."""
+        stated = ((name, getattr(self, name), axis) for name, axis in all_axes().items() if axis.noted)
+        return [f"{name} {value}" for name, value, axis in stated if value not in (None, axis.default)]
 
     def filled(self) -> Axes:
         """Returns the axes with the defaults of a preset where nothing was said."""

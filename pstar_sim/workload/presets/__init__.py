@@ -132,7 +132,7 @@ def workload_of(
     if adapted is not None and not adapted.adapted:
         raise refuse("lora targets", ", ".join(adapted.names), f"no matrix has such a name; try {_matrices(tape)}")
     recorded = {what: getattr(axes, what) for what in _recorded()} | {"optimizer": spec}
-    notes = experts_note(entry), _positions_note(entry, sequence), "" if adapted is None else _lora_note(adapted)
+    own = experts_note(entry), _positions_note(entry, sequence), "" if adapted is None else _lora_note(adapted)
     workload = Workload(
         model=name,
         batch=batch,
@@ -143,7 +143,7 @@ def workload_of(
         moments=tuple(tape.moments),
         uses=tuple(tape.uses),
         **recorded,
-        notes=", ".join(note for note in notes if note),
+        notes=", ".join(note for note in (*own, *axes.notes) if note),
     )
     return repeat_micro_batch(workload, micro_batches) if micro_batches > 1 else workload
 
