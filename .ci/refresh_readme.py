@@ -426,10 +426,13 @@ def reserved() -> str:
     runs = r["runs"].values()
     ended = [row for row in runs if "died" not in row]
     shares = [100 * row["reserved_peak_bytes"] / row["budget_bytes"] for row in ended]
-    exchanges, maps = (max(row[f"{what}_per_step"] for row in ended) for what in ("exchanges", "cuMemMap"))
+    exchanges = [row["exchanges_per_step"] + row["retries_per_step"] for row in ended]
+    maps = [row["cuMemMap_per_step"] for row in ended]
+    few = sum(count <= 1 for count in exchanges)
     return (
-        f"{len(ended)} of {len(runs)} runs of ten models train, with at most {exchanges:.1f} exchanges and {maps:.0f} "
-        f"mapped pages a step; they reserve {min(shares):.0f} to {max(shares):.0f} % of the budget, "
+        f"{len(ended)} of {len(runs)} runs of ten models train, {few} of them with at most one exchange per "
+        f"step, none with more than {max(exchanges):.1f} or with more than {max(maps):.0f} mapped pages; "
+        f"they reserve {min(shares):.0f} to {max(shares):.0f} % of the budget, "
         f"{len(r['above_goal'])} of them more than 105 % and 64 MiB beyond it ({link('gpu_memory')})"
     )
 

@@ -105,7 +105,8 @@ class CudaBackend(CudaStreams):
             self._cap(limit_bytes)
         self._budget_bytes = 0
         self._pins_all = True
-        self.gate = Gate(self, grow=self._blocks.grow, shrink=self._blocks.shrink)
+        blocks = self._blocks
+        self.gate = Gate(self, grow=blocks.grow, shrink=blocks.shrink, before_early=blocks.unmap_after)
 
     @property
     def streams(self) -> StreamBackend:

@@ -395,6 +395,11 @@ class Blocks:
                 self._loose_held_bytes -= block
                 self._loose_free[block] += 1
 
+    def unmap_after(self, event: Any) -> None:
+        """Let torch unmap no page of payloads from now on before the event. Where an operator is refused memory, torch
+        unmaps free pages itself, and waits for the stream alone under which they were allocated."""
+        self._stream.wait_event(event)
+
     def payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor on a storage of its own without memory. It has memory for a moment, because torch cannot
         make it otherwise."""

@@ -13,7 +13,8 @@ ledger, which has allowed the take.
 [Note: who waits] A thread of a side queue waits on the host: it has no other work, and afterwards a block that is
 really free can be chosen. The thread that issues compute must not stop. That thread makes its stream wait for the
 oldest event and takes the block at once ("early"). The allocator may give the early block to any later take, so every
-later take makes its stream wait too, until the event is complete.
+later take makes its stream wait too, until the event is complete. It may also give the block back to the driver, and is
+told the event before.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Gate:
     """The gate for the memory of payloads, by storage.
 
     grow, shrink: give a payload's storage its memory, and take it away.
+    before_early(event): called before memory is taken away early.
     held_bytes: bytes of payloads in use.
     pending_bytes: bytes given back that are not yet free.
     host_waits: takes that waited on the host.
@@ -62,11 +64,17 @@ class Gate:
     """
 
     def __init__(
-        self, streams: Streams, *, grow: Callable[[torch.Tensor], None], shrink: Callable[[torch.Tensor], None]
+        self,
+        streams: Streams,
+        *,
+        grow: Callable[[torch.Tensor], None],
+        shrink: Callable[[torch.Tensor], None],
+        before_early: Callable[[Any], object] = lambda event: None,
     ) -> None:
         self._streams = streams
         self._grow = grow
         self._shrink = shrink
+        self._before_early = before_early
         self._lock = threading.Lock()
         self._held: dict[int, int] = {}
         self._pending: dict[int, _Pending] = {}  # oldest first
@@ -168,6 +176,7 @@ class Gate:
         with self._lock:
             key = _key(oldest.payload)
             if self._pending.get(key) is oldest:
+                self._before_early(oldest.event)
                 self._free(key)
                 self._early.append(oldest.event)
 

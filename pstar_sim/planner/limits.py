@@ -221,7 +221,7 @@ def max_model(
         + (", no checkpointing" if job.checkpointing is False else "")
         + f", {kernels_text(flavour)}"
         + (f", LoRA r={adapter.rank}" if adapter else "")
-        + (f", {job.states.name}" if job.states.name != "adamw" else ""),
+        + "".join(f", {note}" for note in ([job.states.name] if job.states.name != "adamw" else []) + job.notes),
         machine=machine,
         settings=settings,
         rows=tuple(rows),

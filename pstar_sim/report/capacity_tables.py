@@ -56,7 +56,7 @@ def _named(machine: Machine) -> str:
         (machine.gpu.memory_bytes, listed.gpu.memory_bytes, "GPU"),
         (machine.host.memory_bytes, listed.host.memory_bytes, "host"),
     )
-    changed = [f"{now / GB:g} GB of {place} memory" for now, usual, place in sizes if now != usual]
+    changed = [f"{round(now / GB, 2):g} GB of {place} memory" for now, usual, place in sizes if now != usual]
     return machine.name + (f" with {' and '.join(changed)}" if changed else "")
 
 

@@ -27,6 +27,7 @@ class Axis:
     values: words for its values in a grid.
     names, plural: the values, if they are names, and what they are called.
     default: of a preset.
+    noted: answers say the value if it is not the default; all others have words of their own there.
     of_modules: the help where a module is captured or run; "" if a module does not take it.
     not_of_traces: what would do where the job is a trace, which cannot take the axis; "" if it can.
     """
@@ -37,6 +38,7 @@ class Axis:
     names: tuple[str, ...] = ()
     plural: str = ""
     default: Any = None
+    noted: bool = False
     of_modules: str = ""
     not_of_traces: str = ""
 
@@ -85,6 +87,7 @@ class Axes:
             names=tuple(ATTENTION),
             plural="kernels",
             default=USUAL,
+            noted=True,
             of_modules="attention kernel (default: torch's choice)",
             not_of_traces="a trace has the kernels that ran; trace the model with another attention instead",
         ),
@@ -122,6 +125,7 @@ class Axes:
             names=LOSSES,
             plural="losses",
             default=LOSSES[0],
+            noted=True,
             not_of_traces="a trace has the loss that ran; trace the model with another loss instead",
         ),
     ] = None
@@ -138,6 +142,12 @@ class Axes:
         """Returns the axes, changed where something else is said."""
         said = {name: value for name, value in changes.items() if value is not None}
         return Axes(**(self.given | said))  # type: ignore[arg-type]
+
+    @property
+    def notes(self) -> list[str]:
+        """Words such as "math attention", for answers."""
+        stated = ((name, getattr(self, name), axis) for name, axis in all_axes().items() if axis.noted)
+        return [f"{value} {name}" for name, value, axis in stated if value not in (None, axis.default)]
 
     def filled(self) -> Axes:
         """Returns the axes with the defaults of a preset where nothing was said."""

@@ -110,6 +110,13 @@ class TestGate:
         done.synchronize()
         assert bool((host == 1.0).all())
 
+    def test_torch_that_unmaps_it(self, backend: CudaBackend) -> None:
+        """torch waits for the payloads' own stream before it unmaps their pages."""
+        host = write_back(backend, full(backend, 1.0))
+        backend.gate.room(0, Queue.COMPUTE)
+        backend._blocks._stream.synchronize()
+        assert bool((host == 1.0).all())
+
     def test_a_copy_that_takes_what_compute_has_freed_early(self, backend: CudaBackend) -> None:
         """Compute takes a payload of another size, and leaves the block to the next who asks."""
         first, third = full(backend, 1.0), backend.gpu_payload(NUMEL, torch.float32)

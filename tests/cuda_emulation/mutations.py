@@ -114,6 +114,11 @@ MUTATIONS: Mapping[str, Mutation] = {
         text="        self._streams.wait_event(queue, oldest.event)\n",
         test=ORDER + "TestGate::test_a_tide_that_takes_the_room",
     ),
+    "torch unmaps what was freed early and is still read": Mutation(
+        file=GATE,
+        text="                self._before_early(oldest.event)\n",
+        test=ORDER + "TestGate::test_torch_that_unmaps_it",
+    ),
     "who takes a block that was freed early does not wait": Mutation(
         file=GATE,
         text="                        for event in self._early:\n"

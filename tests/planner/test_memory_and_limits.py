@@ -373,6 +373,8 @@ def test_what_the_card_will_show_is_the_tensors_and_the_one_reserve() -> None:
     assert answer.to_json()[0]["gpu_shown_bytes"] == row.gpu_shown_bytes
     said = "The card will show at least 1.0 GB: the tensors, 1.0 GB of context and fragments, and what torch keeps."
     assert said in fits_text(answer, width=200).splitlines()
+    (first, *_) = fits_text(fits(w, ps.machine("t4", gpu_memory="24GiB"), policies=["all_on_gpu"])).splitlines()
+    assert "on t4 with 25.77 GB of GPU memory under" in first
     assert "card will show" not in repr(fits(w, ps.machine("virtual"), policies=["all_on_gpu"])), "it has no context"
 
 

@@ -57,3 +57,12 @@ def test_what_nobody_said_is_the_default_of_a_preset() -> None:
 def test_a_name_that_is_none_of_an_axis_is_refused() -> None:
     with pytest.raises(ModelError, match=r"model gpt2: attention is 'flsh'; known kernels are flash, fa2, .*, math"):
         ps.preset("gpt2", batch=2, seq=64, attention="flsh")
+
+
+def test_answers_say_an_axis_that_is_not_as_usual() -> None:
+    usual, other = (ps.preset("gpt2", batch=2, seq=64, attention=kernel) for kernel in (None, "math"))
+    assert (usual.notes, other.notes) == ("", "math attention")
+    limits = ps.max_model(
+        "rtx4090", batch=2, seq=64, like="gpt2", policies="all_on_gpu", catalog=False, attention="math"
+    )
+    assert limits.of.endswith(", eager kernels, math attention")

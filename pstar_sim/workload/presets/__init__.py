@@ -135,7 +135,7 @@ def workload_of(
     if adapted is not None and not adapted.adapted:
         raise refuse("lora targets", ", ".join(adapted.names), f"no matrix has such a name; try {_matrices(tape)}")
     recorded = {what: getattr(axes, what) for what in _recorded()} | {"optimizer": spec}
-    notes = experts_note(entry), _positions_note(entry, sequence), _lora_note(adapted), _loss_note(axes)
+    own = experts_note(entry), _positions_note(entry, sequence), _lora_note(adapted)
     workload = Workload(
         model=name,
         batch=batch,
@@ -146,7 +146,7 @@ def workload_of(
         moments=tuple(tape.moments),
         uses=tuple(tape.uses),
         **recorded,
-        notes=", ".join(filter(None, notes)),
+        notes=", ".join(filter(None, (*own, *axes.notes))),
     )
     return repeat_micro_batch(workload, micro_batches) if micro_batches > 1 else workload
 
@@ -166,10 +166,6 @@ def axes_of(workload: Workload) -> Axes:
 
 def _lora_note(adapted: AdaptedTape | None) -> str:
     return "" if adapted is None else f"LoRA r={adapted.adapter.rank} on {', '.join(adapted.names)}"
-
-
-def _loss_note(axes: Axes) -> str:
-    return "" if axes.loss == LOSSES[0] else f"{axes.loss} loss"
 
 
 def _refusal(model: str, what: str, value: object, want: str) -> ModelError:
