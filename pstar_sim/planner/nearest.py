@@ -2,8 +2,8 @@
 
 The changes are tried in this order, up to the first success of each kind: weights that are loaded once per node;
 options under which the policy keeps lists on the machine's disks; more GPU memory, where the user has set it; a catalog
-machine with more GPU memory; more host memory; smaller micro-batches at the same global batch; checkpointing; then the
-other policies that are known to fit.
+machine with more GPU memory; more host memory; checkpointing; smaller micro-batches at the same global batch; a fused
+loss; then the other policies that are known to fit.
 Every suggested change has room by memory_needs.py. The module knows the catalog and the presets. A workload that
 comes from a trace is not changed.
 """
@@ -16,20 +16,21 @@ from functools import cached_property
 
 from pstar_sim.catalog.loader import as_listed, load_machine, machine_names, resize
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.catalog.model_shapes import ModelEntry
+from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CatalogError, DoesNotFit, PstarError
 from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.policy.kit.options import Specified, split_spec
 from pstar_sim.policy.registry import Policy, can, policy_name
 from pstar_sim.units import GB, MB
+from pstar_sim.workload.kernels import FUSED
 from pstar_sim.workload.loading import WHOLE, Loading
 from pstar_sim.workload.presets import can_vary, variant
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["KINDS", "Ask", "Elsewhere", "Remedy", "asker", "in_words", "nearest", "remedies"]
 
-KINDS = ("loading", "policy", "checkpointing", "micro-batches", "host memory", "GPU memory", "machine")
+KINDS = ("loading", "policy", "checkpointing", "micro-batches", "loss", "host memory", "GPU memory", "machine")
 """Kinds of changes, smallest change first: flags of the job cost nothing, memory for the host costs less than a GPU."""
 
 
@@ -85,6 +86,14 @@ class Elsewhere:
     def varies(self) -> bool:
         """Whether the workload can be written with another batch or with checkpointing."""
         return can_vary(self.workload, self._shape)
+
+    @cached_property
+    def fused(self) -> Workload | None:
+        """The workload with a fused loss, which never has all logits; None where it has none, or no language model."""
+        shape = model_entry(self.workload.model) if self._shape is None else self._shape
+        if not shape.causal or self.workload.loss == FUSED:
+            return None
+        return variant(self.workload, loss=FUSED, shape=self._shape)
 
     @cached_property
     def checkpointed(self) -> Workload:
@@ -286,3 +295,5 @@ def _workloads(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNo
         if ask(elsewhere.smaller(batch, micro_batches), machine, settings) is None:
             flags = f"--batch {batch * machine.data_parallel_size} --micro-batches {micro_batches}"
             yield Remedy(kind="micro-batches", size=micro_batches, words=f"with {flags}")
+    if elsewhere.fused is not None and promising(elsewhere.fused) and ask(elsewhere.fused, machine, settings) is None:
+        yield Remedy(kind="loss", size=0, words=f"with --loss {FUSED}")

@@ -114,7 +114,9 @@ def _fit_notes(answer: Fits, *, why: bool) -> Iterator[str]:
         yield "what needs the room, policy by policy: the same command with --why"
     if len(answer.rows) > 1 and any(row.policy == "zero3_resident" for row in answer.rows):
         yield "zero3_resident is ZeRO-3 (FSDP) without offloading; `pstar policies` lists the others"
-    notes = unmodelled_notes(answer.workload, answer.machine, {}, short_of_gpu=short == {"gpu"} and not answer.any)
+    elsewhere = answer.change is None or answer.change.words.startswith("on ")  # no flag of the job helps
+    short_of_gpu = short == {"gpu"} and not answer.any and elsewhere
+    notes = unmodelled_notes(answer.workload, answer.machine, {}, short_of_gpu=short_of_gpu)
     notes = (*notes, *added_gpus_notes(answer.machine))
     if any(row.fits and row.host_payload_bytes for row in answer.rows):
         notes = (*notes, *pinned_notes(answer.machine))

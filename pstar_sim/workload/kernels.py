@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CAPTURED", "FLAVOURS", "KERNELS", "LOSSES", "Flavour", "kernels_text"]
+__all__ = ["CAPTURED", "FLAVOURS", "FUSED", "KERNELS", "LOSSES", "Flavour", "kernels_text"]
 
 CAPTURED = "captured"
 """Flavour of a workload that was captured or recorded: the kernels are those of the module."""
@@ -51,7 +51,8 @@ FLAVOURS = {
     "megatron": Flavour(fused=True, loss="in place"),
 }
 KERNELS = tuple(FLAVOURS)
-LOSSES = ("whole", "chunked", "fused")
+FUSED = "fused"
+LOSSES = ("whole", "chunked", FUSED)
 
 
 def kernels_text(kernels: str) -> str:

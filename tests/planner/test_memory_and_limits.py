@@ -433,6 +433,15 @@ def test_the_answer_begins_with_yes_or_no_then_why_then_the_smallest_change() ->
     assert lines[2] == "Smallest change that makes it fit: --host-memory 128GB, under tide."
     assert fits(w, ps.machine("rtx4090", host_memory="128GB"), policies=["tide"], times=False).any
 
+    # 65,536 logits of 128,256 tokens: 16.8 GB in bf16, twice that in fp32
+    long = preset("llama-3.2-1b", batch=1, seq=65536)
+    card = fits(long, ps.machine("rtx4090"), policies=["tide"], times=False)
+    assert card.change == SmallestChange(words="with --loss fused", policies=("tide",))
+    assert fits(
+        preset("llama-3.2-1b", batch=1, seq=65536, loss="fused"), ps.machine("rtx4090"), policies=["tide"], times=False
+    ).any
+    assert "tensor or sequence parallelism" not in fits_text(card, width=200)
+
     big = preset("15B", batch=8, seq=1024)
     other = fits(big, ps.machine("rtx4090"), policies=["zero_offload"])
     assert other.change == SmallestChange(words="with --policy optimal", policies=("optimal",))
@@ -457,7 +466,7 @@ def test_a_time_comes_with_what_validation_found_for_the_class_or_says_that_it_i
     assert known.trust is not None and "class a100 one GPU" in known.trust
     unknown = fits(w, ps.machine("l4"), policies=["all_on_gpu"]).rows[0]
     assert unknown.iteration_s is not None
-    label = "not validated for class l4 one GPU (no published runs count for it, 4 are needed)"
+    label = "not validated for class l4 one GPU (no published run counts; 4 runs of 2 sources are needed)"
     assert unknown.expected_error is not None and unknown.expected_error > known.expected_error
     assert (
         unknown.trust
