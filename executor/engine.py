@@ -136,7 +136,7 @@ class Session:
             touch=untraced(lambda *call: state.run.reads.touch(*call)),
         )
         self.ladder = Ladder(state, self.shortage, self.reader, self.clock, self.renew, self.resources.at_end)
-        self.outgrown = Outgrown(state, self.shortage, self.renew)
+        self.outgrown = Outgrown(state, self.shortage)
         facts = Facts(state, self.reader, self.clock, self.shortage, Accelerated())
         self.loop = Loop(facts, self.ladder, self.outgrown, self.renew, options.clock)
         self.ending = Ending(self.loop, self.resources, dropped)

@@ -20,7 +20,7 @@ from executor.driving.act_facts import ActFacts, Facts
 from executor.moments.hooks import ModuleEvent
 from executor.moments.unseen import modes_standing, unseen
 from executor.off_plan.ladder import Ladder
-from executor.off_plan.outgrown import Outgrown
+from executor.off_plan.outgrown import NewPlan, Outgrown, refuse, why_not
 from executor.session.cursor import ACTS, Act, Answer, State, answer
 from executor.session.refusals import Refusal, refused
 from pstar_sim.core.plan import Plan
@@ -257,11 +257,25 @@ class Loop:
         with unseen():
             try:
                 self.state.run.batches.see(args, kwargs)
-                self.outgrown.see(args, kwargs)
+                new = self.outgrown.see()
+                if new is not None and self._outgrow(new):
+                    self.state.run.batches.see(args, kwargs)
             except Exception as error:
                 if self.state.ranks is not None:  # the other ranks are about to wait for this rank
                     self.state.ranks.life.fail(f"{type(error).__name__}: {error}")
                 raise
+
+    def _outgrow(self, new: NewPlan) -> bool:
+        """Continue under the plan for a longer batch. Returns whether it is the session's plan now."""
+        try:
+            self._renew(new.plan)
+        except PstarError as error:
+            why = why_not(new.shape, error)
+        else:
+            self.outgrown.take(new)
+            return True
+        refuse(new.refusal, why)
+        return False
 
     # -- the optimizer ------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,7 @@ made after 2**n outgrown batches, except for a batch that cannot run otherwise.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from executor.moments.unseen import unseen
@@ -25,9 +24,37 @@ from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Outgrown"]
+__all__ = ["NewPlan", "Outgrown", "refuse", "why_not"]
 
 log = logging.getLogger("executor")
+
+
+@dataclass(frozen=True)
+class NewPlan:
+    """A plan for the largest outgrown batch.
+
+    form, shape: of that batch.
+    holds: whether it holds for the batches of the old plan too.
+    refusal: of the present batch, which cannot run on demand; None if it can.
+    """
+
+    plan: Plan
+    form: Form
+    shape: tuple[int, ...]
+    holds: bool
+    refusal: DoesNotFit | None
+
+
+def why_not(shape: tuple[int, ...], error: PstarError) -> str:
+    """Log that there is no new plan for batches of this shape. Returns the reason."""
+    log.warning("no new plan for a batch of shape %s: %s", list(shape), error)
+    return error.what if isinstance(error, DoesNotFit) else str(error)
+
+
+def refuse(refusal: DoesNotFit | None, why: str) -> None:
+    """Raise the refusal, if any, with the reason why there is no new plan either."""
+    if refusal is not None:
+        raise refusal.restated(what=f"{refusal.what}; a new plan for this batch: {why}")
 
 
 class Outgrown:
@@ -37,17 +64,16 @@ class Outgrown:
         plans: new plans made for them.
     """
 
-    def __init__(self, state: WholeState, shortage: Shortage, renew: Callable[[Plan], None]) -> None:
+    def __init__(self, state: WholeState, shortage: Shortage) -> None:
         self.state = state
         self.shortage = shortage
-        self._renew = renew
         self.plans = 0
         self._met = 0  # outgrown batches since the last new plan
         self._wanted: tuple[Form, tuple[int, ...], tuple[Any, Any]] | None = None  # the largest of them
 
-    def see(self, args: Any, kwargs: Any) -> None:
-        """Handle the batch that `session.batches` has just seen. Raises DoesNotFit, before anything changes, if it can
-        run neither under a new plan nor on demand."""
+    def see(self) -> NewPlan | None:
+        """Handle the batch that `session.batches` has just seen. Returns the plan to continue under, if one is due.
+        Raises DoesNotFit, before anything changes, if the batch can run neither under a new plan nor on demand."""
         batches = self.state.run.batches
         if batches.outgrown:
             self._note()
@@ -55,14 +81,10 @@ class Outgrown:
         if refusal is not None and self._wanted is None:
             self._note()
         if self._may_plan() and (refusal is not None or self._met >= 2**self.plans):
-            why = self._plan()
-            if not why:
-                self.state.run.batches.see(args, kwargs)
-                return
-            if refusal is not None:
-                refusal = refusal.restated(what=f"{refusal.what}; a new plan for this batch: {why}")
+            return self._plan(refusal)
         if refusal is not None:
             raise refusal
+        return None
 
     def _note(self) -> None:
         batches = self.state.run.batches
@@ -77,27 +99,31 @@ class Outgrown:
         idle = not state.cursor.inside and not self.shortage.pending
         return idle and state.ranks is None and bool(state.replan_after) and self._wanted is not None
 
-    def _plan(self) -> str:
-        """Continue under a plan for the largest outgrown batch. Returns "", or why there is none."""
-        state, batches = self.state, self.state.run.batches
+    def _plan(self, refusal: DoesNotFit | None) -> NewPlan | None:
+        """Returns a plan for the largest outgrown batch; None if there is none, and the batch runs on demand."""
+        batches, old = self.state.run.batches, self.state.run.plan
         assert self._wanted is not None
         (form, shape, batch), self._wanted, self._met = self._wanted, None, 0
         self.plans += 1
-        old, shapes = state.run.plan, batches.shapes
         try:
             with unseen():
                 workload, holds = _for_both(batches.workload_of(batch, old.workload.micro_batches), old.workload)
                 plan = find_policy(old.policy)(workload, old.machine, old.settings)
-                self._renew(plan)
         except PstarError as error:
-            log.warning("no new plan for a batch of shape %s: %s", list(shape), error)
-            return error.what if isinstance(error, DoesNotFit) else str(error)
-        covered = () if shapes.planned is None or not holds else (shapes.planned, *shapes.covered)
-        shapes.plan_for(form, covered=covered)
-        done = f"new plan by {plan.policy} for a longer batch, of shape {list(shape)}"
+            why = why_not(shape, error)
+        else:
+            return NewPlan(plan, form, shape, holds, refusal)
+        refuse(refusal, why)
+        return None
+
+    def take(self, new: NewPlan) -> None:
+        """Note that the session continues under the plan."""
+        state, shapes = self.state, self.state.run.batches.shapes
+        covered = () if shapes.planned is None or not new.holds else (shapes.planned, *shapes.covered)
+        shapes.plan_for(new.form, covered=covered)
+        done = f"new plan by {new.plan.policy} for a longer batch, of shape {list(new.shape)}"
         log.info("iteration %d: %s", state.iteration, done)
         state.note(done)
-        return ""
 
 
 def _for_both(longer: Workload, old: Workload) -> tuple[Workload, bool]:
