@@ -353,8 +353,8 @@ class TestTheCap:
 
 def test_no_step_begins_before_what_it_waits_for_has_ended(kit: Any) -> None:
     """Spans of the measured timeline, in the device's time. Its offset to the host's clock is measured once a run, and
-    is wrong where the machine is busy in that moment: a missing wait shows in every run."""
-    assert any(not begun_too_early(kit) for _ in range(3))
+    is wrong where the machine is busy in that moment: a missing wait shows in every run, and one good run is enough."""
+    assert any(not begun_too_early(kit) for _ in range(12))
 
 
 def begun_too_early(kit: Any) -> list[tuple[Any, Any]]:
