@@ -3,7 +3,7 @@ attention.toml.
 
 [Note: seconds of attention] A call takes
 
-    seconds = flops that the mask leaves / rate * (1 + half / queries) / width
+    seconds = flops that the mask leaves / rate * (1 + half / keys) / width
 
 `rate` is that of the pass (forward or backward), `half` the tokens at which a call takes twice as long (more under a
 causal mask, whose blocks on the diagonal are computed whole), and `width` 1 for heads of 128 and more, `narrow` for

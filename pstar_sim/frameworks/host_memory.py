@@ -118,10 +118,11 @@ class HostNeed:
         )
         if copies is None:
             return (*first, Phase(name="saving", host_bytes=None), Phase(name="resuming", host_bytes=None))
+        again, own = replace(first[0], name="resuming"), steps + copies.resuming_bytes
         return (
             *first,
             Phase(name="saving", host_bytes=steps + copies.saving_bytes, what=copies.saved, instead=copies.instead),
-            Phase(name="resuming", host_bytes=max(loading, steps + copies.resuming_bytes), what=copies.read),
+            Phase(name="resuming", host_bytes=own, what=copies.read) if own >= loading else again,
         )
 
     def parts(self) -> list[str]:

@@ -27,7 +27,7 @@ from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.explain import explain
-from pstar_sim.planner.machine_notes import machine_notes
+from pstar_sim.planner.machine_notes import attention_notes, machine_notes
 from pstar_sim.planner.memory_needs import with_room
 from pstar_sim.planner.nearest import Elsewhere, nearest
 from pstar_sim.planner.trust import Trust, trust, validation_digest
@@ -331,6 +331,7 @@ def _compare(
         notes=(
             *found.gains,
             *unmodelled_notes(workload, machine, timelines, short_of_gpu=short_of_gpu),
+            *attention_notes(machine, workload.attention),
             *machine_notes(machine, [(p.plan, p.timeline) for p in planned.values()]),
         ),
         named=named,

@@ -1,10 +1,12 @@
-"""Notes of an answer on the effects of the machine: more GPUs than its host is meant for, one memory for CPU and GPU,
-little pinned memory, disks that wear out."""
+"""Notes of an answer on the effects of the machine: more GPUs than its host is meant for, kernels that its GPU has no
+rates for, one memory for CPU and GPU, little pinned memory, disks that wear out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pstar_sim.catalog.attention import ATTENTION, USUAL
+from pstar_sim.catalog.attention_rates import attention_rates
 from pstar_sim.catalog.loader import as_listed, load_machine, machine_names
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.figures import moves_on_disks
@@ -12,7 +14,7 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.units import format_bytes, format_count
 
-__all__ = ["NO_DISKS", "added_gpus_notes", "disk_life", "machine_notes", "pinned_notes"]
+__all__ = ["NO_DISKS", "added_gpus_notes", "attention_notes", "disk_life", "machine_notes", "pinned_notes"]
 
 NO_DISKS = "the lower bound counts no disks, so no distance from it is given"
 """The reason why a plan that moves lists on disks has no gap."""
@@ -37,6 +39,16 @@ def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> l
     if on_disks:
         notes.append(f"{', '.join(on_disks)}: {NO_DISKS}")
     return [*notes, *(line for plan, timeline in plans if (line := disk_life(plan, timeline.iteration_s)))]
+
+
+def attention_notes(machine: Machine, kernel: str) -> list[str]:
+    """Returns the note on an attention kernel that the generation of the GPU has no rates for."""
+    shape = machine.gpu.products
+    rates = None if shape is None else attention_rates().get(shape.generation)
+    if rates is None or kernel in (USUAL, *rates.kernels) or kernel not in ATTENTION or kernel == "math":
+        return []
+    unknown = f"{kernel} attention has no rates on {machine.gpu.name}, and may not run there"
+    return [f"{unknown}: it is timed as {rates.usual}, which torch takes"]
 
 
 def added_gpus_notes(machine: Machine) -> list[str]:

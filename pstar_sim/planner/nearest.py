@@ -10,7 +10,7 @@ comes from a trace is not changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -88,12 +88,17 @@ class Elsewhere:
         return can_vary(self.workload, self._shape)
 
     @cached_property
-    def fused(self) -> Workload | None:
-        """The workload with a fused loss, which never has all logits; None where it has none, or no language model."""
+    def fused(self) -> Mapping[str, Workload]:
+        """Flags -> the workload with a fused loss, which never has all logits; with checkpointing too, where it has
+        none. Empty where the loss is fused, or the model has no logits to cut."""
         shape = model_entry(self.workload.model) if self._shape is None else self._shape
         if not shape.causal or self.workload.loss == FUSED:
-            return None
-        return variant(self.workload, loss=FUSED, shape=self._shape)
+            return {}
+        found = {f"--loss {FUSED}": variant(self.workload, loss=FUSED, shape=self._shape)}
+        if not self.workload.checkpointing:
+            both = variant(self.workload, loss=FUSED, checkpointing=True, shape=self._shape)
+            found[f"--checkpointing --loss {FUSED}"] = both
+        return found
 
     @cached_property
     def checkpointed(self) -> Workload:
@@ -295,5 +300,6 @@ def _workloads(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNo
         if ask(elsewhere.smaller(batch, micro_batches), machine, settings) is None:
             flags = f"--batch {batch * machine.data_parallel_size} --micro-batches {micro_batches}"
             yield Remedy(kind="micro-batches", size=micro_batches, words=f"with {flags}")
-    if elsewhere.fused is not None and promising(elsewhere.fused) and ask(elsewhere.fused, machine, settings) is None:
-        yield Remedy(kind="loss", size=0, words=f"with --loss {FUSED}")
+    for flags, changed in elsewhere.fused.items():
+        if promising(changed) and ask(changed, machine, settings) is None:
+            yield Remedy(kind="loss", size=0, words=f"with {flags}")

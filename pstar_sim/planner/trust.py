@@ -1,16 +1,16 @@
 """Trust: the errors of predicted iteration times, by class of machine.
 
 [Note: classes] A class is a kind of GPU (the first part of its catalog name: "v100", "a100", "h100"), the number of
-GPUs ("one GPU", "node" for several in one node, or "nodes"), the flavour of the kernels (workload/kernels.py) and
-whether the model has experts. Captured modules run their operators one by one, as eager kernels do. The errors of a
-class are those of the rows of whole iterations to which nothing is fitted ("tested"), and from which no rule of the
-model is inferred (`inferred` in scope.toml). They are kept in catalog/expected_errors.json, which
-`pstar validate --write` makes. A policy without published runs has the errors of its class.
+GPUs ("one GPU", "node" for several in one node, or "nodes"), the flavour of the kernels (workload/kernels.py), and
+whether the model has experts, is in fp32 or has adapters. Captured modules run their operators one by one, as eager
+kernels do. The errors of a class are those of the rows of whole iterations to which nothing is fitted ("tested"), and
+from which no rule of the model is inferred (`inferred` in scope.toml). They are kept in catalog/expected_errors.json,
+which `pstar validate --write` makes. A policy without published runs has the errors of its class.
 
 [Note: bars] The bar of an answer is one standard deviation: 68 % of the rows of its class and policy had at most this
 error, where every source (who published the rows) has the same weight. A bar has at least FEWEST_SOURCES sources and
 FEWEST_ROWS rows: how far off one source is says little of the next one. An answer without such a class has the bar of
-all rows of all classes, or that of a class of the same machines if it is larger, and says how little is known.
+all rows of all classes, or the largest of any class of the same machines, and says how little is known.
 `pstar validate` counts how many rows lie inside the bar that the other sources alone would have given them.
 
 [Note: error of a change] Two times of one model and one machine share most of their errors, which cancel in their
@@ -32,6 +32,7 @@ from functools import cache
 from importlib.resources import files
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.dtypes import MASTER
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.units import format_error
 from pstar_sim.workload.kernels import FLAVOURS
@@ -113,13 +114,25 @@ def class_of(machine: Machine, workload: Workload) -> str:
         nodes=machine.nodes,
         kernels=workload.kernels,
         experts=any(".experts." in t.name for t in workload.tensors),
+        fp32=workload.dtype == MASTER,
+        lora=any(t.frozen for t in workload.tensors),
     )
 
 
-def class_name(generation: str, *, ranks: int, nodes: int, kernels: str, experts: bool = False) -> str:
+def class_name(
+    generation: str,
+    *,
+    ranks: int,
+    nodes: int,
+    kernels: str,
+    experts: bool = False,
+    fp32: bool = False,
+    lora: bool = False,
+) -> str:
     """Returns words such as "h100 node" (eager kernels) or "h100 node with fused kernels" ([Note: classes])."""
     flavour = [f"{kernels} kernels"] if kernels in FLAVOURS and kernels != "eager" else []
-    rest = " and ".join(flavour + (["experts"] if experts else []))
+    facts = {"experts": experts, "fp32": fp32, "LoRA": lora}
+    rest = " and ".join(flavour + [name for name, holds in facts.items() if holds])
     return f"{generation} {'nodes' if nodes > 1 else 'node' if ranks > 1 else 'one GPU'}{rest and f' with {rest}'}"
 
 
@@ -163,8 +176,8 @@ def trust(machine: Machine, policy: str, workload: Workload) -> Trust:
     if found is not None:
         return Trust(found.bar, found.label)
     name = class_of(machine, workload)
-    of_class = [c[ANY] for other, c in _shipped().items() if machines_of(other) == machines_of(name)]
-    bar = max([untuned(), *(figures["bar"] for figures in of_class if _enough(figures))])
+    same = [c[ANY]["bar"] for other, c in _shipped().items() if machines_of(other) == machines_of(name)]
+    bar = max([untuned(), *same])
     known = _shipped().get(name, {}).get(ANY, {"rows": 0, "sources": 0})
     runs, sources = (int(known[key]) for key in ("rows", "sources"))
     counted = (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.loader import as_listed
 from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
-from pstar_sim.planner.machine_notes import added_gpus_notes, pinned_notes
+from pstar_sim.planner.machine_notes import added_gpus_notes, attention_notes, pinned_notes
 from pstar_sim.planner.trust import NOT_NEAR
 from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import can_follow
@@ -117,7 +117,7 @@ def _fit_notes(answer: Fits, *, why: bool) -> Iterator[str]:
     elsewhere = answer.change is None or answer.change.words.startswith("on ")  # no flag of the job helps
     short_of_gpu = short == {"gpu"} and not answer.any and elsewhere
     notes = unmodelled_notes(answer.workload, answer.machine, {}, short_of_gpu=short_of_gpu)
-    notes = (*notes, *added_gpus_notes(answer.machine))
+    notes = (*notes, *added_gpus_notes(answer.machine), *attention_notes(answer.machine, answer.workload.attention))
     if any(row.fits and row.host_payload_bytes for row in answer.rows):
         notes = (*notes, *pinned_notes(answer.machine))
     yield from (f"note: {note}" for note in notes)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import PstarError
 from pstar_sim.files import write_atomically
 from pstar_sim.planner.trust import ANY, ANY_CLASS, FEWEST_ROWS, FEWEST_SOURCES, FILE, class_name, machines_of
@@ -72,9 +73,7 @@ def _quoted(r: Result, groups: Mapping[str, Mapping[str, list[Result]]]) -> Quot
     for rows in (of_class.get(split_spec(r.policy)[0], []), of_class.get(ANY, [])):
         if _enough(rows):
             return Quoted(r, _bar(rows), of_class=True)
-    same = [
-        _bar(of[ANY]) for other, of in groups.items() if machines_of(other) == machines_of(name) and _enough(of[ANY])
-    ]
+    same = [_bar(of[ANY]) for other, of in groups.items() if machines_of(other) == machines_of(name)]
     return Quoted(r, max([_bar(groups[ANY_CLASS][ANY]), *same]), of_class=False)
 
 
@@ -97,7 +96,8 @@ def _judged(results: Iterable[Result]) -> list[Result]:
 
 
 def _class(r: Result) -> str:
-    name = class_name(r.gpu.split("-")[0], ranks=r.gpus, nodes=r.nodes, kernels=r.kernels)
+    generation = r.gpu.split("-")[0]
+    name = class_name(generation, ranks=r.gpus, nodes=r.nodes, kernels=r.kernels, fp32=r.dtype == MASTER, lora=r.lora)
     return f"{name}, CPU steps as found" if r.as_found else name
 
 

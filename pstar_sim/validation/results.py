@@ -12,6 +12,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.efficiency import Efficiency
+from pstar_sim.dtypes import WORKING
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.collection import Collection
 from pstar_sim.validation.experiments import experiment_of, runs_of
@@ -95,6 +96,8 @@ class Result:
     predicted: float | None
     reason: str = ""
     kernels: str = "eager"
+    dtype: str = "bf16"
+    lora: bool = False
     publisher: str = ""
     inferred: bool = False
     as_found: bool = False
@@ -407,6 +410,8 @@ def _result(row: PublishedRow, rule: ScopeRule, experiment: Experiment, value: f
         published=row.value,
         predicted=value,
         reason=reason,
+        dtype=experiment.dtype or WORKING,
+        lora=experiment.lora is not None,
         kernels=experiment.kernels or "",
         publisher=row.publisher,
         inferred=rule.inferred,

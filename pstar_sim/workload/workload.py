@@ -365,6 +365,8 @@ def check_workload(w: Workload) -> None:
 def _check_header(w: Workload, bad: _Bad) -> None:
     if w.dtype not in DTYPES:
         raise bad("dtype", w.dtype, f"known dtypes are {', '.join(DTYPES)}")
+    if w.loss not in LOSSES:
+        raise bad("loss", w.loss, f"known losses are {', '.join(LOSSES)}")
     for name in ("batch", "sequence", "micro_batches"):
         if getattr(w, name) < 1:
             raise bad(name, getattr(w, name), "it must be at least 1")

@@ -8,6 +8,7 @@ from pstar_sim.catalog.generations import generations
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.cost import CostModel
+from pstar_sim.planner.machine_notes import attention_notes
 from pstar_sim.workload.presets import preset
 
 
@@ -82,3 +83,12 @@ def test_a_moment_lasts_as_long_as_its_kernel_says() -> None:
     flops = needed_flops(call)
     saved = flops / 370e12 * (1 + 500 / 65536) - flops / 650e12 * (1 + 600 / 65536)
     assert seconds["fa2"] - seconds["fa3"] == pytest.approx(saved, rel=0.01)
+
+
+def test_a_kernel_without_rates_is_said() -> None:
+    cards = {name: load_machine(name) for name in ("h100-80", "a100-80", "v100-32")}
+    assert attention_notes(cards["h100-80"], "fa3") == attention_notes(cards["a100-80"], "flash") == []
+    (note,) = attention_notes(cards["a100-80"], "fa3")
+    assert note == "fa3 attention has no rates on a100-80, and may not run there: it is timed as fa2, which torch takes"
+    assert "timed as efficient" in attention_notes(cards["v100-32"], "fa2")[0]
+    assert attention_notes(cards["v100-32"], "math") == attention_notes(cards["v100-32"], "none") == []

@@ -323,9 +323,9 @@ def test_parts_a_machine_does_not_have_are_left_out_or_refused() -> None:
 
 
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = prices(tmp_path, **{"t4": 0.5, "a100-40": 4.0})
+    file = prices(tmp_path, **{"t4": 0.5, "v100-32": 4.0})
     job = ["cheapest", "--model", "gpt2", "--tokens", "1e8", "--batch", "4", "--seq", "64", "--prices", file]
-    assert main([*job, "--machine", "t4", "--machine", "a100-40", "--deadline", "14d", "--policy", "all_on_gpu"]) == 0
+    assert main([*job, "--machine", "t4", "--machine", "v100-32", "--deadline", "14d", "--policy", "all_on_gpu"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "in 14 days" in shown and "error of times: ± " in shown
     assert "no measurement is near this: not validated for class t4 one GPU (no published run counts" in shown

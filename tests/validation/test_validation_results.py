@@ -230,6 +230,16 @@ def test_a_row_is_held_against_the_bar_of_the_other_sources() -> None:
     assert binomial_interval(100) == (60, 76)
 
 
+def test_fp32_and_adapters_are_classes_of_their_own() -> None:
+    found = errors_by_class([result(100, 110), result(100, 120, dtype="fp32"), result(100, 140, lora=True)])
+    assert {name: of["any policy"]["median"] for name, of in found.items() if name != "any class"} == {
+        "h100 node": 0.1, "h100 node with fp32": 0.2, "h100 node with LoRA": 0.4,
+    }  # fmt: skip
+    card, plain = load_machine("a100-80"), preset("1B", batch=1, seq=128)
+    assert class_of(card, plain) == "a100 one GPU"
+    assert class_of(card, preset("1B", batch=1, seq=128, lora=8, dtype="fp32")) == "a100 one GPU with fp32 and LoRA"
+
+
 def test_steps_on_the_cpu_as_users_find_them_are_a_class_of_their_own() -> None:
     found = errors_by_class([result(100, 110), result(100, 300, as_found=True)])
     assert found["h100 node"]["any policy"]["rows"] == 1
@@ -315,9 +325,10 @@ def test_shipped_errors_are_of_whole_classes() -> None:
     assert expected_errors.ERRORS_FILE.is_file()
     kept = json.loads(expected_errors.ERRORS_FILE.read_text(encoding="utf-8"))
     assert set(kept) == {
-        "a100 node", "a100 node, CPU steps as found", "a100 nodes with fused kernels", "a100 one GPU", "any class",
-        "h100 node", "h100 node with fused kernels", "h100 nodes with fused kernels", "h200 node with fused kernels",
-        "rtx3090 node", "v100 node", "v100 one GPU",
+        "a100 node", "a100 node, CPU steps as found", "a100 nodes with fused kernels", "a100 one GPU",
+        "a100 one GPU with LoRA", "any class", "h100 node", "h100 node with fused kernels",
+        "h100 nodes with fused kernels", "h200 node with fused kernels", "rtx3090 node with LoRA", "v100 node",
+        "v100 one GPU", "v100 one GPU with fp32",
     }  # fmt: skip
     assert all(any_policy["any policy"]["rows"] >= 1 for any_policy in kept.values())
 

@@ -23,10 +23,11 @@ def head(w: Workload, phase: str) -> Moment:
 
 def test_a_fused_loss_by_hand() -> None:
     """ceil(128256 / 2048) = 63 pieces, so 4096 / 63 tokens, rounded up to 128, are one piece. The gradients of hidden
-    state and weight, and the labels, are alive beside the logits of one piece."""
+    state and weight, and the labels, are alive beside one piece's logits and its gradient of the weight in bf16 and
+    fp32."""
     forward = head(model("fused"), "FWD")
     hidden, weight = 4096 * HIDDEN * 2, VOCAB * HIDDEN * 2
-    assert forward.peak_bytes - forward.start_bytes == hidden + weight + 4096 * 8 + 128 * VOCAB * 2
+    assert forward.peak_bytes - forward.start_bytes == hidden + weight + 4096 * 8 + 128 * VOCAB * 2 + 3 * weight
     assert len(forward.products) == 32 * 3 and forward.products[0] == (1, 128, HIDDEN, VOCAB)
     assert forward.end_bytes - forward.start_bytes == weight  # the gradient took the hidden state's place
     assert head(model("fused"), "BWD").flops == 0

@@ -67,7 +67,7 @@ def preset(
     dtype: None for the dtype of the machine's GPU (bf16, else fp16, else fp32), written as bf16 until a machine is
         known.
     checkpointing: whether every layer is a checkpoint; True by default.
-    attention: "flash" by default, "efficient" or "math".
+    attention: a kernel of catalog/attention.py; "flash", that of torch, by default.
     kernels: flavour of the operators beside attention, one of KERNELS (kernels.py); None for the flavour of the model's
         catalog entry, which its users run. A BERT or ViT is written for eager alone.
     loss: of a language model: whole, chunked or fused (kernels.py).

@@ -1,7 +1,8 @@
 """Head and loss of the language models, as a whole or in pieces (kernels.py).
 
 A chunked loss has CHUNKS pieces. A fused one has as many as keep the logits of a piece near the size of the hidden
-state; it makes the gradients of hidden state and weight in the forward pass, and holds them until backward.
+state; it makes the gradients of hidden state and weight in the forward pass, and holds them until backward. The
+weight's gradient of each piece is made whole, turned into fp32 and added.
 Source: Liger-Kernel, ops/fused_linear_cross_entropy.py.
 """
 
@@ -33,12 +34,16 @@ def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
         t.op(labels, read=labels)
         t.open("end", module, Phase.FWD)
     else:
-        t.op(u + t.size([weight]) + labels, read=0)
+        size = t.size([weight])
+        size32 = size * 4 // t.width if t.width < 4 else 0
+        t.op(u + size + labels, read=0)
         for product in _pieces(s):
             logits = _logits(product, t.width)
             t.op(logits, products=[product], read=_hidden(product, t.width))
             t.op(read=2 * logits)
-            t.op(dead=logits, products=_gradients(t, product), read=2 * logits)
+            t.op(size, products=_gradients(t, product), read=2 * logits)
+            t.op(size32, read=size if size32 else 0)
+            t.op(dead=logits + size + size32, read=size + (size32 or size))  # added to the sum
         t.op(dead=u + labels)
         t.open("end", module, Phase.FWD)
 
