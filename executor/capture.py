@@ -64,7 +64,8 @@ from executor.moments.live_bytes import LiveStorages, require_dense
 from executor.moments.recorder import MomentRecorder, attention_seen, describe_parameters
 from executor.moments.unseen import unseen
 from executor.scaling import guard_boundary, needs_loss_scaling
-from pstar_sim.catalog.attention import USUAL
+from pstar_sim.arguments import choice
+from pstar_sim.catalog.attention import ATTENTION, USUAL
 from pstar_sim.catalog.model_shapes import is_model, model_entry
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.python310 import Unpack
@@ -178,6 +179,9 @@ def capture_module(
     name = name or type(module).__name__
     numbered = _numbered(module, groups)
 
+    if attention is not None:
+        choice("attention", attention, ATTENTION, error=ModelError)
+
     def run(draws: Draws) -> tuple[MomentRecorder, Blind, tuple[nn.Module, ...]]:
         firings: dict[int, int] = {}
         beside: tuple[nn.Module, ...] = ()
@@ -195,7 +199,7 @@ def capture_module(
 
     (recorder, blind, beside), _ = with_every_layer(run, lambda made: len(made[0].without_gradient()))
     kernel = attention_seen(recorder.live.kernels)
-    wanted = attention if attention in ("efficient", "math") else USUAL
+    wanted = ATTENTION[attention or USUAL].torch
     if attention is not None and kernel not in (wanted, "none"):
         raise ModelError(
             f"{name}: attention={attention!r} was asked for but the model ran {kernel!r}; "

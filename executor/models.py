@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from executor.devices.dtypes import TORCH_DTYPES
 from executor.devices.on_meta import parameters_on_meta
 from executor.moments.hooks import tensors_of
+from pstar_sim.catalog.attention import ATTENTION
 from pstar_sim.catalog.model_shapes import ExpertsShape, ModelEntry, model_entry
 from pstar_sim.dtypes import WORKING
 from pstar_sim.errors import ModelError, PstarError
@@ -165,10 +166,11 @@ def attention_kernel(attention: str | None, device: str = "cpu") -> Iterator[Non
         return
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    if attention == "math":
+    kernel = ATTENTION[attention].torch
+    if kernel == "math":
         with sdpa_kernel(SDPBackend.MATH):
             yield
-    elif attention != "efficient":
+    elif kernel == "flash":
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION), _Attention(_flash):
             yield
     else:

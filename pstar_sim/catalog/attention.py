@@ -18,30 +18,31 @@ AttentionCall = tuple[int, int, int, int, int, int, int]
 A causal call with fewer keys than queries has a window of that many."""
 
 
+USUAL = "flash"
+"""The kernel that scaled_dot_product_attention of torch takes on the GPU."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionKernel:
-    """says: the sentence of the documentation.
+    """torch: torch's own kernel that keeps as much.
 
     windows: whether what is outside of a window costs nothing.
     """
 
-    says: str
+    torch: str = USUAL
     windows: bool = True
 
 
-USUAL = "flash"
-"""The kernel that scaled_dot_product_attention of torch takes on the GPU."""
-
 ATTENTION: Mapping[str, AttentionKernel] = {
-    USUAL: AttentionKernel(says="the fused kernel that torch takes on the GPU"),
-    "fa2": AttentionKernel(says="FlashAttention-2"),
-    "fa3": AttentionKernel(says="FlashAttention-3 (Hopper)"),
-    "fa4": AttentionKernel(says="FlashAttention-4 (Blackwell)"),
-    "cudnn": AttentionKernel(says="cuDNN's fused attention"),
-    "triton": AttentionKernel(says="the Triton kernel of 2023, as in MPT"),
-    "flex": AttentionKernel(says="torch's FlexAttention"),
-    "efficient": AttentionKernel(says="torch's memory-efficient kernel, as xFormers'", windows=False),
-    "math": AttentionKernel(says="products and a softmax, all scores kept", windows=False),
+    USUAL: AttentionKernel(),
+    "fa2": AttentionKernel(),  # FlashAttention-2
+    "fa3": AttentionKernel(),  # FlashAttention-3, for Hopper
+    "fa4": AttentionKernel(),  # FlashAttention-4, for Blackwell
+    "cudnn": AttentionKernel(),
+    "triton": AttentionKernel(),  # of 2023, as in MPT
+    "flex": AttentionKernel(),  # torch's FlexAttention
+    "efficient": AttentionKernel(torch="efficient", windows=False),  # as xFormers'
+    "math": AttentionKernel(torch="math", windows=False),  # products and a softmax
 }
 
 

@@ -190,13 +190,14 @@ def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
     moments: list[Moment] = []
     for i, m in enumerate(first.moments):
         rows = [(more, work, stream, w.moments[i]) for more, work, stream, w in kinds.values()]
+        largest = _largest([row for *_, row in rows]) if alike else None
         moments.append(
             replace(
                 m,
                 flops=max(int(row.flops * work) for _, work, _, row in rows),
-                products=_largest([w.moments[i] for *_, w in kinds.values()]).products if alike else (),
-                operators=max(w.moments[i].operators for *_, w in kinds.values()),
-                attentions=_largest([w.moments[i] for *_, w in kinds.values()]).attentions if alike else (),
+                products=() if largest is None else largest.products,
+                operators=max(row.operators for *_, row in rows),
+                attentions=() if largest is None else largest.attentions,
                 bytes_read=max(int(row.bytes_read * stream) for _, _, stream, row in rows),
                 bytes_written=max(int(row.bytes_written * stream) for _, _, stream, row in rows),
                 start_bytes=max(0, *(row.start_bytes - more for more, _, _, row in rows)),

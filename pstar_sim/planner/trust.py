@@ -40,7 +40,7 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = [
     "ANY", "ANY_CLASS", "FEWEST_ROWS", "FEWEST_SOURCES", "FILE", "NOT_NEAR", "ExpectedError", "Trust", "class_name",
-    "class_of", "error_of_change", "error_of_ratio", "expected_error", "machines_of", "trust", "untuned",
+    "class_of", "enough", "error_of_change", "error_of_ratio", "expected_error", "machines_of", "trust", "untuned",
     "validation_digest",
 ]  # fmt: skip
 
@@ -147,7 +147,7 @@ def expected_error(machine: Machine, policy: str, workload: Workload) -> Expecte
     name = class_of(machine, workload)
     for key in (split_spec(policy)[0], ANY):
         found = _shipped().get(name, {}).get(key)
-        if found is not None and _enough(found):
+        if found is not None and enough(found["rows"], found["sources"]):
             return ExpectedError(
                 median=found["median"],
                 p90=found["p90"],
@@ -165,8 +165,9 @@ def untuned() -> float:
     return _shipped()[ANY_CLASS][ANY]["bar"]
 
 
-def _enough(figures: Mapping[str, float]) -> bool:
-    return figures["rows"] >= FEWEST_ROWS and figures["sources"] >= FEWEST_SOURCES
+def enough(rows: float, sources: float) -> bool:
+    """Returns whether a class of so many rows and sources has a bar of its own ([Note: bars])."""
+    return rows >= FEWEST_ROWS and sources >= FEWEST_SOURCES
 
 
 def trust(machine: Machine, policy: str, workload: Workload) -> Trust:

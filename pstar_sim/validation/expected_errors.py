@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import PstarError
 from pstar_sim.files import write_atomically
-from pstar_sim.planner.trust import ANY, ANY_CLASS, FEWEST_ROWS, FEWEST_SOURCES, FILE, class_name, machines_of
+from pstar_sim.planner.trust import ANY, ANY_CLASS, FILE, class_name, enough, machines_of
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.validation.results import WHOLE, Result, Validation, errors_of
 from pstar_sim.validation.rows import published_rows
@@ -71,7 +71,7 @@ def _quoted(r: Result, groups: Mapping[str, Mapping[str, list[Result]]]) -> Quot
     name = _class(r)
     of_class = groups.get(name, {})
     for rows in (of_class.get(split_spec(r.policy)[0], []), of_class.get(ANY, [])):
-        if _enough(rows):
+        if enough(len(rows), _sources(rows)):
             return Quoted(r, _bar(rows), of_class=True)
     same = [_bar(of[ANY]) for other, of in groups.items() if machines_of(other) == machines_of(name)]
     return Quoted(r, max([_bar(groups[ANY_CLASS][ANY]), *same]), of_class=False)
@@ -112,10 +112,6 @@ def _groups(results: Iterable[Result]) -> dict[str, dict[str, list[Result]]]:
 
 def _sources(results: Iterable[Result]) -> int:
     return len({r.publisher for r in results})
-
-
-def _enough(results: Sequence[Result]) -> bool:
-    return len(results) >= FEWEST_ROWS and _sources(results) >= FEWEST_SOURCES
 
 
 def _bar(results: Sequence[Result]) -> float:
