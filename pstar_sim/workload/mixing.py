@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from pstar_sim.errors import TraceError
-from pstar_sim.workload.workload import Moment, Phase, Stash, Use, Workload
+from pstar_sim.workload.workload import Moment, Phase, Stash, Use, Workload, copy_moment
 
 __all__ = [
     "BlockRun",
@@ -235,7 +235,7 @@ def without_stashed(w: Workload, stashes: Sequence[Stash]) -> tuple[Moment, ...]
             peak[m] += stash.bytes if stash.gone < m < stash.back else 0
             end[m] += stash.bytes if m < stash.back else 0
     return tuple(
-        _with_bytes(m, m.start_bytes - a, m.peak_bytes - b, m.end_bytes - c) if a or b or c else m
+        copy_moment(m, m.start_bytes - a, m.peak_bytes - b, m.end_bytes - c) if a or b or c else m
         for m, a, b, c in zip(w.moments, start, peak, end)
     )
 
@@ -272,24 +272,4 @@ def shifted(moment: Moment, shift: int) -> Moment:
     if not shift:
         return moment
     start, peak, end = (max(0, size + shift) for size in (moment.start_bytes, moment.peak_bytes, moment.end_bytes))
-    return _with_bytes(moment, start, peak, end)
-
-
-def _with_bytes(moment: Moment, start: int, peak: int, end: int) -> Moment:
-    """Returns a copy. (`dataclasses.replace` takes several times as long.)"""
-    return Moment(
-        name=moment.name,
-        phase=moment.phase,
-        module=moment.module,
-        micro_batch=moment.micro_batch,
-        flops=moment.flops,
-        bytes_read=moment.bytes_read,
-        bytes_written=moment.bytes_written,
-        start_bytes=start,
-        peak_bytes=peak,
-        end_bytes=end,
-        duration_s=moment.duration_s,
-        products=moment.products,
-        attentions=moment.attentions,
-        operators=moment.operators,
-    )
+    return copy_moment(moment, start, peak, end)
