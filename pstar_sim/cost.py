@@ -95,6 +95,8 @@ VERSION = 7
 """Version of the model, by [Note: versions of the model]."""
 
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})
+CPU_CORE_FLOPS = 30e9
+"""Matrix products of one core of a host, in flops per second (assumed: a third of eight-wide fp32 units at 3 GHz)."""
 _ON_HOST = {kind for kind, route in ROUTES.items() if route != "net"} | {Kind.CPU_UPDATE, Kind.CPU_ADD}
 
 
@@ -229,10 +231,7 @@ def _link_of_pins(link: Link, machine: Machine, layout: Layout) -> Link:
     can_pin = machine.pinned_budget_bytes
     if can_pin is None or link.pageable_bytes_per_s is None:
         return link
-    lists = ("param", *layout.state_lists)
-    home_bytes = sum(
-        layout.payload_bytes(c.index, name) for c in layout.chunks for name in (lists[:1] if c.frozen else lists)
-    )
+    home_bytes = sum(layout.payload_bytes(c.index, "param") + layout.states_bytes(c.index) for c in layout.chunks)
     pinned = min(1.0, can_pin / max(1, home_bytes))
     pageable = link.pageable_bytes_per_s
 
@@ -346,8 +345,7 @@ class CostModel:
     @cached_property
     def params(self) -> tuple[int, ...]:
         """Trainable, of one rank's slice without padding; 0 for a frozen chunk."""
-        slices = self.layout.ranks
-        return tuple(0 if c.frozen else -(-sum(s.numel for s in c.slots) // slices) for c in self.layout.chunks)
+        return tuple([self.layout.own_params(c.index) for c in self.layout.chunks])
 
     @cached_property
     def adam_bytes_per_s(self) -> float:
@@ -435,11 +433,15 @@ class CostModel:
 
     def cpu_adam_bytes(self, chunk: int) -> int:
         """Returns the host memory traffic of one update. `Step.bytes` of its cpu_adam should be this number."""
-        return self.workload.optimizer.update_bytes(self.params[chunk])
+        return self.layout.update_bytes(chunk)
 
     def cpu_adam_s(self, chunk: int) -> float:
-        """Params / rate, scaled by traffic for an optimizer other than AdamW with its 28 bytes per parameter."""
-        return self.cpu_adam_bytes(chunk) / self.adam_bytes_per_s
+        """Params / rate, scaled by traffic and by the optimizer's slowness beside AdamW with its 28 bytes per
+        parameter, and the matrix products of the update."""
+        slowness = self.layout.states_of(chunk).cpu_slowness
+        flops = sum(map(product_flops, self._update_products(chunk)))
+        rate = CPU_CORE_FLOPS * self.machine.host.cores / self.machine.local_ranks
+        return self.cpu_adam_bytes(chunk) * slowness / self.adam_bytes_per_s + flops / self.layout.ranks / rate
 
     def cpu_add_bytes(self, chunk: int) -> int:
         """Returns the host memory traffic of grad32 += grad: read the gradient (working dtype), read and write the
@@ -453,11 +455,23 @@ class CostModel:
 
     def gpu_adam_bytes(self, chunk: int) -> int:
         """Returns the GPU memory traffic of one update."""
-        return self.workload.optimizer.update_bytes(self.params[chunk])
+        return self.layout.update_bytes(chunk)
 
     def gpu_adam_s(self, chunk: int) -> float:
-        """Traffic over the HBM bandwidth (28 bytes per parameter for AdamW)."""
-        return self.gpu_adam_bytes(chunk) / self.gpu.hbm_bytes_per_s
+        """Traffic over the HBM bandwidth (28 bytes per parameter for AdamW), and the products of the update."""
+        products_s = 0.0
+        for batches, m, k, n in self._update_products(chunk):
+            flops = product_flops((batches, m, k, n))
+            rate = _rate_of(self.gpu, "bf16" if "bf16" in self.gpu.flops_per_s else self.workload.dtype)
+            size = batches * (m * k + k * n + m * n) * DTYPES["bf16"].bytes
+            shape = self.gpu.products
+            products_s += flops / rate if shape is None else shape.seconds((batches, m, k, n), rate, size)
+        return self.gpu_adam_bytes(chunk) / self.gpu.hbm_bytes_per_s + products_s / self.layout.ranks
+
+    def _update_products(self, chunk: int) -> list[Product]:
+        """Returns the matrix products of an update, of the slices of all ranks."""
+        of_tensor = self.layout.states_of(chunk).products
+        return [] if of_tensor is None else [p for s in self.layout.chunks[chunk].slots for p in of_tensor(s.shape)]
 
     def work_bytes(self, kind: Kind, chunk: int) -> int | None:
         """Returns the memory traffic of a step that computes with a chunk's lists. `Step.bytes` should be this number.

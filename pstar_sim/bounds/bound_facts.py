@@ -101,8 +101,6 @@ class BoundFacts:
         # An iteration turns between two micro-batches. If they run side by side, it turns once.
         self.micro_batch = [m.micro_batch if w.order.one_by_one else 0 for m in w.moments]
         self.read_bytes: Array = np.array(job.read_bytes, dtype=float) * layout.ranks
-        self.states = w.optimizer.states_bytes_per_param
-        self.traffic = w.optimizer.dram_bytes_per_param
         self.spans = _gradient_spans(w)
         ends = [moments[-1] for moments in reads if moments]
         self.late = (
@@ -116,11 +114,21 @@ class BoundFacts:
         self._trained(layout)
         self._stashes(w)
 
+    def _least(self, of_chunks: Sequence[float]) -> float:
+        """Returns the least figure per parameter; 0 if nothing is trained."""
+        return min((figure / params for figure, params in zip(of_chunks, self.params) if params), default=0.0)
+
     def _trained(self, layout: Layout) -> None:
         job, cost = self.job, self.cost
         chunks = [layout.chunks[c] for c in job.trained]
         width = [job.width(c) for c in job.trained]
         self.params: Array = np.array([cost.params[c] for c in job.trained], dtype=float)
+        # Bytes and seconds of a parameter's states and update: the least of any chunk, so that bounds hold for chunks
+        # with unlike states.
+        self.states = self._least([layout.unpadded_states_bytes(c) for c in job.trained])
+        self.traffic = self._least([layout.update_bytes(c) for c in job.trained])
+        self.cpu_update_s = self._least([cost.cpu_adam_s(c) for c in job.trained])
+        self.gpu_update_s = self._least([cost.gpu_adam_s(c) for c in job.trained])
         self.bytes: Array = self.params * np.array(width, dtype=float)
         self.first = np.array([job.reads[c][0] for c in job.trained], dtype=int)
         self.final = np.array([job.last_gradient(c) for c in job.trained], dtype=int)

@@ -561,9 +561,8 @@ class _FluidProgram:
         chunk counts with its own seconds (latency, padding)."""
         lp, facts, cost = self.lp, self.facts, self.facts.cost
         seconds = facts.compute_s + self.stall.upto[-1]
-        up_s, down_s = facts.copy_s("h2d", ("param",)), facts.copy_s("d2h", ("param",))
-        states = facts.layout.state_lists
-        states_up_s, states_down_s = facts.copy_s("h2d", states), facts.copy_s("d2h", states)
+        up_s, states_up_s = (facts.copy_s("h2d", states=states) for states in (False, True))
+        down_s, states_down_s = (facts.copy_s("d2h", states=states) for states in (False, True))
         adam_s = np.array([cost.cpu_adam_s(c) for c in facts.chunks], dtype=float)
         up = (self.on_cpu * up_s + self.q * states_up_s).sum() + self.stash_up_s
         up += self._in_all((self.again + self.back) / facts.up + self.sums_up / facts.up_states)

@@ -15,7 +15,7 @@ because no stock is negative.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -160,7 +160,8 @@ class FluidFacts:
         self.payload = {c: size / self.unit for c, size in lists.items()}
         self.params: Array = np.array([cost.params[c] for c in self.chunks], dtype=float)
         self.size: Array = self.params * np.array([job.width(c) for c in self.chunks], dtype=float) / self.unit
-        self.states: Array = self.params * (w.optimizer.states_bytes_per_param / self.unit)  # unpadded, as `size`
+        # Unpadded, as `size`.
+        self.states: Array = np.array([layout.unpadded_states_bytes(c) for c in self.chunks], dtype=float) / self.unit
         self.states_room: Array = np.array([layout.states_bytes(c) for c in self.chunks], dtype=float) / self.unit
         tide = [w.moments[m].peak_bytes for m in self.points]
         at_end = min(w.moments[-1].peak_bytes, w.moments[0].peak_bytes)
@@ -184,9 +185,11 @@ class FluidFacts:
     def _speeds(self, dram_bytes_per_s: float) -> None:
         """Units per second of the link (with the latency of the largest list) and of host DRAM, and the costs of an
         update."""
-        w, cost, link = self.workload, self.cost, self.cost.link
+        cost, link, layout = self.cost, self.cost.link, self.layout
         self.duplex = link.duplex
-        largest_state = max([self.layout.slice_numel(c) * 4.0 for c in self.chunks], default=self.largest_bytes)
+        states = [layout.payload_bytes(c, name) for c in self.chunks for name in layout.states_of(c).names]
+        sums = [layout.slice_numel(c) * 4.0 for c in self.chunks]
+        largest_state = max([*sums, *states], default=self.largest_bytes)
         self.up, self.up_states, self.down, self.down_states = (
             rate_with_latency(rate, link.latency_s, size) / self.unit
             for rate in (link.h2d_bytes_per_s, link.d2h_bytes_per_s)
@@ -194,12 +197,13 @@ class FluidFacts:
         )
         self.dram = dram_bytes_per_s / self.unit
         widths = (self.size / np.maximum(self.params, 1.0))[self.params > 0]
-        least, most = float(min(widths, default=1.0)), float(max(widths, default=1.0))
-        traffic = w.optimizer.dram_bytes_per_param
-        self.adam_s = traffic / cost.adam_bytes_per_s / most  # CPU Adam: least seconds per unit
-        self.adam_traffic = traffic / self.unit / most  # least units of DRAM traffic per unit
+        least = float(min(widths, default=1.0))
+        sizes = [(c, size) for c, size in zip(self.chunks, self.size) if size]
+        self.adam_s = min((cost.cpu_adam_s(c) / size for c, size in sizes), default=0.0)  # least seconds per unit
+        traffic = [layout.update_bytes(c) / self.unit / size for c, size in sizes]
+        self.adam_traffic = min(traffic, default=0.0)  # least units of DRAM traffic per unit
         self.add_traffic = cost.adam_bytes_per_s / self.unit  # an add on the host runs at the memory rate of Adam
-        self.gpu_adam_s: Array = self.params * (traffic / cost.gpu.hbm_bytes_per_s)  # per chunk
+        self.gpu_adam_s: Array = np.array([cost.gpu_adam_s(c) for c in self.chunks], dtype=float)
         self.least_width = least * self.unit  # least bytes per parameter of a working list
         # ((interval, index of the chunk in `chunks`), seconds) of adds on the gpu, if gradients add up there.
         position = {c: n for n, c in enumerate(self.chunks)}
@@ -221,9 +225,11 @@ class FluidFacts:
         """Returns the points strictly after moment `after` and before moment `before`."""
         return range(bisect_right(self.points, after), bisect_left(self.points, before))
 
-    def copy_s(self, direction: str, lists: Sequence[str]) -> Array:
-        """Returns, per chunk, the seconds of copying these lists one after the other."""
-        sizes = [[self.layout.payload_bytes(c, name) for name in lists] for c in self.chunks]
+    def copy_s(self, direction: str, *, states: bool) -> Array:
+        """Returns, per chunk, the seconds of copying its states one after the other, or those of its working list."""
+        layout = self.layout
+        rows = [(c, layout.states_of(c).names if states else ("param",)) for c in self.chunks]
+        sizes = [[layout.payload_bytes(c, name) for name in lists] for c, lists in rows]
         return np.array([sum(self.cost.transfer_s(size, direction) for size in row) for row in sizes], dtype=float)
 
     def over_the_border(self) -> list[list[int]]:

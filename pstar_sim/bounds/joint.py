@@ -211,17 +211,18 @@ class _JointFacts:
     ) -> None:
         self.facts, self.cost, self.barrier, self.clip = facts, cost, barrier, clip
         self.u = workload.micro_batches if facts.job.every_batch else 1
-        self.v = float(workload.optimizer.states_bytes_per_param)
+        self.v = facts.states
         self.w, self.most_w = float(facts.least_w), float(facts.most_w)
         self.total = float(facts.params.sum())
         self.bytes = float(facts.bytes.sum())
         self.frozen = facts.frozen_bytes
         link = cost.link
-        width = max(self.most_w, 4.0, float(layout.optimizer.widest_bytes_per_param))
-        largest = max((layout.slice_numel(c.index) for c in layout.chunks), default=0) * width
+        sizes = [layout.payload_bytes(c, name) for c in facts.job.trained for name in layout.states_of(c).names]
+        lists = [layout.slice_numel(c.index) * max(self.most_w, 4.0) for c in layout.chunks]
+        largest = max([0.0, *lists, *sizes])
         self.up = rate_with_latency(link.h2d_bytes_per_s, link.latency_s, largest)
         self.down = rate_with_latency(link.d2h_bytes_per_s, link.latency_s, largest)
-        self.per_param_s = facts.traffic / cost.adam_bytes_per_s
+        self.per_param_s = facts.cpu_update_s
         self.add_bytes = 8.0 + self.w
         self.add_s = self.add_bytes / cost.adam_bytes_per_s
         self.whole_sums = sums_are_whole(layout, self.u, clip=clip)
@@ -244,7 +245,7 @@ class _JointFacts:
 
     def _families(self) -> list[_Family]:
         facts = self.facts
-        gpu_s = facts.traffic / self.cost.gpu.hbm_bytes_per_s
+        gpu_s = facts.gpu_update_s
         slopes = {"adam": self.per_param_s, "h2d": self.most_w / self.up, "d2h": self.most_w / self.down}
         rows: dict[tuple[str, str, float], list[tuple[Array, Array]]] = {}  # ends and values
         for windows in (*update_windows(facts), *(barrier_windows(facts, clip=self.clip) if self.barrier else ())):
@@ -414,11 +415,9 @@ class _JointProgram:
         return (self.job.u - 1) * (self.s - self.gpu_sum) - self.waits
 
     def _compute_and_adam(self) -> None:
-        job, cost, traffic = self.job, self.job.cost, self.job.facts.traffic
+        job = self.job
         adds_s = (self.cpu_sum + self.gpu_sum) * job.gpu_add_s
-        self.terms.append(
-            ("compute", float(job.facts.clock[-1]) + self.s * (traffic / cost.gpu.hbm_bytes_per_s) + adds_s)
-        )
+        self.terms.append(("compute", float(job.facts.clock[-1]) + self.s * job.facts.gpu_update_s + adds_s))
         if job.total:
             adds_s = self._added() * job.add_s
             self.terms.append(("adam", (job.total - self.s) * job.per_param_s + adds_s))
@@ -539,8 +538,7 @@ class _JointProgram:
         again = self.gathered.sum() + net.frozen_bytes - self.others_kept
         self.terms.append(("net", net.updates_s + again * net.byte_s))
         if job.barrier:
-            hbm = job.cost.gpu.hbm_bytes_per_s
-            self.terms.append(("barrier", facts.barrier_s(clip=job.clip) + self.s * (facts.traffic / hbm)))
+            self.terms.append(("barrier", facts.barrier_s(clip=job.clip) + self.s * facts.gpu_update_s))
 
     # -- the answer --
 

@@ -84,7 +84,7 @@ def pinned_bound(facts: BoundFacts, barrier: bool, limit: float, *, clip: bool) 
 
 def _lines(facts: BoundFacts, barrier: bool, x_max: float, *, clip: bool) -> list[_BoundLine]:
     """Returns every term of [Note: the bound]."""
-    gpu_s = facts.traffic / facts.cost.gpu.hbm_bytes_per_s
+    gpu_s = facts.gpu_update_s
     lines = [_BoundLine("compute", float(facts.clock[-1]), gpu_s)]
     if barrier and facts.net.updates_s:
         lines.append(_BoundLine("barrier", facts.barrier_s(clip=clip), gpu_s))
@@ -96,8 +96,8 @@ def _lines(facts: BoundFacts, barrier: bool, x_max: float, *, clip: bool) -> lis
 def _update_lines(facts: BoundFacts, barrier: bool, *, clip: bool) -> list[_BoundLine]:
     """Returns the lines of Adam of all parameters that are not pinned, and of the windows of all chunks and of all but
     the small chunks."""
-    per_param_s = facts.traffic / facts.cost.adam_bytes_per_s
-    gpu_s = facts.traffic / facts.cost.gpu.hbm_bytes_per_s
+    per_param_s = facts.cpu_update_s
+    gpu_s = facts.gpu_update_s
     lines = [_BoundLine("adam", float(facts.params.sum()) * per_param_s, -per_param_s)]
     windows = [*update_windows(facts), *(barrier_windows(facts, clip=clip) if barrier else ())]
     for each in windows:

@@ -61,7 +61,7 @@ def demo(
     tell(f"1. Trace: {MODEL} from transformers, batch {BATCH}, sequence {SEQUENCE}, fp32, under fake tensors")
     traced = capture.capture(MODEL, batch=BATCH, sequence=SEQUENCE, dtype=MASTER, checkpointing=True)
     save_trace(traced, out / "trace.parquet")
-    need = traced.params * (4 + traced.optimizer.states_bytes_per_param)
+    need = traced.params * (4 + traced.states_bytes_per_param)
     tell(
         f"   {format_params(traced.params)} parameters, {len(traced.moments)} moments, tide between "
         f"{format_bytes(min(m.peak_bytes for m in traced.moments))} and {format_bytes(traced.peak_non_model_bytes)}; "

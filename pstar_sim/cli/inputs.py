@@ -147,7 +147,7 @@ def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine)
             "the model with them"
         )
     made = [w if w.dtype == MASTER else retype(w, job.dtype or default_dtype(machine)) for w in found]
-    return candidates([w if job.optimizer is None else with_optimizer(w, job.optimizer) for w in made], shares.pop())
+    return candidates([with_optimizer(w, job.optimizer, job.masters) for w in made], shares.pop())
 
 
 def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:

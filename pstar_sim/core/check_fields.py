@@ -100,8 +100,10 @@ def _check_layout(plan: Plan) -> None:
                 )
             t = w.tensors[s.tensor]
             seen.add(s.tensor)
-            if (t.numel, t.dtype, t.frozen, t.group) != (s.numel, c.dtype, c.frozen, c.group):
-                raise PlanError(f"field '{where}' does not fit tensor {t.name!r} in size, dtype, freezing or group")
+            kind = 0 if t.frozen else w.optimizer.kind_of(t.name, t.shape)
+            if (t.numel, t.dtype, t.frozen, t.group, kind) != (s.numel, c.dtype, c.frozen, c.group, c.kind):
+                want = "in size, dtype, freezing, group or states"
+                raise PlanError(f"field '{where}' does not fit tensor {t.name!r} {want}")
             if s.offset < end or s.offset + s.numel > c.numel:
                 raise PlanError(f"field '{where}.slots': tensor {t.name!r} overlaps another or the chunk's end")
             end = s.offset + s.numel

@@ -5,7 +5,7 @@ layout depends on no machine and no policy. [Note: why the chunk size is searche
 waste 20-110 % once biases, norms and vocabulary matrices are counted. So tensors too small to be worth moving go into
 chunks of their own that stay resident. A tensor larger than a chunk gets a chunk of its exact size. The uniform size is
 the multiple of a granule that wastes least. Frozen and trainable tensors, different dtypes and different optimizer
-groups never share a chunk. A tied tensor takes no room.
+groups never share a chunk, nor do tensors with different states (optimizers.py). A tied tensor takes no room.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pstar_sim.core.step import Part
 from pstar_sim.dtypes import DTYPES, MASTER
 from pstar_sim.errors import PlanError
 from pstar_sim.units import KIB, MIB
-from pstar_sim.workload.optimizers import OptimizerSpec
+from pstar_sim.workload.optimizers import OptimizerSpec, States
 from pstar_sim.workload.workload import UseKind, Workload
 
 __all__ = ["Chunk", "Layout", "Slot", "build_layout", "layout_of_parts", "size_near", "sum_bytes_of"]
@@ -56,6 +56,7 @@ class Slot:
     tensor: int
     offset: int
     numel: int
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,7 @@ class Chunk:
 
     numel: elements of the payload, waste included.
     small: holds tensors too small to be worth moving; stays resident.
+    kind: position of its states in `OptimizerSpec.all_states`.
     """
 
     index: int
@@ -73,6 +75,7 @@ class Chunk:
     frozen: bool = False
     small: bool = False
     group: int = 0
+    kind: int = 0
 
     @property
     def params(self) -> int:
@@ -110,7 +113,32 @@ class Layout:
 
     @property
     def state_lists(self) -> tuple[str, ...]:
+        """Names of the state lists of all chunks."""
         return self.optimizer.lists
+
+    @cached_property
+    def _states(self) -> tuple[States, ...]:
+        return self.optimizer.all_states
+
+    def states_of(self, chunk: int) -> States:
+        """What the chunk keeps for its updates. A frozen chunk has no such lists."""
+        return self._states[self.chunks[chunk].kind]
+
+    def update_bytes(self, chunk: int) -> int:
+        """Returns the memory traffic of one update of one rank's slice, without padding; 0 for a frozen chunk."""
+        params = self.own_params(chunk)
+        return self.states_of(chunk).update_bytes(params, self._shapes(chunk), self.ranks) if params else 0
+
+    def own_params(self, chunk: int) -> int:
+        """Returns the trainable parameters of one rank's slice, without padding; 0 for a frozen chunk."""
+        return 0 if self.chunks[chunk].frozen else -(-self.chunks[chunk].params // self.ranks)
+
+    def _shapes(self, chunk: int) -> list[tuple[int, ...]]:
+        return [slot.shape for slot in self.chunks[chunk].slots]
+
+    def unpadded_states_bytes(self, chunk: int) -> int:
+        """Returns the bytes of all states of one rank's slice, without padding."""
+        return sum(self.states_of(chunk).list_bytes(self.own_params(chunk), self._shapes(chunk), self.ranks).values())
 
     @cached_property
     def lists(self) -> tuple[str, ...]:
@@ -130,7 +158,8 @@ class Layout:
                 table[c.index, "grad32"] = numel * self.sum_width(c.index)
                 if self.ranks > 1:
                     table[c.index, "grad_remote"] = numel * width * (self.ranks - 1)
-                table |= {(c.index, name): size for name, size in self.optimizer.list_bytes(numel).items()}
+                states = self.states_of(c.index).list_bytes(numel, self._shapes(c.index), self.ranks)
+                table |= {(c.index, name): size for name, size in states.items()}
         return table
 
     @cached_property
@@ -148,8 +177,9 @@ class Layout:
         numel = self.chunks[chunk].numel
         if self.ranks == 1:
             return numel
-        unit = self.ranks * ALIGN
-        return (numel + unit - 1) // unit * ALIGN
+        align = max(ALIGN, self.states_of(chunk).block)
+        unit = self.ranks * align
+        return (numel + unit - 1) // unit * align
 
     def whole_bytes(self, chunk: int) -> int:
         """The slices of all ranks, which a gather or a reduce-scatter handles."""
@@ -171,9 +201,10 @@ class Layout:
         raise PlanError(f"{kind} {chunk} has no list {list_name!r}; it has {known}")
 
     def part_range(self, chunk: int, part: Part) -> tuple[int, int]:
-        """Returns (first, end) in one rank's slice of every list. Parts begin at multiples of `PART_ALIGN`."""
-        numel = self.slice_numel(chunk)
-        first, end = (numel * n // part.of // PART_ALIGN * PART_ALIGN for n in (part.number, part.number + 1))
+        """Returns (first, end) in one rank's slice of every list. Parts begin at multiples of `PART_ALIGN`, and of the
+        blocks of the chunk's states."""
+        numel, align = self.slice_numel(chunk), max(PART_ALIGN, self.states_of(chunk).block)
+        first, end = (numel * n // part.of // align * align for n in (part.number, part.number + 1))
         return first, numel if part.last else end
 
     def part_bytes(self, chunk: int, part: Part, size_bytes: int) -> int:
@@ -187,7 +218,7 @@ class Layout:
 
     def states_bytes(self, chunk: int) -> int:
         """Returns the bytes of all optimizer state lists of a chunk, of one rank's slice; 0 for a frozen chunk."""
-        return 0 if self.chunks[chunk].frozen else self.optimizer.states_bytes(self.slice_numel(chunk))
+        return sum(self._payloads.get((chunk, name), 0) for name in self.state_lists)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the layout for JSON; `layout_file.layout_of` is the reverse."""
@@ -212,13 +243,14 @@ class Layout:
 
 class _Item(NamedTuple):
     """first_use: moment of the first use.
-    padded: numel, rounded up to ALIGN.
+    padded: numel, rounded up to whole vectors and to whole blocks of its states.
     """
 
     first_use: int
     tensor: int
     numel: int
     padded: int
+    shape: tuple[int, ...]
 
 
 class _Class(NamedTuple):
@@ -227,6 +259,7 @@ class _Class(NamedTuple):
     frozen: bool
     dtype: str
     group: int
+    kind: int
 
     @property
     def width(self) -> int:
@@ -343,10 +376,17 @@ def _chunk(index: int, key: _Class, items: Iterable[_Item], numel: int, small: b
     slots: list[Slot] = []
     offset = 0
     for item in items:
-        slots.append(Slot(tensor=item.tensor, offset=offset, numel=item.numel))
+        slots.append(Slot(tensor=item.tensor, offset=offset, numel=item.numel, shape=item.shape))
         offset += item.padded
     return Chunk(
-        index=index, numel=numel, slots=tuple(slots), small=small, frozen=key.frozen, dtype=key.dtype, group=key.group
+        index=index,
+        numel=numel,
+        slots=tuple(slots),
+        small=small,
+        frozen=key.frozen,
+        dtype=key.dtype,
+        group=key.group,
+        kind=key.kind,
     )
 
 
@@ -358,6 +398,8 @@ def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
         if use.kind is UseKind.READ and use.moment < first[use.tensor]:
             first[use.tensor] = use.moment
     order = sorted(range(len(first)), key=lambda i: (first[i], i))
+    optimizer = workload.optimizer
+    blocks = [states.block for states in optimizer.all_states]
     classes: dict[_Class, list[_Item]] = {}
     for index in order:
         tensor = workload.tensors[index]
@@ -365,9 +407,11 @@ def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
             continue
         if tensor.dtype not in DTYPES:
             raise PlanError(f"tensor {tensor.name!r} has dtype {tensor.dtype!r}; chunks can hold {', '.join(DTYPES)}")
-        numel = tensor.numel
-        key = _Class(tensor.frozen, tensor.dtype, tensor.group)
-        classes.setdefault(key, []).append(_Item(first[index], index, numel, -(-numel // ALIGN) * ALIGN))
+        kind = 0 if tensor.frozen else optimizer.kind_of(tensor.name, tensor.shape)
+        key = _Class(tensor.frozen, tensor.dtype, tensor.group, kind)
+        align, numel = max(ALIGN, blocks[kind]), tensor.numel
+        item = _Item(first[index], index, numel, -(-numel // align) * align, tensor.shape)
+        classes.setdefault(key, []).append(item)
     return classes
 
 

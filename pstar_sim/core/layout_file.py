@@ -8,7 +8,7 @@ from pstar_sim.core.layout import Chunk, Layout, Slot
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import PlanError
 from pstar_sim.schema.fields import Natural, Table, choice, says
-from pstar_sim.workload.optimizers import OptimizerSpec
+from pstar_sim.workload.workload import Workload
 
 __all__ = ["LayoutForm", "layout_of"]
 
@@ -38,10 +38,19 @@ class LayoutForm(Table, frozen=True, kw_only=True):
     chunks: Annotated[tuple[ChunkForm, ...], says("all chunks in order of first use, small ones first")]
 
 
-def layout_of(form: LayoutForm, optimizer: OptimizerSpec) -> Layout:
+def layout_of(form: LayoutForm, workload: Workload) -> Layout:
     """`Layout.to_dict` is the reverse. Raises PlanError for a layout of other states."""
+    optimizer, tensors = workload.optimizer, workload.tensors
     if form.state_bytes != optimizer.state_bytes:
         raise PlanError("field 'layout.state_bytes' differs from 'workload.optimizer.state_bytes'")
+
+    def kind(chunk: ChunkForm) -> int:
+        tensor = tensors[chunk.slots[0][0]] if chunk.slots and chunk.slots[0][0] < len(tensors) else None
+        return 0 if chunk.frozen or tensor is None else optimizer.kind_of(tensor.name, tensor.shape)
+
+    def shape(tensor: int) -> tuple[int, ...]:
+        return tensors[tensor].shape if tensor < len(tensors) else ()
+
     return Layout(
         chunk_bytes=form.chunk_bytes,
         chunks=tuple(
@@ -52,7 +61,8 @@ def layout_of(form: LayoutForm, optimizer: OptimizerSpec) -> Layout:
                 frozen=chunk.frozen,
                 small=chunk.small,
                 group=chunk.group,
-                slots=tuple(Slot(tensor=t, offset=o, numel=n) for t, o, n in chunk.slots),
+                slots=tuple(Slot(tensor=t, offset=o, numel=n, shape=shape(t)) for t, o, n in chunk.slots),
+                kind=kind(chunk),
             )
             for index, chunk in enumerate(form.chunks)
         ),

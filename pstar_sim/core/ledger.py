@@ -203,12 +203,14 @@ class Moves:
         """Returns columns (kind, payload, value) of the entries of events 0, 1, 2, ..., and the number of entries of
         each. Event 2 * i is the start of step i, event 2 * i + 1 its end.
 
-        Entries are written once for all steps that differ in their chunk alone, as if it were chunk 0, and once for all
-        steps of a moment. Steps of number n have pattern 2 * n at their start and pattern 2 * n + 1 at their end.
+        Entries are written once for all steps that differ in their chunk alone, as if it were chunk 0 (updates: once
+        for each kind of states), and once for all steps of a moment. Steps of number n have pattern 2 * n at their
+        start and pattern 2 * n + 1 at their end.
         """
         moments, compute = len(self.plan.workload.moments), Kind.COMPUTE
         patterns = self._moments()
-        alike: dict[tuple[Kind, str | None, Place | None, bool, bool], int] = {}
+        alike: dict[tuple[Kind, str | None, Place | None, bool, bool, tuple[str, ...]], int] = {}
+        names = {c.index: self.plan.layout.states_of(c.index).names for c in self.plan.layout.chunks}
         number: list[int] = []
         chunk: list[int] = []
         for step in self.plan.steps:
@@ -218,11 +220,12 @@ class Moves:
                 number.append(step.moment)
                 chunk.append(0)
                 continue
-            key = (step.kind, step.list, step.place, step.chunk is None, step.completes)
+            states = names.get(step.chunk or 0, ()) if step.kind in UPDATES else ()
+            key = (step.kind, step.list, step.place, step.chunk is None, step.completes, states)
             n = alike.get(key)
             if n is None:
                 n = alike[key] = moments + len(alike)
-                for at_end, pattern in enumerate(self._pattern(step)):
+                for at_end, pattern in enumerate(self._pattern(step, states)):
                     entries = [
                         (2 * n + at_end, what, self._first_of(name, p), value) for what, name, p, value in pattern
                     ]
@@ -278,9 +281,12 @@ class Moves:
             about(BECOME, overwriting, overwritten, _GRAD, at_end=1),
         ]
 
-    def _pattern(self, step: Step) -> tuple[_Pattern, _Pattern]:
+    def _pattern(self, step: Step, states: Iterable[str]) -> tuple[_Pattern, _Pattern]:
         """Returns the entries of the start and of the end. A part that is not the last leaves no category: [Note: parts
-        of a step] in step.py."""
+        of a step] in step.py.
+
+        states: lists that an update changes.
+        """
         begins: _Pattern = []
         ends: _Pattern = []
         if step.kind in (Kind.STASH_OUT, Kind.STASH_IN):  # a stash's bytes are in the tide and in a buffer
@@ -290,7 +296,7 @@ class Moves:
             raise PlanError(f"step {step.id}: a {step.kind.value} step needs chunk=")
         if step.kind in UPDATES:
             place = _HOST if EFFECTS[step.kind].reads is Place.HOST else _GPU
-            begins += [(NEED, name, place, 0) for name in ("param", *self.plan.layout.state_lists)]
+            begins += [(NEED, name, place, 0) for name in ("param", *states)]
             ends += [(BECOME, "param", place, _PARAM)] if step.completes else []
         begins += [(NEED, r.list, PLACES.index(r.place), 0) for r in reads(step)]
         if taken is not None:

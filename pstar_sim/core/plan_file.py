@@ -205,7 +205,7 @@ def _plan(found: PlanFile, text: str) -> Plan:
         choices=found.choices,
         machine=found.machine,
         workload=found.workload,
-        layout=layout_of(found.layout, found.workload.optimizer),
+        layout=layout_of(found.layout, found.workload),
         modes=found.modes,
         buffers=found.buffers,
         initial=_initial(found.initial),

@@ -610,8 +610,8 @@ def express(plan: Plan) -> Expressed:
     if params == "cpu" and (kept := whereabouts(plan).params_on_gpu) > 0:
         cannot.append(f"the {kept:.0%} of the parameters that stay on the GPU: with offload_param none stay")
     optimizer = "sgd-momentum" if w.optimizer.name.startswith("sgd") else "adamw"
-    if w.optimizer.name not in ("adamw", "sgd-momentum"):
-        cannot.append(f"the states of {w.optimizer.name}: predicted with {optimizer}")
+    if w.optimizer.words not in ("", "sgd-momentum"):
+        cannot.append(f"the states of {w.optimizer.words}: predicted with {optimizer}")
     if w.checkpointing:
         cannot.append("recomputed activations: the script switches them on (gradient_checkpointing_enable)")
     details: dict[str, object] = {"stage": stage, "states": states, "params": params}

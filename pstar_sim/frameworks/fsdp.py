@@ -169,6 +169,6 @@ def _limits(plan: Plan, framework: str, where: Whereabouts, dtype: str, *, says_
         ),
         "loss scaling: the script needs a gradient scaler for fp16": DTYPES[dtype].scaled,
         f"fp16: {framework} trains in bf16 or fp32; the file says {dtype}": dtype != w.dtype,
-        f"the states of {w.optimizer.name}: the script makes the optimizer": w.optimizer.name != "adamw",
+        f"the states of {w.optimizer.words}: the script makes the optimizer": bool(w.optimizer.words),
         f"{batch}: the script's": not says_batch,
     }

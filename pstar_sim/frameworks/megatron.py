@@ -61,8 +61,8 @@ def express(plan: Plan) -> Expressed:
         )
     if where.states_on_disks or where.params_on_disks:
         cannot.append("disks: Megatron has none; predicted with the states on the host")
-    if w.optimizer.name != "adamw":
-        cannot.append(f"the states of {w.optimizer.name}: predicted with AdamW's fp32 states")
+    if w.optimizer.words:
+        cannot.append(f"the states of {w.optimizer.words}: predicted with AdamW's fp32 states")
     several = share < 1 and plan.machine.data_parallel_size > 1
     notes = {
         "not modelled: parameters whole on every GPU; predicted as gathered when they are needed": several,

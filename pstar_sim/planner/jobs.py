@@ -109,7 +109,7 @@ class Job(Axes):
             )
         if workload.dtype != MASTER:
             workload = retype(workload, self.dtype_on(machine))
-        return workload if self.optimizer is None else with_optimizer(workload, self.optimizer)
+        return with_optimizer(workload, self.optimizer, self.masters)
 
 
 @lru_cache(maxsize=32)

@@ -197,7 +197,7 @@ def max_model(
         shares=tuple(shares),
         job=job,
         dtype=working,
-        least_bytes=DTYPES[working].bytes + (0 if adapter else job.states.states_bytes_per_param),
+        least_bytes=DTYPES[working].bytes + (0 if adapter else job.states.least_bytes_per_param),
     )
     ask = _asker(machine, settings, loading)
     found = _limits(

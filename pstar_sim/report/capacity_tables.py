@@ -90,7 +90,7 @@ def _asked(answer: Fits) -> tuple[str, str]:
     w, m = answer.workload, answer.machine
     each = "" if m.world_size == 1 else f" for each of {m.world_size} GPUs"
     parts = [w.model, f"{_params(w.params)} parameters", batch_words(answer), f"sequence {w.sequence}", w.dtype]
-    parts += [word for word in (w.notes, w.optimizer.name) if word and word != "adamw"]
+    parts += [word for word in (w.notes, w.optimizer.words) if word]
     machine = f"on {m.name}: {_memory(m)}{each}; weights are {_loaded(answer.loading, m)}"
     return ", ".join(parts) + _kernels(w.kernels), machine
 

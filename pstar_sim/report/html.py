@@ -65,7 +65,7 @@ def workload_html(workload: Workload) -> str:
         ("batch", f"{w.batch} x {w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''}"),
         ("tokens per sequence", str(w.sequence)),
         ("checkpointing", "on" if w.checkpointing else "off"),
-        ("optimizer", w.optimizer.name),
+        ("optimizer", w.optimizer.words or w.optimizer.name),
         ("moments", str(len(w.moments))),
         ("peak of the tide", format_bytes(w.peak_non_model_bytes)),
     ]

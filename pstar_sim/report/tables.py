@@ -61,7 +61,7 @@ def heading(answer: TableAnswer) -> str:
         batch_words(answer),
         f"sequence {w.sequence}",
         w.dtype,
-        *([w.optimizer.name] if w.optimizer.name != "adamw" else []),
+        *([w.optimizer.words] if w.optimizer.words else []),
         activations_text(w) if w.activations else "checkpointing" if w.checkpointing else "no checkpointing",
         *([kernels_text(w.kernels)] if w.kernels else []),
         f"update {s.update}",

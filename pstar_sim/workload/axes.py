@@ -14,6 +14,7 @@ from pstar_sim.dtypes import DTYPES
 from pstar_sim.python310 import Unpack
 from pstar_sim.workload.adapter import Adapter
 from pstar_sim.workload.kernels import KERNELS, LOSSES
+from pstar_sim.workload.optimizers import MASTERS, OPTIMIZERS
 
 __all__ = ["Axes", "AxesGiven", "Axis", "all_axes"]
 
@@ -52,7 +53,7 @@ def _words(names: Iterable[str]) -> str:
 _RECOMPUTE = "recompute activations in the backward pass"
 _LORA = "freeze the model and train adapters of rank R, such as r=16 or r=8,targets=all-linear (presets only)"
 _KERNELS = "kernels of a preset, attention aside: eager, fused, compiled or megatron (default: the usual)"
-_OPTIMIZERS = "adamw, adamw-bf16-states, sgd-momentum or sgd"
+_OPTIMIZERS = _words(OPTIMIZERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +118,16 @@ class Axes:
         str | None,
         Axis(help=f"{_OPTIMIZERS} (default: adamw, or the trace's)", metavar="O", values=_OPTIMIZERS, default="adamw"),
     ] = None
+    masters: Annotated[
+        str | None,
+        Axis(
+            help="masters of 16-bit parameters: fp32 (default), or none (pure bf16, as torchtune trains)",
+            values=_words(MASTERS),
+            names=MASTERS,
+            plural="kinds of masters",
+            default=MASTERS[0],
+        ),
+    ] = None
     loss: Annotated[
         str | None,
         Axis(
@@ -163,6 +174,7 @@ class AxesGiven(TypedDict, total=False):
     kernels: str | None
     lora: Adapter | str | int | None
     optimizer: str | None
+    masters: str | None
     loss: str | None
     language_head: bool | None
     early_stop: bool | None

@@ -1,91 +1,288 @@
-"""Optimizers: the states that each keeps, and the bytes that one update moves through memory.
+"""Optimizers: the states that each keeps, and what one update reads, writes and computes.
 
-A layout, a bound or a cost never multiplies by a list's width: it asks the optimizer for the bytes of a list, of all
-states, or of an update. So an optimizer whose lists have scales, or rows and columns, is a matter of this file.
+A layout, a bound or a cost never multiplies by a list's width: it asks the `States` of a chunk. So an optimizer whose
+states have scales, or rows and columns, or other states for matrices, is a row of `OPTIMIZERS`.
 
-Every optimizer keeps an fp32 master copy of the parameter (`MASTER_LIST`). In an update each state is read and written,
-the 2-byte gradient is read and the 2-byte parameter is written:
+[Note: masters] Every optimizer keeps a master copy of the parameter (`MASTER_LIST`), from which an update writes the
+working list. It has 4 bytes. Where a model is trained without fp32 masters (pure bf16), it has the width of the working
+list: it is the parameter itself. A gradient overwrites the working list, so no parameter takes its bytes twice.
 
-- adamw: two fp32 moments. 4 + 4 + 4 read and written, 2 in, 2 out: 28.
-- adamw-bf16-states: both moments in bf16. 4 + 2 + 2 read and written, 2 in, 2 out: 20.
-- sgd-momentum: one fp32 momentum. 4 + 4 read and written, 2 in, 2 out: 20.
-- sgd: no state but the master copy. 4 read and written, 2 in, 2 out: 12.
+[Note: granularity] An update may need more than one element at a time: a block of 8-bit states shares a scale, and Muon
+and Adafactor need a whole matrix. No block reaches over the end of a tensor, of a rank's slice or of a part of an
+update. Slices of several ranks do cut matrices: such a plan has the right bytes, and the executor refuses it.
+
+[Note: traffic] In an update each state is read and written, the 2-byte gradient is read and the 2-byte parameter is
+written. With two fp32 moments and the master that is 2 * (4 + 4 + 4) + 2 + 2 = 28 bytes per parameter.
 
 The executor runs adamw and adamw-bf16-states, and refuses the others; these can only be planned.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
 
 from pstar_sim.arguments import text
 from pstar_sim.catalog.machine import ADAM_BYTES_PER_PARAM
 from pstar_sim.errors import UnknownName
 
-__all__ = ["MASTER_LIST", "OPTIMIZERS", "OptimizerSpec", "optimizer_spec"]
+__all__ = ["MASTERS", "MASTER_LIST", "OPTIMIZERS", "OptimizerSpec", "StateList", "States", "optimizer_spec"]
+
+Shape = Sequence[int]
 
 MASTER_LIST = "param32"
 """The list of master copies, from which an update writes the working list."""
-_MASTER = (MASTER_LIST, 4)
+MASTERS = ("fp32", "none")
+"""Whether the optimizer keeps fp32 masters of narrower parameters ([Note: masters])."""
+_IN_AND_OUT = 2 + 2  # bytes of the gradient that an update reads, and of the parameter that it writes
+_BLOCK = 256  # elements of 8-bit states that share a scale (bitsandbytes, torchao)
+_LEAST_8_BIT = 4096  # elements; smaller tensors keep fp32 moments (bitsandbytes' min_8bit_size)
+_CPU_8_BIT = 0.88 / 0.043  # one thread, in billions of parameters per second: torch's fused AdamW, bitsandbytes 0.50
+_NS_STEPS = 5  # Newton-Schulz iterations of torch.optim.Muon
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateList:
+    """A list of states. Its bytes are the sum of these figures.
+
+    per_block: of `States.block` elements.
+    per_row, per_column: of each matrix.
+    """
+
+    name: str
+    per_element: int = 0
+    per_block: int = 0
+    per_row: int = 0
+    per_column: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class States:
+    """What the tensors of a chunk keep, and what their update costs.
+
+    name: of the rule of the update.
+    block: elements that are updated together, and whole: tensors are updated whole ([Note: granularity]).
+    traffic_per_param: bytes of one update through memory; None: as in [Note: traffic].
+    cpu_slowness: seconds of an update on the CPU over those of fused AdamW with the same traffic.
+    products: (batches, m, k, n) of the matrix products of an update in bf16, by the tensor's shape.
+    """
+
+    name: str
+    lists: tuple[StateList, ...]
+    block: int = 1
+    whole: bool = False
+    traffic_per_param: int | None = None
+    cpu_slowness: float = 1.0
+    products: Callable[[Shape], Sequence[tuple[int, int, int, int]]] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the lists, in storage order."""
+        return tuple([row.name for row in self.lists])
+
+    def list_bytes(self, numel: int, shapes: Iterable[Shape] = (), ranks: int = 1) -> dict[str, int]:
+        """Returns list -> bytes of one rank's slice.
+
+        numel: elements of the slice, padding included.
+        shapes: of the tensors in the slices of all ranks.
+        """
+        shapes = tuple(shapes)
+        rows, columns = sum(shape[0] if shape else 1 for shape in shapes), sum(prod(shape[1:]) for shape in shapes)
+        return {
+            each.name: numel * each.per_element
+            + -(-numel // self.block) * each.per_block
+            + -(-(rows * each.per_row + columns * each.per_column) // ranks)
+            for each in self.lists
+        }
+
+    def update_bytes(self, numel: int, shapes: Iterable[Shape] = (), ranks: int = 1) -> int:
+        """Returns the reads and writes of one update ([Note: traffic]). Arguments as in `list_bytes`."""
+        if self.traffic_per_param is not None:
+            return numel * self.traffic_per_param
+        return 2 * sum(self.list_bytes(numel, shapes, ranks).values()) + numel * _IN_AND_OUT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """Tensors that have states of their own: those for which `of`, given name and shape, is true."""
+
+    states: States
+    of: Callable[[str, Shape], bool]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSpec:
     """The states that the optimizer keeps for each trainable parameter.
 
-    name: name of the optimizer.
-    state_bytes: list name -> bytes per parameter, in storage order. The default is AdamW with fp32 states; with the
-        2-byte working list it takes 14 bytes per parameter.
-    dram_bytes_per_param: host memory traffic of one CPU update (reads and writes of the states, gradient in, parameter
-        out).
+    name: name of the optimizer, by which it has its `kinds`.
+    state_bytes: list name -> bytes per parameter, in storage order, of a tensor that is of no kind. The default is
+        AdamW with fp32 states; with the 2-byte working list it takes 14 bytes per parameter.
+    dram_bytes_per_param: host memory traffic of one CPU update of such a tensor ([Note: traffic]).
     """
 
     name: str = "adamw"
-    state_bytes: tuple[tuple[str, int], ...] = (_MASTER, ("momentum", 4), ("variance", 4))
+    state_bytes: tuple[tuple[str, int], ...] = ((MASTER_LIST, 4), ("momentum", 4), ("variance", 4))
     dram_bytes_per_param: int = ADAM_BYTES_PER_PARAM
 
     @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Tensors with other states. A tensor is of the first that takes it."""
+        width = dict(self.state_bytes).get(MASTER_LIST, 4)
+        return tuple(
+            [replace(kind, states=_narrow(self.name, kind.states, width)) for kind in _KINDS.get(self.name, ())]
+        )
+
+    @property
+    def all_states(self) -> tuple[States, ...]:
+        """The states of tensors of no kind, then those of each kind."""
+        lists = tuple([StateList(name=name, per_element=size) for name, size in self.state_bytes])
+        plain = States(name=self.name, lists=lists, traffic_per_param=self.dram_bytes_per_param)
+        return (plain, *(kind.states for kind in self.kinds))
+
+    @property
     def lists(self) -> tuple[str, ...]:
-        """Names of the state lists, in storage order."""
-        return tuple(name for name, _ in self.state_bytes)
+        """Names of the lists of all tensors, in storage order."""
+        return tuple(dict.fromkeys(name for states in self.all_states for name in states.names))
 
     @property
-    def states_bytes_per_param(self) -> float:
-        return sum(size for _, size in self.state_bytes)
+    def least_bytes_per_param(self) -> float:
+        """Bytes of states of the tensors that keep least, rows and columns left out."""
+        return min(sum(row.per_element + row.per_block / s.block for row in s.lists) for s in self.all_states)
+
+    def kind_of(self, name: str, shape: Shape) -> int:
+        """Returns the position in `all_states` of the states of a tensor."""
+        return next((n for n, kind in enumerate(_KINDS.get(self.name, ()), 1) if kind.of(name, shape)), 0)
 
     @property
-    def widest_bytes_per_param(self) -> float:
-        """0 without lists."""
-        return max((size for _, size in self.state_bytes), default=0)
+    def masters(self) -> str:
+        """One of MASTERS. An fp32 parameter is its own master."""
+        return MASTERS[1] if dict(self.state_bytes).get(MASTER_LIST, 4) < 4 else MASTERS[0]
 
-    def list_bytes(self, numel: int) -> dict[str, int]:
-        return {name: numel * size for name, size in self.state_bytes}
+    @property
+    def words(self) -> str:
+        """For answers; "" for AdamW with fp32 states."""
+        if self == OptimizerSpec():
+            return ""
+        return self.name if self.masters == MASTERS[0] else f"{self.name} without fp32 masters"
 
-    def states_bytes(self, numel: int) -> int:
-        return sum(self.list_bytes(numel).values())
+    def without_masters(self, width: int) -> OptimizerSpec:
+        """Returns the optimizer of a model whose parameters have `width` bytes and no fp32 masters."""
+        plain = _narrow(self.name, self.all_states[0], width)
+        sizes = tuple([(row.name, row.per_element) for row in plain.lists])
+        return replace(self, state_bytes=sizes, dram_bytes_per_param=_traffic(sizes))
 
-    def update_bytes(self, numel: int) -> int:
-        """Reads and writes of one update."""
-        return numel * self.dram_bytes_per_param
 
+def _narrow(name: str, states: States, width: int) -> States:
+    """Returns the states of an optimizer beside a master of `width` bytes. The moments that torch makes have the
+    parameter's dtype where it has no wider master."""
+    follow = {MASTER_LIST} if name in _OWN_WIDTH else set(states.names)
+    lists = [
+        replace(r, per_element=min(r.per_element, width) if r.name in follow else r.per_element) for r in states.lists
+    ]
+    return replace(states, lists=tuple(lists))
+
+
+def _traffic(state_bytes: Iterable[tuple[str, int]]) -> int:
+    return 2 * sum(size for _, size in state_bytes) + _IN_AND_OUT
+
+
+_EMBEDDING = re.compile(r"(^|[._])(embed\w*|\w*embeddings?|wte|wpe)([._]|$)")
+_HEAD = re.compile(r"(^|[._])(lm_head|head|output|classifier|score)[._]")
+
+
+def _is_large(name: str, shape: Shape) -> bool:
+    """Whether states have 8 bits, as in the Trainer of transformers: embeddings keep 32."""
+    return prod(shape) >= _LEAST_8_BIT and not _EMBEDDING.search(name)
+
+
+def _is_matrix(name: str, shape: Shape) -> bool:
+    """Whether Muon updates a tensor, by its usual split: matrices but for embeddings and the head."""
+    return len(shape) == 2 and not _EMBEDDING.search(name) and not _HEAD.search(name)
+
+
+def _has_columns(name: str, shape: Shape) -> bool:
+    return len(shape) >= 2
+
+
+def _newton_schulz(shape: Shape) -> Sequence[tuple[int, int, int, int]]:
+    """Returns the products of the iterations, each A = X X^T, A A and (b A + c A A) X for X [m, n] with m <= n."""
+    m, n = sorted(shape)
+    return _NS_STEPS * ((1, m, n, m), (1, m, m, m), (1, m, m, n))
+
+
+def _elementwise(name: str, *moments: tuple[str, int]) -> OptimizerSpec:
+    sizes = ((MASTER_LIST, 4), *moments)
+    return OptimizerSpec(name=name, state_bytes=sizes, dram_bytes_per_param=_traffic(sizes))
+
+
+def _states(name: str, *moments: StateList, **how: Any) -> States:
+    return States(name=name, lists=(StateList(name=MASTER_LIST, per_element=4), *moments), **how)
+
+
+def _in_8_bits(name: str, *moments: str) -> Kind:
+    """Returns bitsandbytes' states: a byte per element and an fp32 scale per block in each moment."""
+    lists = [StateList(name=each, per_element=1, per_block=4) for each in moments]
+    return Kind(states=_states(name, *lists, block=_BLOCK, cpu_slowness=_CPU_8_BIT), of=_is_large)
+
+
+_FP32 = (("momentum", 4), ("variance", 4))
+_MUON = _states("muon", StateList(name="momentum", per_element=4), whole=True, products=_newton_schulz)
+_FACTORED = _states("adafactor", StateList(name="variance", per_row=4, per_column=4), whole=True)
 
 OPTIMIZERS = {
-    "adamw": OptimizerSpec(),
-    "adamw-bf16-states": OptimizerSpec(
-        name="adamw-bf16-states",
-        state_bytes=(_MASTER, ("momentum", 2), ("variance", 2)),
-        dram_bytes_per_param=2 * (4 + 2 + 2) + 2 + 2,
-    ),
-    "sgd-momentum": OptimizerSpec(
-        name="sgd-momentum", state_bytes=(_MASTER, ("momentum", 4)), dram_bytes_per_param=2 * (4 + 4) + 2 + 2
-    ),
-    "sgd": OptimizerSpec(name="sgd", state_bytes=(_MASTER,), dram_bytes_per_param=2 * 4 + 2 + 2),
+    spec.name: spec
+    for spec in (
+        OptimizerSpec(),
+        _elementwise("adamw-bf16-states", ("momentum", 2), ("variance", 2)),
+        _elementwise("adamw-8bit", *_FP32),
+        _elementwise("adam", *_FP32),
+        _elementwise("lion", ("momentum", 4)),
+        _elementwise("lion-8bit", ("momentum", 4)),
+        _elementwise("adafactor", ("variance", 4)),
+        _elementwise("muon", *_FP32),
+        _elementwise("sgd-momentum", ("momentum", 4)),
+        _elementwise("sgd"),
+    )
 }
+_KINDS = {
+    "adamw-8bit": (_in_8_bits("adamw-8bit", "momentum", "variance"),),
+    "lion-8bit": (_in_8_bits("lion-8bit", "momentum"),),
+    "adafactor": (Kind(states=_FACTORED, of=_has_columns),),
+    "muon": (Kind(states=_MUON, of=_is_matrix),),
+}
+_OWN_WIDTH = ("adamw-8bit", "lion-8bit")
+"""Optimizers whose moments keep their width beside a narrower parameter."""
+
+ALIASES = {
+    "adamw_8bit": "adamw-8bit",
+    "adamw_bnb_8bit": "adamw-8bit",
+    "adamw8bit": "adamw-8bit",
+    "paged_adamw_8bit": "adamw-8bit",
+    "lion_8bit": "lion-8bit",
+    "lion_bnb_8bit": "lion-8bit",
+    "lion8bit": "lion-8bit",
+    "lion_32bit": "lion",
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+}
+"""Names of frameworks and libraries."""
 
 
-def optimizer_spec(name: str) -> OptimizerSpec:
-    """Raises UnknownName."""
+def optimizer_spec(name: str, *, masters: str | None = None, width: int = 4) -> OptimizerSpec:
+    """Returns an optimizer by its name here, in a framework or in a library.
+
+    masters: one of MASTERS; None: "fp32".
+    width: bytes of the model's parameters.
+
+    Raises UnknownName.
+    """
     text("optimizer", name, f"one of {', '.join(OPTIMIZERS)}")
-    if name not in OPTIMIZERS:
+    key = name.lower()
+    key = ALIASES.get(key, key)
+    if key not in OPTIMIZERS:
         raise UnknownName("optimizer", name, tuple(OPTIMIZERS))
-    return OPTIMIZERS[name]
+    spec = OPTIMIZERS[key]
+    return spec.without_masters(width) if masters == MASTERS[1] else spec

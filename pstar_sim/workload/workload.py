@@ -283,6 +283,17 @@ class Workload:
         return {}
 
     @cached_property
+    def states_bytes_per_param(self) -> float:
+        """Mean bytes of optimizer states per trainable parameter; without any, those of a tensor of no kind."""
+        kinds, numel, size = self.optimizer.all_states, 0, 0
+        for t in self.tensors:
+            if not t.frozen and t.tied_to is None:
+                states = kinds[self.optimizer.kind_of(t.name, t.shape)]
+                numel += t.numel
+                size += sum(states.list_bytes(t.numel, [t.shape]).values())
+        return size / numel if numel else sum(size for _, size in self.optimizer.state_bytes)
+
+    @cached_property
     def params(self) -> int:
         """Tied parameters count once."""
         return sum(t.numel for t in self.tensors if t.tied_to is None)
@@ -434,7 +445,7 @@ def _check_moment(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
 def _check_optimizer(w: Workload, bad: _Bad) -> None:
     if w.optimizer.dram_bytes_per_param < 1:
         raise bad("optimizer.dram_bytes_per_param", w.optimizer.dram_bytes_per_param, "it must be at least 1")
-    names = w.optimizer.lists
+    names = [name for name, _ in w.optimizer.state_bytes]
     for i, (name, size) in enumerate(w.optimizer.state_bytes):
         if names.index(name) < i or name in _WORKING_LISTS:
             raise bad(f"optimizer.state_bytes[{i}]", name, "each state needs a name of its own")
@@ -687,9 +698,19 @@ def retype(w: Workload, dtype: str) -> Workload:
     return replace(w, dtype=dtype, tensors=tensors, dtype_open=False)
 
 
-def with_optimizer(w: Workload, name: str) -> Workload:
-    """Raises UnknownName."""
-    return replace(w, optimizer=optimizer_spec(name))
+def with_optimizer(w: Workload, name: str | None = None, masters: str | None = None) -> Workload:
+    """Returns the same job with another optimizer.
+
+    name: None: the workload's.
+    masters: as in `optimizer_spec`; None: the workload's.
+
+    Raises UnknownName.
+    """
+    if name is None and masters is None:
+        return w
+    masters = masters or w.optimizer.masters
+    spec = optimizer_spec(name or w.optimizer.name, masters=masters, width=DTYPES[w.dtype].bytes)
+    return replace(w, optimizer=spec)
 
 
 def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:

@@ -192,7 +192,7 @@ def test_every_parameter_has_exactly_one_place(seed: int):
             assert s.offset >= end and s.offset % 16 == 0
             end = s.offset + s.numel
         assert end <= c.numel
-    assert layout_of(convert(LayoutForm, layout.to_dict()), w.optimizer) == layout
+    assert layout_of(convert(LayoutForm, layout.to_dict()), w) == layout
 
 
 def test_bad_sizes_and_dtypes_are_named():

@@ -119,7 +119,7 @@ def random_job(rng: random.Random) -> tuple[Workload, Machine, Settings]:
     params = max(1, w.trainable_params)
     model = sum(t.bytes for t in w.tensors)
     copies = model * rng.choice((1, w.micro_batches))
-    all_states = params * (w.optimizer.states_bytes_per_param + 4 * (w.micro_batches > 1))
+    all_states = params * (w.states_bytes_per_param + 4 * (w.micro_batches > 1))
     beside = rng.uniform(0.2, 1.0) if scarce == "room" else rng.choice((0.5, 1.0, 1.5, 2.0, 4.0))
     machine = round_machine(
         name="random",

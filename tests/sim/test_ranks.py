@@ -225,7 +225,7 @@ def test_slices() -> None:
     assert build_layout(w, chunk_bytes=2000).slice_numel(0) == 1008  # the chunk itself is aligned, too
     with pytest.raises(PlanError, match="has no list 'remote'"):
         build_layout(w, chunk_bytes=2000).payload_bytes(0, "remote")
-    assert layout_of(convert(LayoutForm, three.to_dict()), w.optimizer) == three
+    assert layout_of(convert(LayoutForm, three.to_dict()), w) == three
 
 
 def test_shares_of_a_batch() -> None:

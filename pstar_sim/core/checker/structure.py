@@ -138,8 +138,8 @@ def _check_update(plan: Plan, step: Step) -> None:
     """Check an Adam, or an add of gradients on the host. Its `bytes` is the memory traffic of this rank's slice,
     without padding and frozen parameters."""
     assert step.chunk is not None
-    chunk, w = plan.layout.chunks[step.chunk], plan.workload
-    params = 0 if chunk.frozen else -(-sum(slot.numel for slot in chunk.slots) // plan.layout.ranks)
+    chunk = plan.layout.chunks[step.chunk]
+    params = plan.layout.own_params(step.chunk)
     if step.kind is Kind.CPU_ADD:
         width = DTYPES[chunk.dtype].bytes
         traffic = params * (2 * max(plan.layout.sum_bytes, width) + width)  # the sum is read and written
@@ -148,7 +148,7 @@ def _check_update(plan: Plan, step: Step) -> None:
                 f"{label(step)} has list={step.list}; list= must be grad, or param where the gradient lies there"
             )
     else:
-        traffic = w.optimizer.update_bytes(params)
+        traffic = plan.layout.update_bytes(step.chunk)
         if step.list is not None:
             raise PlanError(f"{label(step)} has list={step.list}; an update works on all lists of its chunk")
     each = traffic // params if params else 0
@@ -225,9 +225,9 @@ def _check_updates(plan: Plan) -> None:
 
 def check_pins(plan: Plan) -> None:
     """Check the two modes whose Adam runs on the gpu: "pin" keeps the states there, "stream" does not."""
-    states = plan.layout.state_lists
-    for step in plan.steps if states else ():
-        if step.kind is Kind.GPU_UPDATE and step.chunk is not None:
+    for step in plan.steps:
+        if step.kind is Kind.GPU_UPDATE and step.chunk is not None and plan.layout.states_of(step.chunk).names:
+            states = plan.layout.states_of(step.chunk).names
             stay = all(Resident(step.chunk, name, Place.GPU) in plan.initial for name in states)
             mode = plan.modes[step.chunk]
             if (mode == "pin") != stay:

@@ -522,7 +522,7 @@ class Walk:
         assert step.chunk is not None
         place = Place.HOST if step.kind is Kind.CPU_UPDATE else Place.GPU
         chunk = step.chunk
-        for name in self.states:
+        for name in self.plan.layout.states_of(chunk).names:
             key = (chunk, name, place)
             self._change(s, key)
             content = self._present(step, key, "needs")

@@ -283,7 +283,7 @@ class Course:
                     book(size, self.at[job.block_of[last]] + 1, LINGER_COPIES * down_s)
             if c in self.updates:
                 passed_s, down_s = 0.0, job.down[c, "param"][1]
-                for name in job.layout.state_lists:
+                for name in job.layout.states_of(c).names:
                     size, seconds = job.down[c, name]
                     passed_s += seconds
                     book(size, self.updates[c] + 1, passed_s)
@@ -296,7 +296,8 @@ class Course:
         job = self.job
         rows = [0] * len(self.positions)
         copies = {
-            c: [job.up[c, name] for name in reversed(job.visiting(held=c in self.modes.summed))] for c in self.updates
+            c: [job.up[c, name] for name in reversed(job.visiting(c, held=c in self.modes.summed))]
+            for c in self.updates
         }
         lasts_s = [position.seconds for position in self.positions]
         for c, update in self.updates.items():

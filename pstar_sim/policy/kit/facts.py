@@ -157,7 +157,7 @@ class Facts:
         if not self.updated(chunk):
             return ("param",)
         accumulated = ("grad32",) if self.workload.micro_batches > 1 else ()
-        return ("param", *self.layout.state_lists, *accumulated)
+        return ("param", *self.layout.states_of(chunk).names, *accumulated)
 
     def home_bytes(self, chunk: int) -> int:
         """Returns the bytes of `home_lists`, of one rank's slice."""

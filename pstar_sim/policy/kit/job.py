@@ -47,7 +47,6 @@ class Job:
     remote: of the other ranks' slices.
     permanent: of all lists that a chunk keeps where it lives.
     small_bytes: what small chunks always hold on the GPU.
-    visiting_lists: lists that come to the GPU for the update of a streamed chunk whose gradients add up on the host.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class Job:
         self.follow_tide = point.capacity == "tide"
         self.tide = uses.tide if self.follow_tide else (max(uses.tide),) * len(uses.tide)
         self.stash_bytes = sum(size for _, size in workload.stash_room)
-        self.visiting_lists = (*(("grad32",) if self.several else ()), *self.layout.state_lists)
         self._weigh_chunks()
 
     def _check_order(self) -> None:
@@ -192,7 +190,7 @@ class Job:
         sizes = {
             (c, name): self.layout.payload_bytes(c, name)
             for c in self.moving
-            for name in ("param", *(self.visiting_lists if self.uses.updated(c) else ()))
+            for name in ("param", *(self.visiting(c, held=False) if self.uses.updated(c) else ()))
         }
         return {key: (size, self.cost.transfer_s(size, direction)) for key, size in sizes.items()}
 
@@ -251,15 +249,15 @@ class Job:
         size, seconds = self.down[chunk, "grad32" if sums else "param"]
         return [(moment, size, seconds) for moment in lists]
 
-    def visiting(self, *, held: bool) -> tuple[str, ...]:
+    def visiting(self, chunk: int, *, held: bool) -> tuple[str, ...]:
         """The lists that come up for the update of a streamed chunk.
 
         held: whether its sum is on the GPU already.
         """
-        return self.layout.state_lists if held else self.visiting_lists
+        return (*(("grad32",) if self.several and not held else ()), *self.layout.states_of(chunk).names)
 
     def visiting_bytes(self, chunk: int, *, held: bool = False) -> int:
-        return sum(self.up[chunk, name][0] for name in self.visiting(held=held))
+        return sum(self.up[chunk, name][0] for name in self.visiting(chunk, held=held))
 
     def whole_bytes(self, chunk: int) -> int:
         """Returns the bytes of the working list of all ranks together."""

@@ -22,10 +22,11 @@ LARGE, MOST_PARTS, LEAST_BYTES = 2.0, 8, 16 * MIB
 
 
 def parts_of(layout: Layout) -> dict[int, int]:
-    """Returns large chunk -> number of parts of its update on the CPU. Chunks updated in one piece are left out."""
+    """Returns large chunk -> number of parts of its update on the CPU. Chunks updated in one piece are left out, such
+    as those whose tensors are updated whole ([Note: granularity] in optimizers.py)."""
     sizes = {c.index: layout.payload_bytes(c.index, "param") for c in layout.chunks if not (c.small or c.frozen)}
     usual = sorted(sizes.values())[len(sizes) // 2] if sizes else 0
-    large = {c: size for c, size in sizes.items() if size >= LARGE * usual}
+    large = {c: size for c, size in sizes.items() if size >= LARGE * usual and not layout.states_of(c).whole}
     counts = {c: min(MOST_PARTS, round(size / usual), size // LEAST_BYTES) for c, size in large.items()}
     return {c: count for c, count in counts.items() if count > 1}
 
@@ -85,7 +86,9 @@ def _parameters_up(mine: Sequence[Step], adam: Step) -> Step | None:
 
 def _at_home(plan: Plan, chunk: int) -> bool:
     """Whether the host always has working list and states."""
-    return all(Resident(chunk, name, Place.HOST) in plan.initial for name in ("param", *plan.layout.state_lists))
+    return all(
+        Resident(chunk, name, Place.HOST) in plan.initial for name in ("param", *plan.layout.states_of(chunk).names)
+    )
 
 
 def _plain(layout: Layout, step: Step) -> bool:

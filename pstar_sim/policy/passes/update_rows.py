@@ -103,7 +103,7 @@ class UpdateRows:
         rows, schedule = self._rows, self._rows.schedule
         job, c = schedule.job, schedule.positions[n].chunk
         added: After = ((rows.add_of[c], 0),) if c in rows.add_of else ()
-        lists = job.visiting(held=schedule.sum_waits(c))
+        lists = job.visiting(c, held=schedule.sum_waits(c))
         arriving = [self._working.fetch(c, n, name, added if name == "grad32" else ()) for name in lists]
         if (
             schedule.all_in_grad32(c) and schedule.visits[c][-1].first == n
@@ -139,7 +139,7 @@ class UpdateRows:
         if job.several:
             rows.release_of[c, "grad32"] = rows.drop(c, "grad32", moment)
         key, ready = rows.down_key(c), ((here, 0),)
-        for number, name in enumerate(job.layout.state_lists):
+        for number, name in enumerate(job.layout.states_of(c).names):
             rows.writeback(c, name, moment, ready, (*key, 1.0 + number), drop=True)
         if schedule.never_leaves(c):
             return

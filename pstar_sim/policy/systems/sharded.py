@@ -78,11 +78,12 @@ class Sharded:
         """
         b, m = self.b, self.last_moment
         before = [*self.before_update(c), *room]
-        lists = [name for name in (*b.layout.state_lists, "grad32") if name in b.uses.home_lists(c)]
+        states = b.layout.states_of(c).names
+        lists = [name for name in (*states, "grad32") if name in b.uses.home_lists(c)]
         update = self.gpu_adam(c, [b.fetch(c, m, before, list_name=name) for name in lists])
         gone = update
         for name in lists:
-            down = [b.writeback(c, name, m, [update])] if name in b.layout.state_lists else [update]
+            down = [b.writeback(c, name, m, [update])] if name in states else [update]
             gone = b.drop(Queue.D2H, c, m, down, name)
         return update, gone
 

@@ -106,6 +106,6 @@ class Shards:
                 b.modes[c] = "stream"
                 b.resident(c, Place.HOST, *(name for name in b.uses.home_lists(c) if name != "param"))
             elif b.uses.updated(c):
-                b.resident(c, scheme.states, *b.layout.state_lists, host_list)
+                b.resident(c, scheme.states, *b.layout.states_of(c).names, host_list)
                 if scheme.home is not Place.NVME:  # Adam on the host leaves the updated parameters there
                     b.resident(c, Place.HOST, "param")

@@ -154,7 +154,7 @@ def _optimizer_step(o: Offloaded, *, pinned: bool) -> None:
 
 def optimizer_bytes(workload: Workload) -> float:
     """Bytes per parameter of the states and of the gradient in fp32."""
-    return workload.optimizer.states_bytes_per_param + GRADIENT_BYTES_PER_PARAM
+    return workload.states_bytes_per_param + GRADIENT_BYTES_PER_PARAM
 
 
 @dataclass(frozen=True, kw_only=True)

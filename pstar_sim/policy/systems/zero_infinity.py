@@ -131,7 +131,7 @@ def _bring_in(s: Sharded, group: Sequence[int]) -> dict[int, list[int]]:
         arrived[c] = []
         before = s.before_update(c)
         if scheme.states is Place.NVME:
-            lists = [*b.layout.state_lists, s.buckets.lists.host_list]
+            lists = [*b.layout.states_of(c).names, s.buckets.lists.host_list]
             arrived[c] += [read_in(b, c, name, m, before) for name in lists]
         if scheme.home is Place.NVME:
             arrived[c].append(b.alloc(Queue.NVME, c, "param", Place.HOST, m, [*before, *s.gathers.release_steps(c)]))
@@ -152,6 +152,6 @@ def _update(s: Sharded, c: int, arrived: list[int]) -> tuple[list[int], list[int
         else:
             home = [write_out(b, c, "param", m, [adam])]
     if scheme.states is Place.NVME:
-        left += [write_out(b, c, name, m, [adam]) for name in b.layout.state_lists]
+        left += [write_out(b, c, name, m, [adam]) for name in b.layout.states_of(c).names]
         left.append(b.free(Queue.NVME, c, s.buckets.lists.host_list, Place.HOST, m, [adam]))
     return home, left

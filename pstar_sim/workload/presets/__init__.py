@@ -21,7 +21,7 @@ from functools import cache, partial
 from pstar_sim.arguments import flag, whole
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry, model_names
-from pstar_sim.dtypes import MASTER, NATIVE, WORKING
+from pstar_sim.dtypes import DTYPES, MASTER, NATIVE, WORKING
 from pstar_sim.errors import ModelError
 from pstar_sim.python310 import Unpack
 from pstar_sim.workload.adapter import adapter
@@ -74,6 +74,7 @@ def preset(
     lora: trains adapters and freezes the model itself (lora.py): an Adapter, a rank, or a text such as "r=16" or
         "r=8,targets=q_proj+v_proj".
     optimizer: a name of optimizers.py; "adamw" by default.
+    masters: of 16-bit parameters: "fp32", or "none" for pure bf16.
     language_head: False for a GPT that classifies sequences, without logits over the vocabulary.
     early_stop: False for reentrant checkpoints of a gpt or llama, which run the whole layer again; by default they are
         non-reentrant, so a recompute stops early.
@@ -119,7 +120,7 @@ def workload_of(
     _check_names(name, axes)
     dtype = axes.dtype or WORKING
     axes = replace(axes, dtype=dtype, kernels=kernels_of(entry, axes.kernels, model=name))
-    spec = optimizer_spec(axes.optimizer)  # type: ignore[arg-type]
+    spec = optimizer_spec(axes.optimizer, masters=axes.masters, width=DTYPES[dtype].bytes)  # type: ignore[arg-type]
     lora = None if axes.lora is None else adapter(axes.lora)
     adapted = None if lora is None else AdaptedTape(dtype, lora, family=entry.family, tokens=batch * sequence)
     tape = adapted or Tape(dtype)
@@ -161,7 +162,8 @@ def axes_of(workload: Workload) -> Axes:
     """Returns the axes of a preset, as far as its workload names them."""
     named = {what: getattr(workload, what) for what in _recorded()}
     derived = {"kernels": workload.kernels or None, "lora": adapter_of(workload)}
-    return Axes(**(named | derived | {"optimizer": workload.optimizer.name}))
+    states = workload.optimizer
+    return Axes(**(named | derived | {"optimizer": states.name, "masters": states.masters}))
 
 
 def _lora_note(adapted: AdaptedTape | None) -> str:

@@ -1,0 +1,183 @@
+"""Optimizers: bytes and traffic by hand, chunks with unlike states, and plans of every policy that pass the checker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import pstar_sim as ps
+from pstar_sim.bounds.bounds import lower_bound
+from pstar_sim.cli import main
+from pstar_sim.core.layout import build_layout
+from pstar_sim.core.step import Part
+from pstar_sim.cost import CPU_CORE_FLOPS, cost_of
+from pstar_sim.errors import CannotPlan
+from pstar_sim.policy.passes.parts import parts_of
+from pstar_sim.policy.registry import policies
+from pstar_sim.workload.optimizers import OPTIMIZERS, OptimizerSpec, optimizer_spec
+from pstar_sim.workload.presets import preset, variant
+from pstar_sim.workload.workload import with_optimizer
+
+MATRIX = (1000, 500)
+"""500,000 elements: 1,954 blocks of 256, of which the last is not full."""
+
+
+def states(name: str, masters: str | None = None) -> OptimizerSpec:
+    return optimizer_spec(name, masters=masters, width=2)
+
+
+def test_bytes_and_traffic_of_a_tensor_of_no_kind() -> None:
+    """States of a parameter; traffic: each read and written, 2 bytes of gradient in, 2 of parameter out."""
+    assert {
+        name: (sum(size for _, size in o.state_bytes), o.dram_bytes_per_param) for name, o in OPTIMIZERS.items()
+    } == {
+        "adamw": (12, 28),
+        "adamw-bf16-states": (8, 20),
+        "adamw-8bit": (12, 28),
+        "adam": (12, 28),
+        "lion": (8, 20),
+        "lion-8bit": (8, 20),
+        "adafactor": (8, 20),
+        "muon": (12, 28),
+        "sgd-momentum": (8, 20),
+        "sgd": (4, 12),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "lists"),
+    [
+        ("adamw-8bit", "h.0.mlp.weight", {"param32": 2_000_000, "momentum": 507_816, "variance": 507_816}),
+        ("adamw-8bit", "wte.weight", {"param32": 2_000_000, "momentum": 2_000_000, "variance": 2_000_000}),
+        ("lion-8bit", "h.0.mlp.weight", {"param32": 2_000_000, "momentum": 507_816}),
+        ("muon", "h.0.mlp.weight", {"param32": 2_000_000, "momentum": 2_000_000}),
+        ("muon", "lm_head.weight", {"param32": 2_000_000, "momentum": 2_000_000, "variance": 2_000_000}),
+        ("adafactor", "wte.weight", {"param32": 2_000_000, "variance": 4 * (1000 + 500)}),
+    ],
+)
+def test_lists_of_a_matrix(name: str, tensor: str, lists: dict[str, int]) -> None:
+    """A moment of 8 bits has a byte per element and 4 bytes per block: 500,000 + 4 x 1,954."""
+    spec = states(name)
+    kind = spec.all_states[spec.kind_of(tensor, MATRIX)]
+    assert kind.list_bytes(500_000, [MATRIX]) == lists
+
+
+@pytest.mark.parametrize("name", ["adamw-8bit", "muon", "adafactor"])
+def test_a_vector_keeps_the_states_of_the_rest(name: str) -> None:
+    spec = states(name)
+    assert spec.kind_of("h.0.mlp.bias", (768,)) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("adamw", (2, 2, 2)),  # moments have the dtype of the parameter, as torch makes them
+        ("adamw-8bit", (2, 4, 4)),  # those of bitsandbytes keep theirs
+        ("muon", (2, 2, 2)),
+    ],
+)
+def test_without_masters(name: str, sizes: tuple[int, ...]) -> None:
+    spec = states(name, "none")
+    assert tuple(size for _, size in spec.state_bytes) == sizes
+    assert (spec.masters, spec.words) == ("none", f"{name} without fp32 masters")
+    kinds = [each.list_bytes(256, [(16, 16)])["param32"] for each in spec.all_states]
+    assert kinds == [512] * len(kinds)
+    assert optimizer_spec(name, masters="none", width=4) == OPTIMIZERS[name]  # an fp32 parameter is its own master
+
+
+def test_a_chunk_holds_tensors_of_one_kind_at_whole_blocks() -> None:
+    w = preset("gpt2", batch=1, seq=64, optimizer="adamw-8bit")
+    layout = build_layout(w)
+    for chunk in layout.chunks:
+        kinds = {w.optimizer.kind_of(w.tensors[slot.tensor].name, w.tensors[slot.tensor].shape) for slot in chunk.slots}
+        assert kinds == {chunk.kind}
+        if chunk.kind:
+            assert all(slot.offset % 256 == 0 for slot in chunk.slots)
+            assert layout.payload_bytes(chunk.index, "momentum") == chunk.numel * 260 // 256
+            assert layout.part_range(chunk.index, Part(1, 3))[0] % 256 == 0
+    slices = build_layout(w, ranks=3)
+    assert all(slices.slice_numel(c.index) % 256 == 0 for c in slices.chunks if c.kind)
+
+
+def test_whole_matrices_are_updated_in_one_part() -> None:
+    """Nothing cuts a matrix that Muon updates, however large its chunk is beside the others."""
+    w = preset("gpt2", batch=1, seq=64)
+    size = build_layout(w, chunk_bytes=4 << 20)
+    assert parts_of(size)  # the vocabulary
+    muon = build_layout(with_optimizer(w, "muon"), chunk_bytes=4 << 20)
+    assert all(not muon.states_of(c).whole for c in parts_of(muon))
+
+
+def test_seconds_of_an_update_by_muon() -> None:
+    """Newton-Schulz on X [m, n]: five times X X^T, A A and the product with X, 4 m m n + 2 m^3 flops."""
+    w = preset("gpt2", batch=1, seq=64, optimizer="muon")
+    layout = build_layout(w)
+    cost = cost_of(w, ps.machine("v100-16"), layout)
+    chunk = next(c for c in layout.chunks if c.kind)
+    flops = 0
+    for slot in chunk.slots:
+        m, n = sorted(w.tensors[slot.tensor].shape)
+        flops += 5 * (4 * m * m * n + 2 * m**3)
+    elementwise_s = layout.update_bytes(chunk.index) / cost.adam_bytes_per_s
+    cores = ps.machine("v100-16").host.cores
+    assert cost.cpu_adam_s(chunk.index) == pytest.approx(elementwise_s + flops / (CPU_CORE_FLOPS * cores))
+    assert cost.gpu_adam_s(chunk.index) > flops / max(cost.gpu.flops_per_s.values())
+
+
+@pytest.mark.parametrize(("name", "masters"), [("adamw-8bit", "none"), ("adafactor", "fp32"), ("muon", "fp32")])
+@pytest.mark.parametrize(("gpus", "micro_batches"), [(1, 2), (4, 1)])
+def test_every_policy_plans_them(name: str, masters: str, gpus: int, micro_batches: int, tmp_path: Path) -> None:
+    """The checker agrees, no plan is faster than the bound, and a file gives the same plan back."""
+    w = preset("gpt2", batch=1, seq=64, micro_batches=micro_batches, optimizer=name, masters=masters)
+    changes = {"gpu.memory": "900MB", "peer.bandwidth": "5GB/s"} if gpus > 1 else {"gpu.memory": "900MB"}
+    m = ps.machine("virtual", overrides={"gpus": gpus, **changes})
+    settings = ps.Settings(update="step", clip=True)
+    fitting = {}
+    for policy_name, policy in policies().items():
+        if policy_name == "optimal":  # takes longest; tide has its parts
+            continue
+        try:
+            fitting[policy_name] = policy(w, m, settings)
+        except (ps.DoesNotFit, CannotPlan):
+            continue
+    assert {"tide", "karma" if gpus == 1 else "zero3_offload"} <= set(fitting)
+    for plan in fitting.values():
+        plan.check()
+        bound = lower_bound(w, m, settings, layout=plan.layout)
+        assert ps.play(plan).iteration_s >= bound.seconds * (1 - 1e-9)
+    plan = fitting["tide"]
+    plan.save(tmp_path / "plan.json")
+    assert ps.load_plan(tmp_path / "plan.json").layout == plan.layout
+
+
+def test_pure_bf16_takes_eight_bytes_a_parameter() -> None:
+    """2 of the parameter, 2 of its gradient, 2 + 2 of the moments: 12 bytes less than the 16 with fp32 masters, less
+    the 4 bytes of one."""
+    m = ps.machine("a100-80")
+    peaks = []
+    for masters in ("fp32", "none"):
+        w = preset("1B", batch=1, seq=64, masters=masters)
+        peak = ps.compare(w, m, policies=["all_on_gpu"]).best().row.peak_gpu_bytes
+        assert peak is not None
+        peaks.append(peak)
+        assert w.states_bytes_per_param == (12 if masters == "fp32" else 6)
+    assert peaks[0] - peaks[1] == pytest.approx(6 * w.trainable_params, rel=0.02)  # padding
+
+
+def test_a_variant_keeps_the_masters() -> None:
+    w = preset("gpt2", batch=4, seq=64, optimizer="muon", masters="none")
+    assert variant(w, batch=2).optimizer == w.optimizer
+    assert with_optimizer(w, "lion").optimizer.masters == "none"
+    assert with_optimizer(w) is w
+
+
+def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["fits", "--model", "gpt2", "--batch", "1", "--seq", "64", "--machine", "v100-16", "--policy", "all_on_gpu"]
+    assert main([*job, "--optimizer", "adamw_bnb_8bit", "--masters", "none"]) == 0
+    assert "adamw-8bit without fp32 masters" in capsys.readouterr().out
+    assert main([*job, "--optimizer", "shampoo"]) == 2
+    assert "unknown optimizer 'shampoo'; known: adafactor, adam, adamw," in capsys.readouterr().err
+    trace = ["fits", "--trace", "traces/gpt2.parquet", "--machine", "v100-16", "--policy", "all_on_gpu"]
+    assert main([*trace, "--optimizer", "muon"]) == 0
+    assert "muon" in capsys.readouterr().out
