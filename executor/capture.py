@@ -51,6 +51,7 @@ from executor.models import (
     known_masks,
     map_batch,
     quiet,
+    under_autocast,
     unpacked_sequences,
     unread_padding,
 )
@@ -67,6 +68,7 @@ from executor.scaling import guard_boundary, needs_loss_scaling
 from pstar_sim.arguments import choice
 from pstar_sim.catalog.attention import ATTENTION, USUAL
 from pstar_sim.catalog.model_shapes import is_model, model_entry
+from pstar_sim.dtypes import AUTOCAST
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.python310 import Unpack
 from pstar_sim.workload.axes import AxesGiven
@@ -105,6 +107,7 @@ def capture(
         batch=model.batch,
         sequence=model.sequence,
         attention=model.attention,
+        autocast=model.autocast,
     )
     if is_model(model.name):
         notes = (experts_note(model_entry(model.name)), workload.notes)
@@ -158,6 +161,7 @@ def capture_module(
     loss: Callable[[nn.Module, Any], torch.Tensor] = forward_loss,
     keep_gradients: bool = False,
     device: str = "cpu",
+    autocast: str | None = None,
 ) -> Workload:
     """Returns the workload of one micro-batch of `module` on `example_batch`; both are left as they were.
 
@@ -171,6 +175,7 @@ def capture_module(
     loss: forward pass and loss, called once.
     keep_gradients: leave gradients in the parameters, as plain torch does, and count their bytes.
     device: type of the run's device ("cpu", "cuda"), by whose rules autocast casts and attention is fused.
+    autocast: dtype of an autocast around the loss, by the rules of CUDA.
 
     Raises ModelError for a module that fake tensors cannot run (names module and operation), a parameter read outside
     every module call, a loss that reaches no parameter or runs a backward, a requested attention kernel that is not
@@ -181,6 +186,9 @@ def capture_module(
 
     if attention is not None:
         choice("attention", attention, ATTENTION, error=ModelError)
+    if autocast is not None:
+        choice("autocast", autocast, AUTOCAST, error=ModelError)
+        loss, device = under_autocast(loss, "cpu", autocast), "cuda"
 
     def run(draws: Draws) -> tuple[MomentRecorder, Blind, tuple[nn.Module, ...]]:
         firings: dict[int, int] = {}
@@ -216,6 +224,7 @@ def capture_module(
         sequence=sequence,
         source="capture",
         attention=attention if kernel == wanted else None,
+        autocast=autocast,
         notes="; ".join(filter(None, ("gradients left in place" * keep_gradients, blind.notes, note_of(beside)))),
     )
 

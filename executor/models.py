@@ -27,7 +27,7 @@ from executor.devices.on_meta import parameters_on_meta
 from executor.moments.hooks import tensors_of
 from pstar_sim.catalog.attention import ATTENTION
 from pstar_sim.catalog.model_shapes import ExpertsShape, ModelEntry, model_entry
-from pstar_sim.dtypes import WORKING
+from pstar_sim.dtypes import MASTER, WORKING
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.python310 import Unpack
 from pstar_sim.schema.reading import nearest
@@ -44,6 +44,7 @@ __all__ = [
     "map_batch",
     "named_failures",
     "quiet",
+    "under_autocast",
     "unpacked_sequences",
     "unread_padding",
 ]
@@ -87,12 +88,14 @@ def build(
         batch, from the arguments among batch, sequence, dtype and checkpointing that its signature names).
     device: "meta" or "cpu"; a "py:" factory decides itself.
     seed: of weights and batch; the global generator stays unchanged.
-    axes: dtype (None means bf16, for "py:" the module's own dtypes), checkpointing, attention.
+    axes: dtype (None means bf16, under autocast fp32, for "py:" the module's own dtypes), autocast (of a capture),
+        checkpointing, attention.
     empty: build the parameters on meta for any `device`, for weights that come from a folder.
 
     Raises ModelError, and UnknownName for a preset that does not exist.
     """
     asked = Axes(**axes)
+    dtype = asked.dtype or (MASTER if asked.autocast else WORKING)
     _check_arguments(spec, asked, batch=batch, sequence=sequence, device=device)
     with torch.random.fork_rng(devices=[]), parameters_on_meta() if empty else contextlib.nullcontext():
         torch.manual_seed(seed)
@@ -102,9 +105,7 @@ def build(
             config, architecture = _hf_config(spec)
         else:
             config, architecture = config_of(model_entry(spec))
-        return _from_config(
-            spec, config, architecture, batch, sequence, asked.but(dtype=asked.dtype or WORKING), device, seed
-        )
+        return _from_config(spec, config, architecture, batch, sequence, asked.but(dtype=dtype), device, seed)
 
 
 def forward_loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -131,6 +132,20 @@ def forward_loss(model: nn.Module, batch: Any) -> torch.Tensor:
             "model's outputs, and leave some parameters with requires_grad"
         )
     return loss.reshape(()) if loss.dim() else loss
+
+
+def under_autocast(
+    loss: Callable[[nn.Module, Any], torch.Tensor], kind: str, dtype: str | None
+) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """Returns the loss under autocast to the dtype on devices of this type; None: the loss itself."""
+    if dtype is None:
+        return loss
+
+    def cast(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast(kind, dtype=TORCH_DTYPES[dtype]):
+            return loss(model, batch)
+
+    return cast
 
 
 @contextlib.contextmanager
@@ -334,6 +349,8 @@ def _check_arguments(spec: str, axes: Axes, *, batch: int, sequence: int, device
             raise ModelError(f"{spec}: {what} is for presets that are planned; a module has its own")
         if axis.names and given not in axis.names:
             raise ModelError(f"{what} {given!r} is not known; it is one of {', '.join(axis.names)}")
+    if axes.autocast and axes.dtype not in (None, MASTER):
+        raise ModelError(f"{spec}: autocast is over weights in {MASTER}, not {axes.dtype}; leave one of them out")
     if device not in ("meta", "cpu"):
         raise ModelError(f"device {device!r} is not known; a model is built on meta or cpu")
 

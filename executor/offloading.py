@@ -34,7 +34,7 @@ from executor.contract import tensor_of
 from executor.devices.cuda import CudaBackend, cuda_device
 from executor.devices.dtypes import TORCH_DTYPES
 from executor.devices.opening import is_cuda
-from executor.models import forward_loss
+from executor.models import forward_loss, under_autocast
 from executor.optimizer import OffloadedAdamW
 from executor.prepare import prepare
 from executor.recording.record import record
@@ -64,7 +64,6 @@ __all__ = [
     "offload",
     "plan_for",
     "traced",
-    "under_autocast",
 ]
 
 log = logging.getLogger("executor")
@@ -212,20 +211,6 @@ def form_seen(model: nn.Module) -> Iterator[list[Form | None]]:
         yield found
     finally:
         handle.remove()
-
-
-def under_autocast(
-    loss: Callable[[nn.Module, Any], torch.Tensor], kind: str, dtype: str | None
-) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """Returns the loss under autocast to the dtype on devices of this type; None: the loss itself."""
-    if dtype is None:
-        return loss
-
-    def cast(model: nn.Module, batch: Any) -> torch.Tensor:
-        with torch.autocast(kind, dtype=TORCH_DTYPES[dtype]):
-            return loss(model, batch)
-
-    return cast
 
 
 def traced(

@@ -297,7 +297,7 @@ def _session_options(
     return SessionOptions(
         hyper=optimizer.hyper,
         max_grad_norm=given.max_grad_norm,
-        eager=given.optimizer.eager and plan.settings.barrier(plan.workload.dtype) is None,
+        eager=given.optimizer.eager and plan.settings.barrier(plan.workload.compute_dtype) is None,
         scaling=None if scale is None else LossScaling(scale),
         capture=partial(capture_module, device=device),
         skeleton=_skeleton(given.model) if plan.steps else None,

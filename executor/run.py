@@ -89,6 +89,11 @@ def check_hardware(plan: Plan, device: str) -> None:
             f"the plan was made for machine {plan.machine.name!r} (GPU {plan.machine.gpu.name}), not for the virtual "
             "accelerator; plan with --machine virtual --gpu-memory SIZE, or with the machine file that --record wrote"
         )
+    if plan.workload.autocast:
+        raise PlanError(
+            f"the plan is for {plan.workload.model!r} under autocast, which `pstar run` does not enter; run it in your "
+            "own loop, whose loss is under torch.autocast (executor.prepare)"
+        )
     if plan.workload.source == "preset":
         adapters = any(tensor.frozen for tensor in plan.workload.tensors)
         raise PlanError(

@@ -23,7 +23,8 @@ from torch import nn
 
 from executor.capture import capture_module
 from executor.longest_rows import largest_batch
-from executor.offloading import traced, under_autocast
+from executor.models import under_autocast
+from executor.offloading import traced
 from executor.saving.generators import generator_states, set_generators
 from executor.session.batches import scalar_of, some_loss
 from pstar_sim.errors import ContractError, ModelError

@@ -262,7 +262,7 @@ class CostModel:
     def moments_s(self) -> tuple[float, ...]:
         """Seconds of each moment, by [Note: which rate computes a moment]."""
         w, gpu = self.workload, self.gpu
-        rate = _rate_of(gpu, w.dtype)
+        rate = _rate_of(gpu, w.compute_dtype)
         out: list[float] = []
         for i, m in enumerate(w.moments):
             if self._recorded and m.duration_s is not None:
@@ -311,7 +311,7 @@ class CostModel:
         moved = m.bytes_read + m.bytes_written
         assert gpu.launch_s is not None
         shape = gpu.products if m.products else None
-        curve = gpu.matmul_tables.get(w.dtype, ())
+        curve = gpu.matmul_tables.get(w.compute_dtype, ())
         if curve and m.flops and shape is None:
             rate *= rate_at(curve, m.flops) / best_rate(curve)  # a rate that the user changed keeps the curve's form
         if gpu.operator_bytes_per_s is not None:
@@ -338,7 +338,7 @@ class CostModel:
         if known is None:
             assert self.gpu.products is not None
             batches, m, k, n = product
-            size = batches * (m * k + k * n + m * n) * DTYPES[self.workload.dtype].bytes
+            size = batches * (m * k + k * n + m * n) * DTYPES[self.workload.compute_dtype].bytes
             self._products[product] = known = (size, self.gpu.products.seconds(product, rate, size))
         return known
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DTYPES", "MASTER", "NATIVE", "WORKING", "Dtype", "same_size", "unscaled"]
+__all__ = ["AUTOCAST", "DTYPES", "MASTER", "NATIVE", "WORKING", "Dtype", "same_size", "unscaled"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +55,9 @@ DTYPES = {
 
 NATIVE = DTYPES[WORKING].products
 """Dtypes in the order in which a job takes them, the first that a GPU has natively."""
+
+AUTOCAST = tuple(name for name in NATIVE if name != MASTER)
+"""Dtypes to which autocast casts the inputs of products, while parameters and gradients stay in `MASTER`."""
 
 
 def same_size(one: str, other: str) -> bool:

@@ -75,7 +75,7 @@ def _of_rank(
 ) -> Bound:
     """Returns the bound of one kind of rank, without the waits for stashes."""
     facts = BoundFacts(workload, machine, layout, cost)
-    barrier = settings.barrier(workload.dtype) is not None
+    barrier = settings.barrier(workload.compute_dtype) is not None
     limit = np.inf if max_pinned is None else max_pinned + float(facts.params[facts.small].sum())
     if unknown_sums(workload, layout):
         return _of_compute(facts, "its linear program does not cover gradients that add up in 16 bits")
@@ -118,7 +118,7 @@ def relative_to(workload: Workload, machine: Machine, settings: Settings, layout
     """Names the setting for which a bound holds. The bound claims nothing for another cost model, chunk size or other
     setting."""
     w = workload
-    barrier = settings.barrier(w.dtype)
+    barrier = settings.barrier(w.compute_dtype)
     return ", ".join(
         (
             f"cost model of {machine.name}",

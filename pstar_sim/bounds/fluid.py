@@ -125,7 +125,7 @@ class _FluidProgram:
 
     def __init__(self, facts: FluidFacts, settings: Settings, *, far_s: float) -> None:
         self.facts, self.far_s = facts, far_s
-        self.barrier = settings.barrier(facts.workload.dtype) is not None
+        self.barrier = settings.barrier(facts.workload.compute_dtype) is not None
         self.clip = settings.clip
         lp = self.lp = LinearProgram()
         n = facts.intervals

@@ -187,7 +187,7 @@ def max_batch(
 
     machine = machine_of(on)
     axes = axes_of(job)
-    axes["dtype"] = job.dtype or default_dtype(machine)
+    axes["dtype"] = job.dtype or default_dtype(machine, job.autocast)
 
     def write(batch: int) -> Workload:
         return preset(model, batch=batch, seq=job.seq, micro_batches=micro_batches, **axes)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pstar_sim.cli.flags import SettingFlags
+from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import PstarError
 from pstar_sim.units import format_count
 from pstar_sim.workload.axes import all_axes
@@ -48,7 +49,10 @@ class Likes:
         configuration and a flag, contradict each other."""
         ranks, world = machine.data_parallel_size, machine.world_size
         given = {name: getattr(job, name) for name in _JOB}
-        filled = {name: self._answer(name, say(ranks), given[name]) for name, say in _JOB.items()}
+        asked = {name: say(ranks) for name, say in _JOB.items()}
+        if given["dtype"] not in (None, MASTER) or getattr(job, "trace", None) is not None:
+            del asked["autocast"]  # the weights are in 16 bits, or were traced as they run
+        filled = {name: self._answer(name, say, given[name]) for name, say in asked.items()}
         clip = self._answer("clip", lambda c: c.clip, setting.clip)
         for label, c in self.configurations:
             _check_train_batch(label, c, filled, ranks)

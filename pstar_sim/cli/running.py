@@ -84,6 +84,8 @@ def trace(
     if asked.device is None and (asked.machine is not None or asked.gpu_memory is not None):
         raise PstarError("--machine and --gpu-memory of `pstar trace` are for a recording; give --device too")
     if asked.device is not None:
+        if asked.autocast:
+            raise PstarError("--autocast traces without running the model; leave --device out")
         if asked.variants:
             raise PstarError(
                 "--variants traces without running the model; a recording (--device) has one variant: leave one of "

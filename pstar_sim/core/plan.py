@@ -211,7 +211,7 @@ class Plan:
         w = self.workload
         modes = Counter(self.modes)
         kinds = Counter(step.kind.value for step in self.steps)
-        barrier = self.settings.barrier(w.dtype)
+        barrier = self.settings.barrier(w.compute_dtype)
         clip = "clipping" if self.settings.clip else "no clipping"
         adam = f"after the barrier ({barrier})" if barrier else "as gradients arrive"
         moved = self.moved_bytes
@@ -246,7 +246,7 @@ def _check_ranked(ranked: Sequence[Workload], workload: Workload, machine: Machi
         raise PlanError(f"{len(ranked)} workloads for {machine.world_size} ranks; each rank needs its own")
 
     def of_job(w: Workload) -> tuple[object, ...]:
-        return w.fingerprint, w.dtype, w.optimizer, w.uses, len(w.moments), w.stashes
+        return w.fingerprint, w.dtype, w.autocast, w.optimizer, w.uses, len(w.moments), w.stashes
 
     same: set[int] = set()
     for r, job in enumerate(ranked):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec.yaml
 
 from pstar_sim.core.plan import Plan
-from pstar_sim.dtypes import DTYPES, MASTER, WORKING
+from pstar_sim.dtypes import AUTOCAST, DTYPES, MASTER, WORKING
 from pstar_sim.errors import PstarError
 from pstar_sim.frameworks import deepspeed, fsdp
 from pstar_sim.frameworks.configuration import Configuration
@@ -107,6 +107,7 @@ KEYS = (
 )
 
 _TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
+_AUTOCAST = "mixed_precision = {0} is torch.autocast over weights in fp32; --dtype {0} if the script loads them in {0}"
 _UNQUOTED = {"distributed_type": "NO", "mixed_precision": "no"}
 """Keys whose value "no" is false in YAML, where it has no quotes."""
 
@@ -125,10 +126,15 @@ def read(content: object, file: str) -> Configuration:
     if kind == "DEEPSPEED":
         return _as_deepspeed(found, file, notes)
     if kind != "FSDP":
+        dtype = _dtype(found)
+        autocast = dtype if dtype in AUTOCAST else None
+        if autocast is not None:
+            notes.append(_AUTOCAST.format(autocast))
         return Configuration(
             framework=ACCELERATE,
             policy="all_on_gpu",
-            dtype=_dtype(found),
+            dtype=None if autocast else dtype,
+            autocast=autocast,
             details=_details(found, {"type": kind}),
             notes=tuple(notes),
             without_effect=found.without_effect,
@@ -224,19 +230,11 @@ def _as_deepspeed(found: KeyReading, file: str, notes: list[str]) -> Configurati
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Returns the bytes that the GPU holds beside the plan's lists where the model is whole on every GPU.
-
-    A single process ends its backward pass with 16 bytes per parameter: the fp32 parameters, their fp32 gradients, and
-    two moments. In 16 bits, the lists of all_on_gpu are 14 bytes beside all activations, which are gone by then.
-    DistributedDataParallel has its buckets beside the gradients, in fp32 (gradient_as_bucket_view is off by default).
-    """
-    if configuration.base != "all_on_gpu":
+    """Returns the bytes that the GPU holds beside the plan's lists where the model is whole on every GPU:
+    DistributedDataParallel has its buckets beside the gradients (gradient_as_bucket_view is off by default)."""
+    if configuration.base != "all_on_gpu" or ranks == 1:
         return 0
-    trained = workload.trainable_params
-    buckets = 4 * trained if ranks > 1 else 0
-    if workload.micro_batches > 1 or workload.dtype == MASTER:  # the lists have fp32 gradients already
-        return buckets
-    return max(buckets, buckets + 2 * trained - workload.peak_non_model_bytes)
+    return DTYPES[workload.dtype].bytes * workload.trainable_params
 
 
 def _copies(configuration: Configuration, workload: Workload, ranks: int, local_ranks: int) -> Copies | None:
@@ -261,7 +259,7 @@ def values_of(configuration: Configuration) -> dict[str, object]:
     precision = {dtype: word for word, dtype in _DTYPES.items()}
     values: dict[str, object] = {
         "type": detail["type"],
-        "precision": None if c.dtype is None else precision[c.dtype],
+        "precision": c.autocast or (None if c.dtype is None else precision[c.dtype]),
         "processes": detail.get("processes"),
     }
     if detail["type"] != "FSDP":

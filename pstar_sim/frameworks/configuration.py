@@ -22,7 +22,8 @@ class Configuration:
 
     framework: target that reads and writes it (targets.py).
     policy: stands for the configuration, with its options.
-    dtype: None where the file leaves it to the script, as for the next five attributes.
+    dtype: None where the file leaves it to the script, as for the next six attributes.
+    autocast: dtype of autocast over fp32 weights.
     batch_per_gpu: sequences per micro-batch of each GPU.
     clip: whether gradients are clipped by their global norm.
     checkpointing: activations are recomputed.
@@ -40,6 +41,7 @@ class Configuration:
     framework: str
     policy: str
     dtype: str | None = None
+    autocast: str | None = None
     batch_per_gpu: int | None = None
     micro_batches: int | None = None
     train_batch: int | None = None

@@ -115,7 +115,7 @@ def common_limits(plan: Plan, framework: str, *own: str) -> list[str]:
         said.append(
             f"states of {plan.modes.count('stream')} of {len(plan.modes)} chunks come to the GPU for the update"
         )
-    if settings.barrier(w.dtype) is None:
+    if settings.barrier(w.compute_dtype) is None:
         said.append(f"updates as gradients arrive: {framework} updates in optimizer.step()")
     if not w.order.of_loop:
         said.append(f"the {w.order} order of micro-batches: {framework} runs them one after the other")

@@ -116,7 +116,7 @@ class Ablation(Collection):
     @property
     def barrier(self) -> str | None:
         """The reason why Adam waits for all gradients; None if it does not."""
-        return self.settings.barrier(self.workload.dtype)
+        return self.settings.barrier(self.workload.compute_dtype)
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -172,7 +172,7 @@ def ablate(
     if setting.loop == "step":
         policy = _in_its_order(policy, each, machine, setting)
     own = replace(setting, loop="own")  # each line names its order
-    free = own.barrier(share.workload.dtype) is None
+    free = own.barrier(share.workload.compute_dtype) is None
     w = share.workload
     sums = w.micro_batches > 1 and w.order.sums_leave_gpu
     steps = ladder(policy, barrier=free, begin=begin, sums=sums)

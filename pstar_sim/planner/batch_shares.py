@@ -173,14 +173,14 @@ def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
     _check_one_job(workloads, machine)
     first = workloads[0]
     weak = machine.gpu
-    rate = flops_rate(machine, first.dtype)
+    rate = flops_rate(machine, first.compute_dtype)
     # Per rank: memory of its GPU beyond the weakest, and its speed relative to the weakest.
     kinds: dict[tuple[int, int], tuple[int, float, float, Workload]] = {}
     for rank, w in zip(machine.ranks, workloads):
         own = replace(machine, ranks=(replace(rank, batch_share=1.0),), nodes=1)
         kinds[id(rank.gpu), id(w)] = (
             rank.gpu.budget_bytes - weak.budget_bytes,
-            rate / flops_rate(own, w.dtype),
+            rate / flops_rate(own, w.compute_dtype),
             weak.hbm_bytes_per_s / rank.gpu.hbm_bytes_per_s,
             w,
         )

@@ -401,7 +401,7 @@ _Free = tuple[Workload, Machine, Settings, Sequence[Workload] | None]
 
 def _free(workload: Workload, ranked: Sequence[Workload] | None, machine: Machine, settings: Settings) -> _Free | None:
     """Returns the setting in which no Adam waits for all gradients, with its workloads; None if none waits anyway."""
-    if settings.barrier(workload.dtype) is None:
+    if settings.barrier(workload.compute_dtype) is None:
         return None
     return (*without_barrier(workload, machine, settings), _retyped(ranked, machine, settings))
 
@@ -533,9 +533,9 @@ def without_barrier(workload: Workload, machine: Machine, settings: Settings) ->
     """Returns the job if no Adam waited for all gradients: eager, without clipping, and for fp16 without loss scaling
     (bf16 in its place, at the same rate)."""
     free = replace(settings, update="eager", clip=False)
-    if free.barrier(workload.dtype) is None:
+    if free.barrier(workload.compute_dtype) is None:
         return workload, machine, free
-    scaled, dtype = workload.dtype, unscaled(workload.dtype)
+    scaled, dtype = workload.compute_dtype, unscaled(workload.compute_dtype)
     tensors = tuple(replace(t, dtype=unscaled(t.dtype)) for t in workload.tensors)
     gpus = {
         id(r.gpu): replace(r.gpu, flops_per_s={**r.gpu.flops_per_s, dtype: r.gpu.flops_per_s[scaled]})
@@ -543,7 +543,10 @@ def without_barrier(workload: Workload, machine: Machine, settings: Settings) ->
         if scaled in r.gpu.flops_per_s
     }
     ranks = tuple(replace(r, gpu=gpus.get(id(r.gpu), r.gpu)) for r in machine.ranks)
-    return replace(workload, dtype=dtype, tensors=tensors), replace(machine, ranks=ranks), free
+    retyped = (
+        replace(workload, autocast=dtype) if workload.autocast else replace(workload, dtype=dtype, tensors=tensors)
+    )
+    return retyped, replace(machine, ranks=ranks), free
 
 
 def barrier_cost_of(plan: Plan, timeline: Timeline) -> float | None:

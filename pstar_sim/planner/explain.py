@@ -250,7 +250,7 @@ def explain(
 
 def _job(plan: Plan) -> list[str]:
     w, m, s = plan.workload, plan.machine, plan.settings
-    barrier = s.barrier(w.dtype)
+    barrier = s.barrier(w.compute_dtype)
     when = (
         f"no Adam may run before all gradients are there ({barrier})"
         if barrier

@@ -66,7 +66,7 @@ class Job(Axes):
         return optimizer_spec(self.optimizer or "adamw")
 
     def dtype_on(self, machine: Machine) -> str:
-        return self.dtype or default_dtype(machine)
+        return self.dtype or default_dtype(machine, self.autocast)
 
     def of(self, machine: Machine, *, nearly: bool = False) -> tuple[Workload, ...]:
         """Returns the workload of each rank.

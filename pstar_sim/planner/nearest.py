@@ -90,9 +90,9 @@ class Elsewhere:
     @cached_property
     def fused(self) -> Mapping[str, Workload]:
         """Flags -> the workload with a fused loss, which never has all logits; with checkpointing too, where it has
-        none. Empty where the loss is fused, or the model has no logits to cut."""
+        none. Empty where the loss is fused, or the model has no logits to cut, or runs under autocast."""
         shape = model_entry(self.workload.model) if self._shape is None else self._shape
-        if not shape.causal or self.workload.loss == FUSED:
+        if not shape.causal or self.workload.loss == FUSED or self.workload.autocast:
             return {}
         found = {f"--loss {FUSED}": variant(self.workload, loss=FUSED, shape=self._shape)}
         if not self.workload.checkpointing:

@@ -166,7 +166,7 @@ class _Notes:
         stated = self.plan.predictions.get("barrier_cost_s")
         if stated is None:
             return
-        if self.plan.settings.barrier(self.plan.workload.dtype) is None:
+        if self.plan.settings.barrier(self.plan.workload.compute_dtype) is None:
             self.false.append(f"barrier_cost_s is {stated:.9g} in the plan, but no Adam waits for all gradients in it")
         elif not 0 <= stated < timeline.iteration_s:
             self.false.append(

@@ -114,7 +114,8 @@ def class_of(machine: Machine, workload: Workload) -> str:
         nodes=machine.nodes,
         kernels=workload.kernels,
         experts=any(".experts." in t.name for t in workload.tensors),
-        fp32=workload.dtype == MASTER,
+        fp32=workload.compute_dtype == MASTER,
+        autocast=workload.autocast is not None,
         lora=any(t.frozen for t in workload.tensors),
     )
 
@@ -127,11 +128,12 @@ def class_name(
     kernels: str,
     experts: bool = False,
     fp32: bool = False,
+    autocast: bool = False,
     lora: bool = False,
 ) -> str:
     """Returns words such as "h100 node" (eager kernels) or "h100 node with fused kernels" ([Note: classes])."""
     flavour = [f"{kernels} kernels"] if kernels in FLAVOURS and kernels != "eager" else []
-    facts = {"experts": experts, "fp32": fp32, "LoRA": lora}
+    facts = {"experts": experts, "fp32": fp32, "autocast": autocast, "LoRA": lora}
     rest = " and ".join(flavour + [name for name, holds in facts.items() if holds])
     return f"{generation} {'nodes' if nodes > 1 else 'node' if ranks > 1 else 'one GPU'}{rest and f' with {rest}'}"
 

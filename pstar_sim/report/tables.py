@@ -55,7 +55,7 @@ class TableAnswer(Protocol):
 def heading(answer: TableAnswer) -> str:
     """Job, setting and machine; for "here" also the parts that were found and those assumed."""
     w, m, s = answer.workload, answer.machine, answer.settings
-    barrier = s.barrier(w.dtype)
+    barrier = s.barrier(w.compute_dtype)
     parts = [
         f"{w.model}, {format_params(w.params)} parameters",
         batch_words(answer),
@@ -78,8 +78,9 @@ def heading(answer: TableAnswer) -> str:
         "memory"
     )
     lines = [", ".join(parts), f"on {where} ({worst_known(confidence(w, m))})"]
-    if w.dtype not in m.gpu.flops_per_s:
-        lines.append(f"{w.dtype} is forced: {m.gpu.name} has no {w.dtype} units; timed at the rate of another type")
+    if w.compute_dtype not in m.gpu.flops_per_s:
+        forced = w.compute_dtype
+        lines.append(f"{forced} is forced: {m.gpu.name} has no {forced} units; timed at the rate of another type")
     if m.name == "here" and m.notes:
         lines.append(f"here: {m.notes}")
     return "\n".join(lines)

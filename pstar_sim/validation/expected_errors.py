@@ -97,7 +97,15 @@ def _judged(results: Iterable[Result]) -> list[Result]:
 
 def _class(r: Result) -> str:
     generation = r.gpu.split("-")[0]
-    name = class_name(generation, ranks=r.gpus, nodes=r.nodes, kernels=r.kernels, fp32=r.dtype == MASTER, lora=r.lora)
+    name = class_name(
+        generation,
+        ranks=r.gpus,
+        nodes=r.nodes,
+        kernels=r.kernels,
+        fp32=r.dtype == MASTER,
+        autocast=r.autocast,
+        lora=r.lora,
+    )
     return f"{name}, CPU steps as found" if r.as_found else name
 
 

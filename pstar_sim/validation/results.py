@@ -97,6 +97,7 @@ class Result:
     reason: str = ""
     kernels: str = "eager"
     dtype: str = "bf16"
+    autocast: bool = False
     lora: bool = False
     publisher: str = ""
     inferred: bool = False
@@ -410,7 +411,8 @@ def _result(row: PublishedRow, rule: ScopeRule, experiment: Experiment, value: f
         published=row.value,
         predicted=value,
         reason=reason,
-        dtype=experiment.dtype or WORKING,
+        dtype=experiment.autocast or experiment.dtype or WORKING,
+        autocast=experiment.autocast is not None,
         lora=experiment.lora is not None,
         kernels=experiment.kernels or "",
         publisher=row.publisher,

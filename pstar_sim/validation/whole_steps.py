@@ -115,6 +115,7 @@ def as_set_up(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experime
     sequence = whole_number(row, "sequence", row.sequence)
     entry = model_entry(row.params)
     kernel = setup["attention_kernel"]  # "not said", "sdpa": the column beside it decides
+    autocast = setup["dtype"] if "AMP" in setup["note"] and setup["dtype"] != MASTER else None
     machine = published_machine(setup["as_machine"], efficiency, setup["as_framework"])
     return Experiment(
         rows=run,
@@ -124,7 +125,8 @@ def as_set_up(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experime
         sequence=sequence,
         batches=(whole_number(row, "micro_batch", setup["micro_batch"]),),
         micro_batches=whole_number(row, "micro_batches", setup["micro_batches"]),
-        dtype=setup["dtype"],
+        dtype=None if autocast else setup["dtype"],
+        autocast=autocast,
         attention=kernel if kernel in ATTENTION else setup["attention"],
         settings=Settings(update="step", clip=setup["clip"] == "1"),
         checkpointing=setup["checkpointing"] == "1",

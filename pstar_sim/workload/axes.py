@@ -10,7 +10,7 @@ from functools import cache
 from typing import Annotated, Any, TypedDict, get_type_hints
 
 from pstar_sim.catalog.attention import ATTENTION, USUAL
-from pstar_sim.dtypes import DTYPES
+from pstar_sim.dtypes import AUTOCAST, DTYPES
 from pstar_sim.python310 import Unpack
 from pstar_sim.workload.adapter import Adapter
 from pstar_sim.workload.kernels import KERNELS, LOSSES
@@ -68,6 +68,19 @@ class Axes:
             names=tuple(DTYPES),
             plural="dtypes",
             of_modules="working dtype (default: bf16; of a py: factory, the module's own)",
+        ),
+    ] = None
+    autocast: Annotated[
+        str | None,
+        Axis(
+            help="torch.autocast (AMP) to bf16 or fp16 over fp32 weights and gradients (default: none)",
+            metavar="DTYPE",
+            values=_words(AUTOCAST),
+            names=AUTOCAST,
+            plural="dtypes",
+            noted=True,
+            of_modules="run the forward pass under torch.autocast to bf16 or fp16; the weights are fp32",
+            not_of_traces="a trace has the dtypes that ran; trace the model under autocast instead",
         ),
     ] = None
     checkpointing: Annotated[
@@ -169,6 +182,7 @@ class AxesGiven(TypedDict, total=False):
     """Keyword arguments of functions that take axes: see `Axes`."""
 
     dtype: str | None
+    autocast: str | None
     checkpointing: bool | None
     attention: str | None
     kernels: str | None

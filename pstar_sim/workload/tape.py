@@ -31,19 +31,24 @@ def weight_gradient(product: Product) -> Product:
 class Tape:
     """A micro-batch while it is written down. All sizes are in bytes.
 
+    width: of activations that products read and write.
+    wide: of parameters, their gradients, and activations that autocast leaves alone.
     level: non-model bytes alive now.
     saving: autograd keeps what backward needs; False inside a checkpointed segment.
     """
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, autocast: str | None = None) -> None:
         self.dtype = dtype
-        self.width = DTYPES[dtype].bytes
+        self.width = DTYPES[autocast or dtype].bytes
+        self.wide = DTYPES[dtype].bytes
+        self.autocast = autocast is not None
         self.level = 0
         self.saving = True
         self.tensors: list[Tensor] = []
         self.moments: list[Moment] = []
         self.uses: list[Use] = []
         self._index: dict[str, int] = {}
+        self._casts: dict[str, bool] = {}  # parameter whose copy is there -> whether backward needs it
         self._opened: tuple[str, Phase, str] | None = None
         self._reset()
 
@@ -57,7 +62,7 @@ class Tape:
 
     def parameter(self, name: str, *shape: int) -> None:
         """Declares a parameter. Its index is its place in the order of declaration."""
-        size = math.prod(shape) * self.width
+        size = math.prod(shape) * self.wide
         self._index[name] = len(self.tensors)
         self.tensors.append(Tensor(name=name, shape=shape, dtype=self.dtype, bytes=size))
 
@@ -145,6 +150,32 @@ class Tape:
         self._written += out
         assert self.level >= 0, "more bytes freed than taken"
 
+    def cast(self, names: Iterable[str]) -> None:
+        """Autocast copies these parameters at their first use. [Note: casts of parameters] A copy is held until the
+        outermost autocast ends, which is the end of the forward pass or of a checkpoint's recompute. Backward needs the
+        copies of matrices that no checkpoint drops, each until the gradient of its product's inputs is there."""
+        for name in names if self.autocast else ():
+            if name not in self._casts:
+                self._casts[name] = self.saving and len(self.tensors[self._index[name]].shape) > 1
+                self.op(self.grown([name]), read=self.size([name]))
+
+    def end_autocast(self) -> None:
+        gone = [name for name, needed in self._casts.items() if not needed]
+        self.level -= self.grown(gone)
+        for name in gone:
+            del self._casts[name]
+
+    def uncast(self, names: Iterable[str]) -> None:
+        """From gradients of copies, which end, to gradients of the parameters."""
+        for name in names if self.autocast else ():
+            size = self.grown([name])
+            self.level -= size if self._casts.pop(name, False) else 0
+            self.op(self.size([name]), dead=size, read=size)
+
+    def grown(self, names: Iterable[str]) -> int:
+        """Returns the bytes of the gradients as backward makes them: under autocast, those of the copies."""
+        return self.size(names) * self.width // self.wide
+
     def gradient(self, names: Iterable[str], *, allocated: bool = True) -> None:
         """Final gradients leave the GPU's non-model data at once.
 
@@ -168,6 +199,7 @@ class Tape:
         dead: bytes freed at the end of the operator.
         """
         products = [input_gradient(product), *self.weight_products(weight_gradient(product))]
-        self.op(grad_in + self.size(names), products=products, read=2 * grad_out + saved)
+        self.op(grad_in + self.grown(names), products=products, read=2 * grad_out + saved)
+        self.uncast(names)
         self.gradient(names)
         self.op(dead=dead)

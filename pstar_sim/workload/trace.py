@@ -68,9 +68,10 @@ _CHOSEN = ("activations", "stashes")  # only in files in which some variant has 
 _SELDOM: Mapping[str, Callable[[Workload], bool]] = {
     "order": lambda w: not w.order.of_loop,
     "loss": lambda w: w.loss != LOSSES[0],
+    "autocast": lambda w: w.autocast is not None,
 }
 """Columns only of files in which some variant needs them: another order than a loop of the user's own, another loss
-than that of all logits."""
+than that of all logits, autocast."""
 
 
 def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike[str]) -> None:

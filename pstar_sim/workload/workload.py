@@ -16,7 +16,7 @@ from typing import Protocol
 
 from pstar_sim.arguments import MOST, instance, whole
 from pstar_sim.catalog.attention import AttentionCall, call_flops
-from pstar_sim.dtypes import DTYPES, same_size
+from pstar_sim.dtypes import AUTOCAST, DTYPES, MASTER, same_size
 from pstar_sim.errors import TraceError
 from pstar_sim.python310 import StrEnum
 from pstar_sim.renderers import render_html
@@ -224,6 +224,7 @@ class Workload:
         file without flavour.
     order: the order in which it runs its micro-batches.
     loss: of a language model's preset, one of LOSSES (kernels.py).
+    autocast: dtype to which autocast casts the inputs of products, one of AUTOCAST (dtypes.py); None without autocast.
     source: "capture" (fake tensors), "recorded" (a real iteration) or "preset".
     recorded_on: name of the machine whose durations the moments carry, or None.
     torch_version: version of torch that captured the workload; "" for a preset.
@@ -251,6 +252,7 @@ class Workload:
     kernels: str = ""
     order: Order = Order.DEPTH_FIRST
     loss: str = LOSSES[0]
+    autocast: str | None = None
 
     def __post_init__(self) -> None:
         check_workload(self)
@@ -306,6 +308,11 @@ class Workload:
     def tokens(self) -> int:
         """Tokens per iteration, of all micro-batches."""
         return self.batch * self.sequence * self.micro_batches
+
+    @property
+    def compute_dtype(self) -> str:
+        """Dtype of the inputs of products, which decides their rate and whether gradients need loss scaling."""
+        return self.autocast or self.dtype
 
     @cached_property
     def boundaries_on_host(self) -> bool:
@@ -401,6 +408,10 @@ def _check_header(w: Workload, bad: _Bad) -> None:
         raise bad("dtype", w.dtype, f"known dtypes are {', '.join(DTYPES)}")
     if w.loss not in LOSSES:
         raise bad("loss", w.loss, f"known losses are {', '.join(LOSSES)}")
+    if w.autocast not in (None, *AUTOCAST):
+        raise bad("autocast", w.autocast, f"known dtypes are {', '.join(AUTOCAST)}")
+    if w.autocast is not None and w.dtype != MASTER:
+        raise bad("dtype", w.dtype, f"under autocast it must be {MASTER}")
     for name in ("batch", "sequence", "micro_batches"):
         if getattr(w, name) < 1:
             raise bad(name, getattr(w, name), "it must be at least 1")

@@ -140,3 +140,21 @@ def test_a_file_that_the_machine_cannot_run_is_named(ds: Path, capsys: pytest.Ca
     assert main(["fits", "--like", "ds.json", *JOB]) == 2
     out, err = capsys.readouterr()
     assert out == "" and "ds.json: machine 'v100-32' has no disks" in err
+
+
+def test_mixed_precision_without_sharding_is_autocast_over_fp32_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """accelerate's, and so the HF Trainer's. A script that loads 16-bit weights says so by --dtype."""
+    path = tmp_path / "one.yaml"
+    path.write_text("distributed_type: 'NO'\nmixed_precision: bf16\n")
+    job = ["fits", "--like", str(path), "--model", "gpt2", "--batch", "2", "--seq", "64", "--machine", "a100-80"]
+    cast, narrow, flag = (answer(capsys, *job, *more)[0] for more in ([], ["--dtype", "bf16"], ["--autocast", "bf16"]))
+    assert "bf16 autocast" in cast["notes"] and "autocast" not in narrow["notes"]
+    assert cast["gpu_needed_bytes"] == flag["gpu_needed_bytes"] > narrow["gpu_needed_bytes"]
+    assert main([*job, "--autocast", "fp16"]) != 0
+    assert "--autocast fp16, but one.yaml says bf16" in capsys.readouterr().err
+    assert main(["trace", "gpt2", "--batch", "2", "--seq", "64", "-o", str(tmp_path / "t.parquet")]) == 0
+    capsys.readouterr()
+    traced = answer(capsys, "fits", "--like", str(path), "--trace", str(tmp_path / "t.parquet"), "--machine", "a100-80")
+    assert traced[0]["fits"]

@@ -14,7 +14,7 @@ __all__ = ["check_barrier"]
 def check_barrier(plan: Plan, program: Unrolled) -> None:
     """Raises PlanError naming the update that may start too early and the step for which it has to wait."""
     w = plan.workload
-    barrier = plan.settings.barrier(w.dtype)
+    barrier = plan.settings.barrier(w.compute_dtype)
     if barrier is None:
         return
     (last,) = (i for i, s in enumerate(plan.steps) if s.kind is Kind.COMPUTE and s.moment == len(w.moments) - 1)

@@ -23,8 +23,9 @@ def check_workload_of(plan: Plan, workload: Workload) -> None:
     """Raise PlanError naming the first difference between the plan's workload and `workload`."""
     mine = plan.workload
     workload = _as_planned(plan, workload)
-    if workload.dtype != mine.dtype:
-        raise PlanError(f"the plan was made for {mine.dtype}, not {workload.dtype}; make a plan for {workload.dtype}")
+    if (workload.dtype, workload.autocast) != (mine.dtype, mine.autocast):
+        made, asked = (f"autocast to {w.autocast}" if w.autocast else w.dtype for w in (mine, workload))
+        raise PlanError(f"the plan was made for {made}, not {asked}; make a plan for {asked}")
     if workload.fingerprint != mine.fingerprint:
         raise PlanError(
             f"the plan was made for model {mine.model!r} ({mine.params} parameters, "

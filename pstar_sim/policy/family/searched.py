@@ -124,7 +124,7 @@ class _Sizes:
     ) -> None:
         workload = in_order(name, workload, point.order)
         self._job = partial(Job, name, machine=machine, settings=settings)
-        self._barrier = settings.barrier(workload.dtype) is not None
+        self._barrier = settings.barrier(workload.compute_dtype) is not None
         self._short = shorter(workload, barrier=self._barrier)
         self._workload, self._machine, self._settings, self._point = workload, machine, settings, point
         self._open = sizes and settings.chunk_bytes is None

@@ -73,7 +73,7 @@ class Job:
         self.cost = cost_of(workload, machine, self.layout)
         self.charges = charges_of(self.cost)
         self.several = workload.micro_batches > 1
-        self.barrier = settings.barrier(workload.dtype) or ("barrier=on" if point.barrier else None)
+        self.barrier = settings.barrier(workload.compute_dtype) or ("barrier=on" if point.barrier else None)
         self._place_sums()
         self.follow_tide = point.capacity == "tide"
         self.tide = uses.tide if self.follow_tide else (max(uses.tide),) * len(uses.tide)

@@ -40,7 +40,7 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings) -> Plan
         b.live(chunk.index, Place.GPU)
     model = b.held_bytes(Place.GPU)
     check_beside_tide(b, model, f"{format_bytes(model)} of parameters, gradients and optimizer states")
-    barrier = settings.barrier(workload.dtype)
+    barrier = settings.barrier(workload.compute_dtype)
     final: dict[int, list[int]] = {}  # moment -> chunks whose last gradient arrives in it
     for chunk in b.layout.chunks:
         if b.uses.updated(chunk.index):

@@ -158,7 +158,7 @@ def _all_like(machine: Machine, rank: int) -> Machine:
 
 def _speed(machine: Machine, workload: Workload, by: str) -> float:
     if by == "flops":
-        return flops_rate(machine, workload.dtype)
+        return flops_rate(machine, workload.compute_dtype)
     seconds = sum(CostModel(workload, machine, build_layout(workload), rank=0).moments_s)
     return 1 / seconds if seconds > 0 else 1.0
 

@@ -67,7 +67,7 @@ def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Pl
         f"{BUCKET_CHUNKS} chunks ({format_bytes(bucket.peak_bytes)})"
     )
     b.choices["adam"] = "on the CPU, behind the barrier, each chunk copied back while the next is updated"
-    if settings.barrier(workload.dtype) is None:
+    if settings.barrier(workload.compute_dtype) is None:
         b.choices["update"] = "eager was asked for; ZeRO-Offload updates in optimizer.step() only, so the barrier stays"
     return b.plan()
 

@@ -66,6 +66,7 @@ def preset(
 
     dtype: None for the dtype of the machine's GPU (bf16, else fp16, else fp32), written as bf16 until a machine is
         known.
+    autocast: dtype of torch.autocast over weights and gradients in fp32, of a dense gpt or llama; None by default.
     checkpointing: whether every layer is a checkpoint; True by default.
     attention: a kernel of catalog/attention.py; "flash", that of torch, by default.
     kernels: flavour of the operators beside attention, one of KERNELS (kernels.py); None for the flavour of the model's
@@ -90,12 +91,12 @@ def preset(
     entry = model_entry(name)
     sequence = entry.max_seq if seq is None else seq
     made = workload_of(entry, batch=batch, sequence=sequence, micro_batches=micro_batches, **axes)
-    return replace(made, dtype_open=True) if axes.get("dtype") is None else made
+    return replace(made, dtype_open=True) if axes.get("dtype") is axes.get("autocast") is None else made
 
 
-def default_dtype(machine: Machine) -> str:
-    """Returns the first that the GPU has natively: bf16, fp16, fp32."""
-    return next((dtype for dtype in NATIVE if dtype in machine.gpu.flops_per_s), MASTER)
+def default_dtype(machine: Machine, autocast: str | None = None) -> str:
+    """Returns the first that the GPU has natively: bf16, fp16, fp32. Under autocast the weights are fp32."""
+    return MASTER if autocast else next((dtype for dtype in NATIVE if dtype in machine.gpu.flops_per_s), MASTER)
 
 
 def workload_of(
@@ -118,16 +119,18 @@ def workload_of(
     _check_switches(name, axes)
     _check_sequence(name, entry, sequence)
     _check_names(name, axes)
-    dtype = axes.dtype or WORKING
+    dtype = axes.dtype or (MASTER if axes.autocast else WORKING)
     axes = replace(axes, dtype=dtype, kernels=kernels_of(entry, axes.kernels, model=name))
     spec = optimizer_spec(axes.optimizer, masters=axes.masters, width=DTYPES[dtype].bytes)  # type: ignore[arg-type]
     lora = None if axes.lora is None else adapter(axes.lora)
     adapted = None if lora is None else AdaptedTape(dtype, lora, family=entry.family, tokens=batch * sequence)
-    tape = adapted or Tape(dtype)
+    tape = adapted or Tape(dtype, axes.autocast)
     if not axes.language_head and entry.family != "gpt":
         raise refuse("language_head", axes.language_head, "only a gpt can leave it out")
     if axes.loss != LOSSES[0] and not entry.causal:
         raise refuse("loss", axes.loss, f"only language models have their logits cut; leave it {LOSSES[0]}")
+    if axes.autocast is not None:
+        _check_autocast(refuse, entry, axes)
     if not axes.early_stop and entry.family not in ("gpt", "llama"):
         raise refuse("early_stop", axes.early_stop, "only a gpt or llama can leave it out")
     shape = Shape(model=entry, batch=batch, sequence=sequence, axes=axes)
@@ -209,11 +212,15 @@ def _check_names(model: str, given: Axes) -> None:
             raise _refusal(model, what, value, f"known {axis.plural} are {', '.join(axis.names)}")
 
 
-def _check_loss(model: str, loss: object, *, able: bool) -> None:
-    if not isinstance(loss, str) or loss not in LOSSES:
-        raise _refusal(model, "loss", loss, f"known losses are {', '.join(LOSSES)}")
-    if loss != LOSSES[0] and not able:
-        raise _refusal(model, "loss", loss, f"only presets of language models cut their logits; leave it {LOSSES[0]}")
+def _check_autocast(refuse: Callable[[str, object, str], ModelError], entry: ModelEntry, axes: Axes) -> None:
+    if axes.dtype not in (None, MASTER):
+        raise refuse("dtype", axes.dtype, f"autocast is over weights in {MASTER}; leave the dtype out, or the autocast")
+    written = entry.family != "vit" and not (entry.experts or entry.latent or entry.qk_norm or entry.post_norms)
+    others = (axes.lora, "adapters"), (axes.loss != LOSSES[0] and axes.loss, f"a {axes.loss} loss")
+    beside = [words for value, words in others if value] + ["this model"] * (not written)
+    if beside:
+        want = "it is written for BERT and for dense GPT and Llama models that are trained whole"
+        raise refuse("autocast", axes.autocast, f"{want}, not for {beside[0]}; trace the model under autocast instead")
 
 
 def _check_sequence(model: str, entry: ModelEntry, sequence: int) -> None:

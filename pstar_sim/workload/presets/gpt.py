@@ -31,7 +31,11 @@ def write_gpt(t: Tape, s: Shape) -> None:
     flavour = s.flavour
     h, w = m.hidden, t.width
     u, f = s.tokens * h * w, s.tokens * m.ffn * w
-    stats = 2 * s.tokens * w
+    # Under autocast the residual stream is fp32, and so are outputs of norm and activation unless they are fused.
+    r, wide = s.tokens * h * t.wide, s.tokens * m.ffn * t.wide
+    n, copied, copied_f = (r, u, f) if s.casts else (u, 0, 0)
+    low = u if t.autocast else 0  # a gradient of the residual stream, in 16 bits
+    stats = 2 * s.tokens * t.wide
     wte, wpe, ln_f = "transformer.wte.weight", "transformer.wpe.weight", norm("transformer.ln_f")
     t.parameter(wte, m.vocab, h)
     t.parameter(wpe, m.max_seq, h)
@@ -62,13 +66,14 @@ def write_gpt(t: Tape, s: Shape) -> None:
                 t.op(f, unsaved=f)
             return
         t.op(f)  # x/2, kept
-        t.op(f)  # x^3
-        t.op(f, dead=f)
-        t.op(f, dead=f, read=2 * f)
-        t.op(f, dead=f)
-        t.op(f, dead=f)  # tanh, kept
-        t.op(f, unsaved=f)  # 1 + tanh, kept
-        t.op(f, unsaved=3 * f, read=2 * f)
+        t.op(copied_f and wide, read=copied_f)  # x in fp32, kept
+        t.op(wide)  # x^3
+        t.op(wide, dead=wide)
+        t.op(wide, dead=wide, read=2 * wide)
+        t.op(wide, dead=wide)
+        t.op(wide, dead=wide)  # tanh, kept
+        t.op(wide, unsaved=wide)  # 1 + tanh, kept
+        t.op(wide, dead=copied_f, unsaved=2 * wide + f, read=2 * wide)
 
     def activate_backward() -> None:
         """Write its backward: from the gradient of the activation's output (f) to that of its input (f). Frees the kept
@@ -76,14 +81,17 @@ def write_gpt(t: Tape, s: Shape) -> None:
         if flavour.fused:
             t.op(f, dead=2 * f, read=2 * f)
             return
-        t.op(f)
-        t.op(f, dead=3 * f)
-        t.op(f, dead=2 * f)
-        t.op(f, dead=f)
-        t.op(f)
-        t.op(f)
-        t.op(f)
-        t.op(f, dead=4 * f)
+        t.op(wide)
+        t.op(wide, dead=3 * (f - copied_f))
+        t.op(copied_f, dead=copied_f and 3 * wide + f)
+        t.op(wide, dead=2 * wide)
+        t.op(wide, dead=wide)
+        t.op(copied_f)
+        t.op(wide, dead=copied_f and wide)
+        t.op(wide)
+        t.op(wide)
+        t.op(wide, dead=4 * wide)
+        t.op(copied_f, dead=copied_f and wide)
         t.op(f, dead=2 * f)
         t.op(f, dead=f)
         t.op(f, dead=2 * f)
@@ -91,70 +99,88 @@ def write_gpt(t: Tape, s: Shape) -> None:
     def forward(i: int, phase: Phase) -> int:
         block = f"transformer.h.{i}"
         t.open("begin", f"{block}.ln_1", phase, [*norm(f"{block}.ln_1"), *linear(f"{block}.attn.c_attn")])
-        t.op(u + stats, unsaved=stats)
+        t.op(n + stats, unsaved=stats)
+        t.op(copied, read=copied and n)
+        t.cast(linear(f"{block}.attn.c_attn"))
         t.op(3 * u, products=[s.product(h, 3 * h)], dead=normed, read=u)
         t.open("end", f"{block}.attn.c_attn", phase, linear(f"{block}.attn.c_proj"))
         kept = attend(t, s, 3 * u)
+        t.cast(linear(f"{block}.attn.c_proj"))
         t.op(u, unsaved=4 * u - normed, products=[s.product(h, h)])
-        t.op(u, unsaved=u, read=2 * u)
+        t.op(r, dead=copied and n, unsaved=u, read=u + r)
         t.open("begin", f"{block}.ln_2", phase, [*norm(f"{block}.ln_2"), *linear(f"{block}.mlp.c_fc")])
-        t.op(u + stats, unsaved=stats)
+        t.op(n + stats, unsaved=stats)
+        t.op(copied, read=copied and n)
+        t.cast(linear(f"{block}.mlp.c_fc"))
         t.op(f, products=[s.product(h, m.ffn)], dead=normed, read=u)
         t.open("end", f"{block}.mlp.c_fc", phase, linear(f"{block}.mlp.c_proj"))
         activate(phase)
+        t.op(copied_f, read=copied_f and wide)
+        t.cast(linear(f"{block}.mlp.c_proj"))
         if phase is Phase.RECOMPUTE:
             if not s.axes.early_stop:
                 last_product_again(t, s, u, f)
-            t.op(dead=u)  # [Note: early stop]; the attention's output ends with its frame
+            gone = u + (copied and n) + (copied_f and wide)
+            t.op(dead=gone)  # [Note: early stop]; the attention's output ends with its frame
         else:
-            t.op(u, dead=again, unsaved=f - again, products=[s.product(m.ffn, h)], read=f)
-            t.op(u, dead=2 * u, unsaved=2 * u - normed, read=2 * u)
+            t.op(u, dead=again + (copied_f and wide), unsaved=f - again, products=[s.product(m.ffn, h)], read=f)
+            t.op(r, dead=2 * u + (copied and n), unsaved=u + r - normed, read=u + r)
         return kept
 
     def backward(i: int, kept: int) -> None:
         block = f"transformer.h.{i}"
         t.open("grad", f"{block}.mlp.c_proj", Phase.BWD, linear(f"{block}.mlp.c_proj"))
         names = linear(f"{block}.mlp.c_proj")
+        t.op(low, read=low and r)
         t.op(again)
-        t.linear_backward(names, grad_in=f, grad_out=u, saved=f, product=s.product(m.ffn, h), dead=f)
+        t.linear_backward(names, grad_in=f, grad_out=u, saved=f, product=s.product(m.ffn, h), dead=f + low)
+        t.op(copied_f and wide, dead=copied_f, read=copied_f)
         activate_backward()
         t.open("grad", f"{block}.mlp.c_fc", Phase.BWD, [*linear(f"{block}.mlp.c_fc"), *norm(f"{block}.ln_2")])
         names = linear(f"{block}.mlp.c_fc")
         t.op(normed)
         t.linear_backward(names, grad_in=u, grad_out=f, saved=u, product=s.product(h, m.ffn), dead=f + u)
-        layer_norm_backward(t, f"{block}.ln_2", u, stats)
+        t.op(copied and r, dead=copied, read=copied)
+        layer_norm_backward(t, f"{block}.ln_2", r, stats, grad=n)
         t.open("grad", f"{block}.attn.c_proj", Phase.BWD, linear(f"{block}.attn.c_proj"))
         names = linear(f"{block}.attn.c_proj")
-        t.linear_backward(names, grad_in=u, grad_out=u, saved=u, product=s.product(h, h))
+        t.op(low, read=low and r)
+        t.linear_backward(names, grad_in=u, grad_out=u, saved=u, product=s.product(h, h), dead=low)
         attend_backward(t, s, 3 * u, kept)
         t.op(3 * u, dead=3 * u)
         t.open("grad", f"{block}.attn.c_attn", Phase.BWD, [*linear(f"{block}.attn.c_attn"), *norm(f"{block}.ln_1")])
         names = linear(f"{block}.attn.c_attn")
         t.op(normed)
         t.linear_backward(names, grad_in=u, grad_out=3 * u, saved=u, product=s.product(h, 3 * h), dead=4 * u)
-        layer_norm_backward(t, f"{block}.ln_1", u, stats)
+        t.op(copied and r, dead=copied, read=copied)
+        layer_norm_backward(t, f"{block}.ln_1", r, stats, grad=n)
 
-    positions = s.sequence * h * w
+    positions = s.sequence * h * t.wide
     begin(t, s)
     t.open("begin", "transformer.wte", Phase.FWD, [wte, wpe])
-    t.op(u)
+    t.op(r)
     t.op(positions)
-    t.op(u, read=u + positions)
+    t.op(r, read=r + positions)
     kept = layers_forward(t, s, forward)
     t.open("begin", "transformer.ln_f", Phase.FWD, ln_f)
-    t.op(u + stats, dead=u + positions)
+    t.op(n + stats, dead=r + positions)
     if s.axes.language_head:
+        t.op(copied, read=copied and n)
         language_loss(t, s, "lm_head", head, u)
+        t.op(dead=copied and n)
+        t.end_autocast()
         language_loss_backward(t, s, "lm_head", head, u, tied=m.tied)
+        t.op(copied and r, dead=copied, read=copied)
     else:
         t.open("grad", ROOT, Phase.BWD)
-        t.op(u, dead=u)
+        t.end_autocast()
+        t.op(n, dead=n)
     t.open("grad", "transformer.ln_f", Phase.BWD, ln_f)
-    layer_norm_backward(t, "transformer.ln_f", u, stats, residual=False)
+    layer_norm_backward(t, "transformer.ln_f", r, stats, residual=False, grad=n)
     layers_backward(t, s, forward, backward, kept)
     t.open("grad", "transformer.wte", Phase.BWD)
-    t.op(positions, read=u)
+    t.op(positions, read=r)
     t.gradient([wpe], allocated=False)
     t.op(dead=positions)
-    embedding_backward(t, [wte], wte if m.tied and s.axes.language_head else None, u)
+    embedding_backward(t, [wte], wte if m.tied and s.axes.language_head else None, r)
     t.open("backward-end", ROOT, Phase.BWD)

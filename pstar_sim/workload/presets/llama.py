@@ -29,7 +29,7 @@ __all__ = ["write_llama"]
 def write_llama(t: Tape, s: Shape) -> None:
     """Write a model of the llama family: rotary positions, RMSNorm in fp32, gated feed-forward layers or experts."""
     m = s.model
-    u = s.tokens * m.hidden * t.width
+    u, r = s.tokens * m.hidden * t.width, s.tokens * m.hidden * t.wide
     layers = _LayerWriter(t, s)
     norms = layers.norms
     embedding, norm, head = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -42,32 +42,37 @@ def write_llama(t: Tape, s: Shape) -> None:
     else:
         t.parameter(head, m.vocab, m.hidden)
 
-    rotary = 2 * s.sequence * layers.attention.rotary_dim * t.width
+    rotary = 2 * s.sequence * layers.attention.rotary_dim * t.wide
     begin(t, s)
     t.open("begin", "model.embed_tokens", Phase.FWD, [embedding])
-    t.op(u)
+    t.op(r)
     t.op(rotary, read=0)
     kept = layers_forward(t, s, layers.forward)
     t.open("begin", "model.norm", Phase.FWD, [norm])
-    norms.forward(u, s.tokens)
+    norms.forward(r, s.tokens)
     if norms.upcast:
         embedded = 0 if s.axes.checkpointing else u  # the embedding's hidden state, which no norm kept
         t.op(dead=u + embedded)
+    copied = s.casts * u
+    t.op(copied, read=s.casts * r)
     language_loss(t, s, "lm_head", head, u)
+    t.op(dead=s.casts * r)
+    t.end_autocast()
     language_loss_backward(t, s, "lm_head", head, u, tied=m.tied)
+    t.op(s.casts * r, dead=copied, read=copied)
     t.open("grad", "model.norm", Phase.BWD, [norm])
-    norms.backward(norm, u, s.tokens, residual=False)
+    norms.backward(norm, r, s.tokens, residual=False)
     layers_backward(t, s, layers.forward, layers.backward, kept)
     t.open("grad", "model.embed_tokens", Phase.BWD)
     t.op(dead=rotary)
-    embedding_backward(t, [embedding], embedding if m.tied else None, u)
+    embedding_backward(t, [embedding], embedding if m.tied else None, r)
     t.open("backward-end", ROOT, Phase.BWD)
 
 
 class _LayerWriter:
     def __init__(self, t: Tape, s: Shape) -> None:
         self.t, self.s = t, s
-        self.u = s.tokens * s.model.hidden * t.width
+        self.u, self.r = s.tokens * s.model.hidden * t.width, s.tokens * s.model.hidden * t.wide
         self.norms = Norms(t, s)
         part = GroupedAttention if s.model.latent is None else LatentAttention
         self.attention: GroupedAttention | LatentAttention = part(t, s, self.norms)
@@ -96,18 +101,18 @@ class _LayerWriter:
 
     def forward(self, i: int, phase: Phase) -> int:
         """Returns the bytes that attention keeps besides q, k, v and its output."""
-        t, s, u, norms = self.t, self.s, self.u, self.norms
+        t, s, u, r, norms = self.t, self.s, self.u, self.r, self.norms
         block, mlp = f"model.layers.{i}", self.mlp(i)
         first, behind, second, last = self._names(i)
         t.open("begin", first, phase, [f"{first}.weight", *self.attention.first(block)])
-        norms.forward(u, s.tokens)
+        norms.forward(r, s.tokens)
         kept = self.attention.forward(block, phase, s.model.window_of(i))
         if self.post:
             t.open("begin", behind, phase, [f"{behind}.weight"])
             norms.forward(u, s.tokens, inner=True)
-        t.op(u, dead=u, unsaved=self.attention.out_bytes, read=2 * u)
+        t.op(r, dead=u, unsaved=self.attention.out_bytes, read=u + r)
         t.open("begin", second, phase, [f"{second}.weight", *mlp.first(block)])
-        norms.forward(u, s.tokens)
+        norms.forward(r, s.tokens)
         mlp.forward(block, phase)
         if phase is Phase.RECOMPUTE:
             self._recompute_ends(mlp, last)
@@ -118,8 +123,10 @@ class _LayerWriter:
             norms.forward(u, s.tokens, inner=True)
         entered = i > 0 and not s.axes.checkpointing and norms.upcast  # then no operator keeps the layer's input
         gone = u + (u if norms.upcast else 0) + (u if entered else 0)
-        held = 0 if isinstance(mlp, Experts) else u - self.normed  # experts let go of the norm's output themselves
-        t.op(u, dead=gone, unsaved=held + (0 if norms.upcast else u), read=2 * u)
+        held = (
+            0 if isinstance(mlp, Experts) else u + s.casts * u - self.normed
+        )  # experts let go of the norm's output themselves
+        t.op(r, dead=gone, unsaved=held + (0 if norms.upcast else r), read=u + r)
         return kept
 
     def _recompute_ends(self, mlp: GatedMlp | Experts, last: str) -> None:
@@ -133,11 +140,11 @@ class _LayerWriter:
             t.op(dead=u)
         elif not s.axes.early_stop:
             last_product_again(t, s, u, s.tokens * s.model.ffn * t.width)
-        t.op(dead=u if self.norms.upcast else 0)
+        t.op(dead=u if self.norms.upcast else s.casts * self.r)
 
     def backward(self, i: int, kept: int) -> None:
         """Write the backward of layer i: from the gradient of its output (1 u) to that of its input."""
-        t, s, u, norms = self.t, self.s, self.u, self.norms
+        t, s, u, r, norms = self.t, self.s, self.u, self.r, self.norms
         block = f"model.layers.{i}"
         first, behind, second, last = self._names(i)
         if self.post:
@@ -145,12 +152,12 @@ class _LayerWriter:
             norms.backward(f"{last}.weight", u, s.tokens, residual=False, shared=True)
         self.mlp(i).backward(block, own=self.post)
         t.open("grad", second, Phase.BWD, [f"{second}.weight"])
-        norms.backward(f"{second}.weight", u, s.tokens)
+        norms.backward(f"{second}.weight", r, s.tokens)
         if self.post:
             t.open("grad", behind, Phase.BWD, [f"{behind}.weight"])
             norms.backward(f"{behind}.weight", u, s.tokens, residual=False, shared=True)
         reads = [f"{first}.weight"]
         self.attention.backward(block, kept, s.model.window_of(i), reads=reads, own=self.post)
-        norms.backward(f"{first}.weight", u, s.tokens)
+        norms.backward(f"{first}.weight", r, s.tokens)
         if s.axes.checkpointing and norms.upcast:
             t.op(dead=u)  # the checkpoint: in bf16 no norm kept it

@@ -25,6 +25,7 @@ class GroupedAttention:
         m = s.model
         self.q_width, self.kv_width = m.heads * m.head_dim, m.kv_heads * m.head_dim
         self.u = s.tokens * m.hidden * t.width
+        self.r, self.copied = s.tokens * m.hidden * t.wide, s.casts * self.u
         self.out_bytes, self.kv = s.tokens * self.q_width * t.width, s.tokens * self.kv_width * t.width
         self.normed = self.u if s.flavour.recomputed else 0
         self.rotary_dim = m.head_dim
@@ -60,16 +61,21 @@ class GroupedAttention:
         kernel keeps in addition to q, k, v and its output."""
         t, s, m, u, q, kv = self.t, self.s, self.s.model, self.u, self.out_bytes, self.kv
         widths = (self.q_width, self.kv_width, self.kv_width)
+        t.op(3 * self.copied, read=s.casts * self.r)
+        t.cast(self._weights(block, "qkv"))
         t.op(q + 2 * kv, products=[s.product(m.hidden, n) for n in widths], dead=self.normed, read=3 * u)
         t.open("end", f"{block}.self_attn.v_proj", phase, [*self._weights(block, "o"), *self._late(block)])
         if m.qk_norm:
             self.norms.forward(q, s.tokens * m.heads, inner=True)
             self.norms.forward(kv, s.tokens * m.kv_heads, inner=True)
-        self.norms.rope(q)
-        self.norms.rope(kv)
+        rotated = self.norms.rope(q) + self.norms.rope(kv)
         t.op(dead=q + kv)
+        t.op(s.casts * (q + kv), read=s.casts * rotated)
         kept = attend(t, s, q + 2 * kv, window=window)
-        t.op(u, unsaved=u + q + 2 * kv - self.normed, products=[s.product(self.q_width, m.hidden)], read=u)
+        t.cast(self._weights(block, "o"))
+        saved = (3 if s.casts else 1) * u + q + 2 * kv - self.normed
+        product = s.product(self.q_width, m.hidden)
+        t.op(u, dead=s.casts * (rotated + self.r), unsaved=saved, products=[product], read=u)
         return kept
 
     def backward(self, block: str, kept: int, window: int, *, reads: list[str], own: bool) -> None:
@@ -82,7 +88,9 @@ class GroupedAttention:
         o, q, k, v = (self._weights(block, x) for x in "oqkv")
         t.open("grad", f"{block}.self_attn.o_proj", Phase.BWD, [*o, *self._late(block)])
         product = s.product(self.q_width, m.hidden)
-        t.linear_backward(o, grad_in=q_bytes, grad_out=u, saved=q_bytes, product=product, dead=u if own else 0)
+        low = u if t.autocast else 0
+        t.op(low, read=low and self.r)
+        t.linear_backward(o, grad_in=q_bytes, grad_out=u, saved=q_bytes, product=product, dead=u if own else low)
         attend_backward(t, s, q_bytes + 2 * kv, kept, window=window)
         if m.sinks:
             t.gradient([f"{block}.self_attn.sinks"], allocated=False)
@@ -95,12 +103,13 @@ class GroupedAttention:
         t.open("grad", f"{block}.self_attn.v_proj", Phase.BWD, [*v, *k, *q, *reads])
         t.op(self.normed)
         narrow = s.product(m.hidden, self.kv_width)
-        t.linear_backward(v, grad_in=u, grad_out=kv, saved=u, product=narrow, dead=kv)
-        t.linear_backward(k, grad_in=u, grad_out=kv, saved=u, product=narrow, dead=kv)
-        t.op(u, dead=2 * u)
         product = s.product(m.hidden, self.q_width)
-        t.linear_backward(q, grad_in=u, grad_out=q_bytes, saved=u, product=product, dead=q_bytes)
-        t.op(u, dead=3 * u)
+        r, copied = self.r if s.casts else u, self.copied
+        for names, out, of, others in ((v, kv, narrow, 0), (k, kv, narrow, 1), (q, q_bytes, product, 1)):
+            t.linear_backward(names, grad_in=u, grad_out=out, saved=u, product=of, dead=out + copied)
+            t.op(s.casts * r, dead=copied, read=copied)
+            t.op(others * r, dead=others * 2 * r)
+        t.op(dead=u - copied)  # the norm's output
 
 
 class LatentAttention:

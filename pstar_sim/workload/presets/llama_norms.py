@@ -11,14 +11,16 @@ __all__ = ["Norms"]
 class Norms:
     """Norms and rotary positions on a tape.
 
-    upcast: whether a norm keeps an fp32 copy of its input for backward. In fp32, or fused, it keeps the input.
+    upcast: whether a norm keeps an fp32 copy of its input for backward. In fp32, under autocast (where its input is the
+        residual stream) or fused, it keeps the input.
     wide_output: whether a norm multiplies by its weight in fp32, as in Gemma, and keeps the other factor in fp32.
     """
 
     def __init__(self, t: Tape, s: Shape) -> None:
         self.t = t
         self.fused = s.flavour.fused
-        self.upcast = t.width < 4 and not self.fused
+        self.upcast = t.wide < 4 and not self.fused
+        self.autocast = bool(s.casts)
         self.wide_output = self.upcast and s.model.post_norms
 
     def _wide(self, size: int) -> int:
@@ -32,7 +34,7 @@ class Norms:
         """
         t, row, wide = self.t, rows * 4, self._wide(size)
         if self.fused:
-            t.op(size + row, unsaved=row)
+            t.op(size * t.width // t.wide + row, unsaved=row)
         else:
             if self.upcast:
                 t.op(wide, read=size)
@@ -59,7 +61,8 @@ class Norms:
         t, row, wide = self.t, rows * 4, self._wide(size)
         stays = size if shared else 0
         if self.fused:
-            t.op(size + t.size([name]), dead=2 * size + row - stays, read=2 * size)
+            grad = size * t.width // t.wide
+            t.op(size + t.size([name]), dead=size + grad + row - stays, read=size + grad)
             t.gradient([name])
         else:
             square = wide or size
@@ -91,15 +94,20 @@ class Norms:
         if residual:
             t.op(size, dead=2 * size, read=2 * size)
 
-    def rope(self, size: int) -> None:
-        """Write the rotary positions; the input stays."""
-        t = self.t
-        t.op(size)
+    def _rotated(self, size: int) -> int:
+        """Autocast leaves rotary positions in fp32."""
+        return size * self.t.wide // self.t.width if self.autocast else size
+
+    def rope(self, size: int) -> int:
+        """Write the rotary positions; the input stays. Returns the bytes of the output."""
+        t, out = self.t, self._rotated(size)
+        t.op(out, read=size)
         if not self.fused:
             t.op(size // 2)
             t.op(size, dead=size // 2)
-            t.op(size, dead=size, read=2 * size)
-            t.op(size, dead=2 * size, read=2 * size)
+            t.op(out, dead=size, read=2 * size)
+            t.op(out, dead=2 * out, read=2 * out)
+        return out
 
     def rope_backward(self, size: int) -> None:
         """Write the backward of the positions: from the gradient of the output to that of the input."""
@@ -107,10 +115,14 @@ class Norms:
         if self.fused:
             t.op(size, dead=size)
             return
-        t.op(size)
+        out = self._rotated(size)
+        t.op(self.autocast * out, dead=self.autocast * size, read=self.autocast * size)
+        t.op(out)
+        t.op(self.autocast * size, dead=self.autocast * out)
         t.op(size // 2)
         t.op(size, dead=size // 2)
         t.op(size, dead=size)
         t.op(size, dead=2 * size, read=2 * size)
-        t.op(size, dead=size)
+        t.op(out, dead=out)
+        t.op(self.autocast * size, dead=self.autocast * out)
         t.op(size, dead=2 * size, read=2 * size)

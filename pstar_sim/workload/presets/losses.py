@@ -25,6 +25,7 @@ def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
     u: bytes of the last hidden state.
     """
     t.open("begin", module, Phase.FWD, [weight])
+    t.cast([weight])
     labels = s.tokens * 8
     if s.axes.loss == "whole":
         _whole_loss(t, s, module, u)
@@ -144,6 +145,7 @@ def _whole_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, *,
     product = s.product(m.hidden, m.vocab)
     if tied:
         products = [input_gradient(product), *t.weight_products(weight_gradient(product))]
-        t.op(t.size([weight]) + u, dead=logits + u, products=products, read=2 * logits + u)
+        t.op(t.grown([weight]) + u, dead=logits + u, products=products, read=2 * logits + u)
+        t.uncast([weight])
     else:
         t.linear_backward([weight], grad_in=u, grad_out=logits, saved=u, product=product, dead=logits + u)

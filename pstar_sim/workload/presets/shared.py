@@ -65,6 +65,11 @@ class Shape:
         return FLAVOURS[self.axes.kernels or "eager"]
 
     @property
+    def casts(self) -> int:
+        """1 if autocast copies the outputs of norms and activations, 0 if those come in 16 bits or none are copied."""
+        return int(self.axes.autocast is not None and not self.flavour.fused)
+
+    @property
     def attention_width(self) -> int:
         """Width of the outputs of all heads."""
         return self.model.heads * self.model.value_dim
@@ -163,13 +168,19 @@ def declare_norm(t: Tape, module: str, hidden: int) -> None:
     t.parameter(f"{module}.bias", hidden)
 
 
-def layer_norm_backward(t: Tape, module: str, u: int, stats: int, *, residual: bool = True) -> None:
+def layer_norm_backward(
+    t: Tape, module: str, r: int, stats: int, *, residual: bool = True, grad: int | None = None
+) -> None:
     """Write the backward of the norm: from the gradient of its output (and of the residual, both alive) to their sum (1
-    u). Frees the norm's input."""
+    r). Frees the norm's input.
+
+    grad: bytes of the gradient of its output, r by default.
+    """
     names = norm(module)
-    t.op(u + t.size(names), dead=2 * u + stats, read=2 * u)
+    grad = r if grad is None else grad
+    t.op(r + t.size(names), dead=r + grad + stats, read=r + grad)
     if residual:
-        t.op(u, dead=2 * u, read=2 * u)
+        t.op(r, dead=2 * r, read=2 * r)
     t.gradient(names)
 
 
@@ -198,6 +209,7 @@ def layers_backward(
     for i in reversed(range(s.model.layers)):
         if s.axes.checkpointing:
             kept = forward(i, Phase.RECOMPUTE)
+            t.end_autocast()
         backward(i, kept)
 
 
@@ -208,11 +220,14 @@ def last_product_again(t: Tape, s: Shape, u: int, f: int) -> None:
 
 
 def separate_qkv_backward(t: Tape, s: Shape, module: str, order: tuple[str, str, str], u: int) -> None:
-    """Write the backward of three square projections of one input: from three gradients (3 u) to their sum (1 u)."""
+    """Write the backward of three square projections of one input: from three gradients (3 u) to their sum (1 u; under
+    autocast in fp32)."""
     h = s.model.hidden
+    summed, copied = (s.tokens * h * t.wide, u) if s.casts else (u, 0)
     t.open("grad", f"{module}.{order[0]}", Phase.BWD, [n for x in order for n in linear(f"{module}.{x}")])
     for k, x in enumerate(order):
         names = linear(f"{module}.{x}")
-        t.linear_backward(names, grad_in=u, grad_out=u, saved=u, product=s.product(h, h), dead=u)
+        t.linear_backward(names, grad_in=u, grad_out=u, saved=u, product=s.product(h, h), dead=u + copied)
+        t.op(s.casts * summed, dead=copied, read=copied)
         if k:
-            t.op(u, dead=2 * u, read=2 * u)
+            t.op(summed, dead=2 * summed, read=2 * summed)

@@ -105,10 +105,22 @@ def test_preset_and_capture_agree(name: str, batch: int, sequence: int, dtype: s
 
 
 @of_today
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("name", "sequence"), [("gpt2", 256), ("bert-base", 128)])
+def test_under_autocast(name: str, sequence: int, checkpointing: bool) -> None:
+    shape = preset(name, batch=2, seq=sequence, autocast="bf16", checkpointing=checkpointing)
+    captured = capture(name, batch=2, sequence=sequence, autocast="bf16", checkpointing=checkpointing)
+    assert_alike(shape, captured)
+    assert (shape.dtype, shape.autocast) == (captured.dtype, captured.autocast) == ("fp32", "bf16")
+
+
+@of_today
 @grouped
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_small_llama_with_grouped_keys_and_its_own_head(tmp_path: Path, dtype: str, checkpointing: bool) -> None:
+@pytest.mark.parametrize("precision", [{"dtype": "bf16"}, {"dtype": "fp32"}, {"autocast": "fp16"}])
+def test_a_small_llama_with_grouped_keys_and_its_own_head(
+    tmp_path: Path, precision: dict[str, str], checkpointing: bool
+) -> None:
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 688,
         "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 500,
@@ -116,12 +128,12 @@ def test_a_small_llama_with_grouped_keys_and_its_own_head(tmp_path: Path, dtype:
     }  # fmt: skip
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    captured = capture(f"hf:{path}", batch=2, sequence=128, dtype=dtype, checkpointing=checkpointing)
+    captured = capture(f"hf:{path}", batch=2, sequence=128, checkpointing=checkpointing, **precision)
     entry = ModelEntry(
         name="small", family="llama", layers=6, hidden=256, heads=8, kv_heads=2, ffn=688, vocab=500, max_seq=512,
         tied=False, params=captured.params, source="test",
     )  # fmt: skip
-    assert_alike(workload_of(entry, batch=2, sequence=128, dtype=dtype, checkpointing=checkpointing), captured)
+    assert_alike(workload_of(entry, batch=2, sequence=128, checkpointing=checkpointing, **precision), captured)
 
 
 def test_the_math_kernel_is_modelled_roughly() -> None:
