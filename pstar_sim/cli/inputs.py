@@ -163,7 +163,8 @@ def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:
 def _preset_variants(job: OptionalWorkloadFlags, machine: Machine, share: int) -> tuple[Way, ...]:
     """Returns the preset in some of SPLITS micro-batches, with and without recomputation (unless --checkpointing says),
     and the mixes of these block by block."""
-    choices = (True, False) if job.checkpointing is None else (job.checkpointing,)
+    open_ = job.checkpointing is None and job.recompute is None
+    choices = (True, False) if open_ else (job.checkpointing is not False,)
     possible = [split for split in SPLITS if share % split == 0]
     splits = [split for split in possible if share // split <= LARGE_BATCH] or possible[-1:]
     made = [

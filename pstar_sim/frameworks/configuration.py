@@ -22,11 +22,12 @@ class Configuration:
 
     framework: target that reads and writes it (targets.py).
     policy: stands for the configuration, with its options.
-    dtype: None where the file leaves it to the script, as for the next six attributes.
+    dtype: None where the file leaves it to the script, as for the next seven attributes.
     autocast: dtype of autocast over fp32 weights.
     batch_per_gpu: sequences per micro-batch of each GPU.
     clip: whether gradients are clipped by their global norm.
     checkpointing: activations are recomputed.
+    recompute: those of less than all blocks.
     train_batch: sequences per iteration on all GPUs.
     train_batch_key: in the file, for messages.
     pinned: gradients and states on the host are page-locked.
@@ -48,6 +49,7 @@ class Configuration:
     train_batch_key: str = field(default="", compare=False)
     clip: bool | None = None
     checkpointing: bool | None = None
+    recompute: str | None = None
     optimizer: str | None = None
     pinned: bool = True
     pinned_params: bool = True

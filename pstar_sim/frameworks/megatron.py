@@ -16,7 +16,7 @@ from pstar_sim.frameworks.host_memory import (
     tensor_allocations,
     trained,
 )
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.workload import ATTENTION_ALONE, Workload
 
 __all__ = ["MEGATRON", "MEMORY", "express", "write"]
 
@@ -46,7 +46,9 @@ def write(configuration: Configuration) -> str:
             "--overlap-cpu-optimizer-d2h-h2d",
             "--use-precision-aware-optimizer",
         ]
-    if c.checkpointing:
+    if c.recompute == ATTENTION_ALONE:
+        flags += ["--recompute-granularity selective"]
+    elif c.checkpointing:
         flags += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
     return "\n".join(flags) + "\n"
 
@@ -63,6 +65,8 @@ def express(plan: Plan) -> Expressed:
         cannot.append("disks: Megatron has none; predicted with the states on the host")
     if w.optimizer.words:
         cannot.append(f"the states of {w.optimizer.words}: predicted with AdamW's fp32 states")
+    if w.recompute and w.checkpointing:
+        cannot.append(f"blocks of which {w.recompute} recomputes: the flags say all of them")
     several = share < 1 and plan.machine.data_parallel_size > 1
     notes = {
         "not modelled: parameters whole on every GPU; predicted as gathered when they are needed": several,
@@ -77,6 +81,7 @@ def express(plan: Plan) -> Expressed:
         train_batch=w.batch * w.micro_batches * plan.machine.data_parallel_size,
         clip=plan.settings.clip,
         checkpointing=True if w.checkpointing else None,
+        recompute=w.recompute if w.recompute == ATTENTION_ALONE else None,
         optimizer="adamw",
         details=(("sequence", w.sequence), (_SHARE, share)),
         notes=tuple(text for text, applies in notes.items() if applies),

@@ -31,6 +31,7 @@ KEYS = (
     used("training.mixed_precision_param", "dtype", _Dtype, "bfloat16"),
     used("parallelism.fsdp_reshard_after_forward", "reshard", Literal["default", "always", "never"], "default"),
     used("activation_checkpoint.mode", "recompute", Literal["none", "selective", "full", "memory_budget"], "selective"),
+    used("activation_checkpoint.selective_ac_option", "every", str, "2"),
     used("optimizer.name", "optimizer", Literal["Adam", "AdamW"], "AdamW"),
     unmodelled("training.dtype", "parameters are taken to be fp32", off="float32"),
     unmodelled("optimizer.early_step_in_backward", "all updates are taken to run in optimizer.step()"),
@@ -44,7 +45,6 @@ KEYS = (
     unmodelled("compile.enable", "compiled kernels are a choice of the model's preset (--kernels compiled)"),
     unmodelled("quantize.*", "8-bit training is not modelled", off=None),
     unmodelled("activation_checkpoint.memory_budget", "which activations a budget keeps is not known", off=0.5),
-    unmodelled("activation_checkpoint.selective_ac_option", "which blocks it recomputes is not modelled", off="2"),
     *ignored(
         "activation_checkpoint.*",
         "checkpoint.*",
@@ -73,8 +73,12 @@ def read(content: object, file: str) -> Configuration:
     """Raises PstarError as `read_keys` does."""
     found = read_keys(KEYS, content, file, "a torchtitan configuration")
     notes = list(found.notes)
-    if found["recompute"] in ("selective", "memory_budget"):
-        notes.append(f"not modelled: activation_checkpoint.mode = {found['recompute']}; --checkpointing decides")
+    every = f"every-{found['every']}" if found["recompute"] == "selective" and found["every"].isdigit() else None
+    if found["recompute"] in ("selective", "memory_budget") and every is None:
+        option = f" with selective_ac_option = {found['every']}" if found["recompute"] == "selective" else ""
+        notes.append(
+            f"not modelled: activation_checkpoint.mode = {found['recompute']}{option}; --checkpointing decides"
+        )
     return Configuration(
         framework=TORCHTITAN,
         policy=fsdp_policy(offload=found["offload"], reshard=found["reshard"] != "never"),
@@ -83,7 +87,8 @@ def read(content: object, file: str) -> Configuration:
         train_batch=found["train_batch"] if found["train_batch"] > 0 else None,
         train_batch_key="training.global_batch_size",
         clip=found["clip"] > 0,
-        checkpointing={"full": True, "none": False}.get(found["recompute"]),
+        checkpointing=True if every else {"full": True, "none": False}.get(found["recompute"]),
+        recompute=every,
         optimizer="adamw",
         details=(("sequence", found["sequence"]), ("version", 2)),
         notes=tuple(notes),
@@ -102,7 +107,8 @@ def write(configuration: Configuration) -> str:
         "offload": offloads(c),
         "dtype": DTYPES[c.dtype or WORKING].torch_name,
         "reshard": "always" if reshards(c) else "never",
-        "recompute": "full" if c.checkpointing else "none",
+        "recompute": "selective" if c.recompute else "full" if c.checkpointing else "none",
+        "every": c.recompute and c.recompute.removeprefix("every-"),
         "optimizer": "AdamW",
     }
     lines = []
@@ -121,6 +127,7 @@ def express(plan: Plan) -> Expressed:
         train_batch=w.batch * w.micro_batches * plan.machine.data_parallel_size,
         clip=plan.settings.clip,
         checkpointing=w.checkpointing,
+        recompute=w.recompute if w.checkpointing else None,
         optimizer="adamw",
     )
     return replace(found, configuration=configuration)

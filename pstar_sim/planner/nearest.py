@@ -289,10 +289,11 @@ def _workloads(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNo
         lower = workload.peak_non_model_bytes - changed.peak_non_model_bytes
         return error.needed_bytes - lower <= error.available_bytes
 
-    if not workload.checkpointing:
+    if not workload.checkpointing or workload.recompute:
         changed = elsewhere.checkpointed
         if promising(changed) and ask(changed, machine, settings) is None:
-            yield Remedy(kind="checkpointing", size=0, words="with --checkpointing")
+            instead = f" in place of --recompute {workload.recompute}" if workload.recompute else ""
+            yield Remedy(kind="checkpointing", size=0, words=f"with --checkpointing{instead}")
     for batch in (workload.batch // n for n in range(2, min(workload.batch, 1024) + 1) if workload.batch % n == 0):
         if not promising(elsewhere.smaller(batch, 1)):
             continue

@@ -144,7 +144,7 @@ def _own_ways(ways: Sequence[Way], machine: Machine, settings: Settings, policy:
         return []
     plain = [way for way in ways if not way.activations]
     keeping = {(way.batch, way.attention): way for way in plain if not way.checkpointing}
-    pairs = [(way, keeping.get((way.batch, way.attention))) for way in plain if way.checkpointing]
+    pairs = [(way, keeping.get((way.batch, way.attention))) for way in plain if way.checkpointing and not way.recompute]
     return [Way(w) for way, kept in pairs if kept for w in rule(way.workload, kept.workload, machine, settings)]
 
 

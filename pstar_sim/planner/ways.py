@@ -70,7 +70,7 @@ class Way:
         """
         self._one, self._kept, self._keep = one, kept, frozenset(keep)
         self.stashes, self.repeats, self.relay = tuple(stashes), repeats, order
-        self.batch, self.attention = one.batch, one.attention
+        self.batch, self.attention, self.recompute = one.batch, one.attention, one.recompute
         self.micro_batches = one.micro_batches * repeats
         self.order = one.order if order == OWN else Order.LAYER_MAJOR
         self.boundaries_on_host = one.boundaries_on_host or order == RELAY_HOST
@@ -328,7 +328,7 @@ def candidates(variants: Sequence[Workload], share: int) -> tuple[Way, ...]:
 def _block_by_block(variants: Sequence[Workload]) -> Iterator[Way]:
     """Yields [Note: which blocks] of the variants with one micro-batch in which no block has a choice yet."""
     plain = [w for w in variants if w.micro_batches == 1 and not w.activations]
-    recomputing = {(w.batch, w.attention, w.dtype): w for w in reversed(plain) if w.checkpointing}
+    recomputing = {(w.batch, w.attention, w.dtype): w for w in reversed(plain) if w.checkpointing and not w.recompute}
     seen: set[tuple[int, str, str]] = set()
     for kept in plain:
         same = (kept.batch, kept.attention, kept.dtype)

@@ -92,6 +92,17 @@ class Axes:
             of_modules=f"{_RECOMPUTE} (default: off, as transformers models come)",
         ),
     ] = None
+    recompute: Annotated[
+        str | None,
+        Axis(
+            help="recompute less than all blocks of a preset: attention (scores and softmax alone, Megatron's "
+            "selective) or every-N blocks, such as every-2 (torchtitan's selective)",
+            metavar="WHAT",
+            values="attention or every-N",
+            noted=True,
+            not_of_traces="a trace has the recomputations that ran; trace the model with others instead",
+        ),
+    ] = None
     attention: Annotated[
         str | None,
         Axis(
@@ -184,6 +195,7 @@ class AxesGiven(TypedDict, total=False):
     dtype: str | None
     autocast: str | None
     checkpointing: bool | None
+    recompute: str | None
     attention: str | None
     kernels: str | None
     lora: Adapter | str | int | None

@@ -89,6 +89,11 @@ def _check(workload: Workload, stash: str) -> None:
             else f"is {workload.order} already"
         )
         raise TraceError(f"workload {workload.model!r} {why}")
+    if workload.recompute is not None and workload.checkpointing:
+        raise TraceError(
+            f"workload {workload.model!r} recomputes {workload.recompute}; a layer-major order keeps or recomputes all "
+            "blocks"
+        )
     if stash == "host" and not workload.checkpointing:
         raise TraceError(
             f"workload {workload.model!r} keeps its activations; boundaries on the host need a workload that "

@@ -69,9 +69,10 @@ _SELDOM: Mapping[str, Callable[[Workload], bool]] = {
     "order": lambda w: not w.order.of_loop,
     "loss": lambda w: w.loss != LOSSES[0],
     "autocast": lambda w: w.autocast is not None,
+    "recompute": lambda w: w.recompute is not None,
 }
 """Columns only of files in which some variant needs them: another order than a loop of the user's own, another loss
-than that of all logits, autocast."""
+than that of all logits, autocast, less recomputation than of all blocks."""
 
 
 def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike[str]) -> None:

@@ -26,6 +26,7 @@ from pstar_sim.workload.orders import Order
 
 __all__ = [
     "ACTIVATIONS",
+    "ATTENTION_ALONE",
     "MOST_MOMENTS",
     "Moment",
     "Phase",
@@ -47,6 +48,9 @@ __all__ = [
 
 ACTIVATIONS = ("keep", "recompute", "offload")
 """Ways to treat a block's activations between its forward and its backward pass."""
+
+ATTENTION_ALONE = "attention"
+"""Only the core of attention is recomputed: scores and softmax."""
 
 Product = tuple[int, int, int, int]
 """A matrix product that one kernel computes: (batches, m, k, n) is `batches` products of m x k by k x n."""
@@ -224,6 +228,7 @@ class Workload:
         file without flavour.
     order: the order in which it runs its micro-batches.
     loss: of a language model's preset, one of LOSSES (kernels.py).
+    recompute: of a preset that recomputes less than all blocks: ATTENTION_ALONE (without checkpointing), or every-N.
     autocast: dtype to which autocast casts the inputs of products, one of AUTOCAST (dtypes.py); None without autocast.
     source: "capture" (fake tensors), "recorded" (a real iteration) or "preset".
     recorded_on: name of the machine whose durations the moments carry, or None.
@@ -253,6 +258,7 @@ class Workload:
     order: Order = Order.DEPTH_FIRST
     loss: str = LOSSES[0]
     autocast: str | None = None
+    recompute: str | None = None
 
     def __post_init__(self) -> None:
         check_workload(self)

@@ -14,6 +14,7 @@ counted under fake tensors. Bytes of the attention mask are left out, because wi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cache, partial
@@ -36,7 +37,7 @@ from pstar_sim.workload.presets.llama import write_llama
 from pstar_sim.workload.presets.shared import Shape
 from pstar_sim.workload.presets.vit import write_vit
 from pstar_sim.workload.tape import Tape
-from pstar_sim.workload.workload import Workload, repeat_micro_batch
+from pstar_sim.workload.workload import ATTENTION_ALONE, Workload, repeat_micro_batch
 
 __all__ = ["axes_of", "can_vary", "default_dtype", "has_kernels", "kernels_of", "preset", "variant", "workload_of"]
 
@@ -80,6 +81,8 @@ def preset(
     early_stop: False for reentrant checkpoints of a gpt or llama, which run the whole layer again; by default they are
         non-reentrant, so a recompute stops early.
 
+    recompute: less than all blocks: "attention" (its core alone), or "every-N" for the last of each N blocks.
+
     There is no dropout and no padding. The GPT family stands for the PatrickStar table, whose parameter counts have no
     head of their own. So the head is the token embedding (tied) and the loss is the language model's, as the planning
     figures assume, though the published runs classified sequences. Non-model bytes are logical bytes of live storages.
@@ -119,6 +122,7 @@ def workload_of(
     _check_switches(name, axes)
     _check_sequence(name, entry, sequence)
     _check_names(name, axes)
+    axes = _recomputed(refuse, axes, given.get("checkpointing"))
     dtype = axes.dtype or (MASTER if axes.autocast else WORKING)
     axes = replace(axes, dtype=dtype, kernels=kernels_of(entry, axes.kernels, model=name))
     spec = optimizer_spec(axes.optimizer, masters=axes.masters, width=DTYPES[dtype].bytes)  # type: ignore[arg-type]
@@ -139,7 +143,7 @@ def workload_of(
     if adapted is not None and not adapted.adapted:
         raise refuse("lora targets", ", ".join(adapted.names), f"no matrix has such a name; try {_matrices(tape)}")
     recorded = {what: getattr(axes, what) for what in _recorded()} | {"optimizer": spec}
-    own = experts_note(entry), _positions_note(entry, sequence), _lora_note(adapted)
+    own = experts_note(entry), _positions_note(entry, sequence), _lora_note(adapted), _flash_note(axes)
     workload = Workload(
         model=name,
         batch=batch,
@@ -212,6 +216,21 @@ def _check_names(model: str, given: Axes) -> None:
             raise _refusal(model, what, value, f"known {axis.plural} are {', '.join(axis.names)}")
 
 
+def _recomputed(refuse: Callable[[str, object, str], ModelError], axes: Axes, checkpointing: bool | None) -> Axes:
+    """Returns the axes without checkpoints where only attention is recomputed.
+
+    checkpointing: what was said of it.
+    """
+    what = axes.recompute
+    if what is None:
+        return axes
+    if not isinstance(what, str) or (what != ATTENTION_ALONE and not re.fullmatch("every-[1-9][0-9]{0,3}", what)):
+        raise refuse("recompute", what, f"it is {ATTENTION_ALONE} or every-N, such as every-2")
+    if checkpointing is False and what != ATTENTION_ALONE:
+        raise refuse("recompute", what, "checkpointing is off; leave one of them out")
+    return replace(axes, checkpointing=what != ATTENTION_ALONE)
+
+
 def _check_autocast(refuse: Callable[[str, object, str], ModelError], entry: ModelEntry, axes: Axes) -> None:
     if axes.dtype not in (None, MASTER):
         raise refuse("dtype", axes.dtype, f"autocast is over weights in {MASTER}; leave the dtype out, or the autocast")
@@ -228,6 +247,11 @@ def _check_sequence(model: str, entry: ModelEntry, sequence: int) -> None:
         raise _refusal(model, "sequence", sequence, f"an image of this model is {entry.max_seq} tokens")
     if not entry.takes(sequence):
         raise _refusal(model, "sequence", sequence, f"the model has learned {entry.max_seq} positions")
+
+
+def _flash_note(axes: Axes) -> str:
+    fused = axes.recompute == ATTENTION_ALONE and axes.attention != "math"
+    return "fused attention keeps no scores, so that recomputing it saves next to nothing" if fused else ""
 
 
 def _positions_note(entry: ModelEntry, sequence: int) -> str:
@@ -259,6 +283,8 @@ def variant(
             f"workload {workload.model!r} comes from a {workload.source}; trace the model with the other settings"
         )
     axes = replace(axes_of(workload).but(**changes), optimizer=None)
+    if "checkpointing" in changes and "recompute" not in changes:
+        axes = replace(axes, recompute=None)
     made = workload_of(
         model_entry(workload.model) if shape is None else shape,
         model=workload.model,

@@ -79,7 +79,7 @@ def write_bert(t: Tape, s: Shape) -> None:
         t.cast(linear(f"{block}.output.dense"))
         t.op(u, unsaved=f, products=[s.product(m.ffn, h)], read=f)
         t.op(r, dead=u + s.casts * r, unsaved=copied or u, read=u + r)
-        entered = i > 0 and not s.axes.checkpointing  # then no operator of autocast keeps the layer's input
+        entered = i > 0 and not s.recomputes(i)  # then no operator of autocast keeps the layer's input
         t.op(r + stats, dead=s.casts * r if entered else 0, unsaved=r + stats)
         if phase is Phase.RECOMPUTE:
             t.op(dead=r)  # the layer's output is not needed again
@@ -107,7 +107,7 @@ def write_bert(t: Tape, s: Shape) -> None:
         t.linear_backward(names, grad_in=u, grad_out=u, saved=u, product=s.product(h, h), dead=copied)
         attend_backward(t, s, 3 * u, kept)
         separate_qkv_backward(t, s, f"{block}.attention.self", ("value", "key", "query"), u)
-        there = s.axes.checkpointing or not s.casts
+        there = s.recomputes(i) or not s.casts
         t.op(r, dead=(3 if there else 2) * r, read=2 * r)  # the layer's input goes with the residual's gradient
 
     begin(t, s)
@@ -119,7 +119,7 @@ def write_bert(t: Tape, s: Shape) -> None:
     t.op(r, dead=r + s.sequence * h * t.wide, read=r)
     t.op(r + stats)
     kept = layers_forward(t, s, forward)
-    embedded_too = 0 if s.axes.checkpointing else s.casts * r
+    embedded_too = 0 if s.recomputes(0) else s.casts * r
     t.op(dead=embedded_too)
     logits, logits32 = s.tokens * m.vocab * w, s.casts * s.tokens * m.vocab * 4
     t.open("begin", f"{transform}.dense", Phase.FWD, [*linear(f"{transform}.dense"), *norm(f"{transform}.LayerNorm")])

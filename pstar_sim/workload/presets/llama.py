@@ -51,7 +51,7 @@ def write_llama(t: Tape, s: Shape) -> None:
     t.open("begin", "model.norm", Phase.FWD, [norm])
     norms.forward(r, s.tokens)
     if norms.upcast:
-        embedded = 0 if s.axes.checkpointing else u  # the embedding's hidden state, which no norm kept
+        embedded = 0 if s.recomputes(0) else u  # the embedding's hidden state, which no norm kept
         t.op(dead=u + embedded)
     copied = s.casts * u
     t.op(copied, read=s.casts * r)
@@ -121,7 +121,7 @@ class _LayerWriter:
         if self.post:
             t.open("begin", last, phase, [f"{last}.weight"])
             norms.forward(u, s.tokens, inner=True)
-        entered = i > 0 and not s.axes.checkpointing and norms.upcast  # then no operator keeps the layer's input
+        entered = i > 0 and not s.recomputes(i) and norms.upcast  # then no operator keeps the layer's input
         gone = u + (u if norms.upcast else 0) + (u if entered else 0)
         held = (
             0 if isinstance(mlp, Experts) else u + s.casts * u - self.normed
@@ -159,5 +159,5 @@ class _LayerWriter:
         reads = [f"{first}.weight"]
         self.attention.backward(block, kept, s.model.window_of(i), reads=reads, own=self.post)
         norms.backward(f"{first}.weight", r, s.tokens)
-        if s.axes.checkpointing and norms.upcast:
+        if s.recomputes(i) and norms.upcast:
             t.op(dead=u)  # the checkpoint: in bf16 no norm kept it

@@ -13,7 +13,7 @@ from pstar_sim.catalog.model_shapes import ModelEntry
 from pstar_sim.workload.axes import Axes
 from pstar_sim.workload.kernels import FLAVOURS, Flavour
 from pstar_sim.workload.tape import Tape, input_gradient, weight_gradient
-from pstar_sim.workload.workload import Phase, Product
+from pstar_sim.workload.workload import ATTENTION_ALONE, Phase, Product
 
 __all__ = [
     "ROOT",
@@ -65,6 +65,15 @@ class Shape:
         return FLAVOURS[self.axes.kernels or "eager"]
 
     @property
+    def recomputes_attention(self) -> bool:
+        return self.axes.recompute == ATTENTION_ALONE
+
+    def recomputes(self, layer: int) -> bool:
+        """Whether the layer is a checkpoint: all layers, or of every-N the last of each N."""
+        every = int((self.axes.recompute or "every-1").partition("every-")[2] or 1)
+        return bool(self.axes.checkpointing) and (layer + 1) % every == 0
+
+    @property
     def casts(self) -> int:
         """1 if autocast copies the outputs of norms and activations, 0 if those come in 16 bits or none are copied."""
         return int(self.axes.autocast is not None and not self.flavour.fused)
@@ -113,6 +122,8 @@ def attend(t: Tape, s: Shape, qkv: int, *, window: int = 0) -> int:
         kept = s.tokens * m.heads * 4
         t.op(kept, read=0)
         t.op(u, unsaved=kept, attention=s.attend(window), read=qkv)
+    if s.recomputes_attention:
+        t.op(dead=kept)
     return kept
 
 
@@ -120,6 +131,8 @@ def attend_backward(t: Tape, s: Shape, qkv: int, kept: int, *, window: int = 0) 
     """Write the backward of attention. The gradients of q, k, v replace these, the output, its gradient and the kept
     tensors."""
     u = s.tokens * s.attention_width * t.width
+    if s.recomputes_attention:
+        _attend_again(t, s, qkv, kept, window)
     if s.axes.attention == "math":
         scores = s.batch * s.model.heads * s.sequence**2 * 4
         scored, summed = s.attention_products
@@ -129,6 +142,17 @@ def attend_backward(t: Tape, s: Shape, qkv: int, kept: int, *, window: int = 0) 
     else:
         call = s.attend(window, backward=True)
     t.op(qkv, dead=2 * u + qkv + kept, attention=call, read=2 * qkv + 2 * u)
+
+
+def _attend_again(t: Tape, s: Shape, qkv: int, kept: int, window: int) -> None:
+    """Recompute what the forward pass did not keep. The math kernel ends with the probabilities, as a recompute stops
+    early; a fused kernel makes its output again."""
+    if s.axes.attention == "math":
+        scores = s.batch * s.model.heads * s.sequence**2 * 4
+        t.op(kept + scores, dead=scores, products=s.attention_products[:1], read=qkv)
+    else:
+        u = s.tokens * s.attention_width * t.width
+        t.op(u + kept, dead=u, attention=s.attend(window), read=qkv)
 
 
 def embedding_backward(t: Tape, tables: list[str], tied: str | None, u: int) -> None:
@@ -196,8 +220,8 @@ def begin(t: Tape, s: Shape, batch_bytes: int = 0) -> None:
 def layers_forward(t: Tape, s: Shape, forward: Callable[[int, Phase], int]) -> int:
     """Returns the bytes that attention keeps per layer."""
     kept = 0
-    t.saving = not s.axes.checkpointing
     for i in range(s.model.layers):
+        t.saving = not s.recomputes(i)
         kept = forward(i, Phase.FWD)
     t.saving = True
     return kept
@@ -207,7 +231,7 @@ def layers_backward(
     t: Tape, s: Shape, forward: Callable[[int, Phase], int], backward: Callable[[int, int], None], kept: int
 ) -> None:
     for i in reversed(range(s.model.layers)):
-        if s.axes.checkpointing:
+        if s.recomputes(i):
             kept = forward(i, Phase.RECOMPUTE)
             t.end_autocast()
         backward(i, kept)
