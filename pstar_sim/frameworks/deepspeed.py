@@ -265,6 +265,7 @@ def read(content: object, file: str) -> Configuration:
     if states == "nvme" and stage != 3:
         raise PstarError(f"{file}: offload_optimizer to nvme needs stage 3, not stage {stage}")
     notes = [*found.notes, *_notes(found, stage, states, params)]
+    params = "cpu" if (states, params) == ("none", "nvme") else params
     optimizer, said = _optimizer(found)
     clip = found.known("clip")
     policy = _policy(found, stage, states, params)
@@ -336,7 +337,7 @@ def _optimizer(found: KeyReading) -> tuple[str | None, list[str]]:
 def _policy(found: KeyReading, stage: int, states: str, params: str) -> str:
     if stage == 0:
         return "all_on_gpu"
-    if states == "none":
+    if states == "none" and (stage < 3 or params == "none"):
         return "zero3_resident" if stage == 3 else spec("zero3_resident", {"reshard": False})
     if stage < 3:
         return "zero_offload"
@@ -346,7 +347,8 @@ def _policy(found: KeyReading, stage: int, states: str, params: str) -> str:
     pinned = found.usual("pinned", True)
     how = {"flush": "async" if pinned else "blocking", "pinned": pinned, "params": "cpu" if params == "cpu" else "gpu"}
     how["checkpoints"] = "host" if found["checkpoints_on_host"] is True else "gpu"
-    return spec("zero3_offload", {**options, **how, "ratio": float(found.usual("ratio", 1.0))})
+    ratio = 0.0 if states == "none" else float(found.usual("ratio", 1.0))
+    return spec("zero3_offload", {**options, **how, "ratio": ratio})
 
 
 _SIZES = {
@@ -369,8 +371,8 @@ def _notes(found: KeyReading, stage: int, states: str, params: str) -> list[str]
         "not modelled: stage 1 keeps whole gradients on every GPU; predicted as stage 2": (stage, states)
         == (1, "none"),
         f"offload_param has no effect with stage {stage}": zero12 and params != "none",
-        "not modelled: offload_param without offload_optimizer; predicted with all parameters on the GPU": (
-            zero3 and params != "none" and states == "none"
+        "not modelled: parameters on disks without offload_optimizer; predicted with parameters on the host": (
+            zero3 and (states, params) == ("none", "nvme")
         ),
         "not modelled: states on disks with parameters on the GPU; predicted with parameters on the host": (
             zero3 and (states, params) == ("nvme", "none")
@@ -432,7 +434,7 @@ def values_of(configuration: Configuration) -> dict[str, object]:
     if options.get("checkpoints") == "host":
         values["checkpoints_on_host"] = True
     values |= {name: detail[name] for name in detail if name.startswith(("states_", "params_"))}
-    for name in (*_SIZES, "ratio"):
+    for name in (*_SIZES, *(["ratio"] if detail["states"] != "none" else [])):
         if name in options:
             values[name] = AUTO if name in c.left_open else options[name]
     return values
@@ -468,7 +470,8 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
     gradients in the working dtype, and offloaded parameters, lie in one buffer each.
     """
     detail = configuration.detail
-    if detail["stage"] == 0 or detail["states"] == "none":
+    offloads = detail["states"] != "none" or (detail["stage"] == 3 and detail["params"] != "none")
+    if detail["stage"] == 0 or not offloads:
         return ()
     tensors = trained(workload)
     numels = rank_sizes(tensors, ranks)
@@ -486,7 +489,8 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
         if workload.micro_batches > 1:
             allocations.append(tensor_allocations("gradients of micro-batches", numels, width, pinned=pinned))
         return tuple(allocations)
-    return (*_stage3_allocations(configuration, numels, moments, width), *_parameters(configuration, numels, width))
+    states = [] if detail["states"] == "none" else _stage3_allocations(configuration, numels, moments, width)
+    return (*states, *_parameters(configuration, numels, width))
 
 
 def _stage3_allocations(
@@ -682,7 +686,7 @@ def _placing(base: str, options: Mapping[str, object], *, sliced: bool) -> tuple
     if base == "zero_infinity":
         return 3, str(options["states"]), str(options["params"])
     if base == "zero3_offload":
-        return 3, "cpu", "cpu" if options.get("params") == "cpu" else "none"
+        return 3, "none" if options.get("ratio") == 0 else "cpu", "cpu" if options.get("params") == "cpu" else "none"
     if base == "zero_offload":
         return 2, "cpu", "none"
     if base == "all_on_gpu" or not sliced:

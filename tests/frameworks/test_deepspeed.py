@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pstar_sim import PstarError, Settings, compare
 from pstar_sim.catalog.loader import load_machine
-from pstar_sim.core.step import COPIES, PAGEABLE, Queue
+from pstar_sim.core.step import COPIES, PAGEABLE, Place, Queue
 from pstar_sim.frameworks import accelerate, deepspeed
 from pstar_sim.frameworks.keys import KeyEffect
 from pstar_sim.frameworks.load import load_configuration
@@ -20,6 +20,7 @@ from pstar_sim.frameworks.prediction import predict
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
+from pstar_sim.workload.presets import preset
 
 MIB = 2**20
 ONE_GPU, TWO_GPUS = round_machine(), round_machine(ranks=2)
@@ -36,6 +37,7 @@ ZEROS: list[tuple[dict[str, Any], str]] = [
         {"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.75}, "offload_param": CPU, "sub_group_size": 1e8},
         "zero3_offload:subgroup=100000000,ratio=0.75,flush=async,params=cpu",
     ),
+    ({"stage": 3, "offload_param": CPU}, "zero3_offload:ratio=0,flush=async,params=cpu"),
     ({"stage": 3, "offload_optimizer": NVME, "offload_param": CPU}, "zero_infinity:states=nvme"),
     (
         {"stage": 3, "offload_optimizer": NVME, "offload_param": {"device": "nvme"}},
@@ -60,7 +62,10 @@ def test_a_configuration_is_a_policy_and_what_is_written_of_it_is_read_again(zer
 
 
 def test_what_zero_infinity_leaves_out_of_deepspeed_is_said() -> None:
-    for zero, policy in [*ZEROS, ({"stage": 3, "offload_param": {"device": "nvme"}}, "zero3_resident")]:
+    for zero, policy in [
+        *ZEROS,
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, "zero3_offload:ratio=0,flush=async,params=cpu"),
+    ]:
         found = deepspeed.read({"zero_optimization": zero}, "ds.json")
         said = any("waits of the backward pass" in note for note in found.notes)
         assert found.policy == policy and said == policy.startswith("zero_infinity")
@@ -362,3 +367,40 @@ def test_whatever_a_file_says_is_said_again(
     assert deepspeed.MEMORY.host_need(again, workload, TWO_GPUS) == deepspeed.MEMORY.host_need(
         found, workload, TWO_GPUS
     )
+
+
+def test_parameters_alone_are_offloaded() -> None:
+    """Per rank of 8 with N parameters: 16 N / 8 of states and fp32 gradients on the GPU, 2 N / 8 of parameters on the
+    host, which go down once an iteration: the updated ones."""
+    content = {
+        "zero_optimization": {"stage": 3, "offload_param": CPU},
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1,
+    }
+    found = deepspeed.read(content, "ds.json")
+    assert found.options["ratio"] == 0 and found.options["params"] == "cpu" and not found.notes
+    assert deepspeed.read(json.loads(deepspeed.write(found)), "ds.json") == found
+    w, machine = preset("gpt2", batch=1, seq=64, dtype="bf16"), load_machine("a100-80x8")
+    plan = find_policy(found.policy)(w, machine, Settings())
+    plan.check()
+    layout = plan.layout
+    own = sum(layout.slice_numel(c) for c in range(len(layout.chunks)))
+    kept = sum(layout.slice_numel(c.index) for c in layout.chunks if c.small)  # whole on every GPU
+    whole = sum(layout.whole_bytes(c.index) for c in layout.chunks if c.small)
+    gpu = sum(layout.payload_bytes(r.chunk, r.list) for r in plan.initial if r.place is Place.GPU)
+    buffers = sum(size for name, place, size in plan.buffers if "optimizer" in name)
+    assert gpu + buffers == 16 * own + whole
+    moved = play(plan).moved_bytes
+    assert moved["d2h"] == moved["h2d"] == 2 * (own - kept)  # up once: all is used again soon
+    host = deepspeed.MEMORY.host_need(found, w, machine)
+    assert {a.name for a in host.allocations} == {"parameters", "parameters as they came, which PyTorch keeps"}
+    both = preset("gpt2", batch=1, seq=64, micro_batches=2, dtype="bf16")
+    find_policy(found.policy)(both, machine, Settings()).check()
+
+
+def test_twin_flow_with_offloaded_parameters_keeps_none_of_them_on_the_gpu() -> None:
+    w, machine = preset("gpt2", batch=1, seq=64, dtype="bf16"), load_machine("a100-80")
+    plan = find_policy("zero3_offload:params=cpu,ratio=0.5,subgroup=10000000")(w, machine, Settings())
+    small = {c.index for c in plan.layout.chunks if c.small}
+    plan.check()
+    assert {r.chunk for r in plan.initial if r.list == "param" and r.place is Place.GPU} == small

@@ -69,6 +69,16 @@ class Sharded:
         the step."""
         return self.b.gpu_adam(c, after=[*self.before_update(c), *self.buckets.lists.all_there(), *after])
 
+    def update_resident(self, c: int) -> list[int]:
+        """Update a chunk whose states are on the GPU. Returns the steps that bring its parameters home."""
+        b, m = self.b, self.last_moment
+        if self.shards.lives_on_gpu(c):
+            return [self.gpu_adam(c)]
+        there = self.shards.in_place(c)  # the gradient holds the memory of the parameters
+        room = [] if there else [b.alloc(Queue.COMPUTE, c, "param", Place.GPU, m, self.before_update(c))]
+        down = b.writeback(c, "param", m, [self.gpu_adam(c, room)])
+        return [b.drop(Queue.D2H, c, m, [down])]
+
     def stage(self, c: int, room: Iterable[int]) -> tuple[int, int]:
         """The states of a staged chunk come up, are updated and go down again.
 

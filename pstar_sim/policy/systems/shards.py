@@ -37,7 +37,7 @@ class Scheme:
     read_at: the same for its read from the disks. Empty unless parameters live there.
     home: of parameters between visits (the GPU, the host or the disks).
     states: of chunks that are updated on the host, with their gradients (the host or the disks).
-    resident: chunks whose states stay on the GPU.
+    resident: chunks whose states stay on the GPU. Their parameters live at `home` as all others.
     staged: states come to the GPU for the update. Their parameters have to live there.
     bucket_params: parameters (of whole chunks) whose gradients leave together; 0: each leaves as soon as it is
         complete.
@@ -79,7 +79,7 @@ class Shards:
 
     def lives_on_gpu(self, c: int) -> bool:
         """Returns whether this rank's slice of the chunk's parameters is always on the GPU."""
-        return self.scheme.home is Place.GPU or c in self.scheme.resident or c in self.kept
+        return self.scheme.home is Place.GPU or c in self.kept
 
     def is_brought(self, c: int) -> bool:
         """Returns whether a slice has to be brought before the chunk can be used."""
@@ -98,10 +98,11 @@ class Shards:
         for c in range(len(b.layout.chunks)):
             if self.lives_on_gpu(c):
                 b.resident(c, Place.GPU, *(b.whole if c in self.kept else ("param",)))
-            elif scheme.home is Place.NVME or not b.uses.updated(c):
+            elif scheme.home is Place.NVME or not b.uses.updated(c) or c in scheme.resident:
                 b.resident(c, scheme.home, "param")
             if c in scheme.resident:
-                b.live(c, Place.GPU)
+                b.modes[c] = "pin"
+                b.resident(c, Place.GPU, *(name for name in b.uses.home_lists(c) if name != "param"))
             elif c in scheme.staged:
                 b.modes[c] = "stream"
                 b.resident(c, Place.HOST, *(name for name in b.uses.home_lists(c) if name != "param"))

@@ -142,7 +142,7 @@ def _optimizer_step(o: Offloaded, *, pinned: bool) -> None:
     for group in o.groups:
         if group[0] in o.resident:
             for c in group:
-                updated[c] = [s.gpu_adam(c)]
+                updated[c] = s.update_resident(c)
         else:
             done = {c: s.cpu_adam(c, behind) for c in group}
             for c in group:
@@ -223,7 +223,8 @@ class Offloaded:
         s.hold_on_host("the optimizer's own host buffers", int(host_bytes_per_param * self.offloaded_params))
         s.hold_bucket()
         listed = sum(b.uses.home_bytes(c) - b.layout.payload_bytes(c, "param") for c in self.resident)
-        resident = int(BUFFER_FACTOR * optimizer_bytes(b.workload) * self.resident_params)
+        factor = BUFFER_FACTOR if self.offloaded_params else 1.0  # without twin-flow, as zero3_resident
+        resident = int(factor * optimizer_bytes(b.workload) * self.resident_params)
         s.hold("the resident optimizer's own buffers", Place.GPU, resident - listed)
 
     def check_room(self) -> None:
