@@ -5,7 +5,9 @@ The cost model depends on a workload, a machine and a layout, and on no schedule
 runs alone. The simulator decides what happens when copies and CPU Adam want more host DRAM bandwidth than there is.
 
 [Note: which rate computes a moment]
-1. A moment recorded on this very machine (`workload.recorded_on == machine.name`) lasts the measured seconds.
+1. A moment recorded on this very machine (`workload.recorded_on == machine.name`) lasts the measured seconds. A moment
+   of a job that stands for the jobs of unlike GPUs (`bounds.shares.tightest`, recorded on `slowest_of(machine)`) lasts
+   the seconds of the slowest rank.
 2. The seconds of every other moment follow from one formula for all machines:
        kernels = products by shape + other flops / rate + other bytes / bandwidth + launch_s
        seconds = max(kernels, framework.seconds(operators)) + framework.wait_s
@@ -87,6 +89,7 @@ __all__ = [
     "expected_link",
     "flops_rate",
     "gradient_traffic_bytes",
+    "slowest_of",
 ]
 
 _COST = ("cost",)  # key of `Workload.derived`
@@ -111,6 +114,11 @@ def _rate_of(gpu: Gpu, dtype: str) -> float:
         if name in gpu.flops_per_s:
             return gpu.flops_per_s[name]
     raise PlanError(f"gpu {gpu.name!r} has no rate for {dtype!r}; it has {', '.join(gpu.flops_per_s)}")
+
+
+def slowest_of(machine: Machine) -> str:
+    """Returns `Workload.recorded_on` of a job that stands for the jobs of the machine's unlike GPUs."""
+    return f"slowest GPU of {machine.name}"
 
 
 def expected_link(machine: Machine) -> Link:
@@ -296,9 +304,8 @@ class CostModel:
 
     @property
     def _recorded(self) -> bool:
-        """Moments last their measured seconds."""
-        w = self.workload
-        return w.recorded_on is not None and w.recorded_on == self.machine.name
+        """Moments last the seconds that they carry."""
+        return self.workload.recorded_on in (self.machine.name, slowest_of(self.machine))
 
     @property
     def _operator_bytes_per_s(self) -> float:

@@ -114,9 +114,14 @@ def unknown_sums(workload: Workload, layout: Layout) -> bool:
     return layout.sum_bytes < Layout.sum_bytes and workload.micro_batches > 1
 
 
-def relative_to(workload: Workload, machine: Machine, settings: Settings, layout: Layout) -> str:
+def relative_to(
+    workload: Workload, machine: Machine, settings: Settings, layout: Layout, shared: str | None = None
+) -> str:
     """Names the setting for which a bound holds. The bound claims nothing for another cost model, chunk size or other
-    setting."""
+    setting.
+
+    shared: words for a micro-batch of ranks that differ.
+    """
     w = workload
     barrier = settings.barrier(w.compute_dtype)
     return ", ".join(
@@ -124,7 +129,8 @@ def relative_to(workload: Workload, machine: Machine, settings: Settings, layout
             f"cost model of {machine.name}",
             f"chunks of {format_bytes(layout.chunk_bytes)}" + _held_by(machine, layout),
             activations_text(w) if w.activations else f"checkpointing {'on' if w.checkpointing else 'off'}",
-            f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}" + w.order.words,
+            f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {shared or w.batch}"
+            + w.order.words,
             f"Adam behind a barrier ({barrier})" if barrier else "Adam as gradients arrive",
             "modes cpu, pin and stream" + (", sums in 16 bits" if layout.sum_bytes == 2 else ""),
         )

@@ -7,11 +7,12 @@ layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pstar_sim.bounds.bound_facts import Bound
 from pstar_sim.bounds.bounds import lower_bound, relative_to
+from pstar_sim.bounds.shares import AnyShares, any_job
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.figures import BINDS_NAMES
 from pstar_sim.core.layout import Layout, build_layout
@@ -49,7 +50,8 @@ class Certificate:
 
 
 class Certifier:
-    """Bounds of one job.
+    """Bounds of one job. If GPUs differ and the job is a preset, a bound holds for all shares of the batch
+    ([Note: the bound over shares] in shares.py); otherwise for the shares of the ranks' workloads.
 
     lp: also solve the fluid linear program (seconds instead of milliseconds, and a tighter bound).
     """
@@ -66,13 +68,46 @@ class Certifier:
         """ranked: each rank's own workload, if these differ."""
         self.workload, self.machine, self.settings, self.lp, self.ranked = workload, machine, settings, lp, ranked
         self._known: list[tuple[Layout, Certificate]] = []
+        self._searches: list[AnyShares] = []
+        first = workload if ranked is None else ranked[0]
+        self._job_of = any_job(first, machine)
+        each = (workload,) * machine.data_parallel_size if ranked is None else ranked
+        self.batch = sum(w.batch for w in each)
 
     def usual(self) -> Certificate:
         """Returns the certificate of the layout that a policy starts from."""
+        return self.of(self._usual_layout())
+
+    def _usual_layout(self) -> Layout:
         ranks = self.machine.data_parallel_size
-        return self.of(
-            build_layout(self.workload, chunk_bytes=self.settings.chunk_bytes, ranks=ranks, sums=self.settings.sums)
-        )
+        return build_layout(self.workload, chunk_bytes=self.settings.chunk_bytes, ranks=ranks, sums=self.settings.sums)
+
+    def shares(self) -> AnyShares | None:
+        """Returns the search of the fastest shares, with the layout that a policy starts from; None if the bounds are
+        those of the ranks' own shares."""
+        return None if self._job_of is None else self._search(self._usual_layout())
+
+    def own_bound_s(self) -> float:
+        """Returns the bound of the ranks' own shares, for the layout that a policy starts from."""
+        return self._bound(self._usual_layout()).seconds
+
+    def _search(self, layout: Layout) -> AnyShares:
+        for known in self._searches:
+            if known.layout == layout:
+                return known
+        assert self._job_of is not None
+        fluid = self._fluid(layout) if self.lp else None
+        search = AnyShares(self.batch, self.machine, self.settings, layout, self._job_of, fluid)
+        self._searches.append(search)
+        return search
+
+    def _fluid(self, layout: Layout) -> Callable[[Workload, Sequence[Workload]], Bound]:
+        from pstar_sim.bounds.fluid import fluid_bound
+
+        def bound(workload: Workload, ranked: Sequence[Workload]) -> Bound:
+            return fluid_bound(workload, self.machine, self.settings, layout, ranked=ranked)
+
+        return bound
 
     def of(self, layout: Layout) -> Certificate:
         """Returns the certificate of every plan with this layout."""
@@ -84,11 +119,13 @@ class Certifier:
         return certificate
 
     def _make(self, layout: Layout) -> Certificate:
-        bound = self._bound(layout)
+        over_shares = None if self._job_of is None else self._search(layout).bound()
+        bound = over_shares or self._bound(layout)
+        shared = f"{self.batch} in any shares" if over_shares is not None else None
         text: dict[str, object] = {
             "bound": bound.method,
             "binding": bound.binding,
-            "relative_to": relative_to(self.workload, self.machine, self.settings, layout),
+            "relative_to": relative_to(self.workload, self.machine, self.settings, layout, shared),
         }
         if bound.notes:
             text["note"] = "; ".join(bound.notes)

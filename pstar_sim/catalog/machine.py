@@ -650,6 +650,12 @@ class Machine:
         first = self.ranks[0]
         return any((r.gpu, r.link) != (first.gpu, first.link) for r in self.ranks[1:])
 
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """Rank -> the first rank with the same GPU and link."""
+        parts = [(rank.gpu, rank.link) for rank in self.ranks]
+        return tuple(parts.index(part) for part in parts)
+
     @property
     def world_size(self) -> int:
         return len(self.ranks)

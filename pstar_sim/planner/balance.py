@@ -1,29 +1,40 @@
-"""Balance: the job of a policy that chooses the ranks' shares of the batch itself (`Capabilities.balance`), if the GPUs
-of the machine differ.
+"""Balance: the shares of the batch for policies that do not take those of the machine, if its GPUs differ.
 
-`balanced` gives the machine with the chosen shares, each rank's job, and words about the shares. All other policies
-take the shares of the machine, which are equal unless its file gives others.
+A policy may choose the shares itself (`Capabilities.balance`), or be given those with which it is fastest
+(`Capabilities.fastest_shares`). All other policies take the shares of the machine, which are equal unless its file
+gives others. `balances` gives the machine with other shares, each rank's job, and words about the shares. Every rank
+has at least one sequence; to leave a GPU idle, name a machine without it.
+
+[Note: the fastest shares] The bound over shares (bounds/shares.py) gives shares in the order of their bounds. The first
+are planned, at most MOST_PLANNED, until no shares that are left have a bound below the best plan. If none of these has
+room, the shares that leave most room are the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from pstar_sim.arguments import instance
+from pstar_sim.bounds.shares import AnyShares, any_job, tightest
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
-from pstar_sim.planner.batch_shares import Share, equal_shares, tightest
+from pstar_sim.planner.batch_shares import Share, equal_shares
 from pstar_sim.policy.kit.capabilities import capabilities_of
 from pstar_sim.policy.kit.options import Specified
 from pstar_sim.policy.registry import Policy, find_policy, policy_name
 from pstar_sim.workload.presets import can_vary, variant
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Balanced", "Cut", "all_balance", "balanced", "refuse_balance"]
+__all__ = ["Balanced", "Cut", "all_balance", "balances", "chooses", "refuse_balance", "roomiest", "roomiest_job"]
+
+MOST_PLANNED = 3
 
 Cut = Callable[[int], Workload]
 """Function from a number of sequences per micro-batch to the job of a GPU that takes them."""
@@ -43,10 +54,21 @@ def refuse_balance(policies: Iterable[str | Policy], machine: Machine) -> None:
 
 
 def all_balance(policies: Iterable[str | Policy], machine: Machine) -> bool:
-    """Returns whether each of these policies chooses the shares of the batch on this machine, so that the machine's own
-    shares need not be whole sequences."""
-    found = [find_policy(policy) if isinstance(policy, str) else policy for policy in policies]
-    return machine.mixed and all(_balance_of(policy) is not None for policy in found)
+    """Returns whether each of these policies takes other shares of the batch than the machine's, so that these need not
+    be whole sequences."""
+    return machine.mixed and all(chooses(policy) for policy in policies)
+
+
+def chooses(policy: str | Policy) -> bool:
+    """Whether the policy takes other shares of the batch than the machine's, if its GPUs differ."""
+    found = find_policy(policy) if isinstance(policy, str) else policy
+    return _balance_of(found) is not None or _wants_fastest(found)
+
+
+def _wants_fastest(policy: Policy) -> bool:
+    inner: Any = policy.policy if isinstance(policy, Specified) else policy
+    values = policy.values if isinstance(policy, Specified) else {}
+    return capabilities_of(inner).fastest_shares and "shares" not in values
 
 
 def _balance_of(policy: Policy) -> Callable[..., tuple[int, ...]] | None:
@@ -57,11 +79,13 @@ def _balance_of(policy: Policy) -> Callable[..., tuple[int, ...]] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Balanced:
-    """A job with the shares that a policy chose, and the same job with equal shares.
+    """A job with the shares of a policy, and the same job with equal shares.
 
+    least_s: no plan with these shares is faster, as far as is known.
     even: equal shares, as nearly as whole sequences allow.
     """
 
+    least_s: float = 0.0
     share: Share
     machine: Machine
     even: Share
@@ -77,35 +101,96 @@ class Balanced:
         return _by_gpu(self.even_machine, self.even)
 
 
-def balanced(
-    policy: Policy, share: Share, machine: Machine, settings: Settings, cut: Cut | None = None
-) -> Balanced | None:
-    """Returns the job with the shares that the policy chooses; None if it chooses none or all GPUs are alike.
+def balances(
+    policy: Policy,
+    share: Share,
+    machine: Machine,
+    settings: Settings,
+    cut: Cut | None = None,
+    *,
+    search: AnyShares | None = None,
+) -> Iterator[Balanced]:
+    """Yields the job with the shares to plan, the most promising first; none if the policy takes the machine's shares.
 
     cut: number of sequences -> the job of one GPU, for a job that was not written from a preset.
+    search: of the fastest shares of this job, if it is known.
 
-    Raises DoesNotFit if the GPUs have no room for the batch, and CannotPlan for a job that cannot be cut as the policy
-    wants.
+    Raises DoesNotFit if the GPUs have no room for the batch under a policy that chooses its shares itself, and
+    CannotPlan for a job that cannot be cut as the policy wants.
     """
-    balance = _balance_of(policy)
-    if balance is None or not machine.mixed:
-        return None
-    ranks = machine.data_parallel_size
-    own = share.ranked or (share.workload,) * ranks
+    if not machine.mixed or not chooses(policy):
+        return
+    own = share.ranked or (share.workload,) * machine.data_parallel_size
     known = {w.batch: w for w in own}
 
-    def workload_of(sequences: int) -> Workload:
+    def job_of(sequences: int) -> Workload:
         if sequences not in known:
             known[sequences] = _cut(own[0], sequences, cut, policy_name(policy))
         return known[sequences]
 
+    of = partial(_balanced, share.batch, machine, job_of)
+    balance = _balance_of(policy)
+    if balance is None:
+        yield from _fastest(share, machine, settings, job_of, search, of)
+        return
     try:
-        shares = balance(share.batch, machine, workload_of, settings)
+        shares = balance(share.batch, machine, job_of, settings)
     except DoesNotFit as short:
         raise short.restated(policy=policy_name(policy)) from short
-    even = equal_shares(share.batch, ranks)
-    (there, chosen), (even_machine, equal) = (_with(machine, row, workload_of) for row in (shares, even))
-    return Balanced(share=chosen, machine=there, even=equal, even_machine=even_machine)
+    yield of(shares)
+
+
+def _fastest(
+    share: Share,
+    machine: Machine,
+    settings: Settings,
+    job_of: Cut,
+    search: AnyShares | None,
+    of: Callable[..., Balanced],
+) -> Iterator[Balanced]:
+    """[Note: the fastest shares]. None for a job that can be run with the shares of the machine alone."""
+    if search is None:
+        layout = build_layout(share.workload, chunk_bytes=settings.chunk_bytes, ranks=machine.data_parallel_size)
+        search = AnyShares(share.batch, machine, settings, layout, any_job(share.workload, machine) or job_of)
+    given: set[tuple[int, ...]] = set()
+    try:
+        for leaf in islice(search.leaves(), MOST_PLANNED):
+            if leaf.shares not in given:
+                given.add(leaf.shares)
+                yield of(leaf.shares, least_s=leaf.bound.seconds)
+        last = roomiest(share.batch, machine, job_of)
+    except CannotPlan:
+        return
+    if last not in given:
+        yield of(last)
+
+
+def roomiest(batch: int, machine: Machine, job_of: Cut) -> tuple[int, ...]:
+    """Returns the shares that leave most room on the fullest GPU: each sequence goes to the GPU that then has most
+    room. Raises CannotPlan for fewer sequences than ranks."""
+    ranks = machine.ranks
+    if batch < len(ranks):
+        raise CannotPlan(f"{batch} sequences for {len(ranks)} ranks; give each rank at least one")
+    one, two = (max(m.peak_bytes for m in job_of(n).moments) for n in (1, min(2, batch)))
+    full = [(two - rank.gpu.budget_bytes, r) for r, rank in enumerate(ranks)]
+    heapq.heapify(full)
+    shares = [1] * len(ranks)
+    for _ in range(batch - len(ranks)):
+        size, r = full[0]
+        shares[r] += 1
+        heapq.heapreplace(full, (size + two - one, r))
+    return tuple(shares)
+
+
+def roomiest_job(batch: int, machine: Machine, job_of: Cut) -> Workload:
+    """Returns the job that stands for all ranks with the shares of `roomiest`."""
+    return tightest([job_of(n) for n in roomiest(batch, machine, job_of)], machine)
+
+
+def _balanced(batch: int, machine: Machine, job_of: Cut, shares: Sequence[int], *, least_s: float = 0.0) -> Balanced:
+    even = equal_shares(batch, machine.data_parallel_size)
+    (there, chosen), (even_machine, equal) = (_with(machine, row, job_of) for row in (shares, even))
+    return Balanced(least_s=least_s, share=chosen, machine=there, even=equal, even_machine=even_machine)
 
 
 def _cut(workload: Workload, sequences: int, cut: Cut | None, policy: str) -> Workload:

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 from pstar_sim.arguments import refused, whole
+from pstar_sim.bounds.shares import tightest
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.cost import flops_rate
 from pstar_sim.dtypes import same_size
 from pstar_sim.errors import PstarError
 from pstar_sim.units import format_count, format_s
 from pstar_sim.workload.presets import default_dtype, variant
-from pstar_sim.workload.workload import Moment, Workload, retype
+from pstar_sim.workload.workload import Workload, retype
 
 __all__ = [
     "UNMODELLED",
@@ -30,7 +30,6 @@ __all__ = [
     "of_shares",
     "share_out",
     "shares_of_batch",
-    "tightest",
     "unmodelled_notes",
 ]
 
@@ -162,81 +161,6 @@ def least_batch(machine: Machine) -> int:
 def _parts(machine: Machine) -> list[Fraction]:
     parts = [Fraction(r.batch_share).limit_denominator(10**6) for r in machine.ranks]
     return [p / sum(parts) for p in parts]
-
-
-def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
-    """Returns one workload that is as hard on `machine.gpu` (the weakest of each figure) as the hardest of `workloads`
-    (one per rank) is on its own GPU. The comparison holds moment by moment: as little room, and at least as much time.
-
-    Raises PstarError for workloads that are not one per rank, or not of one model and shape of iteration.
-    """
-    _check_one_job(workloads, machine)
-    first = workloads[0]
-    weak = machine.gpu
-    rate = flops_rate(machine, first.compute_dtype)
-    # Per rank: memory of its GPU beyond the weakest, and its speed relative to the weakest.
-    kinds: dict[tuple[int, int], tuple[int, float, float, Workload]] = {}
-    for rank, w in zip(machine.ranks, workloads):
-        own = replace(machine, ranks=(replace(rank, batch_share=1.0),), nodes=1)
-        kinds[id(rank.gpu), id(w)] = (
-            rank.gpu.budget_bytes - weak.budget_bytes,
-            rate / flops_rate(own, w.compute_dtype),
-            weak.hbm_bytes_per_s / rank.gpu.hbm_bytes_per_s,
-            w,
-        )
-    if len(kinds) == 1:
-        return first
-    alike = len({id(rank.gpu) for rank in machine.ranks}) == 1
-    moments: list[Moment] = []
-    for i, m in enumerate(first.moments):
-        rows = [(more, work, stream, w.moments[i]) for more, work, stream, w in kinds.values()]
-        largest = _largest([row for *_, row in rows]) if alike else None
-        moments.append(
-            replace(
-                m,
-                flops=max(int(row.flops * work) for _, work, _, row in rows),
-                products=() if largest is None else largest.products,
-                operators=max(row.operators for *_, row in rows),
-                attentions=() if largest is None else largest.attentions,
-                bytes_read=max(int(row.bytes_read * stream) for _, _, stream, row in rows),
-                bytes_written=max(int(row.bytes_written * stream) for _, _, stream, row in rows),
-                start_bytes=max(0, *(row.start_bytes - more for more, _, _, row in rows)),
-                peak_bytes=max(0, *(row.peak_bytes - more for more, _, _, row in rows)),
-                end_bytes=max(0, *(row.end_bytes - more for more, _, _, row in rows)),
-            )
-        )
-    return replace(first, moments=tuple(moments), batch=max(w.batch for w in workloads))
-
-
-def _largest(moments: Sequence[Moment]) -> Moment:
-    """Returns the moment with the most flops, whose products and calls of attention count for GPUs that are alike. If
-    GPUs differ, the shapes are lost: only flops at the rate of one GPU remain."""
-    return max(moments, key=lambda m: m.flops)
-
-
-def _check_one_job(workloads: Sequence[Workload], machine: Machine) -> None:
-    """Raises PstarError unless there is one workload per rank, all of one model and shape of iteration."""
-    if len(workloads) != machine.world_size:
-        raise PstarError(
-            f"{len(workloads)} workloads for the {machine.world_size} ranks of {machine.name}; give one per rank"
-        )
-    first = workloads[0]
-    for r, w in enumerate(workloads):
-        if (w.fingerprint, w.uses, len(w.moments), w.optimizer) != (
-            first.fingerprint,
-            first.uses,
-            len(first.moments),
-            first.optimizer,
-        ):
-            raise PstarError(
-                f"rank {r} of {machine.name} is given another model, another order of its layers or another number of "
-                "micro-batches than rank 0; ranks may differ in their sequences only"
-            )
-        if w.stashes != first.stashes:
-            raise PstarError(
-                f"rank {r} of {machine.name} would move other bytes of activations to the host than rank 0, and all "
-                "ranks run one plan; give each rank the same share, or keep or recompute activations"
-            )
 
 
 def unmodelled_notes(

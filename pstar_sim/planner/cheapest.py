@@ -17,6 +17,7 @@ from fractions import Fraction
 
 from pstar_sim.arguments import file_path, number, whole
 from pstar_sim.arguments import names as listed
+from pstar_sim.bounds.shares import AnyShares, any_job, tightest
 from pstar_sim.catalog.entries import MOST_NODES_OF_A_MACHINE
 from pstar_sim.catalog.loader import with_nodes
 from pstar_sim.catalog.machine import Machine
@@ -27,8 +28,8 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, PstarError, UnknownName
 from pstar_sim.planner.asked import OnPart, asked_names, settings_of, teller
-from pstar_sim.planner.balance import refuse_balance
-from pstar_sim.planner.batch_shares import machine_of, tightest
+from pstar_sim.planner.balance import chooses, roomiest_job
+from pstar_sim.planner.batch_shares import machine_of
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Row, compare
 from pstar_sim.planner.jobs import Job
@@ -180,8 +181,6 @@ def cheapest(
     chosen = [machine_of(m) for m in wanted]  # type: ignore[arg-type]
     if not chosen:
         raise PstarError("machines = []: give at least one machine, or leave machines out for all with a price")
-    for machine in chosen:
-        refuse_balance(asked.policies or (), machine)
     costs = _prices_of(chosen, known)
     tell = teller(on_part)
     rows: list[Offer] = []
@@ -340,9 +339,15 @@ def _so_many(
 
 
 def _least_s(machine: Machine, asked: _Question, tokens: float) -> float:
-    """Returns the seconds of the matmuls alone on the slowest rank, with its sequences in one micro-batch."""
+    """Returns the seconds of the matmuls alone on the slowest rank, with its sequences in one micro-batch. If a policy
+    may take other shares than the machine's, the shares with the least seconds count."""
     workloads = asked.workloads(machine, 1)
     every = sum(w.tokens for w in workloads)
+    job_of = any_job(workloads[0], machine) if any(map(chooses, asked.policies or POLICIES)) else None
+    if job_of is not None:
+        layout = build_layout(workloads[0])
+        search = AnyShares(sum(w.batch for w in workloads), machine, asked.settings, layout, job_of)
+        return search.computing_s() * tokens / every
     kinds = {(id(rank.gpu), id(w)): (r, w) for r, (rank, w) in enumerate(zip(machine.ranks, workloads))}
     layout = build_layout(workloads[0])
     slowest = max(sum(CostModel(w, machine, layout, rank=r).moments_s) for r, w in kinds.values())
@@ -362,7 +367,9 @@ def _fastest(machine: Machine, asked: _Question) -> tuple[Row, int, int]:
             continue
         alike = len({id(w) for w in ranked}) == 1
         hardest = ranked[0] if alike else tightest(ranked, machine)
-        roomy, refusals = _with_room(hardest, machine, asked)
+        job_of = any_job(ranked[0], machine)
+        roomiest = hardest if job_of is None else roomiest_job(sum(w.batch for w in ranked), machine, job_of)
+        roomy, refusals = _with_room(hardest, roomiest, machine, asked)
         for error in refusals:
             worst = error if isinstance(error, DoesNotFit) or worst is None else worst
         if not roomy:
@@ -383,14 +390,18 @@ def _fastest(machine: Machine, asked: _Question) -> tuple[Row, int, int]:
 
 
 def _with_room(
-    workload: Workload, machine: Machine, asked: _Question
+    workload: Workload, roomiest: Workload, machine: Machine, asked: _Question
 ) -> tuple[list[str], list[DoesNotFit | CannotPlan]]:
-    """Returns the policies that have room, and the errors of the others."""
+    """Returns the policies that have room, and the errors of the others.
+
+    roomiest: the job for policies that do not take the machine's shares of the batch.
+    """
     roomy: list[str] = []
     refusals: list[DoesNotFit | CannotPlan] = []
     for policy in asked.policies or POLICIES:
         try:
-            memory_need(policy, workload, machine, asked.settings, loading=asked.loading)
+            job = roomiest if chooses(policy) else workload
+            memory_need(policy, job, machine, asked.settings, loading=asked.loading)
         except (DoesNotFit, CannotPlan) as error:
             refusals.append(error)
         else:

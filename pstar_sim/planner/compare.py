@@ -21,7 +21,7 @@ from pstar_sim.cost import VERSION
 from pstar_sim.dtypes import unscaled
 from pstar_sim.errors import CannotPlan, DoesNotFit, NothingFits, PlanError, PstarError
 from pstar_sim.planner.asked import OnPart, asked_policies, settings_of, teller
-from pstar_sim.planner.balance import Balanced, Cut, all_balance, balanced
+from pstar_sim.planner.balance import Balanced, Cut, all_balance, balances
 from pstar_sim.planner.batch_shares import Share, machine_of, share_out, unmodelled_notes
 from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.collection import Collection
@@ -32,7 +32,7 @@ from pstar_sim.planner.memory_needs import with_room
 from pstar_sim.planner.nearest import Elsewhere, nearest
 from pstar_sim.planner.trust import Trust, trust, validation_digest
 from pstar_sim.policy.kit.sharing import plan_once, plans_shared
-from pstar_sim.policy.kit.ties import burden, least_of
+from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
 from pstar_sim.policy.registry import Policy, can_follow, find_policy, is_built_in, policy_name
 from pstar_sim.renderers import render_html
 from pstar_sim.sim.play import peaks_of_ranks, play
@@ -365,14 +365,18 @@ class _Found:
         """Raises CannotPlan and DoesNotFit."""
         asked, machine, settings = job.share.workload, job.machine, job.settings
         tokens = job.share.tokens
-        own = balanced(policy, job.share, machine, settings, cut)
+        own: Balanced | None = None
+        if made is None:
+            search = certifier.shares() if cut is None else None
+            jobs = balances(policy, job.share, machine, settings, cut, search=search)
+            plan, timeline, own, job = _fastest(policy, name, job, jobs)
+        else:
+            plan, timeline = made[0], made[1].labelled(name)
         if own is not None:
-            job = _of_balance(own, job)
             self.free[name] = job.free
-        plan, timeline = job.planned(policy, name) if made is None else (made[0], made[1].labelled(name))
         barrier_cost_s = None if only_best else _barrier_cost(policy, timeline, job.free)
         if own is not None:
-            gain = _gain(policy, own, settings, timeline.iteration_s)
+            gain = _gain(policy, own, settings, timeline.iteration_s, planned_again=own.least_s == 0)
             plan = replace(plan, choices={**plan.choices, "balance": gain})
             self.gains.append(f"{name}: {gain}")
             certifier = Certifier(job.share.workload, job.machine, settings, lp=certify, ranked=job.share.ranked)
@@ -380,6 +384,37 @@ class _Found:
         row = _figures(plan, name, belief, timeline, tokens, _certificate(certifier, plan, asked), barrier_cost_s)
         self.planned[name] = Planned(row=row, plan=plan, timeline=timeline)
         self.rows.append(row)
+
+
+def _fastest(
+    policy: Policy, name: str, job: _Question, jobs: Iterable[Balanced]
+) -> tuple[Plan, Timeline, Balanced | None, _Question]:
+    """Returns the fastest plan with any of the shares, and the job with these; the job's own plan if there are none.
+
+    jobs: in the order of their bounds.
+
+    Raises CannotPlan, and DoesNotFit of the first if none fits.
+    """
+    best: tuple[Plan, Timeline, Balanced | None, _Question] | None = None
+    reason: DoesNotFit | None = None
+    for own in jobs:
+        if best is not None and own.least_s * (1 + AS_FAST) >= best[1].iteration_s:
+            break
+        if best is not None and own.least_s == 0:
+            break
+        there = _of_balance(own, job)
+        try:
+            plan, timeline = there.planned(policy, name)
+        except DoesNotFit as short:
+            reason = reason or short.with_traceback(None)
+            continue
+        if best is None or timeline.iteration_s < best[1].iteration_s:
+            best = plan, timeline, own, there
+    if best is not None:
+        return best
+    if reason is not None:
+        raise reason
+    return (*job.planned(policy, name), None, job)
 
 
 def _certificate(proof: Certifier, plan: Plan, workload: Workload) -> Certificate:
@@ -430,9 +465,18 @@ def _of_balance(own: Balanced, job: _Question) -> _Question:
     return replace(job, share=own.share, machine=own.machine, free=free)
 
 
-def _gain(policy: Policy, own: Balanced, settings: Settings, seconds: float) -> str:
-    """Returns words that compare the shares that a policy chose with equal shares."""
+def _gain(policy: Policy, own: Balanced, settings: Settings, seconds: float, *, planned_again: bool) -> str:
+    """Returns words that compare the shares of a policy with equal shares.
+
+    planned_again: whether equal shares are planned too; otherwise their bound counts.
+    """
     even = own.even
+    if not planned_again:
+        least = Certifier(even.workload, own.even_machine, settings, ranked=even.ranked).own_bound_s()
+        return (
+            f"sequences per GPU {own.words}: {format_s(seconds)} per iteration; equal shares ({own.even_words}) take "
+            f"at least {format_s(least)}"
+        )
     try:
         _, timeline = plan_and_play(policy, even.workload, own.even_machine, settings, workloads=even.ranked)
     except DoesNotFit as short:

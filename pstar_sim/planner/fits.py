@@ -16,7 +16,7 @@ from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner.asked import OnPart, asked_names, settings_of, teller
-from pstar_sim.planner.balance import refuse_balance
+from pstar_sim.planner.balance import all_balance, balances
 from pstar_sim.planner.batch_shares import Share, machine_of, share_out
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.memory_needs import (
@@ -60,6 +60,7 @@ class Fit:
     iteration_s, tokens_per_s: simulated, if the policy fits.
     expected_error: one standard deviation of such times, as a share of them, from published runs (planner/trust.py).
     trust: the basis of expected_error, or that there is none.
+    shares: sequences of each GPU in a micro-batch, if the policy does not take the shares of the machine.
     phases: host memory over the job's life; none where no need is known.
     """
 
@@ -83,6 +84,7 @@ class Fit:
     tokens_per_s: float | None = None
     expected_error: float | None = None
     trust: str | None = None
+    shares: str | None = None
     phases: tuple[Phase, ...] = ()
 
     @property
@@ -181,8 +183,7 @@ def fits(
     flag("near", near)
     tell = teller(on_part)
     names = asked_names(policies)
-    refuse_balance(names, machine)
-    share = share_out(workload, machine)
+    share = share_out(workload, machine, nearly=all_balance(names, machine))
     job = Asked(
         workload=share.workload,
         machine=machine,
@@ -190,33 +191,33 @@ def fits(
         loading=loading_of(loading),
         said=loading is not None,
     )
-    answers: list[tuple[Fit, DoesNotFit | None]] = []
+    answers: list[tuple[Fit, DoesNotFit | None, Asked]] = []
     for name in names:
         tell(name, len(answers), len(names))
-        answers.append(_fit(name, share, job, times=times))
-    rows = [row for row, _ in answers]
+        answers.append(_fit_any(name, share, job, times=times))
+    rows = [row for row, *_ in answers]
     fitting = [row.policy for row in sorted(rows, key=lambda r: r.iteration_s or 0.0) if row.fits]
     change = None
     if near:
         found: list[tuple[Remedy, str]] = []
         elsewhere = Elsewhere(share.workload, machine)
-        for i, (row, error) in enumerate(answers):
+        for i, (row, error, asked) in enumerate(answers):
             if error is not None:
                 tell(f"what would do for {row.policy}", len(names), len(names))
-                ask = job.of(row.policy)
+                ask = asked.of(row.policy)
                 ways = remedies(
                     find_policy(row.policy),
-                    share.workload,
-                    machine,
+                    asked.workload,
+                    asked.machine,
                     settings,
                     error,
                     loading=job.loading,
                     ask=ask,
-                    ask_of=job.of,
+                    ask_of=asked.of,
                     elsewhere=elsewhere,
                 )
                 found += [(way, row.policy) for way in ways]
-                row, error = _with_room(row, job, error)
+                row, error = _with_room(row, asked, error)
                 said = tuple(way.words for way in ways)
                 rows[i] = replace(row, reason=f"{error}; {in_words(ways, fitting)}", changes=said)
         if not fitting:
@@ -265,15 +266,49 @@ class Asked:
         return least_gpu_bytes(lambda where: ask(self.workload, where, self.settings), machine)
 
 
-def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, DoesNotFit | None]:
-    workload, machine, settings = job.workload, job.machine, job.settings
-    row = Fit(
+def _fit_any(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, DoesNotFit | None, Asked]:
+    """Returns the answer for the first shares of the batch with which the policy fits; if there are none, for the last
+    ([Note: the fastest shares] in balance.py)."""
+    answer: tuple[Fit, DoesNotFit | None, Asked] | None = None
+    try:
+        for own in balances(find_policy(name), share, job.machine, job.settings):
+            there = replace(job, workload=own.share.workload, machine=own.machine)
+            row, error = _fit(name, own.share, there, times=times)
+            answer = replace(row, shares=own.words), error, there
+            if row.fits:
+                break
+    except CannotPlan as reason:
+        return replace(_unknown(name, job), reason=str(reason)), None, job
+    except DoesNotFit as error:
+        return _short(_unknown(name, job), error), error, job
+    return answer or (*_fit(name, share, job, times=times), job)
+
+
+def _unknown(name: str, job: Asked) -> Fit:
+    machine = job.machine
+    return Fit(
         policy=name,
         fits=False,
         gpu_available_bytes=machine.gpu_budget_bytes,
         gpu_reserve_bytes=machine.gpu.context_bytes,
         host_available_bytes=machine.host_budget_bytes,
     )
+
+
+def _short(row: Fit, error: DoesNotFit) -> Fit:
+    return replace(
+        row,
+        gpu_needed_bytes=error.needed_bytes if error.place == "gpu" else None,
+        host_needed_bytes=error.needed_bytes if error.place == "host" else None,
+        short_of=error.place,
+        short_bytes=error.short_bytes,
+        reason=str(error),
+    )
+
+
+def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, DoesNotFit | None]:
+    workload, machine, settings = job.workload, job.machine, job.settings
+    row = _unknown(name, job)
     plan: Plan | None = None
     try:
         need = memory_need(name, workload, machine, settings, loading=job.loading)
@@ -289,15 +324,7 @@ def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, Does
     except CannotPlan as reason:
         return replace(row, reason=str(reason)), None
     except DoesNotFit as error:
-        row = replace(
-            row,
-            gpu_needed_bytes=error.needed_bytes if error.place == "gpu" else None,
-            host_needed_bytes=error.needed_bytes if error.place == "host" else None,
-            short_of=error.place,
-            short_bytes=error.short_bytes,
-            reason=str(error),
-        )
-        return row, error
+        return _short(row, error), error
     row = _filled(replace(row, fits=True), job.least_gpu_bytes(name, machine), need, machine.local_ranks)
     row = replace(row, loading_short_bytes=job.short_if_each_loads(need))
     if plan is not None:

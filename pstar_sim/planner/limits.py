@@ -18,6 +18,7 @@ from functools import cache
 from msgspec import structs
 
 from pstar_sim.arguments import flag, function, instance, text, whole
+from pstar_sim.bounds.shares import any_job, tightest
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import MOST_WIDTH, ModelEntry, count_params, model_entry, model_names
 from pstar_sim.collector import without_garbage_collection
@@ -25,8 +26,8 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError, UnknownName
 from pstar_sim.planner.asked import asked_policies, settings_of
-from pstar_sim.planner.balance import refuse_balance
-from pstar_sim.planner.batch_shares import least_batch, machine_of, of_shares, share_out, shares_of_batch, tightest
+from pstar_sim.planner.balance import chooses, roomiest_job
+from pstar_sim.planner.batch_shares import least_batch, machine_of, of_shares, share_out, shares_of_batch
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.memory_needs import shortage
@@ -183,7 +184,6 @@ def max_model(
     if on_policy is not None:
         function("on_policy", on_policy)
     asked = asked_policies(policies)
-    refuse_balance(asked, machine)
     entry = model_entry(like)
     _check_positions(entry, seq, job.kernels)
     flavour = kernels_of(entry, job.kernels)
@@ -202,7 +202,7 @@ def max_model(
     ask = _asker(machine, settings, loading)
     found = _limits(
         asked,
-        lambda policy, n: ask(policy, models.deep(n)),
+        lambda policy, n: ask(policy, models.deep(n, policy)),
         models.most_layers,
         first=entry.layers,
         near=near,
@@ -246,21 +246,30 @@ class _Models:
     job: Job
     dtype: str
     least_bytes: float
-    made: dict[ModelEntry, Workload] = field(default_factory=dict)
+    made: dict[tuple[ModelEntry, bool], Workload] = field(default_factory=dict)
 
     def shape(self, layers: int) -> ModelEntry:
         return deeper(self.entry, layers, hidden=self.hidden, heads=self.heads)
 
-    def deep(self, layers: int) -> Workload:
-        return self.of(self.shape(layers))
+    def deep(self, layers: int, policy: str | Policy | None = None) -> Workload:
+        return self.of(self.shape(layers), policy)
 
-    def of(self, shape: ModelEntry) -> Workload:
-        """Returns the workload of the shape, of the rank with the hardest share of the batch."""
-        if shape not in self.made:
-            ranked = of_shares(self.shares, lambda share: self.job.write(shape, share, self.dtype))
-            alike = len(set(self.shares)) == 1
-            self.made[shape] = ranked[0] if alike else tightest(ranked, self.machine)
-        return self.made[shape]
+    def of(self, shape: ModelEntry, policy: str | Policy | None = None) -> Workload:
+        """Returns the workload of the shape, of the rank with the hardest share of the batch. A policy that does not
+        take the machine's shares gets those that leave most room."""
+        roomy = policy is not None and self.machine.mixed and chooses(policy)
+        if (shape, roomy) not in self.made:
+
+            def share_of(batch: int) -> Workload:
+                return self.job.write(shape, batch, self.dtype)
+
+            if roomy:
+                workload = roomiest_job(sum(self.shares), self.machine, share_of)
+            else:
+                ranked = of_shares(self.shares, share_of)
+                workload = ranked[0] if len(set(self.shares)) == 1 else tightest(ranked, self.machine)
+            self.made[shape, roomy] = workload
+        return self.made[shape, roomy]
 
     def most_params(self, policy: str | Policy) -> int:
         """Returns the most parameters, by [Note: an upper bound of any model]."""
@@ -289,7 +298,7 @@ def _depth_row(
     if layers:
         row = replace(row, params=models.shape(layers).params)
     small = (name for name in names if model_entry(name).params <= models.most_params(policy))
-    best = next((name for name in small if ask(policy, models.of(model_entry(name))) is None), None)
+    best = next((name for name in small if ask(policy, models.of(model_entry(name), policy)) is None), None)
     return row if best is None else replace(row, catalog_model=best, catalog_params=model_entry(best).params)
 
 
@@ -336,14 +345,21 @@ def max_batch(
     unit = least_batch(machine)
 
     @cache
-    def at(units: int) -> Workload:
-        return share_out(write(units * unit), machine).workload
+    def at(units: int, roomy: bool = False) -> Workload:
+        workload = write(units * unit)
+        job_of = any_job(workload, machine) if roomy else None
+        if job_of is None:
+            return share_out(workload, machine).workload
+        return roomiest_job(workload.batch, machine, job_of)
 
     ask = _asker(machine, settings, loading)
     asked = asked_policies(policies)
-    refuse_balance(asked, machine)
     found = _limits(
-        asked, lambda policy, n: ask(policy, at(n)), lambda policy: MOST_BATCH, first=1, on_policy=on_policy
+        asked,
+        lambda policy, n: ask(policy, at(n, machine.mixed and chooses(policy))),
+        lambda policy: MOST_BATCH,
+        first=1,
+        on_policy=on_policy,
     )
     rows = [_limit(policy, value * unit, error) for policy, (value, error) in zip(asked, found)]
     w = at(1)

@@ -13,6 +13,7 @@ from math import inf
 from pathlib import Path
 
 from pstar_sim.bounds.certificate import COARSE, Certificate, agree, certificate_of
+from pstar_sim.bounds.shares import tightest
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core import plan as plans
@@ -25,7 +26,6 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import VERSION
 from pstar_sim.errors import FalseFigures, PlanError
 from pstar_sim.planner.asked import OnPart, teller
-from pstar_sim.planner.batch_shares import tightest
 from pstar_sim.planner.compare import barrier_cost_of
 from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.trust import trust, validation_digest

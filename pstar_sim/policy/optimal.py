@@ -1,7 +1,8 @@
 """optimal: the plan of a search, or of another policy where that is faster.
 
 The plan is at most 0.01 % slower than the plan of any shipped policy without options. Options reach plans that the
-search does not try, so another policy may be faster with options (benchmarks/options.py).
+search does not try, so another policy may be faster with options (benchmarks/options.py). If GPUs differ, the planner
+chooses the shares of the batch together with the plan (planner/balance.py).
 
 The plans that the search finds (family/searched.py) and the plans of the other policies are followed, and the fastest
 is taken. The plan has the name `optimal`; its `choices` name the policy that made it.
@@ -57,16 +58,28 @@ OPTIONS = {
     "order": Option(
         one_of(FASTEST, *ORDERS), f"{_ORDER.help}, or the fastest of these that the loop can follow", FASTEST
     ),
+    "shares": Option(
+        one_of(FASTEST, "machine"), "shares of the batch if GPUs differ: the fastest, or the machine's", FASTEST
+    ),
 }
-CAPABILITIES = Capabilities(point=POINT, tries_others=True)
+CAPABILITIES = Capabilities(point=POINT, tries_others=True, fastest_shares=True)
 _WORDS = dict(
     zip(ORDERS, ("micro-batch by micro-batch", "layer by layer", "layer by layer with the boundaries on the host"))
 )
 
 
 @without_garbage_collection()
-def optimal(workload: Workload, machine: Machine, settings: Settings, **changes: Unpack[Coordinates]) -> Plan:
+def optimal(
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    *,
+    shares: str = FASTEST,
+    **changes: Unpack[Coordinates],
+) -> Plan:
     """Returns the fastest plan that this project can make.
+
+    shares: planner/balance.py has chosen them.
 
     changes: coordinates of another point. If any is given, the plans of other policies are left out. The coordinate
         `order` may also be "fastest", as in OPTIONS.

@@ -117,6 +117,7 @@ def _fit_notes(answer: Fits, *, why: bool) -> Iterator[str]:
     elsewhere = answer.change is None or answer.change.words.startswith("on ")  # no flag of the job helps
     short_of_gpu = short == {"gpu"} and not answer.any and elsewhere
     notes = unmodelled_notes(answer.workload, answer.machine, {}, short_of_gpu=short_of_gpu)
+    yield from (f"{row.policy}: sequences per GPU {row.shares}" for row in answer.rows if row.fits and row.shares)
     notes = (*notes, *added_gpus_notes(answer.machine), *attention_notes(answer.machine, answer.workload.attention))
     if any(row.fits and row.host_payload_bytes for row in answer.rows):
         notes = (*notes, *pinned_notes(answer.machine))

@@ -1,4 +1,4 @@
-"""`whale` in compare and on the command line: its shares, what they gain, and who is not asked."""
+"""Shares of a batch that a policy does not take from the machine: those of `whale` and of `optimal`, and their gain."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pstar_sim.core.plan import load_plan
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.compare import compare
 from pstar_sim.planner.fits import fits
+from pstar_sim.planner.limits import max_batch
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import MIB, format_bytes
 from pstar_sim.workload.trace import save_trace
@@ -80,10 +81,11 @@ def test_equal_shares_that_do_not_fit_are_named() -> None:
     m = two_and_one()
     small = replace(m.ranks[1].gpu, memory_bytes=31 * MIB, usable_bytes=31 * MIB)
     m = replace(m, ranks=(m.ranks[0], replace(m.ranks[1], gpu=small)))
-    found = compare([job(6)] * 2, m, policies=["whale"], cut=job)
-    assert "GPU virtual 9+3; equal shares (virtual 6+6) do not fit: whale does not fit: gpu needs" in found.notes[0]
+    policy = "whale:schedule=all_on_gpu"
+    found = compare([job(6)] * 2, m, policies=[policy], cut=job)
+    assert f"GPU virtual 9+3; equal shares (virtual 6+6) do not fit: {policy} does not fit: gpu" in found.notes[0]
     # 28 + 9 MiB on the first, 28 + 3 of 31 on the second
-    best = found["whale"]
+    best = found[policy]
     report = best.plan.check()
     assert best.row.peak_gpu_bytes == report.peak_bytes["gpu"] == 37 * MIB
     assert best.row.peak_gpu_bytes_by_rank == (37 * MIB, 31 * MIB)
@@ -118,11 +120,61 @@ def test_a_job_that_cannot_be_cut() -> None:
     assert "cut(8) = None" in str(row.reason)
 
 
+def test_optimal_has_the_fastest_shares() -> None:
+    """12 sequences: 8 and 4 take 24 s, 9 and 3 take 27 s, 6 and 6 take 36 s."""
+    policies = ["optimal", "optimal:shares=machine", "tide"]
+    found = compare([job(6)] * 2, two_and_one(), policies=policies, cut=job)
+    assert found["optimal"].timeline.iteration_s == pytest.approx(24, rel=1e-6)
+    assert [job.batch for job in found["optimal"].plan.jobs] == [8, 4]
+    assert found["optimal:shares=machine"].timeline.iteration_s == pytest.approx(36, rel=1e-6)
+    assert re.search(r"GPU virtual 8\+4: 24.000 s .*; equal shares \(virtual 6\+6\) take at least 36", found.notes[0])
+    found["optimal"].plan.check()
+
+
+def test_a_job_with_shares_of_its_own_keeps_them() -> None:
+    """No function cuts the job, which is no preset."""
+    plan = compare([job(6)] * 2, two_and_one(), policies=["optimal"])["optimal"].plan
+    assert {job.batch for job in plan.jobs} == {6}
+
+
+def small_beside_large() -> Machine:
+    """Two GPUs of one speed. The second has room for less than half of what the first has."""
+    m = two_and_one()
+    sizes = [32 * MIB, 12 * MIB]
+    gpus = [replace(m.ranks[0].gpu, memory_bytes=size, usable_bytes=size) for size in sizes]
+    return replace(m, name="small beside large", ranks=tuple(replace(r, gpu=g) for r, g in zip(m.ranks, gpus)))
+
+
+def test_the_bound_of_a_preset_is_over_all_shares() -> None:
+    """The gap of `tide` counts what equal shares cost."""
+    w = ps.preset("gpt2", batch=6, seq=128)
+    found = compare(w, "v100-16+p100-16", policies=["optimal", "tide"], near=False, barrier_cost=False, effort=0.2)
+    best, equal = found.rows
+    assert best.lower_bound_s == pytest.approx(equal.lower_bound_s, rel=0.05)
+    assert "1 micro-batch of 6 in any shares" in str(best.certificate["relative_to"])
+    assert best.gap < 0.05 and equal.gap > 0.25
+
+
+def test_capacity_with_the_roomiest_shares() -> None:
+    """A batch that does not fit in equal halves fits where the larger GPU takes most of it."""
+    m = small_beside_large()
+
+    def write(batch: int) -> Workload:
+        return ps.preset("tiny-gpt2", batch=batch, seq=128)
+
+    limits = {row.policy: row.value for row in max_batch(m, write, policies=["optimal", "tide"]).rows}
+    assert limits["optimal"] > 1.3 * limits["tide"] > 0
+    answer = fits(write(limits["optimal"]), m, policies=["optimal", "tide"], near=False)
+    rows = {row.policy: row for row in answer.rows}
+    assert rows["optimal"].fits and not rows["tide"].fits
+    first, second = map(int, str(rows["optimal"].shares).removeprefix("virtual ").split("+"))
+    assert first > second and first + second == limits["optimal"]
+    assert fits([job(2)] * 2, two_and_one(), policies=["whale"], near=False).rows[0].reason is not None
+
+
 def test_questions_that_take_the_machines_shares_refuse_it() -> None:
     w, m = [job(2)] * 2, two_and_one()
     with pytest.raises(PstarError, match=r"whale chooses each GPU's share .* name another policy"):
-        fits(w, m, policies=["whale"])
-    with pytest.raises(PstarError, match=r"whale chooses each GPU's share"):
         ps.ablate(w, m, begin="whale")
     with pytest.raises(PstarError, match=r"whale:speed=seconds chooses"):
         ps.sensitivity(w, m, policies=["whale:speed=seconds"])

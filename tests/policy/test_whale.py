@@ -91,9 +91,20 @@ def test_the_excess_may_overflow_the_next_gpu() -> None:
 
 def test_no_room_is_said_in_sequences() -> None:
     with pytest.raises(DoesNotFit, match=r"whale does not fit: .* 4 sequences, and all GPUs together have room for 8"):
-        balance(12, mixed([2, 1], [5, 3]), job, Settings())
+        balance(12, mixed([2, 1], [5, 3]), job, Settings(), schedule="all_on_gpu")
     with pytest.raises(DoesNotFit, match="with 4 sequences"):
-        balance(12, mixed([2, 1], [64, -1]), job, Settings())
+        balance(12, mixed([2, 1], [64, -1]), job, Settings(), schedule="all_on_gpu")
+
+
+def test_the_first_schedule_that_fits() -> None:
+    """Whole lists on each GPU leave room for 5 and 3 of 12 sequences. Slices take half of the 24 MiB of states: 12 MiB
+    more room, so that the shares are those by speed."""
+    machine = mixed([2, 1], [5, 3])
+    assert balance(12, machine, job, Settings()) == (8, 4)
+    plan = find_policy("whale")(job(8), machine, Settings())
+    assert plan.choices["schedule"] == "that of zero3_resident"
+    with pytest.raises(DoesNotFit, match="whale:schedule=all_on_gpu does not fit"):
+        find_policy("whale:schedule=all_on_gpu")(job(8), machine, Settings())
 
 
 def test_the_speed_of_the_job_itself() -> None:

@@ -9,10 +9,10 @@ import pytest
 from drawn import TIME_TO_SHRINK, Drawn, chances, jobs, planned, seeds
 from hypothesis import given, settings
 
+from pstar_sim.bounds.shares import tightest
 from pstar_sim.catalog.loader import load_catalog, load_machine
 from pstar_sim.catalog.machine import Machine, Rank
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.planner.batch_shares import tightest
 from pstar_sim.planner.compare import compare
 from pstar_sim.policy import find_policy
 from pstar_sim.sim.play import play

@@ -39,6 +39,8 @@ class Capabilities:
     from_disks: options under which lists live on disks; they are tried if the host has no room.
     balance: a function that chooses the ranks' shares of the batch if their GPUs differ. planner/balance.py calls it,
         with the policy's options, before it asks for the plan. None: the policy takes the shares of the machine.
+    fastest_shares: whether the planner gives it those shares of the batch with which it is fastest, if GPUs differ. Its
+        option `shares` may ask for the machine's instead.
     activations: the policy's own ways to keep, recompute or offload activations block by block, as a function (the
         workload with all of them recomputed, the workload with all kept, machine, settings) -> workloads. None leaves
         the ways to the planner.
@@ -54,6 +56,7 @@ class Capabilities:
     counts_host: bool = False
     from_disks: tuple[str, ...] = ()
     balance: Callable[..., tuple[int, ...]] | None = None
+    fastest_shares: bool = False
     activations: Callable[[Workload, Workload, Machine, Settings], Iterable[Workload]] | None = None
 
 

@@ -2,9 +2,10 @@
 
 Of the B sequences of a micro-batch, rank r with speed F_r takes B * F_r / sum(F), in whole sequences and at least one.
 A GPU without room for its share takes all sequences that fit. Each remaining sequence goes to the GPU that then ends
-first. The schedule is that of another policy, by default plain data parallelism. All ranks run one plan, and an
-iteration lasts as long as the slowest rank takes. The gradient is the mean weighted by each rank's sequences, which
-equals the gradient of the joint batch. On equal GPUs all shares are equal, and the plan is that of the other policy.
+first. The schedule is that of another policy: plain data parallelism, or the first of the others for which the GPUs
+have room. All ranks run one plan, and an iteration lasts as long as the slowest rank takes. The gradient is the mean
+weighted by each rank's sequences, which equals the gradient of the joint batch. On equal GPUs all shares are equal, and
+the plan is that of the other policy.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ _SCHEDULES: Mapping[str, Callable[[Workload, Machine, Settings], Plan]] = {
     "zero_offload": zero_offload,
     "tide": tide,
 }
+FITTING = "fitting"  # value of the option `schedule`: the first of _SCHEDULES that fits
 OPTIONS = {
     "speed": Option(
         one_of("flops", "seconds"), "speed of a GPU: its matrix rate, or what it does of this job", "flops"
     ),
-    "schedule": Option(one_of(*_SCHEDULES), "policy that schedules the memory of every rank", "all_on_gpu"),
+    "schedule": Option(
+        one_of(FITTING, *_SCHEDULES), "policy that schedules the memory of every rank, or the first that fits", FITTING
+    ),
 }
 
 
@@ -51,19 +55,28 @@ def whale(
     settings: Settings,
     *,
     speed: str = "flops",
-    schedule: str = "all_on_gpu",
+    schedule: str = FITTING,
 ) -> Plan:
     """Returns the plan of `schedule` for the shares of the machine's ranks, which `balance` has chosen.
 
-    workload: the job of the rank that has least room and takes longest (`planner.batch_shares.tightest`).
+    workload: the job of the rank that has least room and takes longest (`bounds.shares.tightest`).
 
-    Raises the errors of the policy named by `schedule`.
+    Raises the errors of the policy named by `schedule`, or of the first.
     """
-    try:
-        plan = _SCHEDULES[schedule](workload, machine, settings)
-    except DoesNotFit as short:
-        raise short.restated(policy="whale") from short
-    return replace(plan, policy="whale", choices={**plan.choices, "schedule": f"that of {schedule}"})
+    reason: DoesNotFit | None = None
+    for name in _schedules(schedule):
+        try:
+            plan = _SCHEDULES[name](workload, machine, settings)
+        except DoesNotFit as short:
+            reason = reason or short
+        else:
+            return replace(plan, policy="whale", choices={**plan.choices, "schedule": f"that of {name}"})
+    assert reason is not None
+    raise reason.restated(policy="whale") from reason
+
+
+def _schedules(schedule: str) -> tuple[str, ...]:
+    return tuple(_SCHEDULES) if schedule == FITTING else (schedule,)
 
 
 def balance(
@@ -73,21 +86,40 @@ def balance(
     settings: Settings,
     *,
     speed: str = "flops",
-    schedule: str = "all_on_gpu",
+    schedule: str = FITTING,
 ) -> tuple[int, ...]:
     """Returns the number of sequences of a micro-batch of `batch` for each rank, at least one.
 
     workload_of: number of sequences -> the job of a rank.
 
     Raises CannotPlan for fewer sequences than ranks. Raises DoesNotFit if the GPUs have no room for all sequences
-    together. Raises the errors of `schedule` if the host has no room.
+    together. Raises the errors of `schedule` if the host has no room. If several schedules are tried, the error is that
+    of the first.
     """
+    reason: DoesNotFit | None = None
+    for name in _schedules(schedule):
+        try:
+            return _balance_under(name, batch, machine, workload_of, settings, speed)
+        except DoesNotFit as short:
+            reason = reason or short
+    assert reason is not None
+    raise reason
+
+
+def _balance_under(
+    schedule: str,
+    batch: int,
+    machine: Machine,
+    workload_of: Callable[[int], Workload],
+    settings: Settings,
+    speed: str,
+) -> tuple[int, ...]:
     if batch < machine.data_parallel_size:
         raise CannotPlan(
             f"whale: {batch} sequences for {machine.data_parallel_size} ranks; give each rank at least one"
         )
     even = workload_of(max(1, batch // machine.data_parallel_size))
-    kinds = _kinds(machine)
+    kinds = machine.kinds
     alone = {kind: _all_like(machine, kind) for kind in sorted(set(kinds))}
     speeds = {kind: _speed(where, even, speed) for kind, where in alone.items()}
     room: dict[int, int] = {}  # kind -> most sequences of one of its GPUs, if fewer than its share by speed
@@ -141,12 +173,6 @@ def deal(batch: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[int,
         if shares[r] < most[r]:
             heappush(ends, ((shares[r] + 1) / speeds[r], r))
     return tuple(shares)
-
-
-def _kinds(machine: Machine) -> list[int]:
-    """Rank -> the first with the same GPU and link."""
-    links = [(rank.gpu, rank.link) for rank in machine.ranks]
-    return [links.index(link) for link in links]
 
 
 def _all_like(machine: Machine, rank: int) -> Machine:

@@ -1,0 +1,131 @@
+"""The bound over all shares of a batch, where GPUs differ: against every share, and against exact optima."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from fractions import Fraction
+from itertools import product
+
+import hypothesis
+import pytest
+from drawn import TIME_TO_SHRINK, chances
+from exact_optimum import Tiny, exact_optimum
+from hypothesis import given
+from tiny import as_job, random_tiny
+
+from pstar_sim.bounds.bounds import lower_bound
+from pstar_sim.bounds.fluid import fluid_bound
+from pstar_sim.bounds.shares import NEAR, AnyShares, any_job, may_differ, tightest
+from pstar_sim.catalog.loader import load_machine
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import build_layout
+from pstar_sim.core.plan import Settings
+from pstar_sim.planner.compare import compare
+from pstar_sim.testing import round_machine
+from pstar_sim.workload.presets import preset
+from pstar_sim.workload.workload import Workload
+
+pytestmark = TIME_TO_SHRINK
+
+MOST_STATES = 20_000
+BY_ROUNDING = 1e-7
+
+
+def two_gpus(machine: Machine, speed: float) -> Machine:
+    """Returns two ranks, the second with `speed` times the flops of the first, each with the machine's Adam and DRAM.
+    Collectives take no time to speak of."""
+    one = machine.ranks[0]
+    rates = {dtype: rate * speed for dtype, rate in one.gpu.flops_per_s.items()}
+    other = replace(one, gpu=replace(one.gpu, flops_per_s=rates))
+    peer = round_machine(ranks=2, peer_bytes_per_s=1e18).peer
+    host = replace(machine.host, adam_params_per_s=2 * machine.host.adam_params_per_s, memory_bytes=2**42)
+    ranks = tuple(replace(rank, batch_share=0.5) for rank in (one, other))
+    return replace(machine, name="two", ranks=ranks, peer=peer, host=host)
+
+
+def test_no_bound_is_above_the_exact_optimum_of_two_unequal_gpus(whole: bool) -> None:
+    """A sequence takes half or a third of the units on the second GPU. With whole chunks on
+    each GPU a rank is an instance of its own: no iteration is shorter than its exact optimum with its share. The least
+    over all shares, of the larger of the two, is at least the bound."""
+    compared: list[float] = []
+
+    @hypothesis.settings(max_examples=100 if whole else 6)
+    @given(chances())
+    def holds(chance: random.Random) -> None:
+        t = random_tiny(chance, micro_batches=chance.choice((1, 1, 2)))
+        speed, batch = chance.choice((2, 3)), chance.randint(2, 4)
+        try:
+            exact = _exact(t, speed, batch)
+        except MemoryError:
+            return
+        bound, fluid = _bounds(t, speed, batch)
+        if exact is None or bound is None or fluid is None:
+            return
+        assert bound <= float(exact) * (1 + BY_ROUNDING), (t, speed, batch)
+        assert fluid <= float(exact) * (1 + BY_ROUNDING), (t, speed, batch)
+        compared.append(float(exact) / fluid)
+
+    holds()
+    assert len(compared) >= 2
+
+
+def _with_share(t: Tiny, sequences: int, speed: int) -> Tiny:
+    """A sequence takes 6 times the units of the instance on a GPU of speed 1, so that all are whole numbers."""
+    return replace(t, forward=t.forward * sequences * 6 // speed)
+
+
+def _exact(t: Tiny, speed: int, batch: int) -> Fraction | None:
+    """Returns the least over all shares of the larger exact optimum of the two ranks."""
+    known: list[Fraction] = []
+    for first in range(1, batch):
+        each = [
+            exact_optimum(_with_share(t, n, s), most_states=MOST_STATES)
+            for n, s in ((first, 1), (batch - first, speed))
+        ]
+        if None not in each:
+            known.append(max(x for x in each if x is not None))
+    return min(known, default=None)
+
+
+def _bounds(t: Tiny, speed: int, batch: int) -> tuple[float | None, float | None]:
+    _, machine, settings = as_job(_with_share(t, 1, 1))
+    there = two_gpus(machine, speed)
+    jobs = {n: replace(as_job(_with_share(t, n, 1))[0], batch=n) for n in range(1, batch + 1)}
+    layout = build_layout(jobs[1], chunk_bytes=settings.chunk_bytes)
+
+    def fluid(workload: Workload, ranked: object) -> object:
+        return fluid_bound(workload, there, settings, layout, ranked=ranked)  # type: ignore[arg-type]
+
+    found = [AnyShares(batch, there, settings, layout, jobs.__getitem__, of).bound() for of in (None, fluid)]  # type: ignore[arg-type]
+    joint, finer = (None if bound is None else bound.seconds for bound in found)
+    return joint, finer
+
+
+@pytest.mark.parametrize(
+    ("gpus", "batch"), [("v100-32+h100-80", 8), ("a100-40x2+p100-16", 9), ("v100-32x2+rtx3090-64gbx2", 8)]
+)
+def test_it_is_the_least_bound_of_all_shares(gpus: str, batch: int) -> None:
+    machine = load_machine(gpus)
+    w = preset("gpt2-xl", batch=batch, seq=512, dtype="fp16")
+    job_of = any_job(w, machine)
+    assert job_of is not None
+    settings, layout = Settings(), build_layout(w, ranks=machine.world_size)
+    found = AnyShares(batch, machine, settings, layout, job_of)
+    first = next(found.leaves())
+    assert sum(first.shares) == batch and min(first.shares) >= 1
+    each = []
+    for shares in product(range(1, batch), repeat=machine.world_size):
+        if sum(shares) == batch:
+            ranked = [job_of(n) for n in shares]
+            each.append(lower_bound(tightest(ranked, machine), machine, settings, layout, ranked=ranked).seconds)
+    assert found.least_s <= min(each) * (1 + BY_ROUNDING)
+    assert found.least_s >= min(each) * (1 - NEAR)
+
+
+def test_a_sequence_that_tiles_do_not_divide_has_a_bound_for_its_shares_alone() -> None:
+    machine = load_machine("a100-40+v100-32")
+    assert may_differ(preset("tiny-gpt2", batch=4, seq=128), machine)
+    assert not may_differ(preset("tiny-gpt2", batch=4, seq=77), machine)
+    row = compare(preset("tiny-gpt2", batch=4, seq=32), machine, policies=["tide"], near=False).rows[0]
+    assert row.certificate is not None and "1 micro-batch of 2," in str(row.certificate["relative_to"])
