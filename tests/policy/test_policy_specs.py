@@ -71,7 +71,7 @@ def test_a_spec_of_defaults_is_the_policy_itself() -> None:
         ("tide:adam", ["'adam' is not key=value", "adam=(after-backward | fifo | edf)"]),
         ("tide:", ["policy 'tide' is followed by a colon but by no key=value; tide has "]),
         ("tide:pins=1,pins=2", ["sets pins twice"]),
-        ("all_on_gpu:pins=1", ["'all_on_gpu' has no options", "use all_on_gpu"]),
+        ("karma:pins=1", ["'karma' has no options", "use karma"]),
     ],
 )
 def test_what_is_not_a_spec_is_refused_in_one_line(spec: str, words: list[str]) -> None:
@@ -180,4 +180,4 @@ def test_the_command_line_takes_specs_and_lists_options(capsys: pytest.CaptureFi
     rows = {row["policy"]: row for row in json.loads(capsys.readouterr().out)}
     capacity = next(o for o in rows["static_partition"]["options"] if o["option"] == "capacity")
     assert (capacity["values"], capacity["default"]) == ("tide | peak", "peak")
-    assert rows["all_on_gpu"]["options"] == []
+    assert rows["karma"]["options"] == []

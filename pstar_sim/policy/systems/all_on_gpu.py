@@ -20,17 +20,22 @@ from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.passes.step_by_step.checks import check_beside_tide
 from pstar_sim.policy.passes.step_by_step.on_all_ranks import all_reduced
+from pstar_sim.policy.systems.gpu_optimizers import ADAM, hold_copy
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["CAPABILITIES", "all_on_gpu"]
+__all__ = ["CAPABILITIES", "OPTIONS", "all_on_gpu"]
 
 CAPABILITIES = Capabilities(yardstick=True)
 
+OPTIONS = {"adam": ADAM}
 
-def all_on_gpu(workload: Workload, machine: Machine, settings: Settings) -> Plan:
+
+def all_on_gpu(workload: Workload, machine: Machine, settings: Settings, *, adam: str = "fused") -> Plan:
     """Returns the plan with everything resident. Adam runs after the step moment, or (eager, no barrier) after the
     chunk's last gradient.
+
+    adam: where all parameters are updated after the step moment.
 
     Raises DoesNotFit if model data and the tide's peak exceed the GPU.
     """
@@ -38,21 +43,24 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings) -> Plan
     b = Builder("all_on_gpu", workload, machine, settings, layout=whole)
     for chunk in b.layout.chunks:
         b.live(chunk.index, Place.GPU)
+    barrier = settings.barrier(workload.compute_dtype)
+    at_once = barrier is None and b.ranks == 1  # on several ranks, an eager update would wait for the all-reduce
+    copied = hold_copy(b) if adam == "foreach" and not at_once else ""
     model = b.held_bytes(Place.GPU)
     check_beside_tide(b, model, f"{format_bytes(model)} of parameters, gradients and optimizer states")
-    barrier = settings.barrier(workload.compute_dtype)
     final: dict[int, list[int]] = {}  # moment -> chunks whose last gradient arrives in it
     for chunk in b.layout.chunks:
         if b.uses.updated(chunk.index):
             final.setdefault(b.uses.last_gradient(chunk.index), []).append(chunk.index)
-    at_once = barrier is None and b.ranks == 1  # on several ranks, an eager update would wait for the all-reduce
     summed = _moments(b, final, update_at_once=at_once)
     if not at_once:
         chunks = [c for row in final.values() for c in row]
         _optimizer_step(b, chunks if b.ranks > 1 else sorted(chunks), summed)
     b.choices["capacity"] = f"everything is resident: {format_bytes(model)} and the tide's peak"
     b.choices["adam"] = "on the GPU, " + (
-        "behind each last gradient" if at_once else f"after the step moment ({barrier or 'all-reduced by then'})"
+        "behind each last gradient"
+        if at_once
+        else f"after the step moment ({barrier or 'all-reduced by then'}){copied}"
     )
     return b.plan()
 

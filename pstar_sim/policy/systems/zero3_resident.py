@@ -14,6 +14,7 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
 from pstar_sim.policy.kit.options import Option, switch
 from pstar_sim.policy.passes.builder import Builder
+from pstar_sim.policy.systems.gpu_optimizers import ADAM, hold_copy
 from pstar_sim.policy.systems.sharded import Sharded
 from pstar_sim.policy.systems.sharded_visits import block_visits, operators_before, traced_visits
 from pstar_sim.policy.systems.shards import Scheme
@@ -25,14 +26,19 @@ __all__ = ["OPTIONS", "zero3_resident"]
 
 OPTIONS = {
     "reshard": Option(switch(), "give parameters up after forward and gather them again for backward", True),
+    "adam": ADAM,
 }
 
 
-def zero3_resident(workload: Workload, machine: Machine, settings: Settings, *, reshard: bool = True) -> Plan:
+def zero3_resident(
+    workload: Workload, machine: Machine, settings: Settings, *, reshard: bool = True, adam: str = "fused"
+) -> Plan:
     """Returns the plan. GPU bytes per rank: 18 N / P, the whole parameters of a block and of the next block, the
     block's gradients, and the tide.
 
     reshard: False keeps the chunks that forward has gathered until backward (FSDP's SHARD_GRAD_OP).
+
+    adam: kernels of each rank's optimizer (gpu_optimizers.py).
 
     Raises DoesNotFit if this exceeds the GPU.
     """
@@ -47,14 +53,17 @@ def zero3_resident(workload: Workload, machine: Machine, settings: Settings, *, 
     gradients = sum(b.layout.slice_numel(c) for c in updated) * GRADIENT_BYTES_PER_PARAM
     listed = sum(b.layout.payload_bytes(c, "grad32") for c in updated if "grad32" in b.uses.home_lists(c))
     s.hold("gradients of this rank's slices, fp32", Place.GPU, gradients - listed)
-    if not s.buckets.lists.chunks:  # the plan has no lists for a block's gradients until they are summed
-        s.hold("whole gradients of a block", Place.GPU, _largest_block_bytes(b))
+    # Without lists for a block's gradients until they are summed, the plan has a buffer for them.
+    block = 0 if s.buckets.lists.chunks else _largest_block_bytes(b)
+    s.hold("whole gradients of a block", Place.GPU, block)
+    whole = [v._replace(first=ahead[v.first]) for v in visits] if s.shards.ranks > 1 else []
+    copied = hold_copy(b, whole, block) if adam == "foreach" else ""
     b.choices["capacity"] = (
         f"everything on the GPU, {format_bytes(b.held_bytes(Place.GPU))} of slices and gradients, blocks gathered one "
         "ahead"
     )
     b.choices["moves"] = s.describe_moves()
-    b.choices["adam"] = "on the GPU, in optimizer.step(), each rank its own slices"
+    b.choices["adam"] = f"on the GPU, in optimizer.step(), each rank its own slices{copied}"
     s.check_gpu_room("a rank's slices of everything and the gradients of a block")
     return b.plan(predict=True)
 
