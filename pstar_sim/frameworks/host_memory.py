@@ -112,18 +112,18 @@ class HostNeed:
     def phases(self, local_ranks: int) -> tuple[Phase, ...]:
         """The weights that were loaded are freed before the first step."""
         loading, steps, copies = self.startup_bytes * local_ranks, self.held_bytes * local_ranks, self.copies
+        pinned = self.pinned_bytes * local_ranks
         first = (
             Phase(name="loading", host_bytes=loading, what=f"the weights, {self.loading or 'whole'}"),
-            Phase(name="first step", host_bytes=steps),
+            Phase(name="first step", host_bytes=steps, pinned_bytes=pinned),
         )
         if copies is None:
             return (*first, Phase(name="saving", host_bytes=None), Phase(name="resuming", host_bytes=None))
-        again, own = replace(first[0], name="resuming"), steps + copies.resuming_bytes
-        return (
-            *first,
-            Phase(name="saving", host_bytes=steps + copies.saving_bytes, what=copies.saved, instead=copies.instead),
-            Phase(name="resuming", host_bytes=own, what=copies.read) if own >= loading else again,
-        )
+        own = steps + copies.resuming_bytes
+        saving = replace(first[1], name="saving", host_bytes=steps + copies.saving_bytes, what=copies.saved)
+        resuming = replace(first[1], name="resuming", host_bytes=own, what=copies.read)
+        again = replace(first[0], name="resuming", pinned_bytes=pinned)
+        return (*first, replace(saving, instead=copies.instead), resuming if own >= loading else again)
 
     def parts(self) -> list[str]:
         """Returns phrases for a message."""

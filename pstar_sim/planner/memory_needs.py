@@ -72,12 +72,14 @@ class Phase:
     host_bytes: on one node, of all its ranks; None where they are not counted.
     what: what comes beside the memory of the steps, in words; "" for nothing.
     instead: value of a configuration with which less comes beside it; "" if there is none.
+    pinned_bytes: of them, those that are to be pinned, on one node.
     """
 
     name: str
     host_bytes: int | None
     what: str = ""
     instead: str = ""
+    pinned_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +115,7 @@ class Need:
             Phase(name="loading", host_bytes=loading, what=what),
             Phase(name="first step", host_bytes=steps),
             Phase(name="saving", host_bytes=steps),
-            Phase(name="resuming", host_bytes=max(loading, steps)),
+            Phase(name="resuming", host_bytes=max(loading, steps), what=what if loading > steps else ""),
         )
 
 

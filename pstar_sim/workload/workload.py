@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from pstar_sim.arguments import MOST, instance, whole
-from pstar_sim.catalog.attention import AttentionCall, call_flops
+from pstar_sim.catalog.attention import ATTENTION, AttentionCall, call_flops
 from pstar_sim.dtypes import AUTOCAST, DTYPES, MASTER, same_size
 from pstar_sim.errors import TraceError
 from pstar_sim.python310 import StrEnum
@@ -48,6 +48,9 @@ __all__ = [
 
 ACTIVATIONS = ("keep", "recompute", "offload")
 """Ways to treat a block's activations between its forward and its backward pass."""
+
+NO_ATTENTION = "none"
+"""The kernel of a model without attention."""
 
 ATTENTION_ALONE = "attention"
 """Only the core of attention is recomputed: scores and softmax."""
@@ -223,7 +226,7 @@ class Workload:
     uses: the moments that read each parameter, and in which its gradient arrives.
     optimizer: states that the optimizer keeps for each trainable parameter.
     dtype_open: whether the user left the dtype open, so that a comparison takes the dtype of the GPU.
-    attention: a kernel of attention.py, or "none".
+    attention: a kernel of attention.py, or NO_ATTENTION.
     kernels: flavour in which the other operators run (kernels.py); "captured" for those of the module itself, "" in a
         file without flavour.
     order: the order in which it runs its micro-batches.
@@ -412,6 +415,8 @@ def check_workload(w: Workload) -> None:
 def _check_header(w: Workload, bad: _Bad) -> None:
     if w.dtype not in DTYPES:
         raise bad("dtype", w.dtype, f"known dtypes are {', '.join(DTYPES)}")
+    if w.attention not in ATTENTION and w.attention != NO_ATTENTION:
+        raise bad("attention", w.attention, f"known kernels are {', '.join(ATTENTION)}; {NO_ATTENTION} without any")
     if w.loss not in LOSSES:
         raise bad("loss", w.loss, f"known losses are {', '.join(LOSSES)}")
     if w.autocast not in (None, *AUTOCAST):
@@ -429,34 +434,64 @@ def _check_header(w: Workload, bad: _Bad) -> None:
         raise bad("moments", len(w.moments), "the last moment must be the optimizer step (phase ADAM)")
 
 
+_Rule = tuple[str, Callable[[Workload, Moment], bool], str]
+"""(field of a moment, whether its value is wrong, what it must be); a text may name fields of the two as w and m."""
+
+
+def _negative(name: str) -> Callable[[Workload, Moment], bool]:
+    return lambda w, m: getattr(m, name) < 0
+
+
+_FIGURES = ("flops", "bytes_read", "bytes_written", "start_bytes", "end_bytes", "operators")
+_RULES: tuple[_Rule, ...] = (
+    (
+        "peak_bytes",
+        lambda w, m: not 0 <= max(m.start_bytes, m.end_bytes) <= m.peak_bytes,
+        "it must be at least start_bytes and end_bytes",
+    ),
+    (
+        "peak_bytes",
+        lambda w, m: m.peak_bytes > _MOST_PEAK_BYTES,
+        f"more than {_MOST_PEAK_BYTES} is on no GPU; take a smaller batch or shorter sequences",
+    ),
+    *((name, _negative(name), "it must not be negative") for name in _FIGURES),
+    (
+        "micro_batch",
+        lambda w, m: not 0 <= m.micro_batch < w.micro_batches,
+        "there are {w.micro_batches} micro-batches",
+    ),
+    (
+        "duration_s",
+        lambda w, m: m.duration_s is not None and not 0 <= m.duration_s < float("inf"),
+        "it must be a finite number of seconds",
+    ),
+    (
+        "products",
+        lambda w, m: bool(m.products) and min(map(min, m.products)) < 1,
+        "extents of products must be at least 1",
+    ),
+    (
+        "products",
+        lambda w, m: sum(map(product_flops, m.products)) > m.flops,
+        "they have more flops than the moment, {m.flops}",
+    ),
+    (
+        "attentions",
+        lambda w, m: any(min(call[:5]) < 1 or not {*call[5:]} <= {0, 1} for call in m.attentions),
+        "heads, queries, keys and widths must be at least 1, causal and backward 0 or 1",
+    ),
+    (
+        "attentions",
+        lambda w, m: sum(map(call_flops, m.attentions)) > m.flops,
+        "they have more flops than the moment, {m.flops}",
+    ),
+)
+
+
 def _check_moment(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
-    if not 0 <= max(m.start_bytes, m.end_bytes) <= m.peak_bytes:
-        raise bad(f"moments[{i}].peak_bytes", m.peak_bytes, "it must be at least start_bytes and end_bytes")
-    if m.peak_bytes > _MOST_PEAK_BYTES:
-        want = f"more than {_MOST_PEAK_BYTES} is on no GPU; take a smaller batch or shorter sequences"
-        raise bad(f"moments[{i}].peak_bytes", m.peak_bytes, want)
-    if m.flops < 0 or m.bytes_read < 0 or m.bytes_written < 0 or min(m.start_bytes, m.end_bytes, m.operators) < 0:
-        figures = {
-            name: getattr(m, name)
-            for name in ("flops", "bytes_read", "bytes_written", "start_bytes", "end_bytes", "operators")
-        }
-        name = min(figures, key=figures.__getitem__)
-        raise bad(f"moments[{i}].{name}", figures[name], "it must not be negative")
-    if not 0 <= m.micro_batch < w.micro_batches:
-        raise bad(f"moments[{i}].micro_batch", m.micro_batch, f"there are {w.micro_batches} micro-batches")
-    if m.duration_s is not None and not 0 <= m.duration_s < float("inf"):
-        raise bad(f"moments[{i}].duration_s", m.duration_s, "it must be a finite number of seconds")
-    if m.products:
-        if min(map(min, m.products)) < 1:
-            raise bad(f"moments[{i}].products", m.products, "extents of products must be at least 1")
-        if sum(map(product_flops, m.products)) > m.flops:
-            raise bad(f"moments[{i}].products", m.products, f"they have more flops than the moment, {m.flops}")
-    if m.attentions:
-        if min(min(call[:5]) for call in m.attentions) < 1 or not all({*call[5:]} <= {0, 1} for call in m.attentions):
-            want = "heads, queries, keys and widths must be at least 1, causal and backward 0 or 1"
-            raise bad(f"moments[{i}].attentions", m.attentions, want)
-        if sum(map(call_flops, m.attentions)) > m.flops:
-            raise bad(f"moments[{i}].attentions", m.attentions, f"they have more flops than the moment, {m.flops}")
+    for name, wrong, want in _RULES:
+        if wrong(w, m):
+            raise bad(f"moments[{i}].{name}", getattr(m, name), want.format(w=w, m=m))
 
 
 def _check_optimizer(w: Workload, bad: _Bad) -> None:

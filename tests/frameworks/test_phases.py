@@ -111,3 +111,24 @@ def test_what_the_host_lacks_later_is_said(tmp_path: Path, capsys: pytest.Captur
     assert ("host memory of a node by phase" in said) is bool(flag)
     if flag:
         assert "fsdp.yaml 27.0 GB 0 B no: 53.9 GB no: 53.9 GB" in said
+
+
+def test_what_cannot_be_pinned_is_a_no_of_each_phase_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(deepspeed(2, offload_optimizer={"device": "cpu", "pin_memory": True}))
+    job = ["fits", "--like", str(file), "--model", "gpt2", "--batch", "1", "--seq", "64", "--policy", "zero_offload"]
+    assert main([*job, "--machine", "rtx4090-wsl2", "--phases"]) == 0
+    table = capsys.readouterr().out.partition("host memory of a node by phase")[2]
+    row = next(line for line in table.splitlines() if line.startswith("ds.json "))
+    assert row.count("no: ") == 3 and "to be pinned, and this system pins 800 MB" in table
+
+
+def test_what_comes_beside_the_steps_of_several_policies_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["fits", "--model", "gpt2", "--batch", "1", "--seq", "64", "--machine", "rtx4090", "--phases"]
+    policies = ["all_on_gpu", "zero_offload", "zero3_offload"]
+    assert main([*job, *(word for policy in policies for word in ("--policy", policy))]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if "loading:" in line] == ["all, loading: the weights, whole"]
+    assert [line for line in said if "resuming:" in line] == ["all_on_gpu, zero_offload, resuming: the weights, whole"]

@@ -58,3 +58,16 @@ def test_a_trainable_parameter_without_a_gradient_is_planned_saved_and_loaded(po
     plan.check()
     plan.save(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json").modes == plan.modes
+
+
+def test_an_attention_kernel_that_is_none() -> None:
+    with pytest.raises(TraceError, match=r"attention is 'flsh'; known kernels are flash, fa2, .*; none without any"):
+        replace(chain(), attention="flsh")
+
+
+@pytest.mark.parametrize("name", ["flops", "bytes_read", "bytes_written", "start_bytes", "end_bytes", "operators"])
+def test_a_negative_figure_of_a_moment_is_named(name: str) -> None:
+    w = chain()
+    moments = (*w.moments[:2], replace(w.moments[2], **{name: -1}), *w.moments[3:])
+    with pytest.raises(TraceError, match=rf"moments\[2\]\.{name} is -1; it must not be negative"):
+        replace(w, moments=moments)
