@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 from typing import Protocol
 
 from pstar_sim.arguments import MOST, instance, whole
@@ -438,11 +439,8 @@ _Rule = tuple[str, Callable[[Workload, Moment], bool], str]
 """(field of a moment, whether its value is wrong, what it must be); a text may name fields of the two as w and m."""
 
 
-def _negative(name: str) -> Callable[[Workload, Moment], bool]:
-    return lambda w, m: getattr(m, name) < 0
-
-
 _FIGURES = ("flops", "bytes_read", "bytes_written", "start_bytes", "end_bytes", "operators")
+_figures_of = attrgetter(*_FIGURES)
 _RULES: tuple[_Rule, ...] = (
     (
         "peak_bytes",
@@ -454,7 +452,6 @@ _RULES: tuple[_Rule, ...] = (
         lambda w, m: m.peak_bytes > _MOST_PEAK_BYTES,
         f"more than {_MOST_PEAK_BYTES} is on no GPU; take a smaller batch or shorter sequences",
     ),
-    *((name, _negative(name), "it must not be negative") for name in _FIGURES),
     (
         "micro_batch",
         lambda w, m: not 0 <= m.micro_batch < w.micro_batches,
@@ -472,23 +469,27 @@ _RULES: tuple[_Rule, ...] = (
     ),
     (
         "products",
-        lambda w, m: sum(map(product_flops, m.products)) > m.flops,
+        lambda w, m: bool(m.products) and sum(map(product_flops, m.products)) > m.flops,
         "they have more flops than the moment, {m.flops}",
     ),
     (
         "attentions",
-        lambda w, m: any(min(call[:5]) < 1 or not {*call[5:]} <= {0, 1} for call in m.attentions),
+        lambda w, m: bool(m.attentions) and any(min(c[:5]) < 1 or not {*c[5:]} <= {0, 1} for c in m.attentions),
         "heads, queries, keys and widths must be at least 1, causal and backward 0 or 1",
     ),
     (
         "attentions",
-        lambda w, m: sum(map(call_flops, m.attentions)) > m.flops,
+        lambda w, m: bool(m.attentions) and sum(map(call_flops, m.attentions)) > m.flops,
         "they have more flops than the moment, {m.flops}",
     ),
 )
 
 
 def _check_moment(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
+    figures = _figures_of(m)
+    if min(figures) < 0:
+        at = figures.index(min(figures))
+        raise bad(f"moments[{i}].{_FIGURES[at]}", figures[at], "it must not be negative")
     for name, wrong, want in _RULES:
         if wrong(w, m):
             raise bad(f"moments[{i}].{name}", getattr(m, name), want.format(w=w, m=m))
