@@ -585,7 +585,7 @@ class Bench:
         job = self.job(plan)
         built = job.build()
         queues = drawn_queues(len(plan.steps))  # one order of events; `pstar run` has threads
-        model, optimizer = prepare(built.module, plan, job._adamw(plan), queues=queues)
+        model, optimizer = prepare(built.module, plan, job._optimizer(plan), queues=queues)
         try:
             reports = train(
                 model, optimizer, job.batches(built), steps=STEPS, micro_batches=plan.workload.micro_batches

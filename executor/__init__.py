@@ -6,7 +6,7 @@ model under fake tensors, `record` traces a real warm-up iteration. `hf.connect`
 
 Folders and files, lowest first (each imports only from its own row and the rows above it):
 
-    devices       memory, copies, the arithmetic of AdamW
+    devices       memory, copies, the arithmetic of updates
     memory        payloads of chunks, their values, gradients and updates
     queues        execution of a plan's steps, and logs of it
     moments       hooks on the user's model, counts of operators and live bytes, a workload made of them
@@ -35,7 +35,7 @@ if find_spec("torch") is None:  # raised here, with a hint, before any other fil
     )
 
 from executor import hf
-from executor.adamw import AdamW
+from executor.adamw import SGD, Adam, AdamW, Lion
 from executor.capture import capture, capture_module
 from executor.devices.backend import Backend, VirtualBackend
 from executor.devices.on_meta import parameters_on_meta
@@ -56,10 +56,13 @@ from executor.recording.record import record
 from executor.scaling import LossScale
 
 __all__ = [
+    "SGD",
+    "Adam",
     "AdamW",
     "Backend",
     "Ladder",
     "LinkUse",
+    "Lion",
     "LossScale",
     "Measured",
     "OffloadedAdamW",

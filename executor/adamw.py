@@ -1,41 +1,47 @@
-"""AdamW as the user writes it: a description of the parameters to optimize and of the update."""
+"""Optimizers as the user writes them: the parameters to optimize and the settings of the update."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from executor.devices.rules import RULES, Rule
 from executor.memory.payloads import STATE_DTYPES
 from executor.scaling import LossScale, loss_scale_for
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Tensor
 
-__all__ = ["NUMBERS", "AdamW", "check_groups", "group_of", "refused_in"]
+__all__ = ["DESCRIPTIONS", "SGD", "Adam", "AdamW", "Lion", "Optimizer", "check_groups", "described", "group_of"]
 
 AS_PLANNED = "plan"
-"""AdamW(max_grad_norm=AS_PLANNED): the plan's setting decides whether gradients are clipped."""
+"""max_grad_norm=AS_PLANNED: the plan's setting decides whether gradients are clipped."""
 DEFAULT_NORM = 1.0
-"""The norm for a plan that clips, where AdamW names no norm; most training scripts use it."""
+"""The norm for a plan that clips, where the optimizer names no norm; most training scripts use it."""
 
-NUMBERS = ("lr", "betas", "eps", "weight_decay")
-_REFUSED = ("amsgrad", "maximize", "differentiable")
+_RANGES: dict[str, tuple[Any, str]] = {
+    "lr": (lambda value: float(value) >= 0, "at least 0"),
+    "betas": (lambda value: all(0 <= beta < 1 for beta in value), "two numbers, each at least 0 and below 1"),
+    "eps": (lambda value: value >= 0, "at least 0"),
+    "weight_decay": (lambda value: value >= 0, "at least 0"),
+    "momentum": (lambda value: value >= 0, "at least 0"),
+}
+"""Setting -> whether a value is in its range, and the range in words."""
 
 
 @dataclass(frozen=True)
-class AdamW:
-    """The parameters to optimize and the settings of the update; the defaults are torch.optim.AdamW's.
+class Optimizer:
+    """The parameters to optimize and the settings of the update; one of the classes below.
 
     params_or_groups: None (every trainable parameter, one group), parameters, or groups as torch takes them (dicts with
         "params" and settings); the plan has to be made for the same ones.
     max_grad_norm: clip the global norm; by default as the plan says, at DEFAULT_NORM where it clips; None for no
         clipping.
     eager: update each chunk when its gradient is final, inside backward (the plan has to be made with update "eager").
-    state_dtype: dtype of both moments; torch.bfloat16 where the plan's optimizer is "adamw-bf16-states" (the update is
-        done in fp32 and rounded, so small changes of a moment are lost).
     loss_scale: None: dynamic if the model has fp16 parameters, else no scaling; "dynamic"; a number for a fixed scale;
         or a LossScale. The loop stays as it is, see scaling.py.
 
@@ -43,28 +49,54 @@ class AdamW:
     """
 
     params_or_groups: Any = None
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 1e-2
-    max_grad_norm: float | str | None = AS_PLANNED
-    eager: bool = False
-    state_dtype: torch.dtype = torch.float32
-    loss_scale: str | float | LossScale | None = None
+    max_grad_norm: float | str | None = field(default=AS_PLANNED, kw_only=True)
+    eager: bool = field(default=False, kw_only=True)
+    loss_scale: str | float | LossScale | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         norm = self.max_grad_norm
         number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
         if norm is not None and norm != AS_PLANNED and not (number and float(norm) > 0):
             raise PlanError(
-                f"AdamW: max_grad_norm={norm!r} must be a number > 0, None for no clipping, or {AS_PLANNED!r}"
+                f"{self.word}: max_grad_norm={norm!r} must be a number > 0, None for no clipping, or {AS_PLANNED!r}"
             )
-        if self.state_dtype not in STATE_DTYPES.values():
-            raise PlanError(f"AdamW: state_dtype={self.state_dtype} is not known; use torch.float32 or torch.bfloat16")
         loss_scale_for(self.loss_scale, ())
         if self.params_or_groups is not None:  # `model.parameters()` is an iterator, which can be read only once
             object.__setattr__(self, "params_or_groups", _read(self.params_or_groups))
-        _check_numbers({name: getattr(self, name) for name in NUMBERS})
+        self._check(self.settings)
+
+    @property
+    def planned(self) -> str:
+        """Name of the optimizer that the plan has to be made for."""
+        raise NotImplementedError
+
+    @property
+    def rule(self) -> Rule:
+        return RULES[self.planned]
+
+    @property
+    def word(self) -> str:
+        return type(self).__name__
+
+    @property
+    def given(self) -> str:
+        """As a user writes it, without parameters and settings."""
+        return f"{self.word}()"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of groups that name none."""
+        return {name: getattr(self, name) for name in self.rule.defaults}
+
+    def plain(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Returns torch's own optimizer with these settings and the same arithmetic. Raises PlanError if torch has
+        none."""
+        if not self.rule.torch_name:
+            raise PlanError(f"{self.word}: torch.optim has no such optimizer to run beside the plan")
+        made: torch.optim.Optimizer = getattr(torch.optim, self.rule.torch_name)(
+            parameters, **self.settings, fused=True
+        )
+        return made
 
     def norm_for(self, *, clip: bool) -> float | None:
         """Returns the norm of clipping under a plan made with or without it; None for no clipping."""
@@ -83,12 +115,102 @@ class AdamW:
             for group in groups:
                 held = group["params"]
                 group["params"] = [held] if isinstance(held, torch.Tensor) else list(held)
-                _check_numbers({name: group.get(name, getattr(self, name)) for name in NUMBERS})
-                refused = refused_in(group)
-                if refused:
-                    raise PlanError(f"AdamW: {refused} is not supported; leave it out")
+                self._check({name: group.get(name, value) for name, value in self.settings.items()})
+                if refused := self.rule.refused_in(group):
+                    raise PlanError(f"{self.word}: {refused} is not supported; leave it out")
             return groups
         return [{"params": rows}]
+
+    def _check(self, settings: Mapping[str, Any]) -> None:
+        for name, value in settings.items():
+            fits, want = _RANGES.get(name, (lambda _: True, ""))
+            if not fits(value):
+                raise PlanError(f"{self.word}: {name}={value} is out of range; it must be {want}")
+
+
+@dataclass(frozen=True)
+class AdamW(Optimizer):
+    """torch.optim.AdamW; its defaults.
+
+    state_dtype: dtype of both moments; torch.bfloat16 where the plan's optimizer is "adamw-bf16-states" (the update is
+        done in fp32 and rounded, so small changes of a moment are lost). Without fp32 masters, moments have the dtype
+        of the parameters.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    state_dtype: torch.dtype = field(default=torch.float32, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.state_dtype not in STATE_DTYPES.values():
+            raise PlanError(f"AdamW: state_dtype={self.state_dtype} is not known; use torch.float32 or torch.bfloat16")
+        super().__post_init__()
+
+    @property
+    def given(self) -> str:
+        return f"AdamW(state_dtype={self.state_dtype})"
+
+    @property
+    def planned(self) -> str:
+        return "adamw" if self.state_dtype == torch.float32 else "adamw-bf16-states"
+
+
+@dataclass(frozen=True)
+class Adam(Optimizer):
+    """torch.optim.Adam, which adds the weight decay to the gradient; its defaults."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    planned: ClassVar[str] = "adam"
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """torch.optim.SGD; its defaults."""
+
+    lr: float = 1e-3
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    @property
+    def given(self) -> str:
+        return f"SGD(momentum={self.momentum:g})"
+
+    @property
+    def planned(self) -> str:
+        return "sgd-momentum" if self.momentum else "sgd"
+
+
+@dataclass(frozen=True)
+class Lion(Optimizer):
+    """Lion (Chen et al. 2023) with the defaults of its authors."""
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    planned: ClassVar[str] = "lion"
+
+
+DESCRIPTIONS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": AdamW,
+    "adamw-bf16-states": partial(AdamW, state_dtype=torch.bfloat16),
+    "adam": Adam,
+    "lion": Lion,
+    "sgd-momentum": partial(SGD, momentum=0.9),
+    "sgd": SGD,
+}
+"""Name of a plan's optimizer -> its description with default settings."""
+
+
+def described(planned: str) -> str:
+    """Returns the description of a plan's optimizer as a user writes it, in words."""
+    return DESCRIPTIONS[planned]().given
 
 
 def _read(params_or_groups: Iterable[Any]) -> tuple[Any, ...]:
@@ -102,23 +224,6 @@ def _read(params_or_groups: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(group(row) for row in params_or_groups)
 
 
-def _check_numbers(numbers: Mapping[str, Any]) -> None:
-    beta1, beta2 = numbers["betas"]
-    for name, fits, want in (
-        ("lr", float(numbers["lr"]) >= 0, "at least 0"),
-        ("betas", 0 <= beta1 < 1 and 0 <= beta2 < 1, "two numbers, each at least 0 and below 1"),
-        ("eps", numbers["eps"] >= 0, "at least 0"),
-        ("weight_decay", numbers["weight_decay"] >= 0, "at least 0"),
-    ):
-        if not fits:
-            raise PlanError(f"AdamW: {name}={numbers[name]} is out of range; it must be {want}")
-
-
-def refused_in(group: Mapping[str, Any]) -> str:
-    """Returns the unsupported options of torch's AdamW that the group sets, in words; "" for none."""
-    return ", ".join(f"{name}={group[name]}" for name in _REFUSED if group.get(name))
-
-
 def group_of(groups: Iterable[dict[str, Any]]) -> dict[int, int]:
     """Returns id(parameter) -> index of its group. Raises PlanError for a parameter in two groups."""
     found: dict[int, int] = {}
@@ -126,8 +231,8 @@ def group_of(groups: Iterable[dict[str, Any]]) -> dict[int, int]:
         for parameter in group["params"]:
             if found.setdefault(id(parameter), index) != index:
                 raise PlanError(
-                    f"AdamW: a parameter of shape {tuple(parameter.shape)} is in groups {found[id(parameter)]} and "
-                    f"{index}; leave it in one of them"
+                    f"a parameter of shape {tuple(parameter.shape)} is in groups {found[id(parameter)]} and {index} of "
+                    "the optimizer; leave it in one of them"
                 )
     return found
 
@@ -140,5 +245,5 @@ def check_groups(tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter], 
     for t, parameter in zip(tensors, parameters):
         if not t.frozen and t.tied_to is None and id(parameter) not in groups:
             raise PlanError(
-                f"parameter {t.name!r} is trainable but in no group of AdamW; freeze it or add it to a group"
+                f"parameter {t.name!r} is trainable but in no group of the optimizer; freeze it or add it to a group"
             )

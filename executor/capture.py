@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from executor.adamw import AdamW, check_groups, group_of
+from executor.adamw import AdamW, Optimizer, check_groups, group_of
 from executor.contract import changes_nothing
 from executor.devices.dtypes import TORCH_DTYPES
 from executor.devices.torch_private import (
@@ -73,6 +73,7 @@ from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.python310 import Unpack
 from pstar_sim.workload.axes import AxesGiven
 from pstar_sim.workload.experts import experts_note
+from pstar_sim.workload.optimizers import OPTIMIZERS
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 aten = torch.ops.aten
@@ -166,7 +167,7 @@ def capture_module(
     """Returns the workload of one micro-batch of `module` on `example_batch`; both are left as they were.
 
     name: name of the model, by default its class.
-    groups: `prepare`'s AdamW, or its groups alone, so that the plan is made for them.
+    groups: `prepare`'s optimizer, or its groups alone, so that the plan is made for them.
     batch, sequence: by default the first two extents of the batch's first tensor.
     dtype: floating parameters, buffers and inputs are taken as if they were of this dtype (a name of DTYPES);
         None: as they are.
@@ -225,13 +226,14 @@ def capture_module(
         source="capture",
         attention=attention if kernel == wanted else None,
         autocast=autocast,
+        optimizer=OPTIMIZERS[groups.planned] if isinstance(groups, Optimizer) else None,
         notes="; ".join(filter(None, ("gradients left in place" * keep_gradients, blind.notes, note_of(beside)))),
     )
 
 
 def _numbered(module: nn.Module, groups: Any) -> list[int]:
     """Returns the group of each parameter, in the order of `named_parameters`, tied names included."""
-    spec = groups if isinstance(groups, AdamW) else AdamW(groups)
+    spec = groups if isinstance(groups, Optimizer) else AdamW(groups)
     by_id = group_of(spec.groups(module))
     check_groups(*describe_parameters(module), by_id)
     return [by_id.get(id(p), 0) for _, p in module.named_parameters(remove_duplicate=False)]

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
-from executor.adamw import AdamW, check_groups
-from executor.memory.payloads import STATE_DTYPES
+from executor.adamw import Optimizer, check_groups, described
+from executor.devices.rules import RULES, Rule
 from executor.moments.recorder import working_dtype
 from executor.scaling import loss_scale_for
 from pstar_sim.core.plan import Plan
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.optimizers import OPTIMIZERS
 from pstar_sim.workload.workload import Tensor
@@ -23,12 +23,9 @@ __all__ = [
     "check_model",
     "check_processes",
     "check_settings",
-    "state_dtype_of",
+    "rule_of",
     "torchrun_line",
 ]
-
-STATES = OPTIMIZERS["adamw"].lists
-ADAMW = {"adamw": torch.float32, "adamw-bf16-states": torch.bfloat16}  # the plan's optimizer -> AdamW's state_dtype
 
 
 def check_model(
@@ -92,62 +89,64 @@ def _check_parameter(
     if not found.frozen and found.group != planned.group:
         raise PlanError(
             f"parameter {name!r} is in optimizer group {found.group}, the plan was made for group "
-            f"{planned.group}; make the plan for the groups given to AdamW"
+            f"{planned.group}; make the plan for the groups given to the optimizer"
         )
 
 
-def check_settings(plan: Plan, optimizer: AdamW) -> None:
+def check_settings(plan: Plan, optimizer: Optimizer) -> None:
     """Check that the plan was made for this optimizer: its states, its update, its clipping, its loss scaling."""
     settings = plan.settings
     _check_states(plan, optimizer)
     wanted = "eager" if optimizer.eager else "step"
     if settings.update != wanted:
         raise PlanError(
-            f"the plan was made for update={settings.update!r}, AdamW(eager={optimizer.eager}) wants {wanted!r}; use "
-            f"AdamW(eager={settings.update == 'eager'}) or make the plan with update={wanted!r}"
+            f"the plan was made for update={settings.update!r}, {optimizer.word}(eager={optimizer.eager}) wants "
+            f"{wanted!r}; use {optimizer.word}(eager={settings.update == 'eager'}) or make the plan with "
+            f"update={wanted!r}"
         )
     clips = optimizer.norm_for(clip=settings.clip) is not None
     if settings.clip != clips:
         raise PlanError(
-            f"the plan was made {'with' if settings.clip else 'without'} clipping, AdamW has "
+            f"the plan was made {'with' if settings.clip else 'without'} clipping, {optimizer.word} has "
             f"max_grad_norm={optimizer.max_grad_norm}; "
             f"leave max_grad_norm out to do as the plan says, or make the plan with clip={clips}"
         )
     dtype = plan.workload.dtype
     if loss_scale_for(optimizer.loss_scale, plan.workload.tensors) is not None and settings.barrier(dtype) is None:
-        why = f"AdamW(loss_scale={optimizer.loss_scale!r})" if optimizer.loss_scale is not None else "an fp16 base"
+        why = (
+            f"{optimizer.word}(loss_scale={optimizer.loss_scale!r})"
+            if optimizer.loss_scale is not None
+            else "an fp16 base"
+        )
         raise PlanError(
             f"{why}: loss scaling has to see all gradients before any update, the plan was made with "
             f"update={settings.update!r} for {dtype}; make the plan with update='step'"
         )
 
 
-def state_dtype_of(plan: Plan) -> torch.dtype:
-    """Returns AdamW's state_dtype for this plan. Raises PlanError for an optimizer that the executor does not know."""
-    planned = plan.workload.optimizer.name
-    if planned not in ADAMW:
+def rule_of(plan: Plan) -> Rule:
+    """Returns the update of the plan's optimizer. Raises PlanError for one that the executor does not know."""
+    planned = plan.workload.optimizer
+    if planned.name not in RULES:
         raise PlanError(
-            f"the plan is for optimizer {planned!r}, which the executor does not know; it runs {', '.join(ADAMW)}; "
-            "make the plan with one of them (--optimizer)"
+            f"the plan is for optimizer {planned.name!r}, which the executor does not know; it runs "
+            f"{', '.join(RULES)}; make the plan with one of them (--optimizer)"
         )
-    return ADAMW[planned]
-
-
-def _check_states(plan: Plan, optimizer: AdamW) -> None:
-    planned, state_dtype = plan.workload.optimizer, state_dtype_of(plan)
-    widths = {name: STATE_DTYPES.get(size) for name, size in planned.state_bytes}
-    wanted = dict(zip(STATES, (torch.float32, state_dtype, state_dtype)))
-    if widths != wanted or list(widths) != list(STATES):
+    spec = OPTIMIZERS[planned.name]
+    if planned not in (spec, spec.without_masters(DTYPES[plan.workload.dtype].bytes)):
         raise PlanError(
             f"the plan's optimizer {planned.name!r} has states of {planned.state_bytes} bytes; the executor keeps "
-            f"{', '.join(STATES)} of {', '.join(str(d.itemsize) for d in wanted.values())} bytes for it; "
-            "make the plan anew"
+            f"{spec.state_bytes} bytes for it; make the plan anew"
         )
-    if optimizer.state_dtype != state_dtype:
+    return RULES[planned.name]
+
+
+def _check_states(plan: Plan, optimizer: Optimizer) -> None:
+    rule_of(plan)
+    if optimizer.planned != plan.workload.optimizer.name:
         raise PlanError(
-            f"the plan is for optimizer {planned.name!r}, AdamW has state_dtype={optimizer.state_dtype}; give "
-            f"AdamW(state_dtype={state_dtype}) or make the plan with --optimizer "
-            f"{next(name for name, dtype in ADAMW.items() if dtype == optimizer.state_dtype)}"
+            f"the plan is for optimizer {plan.workload.optimizer.name!r}, {optimizer.given} was given; give "
+            f"{described(plan.workload.optimizer.name)} or make the plan with --optimizer {optimizer.planned}"
         )
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from executor.activations.stashes import SavedParameters, Stashes
-from executor.devices.adam import Hyper
 from executor.devices.backend import Backend
+from executor.devices.rules import Settings
 from executor.distributed.ranks import CountOf, Ranks, count_of
 from executor.driving.act_facts import Facts
 from executor.driving.drive import Driver, Loss, StepResult
@@ -71,7 +71,7 @@ class SessionOptions:
     scaling: None without loss scaling.
     """
 
-    hyper: Callable[[], list[Hyper]]
+    hyper: Callable[[], list[Settings]]
     max_grad_norm: float | None
     eager: bool
     capture: Capture

@@ -41,7 +41,7 @@ import torch
 from torch import nn
 
 from executor.engine import Session
-from executor.offloading import Request, adamw_of, begin, converted, form_seen, plan_for
+from executor.offloading import Request, begin, converted, description_of, form_seen, plan_for
 from executor.optimizer import OffloadedAdamW
 from executor.saving.manifest import find_checkpoint, is_checkpoint
 from executor.saving.plain_states import write_plain_states
@@ -560,7 +560,7 @@ def _begin(trainer: Any, optimizer: torch.optim.Optimizer) -> _Joined:
     _require_alone(trainer)
     _check_evaluation(args)
     norm = args.max_grad_norm or None  # 0 switches the Trainer's clipping off
-    spec = adamw_of(optimizer, max_grad_norm=norm)
+    spec = description_of(optimizer, max_grad_norm=norm)
     dtype = _dtype_of(trainer)
     model.to("cpu")  # the Trainer has put the model on the GPU, which the plan's chunks will need
     try:

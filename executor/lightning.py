@@ -38,7 +38,7 @@ from torchmetrics import Metric, MetricCollection  # Lightning requires it
 
 from executor.capture import capture_module
 from executor.engine import Session
-from executor.offloading import Request, adamw_of, begin, converted, form_seen, plan_for
+from executor.offloading import Request, begin, converted, description_of, form_seen, plan_for
 from executor.optimizer import OffloadedAdamW
 from executor.session.spelling import LIGHTNING
 from pstar_sim.catalog.machine import Machine
@@ -179,7 +179,7 @@ class OffloadStrategy(SingleDeviceStrategy):
         (own,) = self.optimizers
         trainer = module.trainer
         norm = trainer.gradient_clip_val or None
-        spec = adamw_of(own, max_grad_norm=norm)
+        spec = description_of(own, max_grad_norm=norm)
 
         def loss(whole: Any, batch: Any) -> torch.Tensor:
             with plugin.train_step_context():

@@ -1,8 +1,8 @@
 """Offloading: puts a model and its torch optimizer under a plan for this machine, in one call.
 
 `offload` is that call for a training loop of the user's own. `hf.py`, `lightning.py` and `axolotl.py` do the same for
-their trainers. All of them share the functions here: describe the user's AdamW, capture (or record what fake tensors
-cannot run) and plan, convert the model to the plan's dtype, begin the run.
+their trainers. All of them share the functions here: describe the user's optimizer, capture (or record what fake
+tensors cannot run) and plan, convert the model to the plan's dtype, begin the run.
 
 [Note: mixed precision] Scripts that ask for mixed precision (`bf16=True`) have a model in fp32 and cast inside every
 operator. Here every floating parameter is converted to the plan's dtype once. The fp32 values become the master copies,
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from executor.adamw import AdamW, refused_in
+from executor.adamw import SGD, Adam, AdamW, Lion, Optimizer
 from executor.capture import NotOnFakeTensors, capture_module
 from executor.compatibility import check_processes
 from executor.contract import tensor_of
@@ -40,26 +40,27 @@ from executor.prepare import prepare
 from executor.recording.record import record
 from executor.session.forms import Form, form_of, names_of
 from executor.session.spelling import LOOP, Spelling
-from pstar_sim.arguments import parse_bytes
+from pstar_sim.arguments import choice, parse_bytes
 from pstar_sim.catalog.catalog import load_catalog
 from pstar_sim.catalog.here import nvidia_smi, this_machine
 from pstar_sim.catalog.loader import load_machine, resize
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.overrides import override
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import ContractError, DoesNotFit, ModelError, PstarError
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.units import MIB
-from pstar_sim.workload.optimizers import MASTER_LIST
-from pstar_sim.workload.workload import Workload, repeat_micro_batch
+from pstar_sim.workload.optimizers import MASTER_LIST, MASTERS
+from pstar_sim.workload.workload import Workload, repeat_micro_batch, with_optimizer
 
 __all__ = [
     "Refused",
     "Request",
-    "adamw_of",
     "begin",
     "converted",
     "describe",
+    "description_of",
     "form_seen",
     "offload",
     "plan_for",
@@ -110,6 +111,7 @@ def offload(
     micro_batches: int = 1,
     max_grad_norm: float | None = None,
     dtype: str | None = None,
+    masters: str = MASTERS[0],
     loss: Callable[[nn.Module, Any], torch.Tensor] = forward_loss,
     device: str | None = None,
     machine: Machine | str = "here",
@@ -119,14 +121,16 @@ def offload(
     """Run the model of a training loop by a plan for this machine. Returns the same model, and the optimizer for the
     loop.
 
-    optimizer: torch's AdamW over the model's parameters (or Adam without weight decay). Its lr, betas, eps, weight
-        decay and states are kept, its groups shared: a scheduler made with it continues to work.
+    optimizer: torch's AdamW, Adam or SGD over the model's parameters, or lion_pytorch's Lion. Its settings and states
+        are kept, its groups shared: a scheduler made with it continues to work.
     example_batch: a batch of the largest shape, as the model takes it (a mapping: keyword arguments; a tuple:
         positional arguments).
     micro_batches: number of backwards before each `optimizer.step()`.
     max_grad_norm: clip at this global norm inside `step()`, instead of `torch.nn.utils.clip_grad_norm_`.
-    dtype: bf16 or fp16: train in it, with fp32 masters, by [Note: mixed precision]; None: the model's own dtypes. The
-        plan has room for a loop under autocast.
+    dtype: bf16 or fp16: train in it, by [Note: mixed precision]; None: the model's own dtypes. The plan has room for a
+        loop under autocast.
+    masters: "fp32": 16-bit parameters have masters of 4 bytes each; "none": updates are made in the parameters' dtype,
+        as plain torch makes them.
     loss: loss(model, batch) -> the scalar on which the loop calls `backward()`. By default the model's own loss.
     gpu_memory, device, machine, policy, on_plan: see `Request`.
 
@@ -138,23 +142,31 @@ def offload(
     if micro_batches < 1:
         raise ContractError(f"executor.offload: micro_batches={micro_batches} must be at least 1")
     request = Request(gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, on_plan=on_plan)
-    spec = adamw_of(optimizer, max_grad_norm=max_grad_norm)
+    choice("masters", masters, MASTERS, error=ContractError)
+    spec = description_of(optimizer, max_grad_norm=max_grad_norm)
     _require_its_parameters(model, optimizer)
-    with converted(model, dtype) as masters:
+    with converted(model, dtype) as values:
         with form_seen(model) as form:
             loss = under_autocast(loss, request.kind, dtype)
-            workload = traced(model, example_batch, spec, request, loss=loss)
+            workload = with_optimizer(traced(model, example_batch, spec, request, loss=loss), masters=masters)
         plan = plan_for(workload, request, micro_batches=micro_batches, clip=max_grad_norm is not None)
         return model, begin(
-            model, plan, spec, request, optimizer=optimizer, masters=masters, spelling=LOOP, form=form[0]
+            model,
+            plan,
+            spec,
+            request,
+            optimizer=optimizer,
+            masters=values if masters == MASTERS[0] else {},
+            spelling=LOOP,
+            form=form[0],
         )
 
 
-def adamw_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> AdamW:
-    """Returns a description of the user's torch optimizer. Raises ContractError where its update is not AdamW's."""
+def description_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> Optimizer:
+    """Returns a description of the user's torch optimizer. Raises ContractError for one that no plan has."""
     kind = type(optimizer)
     if isinstance(optimizer, OffloadedAdamW):
-        raise ContractError("the optimizer is that of a prepared model already; give the loop's own torch AdamW")
+        raise ContractError("the optimizer is that of a prepared model already; give the loop's own optimizer")
     inner = getattr(optimizer, "optimizer", None)
     if kind.__module__.startswith("accelerate.") and isinstance(inner, torch.optim.Optimizer):
         raise ContractError(
@@ -162,21 +174,36 @@ def adamw_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -
             "before accelerator.prepare, prepare the data loader alone (loader = accelerator.prepare(loader)), with "
             "dtype='bf16' in place of Accelerator(mixed_precision='bf16')"
         )
-    if kind not in (torch.optim.AdamW, torch.optim.Adam):
+    described = _DESCRIBED.get(kind.__name__)
+    if described is None or kind.__module__.split(".")[0] not in _LIBRARIES:
         raise ContractError(
-            f"the optimizer is {kind.__module__}.{kind.__name__}; a plan's updates are AdamW's: use torch.optim.AdamW, "
-            "in a Trainer TrainingArguments(optim='adamw_torch')"
+            f"the optimizer is {kind.__module__}.{kind.__name__}; a plan's updates are those of torch.optim.AdamW, "
+            "Adam and SGD and of Lion: use one of them, in a Trainer TrainingArguments(optim='adamw_torch')"
         )
+    if kind is torch.optim.Adam and any(group.get("decoupled_weight_decay") for group in optimizer.param_groups):
+        described = AdamW
+    settings = described().settings
+    spec = described(
+        optimizer.param_groups,
+        max_grad_norm=max_grad_norm,
+        **{name: _largest(optimizer, name) for name in settings},
+    )
     for number, group in enumerate(optimizer.param_groups):
-        decoupled = kind is torch.optim.AdamW or group.get("decoupled_weight_decay")
-        if not decoupled and group["weight_decay"]:
-            raise ContractError(
-                f"param_groups[{number}] of torch.optim.Adam has weight_decay={group['weight_decay']}, which Adam adds "
-                "to the gradient; a plan's updates are AdamW's: use torch.optim.AdamW, or no weight decay"
-            )
-        if refused := refused_in(group):
+        if refused := spec.rule.refused_in(group):
             raise ContractError(f"param_groups[{number}] has {refused}, which is not supported; leave it out")
-    return AdamW(optimizer.param_groups, max_grad_norm=max_grad_norm, **_numbers(optimizer))
+    return spec
+
+
+_DESCRIBED: dict[str, type[Optimizer]] = {kind.__name__: kind for kind in (AdamW, Adam, SGD, Lion)}
+_LIBRARIES = ("torch", "lion_pytorch")
+
+
+def _largest(optimizer: torch.optim.Optimizer, name: str) -> Any:
+    """Returns the default of a setting; of the momentum, the largest of any group, which decides what states there
+    are."""
+    if name == "momentum":
+        return max(float(group[name]) for group in optimizer.param_groups)
+    return optimizer.defaults[name]
 
 
 def _require_its_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -189,10 +216,6 @@ def _require_its_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) 
                 f"param_groups[{number}] has a parameter (shape {tuple(other.shape)}) that is not the model's; make it "
                 "a part of the model, or give it an optimizer of its own"
             )
-
-
-def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
 
 
 @contextlib.contextmanager
@@ -216,7 +239,7 @@ def form_seen(model: nn.Module) -> Iterator[list[Form | None]]:
 def traced(
     model: nn.Module,
     batch: Any,
-    spec: AdamW,
+    spec: Optimizer,
     request: Request,
     *,
     loss: Callable[[nn.Module, Any], torch.Tensor],
@@ -257,7 +280,9 @@ def plan_for(workload: Workload, request: Request, *, micro_batches: int, clip: 
     if count == 1 or dist.get_rank() == 0:
         try:
             machine = _machine(request, gpus=count)
-            made[0] = find_policy(request.policy)(whole, machine, Settings(clip=clip))
+            plain = whole.optimizer.masters == MASTERS[1] and DTYPES[whole.dtype].can_sum
+            settings = Settings(clip=clip, sums="16-bit" if plain else Settings.sums)  # as torch adds gradients up
+            made[0] = find_policy(request.policy)(whole, machine, settings)
         except PstarError as error:  # every process raises the error below
             if isinstance(error, DoesNotFit) and whole.notes:
                 error = error.restated(what=f"{error.what}; {whole.notes}")
@@ -365,7 +390,7 @@ def converted(model: nn.Module, dtype: str | None) -> Iterator[dict[nn.Parameter
 def begin(
     model: nn.Module,
     plan: Plan,
-    spec: AdamW,
+    spec: Optimizer,
     request: Request,
     *,
     optimizer: torch.optim.Optimizer,

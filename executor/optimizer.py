@@ -1,4 +1,4 @@
-"""The torch optimizer that `prepare` makes of an `AdamW`.
+"""The torch optimizer that `prepare` makes of an `Optimizer` (adamw.py).
 
 `OffloadedAdamW` is a torch.optim.Optimizer over the model's parameters, so that schedulers and checkpoints work. Its
 `step` calls the session's.
@@ -13,24 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from executor.adamw import NUMBERS, AdamW, refused_in
+from executor.adamw import Optimizer
 from executor.contract import tensor_of
-from executor.devices.adam import Hyper
+from executor.devices.rules import Rule, Settings
 from executor.saving.checkpoint import save
 from executor.saving.restoring import Restored, load
-from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import ContractError
+from pstar_sim.workload.optimizers import MASTER_LIST
 
 if TYPE_CHECKING:
     from executor.engine import Session
 
 __all__ = ["OffloadedAdamW"]
-
-_STATES = {"exp_avg": "momentum", "exp_avg_sq": "variance", "param32": "param32"}
-"""Key of a parameter's state in a state dict -> the chunks' list that holds it."""
-_KERNEL = {"fused": True, "foreach": None, "decoupled_weight_decay": True}
-"""The arithmetic of every update here, in the keys of torch.optim.AdamW's groups. A torch.optim.AdamW that loads these
-groups then uses the same kernel."""
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
@@ -38,30 +32,26 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     session: Session
 
-    def __init__(self, groups: Sequence[dict[str, Any]], spec: AdamW) -> None:
+    def __init__(self, groups: Sequence[dict[str, Any]], spec: Optimizer) -> None:
         self._sealed = False
-        numbers: dict[str, Any] = {name: getattr(spec, name) for name in NUMBERS}
-        # The defaults of this torch's own AdamW, so that groups have the same keys.
-        defaults = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], **numbers, fused=True).defaults
-        super().__init__([dict(group) for group in groups], defaults)
+        self.rule = spec.rule
+        super().__init__([dict(group) for group in groups], _defaults(spec.rule, spec.settings))
         self._name_kernel()
         self._sealed = True
 
     def _name_kernel(self) -> None:
+        """Name the arithmetic in the groups, so that an optimizer of torch that loads them has the same."""
         for group in self.param_groups:
-            group.update({name: value for name, value in _KERNEL.items() if name in self.defaults})
+            group.update({name: value for name, value in self.rule.on.items() if name in self.defaults})
 
-    def hyper(self) -> list[Hyper]:
+    def hyper(self) -> list[Settings]:
         """Returns the current settings of every group. Raises ContractError for a switch that is on and not
         supported.
         """
         for number, group in enumerate(self.param_groups):
-            if refused := refused_in(group):
+            if refused := self.rule.refused_in(group):
                 raise ContractError(f"param_groups[{number}] has {refused}, which is not supported; set it to False")
-        return [
-            Hyper(float(g["lr"]), float(g["betas"][0]), float(g["betas"][1]), float(g["eps"]), float(g["weight_decay"]))
-            for g in self.param_groups
-        ]
+        return [self.rule.read(group) for group in self.param_groups]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
@@ -95,10 +85,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self.register_step_post_hook(tell)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of the current states, in torch.optim.AdamW's form: "state" by parameter number with step,
-        exp_avg and exp_avg_sq. Parameters narrower than fp32 also have "param32", the master copy; with loss scaling
-        there is also "loss_scaling". A torch.optim.AdamW over the same fp32 parameters that loads them continues
-        bit-identically; it ignores these two keys."""
+        """Returns copies of the current states, in the form of torch's optimizer: "state" by parameter number, with
+        step, exp_avg and exp_avg_sq for AdamW. Parameters narrower than their masters also have "param32", the master
+        copy; with loss scaling there is also "loss_scaling". Torch's optimizer over the same fp32 parameters that loads
+        them continues bit-identically; it ignores these two keys."""
         session = self.session
 
         def value(tensor: int, list_name: str) -> torch.Tensor:
@@ -111,28 +101,27 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return packed if session.scaling is None else {**packed, "loss_scaling": session.scaling.state_dict()}
 
     def packed(self, value: Callable[[int, str], torch.Tensor], *, masters: bool = False) -> dict[str, Any]:
-        """Returns a state dict in torch.optim.AdamW's form, with the tensors that `value` returns for (tensor, list);
-        the step count is the list "step".
+        """Returns a state dict in the form of torch's optimizer, with the tensors that `value` returns for (tensor,
+        list); the step count is the list "step".
 
-        masters: whether parameters narrower than fp32 have their master copy.
+        masters: whether parameters narrower than their masters have the master copy.
         """
         session = self.session
         parameters = [p for group in self.param_groups for p in group["params"]]
         for parameter, tensor in zip(parameters, self._tensors()):
             if tensor is None or not session.contents.steps_taken[tensor]:
                 continue
-            wide = session.plan.workload.tensors[tensor].dtype == MASTER
-            keys = {"step": "step", **_STATES}
-            self.state[parameter] = {
-                key: value(tensor, name) for key, name in keys.items() if key != "param32" or (masters and not wide)
-            }
+            keys = {**({"step": "step"} if self.rule.counts else {}), **self.rule.states}
+            if masters and not session.plan.layout.is_own_master(session.plan.layout.chunk_of[tensor]):
+                keys[MASTER_LIST] = MASTER_LIST
+            self.state[parameter] = {key: value(tensor, name) for key, name in keys.items()}
         try:
             return super().state_dict()  # torch's own method numbers the parameters and calls the hooks
         finally:
             self.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the states of this class or of torch.optim.AdamW, fused or not; updates stay fused. Raises
+        """Load the states of this class or of torch's optimizer, fused or not; updates stay fused. Raises
         ContractError, before any change, between backward and step, and for other groups or shapes."""
         session = self.session
         if session.state.cursor.moment >= 0:
@@ -159,14 +148,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _load_row(self, tensor: int, row: Mapping[str, Any] | None) -> None:
         """Load the states of one tensor; None: no update yet."""
         session = self.session
-        session.contents.steps_taken[tensor] = 0 if row is None else int(row["step"])
-        for key, list_name in _STATES.items():
-            if row is not None and key in row:
-                session.reader.set_state_value(tensor, list_name, row[key])
-            elif row is None and key != "param32":
-                zeros = torch.zeros(session.plan.workload.tensors[tensor].shape)
-                session.reader.set_state_value(tensor, list_name, zeros)
-        if row is not None and "param32" in row:
+        session.contents.steps_taken[tensor] = 0 if row is None else int(row.get("step", 1))
+        for key, list_name in self.rule.states.items():
+            value = torch.zeros(session.plan.workload.tensors[tensor].shape) if row is None else row[key]
+            session.reader.set_state_value(tensor, list_name, value)
+        if row is not None and MASTER_LIST in row:
+            session.reader.set_state_value(tensor, MASTER_LIST, row[MASTER_LIST])
             session.state.run.demand.rewrite_from_master(tensor)
 
     def _checked(self, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
@@ -179,7 +166,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 "the same groups"
             )
         for number, group in enumerate(groups):
-            if refused := refused_in(group):
+            if refused := self.rule.refused_in(group):
                 raise ContractError(f"{what}: group {number} has {refused}, which is not supported; set it to False")
         position = {key: at for at, key in enumerate(key for group in groups for key in group["params"])}
         tensors = self._tensors()
@@ -192,7 +179,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 )
             tensor = tensors[at]
             shape = None if tensor is None else self.session.plan.workload.tensors[tensor].shape
-            _check_row(what, key, row, shape)
+            if not self.rule.states or None in row.values():
+                continue  # torch's SGD: no momentum, or none yet
+            self._check_row(what, key, row, shape)
             rows[at] = row
         return rows
 
@@ -210,12 +199,27 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Returns the tensor index of every parameter, in the order of the groups."""
         return [tensor_of(p) for group in self.param_groups for p in group["params"]]
 
+    def _check_row(self, what: str, key: Any, row: Mapping[str, Any], shape: tuple[int, ...] | None) -> None:
+        """Check that the states of one parameter are this optimizer's and have its shape."""
+        wanted = [*(["step"] if self.rule.counts else []), *self.rule.states]
+        missing = [name for name in wanted if name not in row]
+        if missing:
+            raise ContractError(
+                f"{what}: the state of parameter {key} has no {missing[0]}; give the state of the plan's optimizer, "
+                f"{self.session.plan.workload.optimizer.name}"
+            )
+        for name in (*self.rule.states, MASTER_LIST):
+            if name in row and tuple(row[name].shape) != shape:
+                raise ContractError(
+                    f"{what}: {name} of parameter {key} has shape {tuple(row[name].shape)}, not {shape}"
+                )
 
-def _check_row(what: str, key: Any, row: Mapping[str, Any], shape: tuple[int, ...] | None) -> None:
-    """Check that the states of one parameter are AdamW's and have its shape."""
-    missing = [name for name in ("step", "exp_avg", "exp_avg_sq") if name not in row]
-    if missing:
-        raise ContractError(f"{what}: the state of parameter {key} has no {missing[0]}; give the state of an AdamW")
-    for name in _STATES:
-        if name in row and tuple(row[name].shape) != shape:
-            raise ContractError(f"{what}: {name} of parameter {key} has shape {tuple(row[name].shape)}, not {shape}")
+
+def _defaults(rule: Rule, settings: Settings) -> dict[str, Any]:
+    """Returns the defaults of this torch's own optimizer, so that groups have the same keys."""
+    if not rule.torch_name:
+        return dict(settings)
+    own: torch.optim.Optimizer = getattr(torch.optim, rule.torch_name)(
+        [torch.zeros(1, requires_grad=True)], **settings, fused=rule.on["fused"]
+    )
+    return own.defaults

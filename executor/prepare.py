@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from executor.activations.planned import RunOfBlocks, carry_out, check_activations
-from executor.adamw import AdamW, group_of
+from executor.adamw import Optimizer, group_of
 from executor.capture import capture_module
 from executor.compatibility import check_model, check_settings
 from executor.contract import reader_left, tensor_of
@@ -54,7 +54,7 @@ log = logging.getLogger("executor")
 def prepare(
     model: nn.Module,
     plan: Plan,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     *,
     device: str = "virtual",
     machine: Machine | None = None,
@@ -175,7 +175,7 @@ class _Given:
 
     model: nn.Module
     plan: Plan
-    optimizer: AdamW
+    optimizer: Optimizer
     groups: list[dict[str, Any]]
     tensors: Sequence[Tensor]
     parameters: Sequence[nn.Parameter]
@@ -193,7 +193,7 @@ def _require_unprepared(model: nn.Module) -> None:
     raise ContractError("the model is prepared already; call optimizer.session.close() before preparing it again")
 
 
-def _matched(model: nn.Module, plan: Plan, optimizer: AdamW, weights: str | Path | None) -> _Given:
+def _matched(model: nn.Module, plan: Plan, optimizer: Optimizer, weights: str | Path | None) -> _Given:
     """Check that these belong together. Raises PlanError or WeightsError."""
     groups = optimizer.groups(model)
     by_id = group_of(groups)
@@ -214,8 +214,8 @@ def _require_same(ranks: Ranks, given: _Given) -> None:
     ranks.same(
         {
             "the plan": f"{plan.workload.fingerprint} {plan.layout.to_dict()} {plan.modes} {plan.to_text()}",
-            "AdamW": f"{dataclasses.replace(given.optimizer, params_or_groups=None)}",
-            "the order of AdamW's groups, or of their parameters,": str(
+            given.optimizer.word: f"{dataclasses.replace(given.optimizer, params_or_groups=None)}",
+            "the order of the optimizer's groups, or of their parameters,": str(
                 [[names.get(id(p)) for p in group["params"]] for group in given.groups]
             ),
             "the source of the values (weights=)": str(given.source is not None),

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.adamw import AdamW
-from executor.compatibility import check_processes, state_dtype_of
+from executor.adamw import DESCRIPTIONS, AdamW, Optimizer
+from executor.compatibility import check_processes, rule_of
 from executor.devices.cuda import CudaBackend, cuda_device
 from executor.devices.opening import is_cuda
 from executor.measuring.first import TideReport
@@ -260,7 +260,7 @@ class TrainingJob(Axes):
         model, optimizer = prepare(
             built.module,
             plan,
-            self._adamw(plan),
+            self._optimizer(plan),
             device=device,
             bandwidth=bandwidth,
             gpu_memory=gpu_memory,
@@ -316,11 +316,12 @@ class TrainingJob(Axes):
         return f"{self.weights} was not read: the weights are the checkpoint's"
 
     def run_plain(self, plan: Plan, *, steps: int) -> list[StepReport]:
-        """Run the same steps in plain PyTorch on one thread: `torch.optim.AdamW(fused=True)` and `clip_grad_norm_`.
-        Plain AdamW has no fp32 master weights, so a bf16 job's losses agree only roughly. Returns a report per step."""
+        """Run the same steps in plain PyTorch on one thread: torch's fused optimizer, and `clip_grad_norm_`. It has no
+        fp32 master weights, so a bf16 job's losses agree only roughly. Returns a report per step. Raises PlanError for
+        an optimizer that torch does not have."""
         built = self.build()
         parameters = list(built.module.parameters())
-        optimizer = torch.optim.AdamW(parameters, lr=self.lr, fused=True)
+        optimizer = self._optimizer(plan).plain(parameters)
         if plan.settings.clip:
 
             def clip(*_: Any) -> None:
@@ -336,12 +337,12 @@ class TrainingJob(Axes):
             micro_batches=plan.workload.micro_batches,
         )
 
-    def _adamw(self, plan: Plan) -> AdamW:
-        return AdamW(
+    def _optimizer(self, plan: Plan) -> Optimizer:
+        rule_of(plan)
+        return DESCRIPTIONS[plan.workload.optimizer.name](
             lr=self.lr,
             max_grad_norm=MAX_GRAD_NORM if plan.settings.clip else None,
             eager=plan.settings.update == "eager",
-            state_dtype=state_dtype_of(plan),
         )
 
 

@@ -11,13 +11,14 @@ import torch
 
 from executor.calibration.bench import Bench
 from executor.calibration.measured_device import torch_threads
-from executor.devices.adam import Hyper, UpdateRange, adamw
+from executor.devices.rules import RULES
+from executor.devices.updates import UpdateRange, update
 
 __all__ = ["adam_rates", "adam_update", "dram_rate", "thread_counts"]
 
 _CHUNK_PARAMS = 2 << 20
 _ADAM_BYTES = 20  # bytes per parameter in fp32: param32, momentum, variance, the working copy with the gradient in it
-_HYPER = Hyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
+_RULE = RULES["adamw"]
 _DRAM_BYTES = 64 << 20
 
 
@@ -39,7 +40,8 @@ def adam_update(memory_bytes: int) -> tuple[int, Callable[[], None]]:
 
     def action() -> None:
         param32, param, momentum, variance = next(chunks)
-        adamw(runs, param=param32, grad=param, momentum=momentum, variance=variance, hyper=_HYPER, scale=scale)
+        moments = momentum, variance
+        update(_RULE, runs, param=param32, grad=param, moments=moments, settings=_RULE.defaults, scale=scale)
         param.copy_(param32)
 
     return _CHUNK_PARAMS, action

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 
 import torch
 
-from executor.devices.adam import scratch_bytes
 from executor.devices.backend import StreamBackend
 from executor.devices.cuda_blocks import (
     COLLECTED_SHARE,
@@ -29,6 +28,7 @@ from executor.devices.cuda_blocks import (
 from executor.devices.cuda_streams import CudaStreams
 from executor.devices.gate import Gate
 from executor.devices.headroom import Headroom, measure_room, outside_bytes
+from executor.devices.updates import scratch_bytes
 from pstar_sim.catalog.machine import RESERVE_BYTES
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place

@@ -84,9 +84,9 @@ from typing import Any
 
 import torch
 
-from executor.devices.adam import scratch_bytes
 from executor.devices.torch26 import allocating_in, maps_pages, set_allocator
 from executor.devices.torch_private import storage_key
+from executor.devices.updates import scratch_bytes
 from pstar_sim.core.effects import OTHERS, frees, takes
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place

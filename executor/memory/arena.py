@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from executor.devices.adam import scratch_bytes
 from executor.devices.backend import Backend
+from executor.devices.updates import scratch_bytes
 from executor.memory.byte_log import ByteLog
 from executor.memory.categories import Categories
 from executor.memory.payloads import GpuPayloads, HostSlabs, dtype_of

@@ -24,8 +24,10 @@ STATE_DTYPES = {4: torch.float32, 2: torch.bfloat16}  # bytes per element -> dty
 def dtype_of(layout: Layout, chunk: int, list_name: str) -> torch.dtype:
     if list_name in ("param", "grad") or (list_name == "grad32" and layout.sum_width(chunk) < 4):
         return TORCH_DTYPES[layout.chunks[chunk].dtype]
-    widths = dict(layout.optimizer.state_bytes)
-    return STATE_DTYPES[widths[list_name]] if list_name in widths else torch.float32
+    width = dict(layout.optimizer.state_bytes).get(list_name, 4)
+    if width < 4 and layout.optimizer.masters == "none":  # the parameter itself, and moments that follow it
+        return TORCH_DTYPES[layout.chunks[chunk].dtype]
+    return STATE_DTYPES[width]
 
 
 class GpuPayloads:

@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 
-from executor.devices.adam import BLOCK, GPU_BLOCK, Hyper, Scratch, adamw, clip_coefficient, ranges_of, total_norm
+from executor.devices import updates
 from executor.devices.backend import StreamBackend
+from executor.devices.rules import RULES, Settings
+from executor.devices.updates import BLOCK, GPU_BLOCK, Scratch, clip_coefficient, ranges_of, total_norm
 from executor.memory.arena import Arena
 from executor.memory.chunk_state import ChunkState
 from executor.memory.gradients import ChunkGradients
 from executor.memory.slots import Slots
 from executor.memory.values import ParameterValues
+from pstar_sim.core.layout import ALIGN_BYTES
 from pstar_sim.core.step import Place
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.optimizers import MASTER_LIST
@@ -44,7 +47,7 @@ class Update:
         behind it.
     """
 
-    hyper: list[Hyper]
+    hyper: list[Settings]
     max_grad_norm: float | None = None
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
     norm: torch.Tensor | None = None
@@ -127,6 +130,7 @@ class Updating:
         self.values = values
         self.gradients = gradients
         self.steps_taken = steps_taken
+        self.rule = RULES[arena.layout.optimizer.name]
         longest = max((arena.layout.slice_numel(c.index) for c in arena.layout.chunks), default=1)
         on_host = arena.backend.device.type == "cpu"
         self._scratch = {HOST: Scratch(), GPU: Scratch(BLOCK if on_host else min(GPU_BLOCK, longest))}
@@ -134,7 +138,7 @@ class Updating:
     def adam(
         self, chunk: int, place: Place, update: Update, norms: Norms, elements: tuple[int, int] | None = None
     ) -> None:
-        """Run one AdamW update of every parameter of the chunk that has a gradient, or of a part of the chunk. The
+        """Run one update of every parameter of the chunk that has a gradient, or of a part of the chunk. The
         working list at the place becomes current. Raises PlanError where a list or a gradient of the chunk is
         elsewhere.
 
@@ -172,7 +176,7 @@ class Updating:
         state, mine = self.chunks[chunk], self.chunks[chunk].where(place, source)
         scale = update.coefficient_on(self.arena.at(place, chunk, MASTER_LIST).device, norms)
         state.updating = True
-        self._adamw(chunk, place, source, mine, (0, self.arena.layout.slice_numel(chunk)), update, scale)
+        self._apply(chunk, place, source, mine, (0, self.arena.layout.slice_numel(chunk)), update, scale)
         self._count(mine)
         state.current = set()
         mine.clear()
@@ -200,7 +204,7 @@ class Updating:
             mine -= update.unused
             if source is not None and mine:
                 scale = update.coefficient_on(master.device, norms)
-                self._adamw(chunk, HOST, source, mine, elements, update, scale)
+                self._apply(chunk, HOST, source, mine, elements, update, scale)
         arena.at(HOST, chunk, "param")[first:end].copy_(master[first:end])
         state.updated = end
         if ends:
@@ -212,7 +216,7 @@ class Updating:
             state.updated, state.update_in_parts = 0, None
         state.updating = False
 
-    def _adamw(
+    def _apply(
         self,
         chunk: int,
         place: Place,
@@ -222,7 +226,7 @@ class Updating:
         update: Update,
         scale: torch.Tensor | None,
     ) -> None:
-        """Run AdamW on some elements of the master copy.
+        """Update some elements of the master copy.
 
         source: the list of the gradients.
         mine: tensors that have a gradient; others keep their values.
@@ -231,13 +235,15 @@ class Updating:
         arena, row, (first, end) = self.arena, self.arena.layout.chunks[chunk], elements
         parts = [(s.tensor, self.slots.parts[s.tensor]) for s in row.slots]
         spans = [(t, max(p.offset, first), min(p.offset + p.numel, end)) for t, p in parts]
-        adamw(
-            ranges_of((a, b - a, self.steps_taken[t] if t in mine else None) for t, a, b in spans if a < b),
-            param=arena.at(place, chunk, MASTER_LIST),
+        slots = ((a, b - a, self.steps_taken[t] if t in mine else None) for t, a, b in spans if a < b)
+        master = arena.at(place, chunk, MASTER_LIST)
+        updates.update(
+            self.rule,
+            ranges_of(slots, ALIGN_BYTES // master.itemsize),
+            param=master,
             grad=arena.at(place, chunk, source),
-            momentum=arena.at(place, chunk, "momentum"),
-            variance=arena.at(place, chunk, "variance"),
-            hyper=update.hyper[row.group],
+            moments=[arena.at(place, chunk, name) for name in self.rule.lists],
+            settings=update.hyper[row.group],
             scale=scale,
             scratch=self._scratch[place],
         )

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.adamw import AdamW, group_of
+from executor.adamw import AdamW, Optimizer, group_of
 from executor.devices.opening import synchronized
 from executor.engine import Session
 from executor.models import forward_loss, map_batch
@@ -39,6 +39,7 @@ from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Resident, Settings
 from pstar_sim.core.step import Place
 from pstar_sim.errors import PlanError
+from pstar_sim.workload.optimizers import OPTIMIZERS
 from pstar_sim.workload.workload import Moment, Phase, Workload
 
 __all__ = ["empty_plan", "record"]
@@ -53,7 +54,7 @@ def record(
     device: str = "virtual",
     batch: int | None = None,
     sequence: int | None = None,
-    optimizer: AdamW | None = None,
+    optimizer: Optimizer | None = None,
     loss: Callable[[nn.Module, Any], torch.Tensor] = forward_loss,
     timed: int = 3,
     threads: int | None = 1,
@@ -127,6 +128,7 @@ def record(
             sequence=sequence if sequence is not None else (int(shape[1]) if len(shape) == 2 else 1),
             source="recorded",
             dtype=plan.workload.dtype,
+            optimizer=plan.workload.optimizer,
             recorded_on=machine.name if timed else None,
             notes=note_of(beside),
         )
@@ -215,12 +217,13 @@ def _timed(
 
 
 def empty_plan(
-    model: nn.Module, machine: Machine, *, name: str, micro_batches: int, optimizer: AdamW | None = None
+    model: nn.Module, machine: Machine, *, name: str, micro_batches: int, optimizer: Optimizer | None = None
 ) -> Plan:
     """Returns a plan without steps or optimizer states: everything on the host, fetched on demand, and nothing
     updated.
     """
-    tensors, _ = describe_parameters(model, group_of((optimizer or AdamW()).groups(model)))
+    spec = optimizer or AdamW()
+    tensors, _ = describe_parameters(model, group_of(spec.groups(model)))
     w = Workload(
         model=name,
         dtype=working_dtype(tensors),
@@ -233,6 +236,7 @@ def empty_plan(
         tensors=tensors,
         moments=(_step(micro_batches),),
         uses=(),
+        optimizer=OPTIMIZERS[spec.planned],
     )
     layout = build_layout(w)
     return Plan(

@@ -60,12 +60,13 @@ from executor.saving.tensor_files import (
     write_text_file,
 )
 from executor.saving.weights import INDEX, persistent_buffers
-from pstar_sim.dtypes import DTYPES, MASTER
+from pstar_sim.core.plan import Plan
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import CheckpointError, PstarError
 from pstar_sim.schema.records import read_record
 from pstar_sim.units import format_bytes
 from pstar_sim.version import __version__
-from pstar_sim.workload.optimizers import MASTER_LIST
+from pstar_sim.workload.optimizers import MASTER_LIST, MASTERS
 from pstar_sim.workload.workload import Tensor
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ def _plan_work(optimizer: Trained, folder: Path, extra: Any, shard_bytes: int) -
             iteration=session.iterations_before + session.iteration,
             ranks=1 if session.ranks is None else session.ranks.count,
             tensors=model_table(session.plan.workload.tensors),
-            states=tuple(session.plan.layout.state_lists),
+            states=stored_lists(session.plan),
             updates={
                 session.reader.name_of(t): n for t, n in session.contents.steps_taken.items() if not _frozen(session, t)
             },
@@ -327,14 +328,20 @@ def whole_of(session: Session, tensor: int, part: torch.Tensor) -> torch.Tensor:
     return session.contents.exchange.joined(tensor, part) if session.contents.sliced else part
 
 
+def stored_lists(plan: Plan) -> tuple[str, ...]:
+    """Returns the names of the optimizer's lists of which a checkpoint of this plan has files."""
+    own = plan.workload.optimizer.masters == MASTERS[1]
+    return tuple([name for name in plan.layout.state_lists if not (own and name == MASTER_LIST)])
+
+
 def _state_rows(session: Session) -> list[TensorToStore]:
-    """Returns every optimizer state, chunk by chunk. Weights of fp32 parameters are their masters and are left out."""
+    """Returns every optimizer state, chunk by chunk. Parameters that are their own masters are with the weights."""
     rows = []
     for chunk in session.plan.layout.chunks:
         for slot in () if chunk.frozen else chunk.slots:
             t = session.plan.workload.tensors[slot.tensor]
-            for name in session.plan.layout.state_lists:
-                if name == MASTER_LIST and t.dtype == MASTER:
+            for name in session.plan.layout.states_of(chunk.index).names:
+                if name == MASTER_LIST and session.plan.layout.is_own_master(chunk.index):
                     continue
                 dtype = session.arena.dtype(chunk.index, name)
                 part = session.contents.slots.parts[slot.tensor]

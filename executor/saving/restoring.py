@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from executor.driving.loop import LOAD
 from executor.memory.arena import PLACES
 from executor.moments.unseen import unseen
 from executor.saving.as_json import decode
-from executor.saving.checkpoint import together
+from executor.saving.checkpoint import stored_lists, together
 from executor.saving.generators import checked_generators
 from executor.saving.manifest import (
     EXTRA,
@@ -292,17 +292,33 @@ def _check_groups(opened: _SoundCheckpoint, session: Session, optimizer: Trained
         )
 
 
+def _names(lists: Iterable[str]) -> str:
+    return " and ".join(sorted(lists)) or "none"
+
+
 def _wanted_states(session: Session) -> list[tuple[int, str]]:
-    lists = session.plan.layout.state_lists
-    return [(s.tensor, n) for c in session.plan.layout.chunks if not c.frozen for s in c.slots for n in lists]
+    layout = session.plan.layout
+    return [
+        (s.tensor, name)
+        for c in layout.chunks
+        if not c.frozen
+        for s in c.slots
+        for name in layout.states_of(c.index).names
+    ]
 
 
 def _check_states(opened: _SoundCheckpoint, session: Session) -> None:
-    """Check that the checkpoint has every element of each optimizer state."""
+    """Check that the checkpoint is of this optimizer and has every element of each of its states."""
+    theirs, mine = (set(lists) - {MASTER_LIST} for lists in (opened.manifest.states, stored_lists(session.plan)))
+    if theirs != mine:
+        raise CheckpointError(
+            f"checkpoint {opened.folder} is of another optimizer: its states are {_names(theirs)}, those of "
+            f"{session.plan.workload.optimizer.name} are {_names(mine)}; plan for the optimizer that was saved"
+        )
     stored = {row.name: row.dtype for row in opened.manifest.tensors}
     for tensor, list_name in _wanted_states(session):
         t = session.plan.workload.tensors[tensor]
-        if list_name == MASTER_LIST and stored[t.name] == MASTER:
+        if list_name == MASTER_LIST and (stored[t.name] == MASTER or MASTER_LIST not in opened.manifest.states):
             continue  # the parameter's weights are its master
         reached = 0
         for piece in sorted(opened.pieces.get((list_name, t.name), []), key=lambda piece: piece.start):

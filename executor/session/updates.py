@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from executor.devices.adam import Hyper
+from executor.devices.rules import Settings
 from executor.memory.update import Update
 from executor.scaling import LossScaling
 from executor.session.state import RunState
@@ -36,7 +36,7 @@ class Updates:
         self,
         state: RunState,
         scaling: LossScaling | None,
-        hyper: Callable[[], list[Hyper]],
+        hyper: Callable[[], list[Settings]],
         *,
         eager: bool,
         max_grad_norm: float | None,

@@ -24,13 +24,14 @@ from pstar_sim.core.step import Part
 from pstar_sim.dtypes import DTYPES, MASTER
 from pstar_sim.errors import PlanError
 from pstar_sim.units import KIB, MIB
-from pstar_sim.workload.optimizers import OptimizerSpec, States
+from pstar_sim.workload.optimizers import MASTER_LIST, OptimizerSpec, States
 from pstar_sim.workload.workload import UseKind, Workload
 
 __all__ = ["Chunk", "Layout", "Slot", "build_layout", "layout_of_parts", "size_near", "sum_bytes_of"]
 
 PART_ALIGN = 64  # elements
 ALIGN = 16  # elements: 64 bytes in fp32, the alignment of vectorised kernels and copy engines
+ALIGN_BYTES = 4 * ALIGN  # of the masters, which updates work on: pure bf16 has twice as many elements in a vector
 # docs/results/search-constants.md says what each of these constants buys. Plans of small models with smaller chunks are
 # a little faster in the cost model, which ignores the executor's cost of a further step.
 GRANULE_BYTES = 2 * MIB  # chunk sizes are multiples of the granule, as allocators hand out memory
@@ -124,6 +125,12 @@ class Layout:
         """What the chunk keeps for its updates. A frozen chunk has no such lists."""
         return self._states[self.chunks[chunk].kind]
 
+    def is_own_master(self, chunk: int) -> bool:
+        """Whether the chunk's parameters are as wide as their masters: fp32, or without fp32 masters."""
+        c = self.chunks[chunk]
+        width = dict(self.optimizer.state_bytes).get(MASTER_LIST, DTYPES[MASTER].bytes)
+        return c.frozen or DTYPES[c.dtype].bytes == width
+
     def update_bytes(self, chunk: int) -> int:
         """Returns the memory traffic of one update of one rank's slice, without padding; 0 for a frozen chunk."""
         params = self.own_params(chunk)
@@ -177,7 +184,7 @@ class Layout:
         numel = self.chunks[chunk].numel
         if self.ranks == 1:
             return numel
-        align = max(ALIGN, self.states_of(chunk).block)
+        align = _alignment(self.states_of(chunk))
         unit = self.ranks * align
         return (numel + unit - 1) // unit * align
 
@@ -390,6 +397,12 @@ def _chunk(index: int, key: _Class, items: Iterable[_Item], numel: int, small: b
     )
 
 
+def _alignment(states: States) -> int:
+    """Returns the elements at whose multiples tensors and slices begin."""
+    width = next((row.per_element for row in states.lists if row.name == MASTER_LIST), DTYPES[MASTER].bytes)
+    return max(ALIGN_BYTES // width, states.block)
+
+
 def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
     """Returns the tensors with storage of their own. Those never read come last."""
     never = len(workload.moments)
@@ -399,7 +412,7 @@ def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
             first[use.tensor] = use.moment
     order = sorted(range(len(first)), key=lambda i: (first[i], i))
     optimizer = workload.optimizer
-    blocks = [states.block for states in optimizer.all_states]
+    aligns = [_alignment(states) for states in optimizer.all_states]
     classes: dict[_Class, list[_Item]] = {}
     for index in order:
         tensor = workload.tensors[index]
@@ -409,7 +422,7 @@ def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
             raise PlanError(f"tensor {tensor.name!r} has dtype {tensor.dtype!r}; chunks can hold {', '.join(DTYPES)}")
         kind = 0 if tensor.frozen else optimizer.kind_of(tensor.name, tensor.shape)
         key = _Class(tensor.frozen, tensor.dtype, tensor.group, kind)
-        align, numel = max(ALIGN, blocks[kind]), tensor.numel
+        align, numel = aligns[kind], tensor.numel
         item = _Item(first[index], index, numel, -(-numel // align) * align, tensor.shape)
         classes.setdefault(key, []).append(item)
     return classes

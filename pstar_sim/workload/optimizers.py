@@ -14,7 +14,7 @@ update. Slices of several ranks do cut matrices: such a plan has the right bytes
 [Note: traffic] In an update each state is read and written, the 2-byte gradient is read and the 2-byte parameter is
 written. With two fp32 moments and the master that is 2 * (4 + 4 + 4) + 2 + 2 = 28 bytes per parameter.
 
-The executor runs adamw and adamw-bf16-states, and refuses the others; these can only be planned.
+The executor runs what has a row in `executor.devices.rules.RULES`, and refuses the others; these can only be planned.
 """
 
 from __future__ import annotations

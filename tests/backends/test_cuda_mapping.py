@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import executor
 import executor.run as jobs
 from executor.devices import cuda, cuda_blocks
-from executor.devices.adam import Hyper, UpdateRange, adamw
 from executor.devices.cuda import CudaBackend, cuda_device, default_adam_threads
 from executor.devices.cuda_blocks import MIB, Blocks, block_bytes, pool_shape, segment_of
 from executor.devices.opening import DeviceOptions, check_placement, move_buffers, open_backend
+from executor.devices.rules import RULES
+from executor.devices.updates import UpdateRange, update
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ContractError, DoesNotFit, OutOfMemory, PlanError
@@ -999,7 +1000,7 @@ def test_the_step_of_an_update_is_fp32_whatever_the_default_dtype(default: torch
     """Update 2,049 is one that neither bf16 nor fp16 can count (it is 2,048 there), and CUDA's kernel reads four
     bytes of the step whatever it is. Seen by the operator, and by what it does."""
     seen: list[torch.Tensor] = []
-    hyper = Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+    hyper = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
     found = []
 
     class Watch(TorchDispatchMode):
@@ -1014,13 +1015,13 @@ def test_the_step_of_an_update_is_fp32_whatever_the_default_dtype(default: torch
         torch.set_default_dtype(dtype)
         try:
             with Watch():
-                adamw(
+                update(
+                    RULES["adamw"],
                     [UpdateRange(0, 16, 2048)],
                     param=lists[0],
                     grad=lists[1],
-                    momentum=lists[2],
-                    variance=lists[3],
-                    hyper=hyper,
+                    moments=lists[2:],
+                    settings=hyper,
                 )
         finally:
             torch.set_default_dtype(before)

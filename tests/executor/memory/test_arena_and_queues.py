@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 import executor
-from executor.devices.adam import Hyper, Scratch, UpdateRange, adamw, clip_coefficient, ranges_of
 from executor.devices.backend import VirtualBackend, available_host_bytes, keep_freed_pages
+from executor.devices.rules import RULES
+from executor.devices.updates import Scratch, UpdateRange, clip_coefficient, ranges_of, update
 from executor.memory import arena as arena_module
 from executor.memory.arena import Arena
 from pstar_sim.core.plan import Plan, Settings
@@ -28,6 +29,8 @@ from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import ContractError, DoesNotFit, PlanError
 
 KIB = 1024
+
+ADAMW = RULES["adamw"]
 
 
 class TestSlabs:
@@ -141,15 +144,15 @@ class TestAdam:
             torch_adamw.step()
             for flat, value in zip(plain, (one.detach(), state["exp_avg"], state["exp_avg_sq"])):
                 flat[offset : offset + numel].copy_(value)
-        hyper = Hyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
+        hyper = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
         scratch = None if block is None else Scratch(block)
         for parts in ([(0, end)], [(0, 176), (176, end)]):
             mine = [each.clone() for each in (param, momentum, variance)]
             for first, last in parts:
                 spans = [(max(o, first), min(o + n, last)) for o, n, _ in slots]
-                adamw(
-                    ranges_of((a, b - a, 0) for a, b in spans if a < b), param=mine[0], grad=grad.clone(),
-                    momentum=mine[1], variance=mine[2], hyper=hyper, scratch=scratch,
+                update(
+                    ADAMW, ranges_of((a, b - a, 0) for a, b in spans if a < b), param=mine[0], grad=grad.clone(),
+                    moments=mine[1:], settings=hyper, scratch=scratch,
                 )  # fmt: skip
             assert [torch.equal(a, b) for a, b in zip(mine, plain)] == [True] * 3
 
@@ -157,8 +160,8 @@ class TestAdam:
         """lr 0.1, no decay, first step: p - 0.1 * g / (|g| + eps)."""
         param, grad = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, -4.0, 9.0])
         momentum, variance = torch.zeros(3), torch.zeros(3)
-        hyper = Hyper(lr=0.1, beta1=0.9, beta2=0.99, eps=0.0, weight_decay=0.0)
-        adamw([UpdateRange(0, 2, 0)], param=param, grad=grad, momentum=momentum, variance=variance, hyper=hyper)
+        hyper = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 0.0, "weight_decay": 0.0}
+        update(ADAMW, [UpdateRange(0, 2, 0)], param=param, grad=grad, moments=(momentum, variance), settings=hyper)
         assert param.tolist() == pytest.approx([0.9, 2.1, 3.0])
         assert momentum.tolist() == pytest.approx([0.05, -0.4, 0.0])
         assert variance.tolist() == pytest.approx([0.0025, 0.16, 0.0])
@@ -169,24 +172,24 @@ class TestAdam:
         one, two = torch.randn(n), None
         two = one.clone()
         states = [torch.zeros(n) for _ in range(4)]
-        hyper = Hyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
+        hyper = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
         half = torch.tensor(0.5)
-        adamw(
+        update(
+            ADAMW,
             [UpdateRange(0, n, 0)],
             param=one,
             grad=grad,
-            momentum=states[0],
-            variance=states[1],
-            hyper=hyper,
+            moments=(states[0], states[1]),
+            settings=hyper,
             scale=half,
         )
-        adamw(
+        update(
+            ADAMW,
             [UpdateRange(0, n, 0)],
             param=two,
             grad=grad.float(),
-            momentum=states[2],
-            variance=states[3],
-            hyper=hyper,
+            moments=(states[2], states[3]),
+            settings=hyper,
             scale=half,
         )
         assert torch.allclose(one, two, rtol=1e-6)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.devices.adam import GPU_BLOCK, scratch_bytes
+from executor.devices.updates import GPU_BLOCK, scratch_bytes
 from executor.devices.virtual_streams import VirtualStreams
 from executor.distributed.ranks import Ranks
 from executor.memory.arena import Arena

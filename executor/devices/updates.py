@@ -1,43 +1,42 @@
-"""AdamW on flat chunks: one fused torch call for the neighbouring parameters with a gradient.
+"""Updates of flat chunks: one call of the optimizer's rule for the neighbouring parameters with a gradient.
 
-All tensors of a call are fp32 and flat. A parameter without a gradient in this iteration is left out, as torch does, so
-a chunk is cut into runs. Knows no queue and no place: the caller passes tensors of the host or of the gpu.
+All tensors of a call are flat, and fp32 unless all have one narrower dtype. A parameter without a gradient in this
+iteration is left out, as torch does, so a chunk is cut into runs. Knows no queue and no place: the caller passes
+tensors of the host or of the gpu.
 
 [Note: where runs end] The fused kernel of the CPU handles whole vectors of 4 to 16 elements, and one by one, with
 another rounding, the elements that are left at a tensor's end. A run therefore ends where a tensor ends whose elements
-are no multiple of ALIGN, and everything else is cut at multiples of ALIGN: slots, slices of ranks, parts of an update,
-blocks. So each element is rounded as in torch's AdamW for its tensor alone, at any width.
+are no multiple of 64 bytes, and everything else is cut at multiples of 64 bytes: slots, slices of ranks, parts of an
+update, blocks. So each element is rounded as in torch's optimizer for its tensor alone, at any width.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from executor.devices.rules import RULES, Rule, Settings
 from pstar_sim.core.layout import ALIGN
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind
-from pstar_sim.dtypes import MASTER
+from pstar_sim.dtypes import DTYPES
 
-__all__ = ["GPU_BLOCK", "Hyper", "Scratch", "UpdateRange", "adamw", "ranges_of", "scratch_bytes", "total_norm"]
+__all__ = [
+    "GPU_BLOCK",
+    "Scratch",
+    "UpdateRange",
+    "clip_coefficient",
+    "ranges_of",
+    "scratch_bytes",
+    "total_norm",
+    "update",
+]
 
 BLOCK = 1 << 20  # elements of one piece where a cast needs scratch: its 4 MiB stay in cache
 GPU_BLOCK = 4 * BLOCK  # larger on the gpu: a piece that fits a cache is too small for a kernel
-
-
-@dataclass(frozen=True, slots=True)
-class Hyper:
-    """AdamW's settings for one parameter group, as of the call of `optimizer.step()`."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
 
 
 class UpdateRange(NamedTuple):
@@ -48,19 +47,20 @@ class UpdateRange(NamedTuple):
     steps: int
 
 
-def ranges_of(slots: Iterable[tuple[int, int, int | None]]) -> list[UpdateRange]:
+def ranges_of(slots: Iterable[tuple[int, int, int | None]], align: int = ALIGN) -> list[UpdateRange]:
     """Returns the ranges of a chunk that an update covers. Neighbouring tensors with the same number of earlier updates
-    share a range up to a tensor that ends between two multiples of ALIGN ([Note: where runs end]); tensors without a
+    share a range up to a tensor that ends between two multiples of `align` ([Note: where runs end]); tensors without a
     gradient are in none.
 
     slots: per tensor, ascending by offset: (offset, numel, earlier updates or None without a gradient).
+    align: elements of the longest vector.
     """
     runs: list[UpdateRange] = []
     open_run = False
     for offset, numel, steps in slots:
         if steps is None:
             open_run = False
-        elif open_run and runs[-1].steps == steps and (runs[-1].stop - runs[-1].start) % ALIGN == 0:
+        elif open_run and runs[-1].steps == steps and (runs[-1].stop - runs[-1].start) % align == 0:
             runs[-1] = UpdateRange(runs[-1].start, offset + numel, steps)
         else:
             runs.append(UpdateRange(offset, offset + numel, steps))
@@ -69,15 +69,19 @@ def ranges_of(slots: Iterable[tuple[int, int, int | None]]) -> list[UpdateRange]
 
 
 def scratch_bytes(plan: Plan) -> int:
-    """Returns the bytes that `Scratch` takes on the gpu, beside the payloads and the tide: a piece for the gradient and
-    one for each moment that is narrower than fp32."""
+    """Returns the bytes that `Scratch` takes on the gpu, beside the payloads and the tide: a piece for the gradient,
+    one for each list that is narrower than fp32, and the rule's own buffers."""
     chunks = {s.chunk for s in plan.steps if s.kind is Kind.GPU_UPDATE and s.chunk is not None}
     if not chunks:
         return 0
-    layout = plan.layout
-    narrow = sum(width < 4 for name, width in layout.optimizer.state_bytes if name in ("momentum", "variance"))
-    narrow += any(layout.chunks[c].dtype != MASTER for c in chunks)
-    return narrow * 4 * min(GPU_BLOCK, max(layout.slice_numel(c) for c in chunks))
+    layout, several = plan.layout, plan.workload.micro_batches > 1
+    rule = RULES[layout.optimizer.name]
+    pieces = 0
+    for c in chunks:
+        widths = [DTYPES[layout.chunks[c].dtype].bytes, *(size for _, size in layout.optimizer.state_bytes)]
+        alike = len({*widths, *([layout.sum_width(c)] if several else ())}) == 1
+        pieces = max(pieces, 0 if alike else sum(size < 4 for size in widths))
+    return (pieces + rule.buffers) * 4 * min(GPU_BLOCK, max(layout.slice_numel(c) for c in chunks))
 
 
 class Scratch:
@@ -98,36 +102,40 @@ class Scratch:
         return kept
 
 
-def adamw(
+def update(
+    rule: Rule,
     runs: Sequence[UpdateRange],
     *,
     param: torch.Tensor,
     grad: torch.Tensor,
-    momentum: torch.Tensor,
-    variance: torch.Tensor,
-    hyper: Hyper,
+    moments: Sequence[torch.Tensor],
+    settings: Settings,
     scale: torch.Tensor | None = None,
     scratch: Scratch | None = None,
 ) -> None:
-    """Run one AdamW update of each range, in place. All tensors are flat [numel of the chunk] and fp32. `grad`,
-    `momentum` and `variance` may be narrower: the update is done in fp32, and the new moments are rounded to nearest.
+    """Run one update of each range, in place. All tensors are flat [numel of the chunk]. Where all have one dtype, the
+    rule works in it; else it works in fp32, and what is narrower is rounded to nearest afterwards.
 
+    param: the master copy.
     scale: fp32 scalar that multiplies the gradients first (clipping, loss scaling). The gradients are overwritten.
     scratch: None: buffers for this call alone.
     """
     room = scratch or Scratch()
-    lists = (param, grad, momentum, variance)
-    narrow = [number for number, each in enumerate(lists) if each.dtype != torch.float32]
-    for piece in _pieces(runs, room.block if narrow else sys.maxsize):
+    lists = (param, grad, *moments)
+    alike = len({each.dtype for each in lists}) == 1
+    narrow = [] if alike else [number for number, each in enumerate(lists) if each.dtype != torch.float32]
+    for piece in _pieces(runs, room.block if narrow or rule.buffers else sys.maxsize):
         first, end = piece[0].start, piece[-1].stop
         wide = [each[first:end] for each in lists]
         for number in narrow:
             wide[number] = room.get(number, grad)[: end - first].copy_(wide[number])
         if scale is not None:
             wide[1].mul_(scale)
-        _fused(piece, wide, first, hyper)
+        params, grads, *others = ([each[a - first : b - first] for a, b, _ in piece] for each in wide)
+        buffers = [room.get(len(lists) + n, grad) for n in range(rule.buffers)]
+        rule.kernel(params, grads, others, [run.steps for run in piece], settings, buffers)
         for number in narrow:
-            if number > 1:
+            if number != 1:
                 lists[number][first:end].copy_(wide[number])
 
 
@@ -143,34 +151,6 @@ def _pieces(runs: Iterable[UpdateRange], block: int) -> Iterator[list[UpdateRang
             piece.append(part)
     if piece:
         yield piece
-
-
-def _fused(runs: Sequence[UpdateRange], lists: Sequence[torch.Tensor], first: int, hyper: Hyper) -> None:
-    """Run torch's AdamW on each run.
-
-    lists: param, grad, momentum, variance, from element `first` on.
-    """
-    # Filled on the device: no copy, no wait. torch wants fp32 here; fp16 cannot count beyond 2048.
-    counts = {
-        steps: torch.full((), float(steps + 1), dtype=torch.float32, device=lists[0].device)
-        for steps in {run.steps for run in runs}
-    }
-    params, grads, momenta, variances = ([each[a - first : b - first] for a, b, _ in runs] for each in lists)
-    torch._fused_adamw_(
-        params,
-        grads,
-        momenta,
-        variances,
-        [],
-        [counts[run.steps] for run in runs],
-        lr=hyper.lr,
-        beta1=hyper.beta1,
-        beta2=hyper.beta2,
-        weight_decay=hyper.weight_decay,
-        eps=hyper.eps,
-        amsgrad=False,
-        maximize=False,
-    )
 
 
 def total_norm(norms: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,187 @@
+"""Rules of updates: the arithmetic of each optimizer on flat fp32 tensors, and its names in torch's state dicts.
+
+A rule says what a new optimizer needs in the executor. The planner's side of it is a row of
+`pstar_sim.workload.optimizers.OPTIMIZERS`. `updates.py` cuts chunks into the tensors that a rule is given, and casts
+what is narrower than fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["RULES", "Rule", "Settings"]
+
+Settings = Mapping[str, Any]
+"""The settings of one parameter group, as of the call of `optimizer.step()`: lr, weight_decay and so on."""
+Flat = Sequence[torch.Tensor]
+"""One flat tensor per range."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """The update of an optimizer.
+
+    kernel: kernel(params, grads, moments, steps, settings, scratch) updates params and moments in place. `moments` has
+        a sequence of tensors per list, `steps` the number of earlier updates of each tensor, `scratch` a tensor per
+        buffer, as long as the longest range.
+    torch_name: class of torch.optim with the same update; "" if torch has none.
+    states: key of a parameter's state in a state dict -> list of its chunk.
+    defaults: setting -> its default.
+    refused: switches of torch's class that have to be off.
+    on: settings that choose this arithmetic, in a state dict's groups.
+    buffers: fp32 tensors beside the lists, each as long as what is updated at a time.
+    counts: whether a state dict has a step count.
+    """
+
+    kernel: Callable[[Flat, Flat, Sequence[Flat], Sequence[int], Settings, Flat], None]
+    torch_name: str
+    states: Mapping[str, str]
+    defaults: Settings
+    refused: tuple[str, ...] = ()
+    on: Mapping[str, Any] = field(default_factory=dict)
+    buffers: int = 0
+    counts: bool = True
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """The chunk's lists of moments, in storage order."""
+        return tuple(self.states.values())
+
+    def read(self, group: Settings) -> Settings:
+        """Returns the settings of a group, as numbers."""
+        return {name: _number(group[name]) for name in self.defaults}
+
+    def refused_in(self, group: Settings) -> str:
+        """Returns the unsupported switches that a group sets, in words; "" for none."""
+        return ", ".join(f"{name}={group[name]}" for name in self.refused if group.get(name))
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    return tuple(map(float, value)) if isinstance(value, (tuple, list)) else float(value)
+
+
+def _counts(steps: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+    """Returns step counts of this update. They are filled on the device: no copy, no wait. torch wants fp32 here; fp16
+    cannot count beyond 2048."""
+    counts = {n: torch.full((), float(n + 1), dtype=torch.float32, device=device) for n in set(steps)}
+    return [counts[n] for n in steps]
+
+
+def _adam_with(
+    fused: Callable[..., None],
+) -> Callable[[Flat, Flat, Sequence[Flat], Sequence[int], Settings, Flat], None]:
+    def kernel(
+        params: Flat, grads: Flat, moments: Sequence[Flat], steps: Sequence[int], settings: Settings, scratch: Flat
+    ) -> None:
+        momenta, variances = moments
+        beta1, beta2 = settings["betas"]
+        fused(
+            params,
+            grads,
+            momenta,
+            variances,
+            [],
+            _counts(steps, params[0].device),
+            lr=settings["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=settings["weight_decay"],
+            eps=settings["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+
+    return kernel
+
+
+def _sgd(
+    params: Flat, grads: Flat, moments: Sequence[Flat], steps: Sequence[int], settings: Settings, scratch: Flat
+) -> None:
+    """As torch's SGD without `fused`: that of the CPU leaves the ends of bf16 momenta undefined (torch 2.13)."""
+    for n, (param, grad) in enumerate(zip(params, grads)):
+        if settings["weight_decay"]:
+            grad.add_(param, alpha=settings["weight_decay"])
+        if settings["momentum"]:
+            momentum = moments[0][n]
+            if steps[n]:
+                momentum.mul_(settings["momentum"]).add_(grad, alpha=1 - settings["dampening"])
+            else:  # the first momentum is the gradient
+                momentum.copy_(grad)
+            grad.copy_(momentum) if not settings["nesterov"] else grad.add_(momentum, alpha=settings["momentum"])
+        param.add_(grad, alpha=-settings["lr"])
+
+
+def _lion(
+    params: Flat, grads: Flat, moments: Sequence[Flat], steps: Sequence[int], settings: Settings, scratch: Flat
+) -> None:
+    """p (1 - lr wd) - lr sign(b1 m + (1 - b1) g), then m = b2 m + (1 - b2) g (Chen et al. 2023, lion-pytorch)."""
+    (beta1, beta2), lr = settings["betas"], settings["lr"]
+    for param, grad, momentum in zip(params, grads, moments[0]):
+        param.mul_(1 - lr * settings["weight_decay"])
+        direction = (
+            scratch[0].view(param.dtype)[: param.numel()].copy_(momentum).mul_(beta1).add_(grad, alpha=1 - beta1)
+        )
+        param.add_(direction.sign_(), alpha=-lr)
+        momentum.mul_(beta2).add_(grad, alpha=1 - beta2)
+
+
+_ADAM = {"exp_avg": "momentum", "exp_avg_sq": "variance"}
+_SWITCHES = ("amsgrad", "maximize", "differentiable")
+_FUSED = {"fused": True, "foreach": None}
+_UNFUSED = {"fused": None, "foreach": None}
+_OF_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+_OF_SGD = {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+
+ADAMW = Rule(
+    kernel=_adam_with(torch._fused_adamw_),
+    torch_name="AdamW",
+    states=_ADAM,
+    defaults={**_OF_ADAM, "weight_decay": 1e-2},
+    refused=_SWITCHES,
+    on={**_FUSED, "decoupled_weight_decay": True},
+)
+RULES = {
+    "adamw": ADAMW,
+    "adamw-bf16-states": ADAMW,
+    "adam": Rule(
+        kernel=_adam_with(torch._fused_adam_),
+        torch_name="Adam",
+        states=_ADAM,
+        defaults={**_OF_ADAM, "weight_decay": 0.0},
+        refused=(*_SWITCHES, "decoupled_weight_decay"),
+        on=_FUSED,
+    ),
+    "lion": Rule(
+        kernel=_lion,
+        torch_name="",
+        states={"exp_avg": "momentum"},
+        defaults={"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+        buffers=1,
+        counts=False,
+    ),
+    "sgd-momentum": Rule(
+        kernel=_sgd,
+        torch_name="SGD",
+        states={"momentum_buffer": "momentum"},
+        defaults={**_OF_SGD, "momentum": 0.9},
+        refused=("maximize", "differentiable"),
+        on=_UNFUSED,
+        counts=False,
+    ),
+    "sgd": Rule(
+        kernel=_sgd,
+        torch_name="SGD",
+        states={},
+        defaults=_OF_SGD,
+        refused=("maximize", "differentiable"),
+        on=_UNFUSED,
+        counts=False,
+    ),
+}
+"""Name of a plan's optimizer -> its update. The executor refuses other plans."""

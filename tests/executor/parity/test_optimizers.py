@@ -1,0 +1,209 @@
+"""Each optimizer, under a plan that moves chunks, is plain torch's to the bit: losses, parameters and states."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import executor
+from pstar_sim.errors import CheckpointError, ContractError, PlanError
+
+WIDTH = 48
+
+
+class Lion(torch.optim.Optimizer):
+    """The optimizer of the package lion-pytorch, by its formula."""
+
+    __module__ = "lion_pytorch.lion_pytorch"
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(momentum.mul(beta1).add_(p.grad, alpha=1 - beta1).sign_(), alpha=-group["lr"])
+                momentum.mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+    "adam": lambda ps: torch.optim.Adam(ps, lr=1e-2, weight_decay=0.1, fused=True),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=1e-1, weight_decay=0.1),
+    "sgd-momentum": lambda ps: torch.optim.SGD(ps, lr=1e-1, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "lion": lambda ps: Lion(ps, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x.float() ** 2).mean()
+
+
+def net(dtype: torch.dtype) -> Net:
+    torch.manual_seed(3)
+    return Net().to(dtype)
+
+
+def rows(dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    draw = torch.Generator().manual_seed(5)
+    while True:
+        yield torch.randn(4, WIDTH, generator=draw).to(dtype)
+
+
+def train(
+    model: nn.Module, optimizer: Any, batches: Iterator[torch.Tensor], steps: int, micro_batches: int
+) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            loss = model(next(batches)) / micro_batches
+            loss.backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def offloaded(model: nn.Module, optimizer: Any, dtype: torch.dtype, micro_batches: int, policy: str) -> Any:
+    return executor.offload(
+        model,
+        optimizer,
+        (torch.zeros(4, WIDTH, dtype=dtype),),
+        gpu_memory="90KB" if policy == "zero_offload" else "34KB" if dtype is torch.bfloat16 else "68KB",
+        micro_batches=micro_batches,
+        masters="none",
+        policy=policy,
+    )[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "policy", "micro_batches"),
+    [
+        ("adamw", "tide", 4),
+        ("adamw", "optimal", 1),
+        ("adam", "optimal", 4),
+        ("sgd", "tide", 1),
+        ("sgd-momentum", "optimal", 1),
+        ("sgd-momentum", "tide", 4),
+        ("lion", "tide", 1),
+        ("lion", "optimal", 4),
+    ],
+)
+def test_is_plain_torch_to_the_bit(name: str, policy: str, micro_batches: int, dtype: torch.dtype) -> None:
+    """Pure bf16 has no masters: parameters, sums of gradients and moments are in bf16, as torch has them."""
+    reference, model = net(dtype), net(dtype)
+    plain, mine = (OPTIMIZERS[name](each.parameters()) for each in (reference, model))
+    losses = train(reference, plain, rows(dtype), 5, micro_batches)
+    optimizer = offloaded(model, mine, dtype, micro_batches, policy)
+    session = optimizer.session
+    try:
+        assert session.plan.workload.optimizer.name == name
+        assert train(model, optimizer, rows(dtype), 5, micro_batches) == losses
+        moved = session.status().links
+        assert moved["h2d"].moved_bytes > 0
+        states = optimizer.state_dict()["state"]
+        for n, row in plain.state_dict()["state"].items():
+            for key, value in row.items():
+                if isinstance(value, torch.Tensor):
+                    assert torch.equal(states[n][key].to(value.dtype), value), (n, key)
+    finally:
+        session.close()
+    for mine_now, theirs in zip(model.parameters(), reference.parameters()):
+        assert torch.equal(mine_now, theirs)
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd-momentum", "lion"])
+def test_states_go_both_ways(name: str, tmp_path: Path) -> None:
+    """Two plain steps, two under a plan, a checkpoint into another plan, two there, and two plain ones again."""
+    dtype = torch.float32
+    reference, model = net(dtype), net(dtype)
+    plain, mine = (OPTIMIZERS[name](each.parameters()) for each in (reference, model))
+    losses = train(reference, plain, rows(dtype), 8, 1)
+    batches = rows(dtype)
+    found = train(model, mine, batches, 2, 1)
+    optimizer = offloaded(model, mine, dtype, 1, "tide")
+    found += train(model, optimizer, batches, 2, 1)
+    folder = optimizer.save(tmp_path / "checkpoint")
+    optimizer.session.close()
+    other = net(dtype)
+    optimizer = offloaded(other, OPTIMIZERS[name](other.parameters()), dtype, 1, "zero_offload")
+    optimizer.load(folder)
+    found += train(other, optimizer, batches, 2, 1)
+    states = copy.deepcopy(optimizer.state_dict())
+    optimizer.session.close()
+    last = OPTIMIZERS[name](other.parameters())
+    last.load_state_dict(states)
+    found += train(other, last, batches, 2, 1)
+    assert found == losses
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    model = net(torch.float32)
+    optimizer = offloaded(model, OPTIMIZERS["lion"](model.parameters()), torch.float32, 1, "tide")
+    train(model, optimizer, rows(torch.float32), 1, 1)
+    folder = optimizer.save(tmp_path / "checkpoint")
+    optimizer.session.close()
+    optimizer = offloaded(model, OPTIMIZERS["adam"](model.parameters()), torch.float32, 1, "tide")
+    try:
+        with pytest.raises(CheckpointError, match="its states are momentum, those of adam are momentum and variance"):
+            optimizer.load(folder)
+    finally:
+        optimizer.session.close()
+
+
+def test_a_checkpoint_of_pure_bf16_goes_on_with_and_without_masters(tmp_path: Path) -> None:
+    """The weights of a checkpoint without masters are its masters. With masters the first losses are the same."""
+    dtype = torch.bfloat16
+    model = net(dtype)
+    batches = rows(dtype)
+    optimizer = offloaded(model, OPTIMIZERS["adamw"](model.parameters()), dtype, 1, "tide")
+    train(model, optimizer, batches, 2, 1)
+    folder = optimizer.save(tmp_path / "checkpoint")
+    batch = next(batches)
+    goes_on = train(model, optimizer, iter([batch]), 1, 1)
+    values = [p.detach().clone() for p in model.parameters()]
+    optimizer.session.close()
+    for masters in ("none", "fp32"):
+        other = net(dtype)
+        with torch.random.fork_rng():
+            _, again = executor.offload(
+                other,
+                OPTIMIZERS["adamw"](other.parameters()),
+                (torch.zeros(4, WIDTH, dtype=dtype),),
+                gpu_memory="60KB",
+                masters=masters,
+                policy="zero_offload",
+            )
+        again.load(folder)
+        assert train(other, again, iter([batch]), 1, 1) == goes_on
+        if masters == "none":
+            assert all(torch.equal(p.detach(), value) for p, value in zip(other.parameters(), values))
+        again.session.close()
+
+
+def test_what_is_given_wrongly() -> None:
+    model = net(torch.float32)
+    with pytest.raises(ContractError, match="masters = 'bf16': it must be one of fp32, none"):
+        executor.offload(model, OPTIMIZERS["adam"](model.parameters()), torch.zeros(4, WIDTH), masters="bf16")
+    with pytest.raises(PlanError, match=r"SGD: momentum=-1 is out of range; it must be at least 0"):
+        executor.SGD(momentum=-1)
+    with pytest.raises(PlanError, match=r"Lion: betas=\(0.9, 1\) is out of range"):
+        executor.Lion(betas=(0.9, 1))
