@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pstar_sim.arguments import choice, flag, whole
+from pstar_sim.arguments import choice, flag, text, whole
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.dtypes import MASTER
@@ -54,6 +54,8 @@ class Job(Axes):
                 flag(name, value)
         if self.optimizer is not None:
             optimizer_spec(self.optimizer)
+        if self.recompute is not None:
+            text("recompute", self.recompute, "attention or every-N, such as every-2")
         if self.lora is not None:
             object.__setattr__(self, "lora", adapter(self.lora))
 
