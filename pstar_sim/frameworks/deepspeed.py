@@ -45,6 +45,7 @@ from pstar_sim.policy.systems.sharded import (
     SUB_GROUP_PARAMS,
 )
 from pstar_sim.schema.fields import between, least
+from pstar_sim.workload.optimizers import OPTIMIZERS
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["DEEPSPEED", "KEYS", "MEMORY", "express", "read", "write"]
@@ -245,11 +246,8 @@ KEYS = (
     ),
 )
 
-_OPTIMIZERS = {
-    "adam": "adamw",
-    "adamw": "adamw",
-    "sgd": "sgd-momentum",
-}
+_OPTIMIZERS = {"AdamW": "adamw", "SGD": "sgd-momentum", "Lion": "lion", "Muon": "muon"}
+"""optimizer.type, as it is written -> pstar_sim's name. DeepSpeed's Adam is AdamW too (adam_w_mode)."""
 _GROUPS = 20
 """Least number of sub-groups with which a ratio is exported."""
 _NVME_PATH = "/local_nvme"
@@ -328,10 +326,15 @@ def _optimizer(found: KeyReading) -> tuple[str | None, list[str]]:
     written = found.known("optimizer")
     if written is None:
         return None, []
-    name = _OPTIMIZERS.get(str(written).lower())
+    names = {"adam": "adamw", **{kind.lower(): name for kind, name in _OPTIMIZERS.items()}}
+    name = names.get(str(written).lower())
     if name is None:
         return "adamw", [f"not modelled: optimizer.type = {written}: predicted as AdamW"]
     return name, []
+
+
+def _written(optimizer: str) -> str:
+    return next((kind for kind, name in _OPTIMIZERS.items() if name == optimizer), "AdamW")
 
 
 def _policy(found: KeyReading, stage: int, states: str, params: str) -> str:
@@ -422,7 +425,7 @@ def values_of(configuration: Configuration) -> dict[str, object]:
         "train_batch": c.train_batch,
         "clip": AUTO if c.clip is None else 1.0 if c.clip else 0.0,
         "stage": detail["stage"],
-        "optimizer": None if c.optimizer is None else {"sgd-momentum": "SGD"}.get(c.optimizer, "AdamW"),
+        "optimizer": None if c.optimizer is None else _written(c.optimizer),
         "sums": detail.get("sums"),
         "gathers": detail.get("gathers"),
     }
@@ -613,8 +616,9 @@ def express(plan: Plan) -> Expressed:
         base, options = "all_on_gpu", {}
     if params == "cpu" and (kept := whereabouts(plan).params_on_gpu) > 0:
         cannot.append(f"the {kept:.0%} of the parameters that stay on the GPU: with offload_param none stay")
-    optimizer = "sgd-momentum" if w.optimizer.name.startswith("sgd") else "adamw"
-    if w.optimizer.words not in ("", "sgd-momentum"):
+    near = "sgd-momentum" if w.optimizer.name == "sgd" else w.optimizer.name
+    optimizer = near if near in _OPTIMIZERS.values() else "adamw"
+    if w.optimizer != OPTIMIZERS[optimizer]:
         cannot.append(f"the states of {w.optimizer.words}: predicted with {optimizer}")
     if w.checkpointing:
         cannot.append("recomputed activations: the script switches them on (gradient_checkpointing_enable)")

@@ -404,3 +404,22 @@ def test_twin_flow_with_offloaded_parameters_keeps_none_of_them_on_the_gpu() -> 
     small = {c.index for c in plan.layout.chunks if c.small}
     plan.check()
     assert {r.chunk for r in plan.initial if r.list == "param" and r.place is Place.GPU} == small
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("Adam", "adamw"), ("Lion", "lion"), ("Muon", "muon"), ("SGD", "sgd-momentum")]
+)
+def test_optimizers_by_their_types(kind: str, name: str) -> None:
+    """DeepSpeed's Adam is AdamW unless adam_w_mode is off."""
+    content = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": kind}, "zero_optimization": {"stage": 3}}
+    configuration = deepspeed.read(content, "ds.json")
+    assert configuration.optimizer == name
+    assert not [note for note in configuration.notes if "optimizer.type" in note]
+
+
+def test_a_plan_for_lion_is_written_as_lion() -> None:
+    w = preset("gpt2", batch=1, seq=64, optimizer="lion")
+    plan = find_policy("zero_offload")(w, load_machine("v100-16"), Settings(clip=True))
+    expressed = deepspeed.express(plan)
+    assert expressed.configuration.optimizer == "lion"
+    assert not [note for note in expressed.cannot if "states of" in note]
