@@ -295,3 +295,9 @@ def test_names_and_values_a_preset_cannot_have() -> None:
         preset("gpt2", batch=1, micro_batches=20_000)
     with pytest.raises(ModelError, match="sequence is 100; an image of this model is 197 tokens"):
         preset("vit-b-16", batch=1, seq=100)
+
+
+def test_memory_of_an_operator_is_no_operator_of_its_own() -> None:
+    """Behind q, k and v: fused attention with its log-sums, the output's product, the residual sum."""
+    w = preset("gpt2", batch=2, seq=64, dtype="bf16", checkpointing=False)
+    assert next(m for m in w.moments if m.name == "end:transformer.h.0.attn.c_attn").operators == 3

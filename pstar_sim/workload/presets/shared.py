@@ -120,8 +120,7 @@ def attend(t: Tape, s: Shape, qkv: int, *, window: int = 0) -> int:
         t.op(u, unsaved=kept, products=s.attention_products, read=qkv)
     else:
         kept = s.tokens * m.heads * 4
-        t.op(kept, read=0)
-        t.op(u, unsaved=kept, attention=s.attend(window), read=qkv)
+        t.op(u + kept, unsaved=kept, attention=s.attend(window), read=qkv)
     if s.recomputes_attention:
         t.op(dead=kept)
     return kept
