@@ -14,9 +14,10 @@ from executor.devices.rules import RULES, Rule
 from executor.memory.payloads import STATE_DTYPES
 from executor.scaling import LossScale, loss_scale_for
 from pstar_sim.errors import PlanError
+from pstar_sim.workload.optimizers import OPTIMIZERS
 from pstar_sim.workload.workload import Tensor
 
-__all__ = ["DESCRIPTIONS", "SGD", "Adam", "AdamW", "Lion", "Optimizer", "check_groups", "described", "group_of"]
+__all__ = ["DESCRIPTIONS", "SGD", "Adam", "AdamW", "Lion", "Muon", "Optimizer", "check_groups", "described", "group_of"]
 
 AS_PLANNED = "plan"
 """max_grad_norm=AS_PLANNED: the plan's setting decides whether gradients are clipped."""
@@ -197,6 +198,47 @@ class Lion(Optimizer):
     planned: ClassVar[str] = "lion"
 
 
+@dataclass(frozen=True)
+class Muon(Optimizer):
+    """torch.optim.Muon for matrices but embeddings and the head, and torch.optim.AdamW for the rest; their defaults.
+
+    Groups that are given name their rule: {"params": ..., "update": "muon" or "adamw"}, and have its settings.
+    """
+
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    eps: float = 1e-7
+    ns_steps: int = 5
+    adjust_lr_fn: str | None = None
+    rest: AdamW = AdamW()
+    planned: ClassVar[str] = "muon"
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        settings = {"muon": self.settings, "adamw": self.rest.settings}
+        rule_of, groups = split(model), super().groups(model)
+        made = []
+        for group in groups:
+            for rule, defaults in settings.items():
+                mine = [p for p in group["params"] if group.get("update", rule_of.get(id(p))) == rule]
+                if mine:
+                    made.append({**defaults, **group, "params": mine, "update": rule})
+        self._check_split(made, rule_of)
+        return made
+
+    def _check_split(self, groups: Sequence[Mapping[str, Any]], rule_of: Mapping[int, str]) -> None:
+        for number, group in enumerate(groups):
+            for p in group["params"]:
+                if rule_of.get(id(p), group["update"]) != group["update"]:
+                    raise PlanError(
+                        f"Muon: group {number} updates a parameter of shape {tuple(p.shape)} by {group['update']}; "
+                        f"plans update it by {rule_of[id(p)]}: Muon has matrices but embeddings and the head, AdamW "
+                        "the rest"
+                    )
+
+
 DESCRIPTIONS: dict[str, Callable[..., Optimizer]] = {
     "adamw": AdamW,
     "adamw-bf16-states": partial(AdamW, state_dtype=torch.bfloat16),
@@ -204,6 +246,7 @@ DESCRIPTIONS: dict[str, Callable[..., Optimizer]] = {
     "lion": Lion,
     "sgd-momentum": partial(SGD, momentum=0.9),
     "sgd": SGD,
+    **({"muon": Muon} if "muon" in RULES else {}),
 }
 """Name of a plan's optimizer -> its description with default settings."""
 
@@ -211,6 +254,12 @@ DESCRIPTIONS: dict[str, Callable[..., Optimizer]] = {
 def described(planned: str) -> str:
     """Returns the description of a plan's optimizer as a user writes it, in words."""
     return DESCRIPTIONS[planned]().given
+
+
+def split(model: nn.Module) -> dict[int, str]:
+    """Returns id(parameter) -> the rule that updates it under Muon, by the usual split (optimizers.py)."""
+    spec = OPTIMIZERS["muon"]
+    return {id(p): spec.all_states[spec.kind_of(name, tuple(p.shape))].name for name, p in model.named_parameters()}
 
 
 def _read(params_or_groups: Iterable[Any]) -> tuple[Any, ...]:

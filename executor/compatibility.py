@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from executor.adamw import Optimizer, check_groups, described
-from executor.devices.rules import RULES, Rule
+from executor.adamw import DESCRIPTIONS, Optimizer, check_groups, described
+from executor.devices.rules import RULES
 from executor.moments.recorder import working_dtype
 from executor.scaling import loss_scale_for
 from pstar_sim.core.plan import Plan
@@ -21,9 +21,9 @@ from pstar_sim.workload.workload import Tensor
 
 __all__ = [
     "check_model",
+    "check_optimizer",
     "check_processes",
     "check_settings",
-    "rule_of",
     "torchrun_line",
 ]
 
@@ -124,13 +124,19 @@ def check_settings(plan: Plan, optimizer: Optimizer) -> None:
         )
 
 
-def rule_of(plan: Plan) -> Rule:
-    """Returns the update of the plan's optimizer. Raises PlanError for one that the executor does not know."""
+def check_optimizer(plan: Plan) -> None:
+    """Raise PlanError for an optimizer that the executor does not know, or whose updates the plan's ranks cut."""
     planned = plan.workload.optimizer
-    if planned.name not in RULES:
+    if planned.name not in DESCRIPTIONS or any(states.name not in RULES for states in planned.all_states):
+        newer = " (this torch has no Muon; torch 2.9 has)" if planned.name == "muon" else ""
         raise PlanError(
-            f"the plan is for optimizer {planned.name!r}, which the executor does not know; it runs "
-            f"{', '.join(RULES)}; make the plan with one of them (--optimizer)"
+            f"the plan is for optimizer {planned.name!r}, which the executor does not know{newer}; it runs "
+            f"{', '.join(DESCRIPTIONS)}; make the plan with one of them (--optimizer)"
+        )
+    ranks = plan.machine.data_parallel_size
+    if ranks > 1 and any(states.whole for states in planned.all_states):
+        raise PlanError(
+            f"{planned.name} updates whole matrices, which the slices of {ranks} ranks cut; run the plan on one GPU"
         )
     spec = OPTIMIZERS[planned.name]
     if planned not in (spec, spec.without_masters(DTYPES[plan.workload.dtype].bytes)):
@@ -138,11 +144,10 @@ def rule_of(plan: Plan) -> Rule:
             f"the plan's optimizer {planned.name!r} has states of {planned.state_bytes} bytes; the executor keeps "
             f"{spec.state_bytes} bytes for it; make the plan anew"
         )
-    return RULES[planned.name]
 
 
 def _check_states(plan: Plan, optimizer: Optimizer) -> None:
-    rule_of(plan)
+    check_optimizer(plan)
     if optimizer.planned != plan.workload.optimizer.name:
         raise PlanError(
             f"the plan is for optimizer {plan.workload.optimizer.name!r}, {optimizer.given} was given; give "

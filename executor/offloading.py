@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from executor.adamw import SGD, Adam, AdamW, Lion, Optimizer
+from executor.adamw import SGD, Adam, AdamW, Lion, Muon, Optimizer
 from executor.capture import NotOnFakeTensors, capture_module
 from executor.compatibility import check_processes
 from executor.contract import tensor_of
@@ -104,7 +104,7 @@ class Request:
 
 def offload(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     example_batch: Any,
     *,
     gpu_memory: str | int | None = None,
@@ -121,8 +121,8 @@ def offload(
     """Run the model of a training loop by a plan for this machine. Returns the same model, and the optimizer for the
     loop.
 
-    optimizer: torch's AdamW, Adam or SGD over the model's parameters, or lion_pytorch's Lion. Its settings and states
-        are kept, its groups shared: a scheduler made with it continues to work.
+    optimizer: torch's AdamW, Adam or SGD over the model's parameters, or lion_pytorch's Lion; or torch's Muon and AdamW
+        in a list. Its settings and states are kept, its groups shared: a scheduler made with it continues to work.
     example_batch: a batch of the largest shape, as the model takes it (a mapping: keyword arguments; a tuple:
         positional arguments).
     micro_batches: number of backwards before each `optimizer.step()`.
@@ -143,6 +143,7 @@ def offload(
         raise ContractError(f"executor.offload: micro_batches={micro_batches} must be at least 1")
     request = Request(gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, on_plan=on_plan)
     choice("masters", masters, MASTERS, error=ContractError)
+    optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else Joined(optimizer)
     spec = description_of(optimizer, max_grad_norm=max_grad_norm)
     _require_its_parameters(model, optimizer)
     with converted(model, dtype) as values:
@@ -174,6 +175,8 @@ def description_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | N
             "before accelerator.prepare, prepare the data loader alone (loader = accelerator.prepare(loader)), with "
             "dtype='bf16' in place of Accelerator(mixed_precision='bf16')"
         )
+    if isinstance(optimizer, Joined):
+        return Muon(optimizer.param_groups, max_grad_norm=max_grad_norm)
     described = _DESCRIBED.get(kind.__name__)
     if described is None or kind.__module__.split(".")[0] not in _LIBRARIES:
         raise ContractError(
@@ -192,6 +195,26 @@ def description_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | N
         if refused := spec.rule.refused_in(group):
             raise ContractError(f"param_groups[{number}] has {refused}, which is not supported; leave it out")
     return spec
+
+
+class Joined(torch.optim.Optimizer):
+    """Torch's Muon and AdamW as one optimizer, with their groups and states. Raises ContractError for others."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+        kinds = [type(each).__name__ for each in self.optimizers]
+        if sorted(kinds) != ["AdamW", "Muon"]:
+            raise ContractError(
+                f"the optimizers are {', '.join(kinds) or 'none'}; several run under a plan as torch.optim.Muon for "
+                "matrices with torch.optim.AdamW for the rest: give one of each"
+            )
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        super().__init__([dict(group) for group in groups], {})
+        self.param_groups = groups
+        for kind, each in zip(kinds, self.optimizers):
+            self.state.update(each.state)
+            for group in each.param_groups:
+                group["update"] = kind.lower()
 
 
 _DESCRIBED: dict[str, type[Optimizer]] = {kind.__name__: kind for kind in (AdamW, Adam, SGD, Lion)}

@@ -15,7 +15,7 @@ import torch
 
 from executor.adamw import Optimizer
 from executor.contract import tensor_of
-from executor.devices.rules import Rule, Settings
+from executor.devices.rules import RULES, Rule, Settings
 from executor.saving.checkpoint import save
 from executor.saving.restoring import Restored, load
 from pstar_sim.errors import ContractError
@@ -35,23 +35,33 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def __init__(self, groups: Sequence[dict[str, Any]], spec: Optimizer) -> None:
         self._sealed = False
         self.rule = spec.rule
-        super().__init__([dict(group) for group in groups], _defaults(spec.rule, spec.settings))
+        several = any("update" in group for group in groups)
+        defaults = {} if several else _defaults(spec.rule, spec.settings)
+        super().__init__([dict(group) for group in groups], defaults)
         self._name_kernel()
         self._sealed = True
 
     def _name_kernel(self) -> None:
         """Name the arithmetic in the groups, so that an optimizer of torch that loads them has the same."""
         for group in self.param_groups:
-            group.update({name: value for name, value in self.rule.on.items() if name in self.defaults})
+            known = self.defaults or group
+            group.update({name: value for name, value in self._rule(group).on.items() if name in known})
+
+    def _rule(self, group: Mapping[str, Any]) -> Rule:
+        return RULES[group["update"]] if "update" in group else self.rule
+
+    def _rule_of(self, tensor: int) -> Rule:
+        layout = self.session.plan.layout
+        return RULES[layout.states_of(layout.chunk_of[tensor]).name]
 
     def hyper(self) -> list[Settings]:
         """Returns the current settings of every group. Raises ContractError for a switch that is on and not
         supported.
         """
         for number, group in enumerate(self.param_groups):
-            if refused := self.rule.refused_in(group):
+            if refused := self._rule(group).refused_in(group):
                 raise ContractError(f"param_groups[{number}] has {refused}, which is not supported; set it to False")
-        return [self.rule.read(group) for group in self.param_groups]
+        return [self._rule(group).read(group) for group in self.param_groups]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
@@ -80,7 +90,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._name_kernel()
 
         def tell(*_: Any) -> None:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler asks for
+            for each in getattr(optimizer, "optimizers", (optimizer,)):
+                each._opt_called = True  # type: ignore[union-attr]  # what a scheduler asks for
 
         self.register_step_post_hook(tell)
 
@@ -111,7 +122,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for parameter, tensor in zip(parameters, self._tensors()):
             if tensor is None or not session.contents.steps_taken[tensor]:
                 continue
-            keys = {**({"step": "step"} if self.rule.counts else {}), **self.rule.states}
+            rule = self._rule_of(tensor)
+            keys = {**({"step": "step"} if rule.counts else {}), **rule.states}
             if masters and not session.plan.layout.is_own_master(session.plan.layout.chunk_of[tensor]):
                 keys[MASTER_LIST] = MASTER_LIST
             self.state[parameter] = {key: value(tensor, name) for key, name in keys.items()}
@@ -149,7 +161,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Load the states of one tensor; None: no update yet."""
         session = self.session
         session.contents.steps_taken[tensor] = 0 if row is None else int(row.get("step", 1))
-        for key, list_name in self.rule.states.items():
+        for key, list_name in self._rule_of(tensor).states.items():
             value = torch.zeros(session.plan.workload.tensors[tensor].shape) if row is None else row[key]
             session.reader.set_state_value(tensor, list_name, value)
         if row is not None and MASTER_LIST in row:
@@ -165,8 +177,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 f"this optimizer {[len(g['params']) for g in self.param_groups]}; give the state of an optimizer with "
                 "the same groups"
             )
-        for number, group in enumerate(groups):
-            if refused := self.rule.refused_in(group):
+        for number, (mine, group) in enumerate(zip(self.param_groups, groups)):
+            if refused := self._rule(mine).refused_in(group):
                 raise ContractError(f"{what}: group {number} has {refused}, which is not supported; set it to False")
         position = {key: at for at, key in enumerate(key for group in groups for key in group["params"])}
         tensors = self._tensors()
@@ -178,10 +190,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     f"{what}: the state has a row {key!r}, but no group has that parameter; give a whole state_dict"
                 )
             tensor = tensors[at]
-            shape = None if tensor is None else self.session.plan.workload.tensors[tensor].shape
-            if not self.rule.states or None in row.values():
+            if tensor is None or not self._rule_of(tensor).states or None in row.values():
                 continue  # torch's SGD: no momentum, or none yet
-            self._check_row(what, key, row, shape)
+            self._check_row(what, key, row, tensor)
             rows[at] = row
         return rows
 
@@ -199,16 +210,17 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Returns the tensor index of every parameter, in the order of the groups."""
         return [tensor_of(p) for group in self.param_groups for p in group["params"]]
 
-    def _check_row(self, what: str, key: Any, row: Mapping[str, Any], shape: tuple[int, ...] | None) -> None:
+    def _check_row(self, what: str, key: Any, row: Mapping[str, Any], tensor: int) -> None:
         """Check that the states of one parameter are this optimizer's and have its shape."""
-        wanted = [*(["step"] if self.rule.counts else []), *self.rule.states]
+        rule, shape = self._rule_of(tensor), self.session.plan.workload.tensors[tensor].shape
+        wanted = [*(["step"] if rule.counts else []), *rule.states]
         missing = [name for name in wanted if name not in row]
         if missing:
             raise ContractError(
                 f"{what}: the state of parameter {key} has no {missing[0]}; give the state of the plan's optimizer, "
                 f"{self.session.plan.workload.optimizer.name}"
             )
-        for name in (*self.rule.states, MASTER_LIST):
+        for name in (*rule.states, MASTER_LIST):
             if name in row and tuple(row[name].shape) != shape:
                 raise ContractError(
                     f"{what}: {name} of parameter {key} has shape {tuple(row[name].shape)}, not {shape}"

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from executor.adamw import DESCRIPTIONS, AdamW, Optimizer
-from executor.compatibility import check_processes, rule_of
+from executor.compatibility import check_optimizer, check_processes
 from executor.devices.cuda import CudaBackend, cuda_device
 from executor.devices.opening import is_cuda
 from executor.measuring.first import TideReport
@@ -338,7 +338,7 @@ class TrainingJob(Axes):
         )
 
     def _optimizer(self, plan: Plan) -> Optimizer:
-        rule_of(plan)
+        check_optimizer(plan)
         return DESCRIPTIONS[plan.workload.optimizer.name](
             lr=self.lr,
             max_grad_norm=MAX_GRAD_NORM if plan.settings.clip else None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Rule:
     on: settings that choose this arithmetic, in a state dict's groups.
     buffers: fp32 tensors beside the lists, each as long as what is updated at a time.
     counts: whether a state dict has a step count.
+    room: bytes that the update of a whole tensor of a shape takes beside its lists; None for updates of elements.
     """
 
     kernel: Callable[[Flat, Flat, Sequence[Flat], Sequence[int], Settings, Flat], None]
@@ -45,6 +47,7 @@ class Rule:
     on: Mapping[str, Any] = field(default_factory=dict)
     buffers: int = 0
     counts: bool = True
+    room: Callable[[Sequence[int]], int] | None = None
 
     @property
     def lists(self) -> tuple[str, ...]:
@@ -61,7 +64,7 @@ class Rule:
 
 
 def _number(value: Any) -> Any:
-    if isinstance(value, bool):
+    if value is None or isinstance(value, (bool, int, str)):
         return value
     return tuple(map(float, value)) if isinstance(value, (tuple, list)) else float(value)
 
@@ -131,6 +134,21 @@ def _lion(
         momentum.mul_(beta2).add_(grad, alpha=1 - beta2)
 
 
+def _muon(
+    params: Flat, grads: Flat, moments: Sequence[Flat], steps: Sequence[int], settings: Settings, scratch: Flat
+) -> None:
+    """torch's own Muon, of matrices [m, n]."""
+    from torch.optim._muon import muon
+
+    muon(list(params), list(grads), list(moments[0]), foreach=False, has_complex=False, **settings)
+
+
+def _room_of_muon(shape: Sequence[int]) -> int:
+    """fp32 gradient and direction, two bf16 matrices of their shape, and two of m x m, m <= n."""
+    m, n = sorted(shape)
+    return (4 + 4 + 2 + 2) * m * n + 2 * 2 * m * m
+
+
 _ADAM = {"exp_avg": "momentum", "exp_avg_sq": "variance"}
 _SWITCHES = ("amsgrad", "maximize", "differentiable")
 _FUSED = {"fused": True, "foreach": None}
@@ -184,4 +202,23 @@ RULES = {
         counts=False,
     ),
 }
-"""Name of a plan's optimizer -> its update. The executor refuses other plans."""
+"""Name of `States` -> their update. The executor refuses plans with others."""
+if find_spec("torch.optim._muon") is not None:  # torch 2.9 and later
+    RULES["muon"] = Rule(
+        kernel=_muon,
+        torch_name="Muon",
+        states={"momentum_buffer": "momentum"},
+        defaults={
+            "lr": 1e-3,
+            "weight_decay": 0.1,
+            "momentum": 0.95,
+            "nesterov": True,
+            "ns_coefficients": (3.4445, -4.7750, 2.0315),
+            "eps": 1e-7,
+            "ns_steps": 5,
+            "adjust_lr_fn": None,
+        },
+        on=_UNFUSED,
+        counts=False,
+        room=_room_of_muon,
+    )

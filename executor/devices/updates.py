@@ -40,11 +40,15 @@ GPU_BLOCK = 4 * BLOCK  # larger on the gpu: a piece that fits a cache is too sma
 
 
 class UpdateRange(NamedTuple):
-    """Elements [start, stop) of a chunk, whose parameters have had `steps` updates before this update."""
+    """Elements [start, stop) of a chunk, whose parameters have had `steps` updates before this update.
+
+    shape: of the tensor, if tensors are updated whole.
+    """
 
     start: int
     stop: int
     steps: int
+    shape: tuple[int, ...] = ()
 
 
 def ranges_of(slots: Iterable[tuple[int, int, int | None]], align: int = ALIGN) -> list[UpdateRange]:
@@ -75,13 +79,16 @@ def scratch_bytes(plan: Plan) -> int:
     if not chunks:
         return 0
     layout, several = plan.layout, plan.workload.micro_batches > 1
-    rule = RULES[layout.optimizer.name]
-    pieces = 0
+    buffers = max(RULES[layout.states_of(c).name].buffers for c in chunks)
+    pieces, whole_bytes = 0, 0
     for c in chunks:
+        if (room := RULES[layout.states_of(c).name].room) is not None:
+            whole_bytes = max(whole_bytes, *(room(slot.shape) for slot in layout.chunks[c].slots))
+            continue
         widths = [DTYPES[layout.chunks[c].dtype].bytes, *(size for _, size in layout.optimizer.state_bytes)]
         alike = len({*widths, *([layout.sum_width(c)] if several else ())}) == 1
         pieces = max(pieces, 0 if alike else sum(size < 4 for size in widths))
-    return (pieces + rule.buffers) * 4 * min(GPU_BLOCK, max(layout.slice_numel(c) for c in chunks))
+    return max(whole_bytes, (pieces + buffers) * 4 * min(GPU_BLOCK, max(layout.slice_numel(c) for c in chunks)))
 
 
 class Scratch:
@@ -124,6 +131,11 @@ def update(
     lists = (param, grad, *moments)
     alike = len({each.dtype for each in lists}) == 1
     narrow = [] if alike else [number for number, each in enumerate(lists) if each.dtype != torch.float32]
+    if rule.room is not None:
+        for run in runs:
+            whole = [each[run.start : run.stop].view(run.shape) for each in lists]
+            _update_whole(rule, run, whole, narrow, settings, scale)
+        return
     for piece in _pieces(runs, room.block if narrow or rule.buffers else sys.maxsize):
         first, end = piece[0].start, piece[-1].stop
         wide = [each[first:end] for each in lists]
@@ -131,12 +143,29 @@ def update(
             wide[number] = room.get(number, grad)[: end - first].copy_(wide[number])
         if scale is not None:
             wide[1].mul_(scale)
-        params, grads, *others = ([each[a - first : b - first] for a, b, _ in piece] for each in wide)
+        params, grads, *others = ([each[run.start - first : run.stop - first] for run in piece] for each in wide)
         buffers = [room.get(len(lists) + n, grad) for n in range(rule.buffers)]
         rule.kernel(params, grads, others, [run.steps for run in piece], settings, buffers)
         for number in narrow:
             if number != 1:
                 lists[number][first:end].copy_(wide[number])
+
+
+def _update_whole(
+    rule: Rule,
+    run: UpdateRange,
+    lists: Sequence[torch.Tensor],
+    narrow: Sequence[int],
+    settings: Settings,
+    scale: torch.Tensor | None,
+) -> None:
+    wide = [each.float() if number in narrow else each for number, each in enumerate(lists)]
+    if scale is not None:
+        wide[1].mul_(scale)
+    rule.kernel(wide[:1], wide[1:2], [[each] for each in wide[2:]], [run.steps], settings, ())
+    for number in narrow:
+        if number != 1:
+            lists[number].copy_(wide[number])
 
 
 def _pieces(runs: Iterable[UpdateRange], block: int) -> Iterator[list[UpdateRange]]:

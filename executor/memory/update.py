@@ -12,7 +12,7 @@ import torch
 from executor.devices import updates
 from executor.devices.backend import StreamBackend
 from executor.devices.rules import RULES, Settings
-from executor.devices.updates import BLOCK, GPU_BLOCK, Scratch, clip_coefficient, ranges_of, total_norm
+from executor.devices.updates import BLOCK, GPU_BLOCK, Scratch, UpdateRange, clip_coefficient, ranges_of, total_norm
 from executor.memory.arena import Arena
 from executor.memory.chunk_state import ChunkState
 from executor.memory.gradients import ChunkGradients
@@ -130,7 +130,6 @@ class Updating:
         self.values = values
         self.gradients = gradients
         self.steps_taken = steps_taken
-        self.rule = RULES[arena.layout.optimizer.name]
         longest = max((arena.layout.slice_numel(c.index) for c in arena.layout.chunks), default=1)
         on_host = arena.backend.device.type == "cpu"
         self._scratch = {HOST: Scratch(), GPU: Scratch(BLOCK if on_host else min(GPU_BLOCK, longest))}
@@ -184,7 +183,7 @@ class Updating:
         state.current = {place}
         state.whole = False
         if place is GPU:
-            state.ahead = set(self.arena.layout.state_lists)
+            state.ahead = set(self.arena.layout.states_of(chunk).names)
         state.updating = False
 
     def _adam_part(self, chunk: int, elements: tuple[int, int], update: Update, norms: Norms) -> None:
@@ -235,14 +234,22 @@ class Updating:
         arena, row, (first, end) = self.arena, self.arena.layout.chunks[chunk], elements
         parts = [(s.tensor, self.slots.parts[s.tensor]) for s in row.slots]
         spans = [(t, max(p.offset, first), min(p.offset + p.numel, end)) for t, p in parts]
-        slots = ((a, b - a, self.steps_taken[t] if t in mine else None) for t, a, b in spans if a < b)
-        master = arena.at(place, chunk, MASTER_LIST)
+        rule, master = RULES[arena.layout.states_of(chunk).name], arena.at(place, chunk, MASTER_LIST)
+        if rule.room is None:
+            slots = ((a, b - a, self.steps_taken[t] if t in mine else None) for t, a, b in spans if a < b)
+            runs = ranges_of(slots, ALIGN_BYTES // master.itemsize)
+        else:
+            runs = [
+                UpdateRange(s.offset, s.offset + s.numel, self.steps_taken[s.tensor], s.shape)
+                for s in row.slots
+                if s.tensor in mine
+            ]
         updates.update(
-            self.rule,
-            ranges_of(slots, ALIGN_BYTES // master.itemsize),
+            rule,
+            runs,
             param=master,
             grad=arena.at(place, chunk, source),
-            moments=[arena.at(place, chunk, name) for name in self.rule.lists],
+            moments=[arena.at(place, chunk, name) for name in rule.lists],
             settings=update.hyper[row.group],
             scale=scale,
             scratch=self._scratch[place],
@@ -253,7 +260,7 @@ class Updating:
             self.steps_taken[tensor] += 1
 
     def _require_all_here(self, chunk: int, place: Place, *, arriving: bool = False) -> None:
-        for list_name in ("param", *self.arena.layout.state_lists):
+        for list_name in ("param", *self.arena.layout.states_of(chunk).names):
             if not self.arena.has(place, chunk, list_name):
                 raise PlanError(f"Adam of chunk {chunk} on the {place.value}: {list_name} is not there")
         gradients = self.chunks[chunk].gradients

@@ -139,7 +139,7 @@ class OptimizerSpec:
     def all_states(self) -> tuple[States, ...]:
         """The states of tensors of no kind, then those of each kind."""
         lists = tuple([StateList(name=name, per_element=size) for name, size in self.state_bytes])
-        plain = States(name=self.name, lists=lists, traffic_per_param=self.dram_bytes_per_param)
+        plain = States(name=_REST.get(self.name, self.name), lists=lists, traffic_per_param=self.dram_bytes_per_param)
         return (plain, *(kind.states for kind in self.kinds))
 
     @property
@@ -253,6 +253,8 @@ _KINDS = {
     "adafactor": (Kind(states=_FACTORED, of=_has_columns),),
     "muon": (Kind(states=_MUON, of=_is_matrix),),
 }
+_REST = {"adamw-8bit": "adamw", "lion-8bit": "lion", "muon": "adamw"}
+"""Optimizer -> the rule that updates tensors of no kind."""
 _OWN_WIDTH = ("adamw-8bit", "lion-8bit")
 """Optimizers whose moments keep their width beside a narrower parameter."""
 

@@ -155,6 +155,89 @@ def test_states_go_both_ways(name: str, tmp_path: Path) -> None:
     assert found == losses
 
 
+def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """The usual two optimizers of a loop with Muon."""
+    matrices, rest = ([p for p in model.parameters() if (p.ndim == 2) is both] for both in (True, False))
+    return [torch.optim.Muon(matrices, lr=2e-2), torch.optim.AdamW(rest, lr=1e-2, fused=True)]
+
+
+def train_with(model: nn.Module, optimizers: list[Any], batches: Iterator[torch.Tensor], steps: int, micro: int) -> Any:
+    losses = []
+    for _ in range(steps):
+        for _ in range(micro):
+            loss = model(next(batches)) / micro
+            loss.backward()
+            losses.append(float(loss.detach()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+
+
+@needs_muon
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("policy", "micro_batches"), [("optimal", 4), ("tide", 1), ("zero_offload", 4)])
+def test_muon_beside_adamw_is_plain_torch_to_the_bit(policy: str, micro_batches: int, dtype: torch.dtype) -> None:
+    """Matrices are updated whole, once per step, from the sum over all micro-batches, wherever they are."""
+    reference, model = net(dtype), net(dtype)
+    losses = train_with(reference, muon(reference), rows(dtype), 5, micro_batches)
+    own = muon(model)
+    _, optimizer = executor.offload(
+        model,
+        own,
+        (torch.zeros(4, WIDTH, dtype=dtype),),
+        gpu_memory="120KB" if policy == "zero_offload" else "80KB",
+        micro_batches=micro_batches,
+        masters="none",
+        policy=policy,
+    )
+    assert train(model, optimizer, rows(dtype), 5, micro_batches) == losses
+    moved = optimizer.session.status().links["h2d"].moved_bytes
+    assert moved > 0 and optimizer.param_groups[0] is own[0].param_groups[0]
+    optimizer.session.close()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), reference.parameters()))
+
+
+@needs_muon
+def test_states_of_muon_and_adamw_go_on(tmp_path: Path) -> None:
+    """Two plain steps, two under a plan, and two after a checkpoint."""
+    dtype = torch.float32
+    reference, model = net(dtype), net(dtype)
+    losses = train_with(reference, muon(reference), rows(dtype), 6, 1)
+    batches, batch, own = rows(dtype), (torch.zeros(4, WIDTH),), muon(model)
+    found = train_with(model, own, batches, 2, 1)
+    _, optimizer = executor.offload(model, own, batch, gpu_memory="80KB", policy="tide")
+    found += train(model, optimizer, batches, 2, 1)
+    folder = optimizer.save(tmp_path / "checkpoint")
+    optimizer.session.close()
+    other = net(dtype)
+    _, optimizer = executor.offload(other, muon(other), batch, gpu_memory="120KB", policy="zero_offload")
+    optimizer.load(folder)
+    found += train(other, optimizer, batches, 2, 1)
+    optimizer.session.close()
+    assert found == losses
+
+
+@needs_muon
+def test_a_split_that_plans_do_not_have_is_refused() -> None:
+    model = net(torch.float32)
+    first, *rest = model.parameters()
+    others = [p for p in rest if p.ndim == 2]
+    wrong = [
+        torch.optim.Muon(others),
+        torch.optim.AdamW([first, *(p for p in rest if p.ndim != 2)]),
+    ]
+    with pytest.raises(PlanError, match=r"shape \(48, 48\) by adamw; plans update it by muon"):
+        executor.offload(model, wrong, (torch.zeros(4, WIDTH),), gpu_memory="80KB")
+    with pytest.raises(
+        ContractError, match=r"the optimizers are AdamW; several run under a plan as torch\.optim\.Muon"
+    ):
+        executor.offload(model, wrong[1:], (torch.zeros(4, WIDTH),), gpu_memory="80KB")
+
+
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     model = net(torch.float32)
     optimizer = offloaded(model, OPTIMIZERS["lion"](model.parameters()), torch.float32, 1, "tide")

@@ -35,7 +35,7 @@ def refused(kit: Any) -> Callable[..., None]:
     return check
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw-8bit", "adafactor"])
 def test_an_optimizer_the_executor_does_not_know(refused: Callable[..., None], name: str) -> None:
     refused(name, rf"optimizer '{name}', which the executor does not know; it runs adamw, adamw-bf16-states, adam,")
 
