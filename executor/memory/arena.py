@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -26,6 +27,7 @@ from pstar_sim.core.slabs import HostRoom
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import DoesNotFit, OutOfMemory
 from pstar_sim.units import format_bytes
+from pstar_sim.workload.optimizers import MASTER_LIST
 
 __all__ = ["PLACES", "TOWARDS", "Arena", "check_gpu_memory", "check_host_memory"]
 
@@ -36,7 +38,12 @@ TOWARDS = {Place.GPU: Queue.H2D, Place.HOST: Queue.D2H}
 
 
 class Arena:
-    """Payloads of one plan. Takes and frees may come from any thread."""
+    """Payloads of one plan. Takes and frees may come from any thread.
+
+    Attributes:
+        unsettled: chunk -> what puts its gradients on the gpu into their list ([Note: gradients in the master copy]),
+            held weakly, because what ends a dropped session holds the arena.
+    """
 
     def __init__(
         self, plan: Plan, backend: Backend, *, rank: int = 0, clock: Callable[[], float] = time.perf_counter
@@ -54,6 +61,7 @@ class Arena:
         self.log = ByteLog(self._ledger, self._lock, clock)
         self.categories = Categories(plan, self._ledger, self._lock, self.log)
         self._buffer_bytes = self._ledger.used_bytes(Place.GPU)  # buffers of modules: no payloads, on the gpu for good
+        self.unsettled: dict[int, weakref.WeakMethod[Callable[[int], None]]] = {}
 
     def allocate_slabs(self) -> None:
         """Allocate all host memory at once; call `check_host_memory` before. Raises DoesNotFit, and gives the rest
@@ -68,7 +76,18 @@ class Arena:
 
     def at(self, place: Place, chunk: int, list_name: str) -> torch.Tensor:
         """Returns the payload, flat [numel], with or without memory: see `GpuPayloads.at` and `HostSlabs.at`."""
+        self._settle(place, chunk, list_name)
+        return self.unsettled_at(place, chunk, list_name)
+
+    def unsettled_at(self, place: Place, chunk: int, list_name: str) -> torch.Tensor:
+        """Does the same as `at`, without `unsettled`."""
         return self._stores[place].at(chunk, list_name)
+
+    def _settle(self, place: Place, chunk: int, list_name: str) -> None:
+        if chunk in self.unsettled and place is Place.GPU and list_name in ("param", MASTER_LIST):
+            settle = self.unsettled[chunk]()
+            if settle is not None:
+                settle(chunk)
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 
@@ -151,6 +170,7 @@ class Arena:
 
     def free(self, place: Place, chunk: int, list_name: str) -> None:
         """Take a payload's memory away. Raises PlanError if it has none."""
+        self._settle(place, chunk, list_name)
         with self._lock:
             self._ledger.begin_release(chunk, list_name, place)
         self._stores[place].give(chunk, list_name)

@@ -5,6 +5,13 @@ the host: in place in "param", in "grad" (on its way out) or in "grad32" (accumu
 indices by (place, list). A slot of a working list whose tensor is not in `gradients` holds the parameter's value. The
 working list always equals cast(param32), so a value that a gradient overwrote can be computed again from param32.
 
+[Note: gradients in the master copy] Where the working list has the dtype of param32, an update would write each value
+twice. If no step moves a list of the chunk, a gradient that goes to "param" is therefore written into the slot of
+param32 on the gpu (`lent`). The value stays in the working list, and is updated there. The record says what it says of
+any chunk, as if the two slots were exchanged; `Arena.at` and `Arena.free` exchange them (`ChunkGradients.settle`)
+before anyone else meets one of the two lists. Where work is issued ahead, an exchange would not be ordered before reads
+of other queues: nothing is lent.
+
 [Note: between two lines] Ctrl-C may come between any two lines of this folder, and `zero_grad()` continues from the
 ledger as it stands then (`off_plan/mending.py`). Therefore a slot enters `gradients`, and a copy ceases to be current,
 before it is written over; a copy becomes current after it is written. Three changes cannot be ordered in this way and
@@ -33,6 +40,7 @@ class ChunkState:
     ahead: lists that are newer on the gpu than on the host: updated states, and sums to which gradients were added.
     whole: whether the gpu has the other ranks' slices of the working list as well.
     gradients: see [Note: where a gradient is].
+    lent: tensors whose slot of param32 on the gpu holds a gradient, new or spent.
     updated: elements at the front of the lists on the host that an update in parts has updated so far; 0 without one.
     update_in_parts: that update, until its last part.
     arrived: elements at the front of the working list on the gpu that a copy in parts has brought so far.
@@ -46,6 +54,7 @@ class ChunkState:
     updating: bool = False
     hollow: set[tuple[Place, str]] = field(default_factory=set)
     gradients: dict[tuple[Place, str], set[int]] = field(default_factory=dict)
+    lent: set[int] = field(default_factory=set)
     updated: int = 0
     update_in_parts: object = None
     arrived: int = 0

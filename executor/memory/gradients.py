@@ -5,6 +5,7 @@ See [Note: where a gradient is] in chunk_state.py. `shares.py` moves one tensor'
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -14,8 +15,9 @@ from executor.memory.arena import Arena
 from executor.memory.chunk_state import ChunkState
 from executor.memory.slots import Slots
 from executor.memory.values import ParameterValues
-from pstar_sim.core.step import Place
+from pstar_sim.core.step import Kind, Place
 from pstar_sim.errors import PlanError
+from pstar_sim.workload.optimizers import MASTER_LIST
 
 __all__ = ["ChunkGradients"]
 
@@ -33,10 +35,18 @@ class ChunkGradients:
         chunk_of = arena.layout.chunk_of
         # Tensors of each chunk that get a gradient.
         self._most = Counter(chunk_of[t] for t in set().union(*arena.plan.workload.gradients))
+        moved = {s.chunk for s in arena.plan.steps if s.kind not in (Kind.COMPUTE, Kind.GPU_UPDATE)}
+        self._lenders = frozenset(
+            c.index
+            for c in arena.layout.chunks
+            if arena.backend.streams is None
+            and c.index not in moved
+            and arena.dtype(c.index, "param") == arena.dtype(c.index, MASTER_LIST)
+        )
 
-    def accept(self, tensor: int, gradient: torch.Tensor, list_name: str) -> None:
+    def accept(self, tensor: int, gradient: torch.Tensor, list_name: str) -> torch.Tensor:
         """Move a gradient that just became final into `list_name` of its chunk on the gpu. It is added to an earlier
-        gradient in the slot."""
+        gradient in the slot. Returns the slot."""
         chunk, arena = self.slots.chunk_of(tensor), self.arena
         if not arena.has(GPU, chunk, list_name):
             raise PlanError(
@@ -48,9 +58,10 @@ class ChunkGradients:
                 raise PlanError(
                     f"the gradient of tensor {tensor} goes to all of chunk {chunk}, which is not on the gpu"
                 )
-            self.put(chunk, mine, tensor, self.slots.whole(tensor, list_name), gradient.reshape(-1))
+            target = self.slots.whole(tensor, list_name)
+            self.put(chunk, mine, tensor, target, gradient.reshape(-1))
         else:
-            target = self._slot(tensor, list_name)
+            target = self._slot(tensor, self._lend(chunk, tensor) if list_name == "param" else list_name)
             same = gradient.shape == target.shape
             self.put(chunk, mine, tensor, target, gradient if same else gradient.reshape(target.shape))
         if list_name == "param":
@@ -59,13 +70,41 @@ class ChunkGradients:
                 arena.categories.overwritten(chunk)
         elif list_name == "grad32":
             self.chunks[chunk].ahead.add("grad32")
+        return target
+
+    def _lend(self, chunk: int, tensor: int) -> str:
+        """Returns the list whose slot takes a gradient for "param": [Note: gradients in the master copy]."""
+        state = self.chunks[chunk]
+        if tensor not in state.lent:
+            keeps_value = GPU in state.current and tensor not in state.where(GPU, "param")
+            if chunk not in self._lenders or not keeps_value or not self.arena.has(GPU, chunk, MASTER_LIST):
+                return "param"
+            self.arena.unsettled[chunk] = weakref.WeakMethod(self.settle)
+            state.lent.add(tensor)
+        return MASTER_LIST
+
+    def settle(self, chunk: int) -> None:
+        """Exchange the slots of the chunk that are lent, so that the two lists on the gpu hold what is recorded."""
+        state = self.chunks[chunk]
+        before, state.adding = state.adding, True
+        with torch.no_grad():
+            for tensor in sorted(state.lent):
+                value, lent = self._slot(tensor, "param"), self._slot(tensor, MASTER_LIST)
+                gradient = lent.clone() if tensor in state.where(GPU, "param") else None
+                lent.copy_(value)
+                state.lent.discard(tensor)
+                if gradient is not None:
+                    value.copy_(gradient)
+        state.adding = before
+        self.arena.unsettled.pop(chunk, None)
 
     def _slot(self, tensor: int, list_name: str) -> torch.Tensor:
         """Returns the slot on the gpu, in the shape of the tensor. It is made once: views stay valid without memory."""
         found = self._slots.get((tensor, list_name))
         if found is None:
-            shape = self.arena.plan.workload.tensors[tensor].shape
-            found = self._slots[tensor, list_name] = self.slots.at(GPU, tensor, list_name).view(shape)
+            shape, part = self.arena.plan.workload.tensors[tensor].shape, self.slots.parts[tensor]
+            flat = self.arena.unsettled_at(GPU, self.slots.chunk_of(tensor), list_name)
+            found = self._slots[tensor, list_name] = flat[part.offset : part.offset + part.numel].view(shape)
         return found
 
     def put(self, chunk: int, mine: set[int], tensor: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -96,7 +135,9 @@ class ChunkGradients:
         if len(parts) > 1:
             raise PlanError(f"the norm of tensor {tensor}'s gradient is asked for before its parts {parts} are added")
         for place, list_name in parts:
-            norm: torch.Tensor = torch.linalg.vector_norm(self.slots.at(place, tensor, list_name), dtype=torch.float32)
+            lent = tensor in state.lent and (place, list_name) == (GPU, "param")
+            slot = self._slot(tensor, MASTER_LIST).view(-1) if lent else self.slots.at(place, tensor, list_name)
+            norm: torch.Tensor = torch.linalg.vector_norm(slot, dtype=torch.float32)
             return norm
         raise PlanError(f"tensor {tensor} has no gradient")
 

@@ -35,7 +35,6 @@ class Update:
     """Values that the Adam steps of one iteration need, fixed at `optimizer.step()` (with eager updates: when the
     iteration begins).
 
-    max_grad_norm: None without clipping.
     norms: norm of each gradient, taken where it arrived (one micro-batch only).
     unscale: factor of the gradients that undoes loss scaling.
     skip: whether a gradient overflowed, so that Adam steps leave values, states and step counts as they are and drop
@@ -173,13 +172,15 @@ class Updating:
         source: the list of all its gradients.
         """
         state, mine = self.chunks[chunk], self.chunks[chunk].where(place, source)
-        scale = update.coefficient_on(self.arena.at(place, chunk, MASTER_LIST).device, norms)
+        scale = update.coefficient_on(self.arena.unsettled_at(place, chunk, MASTER_LIST).device, norms)
         state.updating = True
-        self._apply(chunk, place, source, mine, (0, self.arena.layout.slice_numel(chunk)), update, scale)
+        lent = (place, source) == (GPU, "param") and mine <= state.lent
+        self._apply(chunk, place, source, mine, (0, self.arena.layout.slice_numel(chunk)), update, scale, lent=lent)
         self._count(mine)
         state.current = set()
         mine.clear()
-        self.arena.at(place, chunk, "param").copy_(self.arena.at(place, chunk, MASTER_LIST))
+        if not lent:
+            self.arena.at(place, chunk, "param").copy_(self.arena.at(place, chunk, MASTER_LIST))
         state.current = {place}
         state.whole = False
         if place is GPU:
@@ -224,17 +225,20 @@ class Updating:
         elements: tuple[int, int],
         update: Update,
         scale: torch.Tensor | None,
+        *,
+        lent: bool = False,
     ) -> None:
         """Update some elements of the master copy.
 
-        source: the list of the gradients.
+        lent: whether values and gradients are in each other's list: [Note: gradients in the master copy].
         mine: tensors that have a gradient; others keep their values.
         elements: (first, behind the last).
         """
         arena, row, (first, end) = self.arena, self.arena.layout.chunks[chunk], elements
+        at = arena.unsettled_at if lent else arena.at
         parts = [(s.tensor, self.slots.parts[s.tensor]) for s in row.slots]
         spans = [(t, max(p.offset, first), min(p.offset + p.numel, end)) for t, p in parts]
-        rule, master = RULES[arena.layout.states_of(chunk).name], arena.at(place, chunk, MASTER_LIST)
+        rule, master = RULES[arena.layout.states_of(chunk).name], at(place, chunk, "param" if lent else MASTER_LIST)
         if rule.room is None:
             slots = ((a, b - a, self.steps_taken[t] if t in mine else None) for t, a, b in spans if a < b)
             runs = ranges_of(slots, ALIGN_BYTES // master.itemsize)
@@ -248,7 +252,7 @@ class Updating:
             rule,
             runs,
             param=master,
-            grad=arena.at(place, chunk, source),
+            grad=at(place, chunk, MASTER_LIST if lent else source),
             moments=[arena.at(place, chunk, name) for name in rule.lists],
             settings=update.hyper[row.group],
             scale=scale,

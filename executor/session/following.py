@@ -20,7 +20,6 @@ from executor.session.cursor import Answer
 from executor.session.refusals import Refusal, refused
 from executor.session.state import PlanBytes, RunState
 from executor.session.steps import Steps
-from pstar_sim.core.step import Place
 from pstar_sim.errors import ContractError, PlanError
 from pstar_sim.workload.workload import Phase
 
@@ -295,8 +294,7 @@ class Following:
             grad.zero_()
         elif self._weight != 1.0:
             grad.mul_(self._weight)
-        run.contents.gradients.accept(tensor, grad, goes_to)
+        slot = run.contents.gradients.accept(tensor, grad, goes_to)
         clips = self.updates.max_grad_norm is not None
         if clips and run.timetable.micro_batches == 1 and self.state.ranks is None:
-            slot = run.contents.slots.at(Place.GPU, tensor, goes_to)
-            self.state.now.norms[tensor] = torch.linalg.vector_norm(slot, dtype=torch.float32)
+            self.state.now.norms[tensor] = torch.linalg.vector_norm(slot.view(-1), dtype=torch.float32)
