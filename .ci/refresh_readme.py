@@ -10,7 +10,6 @@ that it was taken at.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import io
 import json
@@ -53,12 +52,6 @@ def session(block: re.Match[str]) -> str:
             lines = [*lines[: len(shown) - 1], "..."]
         parts.append("\n".join([f"$ {command}", *lines]))
     return "```console\n" + "\n\n".join(parts) + "\n```"
-
-
-def contract_table() -> str:
-    """The table in the docstring of executor/contract.py, read without importing torch."""
-    docstring = ast.get_docstring(ast.parse((ROOT / "executor" / "contract.py").read_text(encoding="utf-8"))) or ""
-    return "\n".join(line for line in docstring.splitlines() if line.startswith("|"))
 
 
 def result(name: str) -> dict[str, Any]:
@@ -762,7 +755,6 @@ PHRASES: Mapping[str, Callable[[], str]] = {
 
 # What stands under a marker of its name: a table, or a block of text.
 BLOCKS: Mapping[str, Callable[[], str]] = {
-    "contract": contract_table,
     "demo": demo,
     "families": families,
     "families-bound": families_bound,

@@ -2,78 +2,7 @@
 
 An act that an offloaded optimizer cannot support raises ContractError before any parameter changes and names the
 replacement. Every other act behaves as in plain torch. There are no silent errors. The table of `session/cursor.py`
-gives the result of each act in each state of the loop.
-
-| what the loop does | what happens |
-|---|---|
-| `p.grad` after backward | ContractError: it is in its chunk; `AdamW(max_grad_norm=)`, `session.grad_norm` |
-| `torch.nn.utils.clip_grad_norm_` | ContractError: use `AdamW(max_grad_norm=)` |
-| `torch.amp.GradScaler` (`unscale_`, `step`) | ContractError: `AdamW(loss_scale=)`, on by itself in fp16 |
-| an iteration whose fp16 gradients overflow | as plain torch under GradScaler: no update, `session.skipped_steps` |
-| several forwards, then one backward | as plain torch: one micro-batch |
-| `torch.compile` of the model or parts of it | from the second iteration on, as plain torch compiled with such hooks |
-| with loss scaling, a part of the model called by itself | ContractError: call the prepared model |
-| `p.grad = tensor` | ContractError |
-| `p.grad = None` after `step()` | as plain torch |
-| `optimizer.zero_grad()`, `model.zero_grad()` after `step()` | as plain torch |
-| `zero_grad()` before `step()` | as plain torch: the gradients are dropped |
-| `zero_grad()` from the last backward on, with eager updates | ContractError: parameters change; call `step()` |
-| Ctrl-C in an iteration, then `zero_grad()` | as plain torch without that iteration; from `step()` on with it |
-| Ctrl-C in the middle of a chunk's update, or of eager updates | Interrupted, from then on: load a checkpoint |
-| Ctrl-C in an iteration, no `zero_grad()` | ContractError where gradients are incomplete |
-| an error or Ctrl-C within `optimizer.load` or `load_state_dict` | ContractError for every act until a load ends |
-| `zero_grad(set_to_none=False)` | ContractError: call `zero_grad()` |
-| no `zero_grad()` before the next backward | ContractError: plain torch would accumulate, the gradients are gone |
-| more backwards than the plan's micro-batches | ContractError: plan with as many micro-batches |
-| several backwards of one forward | each counts as a micro-batch of the plan: as plain torch, or ContractError |
-| fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted; two in a row: a warning |
-| `step()` where `accelerator.sync_gradients` is False | ContractError: `optimizer = accelerator.prepare(optimizer)` |
-| backwards that reach the batch (PGD) | as plain torch |
-| a backward that gives no parameter a gradient (`autograd.grad`, a GAN's other half) | as plain torch, no micro-batch |
-| a double backward (WGAN-GP), a micro-batch of the plan per backward | as plain torch (zero_offload) or ContractError |
-| under a layer-major plan, a loop that calls the model | ContractError: `session.step(..., order="relay")` |
-| `step()` without a backward | as plain torch: nothing happens |
-| `loss.backward(inputs=...)`, `torch.autograd.grad` of parameters, `register_multi_grad_hook` | as plain torch |
-| `torch.autograd.grad` of parameters under loss scaling | ContractError: call `backward()` |
-| `step()` after backwards that gave no parameter a gradient | ContractError: it would train nothing |
-| a `step()` left out, then the next forward | as plain torch until the next backward: ContractError |
-| `step(closure)` | ContractError: AdamW needs one evaluation |
-| `model.to()`, `.half()`, `.cuda()`, ... | ContractError: do it before `prepare`; nothing where nothing changes |
-| `model.load_state_dict()` | ContractError: load before `prepare` |
-| `copy.deepcopy(model)` | ContractError: load its `state_dict()` into a second model |
-| `model.state_dict()`, reading a parameter, `copy.deepcopy(p)` | as plain torch, a copy of the current value |
-| writing a parameter (`p.mul_`, `p.data.copy_`, ...) | ContractError: the master copy would keep its old value |
-| a forward that writes a parameter (`Embedding(max_norm=)`, `weight.data.clamp_()`) | ContractError at the backward |
-| `p.detach().numpy()` | as plain torch, a read-only array |
-| a forward without gradients (evaluation, `generate`) at any point | as plain torch, parameters fetched on demand |
-| an evaluation on several ranks, between iterations | as plain torch; the ranks may call different modules, or none |
-| an evaluation on several ranks, inside an iteration | PlanError: evaluate between `step()` and the next forward |
-| reading, saving, evaluating between last backward and `step()`, with eager updates | ContractError: after `step()` |
-| a transform of `torch.func` around a prepared model or parameter | ContractError: `functional_call` on a copy |
-| `p.data_ptr()` outside every module | ContractError: its memory moves with its chunk |
-| pickling, `torch.save`, `copy.copy` of the model (parameters: as plain torch) | ContractError: save `state_dict()` |
-| `torch.tensor(p)`, `torch.asarray(p)`, `to_dlpack(p)` | not seen by the session: give `p.detach()`, as plain torch |
-| writes through `p.untyped_storage()`, or through DLPack of `p.detach()` | unlike plain torch: not seen, and lost |
-| `repr(p)` at any point | as plain torch; only its form where its values cannot be read |
-| a parameter read between forward and backward, outside every module | ContractError: read it in a module's forward |
-| changing `requires_grad` | ContractError at the next forward with gradients: freeze before `prepare` |
-| changing `requires_grad` for an evaluation and back (peft's `disable_adapter()`) | as plain torch |
-| `optimizer.add_param_group` | ContractError: give the groups to `AdamW` |
-| `optimizer.state_dict()`, `load_state_dict()` | as plain torch, and exchanged with it (bf16: and the master copy) |
-| learning-rate schedulers, writing `param_groups` | as plain torch: read at each `step()` |
-| writing `param_groups` between forward and `step()` with eager updates | ContractError: write before the forward |
-| model and optimizer dropped without `session.close()` | as plain torch, collected with threads and memory |
-| an operator refused memory by CUDA | the error, as in plain torch; `session.ladder.recover(error)`, then run again |
-| a CUDA graph captured between `prepare` and `session.close()` | PlanError in the thread that trains: capture before |
-| a batch with no dimension longer than the plan's | as plain torch, on plan, counted as a deviation |
-| a batch with a longer dimension | a new plan between iterations, on demand inside one, or DoesNotFit |
-| a forward that leaves layers out at random (LayerDrop) | as plain torch, on demand, counted as a deviation |
-| a gradient for a parameter that had none in the plan's iteration | PlanError; `prepare` warns of its module |
-| writing, loading, moving or copying the model after a Trainer's `train()` | the run ends first: as plain torch |
-| the same on several ranks | ContractError: `session.close()` on all ranks first |
-| `session.renew(plan)` on several ranks | PlanError: save, prepare under the new plan, load |
-| `session.step` of several micro-batches under `checkpoints=host` | ContractError: one, or layer by layer |
-| a `channels_last` model | as plain torch; contiguous copies while prepared, its own format again after `close()` |
+gives the result of each act in each state of the loop; docs/reference/loop-contract.md lists the acts in words.
 """
 
 from __future__ import annotations
@@ -161,7 +90,6 @@ class ChunkParameter(nn.Parameter):
 
     Attributes:
         plan_reader: the session's reader, held weakly.
-        plan_tensor: index of the tensor in the plan.
         plan_version: the parameter's `_version`, which every write in place raises. Writes of its chunk do not.
     """
 

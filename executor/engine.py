@@ -2,8 +2,8 @@
 
 The user's thread is the compute queue; the other queues run by themselves (`queues/`). `driving/loop.py` receives the
 acts of the training loop. `session/cursor.py` is the one table of acts that may come next. `session/following.py`
-carries out an iteration on plan, `off_plan/demand.py` an iteration that left the plan. `contract.py` says what a loop
-may do.
+carries out an iteration on plan, `off_plan/demand.py` an iteration that left the plan. docs/reference/loop-contract.md
+says what a loop may do.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ class SessionOptions:
     """Options of a session.
 
     capture, skeleton: see `session.batches.Shapes`.
-    scaling: None without loss scaling.
     """
 
     hyper: Callable[[], list[Settings]]
@@ -83,8 +82,7 @@ class SessionOptions:
 
 
 class Session:
-    """One model being trained under one plan. Made by `executor.prepare`; ended by `close()`. It makes its parts, each
-    after those that it uses, and holds them.
+    """One model being trained under one plan. Made by `executor.prepare`; ended by `close()`.
 
     Attributes:
         first: counts until the tide is compared with the plan's; its report stays.

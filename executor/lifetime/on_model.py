@@ -1,7 +1,6 @@
 """Changes of the modules of a prepared model: the module-level half of the contract, and a hook that sees batches.
 
-A module may outlive its session, so all of the changes hold the session weakly. The table of the contract is in
-`contract.py`.
+A module may outlive its session, so all of the changes hold the session weakly.
 """
 
 from __future__ import annotations

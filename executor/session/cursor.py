@@ -4,8 +4,8 @@
 Conditions are names of `Fact`, with "!" before a fact that must not hold; a row without conditions always holds. A row
 gives an `Answer`, or a `Refusal`, whose ContractError is in `refusals.py`.
 
-This file only decides, and does not know torch: the caller carries out the answer. The contract in words is in
-`contract.py`.
+This file only decides, and does not know torch: the caller carries out the answer. The contract in words is
+docs/reference/loop-contract.md.
 """
 
 from __future__ import annotations

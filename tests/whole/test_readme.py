@@ -3,7 +3,6 @@ written, in order, in one folder per document; terminal sessions print what they
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shlex
@@ -201,13 +200,6 @@ def test_a_terminal_session_prints_what_it_claims(
             shown.pop()
             printed = printed[: len(shown)]
         assert printed == shown, "run .ci/refresh_readme.py"
-
-
-def test_the_loop_contract_is_that_of_the_executor() -> None:
-    docstring = ast.get_docstring(ast.parse((ROOT / "executor" / "contract.py").read_text(encoding="utf-8"))) or ""
-    table = "\n".join(line for line in docstring.splitlines() if line.startswith("|"))
-    page = (ROOT / "docs" / "reference" / "loop-contract.md").read_text(encoding="utf-8")
-    assert table and f"<!-- contract -->\n\n{table}\n" in page, "run .ci/refresh_readme.py"
 
 
 def test_the_readme_is_one_page() -> None:
