@@ -1,8 +1,7 @@
 """calibrate: measures the machine that this runs on, and describes it as a `Machine` with the measured figures.
 
-The measurements are in `executor/calibration/`, one file per subject. This file runs them in order, reports progress,
-and makes a machine of the results. A figure that cannot be measured is left out with the reason, and is not replaced by
-an assumed figure.
+The measurements are in `executor/calibration/`, one file per subject. This file runs them in order and makes a machine
+of the results. A figure that cannot be measured is left out with the reason, and is not replaced by an assumed figure.
 
 [Note: the virtual accelerator's memory] The virtual accelerator has no memory of its own. A quarter of the available
 memory counts as the device's and the rest as the host's, until a plan says otherwise (`--gpu-memory`, `--host-memory`).

@@ -1,10 +1,10 @@
 """Capture: one training iteration of any nn.Module under fake tensors, written down as a Workload.
 
 Capture needs no memory, no GPU and no weights, except for operators that fake tensors cannot describe
-(`moments/blind.py`). Parameters, buffers and batch become fake CPU tensors, and a forward and a backward run on them.
-The same clock, storages and recorder as in a real run write down moments, bytes, flops and uses. One micro-batch is
-captured; the others are the same. Gradients are taken out of the parameters as they become final, as the executor does.
-Bytes are logical; they depend on the attention kernel that the workload names.
+(`moments/blind.py`). A forward and a backward run on fake CPU tensors. The same clock, storages and recorder as in a
+real run write down moments, bytes, flops and uses. One micro-batch is captured; the others are the same. Gradients are
+taken out of the parameters as they become final, as the executor does. Bytes are logical; they depend on the attention
+kernel that the workload names.
 """
 
 from __future__ import annotations
@@ -256,7 +256,6 @@ def _run(
     """Run one fake iteration. Returns also the modules that ran beside `module`.
 
     firings: tensor index -> number of gradient firings, where more than one.
-    numbered: see `_numbered`.
     beside: modules known to run beside `module`; their tensors count from the start.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)

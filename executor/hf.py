@@ -514,7 +514,6 @@ def _begin_again(trainer: Any) -> None:
 
 
 def _resumed_from(trainer: Any, asked: Any) -> Any:
-    """Returns the value for `resume_from_checkpoint`: True becomes the last complete checkpoint, if there is one."""
     return (_last_whole(trainer.args.output_dir) or True) if asked is True else asked
 
 

@@ -1,9 +1,8 @@
 """Lightning: runs a `LightningModule` by a plan, `Trainer(strategy=OffloadStrategy("24GB"))`.
 
-The first `training_step` is captured with its own batch, planned for this machine and prepared; then the step runs.
-`gradient_clip_val`, `accumulate_grad_batches` and the precisions "bf16-mixed" and "16-mixed" become settings of the
-plan ([Note: mixed precision] in offloading.py). Checkpoints are Lightning's own and hold the fp32 masters with the
-states.
+The first `training_step` is captured with its own batch, planned and prepared; then it runs. `gradient_clip_val`,
+`accumulate_grad_batches` and the precisions "bf16-mixed" and "16-mixed" become settings of the plan ([Note: mixed
+precision] in offloading.py). Checkpoints are Lightning's own and hold the fp32 masters with the states.
 
 The module becomes the only child of a root module. `training_step` is then a call of the root, whose hooks run even if
 `training_step` does not call the module itself. During the capture, on fake tensors, `self.log` and metrics of

@@ -499,8 +499,6 @@ def config_of(m: ModelEntry) -> tuple[Any, str]:
 def _llama_config(m: ModelEntry, common: dict[str, Any]) -> tuple[Any, str]:
     """Returns the transformers configuration and class of a shape of the llama family, chosen by the shape's special
     features.
-
-    common: the fields of all of them.
     """
     transformers = _transformers()
     if m.own_head_dim:

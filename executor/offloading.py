@@ -77,7 +77,6 @@ class Request:
     gpu_memory: accelerator memory that each process may use, "24GB" or bytes; None: all free memory.
     device: "virtual", "cuda" or "cuda:N"; None: "cuda" where torch has a CUDA device, else "virtual".
     machine: a machine or its name, as for `pstar_sim.machine`; "here": the machine that this runs on.
-    policy: name of the policy that plans.
     on_plan: called with the plan before the run begins.
     """
 

@@ -207,7 +207,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return load(self, folder, generators=generators, checksums=checksums)
 
     def _tensors(self) -> list[int | None]:
-        """Returns the tensor index of every parameter, in the order of the groups."""
         return [tensor_of(p) for group in self.param_groups for p in group["params"]]
 
     def _check_row(self, what: str, key: Any, row: Mapping[str, Any], tensor: int) -> None:

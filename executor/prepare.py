@@ -169,7 +169,6 @@ class _Given:
 
     groups: as torch's optimizers take them.
     tensors, parameters: the model's, in the plan's order.
-    max_grad_norm: None without clipping.
     source: where the values come from (None: the model has them).
     """
 
@@ -367,7 +366,6 @@ def _given_back_on_error(
 
     backend: None where the caller made it.
     sessions: holds the run's session once there is one, which gives the backend back itself.
-    source: as in `_Given`.
     """
     try:
         yield
@@ -381,8 +379,7 @@ def _given_back_on_error(
 
 def _call_off(session: Session, error: BaseException, source: Weights | None) -> None:
     """End a session that `prepare` does not return. The model gets its values back, except those from a source, and not
-    where ranks hold slices. After an interruption the run ends at once, without values: they may be incomplete in both
-    places."""
+    where ranks hold slices or after an interruption, when they may be incomplete in both places."""
     if not isinstance(error, Exception):
         session.standstill.interrupt(
             "executor.prepare was interrupted while values moved into the chunks; build or load the model again"

@@ -47,7 +47,6 @@ MAX_GRAD_NORM = 1.0
 class RunResult:
     """The results of a training job, and its measured figures.
 
-    reports: one per step.
     timeline: that of the last timed iterations; None if the last left the plan. Its tide is measured where there is
         `measured`, else the plan's at measured times.
     measured: bytes of one untimed iteration in the predicted order of events (None if not requested).
@@ -196,7 +195,6 @@ class TrainingJob(Axes):
     def batches(self, built: BuiltModel, *, text: ByteText | None = None, skip: int = 0) -> Iterator[Any]:
         """Yields endless batches, the same for the same seed.
 
-        text: the data, if open.
         skip: sequences drawn before.
         """
         text = open_data(self.data) if text is None else text

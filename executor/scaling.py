@@ -1,9 +1,8 @@
 """Loss scaling: keeps fp16 gradients in range without any change of the user's loop.
 
-Gradients of an fp16 model are multiplied where they enter it and divided in the fp32 update, so `loss.backward();
-optimizer.step()` stays as it is. The scale changes as in torch.amp.GradScaler: an iteration in which a gradient is not
-finite updates nothing (no value, no moment, no step count), and the scale falls. After `growth_interval` iterations in
-a row without an overflow, the scale grows.
+Gradients of an fp16 model are multiplied where they enter it and divided in the fp32 update. The scale changes as in
+torch.amp.GradScaler: an iteration in which a gradient is not finite updates nothing (no value, no moment, no step
+count), and the scale falls. After `growth_interval` iterations in a row without an overflow, the scale grows.
 
 [Note: where the scale acts] The scale acts inside the model only. `guard_boundary` puts a view behind every output of
 the root module; the view's backward multiplies. Before every input with a gradient `guard_boundary` puts another view,

@@ -114,7 +114,6 @@ def _copied(value: Any) -> Any:
 
 
 def _stock(trainer: Any) -> bool:
-    """Returns whether the loss is transformers' own."""
     return str(type(trainer).compute_loss.__module__) == "transformers.trainer"
 
 

@@ -1,6 +1,6 @@
 """The training loop that `pstar run`, the demo and the benchmarks use: the user's own loop, written out once.
 
-The same function trains under the executor and in plain PyTorch, so that the two are compared on equal terms.
+The same function trains under the executor and in plain PyTorch.
 """
 
 from __future__ import annotations

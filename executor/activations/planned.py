@@ -5,8 +5,8 @@ model does that itself. "offload": the tensors that the call saves for backward 
 (stashes.py). "keep": the block is called as it is. A model that already recomputes or offloads a block itself is
 refused, with one exception: the switch of transformers' layers (`gradient_checkpointing`) is turned off during the run.
 
-[Note: around the call] The block's `_call_impl` is replaced, which torch runs for every call, hooks included. Therefore
-the events of a block's modules are those of a capture in which the model itself checkpoints the block.
+[Note: around the call] The block's `_call_impl` is replaced, which torch runs for every call, hooks included. So the
+events of its modules are those of a capture in which the model itself checkpoints the block.
 
 [Note: the device's generator] For a recomputation torch saves only the generators of the devices on which the
 positional arguments are. A block that is called with keyword arguments only, or that moves its input to the device

@@ -1,10 +1,9 @@
 """Stashes: the tensors that autograd saved in an offloaded block's forward, and their copies to the host and back.
 
-The saved tensors of a block are grouped by storage, and each storage is copied once. Parameters, buffers and everything
-else that outlives the block stay on the gpu. At the end of the block's forward, storages are chosen until the plan's
-bytes for the stash are used up. The plan's `stash_out` copies them to the host; the moment that waits for the copy
-frees the gpu's memory. `stash_in` copies them back into memory that was taken before, and autograd gets views of this
-memory.
+Each storage is copied once. Parameters, buffers and everything else that outlives the block stay on the gpu. At the end
+of the block's forward, storages are chosen until the plan's bytes for the stash are used up. The plan's `stash_out`
+copies them to the host; the moment that waits for the copy frees the gpu's memory. `stash_in` copies them back into
+memory that was taken before, and autograd gets views of this memory.
 
 In a relay with boundaries on the host, a stash holds the inputs of a block's forward, from which the block recomputes
 (`ForwardSaves`). The stashes of all micro-batches are then on the host together.
@@ -412,7 +411,6 @@ class Stashes:
         return touched
 
     def _fetch(self, n: int) -> list[torch.Tensor]:
-        """Copy a stash back to the gpu. Returns the memory on the gpu that the copies write."""
         copies = (self._bring(saved, self.backend.streams) for saved in _alive(self._out.get(n, ())))
         return [memory for memory in copies if memory is not None]
 

@@ -50,10 +50,8 @@ class Device(Protocol):
     """An accelerator to be measured.
 
     kind: "virtual" or "cuda".
-    title: its name, for people.
     count: number of such devices.
     dtypes: those in which it multiplies.
-    adam_threads: CPU threads for Adam beside the device.
     multiprocessors: their number, and (rows, columns) of the tile that each computes at a time.
     """
 

@@ -111,7 +111,6 @@ def fit_products(
 
 
 def _elements(product: Product) -> int:
-    """Returns the number of elements of a product's factors and result."""
     batches, m, k, n = product
     return batches * (m * k + k * n + m * n)
 

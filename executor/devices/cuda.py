@@ -1,8 +1,7 @@
 """CudaBackend: one CUDA device for the engine's queues.
 
-A thin mapping: the code above it, which also runs on `virtual_streams.py` (StreamQueues, Gate), decides the use of the
-streams, the edges between them and when memory is free again. This file has the calls about memory, `cuda_streams.py`
-the calls about order.
+A thin mapping: the code above it, which also runs on `virtual_streams.py`, decides the use of the streams, the edges
+between them and when memory is free again. This file has the calls about memory, `cuda_streams.py` those about order.
 """
 
 from __future__ import annotations

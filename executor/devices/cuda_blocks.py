@@ -1,31 +1,28 @@
 """GPU memory of chunks on CUDA: storages that get and lose their memory in place, from blocks of equal size.
 
-[Note: reserved bytes] A plan's budget limits the bytes in use. What the process *reserves* on the card, which others
-cannot have either, is more: torch's fragments come beside it, up to what the card, or the run's cap, has beyond the
-budget. benchmarks/gpu_memory.py measures them. With expandable segments see [Note: pages]. Without them, to add none,
-payloads of the size that moves most (the uniform chunk) come from one private MemPool, in which every block has that
-size and any free block fits any of them. The pool may grow to the budget less the highest tide and the payloads that
-always stay: memory that non-model data never needs. In a steady iteration the pool asks the driver for nothing and
-gives nothing back. Where operators are refused memory all the same (ladder.py), `give_back` replaces the pool by a new
-pool. torch returns the free blocks of a pool without a holder to the driver, at once or with the next `empty_cache`,
-and the other blocks once they are free.
+[Note: reserved bytes] A plan's budget limits the bytes in use. The process *reserves* more of the card: torch's
+fragments, up to what the card, or the run's cap, has beyond the budget (measured by benchmarks/gpu_memory.py). With
+expandable segments see [Note: pages]. Without them, payloads of the size that moves most (the uniform chunk) come from
+one private MemPool, in which any free block fits any of them. The pool may grow to the budget less the highest tide and
+the payloads that always stay: memory that non-model data never needs. A steady iteration asks the driver for nothing
+and gives nothing back. Where operators are refused memory all the same (ladder.py), `give_back` replaces the pool.
+torch returns the free blocks of a pool without a holder to the driver, at once or with the next `empty_cache`, and the
+other blocks once they are free.
 
 Other payloads (other sizes, and payloads that fit at low tide only) are allocated outside the pool, under a stream of
 their own, so that torch keeps them apart from the user's tensors too. Their free blocks go back to the driver when the
 tide, or another size, needs the room. That stops the device and is counted in `exchanges`. No exchange happens under a
 plan of uniform chunks whose payloads and highest tide fit the budget together.
 
-[Note: exchanges] An exchange also drops the memory that torch keeps for operators, which ask the driver for it again.
-A plan that uses the room of low tide would pay for this at every swing of the tide. So there are two marks. An
-exchange comes when more than the budget and a slack would be reserved, and then gives back everything that is free,
-down to the budget or below. Swings smaller than the slack cost no exchange, larger swings one for each slack. The
-slack comes from the bytes that the card, or the run's cap, has beyond the budget, and is 0 where the plan takes all
+[Note: exchanges] An exchange also drops the memory that torch keeps for operators, which ask the driver for it again. A
+plan that uses the room of low tide would pay for this at every swing of the tide. Therefore an exchange comes when more
+than the budget and a slack would be reserved, and then gives back everything that is free, down to the budget or below.
+The slack comes from the bytes that the card, or the run's cap, has beyond the budget, and is 0 where the plan takes all
 bytes. It begins with a twentieth of the budget or 64 MiB, whichever is more, and doubles with each exchange, up to
-those bytes: memory that nobody uses costs less than an exchange in every step. Free pieces of segments that are in
-part in use cannot go back, so no exchange is made for them.
+those bytes. Free pieces of segments that are in part in use cannot go back, so no exchange is made for them.
 
-Three parts keep the budget: the arena's ledger (bytes in use), the gate (bytes whose work is in flight) and this module
-(bytes that are free). torch itself keeps a cap on the whole process (`CudaBackend(limit_bytes=)`).
+The arena's ledger keeps the budget of bytes in use, the gate that of bytes whose work is in flight, this module that of
+free bytes. torch keeps a cap on the whole process (`CudaBackend(limit_bytes=)`).
 
 [Note: segments] torch takes memory from the driver in segments: 2 MiB for blocks of up to 1 MiB; 20 MiB for blocks
 below 10 MiB, which are cut from the segment in multiples of 512 B; for larger blocks multiples of 2 MiB, one block per
@@ -41,12 +38,12 @@ slack could be mapped. That is an exchange too. The slack stays as it is.
 
 The operators' range needs no page for a rise of the tide while the pages of the highest tide are mapped, if operators
 use as much as in the last iteration, which asked for the same. Where they use less than in a larger batch, the tide is
-less in proportion. It is assumed that a rise finds room where four times as much is free in that range.
-Payloads need pages where they hold more than at any time since the last exchange. So an iteration whose two ranges fit
-side by side at their largest makes no exchange. Where they do not, pages go to operators before the highest tide and
-back to payloads after it: two exchanges. One range for both would need none, but a copy into memory that operators
-have freed would wait for all work that is issued, and no copy would run beside it. All of this refuses nothing: what
-the card has beyond the budget can be mapped too.
+less in proportion. It is assumed that a rise finds room where four times as much is free in that range. Payloads need
+pages where they hold more than at any time since the last exchange. So an iteration whose two ranges fit side by side
+at their largest makes no exchange. Where they do not, pages go to operators before the highest tide and back to
+payloads after it: two exchanges. One range for both would need none, but a copy into memory that operators have freed
+would wait for all work that is issued, and no copy would run beside it. Nothing is refused: what the card has beyond
+the budget can be mapped too.
 
 [Note: others] Tensors on the device that are no part of the plan (another model, a second session) are in what torch
 reserves, and not in the budget. They are what is in use between two iterations beyond the plan's own.
@@ -54,8 +51,8 @@ reserves, and not in the budget. They are what is in use between two iterations 
 [Note: fragments] Where the user has no settings of torch's allocator, a run sets `expandable_segments`. Where the
 driver maps no pages, it sets two others: from max_split_size_mb on blocks stay whole, and, under a cap, torch gives
 idle blocks back one by one before it takes memory beyond the plan's budget (garbage_collection_threshold, a share of
-what the process may reserve). torch reads them at every allocation. They refuse nothing either. The end of the last run
-restores torch's own settings. Blocks that are in use then stay as they are.
+what the process may reserve). torch reads them at every allocation. The end of the last run restores torch's own
+settings; blocks in use then stay as they are.
 
 [Note: refused beside a pool] While a thread is inside a pool's context, torch (up to 2.11) does not give its cached
 blocks back to the driver for another thread that is refused memory: an operator then runs out of memory although enough
@@ -65,8 +62,8 @@ is idle. The contexts here last as long as one allocation. An operator that was 
 
 [Note: graphs] While a CUDA graph is captured, the driver allows no thread to take or to give back memory. A pool that
 is dropped meanwhile can end the process, because its destructor cannot raise. A capture in the calling thread is
-detected and refused with PlanError. A capture in another thread cannot be detected: capture graphs before `prepare` or
-after `session.close()`. Graphs that were captured before have pools of their own and stay valid.
+refused with PlanError. One in another thread cannot be detected: capture graphs before `prepare` (they have pools of
+their own and stay valid) or after `session.close()`.
 
 [Note: torch versions] `torch.cuda.use_mem_pool` applies to the current thread from torch 2.8 on. Before, it applied to
 every thread, and a context by stream is used instead. Both refuse to be entered twice for one pool, hence the lock.
@@ -457,7 +454,6 @@ class Blocks:
 
     @property
     def _limit_bytes(self) -> int:
-        """Bytes that torch may reserve before an exchange is due."""
         return self._budget_bytes + self.slack_bytes + self._others_bytes
 
     def _mapped_bytes(self) -> tuple[int, int]:

@@ -1,14 +1,13 @@
 """Gate: gpu memory that is given back while work that uses it may still be in flight.
 
-With streams a step is *issued* long before it *happens*. The plan's edges order when steps happen. But an allocator
-decides when work is issued which memory it hands out next, without regard to the plan. Therefore memory that is given
-back passes through the gate: it returns to the allocator only once the event of its last use is complete.
+With streams a step is *issued* long before it *happens*. But an allocator decides when work is issued which memory it
+hands out next. Therefore memory that is given back returns to the allocator only once the event of its last use is
+complete.
 
 [Note: no deadlock] A take may have to wait for the event of memory that was given back. The wait always ends. An event
 is recorded after the work it stands for was issued, and this work waits only for events that were recorded before, and
-so on down to work that waits for nothing. No event depends on work that is still to be issued, hence none depends on
-the waiting thread or on a lock that it holds. When nothing is pending any more, the bytes held are those of the arena's
-ledger, which has allowed the take.
+so on down to work that waits for nothing. So none depends on the waiting thread or on a lock that it holds. When
+nothing is pending any more, the bytes held are those of the arena's ledger, which has allowed the take.
 
 [Note: who waits] A thread of a side queue waits on the host: it has no other work, and afterwards a block that is
 really free can be chosen. The thread that issues compute must not stop. That thread makes its stream wait for the

@@ -4,7 +4,7 @@ There are three such uses: the driver's context (including kernels that are load
     workspaces that cuBLAS takes through torch's allocator, one for each thread and stream that multiplies; and the
     allocator's fragments. The first two are measured when a run begins, after products forward and backward in fp32 and
     bf16, as a training thread and backward's own thread make them. Fragments cannot be measured before the run. Memory
-    of other programs cannot be distinguished from the context; it is measured with the context and left free too.
+    of other programs is measured with the context and left free too.
 
 A new plan leaves all of these bytes free, and at least the one reserve of the catalog's machines. An existing plan is
 refused only because of measured bytes.

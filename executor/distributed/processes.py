@@ -20,11 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """The processes that run one program together.
-
-    rank: number of this process.
-    device: where this process trains.
-    """
+    """The processes that run one program together."""
 
     count: int
     rank: int

@@ -1,9 +1,8 @@
 """Ranks: this process among the processes that train one model under one plan.
 
-The run has three process groups of its own, apart from the user's. `wire` is for the plan's collectives (the net
-queue's thread). `_meeting` is for messages between the ranks between steps of the plan (the user's thread). `_sums` is
-for agreements once per iteration (the thread of the first Adam step). The last two are gloo, for a few bytes, also
-where the plan's own is NCCL.
+The run has three process groups of its own: `wire` for the plan's collectives (the net queue's thread), `_meeting` for
+messages between steps of the plan (the user's thread), and `_sums` for agreements once per iteration (the thread of the
+first Adam step). The last two are gloo, also where `wire` is NCCL.
 
 [Note: all ranks at once] A rank holds a part of each parameter, so work on whole parameters needs every rank. All ranks
 train, read a parameter or `state_dict()`, save and load at the same point of their loop, between `optimizer.step()` and
@@ -11,13 +10,12 @@ the next forward. An iteration keeps to its plan (`cannot_leave`).
 
 [Note: evaluations that differ] Between two iterations, and without gradients, each rank may call the model as it likes:
 other modules than the others (routed experts), more batches, or nothing. A rank that needs a chunk comes to a meeting.
-The meeting begins when all ranks have come: they need a chunk too, or they have reached their next micro-batch, their
-next checkpoint or a parameter that they read. If all ranks need the same chunk, it is gathered as in the plan.
-Otherwise the needed chunks are served one after the other: every rank gives its slice, through host memory, and the
-ranks that need the chunk take all slices. Then all meet again, until no rank needs a chunk. Each meeting serves at
-least one rank, and nothing is updated meanwhile, so the results are those of one process. A meeting ends with an error
-if a rank has left, and after timeout_s if a rank waits elsewhere (in an all_reduce of the loop's own, before the others
-are done).
+The meeting begins when all ranks have come: because they need a chunk too, or at their next micro-batch, checkpoint or
+read parameter. If all ranks need the same chunk, it is gathered as in the plan. Otherwise the needed chunks are served
+one after the other: every rank gives its slice, through host memory, and the ranks that need the chunk take all slices.
+Then all meet again, until no rank needs a chunk. Nothing is updated meanwhile, so the results are those of one process.
+A meeting ends with an error if a rank has left, and after timeout_s if a rank waits elsewhere (in an all_reduce of the
+loop's own, before the others are done).
 
 [Note: the weight of a rank] The loss of each rank has to be a mean over its batch (a rank that has more sequences has
 the larger share). Rank r has b_r of the B = b_0 + b_1 + ... sequences of a micro-batch. Its gradient is multiplied by

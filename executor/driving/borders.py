@@ -1,11 +1,10 @@
 """Borders: a model's forward cut at its blocks, so that backward can be run block by block.
 
-The model's own forward runs, with hooks on its blocks. [Note: borders] The inputs and outputs of a block are cut out of
-the autograd graph. The consumer gets a tensor of the same memory in a new graph, whose gradient ends in a `Sink`. The
-producer keeps a `_CutOutput`, from which that gradient later continues. So a forward leaves one graph per block.
-Operations of the model outside its blocks (glue) have graphs of their own: before the first block, between two blocks,
-and after the last block with the loss (the tail). `BlockTape` holds the graphs in the order of the forward; run in
-reverse they are the whole backward.
+[Note: borders] The inputs and outputs of a block are cut out of the autograd graph. The consumer gets a tensor of the
+same memory in a new graph, whose gradient ends in a `Sink`. The producer keeps a `_CutOutput`, from which that gradient
+later continues. So a forward leaves one graph per block. Operations outside the blocks (glue) have graphs of their own,
+the last of them with the loss (the tail). `BlockTape` holds the graphs in the order of the forward; run in reverse they
+are the whole backward.
 
 | part of the tape   | graph from                                             | to                              |
 |--------------------|--------------------------------------------------------|---------------------------------|
@@ -341,7 +340,6 @@ class BlockTape:
 
 
 def _hook(cut: Callable[[], Any], sink: Sink, hook: Callable[[torch.Tensor], Any]) -> Any:
-    """Stands for `register_hook` of a cut tensor."""
     sink.hooked = True
     return torch.Tensor.register_hook(cut(), hook)  # type: ignore[no-untyped-call]
 

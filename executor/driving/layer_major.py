@@ -74,13 +74,11 @@ class _Relay:
 
     @property
     def _next(self) -> int:
-        """The micro-batch that runs next."""
         planned = self._planned
         return planned if planned in self._waiting and planned is not None else self._waiting[0]
 
     @property
     def _mine(self) -> bool:
-        """Whether the running micro-batch continues."""
         return self._next == self._now
 
     def _turn_to(self, micro_batch: int) -> None:

@@ -1,8 +1,7 @@
 """Loop: looks up each act of the training loop in the contract's table and carries the answer out.
 
 An iteration is on plan until an event, a gradient or a batch leaves the plan. Then the on-demand mode carries the
-iteration to its end, and the next begins on plan again. `cursor.py` has the answer to each act; this file carries it
-out.
+iteration to its end, and the next begins on plan again.
 """
 
 from __future__ import annotations
@@ -433,8 +432,7 @@ class Loop:
                 self.mend()
 
     def mend(self) -> None:
-        """After an interruption, drop the iteration or finish the optimizer step. Raises the error that ends the run if
-        neither is possible."""
+        """After an interruption, drop the iteration or finish the optimizer step: `Mending.mend`."""
         following, cursor = self.state.run.following, self.cursor
         with self.at_work, unseen(), torch.no_grad():
             following.in_parts = following.keeps_tied = self.standstill.inside = False

@@ -55,7 +55,6 @@ def train(
     """Train to step `steps` by a plan for a GPU of `gpu_memory`. Returns the Trainer; its model is still prepared.
 
     save_every: steps between checkpoints, 0 for none.
-    resume: a checkpoint to continue from.
     """
     model, rows = make_model(), make_rows()
     example = {key: torch.stack([row[key] for row in rows[:BATCH]]) for key in rows[0]}

@@ -27,8 +27,6 @@ def renew(
     Raises, before anything changes, PlanError if the new plan lacks optimizer states of a parameter that the present
     one trains, DoesNotFit if the host cannot hold both plans' memory while values move. `RunState.renewing` stays set
     if an error ends the move itself: the values may then be incomplete in both places.
-
-    install, start: see `Session`.
     """
     state, run = reader.state, reader.state.run
     backend, queues, arena_before = run.backend, run.queues, run.arena

@@ -2,17 +2,16 @@
 
 A trace may be wrong: an operator keeps memory that its fake version does not show; the device has other kernels than
 those of the trace; the loop keeps tensors that the traced loop did not. A plan made from such a trace lets payloads
-take room that the tide needs, and this would show only when memory runs out. Therefore the first iteration that runs on
-plan, with the plan's batch, is counted operator by operator (`moments/live_bytes.py`, as recordings are), on every
-device. If a moment holds more than the plan has for it, the session continues under a new plan, made by the same policy
-from the measured tide, and the iteration after that is counted as well. Counting changes no result and costs some
-microseconds per operator, in that iteration alone.
+take room that the tide needs. Therefore the first iteration that runs on plan, with the plan's batch, is counted
+operator by operator (`moments/live_bytes.py`, as recordings are), on every device. If a moment holds more than the plan
+has for it, the session continues under a new plan, made by the same policy from the measured tide, and the iteration
+after that is counted as well. Counting costs some microseconds per operator, in that iteration alone.
 
 [Note: tolerance] A moment may hold 2 % of the plan's highest tide more than the plan has for it, and at least 4 KiB.
 The tolerance is a share of the highest tide because that tide takes its part of the budget. A loop's own variables (a
 loss, a mask, the batch beside the next batch) and another release of torch cause such differences for the same model: a
-capture of Llama and a real run differ by 1.4 %, because the mask is built differently. Allocators round by more. A
-moment that holds less than the plan has for it is no error: the report says so, and the plan stays.
+capture of Llama and a real run differ by 1.4 %, because the mask is built differently. A moment that holds less than
+the plan has for it is no error: the report says so, and the plan stays.
 
 [Note: several ranks] Each rank counts its own tide. A new plan would have to be the same on all ranks, so there is
 none. If the plan also holds for the measured tide (by the checker, in any order of steps), the rank warns and
@@ -309,7 +308,6 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
         log.warning("%s", self.report)
 
     def _measured(self) -> Workload:
-        """Returns the plan's workload with the measured tide where that was higher."""
         w = self._state.run.plan.workload
         return replace(
             w,

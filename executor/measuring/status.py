@@ -1,11 +1,10 @@
 """session.status(): the state of a run in a few figures, for a progress line or a log.
 
-The status is read between two iterations, in any thread. Reading it uses the existing logs, moves nothing, waits for
-nothing and changes nothing, and costs some hundred microseconds. Figures are of the last finished iteration, from the
-end of the compute queue's last step in the iteration before to the end of its last step in this iteration. If a copy
-runs across that border, its seconds count on the side where they lie. Its bytes count in the iteration that the copy
-belongs to ([Note: whose bytes]), so some bytes of the last finished iteration may not have been copied yet. Bytes are
-given for the newest iteration whose bytes have all been copied.
+The status is read between two iterations, in any thread, from the existing logs: it waits for nothing and costs some
+hundred microseconds. Figures are of the last finished iteration, as a timeline measures it
+(queues/measured_timeline.py). If a copy runs across its border, its seconds count on the side where they lie. Its bytes
+count in the iteration that the copy belongs to ([Note: whose bytes]), so some bytes of the last finished iteration may
+not have been copied yet. Bytes are given for the newest iteration whose bytes have all been copied.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ class Status:
     waiting_share: part of the iteration in which the compute queue waited for another.
     adam_share: part in which the CPU ran an update.
     other_shapes: number of these that are batches of another shape than planned, which ran on plan.
-    last_deviation: the last of them, in words.
     tide: the measured tide of the first iteration beside the plan's, and the most bytes that the gpu held with the
         measured tide; None before the comparison.
     exchanges: times in the iteration that memory went back to the driver, which stops the device ([Note: exchanges] in

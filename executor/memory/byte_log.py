@@ -38,7 +38,6 @@ class ByteLog:
     """The changes of bytes of one arena.
 
     lock: the ledger's; the caller of `note` holds it.
-    clock: gives seconds.
 
     Attributes:
         changes: oldest first.

@@ -5,8 +5,8 @@ chunk; the notes in chunk_state.py say what has to hold at every line. Every act
 fetch of a working list that a gradient has overwritten raises PlanError instead of computing with it. `Contents` knows
 no order and no queue.
 
-Here lists move between the places. `values.py` says where parameters can be read; gradients are in `gradients.py`,
-updates in `update.py`, other ranks in `exchange.py`.
+Here lists move between the places; gradients are in `gradients.py`, updates in `update.py`, other ranks in
+`exchange.py`.
 """
 
 from __future__ import annotations

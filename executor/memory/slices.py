@@ -1,5 +1,4 @@
-"""Slices: the part of a chunk that one of several ranks holds, and a gpu payload that is sometimes this slice and
-sometimes the whole chunk.
+"""Slices: the part of a chunk that one of several ranks holds, and a gpu payload that is this slice or the whole chunk.
 
 With Layout.ranks = P a list of a chunk is cut into P equal slices. Rank r has elements [r * S, (r + 1) * S) ([Note:
 several ranks] in pstar_sim/core/step.py). A module reads whole parameters, and whole gradients arrive. Therefore the
@@ -8,8 +7,8 @@ parameters are views of a storage of P * S elements, which has memory only while
 
 [Note: what a slice moves through] When the others' slices get memory, the own slice is copied into the whole storage
 and its own memory is given back; when they are freed, the reverse happens. Both exist during the copy, which takes one
-slice more than the plan counts. The copies never take two slices more, because one payload changes form at a time. A
-plan that drops "param" before "remote" likewise keeps its slice of the whole storage until the second drop.
+slice more than the plan counts. It never takes two, because one payload changes form at a time. A plan that drops
+"param" before "remote" likewise keeps its slice of the whole storage until the second drop.
 `GpuPayloads.peak_transient_bytes` measures these bytes.
 
 [Note: slices on streams] No edge of a plan orders a gather and a write-back of the same chunk: both read the own slice,

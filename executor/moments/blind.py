@@ -1,16 +1,15 @@
 """Blind: operators whose fake version has less memory than the real one, and how a capture handles them.
 
-If a fake result is smaller than the real one, a captured tide is too low. `SEEN_SMALLER` lists such operators of torch
-2.13. The storages of 578 operators' results (all of torch's own operator samples, forward and backward, and common
+Where a fake result is smaller, a captured tide is too low. `SEEN_SMALLER` lists such operators of torch 2.13. The
+storages of 578 operators' results (all of torch's own operator samples, forward and backward, and common
 modules: convolutions, recurrent layers, attention, norms, embeddings, pools, losses) were compared with their fake
 versions; all others were equal to the byte. A capture runs a listed operator once for each shape, on zeros of the same
 sizes, and uses the sizes of its results. Operators that are too large for that, and operators that are not torch's own
 (whose fake version their author wrote), are named in the trace's notes. `mkldnn_rnn_layer_backward` is left alone,
 although its real version has the bytes of one bias more: it would read a workspace of zeros.
 
-No capture sees memory that an operator takes and gives back inside itself (workspaces of a kernel), nor memory that is
-not torch's. On another device torch may choose other kernels (an LSTM on CUDA is cuDNN's). Therefore the first
-iteration of a run is compared with its trace (`measuring/first.py`).
+No capture sees a kernel's workspaces, nor memory that is not torch's. On another device torch may choose other kernels
+(an LSTM on CUDA is cuDNN's). Therefore the first iteration of a run is compared with its trace (`measuring/first.py`).
 """
 
 from __future__ import annotations
@@ -90,7 +89,6 @@ class _Form(NamedTuple):
     """Form of one real result.
 
     storage: index of the result's storage.
-    size_bytes: bytes of that storage.
     """
 
     storage: int

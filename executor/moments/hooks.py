@@ -53,7 +53,6 @@ class ModuleEvent:
     kind: "begin", "end", "grad", "backward-end" or "step".
     module: name in `named_modules()`, "" for the root and the last two kinds.
     name: as in `Moment.name`.
-    phase: phase of the moment that the event opens.
     micro_batch: micro-batch of that moment; -1 for the gradient of an output that an evaluation computed.
     """
 
@@ -267,7 +266,6 @@ class MomentClock:
             self._at_turn.pop()
 
     def _is_called(self) -> bool:
-        """Returns whether another model's running forward has called this model."""
         return any(clock is not None and clock._open > 0 for clock in (ref() for ref in self._at_turn[:-1]))
 
     def _begin_hook(self, name: str) -> Callable[..., None]:

@@ -60,7 +60,6 @@ def _grouped_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: An
 
 
 def _grouped_backward_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Returns the flops of both factors' gradients."""
     return 2 * _grouped_flops(a, b)
 
 
@@ -142,7 +141,6 @@ class _Traits:
 class _Watched(weakref.ref):  # type: ignore[type-arg]
     """Weak reference to a storage.
 
-    size: bytes that count for it.
     in_part: whether these may be less than the storage has: it was made earlier.
     """
 
@@ -169,7 +167,6 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     buffers: count from the start.
     on_param_read(index): called before each operator that takes parameter `index`.
     costs: also add up flops and the bytes that operators read and write.
-    current: live bytes now.
     peak: most live bytes since `reset_peak()`.
     flops, bytes_read, bytes_written, products, attentions, operators: counted since the caller last emptied them
         (products: of matrices; operators: but views).

@@ -121,10 +121,7 @@ def named_modules(sizes: Counter[str]) -> str:
 
 
 def unused_note(tensors: Sequence[Tensor], used: Collection[int]) -> str:
-    """Returns the modules that did not run, in words; "" for none. A vision tower does not run without an image.
-
-    used: as for `unused_modules`.
-    """
+    """Returns the modules that did not run, in words; "" for none. A vision tower does not run without an image."""
     sizes = unused_modules(tensors, used)
     if not sizes:
         return ""
@@ -138,7 +135,6 @@ def unused_note(tensors: Sequence[Tensor], used: Collection[int]) -> str:
 
 
 def _modules_around(name: str) -> Iterator[str]:
-    """Yields the names of the modules around a parameter, the outermost first, without the root."""
     parts = name.split(".")
     yield from (".".join(parts[:count]) for count in range(1, len(parts)))
 

@@ -1,8 +1,8 @@
 """Demand: runs an iteration on demand after it has left the plan.
 
-A parameter is fetched when it is read, and other chunks are dropped to make room. Nothing is overlapped, every update
-happens in `optimizer.step()`, and results are those of plain torch. At the optimizer step the payloads are brought back
-to the plan's cut, and the next iteration is on plan again.
+A parameter is fetched when it is read, and other chunks are dropped to make room. Nothing is overlapped, and every
+update happens in `optimizer.step()`, where the payloads are brought back to the plan's cut, and the next iteration is
+on plan again.
 
 The same mode serves an evaluation between two iterations (`visiting`: nothing is counted, and the payloads are put back
 to their places) and a warm-up, which is a session whose plan has no steps.
@@ -88,7 +88,6 @@ class Demand:
     def on_event(self, event: ModuleEvent, found: Answer, known_tide_bytes: int | None = None) -> None:
         """Carry out an event off the plan.
 
-        found: the answer of the contract's table to the event.
         known_tide_bytes: non-model bytes of the moment that begins, where measured; else the plan's for events of that
             name.
         """

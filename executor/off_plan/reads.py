@@ -4,8 +4,7 @@
 comes through `touch`, which makes its chunk resident for the call. Autograd reads saved parameters without calling
 Python. Therefore the call is made under saved-tensor hooks that keep (chunk, view) instead of the tensor and fetch the
 chunk when autograd unpacks it. Code that ran on plan before the deviation saved plain views. For those, each event in
-backward fetches the chunks that its moment reads by the plan. Chunks used since the enclosing module began (forward) or
-since the last event (backward) stay.
+backward fetches the chunks that its moment reads by the plan. `in_use.py` has the chunks that stay.
 """
 
 from __future__ import annotations
@@ -206,7 +205,6 @@ class Reads:
 
 
 def _place(parameter: ChunkParameter) -> torch.autograd.graph.GradientEdge:
-    """Returns where the parameter's gradients arrive in graphs."""
     with unseen(), torch._C.DisableTorchFunctionSubclass():
         return torch.autograd.graph.get_gradient_edge(parameter)
 

@@ -31,7 +31,6 @@ class Rung:
 
     moment: index and name of the open moment (-1: between two iterations).
     what: the step or operator that requested memory.
-    asked_bytes: the requested bytes.
     payload_bytes, other_bytes: those of chunks on the accelerator then, and all others.
     limit_bytes: bytes of the accelerator, None where it does not say.
     done: the reaction, in words.

@@ -117,10 +117,7 @@ def time_moments(
     iteration: Callable[[], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Returns the seconds of each moment of one iteration, without waits.
-
-    script: as for `WarmUp`.
-    """
+    """Returns the seconds of each moment of one iteration, without waits."""
     with warmed_up(state, WarmUp(state, firings, script=script, clock=clock)) as warm_up:
         iteration()
         warm_up.close()

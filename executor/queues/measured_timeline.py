@@ -30,8 +30,6 @@ def build_timeline(
 ) -> Timeline:
     """Returns the timeline of the run's last stretch of iterations on plan.
 
-    first_s: begin of the run.
-
     iteration_s, samples, peaks and stalls are those of the last finished iteration. Raises PlanError if none finished.
     """
     done = _last_stretch(iterations)

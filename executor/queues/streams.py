@@ -54,7 +54,6 @@ class StreamQueues(ThreadQueues):
 
     host_wait_s: seconds that the training thread has waited on the host: for steps not issued yet, and for figures that
         it needs (`waited`: whether an fp16 gradient overflowed).
-    host_waits: number of these waits.
     """
 
     def __init__(

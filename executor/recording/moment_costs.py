@@ -46,7 +46,6 @@ class Sample:
 
     flops_s: seconds of its products and other flops.
     size_bytes: bytes that its other operators move.
-    seconds: as recorded.
     """
 
     flops_s: float

@@ -66,7 +66,6 @@ def record(
     """Returns the workload of one iteration of `model` on `batches` (one per micro-batch), run for real within
     `machine`'s gpu budget.
 
-    name: of the workload's model.
     device: as for `prepare`; the batches are copied there.
     batch, sequence: by default the first two extents of the batch's first tensor.
     optimizer: `prepare`'s (its groups and whether it clips are part of the recording).
@@ -74,7 +73,6 @@ def record(
     timed: iterations whose median gives each moment's seconds; 0 for none.
     threads, weights, gpu_memory: as for `prepare`.
     group: this process alone, where it is one of several.
-    clock: gives seconds.
 
     Raises DoesNotFit if the parameters that one operator reads do not fit the gpu, ModelError as capture does.
     """
@@ -164,7 +162,6 @@ def _count_once(
 ) -> MomentRecorder:
     """Run one iteration in which every operator is counted.
 
-    firings: as for `WarmUp`.
     beside: modules whose tensors count from the start.
     """
     state, clock, parameters = session.state, session.clock, session.reader.parameters

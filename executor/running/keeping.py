@@ -24,8 +24,6 @@ __all__ = ["JobPosition", "Keeping"]
 class JobPosition:
     """The position of a job.
 
-    steps: optimizer steps done.
-    sequences: sequences of its data drawn.
     empty: whether the model was built without memory, which draws other random numbers.
     note: the checkpoint from which the job continues, in words.
     """

@@ -84,9 +84,7 @@ class Manifest:
     written_by: package -> its version.
     iteration: optimizer steps done.
     states: names of the optimizer's lists.
-    updates: parameter -> number of its updates.
     extra: the user's own value, as `as_json.encode` makes it.
-    files: name -> the file as it was written.
     """
 
     written_by: dict[str, str]

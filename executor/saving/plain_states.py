@@ -89,7 +89,6 @@ def _write_values(session: Session, path: Path, packed: Mapping[str, Any], value
 
 
 def _give_parts(session: Session, path: Path, packed: Mapping[str, Any], values: _Values) -> None:
-    """Give this rank's part of each value to the first rank."""
     for tensor, list_name in values:
         _parts(session, tensor, list_name)
 

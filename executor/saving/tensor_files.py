@@ -1,8 +1,8 @@
 """Tensors in files: the safetensors format, read and written a piece at a time.
 
-Neither the reader nor the writer ever holds a whole tensor or a whole file. The reader copies with `pread` into one
-buffer that is used again; nothing is mapped, so no page of the file counts as memory of the process. The writer gets
-rows whose elements are made on request. Knows no model and no chunk.
+Neither side holds a whole tensor. The reader copies with `pread` into one buffer that is used again; nothing is mapped,
+so no page of the file counts as memory of the process. The writer gets rows whose elements are made on request. Knows
+no model and no chunk.
 
 [Note: checksums] XXH3 of 64 bits, by xxhash: on one core it is faster than memory is copied, where zlib's CRC32, which
 Python has, is about as slow as a disk. It is taken of a whole file, header included, as its bytes are written.
@@ -113,9 +113,6 @@ class StoredTensor:
 
 class TensorFile:
     """A safetensors file whose header was read and found valid.
-
-    entries: tensor name -> its position in the file.
-    metadata: the header's own metadata.
 
     Raises WeightsError for a file that is missing, truncated, longer than its header says, or not of this format.
     """

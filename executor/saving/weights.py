@@ -7,8 +7,8 @@ that holds it, the fp32 master first. The model itself needs no memory: build it
 piece (16 MiB).
 
 [Note: which value a master gets] Masters are made from the values of the file, whatever its dtype, and the working copy
-is cast(master). An fp32 file under a bf16 plan gives masters that are more precise than the working copies; a bf16 file
-gives masters that begin as the file's values. `Weights.note` says which case applies.
+is cast(master). Under a bf16 plan an fp32 file therefore gives masters more precise than the working copies.
+`Weights.note` says which case applies.
 
 [Note: adapters] A model under peft is loaded from the folder of its base model: the file's names lack
 "base_model.model." and ".base_layer", and no file holds the adapters' parameters. Adapters keep their values. Adapters

@@ -54,7 +54,6 @@ def finish(folder: Path, replaces: Collection[str], swap: Callable[[Path, Path],
 
     replaces: names in the old folder that the new one replaces; other files are carried over (as hard links where the
         disk has them).
-    swap: swaps two paths.
 
     Raises OSError; the old folder is then still there.
     """

@@ -2,8 +2,7 @@
 
 A smaller batch runs on plan: [Note: a smaller batch] in forms.py. A batch of another shape is captured under fake
 tensors, on a copy of the model without memory. If its tide is nowhere higher than the plan's, it runs on plan.
-Otherwise it has outgrown the plan (`off_plan/outgrown.py`): a new plan is made, or the batch runs on demand if it fits
-the budget, or it is refused before anything changes.
+Otherwise it has outgrown the plan: see off_plan/outgrown.py.
 """
 
 from __future__ import annotations
@@ -119,15 +118,12 @@ class _Known:
 class Batches:
     """The batches of one plan.
 
-    Attributes:
-        samples: items (sequences, tokens) that the loss of the last batch is a mean over; 1 on one rank.
+    Attributes: samples: items (sequences, tokens) that the loss of the last batch is a mean over; 1 on one rank.
         moments: those of the last batch, under fake tensors; None where it has the plan's shape, is smaller, or is not
-            compared (an evaluation, an empty batch, a plan without steps).
-        form: form of the last training batch; () before the first.
-        last: (args, kwargs) of the last training forward, tensors on meta; None before the first.
-        planned: whether the last batch has the plan's shape, or is not compared.
-        fits: whether the last batch may run on plan: its tide is nowhere higher than the plan's.
-        captured: whether the last batch was captured inside its step.
+        compared (an evaluation, an empty batch, a plan without steps). form: form of the last training batch; () before
+        the first. last: (args, kwargs) of the last training forward, tensors on meta; None before the first. planned:
+        whether it has the plan's shape, or is not compared. fits: whether it may run on plan. captured: whether it was
+        captured inside its step.
     """
 
     def __init__(self, run: PlanBytes, state: RunState, reader: Reader, shapes: Shapes, count: CountOf) -> None:
@@ -241,7 +237,6 @@ class Batches:
         return any(part.differentiated for part in self.form)
 
     def _body(self) -> list[Moment]:
-        """Returns the plan's moments of the first micro-batch."""
         return [m for m in self.run.plan.workload.moments if m.micro_batch == 0 and m.phase is not Phase.ADAM]
 
     def workload_of_last(self, micro_batches: int) -> Workload:

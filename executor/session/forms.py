@@ -47,8 +47,6 @@ def names_of(model: nn.Module) -> tuple[str, ...]:
 def form_of(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> Form:
     """Returns the form of a batch, given as the arguments of a forward. Arguments count the same by position and by
     name, in any order; other values than tensors and bools do not count.
-
-    names: `names_of` the model.
     """
     given = {names[number] if number < len(names) else str(number): value for number, value in enumerate(args)}
     return tuple(_parts("", dict(sorted({**given, **kwargs}.items()))))

@@ -28,7 +28,6 @@ class Iteration:
         passed_over: whether a moment was passed over because this rank had nothing to compute in it.
         early: tensors whose eager update has begun.
         norms: tensor -> norm of its gradient (one element, fp32), where the norm was taken as the gradient arrived.
-        backwards: number of backwards that have ended.
         given: those that gave a parameter its gradient, which count as micro-batches.
         gives: whether the running backward has given one.
         shares: elements of each micro-batch on plan, as a share of the plan's batch.

@@ -29,20 +29,14 @@ class Timetable:
         cut_tide: non-model bytes between two iterations.
         between: moment -> non-model bytes between it and the next, over the border of the iteration.
         cut: (place, chunk, list) of each payload that is resident between two iterations.
-        micro_batch: moment -> micro-batch that it belongs to.
-        reads: moment -> chunks that it reads.
         uses: chunk -> moments that read it.
-        compute: moment -> its compute step.
         on_demand_only: whether the plan has no steps; chunks are then fetched when they are read.
         before: moment -> other steps of the compute queue that come before it.
         rows: moment -> its `before`, `compute`, `reads`, `peaks` and `due`.
         following: moment -> the next moment's event; "" after the last, and everywhere in a plan with stashes, where
             opening a moment takes more than its row.
         micro_batches: number of backwards per iteration.
-        relayed: see `Workload.relayed`.
         tail: steps of the compute queue after the last moment.
-        chunk_of: tensor -> chunk.
-        tensors_of: chunk -> tensors.
         trainable: tensors that get an update.
         tied: trainable tensors whose gradient may come in parts: others are tied to them, or their module is called
             repeatedly.
@@ -156,7 +150,6 @@ def _compute_steps(plan: Plan) -> tuple[list[int], list[list[int]], list[int]]:
 
 
 def _uses(reads: Sequence[Iterable[int]], chunks: int) -> list[list[int]]:
-    """Returns chunk -> moments that read it."""
     uses: list[list[int]] = [[] for _ in range(chunks)]
     for m, read in enumerate(reads):
         for chunk in read:
@@ -165,7 +158,6 @@ def _uses(reads: Sequence[Iterable[int]], chunks: int) -> list[list[int]]:
 
 
 def _by_name(names: Sequence[str], reads: Sequence[Iterable[int]]) -> dict[str, set[int]]:
-    """Returns name of a moment -> chunks that any moment of that name reads."""
     found: dict[str, set[int]] = {}
     for name, chunks in zip(names, reads):
         found.setdefault(name, set()).update(chunks)
@@ -178,7 +170,6 @@ def _sums(plan: Plan) -> list[int]:
 
 
 def _complete(final: dict[tuple[int, int], int], chunk_of: dict[int, int]) -> dict[int, int]:
-    """Returns chunk -> moment of its last gradient."""
     complete: dict[int, int] = {}
     for (_, tensor), moment in final.items():
         chunk = chunk_of[tensor]

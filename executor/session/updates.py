@@ -24,10 +24,7 @@ __all__ = ["Updates"]
 class Updates:
     """The updates of a run.
 
-    scaling: the loss scaling of the run; None without loss scaling.
-
     Attributes:
-        max_grad_norm: None without clipping.
         last: that of the last finished iteration with one; `Iteration.update_of` gives those of the current and the
             former.
     """

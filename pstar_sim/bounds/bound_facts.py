@@ -69,7 +69,6 @@ class Turn(NamedTuple):
     bytes: of the chunks read up to the cut and again before the next cut, of all ranks' slices.
     others: bytes of other ranks' slices among them.
     room: bytes beside the tide in the moment before the cut.
-    moment: index of that moment.
     """
 
     bytes: float

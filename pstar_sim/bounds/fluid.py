@@ -224,7 +224,6 @@ class _FluidProgram:
         return following * np.where(np.arange(n) == period.last, 0.0, 1.0) + mean.gathered([period.last], n)
 
     def _in_all(self, within: Expression) -> Expression:
-        """One row: the sum over the iteration."""
         return (within * self.facts.times).sum()
 
     def _running(self, of: Expression, most: Array | float) -> Expression:
@@ -249,7 +248,7 @@ class _FluidProgram:
     # -- the life of a chunk --
 
     def _updated_on_cpu(self) -> None:
-        """Rows: gradient waits -> on the host -> updated on the host -> waits on the gpu -> read."""
+        """Rows: the life of a chunk updated on the CPU."""
         lp, facts, n = self.lp, self.facts, self.facts.intervals
         units = self.on_cpu * facts.size
         final = units.gathered(facts.final_in, n)
@@ -264,9 +263,7 @@ class _FluidProgram:
         self.held += waiting + early
 
     def _identity(self) -> None:
-        """Rows: the chunks up to j in the order of first reads go down, are updated and come up between the earliest of
-        their last gradients and the next first read of j. On the gpu they are updated by the end of the iteration.
-        Behind a barrier, updates come only after the end of the last moment."""
+        """Rows: identity. On the gpu the chunks are updated by the end of the iteration."""
         lp, facts = self.lp, self.facts
         if not facts.chunks:
             return
@@ -328,8 +325,7 @@ class _FluidProgram:
         self.held += there - absent
 
     def _between_reads(self) -> None:
-        """Rows: chunks stay between two reads, or are given up and copied again. In each class of gaps every gap opens
-        before any gap closes, so the longest gaps are given up first."""
+        """Rows: chunks stay between two reads, or are given up and copied again, the longest gaps of a class first."""
         lp, facts, n = self.lp, self.facts, self.facts.intervals
         again = Expression.zero(n)
         for gap in facts.gaps():

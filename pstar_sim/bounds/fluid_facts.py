@@ -148,7 +148,6 @@ class FluidFacts:
         self.compute_s = float(self.times @ self.seconds)  # seconds of the iteration without any stall
 
     def _needed_bytes(self, moment: int) -> int:
-        """Returns the moment's tide and the chunks that it reads."""
         read = sum(self.layout.payload_bytes(c, "param") for c in self.job.read_in[moment])
         return self.workload.moments[moment].peak_bytes + read
 

@@ -23,7 +23,6 @@ class Charge:
     seconds: nominal, of the row running alone.
     gpu_take, host_take: bytes taken at the start.
     gpu_free, host_free: bytes freed at the end.
-    dram_bytes: bytes that cross host DRAM.
     """
 
     seconds: float = 0.0

@@ -191,7 +191,6 @@ class Moves:
     # -- what each step does ------------------------------------------------------------------------------------------
 
     def _first_of(self, list_name: str, place: int) -> int:
-        """Returns the payload of chunk 0; those of the other chunks follow."""
         return self._lists.setdefault((list_name, place), len(self._lists) * len(self.plan.layout.chunks))
 
     def _resident(self, payload: int) -> Resident:

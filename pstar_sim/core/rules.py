@@ -38,7 +38,6 @@ TOLERANCE = 1e-9
 @dataclass(frozen=True, slots=True, eq=False)
 class StepCosts:
     """seconds: nominal, of the step running alone.
-    dram_bytes: bytes that cross host DRAM.
     duty: share of the seconds, 0 to 1, in which the step keeps the shared resources busy.
     """
 

@@ -1,8 +1,8 @@
 """Step: one action of a plan on one queue, and its one-line text form.
 
-[Note: what a step does to memory] The table EFFECTS says it; simulator, ledger, slabs, policies and executor follow the
-table. Lists that a step reads have to be there when the step starts. A step takes bytes when it starts and frees bytes
-when it ends. The table leaves out three things:
+[Note: what a step does to memory] Simulator, ledger, slabs, policies and executor follow the table EFFECTS. Lists that
+a step reads have to be there when it starts. A step takes bytes when it starts and frees bytes when it ends. The table
+leaves out three things:
 
 - Moments: a compute step needs its chunks on the gpu, takes the tide's rise when it starts and frees the tide's fall
   when it ends.
@@ -12,8 +12,7 @@ when it ends. The table leaves out three things:
   in the working list. After gather the chunk is whole on this gpu. After reduce_scatter the own slice is the reduced
   gradient.
 - Stashes: a stash, the activations that a block's forward keeps, is not a list of a chunk. Its bytes on the gpu are
-  part of the tide. Its room on the host is a buffer of the plan that is held throughout. [Note: stashes] in
-  workload/workload.py.
+  part of the tide; its room on the host is held throughout. [Note: stashes] in workload/workload.py.
 
 [Note: several ranks] Every rank runs the same program. With Layout.ranks = P > 1 a list of a chunk is this rank's own
 slice of it, 1/P. "remote" (beside "param") and "grad_remote" (beside "grad") are the slices of all others. A chunk is

@@ -59,7 +59,6 @@ def timeline(plan: Plan, record: Record, held: Held, moved_bytes: Mapping[str, i
 
 
 def _spans(plan: Plan, record: Record, waits: _Waits) -> dict[str, list[Any]]:
-    """Every step of every iteration, in the order of the plan."""
     steps, count, times = plan.steps, record.iterations, record.times
     return {
         "step": [step.id for step in steps] * count,

@@ -45,7 +45,6 @@ class Axis:
 
 
 def _words(names: Iterable[str]) -> str:
-    """Returns "a, b or c"."""
     *others, last = names
     return f"{', '.join(others)} or {last}"
 

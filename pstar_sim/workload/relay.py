@@ -1,7 +1,6 @@
 """Relay: the layer-major order of an iteration (L2L, Pudipeddi et al., 2020; "vertical scheduling" in GreedySnake).
 
-Depth-first, each micro-batch runs forward and backward through the whole model before the next begins. In a relay,
-each block runs forward for all micro-batches before the next block does, and then backward for all of them. So a
+Each block runs forward for all micro-batches before the next block does, and then backward for all of them. So a
 block's parameters are needed twice per iteration, for any number of micro-batches.
 
 [Note: cells] The moments of a micro-batch are cut into parts: one part per block forward, one per block backward, and
@@ -165,7 +164,6 @@ def _levelled(w: Workload, cells: Sequence[Sequence[int]]) -> list[Moment]:
 
 
 def _step(w: Workload, moments: Sequence[Moment]) -> Moment:
-    """Returns the optimizer step, behind all micro-batches instead of the last."""
     return shifted(w.moments[-1], moments[-2].end_bytes - w.moments[-2].end_bytes)
 
 

@@ -133,7 +133,6 @@ class Tape:
         saves nothing.
 
         products: of matrices, one for each kernel.
-        attention: the call of a fused kernel.
         read: activation bytes; None: `out`. `open` counts parameters.
         """
         self.level += out

@@ -219,12 +219,10 @@ def _version(w: Workload) -> int:
 
 
 def _columns(cls: Any, version: int) -> list[str]:
-    """Returns the fields of a dataclass that a file of this version has."""
     return [name for name in _names(cls) if _SINCE.get(name, 1) <= version]
 
 
 def _header(version: int) -> list[str]:
-    """Returns the fields of a workload that are columns of a file of this version."""
     return [name for name in _HEADER if _SINCE.get(name, 1) <= version]
 
 

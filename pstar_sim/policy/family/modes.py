@@ -256,7 +256,6 @@ def roofline(
 def _longest(windows: Sequence[tuple[float, float, float]], inside_s: Array, cpu: Array) -> Array:
     """Returns the seconds of the longest window, 0 where CPU Adam updates nothing.
 
-    windows: the result of `_windows`.
     inside_s: besides the moments of each window.
     """
     longest = np.zeros_like(cpu + inside_s)

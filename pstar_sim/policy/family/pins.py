@@ -5,8 +5,8 @@ chunks i with f_i <= f_j and b_i >= b_j that the CPU updates. Their Adam runs be
 of f_j: T >= compute(f_j .. b_j) + the sum of their Adam times + one copy each way. The same holds with the copies as
 the serial resource. Behind a barrier the window opens at the end of the iteration instead. Pinning the chunks that are
 used first is best, because the r-th unpinned chunk then has the shortest possible span. The number of pins therefore
-determines the pinned chunks. The form covers chunks of unequal size and several micro-batches. The form ranks numbers
-of pins and proves nothing; bounds/bounds.py gives the certificate.
+determines the pinned chunks. The form covers chunks of unequal size and several micro-batches. It proves nothing:
+bounds/ does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ Array = NDArray[np.float64]
 class PinFacts:
     """Facts of the chunks that could be pinned, in the order of pinning, and of the job.
 
-    first: moment of the first use.
     final: moment of the last gradient.
     pinned_bytes: working list and states.
     add_s, gpu_add_s: of all micro-batches, on the host and on the GPU.

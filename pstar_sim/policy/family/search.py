@@ -74,7 +74,6 @@ USUAL = Knobs()  # knobs with which a search begins
 
 
 def _coarse(points: Sequence[T]) -> list[T]:
-    """Returns at most POINTS of the points, evenly spread, with the first and the last point."""
     chosen = np.linspace(0, len(points) - 1, min(POINTS, len(points))).round().astype(int)
     return [points[n] for n in chosen]
 
@@ -458,7 +457,6 @@ class Search:
         )
 
     def _try_with_room(self, trial: Trial) -> None:
-        """If it has no room, make the nearest trial that has."""
         if not self.try_one(trial) and trial in self.no_room:
             self.try_one(self._with_room(trial))
 

@@ -34,9 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Option:
-    """kind: type, with its bounds.
-    help: one line of text.
-    """
+    """kind: type, with its bounds."""
 
     kind: Any
     help: str

@@ -152,7 +152,6 @@ def _rooms(job: Job) -> list[int]:
 
 
 def _least(job: Job, visits: Sequence[Visit]) -> int:
-    """Returns the bytes that the visits leave free for the tide in every moment."""
     return min(room + block.tide_bytes for room, block in zip(room_beside(job, visits), job.blocks))
 
 

@@ -1,10 +1,10 @@
 """l2l: layer to layer (Pudipeddi et al., 2020): the model lives on the host, and layers pass through the GPU.
 
-The iteration is layer-major (workload/relay.py). A layer's parameters come to the GPU, all micro-batches run through
-the layer, and the parameters are given up. This happens twice per iteration: in the forward pass, and in the backward
-pass, which recomputes from the boundary stash. Meanwhile the next layer is on its way. The gradients of all
-micro-batches are added up on the GPU in fp32 and go to the host once. If nothing makes Adam wait, the host updates a
-layer at once, while the GPU computes the layer before it, or in the next forward pass until the layer is needed again.
+The iteration is layer-major (workload/relay.py). Twice per iteration, forward and backward (which recomputes from the
+boundary stash), a layer's parameters come to the GPU and are given up once all micro-batches have run through the
+layer. Meanwhile the next layer is on its way. The gradients of all micro-batches are added up on the GPU in fp32 and go
+to the host once. If nothing makes Adam wait, the host updates a layer at once, while the GPU computes the layer before
+it, or in the next forward pass until the layer is needed again.
 
 Bytes to the GPU: 2 w per parameter of a layer, where w is the width of its parameters, for any number of micro-batches.
 A tied head is a third use of its embedding. Bytes to the host: 4 per parameter; w with one micro-batch, because the

@@ -2,15 +2,13 @@
 
 The policy reproduces the following:
 
-- The capacity for chunks follows the tide. The capacity is the budget, less the larger non-model data of this moment
-  and the next. Forward and backward also reserve one working-list chunk (k * 2 * CS bytes in PatrickStar's code, k = 1
-  on one GPU).
-- Chunks move on demand, on the critical path. Nothing overlaps: the time of an iteration is the sum of computing,
-  copying and updating.
+- The capacity for chunks follows the tide: the budget, less the larger non-model data of this moment and the next.
+  Forward and backward also reserve one working-list chunk (k * 2 * CS bytes in PatrickStar's code, k = 1 on one GPU).
+- Chunks move on demand, and nothing overlaps: the time of an iteration is the sum of computing, copying and updating.
 - Belady's rule makes room, from the recorded moments of use. When the list of uses is exhausted, the list begins again.
 - A payload exists in one place. A fetch frees the host copy; an eviction writes back, clean chunks too.
 - After each moment, chunks beyond the budget less the non-model data of the next moment are evicted. This check ignores
-  the reserve, as in PatrickStar's code.
+  the reserve.
 - Adam runs after the backward pass in chunk order. The states of the first chunks live on the GPU if there is margin
   space. Their number is (budget - peak non-model - all working lists) / states of a chunk * 0.8. The counter rule
   rounds this number up and subtracts 1.
@@ -41,8 +39,7 @@ The policy does not reproduce the following:
   Remote chunks that have to make room are dropped here; PatrickStar may write them back.
 - The broken out-of-memory fallback of PatrickStar has no counterpart here.
 - The rules are those of v0.4.3. The first release and v0.3 are other systems (no memory saving communication, another
-  margin, another rule of eviction) and out of scope: no published measurement in pstar_sim/validation/data names one
-  of them, so that a model of them could not be held against anything. There is no option `version`.
+  margin, another rule of eviction), which no published measurement in pstar_sim/validation/data names.
 """
 
 from __future__ import annotations
@@ -239,7 +236,6 @@ class _SerialIteration:
                 memory.fetch_updated(c)
 
     def _send_last(self, c: int) -> None:
-        """Sends the gradient unless it is on the host already."""
         if c in self.memory.on_gpu:
             self.memory.send_gradient(c)
 

@@ -142,7 +142,6 @@ def _balance_under(
 
 
 def _most_with_room(most: int, shortage: Callable[[int], DoesNotFit | None]) -> int:
-    """Returns the most below `most`; 0 if there is none."""
     return bisect_left(range(1, most), True, key=lambda sequences: shortage(sequences) is not None)
 
 
