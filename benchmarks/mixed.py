@@ -22,13 +22,19 @@ from typing import Any
 from optimal import Row, Table, table
 
 import pstar_sim as ps
-from pstar_sim.policy.registry import built_in
 
 SEED, JOBS, CERTIFIED = 39, 48, 0.01
 GPUS = ("v100-32", "a100-40", "a100-80", "h100-80", "p100-16", "rtx3090-64gb", "rtx5090-128gb")
 MODELS = ("1B", "2B", "4B", "gpt2-xl", "llama-3.2-1b", "qwen2.5-1.5b", "8B")
+EQUAL = ("all_on_gpu", "zero3_resident", "tide", "patrickstar", "stronghold")  # with equal shares
 WHALE = ("all_on_gpu", "zero3_resident", "zero_offload", "tide")
-POLICIES = tuple(built_in()) + tuple(f"whale:schedule={schedule}" for schedule in WHALE)
+POLICIES = (
+    "optimal",
+    "whale",
+    *(f"whale:schedule={schedule}" for schedule in WHALE[1:]),
+    "whale:speed=seconds",
+    *EQUAL,
+)
 WORSE = 1e-3  # relative difference that counts as "another policy is faster"
 
 

@@ -94,7 +94,7 @@ __all__ = [
 
 _COST = ("cost",)  # key of `Workload.derived`
 
-VERSION = 7
+VERSION = 8
 """Version of the model, by [Note: versions of the model]."""
 
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})

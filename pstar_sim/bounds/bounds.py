@@ -28,7 +28,7 @@ from pstar_sim.cost import CostModel
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload, activations_text
 
-__all__ = ["lower_bound", "relative_to", "unknown_sums"]
+__all__ = ["lower_bound", "relative_to"]
 
 STASHES = "stashes"
 
@@ -77,8 +77,6 @@ def _of_rank(
     facts = BoundFacts(workload, machine, layout, cost)
     barrier = settings.barrier(workload.compute_dtype) is not None
     limit = np.inf if max_pinned is None else max_pinned + float(facts.params[facts.small].sum())
-    if unknown_sums(workload, layout):
-        return _of_compute(facts, "its linear program does not cover gradients that add up in 16 bits")
     if not stream:
         return pinned_bound(facts, barrier, limit, clip=settings.clip)
     try:
@@ -107,11 +105,6 @@ def _of_compute(facts: BoundFacts, why: str) -> Bound:
         max_pinned_params=0,
         notes=(f"the lower bound counts compute alone: {why}",),
     )
-
-
-def unknown_sums(workload: Workload, layout: Layout) -> bool:
-    """Whether sums take fewer bytes than the linear programs assume."""
-    return layout.sum_bytes < Layout.sum_bytes and workload.micro_batches > 1
 
 
 def relative_to(

@@ -52,7 +52,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pstar_sim.bounds.bound_facts import Array, Bound, sums_are_whole
-from pstar_sim.bounds.bounds import lower_bound, unknown_sums
+from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.fluid_facts import FluidFacts, shortened
 from pstar_sim.bounds.linear import Expression, Index, LinearProgram, Solution, Unsolved
 from pstar_sim.bounds.rank_facts import costs_of_ranks
@@ -86,8 +86,6 @@ def fluid_bound(
     most_points: the largest number of points of the program.
     """
     joint = lower_bound(workload, machine, settings, layout, ranked=ranked)
-    if unknown_sums(workload, layout):
-        return joint
     short, times = shortened(workload, layout, most_points) if ranked is None else (workload, 1)
     costs = costs_of_ranks(short, machine, layout, ranked)
     # Ranks that differ may be at different parts of an iteration, so one rank may use more than its part of DRAM.
@@ -405,8 +403,9 @@ class _FluidProgram:
         if not any(of_chunk):
             return
         points = np.arange(min(at[0] for at in of_chunk if at), max(at[-1] for at in of_chunk if at) + 1)
-        bytes_each = 4.0 if facts.batches > 2 else min(facts.least_width, 4.0)
-        size = facts.params * (bytes_each / facts.unit)
+        size = (
+            facts.sums if facts.batches > 2 else np.minimum(facts.sums, facts.params * facts.least_width / facts.unit)
+        )
         most = float(size.sum())
         if batch == facts.shown - 2:
             self._waiting(points, of_chunk)
@@ -466,7 +465,7 @@ class _FluidProgram:
         self.adds = adds.within
         before = max(0, facts.shown - 3)
         added_in = np.array([facts.interval_of_end(arrivals[before]) for arrivals in facts.arrivals], dtype=np.intp)
-        sums = (summed_on_host - self.late) * (facts.params * (4 / facts.unit)) + self.late * facts.size
+        sums = (summed_on_host - self.late) * facts.sums + self.late * facts.size
         up = self._flow(4 * self.all_units)
         self._window(up, self._running(sums, 4 * self.all_units), np.minimum.accumulate(added_in), 0 * facts.first_at)
         self.held += self._stock(4 * self.all_units, up.within - self._used(sums))
@@ -484,7 +483,7 @@ class _FluidProgram:
         CPU Adam all of the sum goes down. For Adam on the gpu the sum stays until the update, or goes down and comes up
         again."""
         lp, facts, n = self.lp, self.facts, self.facts.intervals
-        wider, most = np.maximum(0.0, facts.params * (4 / facts.unit) - facts.size), 4 * self.all_units
+        wider, most = np.maximum(0.0, facts.sums - facts.size), 4 * self.all_units
         units = self.cpu_sum * wider
         down = self._flow(most)
         self._window(down, self._running(units, most), self._final(), facts.first_at)

@@ -161,6 +161,8 @@ class FluidFacts:
         self.size: Array = self.params * np.array([job.width(c) for c in self.chunks], dtype=float) / self.unit
         # Unpadded, as `size`.
         self.states: Array = np.array([layout.unpadded_states_bytes(c) for c in self.chunks], dtype=float) / self.unit
+        widths = [layout.sum_width(c) for c in self.chunks]
+        self.sums: Array = self.params * np.array(widths, dtype=float) / self.unit  # of gradients, unpadded too
         self.states_room: Array = np.array([layout.states_bytes(c) for c in self.chunks], dtype=float) / self.unit
         tide = [w.moments[m].peak_bytes for m in self.points]
         at_end = min(w.moments[-1].peak_bytes, w.moments[0].peak_bytes)

@@ -187,6 +187,7 @@ class _JointFacts:
 
     u: micro-batches if each gives every gradient; otherwise 1.
     w, most_w: least and most bytes of the working list per parameter.
+    sum_w: least bytes of a sum of gradients per parameter; the note counts 4, and 2 for sums in 16 bits.
     total, bytes: parameters with a gradient (E), and their bytes.
     frozen: bytes of frozen chunks.
     up, down: bytes per second of the link.
@@ -223,7 +224,8 @@ class _JointFacts:
         self.up = rate_with_latency(link.h2d_bytes_per_s, link.latency_s, largest)
         self.down = rate_with_latency(link.d2h_bytes_per_s, link.latency_s, largest)
         self.per_param_s = facts.cpu_update_s
-        self.add_bytes = 8.0 + self.w
+        self.sum_w = float(min((layout.sum_width(c) for c in facts.job.trained), default=4))
+        self.add_bytes = 2 * self.sum_w + self.w
         self.add_s = self.add_bytes / cost.adam_bytes_per_s
         self.whole_sums = sums_are_whole(layout, self.u, clip=clip)
         self.gpu_add_s = facts.gpu_add_s if self.u > 2 else 0.0
@@ -312,7 +314,7 @@ class _JointProgram:
         self.waits, self.waits_on_host = (self._params(job.total if waits else 0.0) for _ in range(2))
         # parameters of Adam on the gpu whose last gradient is added on the host, too: the sum alone comes up
         self.whole = self._params(job.total if several else 0.0)
-        self.sum_bytes = 4.0 if job.u > 2 else min(job.w, 4.0)  # bytes of a held sum, per parameter
+        self.sum_bytes = job.sum_w if job.u > 2 else min(job.w, job.sum_w)  # bytes of a held sum, per parameter
         # Bytes that each turn cannot keep, of this rank's slices and of the others' slices.
         most = [turn.bytes + abs(turn.room) + (job.v + 8) * self.all_params for turn in job.turns]
         self.again = lp.variables(len(most), most=np.array(most) / self.all_bytes) * self.all_bytes
@@ -464,7 +466,7 @@ class _JointProgram:
         needed_s = (own - facts.room)[low:high] / job.up + facts.stash_up_from_s[low:high]
         turn_s = float((facts.clock[low:high] + needed_s).max())
         on_gpu = self.cpu_sum + self.gpu_sum
-        sums = self.sum_bytes * on_gpu + 4 * (self.s - self.gpu_sum)
+        sums = self.sum_bytes * on_gpu + job.sum_w * (self.s - self.gpu_sum)
         added_s = on_gpu * (facts.gpu_add_before_s if job.u > 2 else 0.0)
         self.terms.append(("h2d", turn_s + added_s + (job.v * self.s + sums) / job.up))
 
@@ -488,7 +490,9 @@ class _JointProgram:
         self.terms.append(("barrier", others_s + job.v * self.s / job.up))
         if len(self.spilt):
             wider = self._gradients(job.most_w) - job.most_w * self.s
-            others_s = float((span_s + (size - job.end_room - (job.v + 4) * (job.total - params)) / job.up).max())
+            others_s = float(
+                (span_s + (size - job.end_room - (job.v + job.sum_w) * (job.total - params)) / job.up).max()
+            )
             self.terms.append(("barrier", others_s + (job.v * self.s + wider) / job.up))
 
     def _gradients(self, width: float) -> Expression:
@@ -498,7 +502,8 @@ class _JointProgram:
         """
         if not len(self.spilt):
             return width * self.s
-        return 4 * self.gpu_sum + (4 + width) * (self.s - self.gpu_sum) - width * self.whole
+        sum_w = self.job.sum_w
+        return sum_w * self.gpu_sum + (sum_w + width) * (self.s - self.gpu_sum) - width * self.whole
 
     def _copies(self) -> None:
         """Add the terms of h2d, of d2h, of a link that both directions share, and of host DRAM."""
@@ -518,7 +523,7 @@ class _JointProgram:
         up = job.bytes - job.most_w * self.s + self.gone + (job.frozen - self.frozen_kept)
         up += self.again.sum() + job.v * self.y
         if len(self.spilt):
-            up += self.sum_bytes * self.spilt.sum() + 4 * (self.s - self.gpu_sum) + job.w * self.waits_on_host
+            up += self.sum_bytes * self.spilt.sum() + job.sum_w * (self.s - self.gpu_sum) + job.w * self.waits_on_host
         return up
 
     def _down(self) -> Expression:
@@ -527,7 +532,7 @@ class _JointProgram:
         job, u = self.job, self.job.u
         down = u * (job.bytes - job.most_w * self.s) + self.gone + job.v * self.y
         if len(self.spilt):
-            down += (4 - u * job.most_w) * self.cpu_sum
+            down += (job.sum_w - u * job.most_w) * self.cpu_sum
             down += self.sum_bytes * self.spilt.sum() + job.w * (self._own_lists() + self.waits_on_host + self.whole)
         return down
 

@@ -421,7 +421,7 @@ def _certificate(proof: Certifier, plan: Plan, workload: Workload) -> Certificat
     """A plan in another order than the job's gets a certificate of its own."""
     require_bounded(plan)
     same = plan.workload.order is workload.order
-    return proof.of(plan.layout) if same else certificate_of(plan)
+    return proof.of(plan.layout) if same else certificate_of(plan, lp=proof.lp)
 
 
 def _with_barrier_cost(best: Planned, policy: Policy, free: _Free | None) -> Planned:

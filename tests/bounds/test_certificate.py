@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -244,3 +245,12 @@ def test_a_plan_of_the_first_edition_calls_the_joint_program_a_closed_form() -> 
     with pytest.raises(PlanError, match="but the joint LP"):
         agree(replace(old, predictions={**old.predictions, "lower_bound_s": 7.0}))
     assert lower_bound(w, machine(), EAGER, plan.layout, stream=False).method == "closed form"
+
+
+@pytest.mark.parametrize("asked", [{"policies": ["l2l"], "loop": "step"}, {"policies": ["tide"], "sums": "16-bit"}])
+def test_certify_solves_the_fluid_program_of_layer_major_plans_and_of_sums_in_16_bits(asked: dict[str, Any]) -> None:
+    w = chain_workload(4, 2**20, micro_batches=2, flops=10**9)
+    (row,) = compare(w, machine(), certify=True, barrier_cost=False, near=False, **asked).rows
+    assert row.fits and row.certificate is not None and row.lower_bound_s is not None
+    assert row.certificate["bound"] == "fluid LP" and "note" not in row.certificate
+    assert 0 < row.lower_bound_s <= (row.iteration_s or 0)

@@ -43,9 +43,13 @@ Optima = tuple[Fraction | None, Fraction | None]
 _FLOPS_PER_S = 1e12
 
 
-def as_job(t: Tiny) -> tuple[Workload, Machine, Settings]:
-    """Returns the instance as a job: a unit is a second, a slot the working list of a layer."""
-    width = 4 // t.wide
+def as_job(t: Tiny, sums: str = "32-bit") -> tuple[Workload, Machine, Settings]:
+    """Returns the instance as a job: a unit is a second, a slot the working list of a layer.
+
+    sums: as `Settings.sums`. In 16 bits, a sum and the states take a slot each (`Tiny.wide` is 1).
+    """
+    wide = 4 if sums == "32-bit" else 2
+    width = wide // t.wide
     slot = width * LAYER
     # moments of a micro-batch; `Tiny.order` gives the order of all moments, and the tide in that order
     tide = [level * slot for level in t.tide] if t.order is None else [0] * (2 * t.layers)
@@ -71,9 +75,10 @@ def as_job(t: Tiny) -> tuple[Workload, Machine, Settings]:
             for n, m in enumerate(w.moments)
         )
         w = replace(w, moments=moments)
-    traffic, rest = divmod((8 + width) * t.cpu_adam, t.cpu_add)  # an add on the host moves 8 + width bytes
+    # an add on the host reads and writes the sum, and reads the gradient
+    traffic, rest = divmod((2 * wide + width) * t.cpu_adam, t.cpu_add)
     assert not rest, t
-    optimizer = OptimizerSpec(name="momentum", state_bytes=(("momentum", 4),), dram_bytes_per_param=traffic)
+    optimizer = OptimizerSpec(name="momentum", state_bytes=(("momentum", wide),), dram_bytes_per_param=traffic)
     m = round_machine(
         gpu_memory_bytes=t.slots * slot,
         host_memory_bytes=2**40,
@@ -85,9 +90,9 @@ def as_job(t: Tiny) -> tuple[Workload, Machine, Settings]:
         adam_params_per_s=traffic * LAYER / t.cpu_adam / 28,  # quoted for 28 bytes per parameter
     )
     # bytes that an add on the GPU moves, beside copying the gradient
-    adds_per_s = (8 - width) * LAYER / t.gpu_add if t.gpu_add else 1e18
+    adds_per_s = (2 * wide - width) * LAYER / t.gpu_add if t.gpu_add else 1e18
     rank = replace(m.ranks[0], gpu=replace(m.gpu, operator_bytes_per_s=adds_per_s))
-    asked = Settings(update="step" if t.barrier else "eager", clip=t.clip, chunk_bytes=slot)
+    asked = Settings(update="step" if t.barrier else "eager", clip=t.clip, chunk_bytes=slot, sums=sums)
     return replace(w, optimizer=optimizer), replace(m, ranks=(rank,)), asked
 
 
@@ -171,10 +176,13 @@ def optima_of(t: Tiny, *, most_states: int | None = None) -> Optima:
     return best, resident
 
 
-def compare_tiny(t: Tiny, optima: Optima, specs: Sequence[str] = ()) -> Compared:
-    """Compare bounds and plans with the exact optima."""
-    w, machine, settings = as_job(t)
-    layout = build_layout(w, chunk_bytes=settings.chunk_bytes)
+def compare_tiny(t: Tiny, optima: Optima, specs: Sequence[str] = (), *, sums: str = "32-bit") -> Compared:
+    """Compare bounds and plans with the exact optima.
+
+    sums: as in `as_job`.
+    """
+    w, machine, settings = as_job(t, sums)
+    layout = build_layout(w, chunk_bytes=settings.chunk_bytes, sums=sums)
     assert [c.numel for c in layout.chunks] == [LAYER] * t.layers
     best, resident = optima
     fluid = fluid_bound(w, machine, settings, layout)
