@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.cli.flags import SettingFlags
 from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import PstarError
 from pstar_sim.units import format_count
 from pstar_sim.workload.axes import all_axes
+from pstar_sim.workload.presets import without_autocast
 
 if TYPE_CHECKING:
     from pstar_sim.catalog.machine import Machine
@@ -38,6 +40,13 @@ OURS = ("optimal",)
 """Policies that configurations are compared with where no policy is named."""
 
 
+_PLAIN = "predicted with weights in {}: autocast over fp32 weights takes 2 bytes more for each of them"
+
+
+def _not_under_autocast(job: Any) -> bool:
+    return getattr(job, "model", None) is not None and bool(without_autocast(model_entry(job.model), job))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Likes:
     """(label, configuration) of each --like."""
@@ -53,6 +62,8 @@ class Likes:
         if given["dtype"] not in (None, MASTER) or getattr(job, "trace", None) is not None:
             del asked["autocast"]  # the weights are in 16 bits, or were traced as they run
         filled = {name: self._answer(name, say, given[name]) for name, say in asked.items()}
+        if filled.get("autocast") and given["autocast"] is None and _not_under_autocast(job):
+            filled |= {"autocast": None, "dtype": filled["autocast"]}  # predict() notes it
         clip = self._answer("clip", lambda c: c.clip, setting.clip)
         for label, c in self.configurations:
             _check_train_batch(label, c, filled, ranks)
@@ -106,6 +117,8 @@ class Likes:
                 made = predict(configuration, workloads, machine, settings, label=label)
             except PstarError as error:
                 raise PstarError(f"{label}: {error}") from error
+            if configuration.autocast and not job.autocast and job.dtype == configuration.autocast:
+                made = made.noted(_PLAIN.format(configuration.autocast))
             if job.checkpointing is None:
                 made = made.noted(_assumed(recomputed=workloads[0].checkpointing))
             found.append(made)

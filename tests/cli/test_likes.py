@@ -142,6 +142,18 @@ def test_a_file_that_the_machine_cannot_run_is_named(ds: Path, capsys: pytest.Ca
     assert out == "" and "ds.json: machine 'v100-32' has no disks" in err
 
 
+def test_where_no_preset_runs_under_autocast_the_weights_are_narrow_and_the_answer_says_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "one.yaml"
+    path.write_text("distributed_type: 'NO'\nmixed_precision: bf16\n")
+    job = ["fits", "--model", "gpt2", "--batch", "2", "--seq", "64", "--machine", "a100-80", "--lora", "r=8"]
+    assert main([*job, "--like", str(path)]) == 0
+    assert "predicted with weights in bf16: autocast over fp32 weights takes 2 bytes more" in capsys.readouterr().out
+    assert main([*job, "--like", str(path), "--autocast", "bf16"]) == 2
+    assert "not for adapters" in capsys.readouterr().err
+
+
 def test_mixed_precision_without_sharding_is_autocast_over_fp32_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,7 +39,17 @@ from pstar_sim.workload.presets.vit import write_vit
 from pstar_sim.workload.tape import Tape
 from pstar_sim.workload.workload import ATTENTION_ALONE, Workload, repeat_micro_batch
 
-__all__ = ["axes_of", "can_vary", "default_dtype", "has_kernels", "kernels_of", "preset", "variant", "workload_of"]
+__all__ = [
+    "axes_of",
+    "can_vary",
+    "default_dtype",
+    "has_kernels",
+    "kernels_of",
+    "preset",
+    "variant",
+    "without_autocast",
+    "workload_of",
+]
 
 _WRITERS: dict[str, Callable[[Tape, Shape], None]] = {
     "gpt": write_gpt,
@@ -231,15 +241,19 @@ def _recomputed(refuse: Callable[[str, object, str], ModelError], axes: Axes, ch
     return replace(axes, checkpointing=what != ATTENTION_ALONE)
 
 
+def without_autocast(entry: ModelEntry, axes: Axes) -> str:
+    """Returns what of a job no preset runs under autocast, in words; "" if nothing."""
+    written = entry.family != "vit" and not (entry.experts or entry.latent or entry.qk_norm or entry.post_norms)
+    others = (axes.lora, "adapters"), (axes.loss not in (None, LOSSES[0]), f"a {axes.loss} loss")
+    return next((words for value, words in (*others, (not written, "this model")) if value), "")
+
+
 def _check_autocast(refuse: Callable[[str, object, str], ModelError], entry: ModelEntry, axes: Axes) -> None:
     if axes.dtype not in (None, MASTER):
         raise refuse("dtype", axes.dtype, f"autocast is over weights in {MASTER}; leave the dtype out, or the autocast")
-    written = entry.family != "vit" and not (entry.experts or entry.latent or entry.qk_norm or entry.post_norms)
-    others = (axes.lora, "adapters"), (axes.loss != LOSSES[0] and axes.loss, f"a {axes.loss} loss")
-    beside = [words for value, words in others if value] + ["this model"] * (not written)
-    if beside:
+    if what := without_autocast(entry, axes):
         want = "it is written for BERT and for dense GPT and Llama models that are trained whole"
-        raise refuse("autocast", axes.autocast, f"{want}, not for {beside[0]}; trace the model under autocast instead")
+        raise refuse("autocast", axes.autocast, f"{want}, not for {what}; trace the model under autocast instead")
 
 
 def _check_sequence(model: str, entry: ModelEntry, sequence: int) -> None:
