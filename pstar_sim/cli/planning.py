@@ -81,6 +81,13 @@ def compare(
     lp: Annotated[
         bool, certify("compare the policies with the tighter bound of a linear program, which takes seconds")
     ] = False,
+    barrier_costs: Annotated[
+        bool,
+        typer.Option(
+            "--barrier-costs",
+            help="also say what the barrier costs each policy, which plans it again, without",
+        ),
+    ] = False,
     json: JsonList = False,
 ) -> int:
     """Compare policies on a machine: what fits, how fast, what binds, and why the rest does not fit."""
@@ -91,7 +98,7 @@ def compare(
     predictions: tuple[ConfigurationPrediction, ...] = ()
     if likes is not None:
         asked, policy, predictions = _beside(asked, likes, policy)
-    result = _compared(asked, policy, likes=predictions)
+    result = _compared(asked, policy, likes=predictions, barrier_cost=barrier_costs)
     say_notes(result)
     if predictions and not json:
         from pstar_sim.report.configurations import predictions_text
@@ -366,6 +373,7 @@ def _compared(
     *,
     only_best: bool = False,
     likes: Sequence[ConfigurationPrediction] = (),
+    barrier_cost: bool | None = None,
 ) -> Comparison:
     """likes: stand above the policies in the table."""
     from pstar_sim.cli.inputs import cut_of, machine_of, settings_of, workloads_of
@@ -375,7 +383,9 @@ def _compared(
 
     machine, settings = machine_of(asked.on), settings_of(asked.setting)
     if asked.global_batch is not None:
-        return _among_variants(asked, asked.global_batch, machine, settings, policies, only_best=only_best)
+        return _among_variants(
+            asked, asked.global_batch, machine, settings, policies, only_best=only_best, barrier_cost=barrier_cost
+        )
     workloads = workloads_of(asked.job, machine, nearly=all_balance(asked_policies(policies, machine), machine))
     made = {p.label: (p.plan, p.timeline) for p in likes if p.plan is not None and p.timeline is not None}
     with bar("starting", quiet=asked.quiet) as on_part:
@@ -388,6 +398,7 @@ def _compared(
             loading=asked.loading,
             certify=asked.certify,
             only_best=only_best,
+            barrier_cost=barrier_cost,
             cut=cut_of(asked.job, machine),
             on_part=on_part,
         )
@@ -401,6 +412,7 @@ def _among_variants(
     policies: Sequence[str] | None,
     *,
     only_best: bool,
+    barrier_cost: bool | None,
 ) -> Comparison:
     """Returns the comparison on the fastest variant, by the only named policy or by `optimal`."""
     from pstar_sim.cli.inputs import variants_of
@@ -435,6 +447,7 @@ def _among_variants(
             loading=asked.loading,
             certify=asked.certify,
             only_best=only_best,
+            barrier_cost=barrier_cost,
             made={policy_name(policy): (chosen.plan, chosen.timeline)},
             on_part=on_way,
         )

@@ -55,7 +55,8 @@ class Row:
     bound_by: see `binding.bound_by`.
     peak_gpu_bytes, peak_host_bytes: the most of any rank.
     peak_gpu_bytes_by_rank: None if these are equal.
-    barrier_cost_s: what the policy would save if no Adam had to wait for all gradients; None if nothing makes it wait.
+    barrier_cost_s: what the policy would save if no Adam had to wait for all gradients; None if nothing makes it wait,
+        or if that was not asked of this policy.
     expected_error: one standard deviation of the seconds, as a share of them, from published runs of this class of
         machine, or of any class if this class has none. None for a policy that does not fit.
     trust: the basis of expected_error.
@@ -201,7 +202,7 @@ def compare(
     sums: str | None = None,
     effort: float | None = None,
     loading: Loading | str | None = None,
-    barrier_cost: bool = True,
+    barrier_cost: bool | None = None,
     near: bool = True,
     certify: bool = False,
     only_best: bool = False,
@@ -215,13 +216,13 @@ def compare(
     policies: names or specs (`tide:capacity=peak`), or functions (workload, machine, settings) -> Plan.
     settings: update, clip, chunk_bytes, loop, sums and effort override single fields of them.
     loading: as in `fits`.
-    barrier_cost: whether to simulate every fitting policy also without its barrier.
+    barrier_cost: whether to simulate every fitting policy also without its barrier, which plans it again. None: the
+        best policy if `only_best`, else none.
     near: whether to look for the nearest machine or setting under which the other policies would fit.
     certify: whether to use the tighter bound of the fluid linear program, instead of the joint bound; this takes
         seconds.
-    only_best: for a caller that uses `best()` alone. Barrier costs of the other policies are left out, and so is the
-        search for changes if some policy fits. If no policy is named, policies whose order the loop cannot follow are
-        left out too.
+    only_best: for a caller that uses `best()` alone. The search for changes is left out if some policy fits. If no
+        policy is named, policies whose order the loop cannot follow are left out too.
     made: plans and timelines of policies for this very job.
     cut: number of sequences per micro-batch -> the job of one GPU, for policies that choose the shares of unequal GPUs
         (`whale`). A preset needs no `cut`.
@@ -239,8 +240,10 @@ def compare(
     if len(set(names)) != len(names):
         raise PstarError(f"policies must have different names, not {', '.join(names)}")
     loading = loading_of(loading)
-    for what, value in (("barrier_cost", barrier_cost), ("near", near), ("certify", certify), ("only_best", only_best)):
+    for what, value in (("near", near), ("certify", certify), ("only_best", only_best)):
         flag(what, value)
+    if barrier_cost is not None:
+        flag("barrier_cost", barrier_cost)
     if made is not None and not isinstance(made, Mapping):
         raise refused("made", made, "plans and timelines by policy")
     if cut is not None:
@@ -249,7 +252,8 @@ def compare(
     share = share_out(workload, machine, nearly=all_balance((policy for _, policy in asked), machine))
     if policies is None and only_best:
         asked = [(name, policy) for name, policy in asked if can_follow(settings, share.workload, policy)]
-    free = _free(share.workload, share.ranked, machine, settings) if barrier_cost else None
+    costs = only_best if barrier_cost is None else barrier_cost
+    free = _free(share.workload, share.ranked, machine, settings) if costs else None
     with without_garbage_collection(), plans_shared(share.workload, *(free[:1] if free is not None else ())):
         return _compare(
             share,
@@ -257,6 +261,7 @@ def compare(
             settings,
             asked,
             free,
+            every_cost=free is not None and not only_best,
             loading=loading,
             near=near,
             certify=certify,
@@ -275,6 +280,7 @@ def _compare(
     asked: Sequence[tuple[str, Policy]],
     free: _Free | None,
     *,
+    every_cost: bool,
     loading: Loading,
     near: bool,
     certify: bool,
@@ -293,7 +299,7 @@ def _compare(
         tell(name, len(found.rows), len(asked))
         job = _Question(share=share, machine=machine, settings=settings, loading=loading, free=free)
         try:
-            found.add(name, policy, job, certifier, made.get(name), cut=cut, certify=certify, only_best=only_best)
+            found.add(name, policy, job, certifier, made.get(name), cut=cut, certify=certify, every_cost=every_cost)
         except CannotPlan as reason:
             found.rows.append(_unfit(name, usual, reason=str(reason)))
         except DoesNotFit as short:
@@ -313,7 +319,7 @@ def _compare(
                     policy, workload, machine, settings, error, loading=loading, fitting=others, elsewhere=elsewhere
                 )
             rows[i] = unfit_row(row.policy, error, usual, hint)
-    if only_best and others:
+    if others and only_best:
         best = _best(workload, settings, rows, planned)
         name = best.row.policy
         known = _with_barrier_cost(best, dict(asked)[name], found.free.get(name, free))
@@ -360,7 +366,7 @@ class _Found:
         *,
         cut: Cut | None,
         certify: bool,
-        only_best: bool,
+        every_cost: bool,
     ) -> None:
         """Raises CannotPlan and DoesNotFit."""
         asked, machine, settings = job.share.workload, job.machine, job.settings
@@ -374,7 +380,7 @@ class _Found:
             plan, timeline = made[0], made[1].labelled(name)
         if own is not None:
             self.free[name] = job.free
-        barrier_cost_s = None if only_best else _barrier_cost(policy, timeline, job.free)
+        barrier_cost_s = _barrier_cost(policy, timeline, job.free) if every_cost else None
         if own is not None:
             gain = _gain(policy, own, settings, timeline.iteration_s, planned_again=own.least_s == 0)
             plan = replace(plan, choices={**plan.choices, "balance": gain})

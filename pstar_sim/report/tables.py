@@ -86,6 +86,11 @@ def heading(answer: TableAnswer) -> str:
     return "\n".join(lines)
 
 
+def _costs_left_out(comparison: Comparison) -> bool:
+    waits = comparison.settings.barrier(comparison.workload.dtype) is not None
+    return waits and bool(comparison.planned) and all(row.barrier_cost_s is None for row in comparison.rows)
+
+
 def batch_words(answer: TableAnswer) -> str:
     """Returns the batch of all GPUs together, and the share of each GPU."""
     w, ranks = answer.workload, answer.machine.data_parallel_size
@@ -171,6 +176,8 @@ def comparison_text(comparison: Comparison, *, width: int | None = None) -> str:
     known = [(row.policy, row.trust) for row in comparison.rows if row.fits]
     for line in (confidence_line(confidence(comparison.workload, comparison.machine)), *trust_lines(known)):
         lines += wrap(line, width)
+    if _costs_left_out(comparison):
+        lines += wrap("barrier costs: with --barrier-costs, which plans every policy again, without its barrier", width)
     for reason in reasons(comparison):
         lines += ["", *wrap(reason, width)]
     for note in comparison.notes:

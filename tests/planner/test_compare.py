@@ -22,6 +22,7 @@ from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.compare import Row, compare, without_barrier
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.policy.systems.all_on_gpu import all_on_gpu
+from pstar_sim.policy.systems.zero_offload import zero_offload
 from pstar_sim.report.tables import heading
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import MIB
@@ -54,7 +55,7 @@ def never(workload: Workload, machine: Machine, settings: Settings) -> Plan:
 
 def test_the_figures_of_everything_resident_are_those_worked_out_by_hand() -> None:
     """6 s of compute and two GPU Adams of 28 x 1.048576 MB / 28 MB/s; one token an iteration; nothing moves."""
-    (row,) = compare(chain(), machine(), policies=[all_on_gpu]).rows
+    (row,) = compare(chain(), machine(), policies=[all_on_gpu], barrier_cost=True).rows
     assert row.policy == "all_on_gpu" and row.fits and row.reason is None
     assert row.iteration_s == pytest.approx(6 + 2 * 1.048576)
     assert row.tokens_per_s == pytest.approx(1 / (6 + 2 * 1.048576))
@@ -82,10 +83,30 @@ def test_no_barrier_no_cost() -> None:
 
 
 def test_the_cost_of_the_barrier_is_the_difference_of_two_simulations() -> None:
-    (barred,) = compare(chain(), machine(), policies=["tide"]).rows
+    (barred,) = compare(chain(), machine(), policies=["tide"], barrier_cost=True).rows
     (free,) = compare(chain(), machine(), policies=["tide"], settings=FREE).rows
     assert barred.iteration_s is not None and free.iteration_s is not None
     assert barred.barrier_cost_s == pytest.approx(barred.iteration_s - free.iteration_s)
+
+
+def test_no_policy_is_planned_without_its_barrier_unless_asked() -> None:
+    """A plan without the barrier takes as long as the plan itself."""
+    asked: list[str] = []
+
+    def counted(workload: Workload, machine: Machine, settings: Settings) -> Plan:
+        asked.append(settings.update)
+        return zero_offload(workload, machine, settings)
+
+    w, m = chain(), machine()
+    names = ["tide", counted]
+    few = compare(w, m, policies=names)
+    assert asked == ["step"] and {row.barrier_cost_s for row in few.rows} == {None}
+    assert "barrier costs: with --barrier-costs" in " ".join(str(few).split())
+    every = compare(w, m, policies=names, barrier_cost=True)
+    assert asked == ["step", "step", "eager"] and every.rows[1].barrier_cost_s is not None
+    assert "--barrier-costs" not in str(every)
+    assert compare(w, m, policies=names, only_best=True).best().row.barrier_cost_s is not None
+    assert compare(w, m, policies=names, only_best=True, barrier_cost=False).best().row.barrier_cost_s is None
 
 
 def test_fp16_without_its_barrier_is_bf16_at_the_same_rate() -> None:
@@ -285,7 +306,7 @@ def test_the_best_alone_is_the_best_of_a_whole_comparison() -> None:
     w = ps.preset("gpt2", batch=2, seq=128, dtype="fp16")
     m = ps.machine("v100-16")
     names = ["all_on_gpu", "zero_offload", "tide", "static_partition"]
-    whole = ps.compare(w, m, policies=names)
+    whole = ps.compare(w, m, policies=names, barrier_cost=True)
     alone = ps.compare(w, m, policies=names, only_best=True)
     best = whole.best()
     assert alone.best().row == best.row
