@@ -51,6 +51,10 @@ SUMS = ("32-bit", "16-bit")
 model, as plain PyTorch does in `.grad`."""
 
 
+ANY_PLAN = 1e-9
+"""Effort with which a policy that searches makes the first plan that has room, for a question about room alone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Settings that the caller gives to every policy.

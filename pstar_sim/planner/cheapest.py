@@ -33,7 +33,7 @@ from pstar_sim.planner.batch_shares import machine_of
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Row, compare
 from pstar_sim.planner.jobs import Job
-from pstar_sim.planner.memory_needs import memory_need
+from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.policy.registry import named
 from pstar_sim.python310 import Unpack
 from pstar_sim.workload.axes import AxesGiven
@@ -401,9 +401,12 @@ def _with_room(
     for policy in asked.policies or POLICIES:
         try:
             job = roomiest if chooses(policy) else workload
-            memory_need(policy, job, machine, asked.settings, loading=asked.loading)
-        except (DoesNotFit, CannotPlan) as error:
+            short = shortage(policy, job, machine, asked.settings, loading=asked.loading)
+        except CannotPlan as error:
             refusals.append(error)
-        else:
+            continue
+        if short is None:
             roomy.append(policy)
+        else:
+            refusals.append(short)
     return roomy, refusals

@@ -204,7 +204,7 @@ def max_model(
         asked,
         lambda policy, n: ask(policy, models.deep(n, policy)),
         models.most_layers,
-        first=entry.layers,
+        first=MOST_LAYERS,
         near=near,
         on_policy=on_policy,
     )

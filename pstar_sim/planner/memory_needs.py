@@ -30,17 +30,18 @@ say what it needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from pstar_sim.catalog.machine import Gpu, Machine
-from pstar_sim.core.plan import STASHES, Plan, Settings
+from pstar_sim.core.plan import ANY_PLAN, STASHES, Plan, Settings
 from pstar_sim.core.slabs import host_payloads, pack_slabs, passing_payloads, stash_key
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.family.pins import most_pins_of
+from pstar_sim.policy.family.searched import jobs_of_sizes
+from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.job import Job
-from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.passes.feasibility import check_gpu, check_host
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, policy_name
@@ -204,21 +205,23 @@ def memory_need(
 
     others: whether to ask other policies for one that tries others. It fits wherever one of them does: if it finds no
         room itself, the need is that of the first other that does.
-    fewest: whether to find the fewest pins. False takes any number that fits.
+    fewest: whether to find the fewest pins, and the plan that the policy would return. False takes any number that fits
+        and any plan that has room, for a caller who asks for no more than whether one has.
     """
     able = can(policy)
     refusal: DoesNotFit | None = None
     if able.point is not None:
         try:
-            job = _job(policy_name(policy), able.point, workload, machine, settings)
-            return _asynchronous_need(job, machine, loading, fewest=fewest)
+            return _own_need(policy_name(policy), able, workload, machine, settings, loading, fewest=fewest)
         except DoesNotFit as short:
             if not able.tries_others or not others:
                 raise
             refusal = short
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
+    asked = settings if fewest else replace(settings, effort=ANY_PLAN)
+    function = find_policy(policy) if isinstance(policy, str) else policy
     try:
-        plan = (find_policy(policy) if isinstance(policy, str) else policy)(workload, machine, settings)
+        plan = function(workload, machine, asked)
         need = replace(need_of_plan(plan, loading), policy=name)
         if not able.counts_host:
             _check_host(need, machine)
@@ -232,7 +235,7 @@ def memory_need(
         if other == policy:
             continue
         try:
-            need = memory_need(other, workload, machine, settings, loading=loading)
+            need = memory_need(other, workload, machine, settings, loading=loading, fewest=fewest)
         except PstarError:  # the policy does not fit, or does not apply to this machine
             continue
         return replace(need, policy=name)
@@ -314,12 +317,32 @@ def _check_host(need: Need, machine: Machine) -> None:
 # The asynchronous policies.
 
 
-def _job(name: str, point: Point, workload: Workload, machine: Machine, settings: Settings) -> Job:
-    """Raises DoesNotFit where the policy would."""
-    job = Job(name, workload, machine, settings, point)
-    check_gpu(job)
-    check_host(job, Modes(frozenset(job.candidates[: most_pins_of(job)])))
-    return job
+def _own_need(
+    name: str,
+    able: Capabilities,
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    loading: Loading,
+    *,
+    fewest: bool,
+) -> Need:
+    """Returns the needs at the usual chunk size. If any number of pins will do, a policy that tries other sizes has
+    the needs of the first size with room. Raises DoesNotFit where the policy would, for the usual size."""
+    assert able.point is not None
+    refusal: DoesNotFit | None = None
+    jobs: Iterable[Job] = (Job(name, workload, machine, settings, able.point),)
+    if able.tries_others and not fewest:
+        jobs = jobs_of_sizes(name, workload, machine, settings, able.point)
+    for job in jobs:
+        try:
+            check_gpu(job)
+            check_host(job, Modes(frozenset(job.candidates[: most_pins_of(job)])))
+            return _asynchronous_need(job, machine, loading, fewest=fewest)
+        except DoesNotFit as short:
+            refusal = refusal or short
+    assert refusal is not None
+    raise refusal
 
 
 def _asynchronous_need(job: Job, machine: Machine, loading: Loading, *, fewest: bool) -> Need:

@@ -10,6 +10,7 @@ import pytest
 
 import pstar_sim as ps
 from pstar_sim.catalog.overrides import override
+from pstar_sim.core.plan import ANY_PLAN
 from pstar_sim.core.slabs import host_payloads, pack_slabs
 from pstar_sim.core.step import Place
 from pstar_sim.errors import PstarError
@@ -38,6 +39,33 @@ def planned(name: str, w: ps.Workload, m: ps.Machine, s: ps.Settings) -> ps.Does
     except ps.DoesNotFit as error:
         return error
     return None
+
+
+def test_whether_a_policy_that_tries_sizes_has_room_takes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the usual size of 436 MB pinned memory rounds 8B's lists up beyond 128 GB; at a smaller size it does not."""
+
+    def nothing(policy: str) -> None:
+        raise AssertionError(f"{policy} was asked for a plan")
+
+    w, m, s = preset("llama-3.1-8b", batch=1, seq=4096), ps.machine("rtx4090-128gb"), ps.Settings()
+    monkeypatch.setattr(memory_needs, "find_policy", nothing)
+    short = shortage("tide", w, m, s)
+    assert short is not None and "by which pinning rounds them up" in short.what
+    assert shortage("optimal", w, m, s) is None
+    assert shortage("optimal", w, m, replace(s, chunk_bytes=436 * 10**6), others=False) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "gpu_memory"), [("optimal", "tried", "700MB"), ("stronghold", "windows_tried", "1.8GB")]
+)
+def test_a_search_for_any_plan_stops_at_the_first_that_has_room(name: str, what: str, gpu_memory: str) -> None:
+    w, m = preset("gpt2-medium", batch=2, seq=128), ps.machine("virtual", gpu_memory=gpu_memory, host_memory="16GB")
+    any_plan, best = (find_policy(name)(w, m, ps.Settings(effort=effort)) for effort in (ANY_PLAN, 1.0))
+    assert 2 * _count(any_plan.choices[what]) <= _count(best.choices[what])
+
+
+def _count(tried: object) -> int:
+    return tried if isinstance(tried, int) else len(tried)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

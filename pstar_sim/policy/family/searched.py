@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
@@ -31,7 +32,7 @@ from pstar_sim.policy.passes.feasibility import check_gpu
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["SearchResult", "own_plans", "searched"]
+__all__ = ["SearchResult", "jobs_of_sizes", "own_plans", "searched"]
 
 # See [Note: what the constants buy] in search.py.
 MOST_CHUNKS = 400  # largest number of chunks of the other chunk sizes that are tried: many chunks make a search long
@@ -107,6 +108,13 @@ def own_plans(
         yield SearchResult(seconds, name, plan, search.alone_s)
 
 
+def jobs_of_sizes(name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> Iterator[Job]:
+    """Yields the job at each chunk size that `own_plans` tries, the usual size first."""
+    over = _Sizes(workload, machine, settings, point, name, True)
+    for layout in chain((over.usual,), over.others()):
+        yield over.job(layout)
+
+
 class _Sizes:
     """Searches over several chunk sizes, until a plan is good enough, the effort is used up, or every search is
     exhausted. The effort also decides which sizes are looked at first, so more effort mostly, not always, finds a
@@ -143,9 +151,12 @@ class _Sizes:
             self._workload, chunk_bytes=chunk_bytes, ranks=self._machine.data_parallel_size, sums=self._settings.sums
         )
 
+    def job(self, layout: Layout, point: Point | None = None) -> Job:
+        return self._job(self._workload, point=point or self._point, layout=layout)
+
     def run(self) -> None:
         """Raises DoesNotFit if no size fits."""
-        self._look(self.usual, FIRST_OPS)
+        self._look(self.usual, min(FIRST_OPS, self.all_ops))
         self._look_elsewhere()
         if not self.searches:
             assert self._reason is not None
@@ -184,7 +195,7 @@ class _Sizes:
         if self.searches and self.left_ops <= 0:
             return
         point = point or self._point
-        job = self._job(self._workload, point=point, layout=layout)
+        job = self.job(layout, point)
         try:
             check_gpu(job)
         except DoesNotFit as reason:
@@ -205,17 +216,22 @@ class _Sizes:
             less = round((1 - ALONE) * self.all_ops)
             self.all_ops, self.left_ops = self.all_ops - less, self.left_ops - less
         elif self._open:
-            for factor in FACTORS_OF_FEW if self.few else FACTORS:
-                size = int(self.usual.chunk_bytes * factor)
-                layout = self._layout(size_near(self._workload, size) if self.few else size)
-                if len(layout.chunks) <= MOST_CHUNKS:
-                    needed_ops = FEWEST_ATTEMPTS * self._attempt_ops(layout)
-                    if needed_ops <= (LONG_LOOK * self.all_ops if self.few else OTHER_OPS):
-                        self._look(layout, max(OTHER_OPS, round(needed_ops)))
-                    else:
-                        self._later.append(layout)
+            for layout in self.others():
+                needed_ops = FEWEST_ATTEMPTS * self._attempt_ops(layout)
+                if needed_ops <= (LONG_LOOK * self.all_ops if self.few else OTHER_OPS):
+                    self._look(layout, max(OTHER_OPS, round(needed_ops)))
+                else:
+                    self._later.append(layout)
         if self._point.capacity == "tide" and not self.searches:
             self._look(self.usual, FIRST_OPS, replace(self._point, capacity="peak"))
+
+    def others(self) -> Iterator[Layout]:
+        """Yields the layouts with other chunk sizes, unless the size is given."""
+        for factor in (FACTORS_OF_FEW if self.few else FACTORS) if self._open else ():
+            size = int(self.usual.chunk_bytes * factor)
+            layout = self._layout(size_near(self._workload, size) if self.few else size)
+            if len(layout.chunks) <= MOST_CHUNKS:
+                yield layout
 
     def _attempt_ops(self, layout: Layout) -> float:
         """Returns roughly how much effort an attempt with this layout takes; 0 before any attempt fitted."""

@@ -6,6 +6,7 @@ of these two states. The module is pure: it writes no steps and knows no memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import Enum, auto
 
 from pstar_sim.policy.kit.facts import Facts
@@ -28,8 +29,9 @@ class Groups:
     def __init__(self, uses: Facts) -> None:
         self._uses = uses
         self._workload = uses.workload
-        self._tensors = [[slot.tensor for slot in chunk.slots] for chunk in uses.layout.chunks]
-        self._state = dict.fromkeys((t for tensors in self._tensors for t in tensors), _Hold.HOLD)
+        self._tensors = [len(chunk.slots) for chunk in uses.layout.chunks]
+        self._chunk_of = {slot.tensor: c for c, chunk in enumerate(uses.layout.chunks) for slot in chunk.slots}
+        self._hold()
 
     def begin(self, m: int) -> bool:
         """The end of FWD sets the tensors used in FWD to HOLD; the end of a micro-batch sets all tensors to HOLD.
@@ -38,33 +40,42 @@ class Groups:
             return False
         before, moment = self._workload.moments[m - 1], self._workload.moments[m]
         if moment.micro_batch != before.micro_batch:
-            self._state = dict.fromkeys(self._state, _Hold.HOLD)
+            self._hold()
             return True
         if before.phase is Phase.FWD and moment.phase is not Phase.FWD:
-            for t, state in self._state.items():
+            for t, state in list(self._state.items()):
                 if state is _Hold.AFTER_FWD:
-                    self._state[t] = _Hold.HOLD
+                    self._enter(t, _Hold.HOLD)
         return False
+
+    def _hold(self) -> None:
+        self._state = dict.fromkeys(self._chunk_of, _Hold.HOLD)
+        self._count = Counter({(c, _Hold.HOLD): tensors for c, tensors in enumerate(self._tensors)})  # tensors by state
+
+    def _enter(self, t: int, state: _Hold) -> None:
+        c = self._chunk_of[t]
+        self._count[c, self._state[t]] -= 1
+        self._count[c, state] += 1
+        self._state[t] = state
 
     def end(self, m: int) -> list[int]:
         """Returns the chunks whose groups are given up after the moment, ascending."""
-        w, chunk_of, state = self._workload, self._uses.layout.chunk_of, self._state
+        w, chunk_of = self._workload, self._chunk_of
         moment, final = w.moments[m], self._uses.final
         for t in w.reads[m]:
             if moment.phase is not Phase.BWD:
-                state[t] = _Hold.AFTER_FWD
+                self._enter(t, _Hold.AFTER_FWD)
             elif final.get((moment.micro_batch, t), m) <= m:
-                state[t] = _Hold.AFTER_BWD
+                self._enter(t, _Hold.AFTER_BWD)
         for t in w.gradients[m]:
             if final[moment.micro_batch, t] == m:
-                state[t] = _Hold.AFTER_BWD
+                self._enter(t, _Hold.AFTER_BWD)
         touched = {chunk_of[t] for t in (*w.reads[m], *w.gradients[m])}
         return [c for c in sorted(touched) if m == self._uses.last_gradient(c) or self._all_used(c, m)]
 
     def _all_used(self, c: int, m: int) -> bool:
         """Returns whether all tensors are in the same state after a use, and the group holds only parameters."""
-        states = [self._state[t] for t in self._tensors[c]]
-        same = states[0] is not _Hold.HOLD and states.count(states[0]) == len(states)
+        same = self._tensors[c] in (self._count[c, _Hold.AFTER_FWD], self._count[c, _Hold.AFTER_BWD])
         return same and not self._holds_gradient(c, m)
 
     def _holds_gradient(self, c: int, m: int) -> bool:
