@@ -24,12 +24,13 @@ from pstar_sim.cli.flags import (
     output,
     policies,
 )
-from pstar_sim.cli.likes import OURS, Like, read_likes
+from pstar_sim.cli.likes import Like, read_likes
 from pstar_sim.cli.output import note, say, say_json, tell
 from pstar_sim.errors import PstarError
 
 if TYPE_CHECKING:
     from pstar_sim.frameworks.prediction import ConfigurationPrediction
+    from pstar_sim.planner.fits import Fits
     from pstar_sim.planner.limits import Limits
 
 __all__ = ["commands"]
@@ -70,39 +71,43 @@ def fits(
     if likes is not None:
         job, setting = likes.fill(job, setting, machine)
         likes, loading = likes.loaded(loading)
-        named = named or list(OURS)
     workloads = workloads_of(job, machine)
     predictions: tuple[ConfigurationPrediction, ...] = ()
     if likes is not None:
         with bar("configurations", quiet=asked.json):
             predictions = likes.predict(workloads, machine, job, setting)
-    with bar("starting", quiet=asked.json) as on_part:
-        answer = ask(
-            workloads,
-            machine,
-            policies=named,
-            settings=settings_of(setting),
-            loading=loading,
-            on_part=on_part,
-        )
+    answer: Fits | None = None  # configurations alone, if no policy is named beside them
+    if named or not predictions:
+        with bar("starting", quiet=asked.json) as on_part:
+            answer = ask(
+                workloads,
+                machine,
+                policies=named,
+                settings=settings_of(setting),
+                loading=loading,
+                on_part=on_part,
+            )
+    rows = [*(p.as_fit() for p in predictions), *(answer or ())]
     if asked.json:
-        said = [{**p.as_fit().to_json(), **answer.workload.said, "like": p.to_json()} for p in predictions]
-        say_json([*said, *answer.to_json()])
+        said = [{**p.as_fit().to_json(), **workloads[0].said, "like": p.to_json()} for p in predictions]
+        say_json([*said, *(answer.to_json() if answer else ())])
     else:
         if predictions:
             from pstar_sim.report.configurations import predictions_text
 
             say(predictions_text(predictions) + "\n")
-        say(fits_text(answer, why=why))
+        say(
+            fits_text(answer, why=why)
+            if answer
+            else "policies of pstar-sim beside these: --policy optimal, or others\n"
+        )
         if phases:
             from pstar_sim.report.phases import phases_text
 
-            say("\n" + phases_text([*(p.as_fit() for p in predictions), *answer.rows], machine.host))
-    if any(p.fits for p in predictions):
-        return 0
-    if not answer.any:
-        what = "no policy fits" if len(answer.rows) > 1 else f"{answer.rows[0].policy} does not fit"
-        note(f"{what} {answer.workload.model} on {machine.name}; the answer on stdout says why")
+            say("\n" + phases_text(rows, machine.host))
+    if not any(row.fits for row in rows):
+        what = "no policy fits" if answer and len(answer.rows) > 1 else f"{rows[-1].policy} does not fit"
+        note(f"{what} {workloads[0].model} on {machine.name}; the answer on stdout says why")
         return NO
     return 0
 

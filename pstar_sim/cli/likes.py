@@ -32,12 +32,12 @@ Like = Annotated[
         metavar="FILE",
         help="simulate this configuration too, host memory first: DeepSpeed's JSON, accelerate's YAML (FSDP) "
         "or torchtitan's TOML; it also gives the batch, dtype and clipping that no flag gives; may be given several "
-        "times (beside it: optimal)",
+        "times (`compare` has optimal beside it, `fits` only the policies that are named)",
     ),
 ]
 
 OURS = ("optimal",)
-"""Policies that configurations are compared with where no policy is named."""
+"""Policies that `compare` has beside configurations where no policy is named."""
 
 
 _PLAIN = "predicted with weights in {}: autocast over fp32 weights takes 2 bytes more for each of them"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pstar_sim.cli import main
+from pstar_sim.cli.exit_status import NO
 from pstar_sim.core.plan_file import FORMAT
 
 JOB = ["--model", "1B", "--seq", "128", "--machine", "v100-32", "--policy", "zero_offload"]
@@ -45,6 +46,20 @@ def test_fits_and_compare_give_the_same_prediction(ds: Path, capsys: pytest.Capt
     assert row["iteration_s"] == pytest.approx(beside["iteration_s"], rel=1e-6)
     assert main(["fits", "--like", "ds.json", *JOB]) == 0
     assert "host memory per GPU: 4.45 GB of fp32 masters (pinned)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_fits_plans_no_policy_beside_a_configuration_unless_one_is_named(
+    ds: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A search for a plan that nobody asked for takes most of the time of the answer."""
+    alone = JOB[: JOB.index("--policy")]
+    (row,) = answer(capsys, "fits", "--like", "ds.json", *alone)
+    fit, ours = answer(capsys, "fits", "--like", "ds.json", *JOB)
+    assert row == fit and ours["policy"] == "zero_offload"
+    assert main(["fits", "--like", "ds.json", *alone]) == 0
+    assert "policies of pstar-sim beside these: --policy optimal" in capsys.readouterr().out
+    assert main(["fits", "--like", "ds.json", *alone, "--gpu-memory", "3GB"]) == NO
+    assert "pstar: ds.json does not fit 1B on v100-32" in capsys.readouterr().err
 
 
 def test_weights_while_they_are_loaded_are_in_both_tables(ds: Path, capsys: pytest.CaptureFixture[str]) -> None:
