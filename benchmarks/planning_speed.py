@@ -9,6 +9,10 @@ Groups of cases (sequence 1024, checkpointing and bf16 unless the case says othe
 - certify: `optimal` of 8B and 12B with 32 micro-batches and the bound of `--certify`
 - layers: 10,000 layers with a chunk each, planned by `optimal`, with bound, simulation and proof
 - check: `pstar check` of a plan of 78,000 steps
+- fits: `ps.fits` of every policy, each model of the catalog on one kind of machine, which take turns
+- like: `pstar fits --like` of a ZeRO-3 configuration alone
+- compare, compare experts: `ps.compare` of every policy
+- cheapest, max model, ways: those questions; ways are those of `pstar plan --global-batch 64`
 
 Prints a row per case, writes results/planning_speed.json, fails above a limit. `--cases` takes groups or parts of a
 case's name; the other rows of the file stay as they are. `--beside FOLDER` runs every case that the checkout in FOLDER
@@ -28,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,7 @@ from _results import RESULTS, ROOT, write_result
 import pstar_sim as ps
 from pstar_sim.catalog.loader import with_nodes
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.model_shapes import model_entry, model_names
 from pstar_sim.cli import main as pstar
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit
@@ -49,7 +54,8 @@ LARGE = (("a100-80x8", 8), ("h100-80x8", 8))
 SETTINGS = {"eager": Settings(update="eager", clip=False), "barrier": Settings(update="step", clip=True)}
 LIMITS_S = {
     "one gpu": 2.0, "accumulation": 4.0, "ranks": 4.0, "global batch": 6.0, "certify": 20.0, "layers": 30.0,
-    "check": 8.0,
+    "check": 8.0, "fits": 3.0, "like": 2.0, "compare": 5.0, "compare experts": 10.0, "cheapest": 20.0,
+    "max model": 10.0, "ways": 8.0,
 }  # fmt: skip
 LAYERS, LAYER_PARAMS = 10_000, 2**20
 MANY_STEPS = ("tide", "18B", "v100-32", 26)  # policy, model, machine, micro-batches of the plan that is checked
@@ -115,6 +121,78 @@ def cases() -> Iterator[Case]:
         )
     policy, model, name, micro = MANY_STEPS
     yield Case(group="check", name=f"{model}, {name}, barrier, 1 x {micro}, {policy}", prepare=many_steps, run=checked)
+    yield from questions()
+
+
+NODES = ("v100-32", "rtx3090-64gb", "rtx4090-128gb", "a100-80", "h100-80", "gh200", "mi300x", "v100-32x8", "a100-80x8",
+         "h100-80x8", "rtx4090x8")  # fmt: skip
+COMPARED = (
+    ("llama-3.1-8b", "rtx4090-128gb", 1, 1, 4096, "own"), ("llama-3-70b", "h100-80x8", 1, 1, 2048, "own"),
+    ("4B", "v100-32", 1, 8, 1024, "own"), ("1B", "rtx4090", 2, 8, 1024, "own"), ("1B", "rtx4090", 2, 8, 1024, "step"),
+    ("qwen2.5-7b", "a100-80", 4, 1, 2048, "own"), ("gpt-oss-20b", "rtx4090", 1, 2, 1024, "own"),
+    ("qwen3-30b-a3b", "h100-80", 2, 1, 1024, "own"), ("qwen3-30b-a3b", "h100-80x8", 1, 4, 1024, "own"),
+)  # fmt: skip
+"""Model, machine, sequences per GPU and micro-batch, micro-batches, sequence, loop."""
+
+
+def questions() -> Iterator[Case]:
+    """Yields the questions that people ask first, as they ask them: every policy, settings as they are."""
+    for model, name in zip(model_names(), cycle(NODES)):
+        prepare = partial(asked, model, name, 1, 1, min(1024, model_entry(model).max_seq or 1024))
+        yield Case(group="fits", name=f"fits {model}, {name}", prepare=prepare, run=fitting)
+    for model, name in (("llama-3.1-70b", "a100-80x8"), ("8B", "rtx4090-128gb"), ("gpt-oss-20b", "h100-80x8")):
+        yield Case(group="like", name=f"like {model}, {name}", prepare=partial(zero3, model, name), run=beside_none)
+    for model, name, batch, micro, seq, loop in COMPARED:
+        yield Case(
+            group="compare experts" if model_entry(model).experts else "compare",
+            name=f"compare {model}, {name}, {batch} x {micro} of {seq}, loop {loop}",
+            prepare=partial(asked, model, name, batch, micro, seq, loop),
+            run=compared,
+        )
+    for model, days in (("8B", 14), ("llama-3.1-70b", None), ("qwen3-30b-a3b", 30)):
+        offers = partial(ps.cheapest, model, tokens=3e9, batch=64, seq=1024, deadline_s=days and days * 86400.0)
+        yield Case(group="cheapest", name=f"cheapest {model}", prepare=lambda: None, run=partial(answered, offers))
+    for name, batch in (("v100-32", 8), ("rtx4090-128gb", 4), ("h100-80", 8), ("a100-80x8", 8)):
+        largest = partial(ps.max_model, name, batch=batch, seq=1024)
+        yield Case(group="max model", name=f"max model {name}", prepare=lambda: None, run=partial(answered, largest))
+    for model, name in (("4B", "rtx4090"), ("4B", "a100-80"), ("1B", "v100-32")):
+        prepare = partial(global_batch, model, name, "own", 64)
+        yield Case(group="ways", name=f"64 sequences of {model}, {name}", prepare=prepare, run=among_ways)
+
+
+def asked(model: str, name: str, batch: int, micro: int, seq: int, loop: str = "own") -> Job:
+    """batch: sequences per GPU and micro-batch."""
+    machine = ps.machine(name)
+    w = ps.preset(model, batch=batch * machine.data_parallel_size, seq=seq, micro_batches=micro)
+    return w, machine, Settings(loop=loop)
+
+
+def fitting(job: Job) -> dict[str, object]:
+    workload, machine, settings = job
+    return {"fit": sum(row.fits for row in ps.fits(workload, machine, settings=settings))}
+
+
+def compared(job: Job) -> dict[str, object]:
+    workload, machine, settings = job
+    answer = ps.compare(workload, machine, settings=settings)
+    return {"fit": len(answer.planned), "iteration_s": answer.best().row.iteration_s}
+
+
+def answered(ask: Callable[[], Any], _: object) -> dict[str, object]:
+    return {"rows": len(ask())}
+
+
+def zero3(model: str, name: str) -> list[str]:
+    path = Path(tempfile.mkdtemp()) / "zero3.json"
+    offload = {"device": "cpu", "pin_memory": True}
+    zero = {"stage": 3, "offload_optimizer": offload, "offload_param": offload}
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    path.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}, **batch}), encoding="utf-8")
+    return ["fits", "--like", str(path), "--model", model, "--seq", "1024", "--machine", name]
+
+
+def beside_none(words: list[str]) -> dict[str, object]:
+    return {"fits": pstar(words) == 0}
 
 
 Job = tuple[Workload, Machine, Settings]
@@ -150,8 +228,8 @@ def planned(job: Job, *, policy: str = "optimal", certify: bool = False, prove: 
     return figures
 
 
-def global_batch(model: str, machine: str, loop: str) -> list[str]:
-    asked = ["plan", "--model", model, "--seq", "1024", "--machine", machine, "--global-batch", "16"]
+def global_batch(model: str, machine: str, loop: str, sequences: int = 16) -> list[str]:
+    asked = ["plan", "--model", model, "--seq", "1024", "--machine", machine, "--global-batch", str(sequences)]
     return asked if loop == "own" else [*asked, "--loop", loop]  # an earlier version has no other loop
 
 
