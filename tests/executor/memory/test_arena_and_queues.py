@@ -113,8 +113,12 @@ class TestArena:
 class TestAdam:
     def test_runs(self) -> None:
         slots = [(0, 32, 3), (32, 5, 3), (48, 8, None), (64, 16, 3), (80, 8, 3), (96, 4, 2)]
-        assert ranges_of(slots) == [(0, 37, 3), (64, 88, 3), (96, 100, 2)]
-        assert ranges_of([(0, 10, 3), (16, 16, 3), (32, 5, 3)]) == [(0, 10, 3), (16, 37, 3)]
+        assert ranges_of(slots) == [UpdateRange(0, 37, 3), UpdateRange(64, 88, 3), UpdateRange(96, 100, 2)]
+        assert ranges_of([(0, 10, 3), (16, 16, 3), (32, 5, 3)]) == [UpdateRange(0, 10, 3), UpdateRange(16, 37, 3)]
+
+    def test_runs_of_two_byte_masters(self) -> None:
+        """A vector of 64 bytes has 32 elements: the first tensor ends inside one."""
+        assert ranges_of([(0, 48, 1), (64, 32, 1), (96, 32, 1)], 32) == [UpdateRange(0, 48, 1), UpdateRange(64, 128, 1)]
 
     @pytest.mark.parametrize(("grad_dtype", "state_dtype", "block"), [
         (torch.float32, torch.float32, None), (torch.bfloat16, torch.float32, 64), (torch.bfloat16, torch.bfloat16, 64),
