@@ -45,7 +45,7 @@ def workload() -> Workload:
 @pytest.fixture(scope="module")
 def written(machine: Machine, workload: Workload, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("stated") / "plan.json"
-    compare(workload, machine, policies=["tide"])["tide"].save(path)
+    compare(workload, machine, policies=["tide"], barrier_cost=True)["tide"].save(path)
     return path
 
 

@@ -75,7 +75,7 @@ def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     machine, policy, batches = MACHINES[request.param]
     known = {n: job(n) for n in batches}
     path = tmp_path_factory.mktemp("stated") / "plan.json"
-    found = compare([known[n] for n in batches], machine(), policies=[policy], near=False, cut=job)
+    found = compare([known[n] for n in batches], machine(), policies=[policy], near=False, barrier_cost=True, cut=job)
     found[policy].save(path)
     return load_plan(path)
 
