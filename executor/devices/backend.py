@@ -158,7 +158,6 @@ class StreamBackend(Backend, Protocol):
     A thread says once, in `enter_thread`, for which queue it issues; without that, for compute.
 
     host_queues: queues whose steps happen in their thread, and have happened when they have ended.
-    gate: for the memory of payloads that is given back.
     """
 
     host_queues: frozenset[Queue]
@@ -191,10 +190,7 @@ class StreamBackend(Backend, Protocol):
 
 
 class VirtualLink:
-    """Copies that last as long as on a link.
-
-    rates: bytes per second by direction; None: as fast as memory copies.
-    """
+    """Copies that last as long as on a link."""
 
     def __init__(
         self,

@@ -126,7 +126,6 @@ class CudaBackend(CudaStreams):
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def give_back(self) -> int:
-        """Give the memory that payloads leave free back to the driver. Returns its bytes."""
         check_no_capture("memory is given back")
         self.gate.flush()
         return self._blocks.give_back()
@@ -212,7 +211,6 @@ class CudaBackend(CudaStreams):
         return None  # torch counts them
 
     def undisturbed(self) -> contextlib.AbstractContextManager[object]:
-        """Returns a context without exchanges: [Note: refused beside a pool] in cuda_blocks.py."""
         return self._blocks.undisturbed()
 
     def close(self) -> None:

@@ -43,10 +43,7 @@ class _Zero:
 
 
 class CudaStreams:
-    """The streams of one CUDA device. `backend.StreamBackend` describes the methods.
-
-    adam_threads: torch threads of the queue that updates on the host.
-    """
+    """The streams of one CUDA device. `backend.StreamBackend` describes the methods."""
 
     host_queues = frozenset({Queue.ADAM, Queue.NVME})
 

@@ -55,7 +55,6 @@ class Rule:
         return tuple(self.states.values())
 
     def read(self, group: Settings) -> Settings:
-        """Returns the settings of a group, as numbers."""
         return {name: _number(group[name]) for name in self.defaults}
 
     def refused_in(self, group: Settings) -> str:

@@ -116,7 +116,6 @@ def buffer_table(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Returns the names of the module's buffers that its state_dict leaves out."""
     return module._non_persistent_buffers_set
 
 

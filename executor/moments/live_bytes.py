@@ -110,7 +110,6 @@ _RESIZES = frozenset({aten.resize_, aten.resize_as_, aten.set_})
 
 
 def _argument(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns an operator's argument, or its default."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             return kwargs.get(name, args[place] if place < len(args) else argument.default_value)
@@ -335,7 +334,6 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak = self.current
 
     def _count_traffic(self, traffic: int, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> None:
-        """Count the bytes that an operator reads and writes (traffic: see `_Traits`)."""
         if traffic:
             written = sum([t.numel() * t.element_size() for t in outputs])
             self.bytes_written += written

@@ -117,7 +117,6 @@ class Ladder(Sequence[Rung]):
         return True
 
     def discard(self) -> None:
-        """Do `Demand.discard`, then make a new plan if one is due."""
         self.state.run.demand.discard()
         if self.shortage.pending:
             self.replan()

@@ -94,7 +94,6 @@ class Outgrown:
             self._wanted = batches.form, batches.shape, batches.last
 
     def _may_plan(self) -> bool:
-        """Returns whether this is between two iterations, on one rank."""
         state = self.state
         idle = not state.cursor.inside and not self.shortage.pending
         return idle and state.ranks is None and bool(state.replan_after) and self._wanted is not None
@@ -117,7 +116,6 @@ class Outgrown:
         return None
 
     def take(self, new: NewPlan) -> None:
-        """Note that the session continues under the plan."""
         state, shapes = self.state, self.state.run.batches.shapes
         covered = () if shapes.planned is None or not new.holds else (shapes.planned, *shapes.covered)
         shapes.plan_for(new.form, covered=covered)

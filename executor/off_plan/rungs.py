@@ -65,7 +65,6 @@ def asked_bytes(text: str) -> int:
 
 
 def with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
-    """Returns the machine with these bytes for a plan on each GPU."""
     return replace(
         machine,
         ranks=tuple(
@@ -95,5 +94,4 @@ def spec_of_rung(spec: str, level: int) -> str:
 
 
 def tide_of(workload: Workload) -> tuple[int, ...]:
-    """Returns the non-model bytes at the peak of each moment."""
     return tuple(m.peak_bytes for m in workload.moments)

@@ -25,8 +25,6 @@ class Shortage:
 
     Attributes:
         pending: whether memory ran out and there is no new plan yet.
-        rungs: the rungs climbed by now, oldest first.
-        in_fragments: see `note`.
         unforeseen_bytes: bytes by which the measured tide exceeded the plan's where memory ran out.
     """
 
@@ -58,7 +56,6 @@ class Shortage:
             self._shrink(error, error.other_bytes if alive_bytes is None else alive_bytes)
 
     def log(self, error: OutOfMemory, done: str) -> None:
-        """Log one more rung, and its moment."""
         state, moment = self.state, self.state.moment
         name = state.run.timetable.names[moment] if moment >= 0 else ""
         rung = Rung(

@@ -75,7 +75,6 @@ class WarmUp(Listener):
         return True
 
     def close(self) -> None:
-        """End the open moment now."""
         if self._begun_s is not None:
             self.durations.append(self._clock() - self._begun_s)
             self._begun_s = None

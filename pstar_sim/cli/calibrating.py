@@ -1,5 +1,4 @@
-"""`pstar calibrate`: measures the machine. The command imports the executor, which needs torch, when the command
-runs."""
+"""`pstar calibrate`: measures the machine."""
 
 from __future__ import annotations
 

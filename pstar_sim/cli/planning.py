@@ -465,7 +465,6 @@ def _among_variants(
 
 
 def _timelines_of(plans: Sequence[str]) -> tuple[list[Timeline], str]:
-    """Returns the timelines of plan files, and a title for them."""
     from pstar_sim.planner.compare import play_plan
 
     loaded = [checked_plan(path)[0] for path in plans]
@@ -476,7 +475,6 @@ def _timelines_of(plans: Sequence[str]) -> tuple[list[Timeline], str]:
 def _planned_timelines(
     job: OptionalWorkloadFlags, on: OptionalMachineFlags, setting: SettingFlags, policies: Sequence[str] | None
 ) -> tuple[list[Timeline], str]:
-    """Makes plans. Returns their timelines, and a title for them."""
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.compare import compare as ask
 

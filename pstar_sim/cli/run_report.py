@@ -196,11 +196,7 @@ def retimed_s(plan: Plan, measured: Timeline) -> float | None:
 def result_as_json(
     plan: Plan, machine: Machine, result: RunResult, rows: Sequence[Figure], *, steps: int
 ) -> dict[str, object]:
-    """Returns the object that `pstar run --json` prints.
-
-    machine: for which the run was predicted.
-    steps: the requested number.
-    """
+    """Returns the object that `pstar run --json` prints."""
     return {
         "policy": plan.policy,
         "model": plan.workload.model,
@@ -271,8 +267,6 @@ def smaller_batches(plan: Plan, machine: Machine, shares: Sequence[float]) -> Pl
 def explain_run(plan: Plan, machine: Machine, result: RunResult) -> str:
     """Below the table: the meaning of the figures, the sources of the prediction, whether other programs disturbed the
     run, and how it left the plan.
-
-    machine: for which the run was predicted.
     """
     lines = [
         *result.notes,

@@ -1,4 +1,4 @@
-"""Commands that need torch: trace and run. Both import the executor when they run, never before."""
+"""Commands that need torch: trace and run."""
 
 from __future__ import annotations
 

@@ -139,7 +139,6 @@ def _first_rank_of(machine: Machine) -> Machine:
 
 
 def _say(plan: Plan, machine: Machine, predicted: Timeline, result: RunResult, *, as_json: bool) -> None:
-    """Print the results of the run, beside its prediction for `machine`."""
     said = _Said(plan=plan, machine=machine, predicted=predicted, result=result)
     if as_json:
         sys.stdout.write(json.dumps(said.figures()) + "\n")
@@ -209,7 +208,6 @@ class _Said:
         return 0 if self.result.shared is None else self.result.shared.transient_bytes
 
     def figures(self) -> dict[str, object]:
-        """Returns the figures of the run, for programs."""
         plan, result, wanted = self.plan, self.result, self.plan.moved_bytes
         return {
             "policy": plan.policy, "model": plan.workload.model, "ranks": self.ranks,
@@ -224,7 +222,6 @@ class _Said:
         }  # fmt: skip
 
     def step_rows(self) -> list[tuple[str, str, str, str]]:
-        """Returns the rows of the first step and the last steps."""
         first, count = self.result.reports[0].step, len(self.losses)
         from_ = count - 5 if count > 6 else 0
         return [
@@ -234,7 +231,6 @@ class _Said:
         ]
 
     def predicted_rows(self) -> list[tuple[str, str, str]]:
-        """Returns predicted beside measured figures."""
         wanted, moved = self.plan.moved_bytes, self.moved
         rows = [("iteration", format_s(self.predicted.iteration_s), format_s(self.step_s))]
         if self.again_s is not None:

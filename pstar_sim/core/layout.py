@@ -1,11 +1,11 @@
 """Chunk layout: the chunk and the position of each parameter.
 
-The layout packs the tensors of a workload, in order of first use, into runs that are placed and transferred as one. A
-layout depends on no machine and no policy. [Note: why the chunk size is searched] Power-of-two chunks filled in order
-waste 20-110 % once biases, norms and vocabulary matrices are counted. So tensors too small to be worth moving go into
-chunks of their own that stay resident. A tensor larger than a chunk gets a chunk of its exact size. The uniform size is
-the multiple of a granule that wastes least. Frozen and trainable tensors, different dtypes and different optimizer
-groups never share a chunk, nor do tensors with different states (optimizers.py). A tied tensor takes no room.
+The layout packs the tensors of a workload, in order of first use, into runs that are placed and transferred as one.
+[Note: why the chunk size is searched] Power-of-two chunks filled in order waste 20-110 % once biases, norms and
+vocabulary matrices are counted. So tensors too small to be worth moving go into chunks of their own that stay resident.
+A tensor larger than a chunk gets a chunk of its exact size. The uniform size is the multiple of a granule that wastes
+least. Frozen and trainable tensors, different dtypes and different optimizer groups never share a chunk, nor do tensors
+with different states (optimizers.py). A tied tensor takes no room.
 """
 
 from __future__ import annotations

@@ -97,7 +97,6 @@ class Program:
 
 
 def _positions(plan: Plan) -> dict[int, int]:
-    """Raises PlanError for an id given twice."""
     index = {step.id: i for i, step in enumerate(plan.steps)}
     if len(index) < len(plan.steps):
         again = next(step.id for i, step in enumerate(plan.steps) if index[step.id] != i)

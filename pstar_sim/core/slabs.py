@@ -2,8 +2,7 @@
 
 The pinned allocator rounds every request up to a power of two (1.78 times the requested size in a measured run). So
 payloads are carved from a few slabs whose sizes are powers of two, and a plan needs the sum of its slabs from the host,
-not the sum of its payloads. The executor allocates by this rule, and capacity planning uses it. The module knows no
-torch and no device.
+not the sum of its payloads.
 """
 
 from __future__ import annotations

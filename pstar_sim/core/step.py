@@ -329,7 +329,6 @@ def _natural(name: str, text: str) -> int:
 
 
 def _member(members: type[_Member], what: str) -> Callable[[str, str], _Member]:
-    """what: word for messages."""
     known = {member.value: member for member in members}
 
     def read(name: str, text: str) -> _Member:

@@ -1,8 +1,7 @@
 """Timeline: the steps and bytes of a run, measured or predicted. Simulator and executor share the schema.
 
-A timeline has the spans of steps on queues, and the bytes per place and category over time. A timeline knows no plan
-and no machine. Frames and pictures are made on demand, so that importing this module imports neither pandas nor
-matplotlib.
+A timeline has the spans of steps on queues, and the bytes per place and category over time. Frames and pictures are
+made on demand, so that importing this module imports neither pandas nor matplotlib.
 """
 
 from __future__ import annotations

@@ -161,7 +161,6 @@ def _saves(found: KeyReading) -> dict[str, object]:
 
 
 def _hint(word: str, known: tuple[str, ...]) -> str:
-    """Returns the nearest known word, or all."""
     near = nearest(word, known)
     return f"did you mean {near}?" if near else f"it must be one of {', '.join(known)}"
 
@@ -280,7 +279,6 @@ def values_of(configuration: Configuration) -> dict[str, object]:
 
 
 def write(configuration: Configuration) -> str:
-    """Returns the configuration as the text of a YAML file."""
     content = {"compute_environment": "LOCAL_MACHINE", **nested(KEYS, values_of(configuration))}
     return msgspec.yaml.encode(content).decode("utf-8")
 

@@ -70,7 +70,6 @@ def shard(model: nn.Module) -> nn.Module:
 
 
 def write(configuration: Configuration) -> str:
-    """Returns the configuration as the text of a Python file."""
     dtype = configuration.dtype or MASTER
     return _CODE.format(
         dtype=dtype,

@@ -206,12 +206,10 @@ class MemoryRules:
         return machine.pinned_budget_bytes is not None and need.pinned_bytes > machine.pinned_budget_bytes
 
     def loading(self, configuration: Configuration) -> Loading:
-        """Returns the way in which the framework loads the weights of a job with this configuration."""
         loading = loading_of(configuration.loading)
         return loading if loading.dtype is not None else replace(loading, dtype=self.loaded_dtype)
 
     def host_need(self, configuration: Configuration, workload: Workload, machine: Machine) -> HostNeed:
-        """Returns the host memory that the framework takes on one rank."""
         loading = self.loading(configuration)
         return HostNeed(
             allocations=self.allocations(configuration, workload, machine.data_parallel_size),

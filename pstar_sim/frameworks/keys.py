@@ -87,7 +87,6 @@ def unmodelled(path: str, why: str, off: object = False, *, also: tuple[str, ...
 class KeyReading:
     """The values of a file, by a table of keys.
 
-    file: for messages.
     values: used key -> value; AUTO where the file leaves the key to the script, the framework's default where it does
         not name the key.
     named: used keys that the file names.
@@ -117,8 +116,6 @@ class KeyReading:
 
 def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> KeyReading:
     """Returns the content of a file, by the table.
-
-    what: the kind of file, for messages.
 
     Raises PstarError, naming file and key, for a content that is not a table, an unknown key (with the nearest key),
     and a value of another type.

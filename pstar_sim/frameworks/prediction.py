@@ -71,7 +71,6 @@ class ConfigurationPrediction:
         return Follows(self.configuration, self.label)
 
     def as_fit(self) -> Fit:
-        """Returns a line of `fits`."""
         return Fit(
             policy=self.label,
             fits=self.fits,

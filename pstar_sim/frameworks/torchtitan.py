@@ -118,7 +118,6 @@ def write(configuration: Configuration) -> str:
 
 
 def express(plan: Plan) -> Expressed:
-    """Returns the configuration nearest to a plan."""
     w = plan.workload
     found = express_as(plan, TORCHTITAN, {"version": 2, "sequence": w.sequence}, trains_scaled=False)
     configuration = replace(

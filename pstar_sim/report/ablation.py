@@ -1,4 +1,4 @@
-"""Tables of an ablation: the ladder, and the policy without each of its ideas. Knows results, computes only wording."""
+"""Tables of an ablation: the ladder, and the policy without each of its ideas."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ def ladder_cells(line: Line) -> tuple[str, ...]:
 
 
 def without_cells(line: Line) -> tuple[str, ...]:
-    """Returns a line of the second table: the cost of leaving the idea out."""
     if not line.fits:
         return (line.change, "does not fit", *[""] * (len(WITHOUT) - 2))
     return (
@@ -55,10 +54,7 @@ def without_cells(line: Line) -> tuple[str, ...]:
 
 
 def ablation_text(ablation: Ablation, *, width: int | None = None) -> str:
-    """Returns everything that `pstar ablate` prints.
-
-    width: None: the terminal's.
-    """
+    """Returns everything that `pstar ablate` prints."""
     width = terminal_width() if width is None else width
     ladder = f"from {ablation.lines[0].policy} to {ablation.policy}, one change at a time"
     lines = [*wrap(heading(ablation), width), ""]
@@ -71,7 +67,6 @@ def ablation_text(ablation: Ablation, *, width: int | None = None) -> str:
 
 
 def ablation_html(ablation: Ablation) -> str:
-    """Returns the two tables for a notebook."""
     ladder = _table(LADDER, [ladder_cells(line) for line in ablation.lines])
     without = _table(WITHOUT, [without_cells(line) for line in ablation.without])
     notes = "".join(f"<p><small>{escape(note)}</small></p>" for note in _notes(ablation))

@@ -1,4 +1,4 @@
-"""Tables of the capacity answers: fits, limits, offers, sensitivities. Knows results; computes only wording."""
+"""Tables of the capacity answers: fits, limits, offers, sensitivities."""
 
 from __future__ import annotations
 
@@ -239,7 +239,6 @@ def _would_fit(row: Fit) -> str:
 
 
 def _fit_cells(row: Fit, *, why: bool) -> tuple[str, ...]:
-    """why: also what takes the room on the host."""
     seconds = "" if row.iteration_s is None else format_s(row.iteration_s)
     figures = [
         format_size(row.gpu_needed_bytes),
@@ -335,7 +334,6 @@ def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
 
 
 def _offer_notes(answer: Cheapest, shown: Sequence[Offer]) -> Iterator[str]:
-    """Why the other machines are not offered, and the meaning of the columns."""
     yield from (f"{_tried(row)}: {row.reason}" for row in answer.rows if row.reason is not None)
     if shown:
         prices = dict.fromkeys(f"{row.machine}: {row.price_of}" for row in shown)

@@ -124,7 +124,6 @@ def timeline_html(timeline: Timeline) -> str:
 
 
 def _kinds(plan: Plan) -> str:
-    """The number of steps by kind, most frequent first."""
     kinds: dict[str, int] = {}
     for step in plan.steps:
         kinds[step.kind.value] = kinds.get(step.kind.value, 0) + 1
@@ -179,7 +178,6 @@ def _stacked(
 
 
 def _bars(seconds: Mapping[str, tuple[float, float | None]]) -> str:
-    """Seconds per iteration, each with policy and error beside it."""
     longest, row = max(time_s for time_s, _ in seconds.values()), 22
     lines = []
     colours = policy_colours(seconds)

@@ -1,5 +1,4 @@
-"""Measured and predicted figures of a run side by side: the figures, their table, and the JSON of both. Knows results
-only."""
+"""Measured and predicted figures of a run side by side: the figures, their table, and the JSON of both."""
 
 from __future__ import annotations
 

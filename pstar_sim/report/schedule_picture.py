@@ -6,7 +6,7 @@ are moments with their numbers, in the grey of their phase. A gap is time in whi
 the steady iteration: steps still running from the iteration before are at the left edge, and steps that run on into the
 next iteration are cut off at the right edge.
 
-Draws on the axes it is given, opens no window, calls no `show`. Knows matplotlib and timelines; knows no policy.
+Draws on the axes it is given, opens no window, calls no `show`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pictures of capacity questions: the largest model by machine, time along one axis of a sweep, and maps of two axes.
 
 Each function draws on the axes it is given (or on new axes), opens no window, calls no `show`. Frames are those of
-`Sweep.to_frame()`; the pictures show their values, and nothing is planned here. Knows matplotlib and frames.
+`Sweep.to_frame()`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables and notes for a terminal. Knows results; computes nothing but their wording."""
+"""Tables and notes for a terminal."""
 
 from __future__ import annotations
 
@@ -166,7 +166,6 @@ def reasons(comparison: Comparison) -> list[str]:
 
 
 def comparison_text(comparison: Comparison, *, width: int | None = None) -> str:
-    """width: None: the terminal's."""
     width = terminal_width() if width is None else width
     table = table_text(HEADS, [cells(row) for row in comparison.rows], width=width)
     lines = [*wrap(heading(comparison), width), "", table.rstrip()]
@@ -189,7 +188,6 @@ REFUSAL = ("policy", "short of", "needs", "has", "what would do", "what needs th
 
 
 def refusal_text(comparison: Comparison, *, width: int | None = None) -> str:
-    """width: None: the terminal's."""
     width = terminal_width() if width is None else width
     rows = [
         (

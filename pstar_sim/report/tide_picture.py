@@ -12,7 +12,7 @@ whole figure, the picture by moment lays one timeline over the other; the pictur
 [Note: one axis of time] Timelines that are drawn together share the axis of time, so that the faster timeline is
 shorter.
 
-Draws on the axes it is given, opens no window, calls no `show`. Knows matplotlib and `curves`; knows no policy.
+Draws on the axes it is given, opens no window, calls no `show`.
 """
 
 from __future__ import annotations
@@ -145,8 +145,6 @@ class _Strip:
 
 
 def _axes_for(ax: Axes | Iterable[Axes] | None, count: int) -> list[Any]:
-    """Returns the axes to draw `count` timelines on; None makes a figure. Raises PstarError for another number of
-    axes."""
     if ax is None:
         from matplotlib import pyplot
 
@@ -219,7 +217,6 @@ def tide_figure(
 
 
 def _measured_figure(predicted: Timeline, measured: Timeline, measured_as: str, title: str, width: float) -> Figure:
-    """Returns the figure of a run and its prediction: by moment the run over the prediction, below it both by time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, 9.4), layout="constrained")

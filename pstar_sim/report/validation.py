@@ -18,7 +18,6 @@ __all__ = ["validation_text"]
 def validation_text(validation: Validation, *, width: int | None = None, every_row: bool = False) -> str:
     """Returns everything that `pstar validate` prints.
 
-    width: None: the terminal's.
     every_row: also each row in scope.
     """
     width = width or terminal_width()
@@ -201,7 +200,6 @@ def _family(system: str) -> str:
 
 
 def _short(r: Result) -> str:
-    """Returns a label of the machine with at most 22 characters."""
     if r.hardware.startswith("Polaris"):
         return f"Polaris, {r.nodes}x4 A100-40" if r.nodes > 1 else "Polaris, 1-4 A100-40"
     for text, short in (

@@ -1,7 +1,7 @@
 """The waterfall of an ablation: seconds per iteration from the first line to the last. Each change is a floating bar. A
 second picture shows the bytes that each line copies.
 
-Draws on the axes it is given, opens no window, calls no `show`. Knows matplotlib and `Ablation`; plans nothing.
+Draws on the axes it is given, opens no window, calls no `show`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ def read_toml(path: Path, what: str, version: int) -> dict[str, object]:
     """Returns the content of a file without its `version`, which is optional because the first edition had none. Raises
     CatalogError for a file that cannot be read, is not TOML, or is of a newer version.
 
-    what: the format, for messages.
     version: newest that this package reads.
     """
     try:
@@ -75,9 +74,6 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def without_head(values: object, *, what: str, format: str, version: int, error: type[PstarError]) -> dict[str, Any]:
     """Returns a JSON object without its fields `format` and `version`. Raises `error` for another format or another
     version.
-
-    what: the kind of file, for messages.
-    version: that this package reads.
     """
     if not isinstance(values, dict) or values.get("format") != format:
         raise error(f"is not {what} (field 'format' is not {format!r})")

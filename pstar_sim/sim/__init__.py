@@ -1,5 +1,4 @@
-"""The simulator: `play(plan) -> Timeline` plays any plan on a modelled machine. The simulator knows steps, bytes and
-seconds, and no policy."""
+"""The simulator: `play(plan) -> Timeline` plays any plan on a modelled machine."""
 
 from pstar_sim.sim.play import play
 

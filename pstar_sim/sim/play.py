@@ -2,8 +2,7 @@
 every step.
 
 core/follow.py (one.py) follows a single rank, or one rank that stands for all equal ranks. SimPy (several_ranks.py)
-simulates ranks that differ, and ranks one by one. The simulator decides nothing: the plan gives order and waits, the
-cost model gives seconds.
+simulates ranks that differ, and ranks one by one.
 """
 
 from __future__ import annotations

@@ -355,7 +355,6 @@ class _Node:
         return task.done
 
     def _settle(self) -> None:
-        """Record the progress made at the old speeds."""
         now = self.env.now
         elapsed = now - self._since_s
         if elapsed > 0:

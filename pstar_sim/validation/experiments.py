@@ -145,8 +145,7 @@ def _dos_model(row: PublishedRow) -> ModelEntry:
 
 
 def _dos_policy(system: str) -> str:
-    """Returns the spec of the policy that stands for a system, by the system's name in the logs of Deep Optimizer
-    States."""
+    """Reads the system's name in the logs of Deep Optimizer States."""
     options: list[str] = ["subgroup=100000000"]
     if match := re.search(r"ratio([\d.]+)", system):
         options.append(f"ratio={float(match[1]):g}")
@@ -263,7 +262,7 @@ _VM_LAYERS = (16, 24, 32, 48, 64, 78, 100)
 
 
 def _vm_policy(system: str) -> str:
-    """Returns the spec of the policy that stands for a system, by the system's name in STRONGHOLD's logs."""
+    """Reads the system's name in STRONGHOLD's logs."""
     if match := _VM_WINDOW.fullmatch(system):
         return "stronghold" + (f":window={match[1]}" if match[1] else "")
     return _VM_POLICIES[system]

@@ -156,7 +156,6 @@ class Pair:
 
 
 def errors_of(results: Iterable[Result]) -> Errors | None:
-    """The 90th percentile is interpolated linearly, as numpy's."""
     results = list(results)
     if not results:
         return None
@@ -361,7 +360,6 @@ _Job = tuple[tuple[PublishedRow, ...], Experiment]
 def _on_machine(
     machine: str, jobs: Sequence[_Job], rows: Sequence[PublishedRow]
 ) -> tuple[list[_Job], list[PublishedRow]]:
-    """Returns the jobs and rows whose hardware, or machine of the catalog, contains the text."""
     kept_jobs = [(run, x) for run, x in jobs if _holds(machine, run[0].hardware) or _holds(machine, x.machine.name)]
     kept = {row for run, _ in kept_jobs for row in run}
     return kept_jobs, [r for r in rows if r in kept or _holds(machine, r.hardware)]

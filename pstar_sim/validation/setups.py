@@ -123,10 +123,7 @@ def with_gpu_bytes(machine: Machine, usable_bytes: int) -> Machine:
 
 
 def whole_number(row: PublishedRow, what: str, text: str) -> int:
-    """Raises CatalogError for any other text.
-
-    what: name of the number, for the message.
-    """
+    """Raises CatalogError for any other text."""
     if not text.isdigit():
         raise CatalogError(f"{row.where}: {what} is {text!r}, not a whole number")
     return int(text)

@@ -16,7 +16,7 @@ The attention kernel is a separate choice (catalog/attention.py), and so is the 
 - fused: head, loss and their gradients run piece by piece in the forward pass (Liger's fused linear cross-entropy).
 
 BERT and ViT are written for eager kernels and the whole loss alone. The workload of a captured module names "captured":
-its operators run as they really do. This module knows no model.
+its operators run as they really do.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def without_stashed(w: Workload, stashes: Sequence[Stash]) -> tuple[Moment, ...]
 
 def block_runs(w: Workload) -> Sequence[BlockRun]:
     """Returns the moments in runs of one block and direction. Moments of no block between two runs are a run of their
-    own. The runs are derived once per workload."""
+    own."""
     known = w.derived.get(_RUNS)
     if not isinstance(known, tuple):
         known = w.derived[_RUNS] = tuple(_block_runs(w.moments))

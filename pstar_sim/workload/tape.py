@@ -1,7 +1,7 @@
 """Tape: a workload written down operator by operator, as a model without torch would run it.
 
 A family (presets/) calls `open` at the begin of a moment, `op` for each operator that allocates, and `gradient` when a
-parameter's gradient is final. The tape keeps the level of live bytes and cuts it into moments. The tape knows no model.
+parameter's gradient is final. The tape keeps the level of live bytes and cuts it into moments.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Trace file: workloads in one Parquet file, one row per variant, and back again without loss.
 
 Header fields are typed columns; `moments`, `tensors` and `uses` are lists of structs. The file's metadata carries the
-format name and the schema version. Each row carries a digest of its content, so that a damaged file is refused. The
-module does not know the source or the purpose of a workload.
+format name and the schema version. Each row carries a digest of its content, so that a damaged file is refused.
 """
 
 from __future__ import annotations
@@ -301,7 +300,6 @@ def _digest(row: dict[str, Any]) -> str:
 
 
 def _read_rows(source: Path) -> list[dict[str, Any]]:
-    """Returns the rows of the file, after all checks of the file itself."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

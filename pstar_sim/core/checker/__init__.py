@@ -1,7 +1,7 @@
 """The independent checker: proves that every legal interleaving of a plan's steps is correct and within budget.
 
-The checker shares no code with the policies or with core/effects.py, so that an error in one is not repeated in the
-other.
+The checker shares no code with the policies, the ledger or core/effects.py, so that an error in one is not repeated in
+the other.
 
 The proof unrolls two successive iterations. [Note: what precedes what] Each queue runs its steps in order, so the steps
 that must have ended before a step starts are one number per queue. These vectors (vector clocks) follow from queue

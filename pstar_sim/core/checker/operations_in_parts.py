@@ -30,8 +30,6 @@ def check_part(plan: Plan, step: Step) -> None:
 
 
 def check_parts(plan: Plan) -> None:
-    """Check that each operation in parts has all its parts, and that all operations of a chunk have the same number of
-    parts."""
     first: dict[int, Step] = {}
     latest: dict[tuple[Kind, int, str | None], Step] = {}
     for step in plan.steps:

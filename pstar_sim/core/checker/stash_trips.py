@@ -5,8 +5,7 @@ stash only while the tide counts it, so the proof of the budget (worst_case.py) 
 out before it comes back, because `gone` is before `back` on the compute queue.) The plan has one buffer on the host for
 stashes, which it holds throughout. The buffer has room for one stash of each block. Two stashes of one block cannot
 need that room at once: micro-batches follow one another (check_workload), so on the compute queue the moment that needs
-the earlier stash waits until this stash is back, and comes before the moment that makes the later stash. This
-module shares no code with the policies.
+the earlier stash waits until this stash is back, and comes before the moment that makes the later stash.
 """
 
 from __future__ import annotations

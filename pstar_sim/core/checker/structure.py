@@ -98,7 +98,6 @@ def _check_chunk(plan: Plan, step: Step) -> None:
 
 
 def _payload(plan: Plan, step: Step) -> int:
-    """Returns the bytes of the step's list. Raises PlanError if the step names no list, or an unknown list."""
     assert step.chunk is not None
     if step.list is None:
         raise PlanError(f"{label(step)} needs list=")

@@ -1,6 +1,6 @@
 """Order in a plan: its steps unrolled over some iterations, with a vector clock each.
 
-[Note: what precedes what] is in __init__.py. This module serves the checker alone and shares no code with the policies.
+[Note: what precedes what] is in __init__.py.
 """
 
 from __future__ import annotations

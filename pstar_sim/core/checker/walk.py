@@ -1,6 +1,5 @@
 """Plays an unrolled plan once, in a legal order, with a check for races: does each step find the lists that it needs,
-with the right contents? The module serves the checker alone and shares no code with the policies, the ledger or
-core/effects.py."""
+with the right contents?"""
 
 from __future__ import annotations
 
@@ -113,7 +112,6 @@ class Walk:
         return frozenset(sums)
 
     def _targets(self) -> dict[tuple[int, int], str]:
-        """Returns (chunk, micro-batch) -> list on the gpu in which its gradients arrive."""
         allocs: dict[int, int] = {}
         for step in self.plan.steps:
             if step.kind is Kind.ALLOC and step.place is Place.GPU and step.list == "grad":

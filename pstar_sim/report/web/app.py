@@ -2,7 +2,7 @@
 sliders.
 
 Streamlit runs this file as a script, again at every change of an input. Answers are kept in memory, so that an earlier
-choice is shown at once. Plans nothing by itself and keeps nothing on disk.
+choice is shown at once.
 """
 
 from __future__ import annotations

@@ -93,10 +93,7 @@ def themed(value: Any, theme: str = "light") -> Any:
 
 
 def layout(*, height: int, **more: Any) -> Figure:
-    """Returns the layout that all charts share.
-
-    more: keys of Plotly's layout.
-    """
+    """Returns the layout that all charts share."""
     shared: Figure = {
         "height": height,
         "margin": {"l": 64, "r": 12, "t": 12, "b": 46},
@@ -111,10 +108,7 @@ def layout(*, height: int, **more: Any) -> Figure:
 
 
 def axis(title: str, **more: Any) -> Figure:
-    """Returns an axis without a line at zero.
-
-    more: keys of Plotly's axis.
-    """
+    """Returns an axis without a line at zero."""
     return {"title": {"text": title}, "gridcolor": "@grid", "linecolor": "@grid", "zeroline": False, **more}
 
 
@@ -129,7 +123,6 @@ def tide_chart(
 
     right: end of the x axis.
     top_bytes: capacity on the y axis.
-    measured: a run, drawn as lines.
 
     Raises PstarError for a timeline without samples of the GPU.
     """
@@ -294,9 +287,6 @@ class _Bar:
 def lanes_chart(timeline: Timeline, *, right_s: float, plan: Plan | None = None) -> Chart:
     """The work of every queue over the steady iteration, and what compute waits for.
 
-    right_s: end of the x axis.
-    plan: names lists and parts of chunks.
-
     Raises PstarError for a timeline without compute spans.
     """
     rows = _rows(timeline, chunk_words(plan))
@@ -395,7 +385,6 @@ def _heights(bars: Sequence[tuple[str, _Bar]]) -> float | list[float]:
 
 
 def _share(bar: _Bar) -> float:
-    """Returns the share of the bar's length in which the queue works, at most 1."""
     return min(1.0, round(sum(bar.busy_s.values()) / (bar.end_s - bar.start_s), 3))
 
 
@@ -446,10 +435,7 @@ def _about(span: Span, names: Mapping[int, str]) -> str:
 
 
 def residence_chart(found: Residence, *, right_s: float) -> Chart:
-    """A row per chunk, or per few: its data on the GPU over the iteration.
-
-    right_s: end of the x axis.
-    """
+    """A row per chunk, or per few: its data on the GPU over the iteration."""
     ends = [*found.first_chunks[1:], found.chunks]
     codes = range(len(CONTENTS))
     steps = [[edge / len(CONTENTS), CONTENT_COLOURS[c]] for c in codes for edge in (c, c + 1)]

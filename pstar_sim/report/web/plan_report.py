@@ -1,5 +1,5 @@
 """The report of plans: pictures, table, certificate and explanation of one plan or several, or of a run beside its
-prediction, as one HTML file. The report computes none of the planner's figures: its plans have been examined before."""
+prediction, as one HTML file."""
 
 from __future__ import annotations
 
@@ -172,7 +172,6 @@ class _Page:
         return f"{_legend(charts)}{self._columns(cells)}"
 
     def _drawn(self, name: str, subject: Subject, chart: Chart, says: str) -> str:
-        """Returns the chart under the subject's title."""
         self.figures[name] = chart.figure
         place = chart_place(name, f"{says} of {subject.title}")
         return f"<h3>{breakable(subject.title)}</h3>{place}{_notes(chart)}"
@@ -321,7 +320,6 @@ def _error(subject: Subject) -> str:
 
 
 def _quantities(subject: Subject) -> Iterator[tuple[str, str]]:
-    """Yields name and value."""
     plan, timeline, said = subject.plan, subject.timeline, subject.plan.predictions
     seconds = timeline.iteration_s
     yield "iteration", f"{format_s(seconds)}{_error(subject)}"
@@ -398,7 +396,6 @@ def _places(subject: Subject) -> Iterator[tuple[str, str, str]]:
 
 
 def _between(plan: Plan) -> dict[tuple[str, str], int]:
-    """Returns (place, category) -> bytes between two iterations."""
     held: dict[tuple[str, str], int] = {}
     buffers = {name for name, _, _ in plan.buffers}
     for (place, name), size in held_between(plan).items():

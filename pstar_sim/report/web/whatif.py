@@ -1,6 +1,5 @@
 """The what-if page: the points of sweeps as one HTML file. The reader chooses machine, model, batch and policy; the
-page says whether the job fits, how fast it runs, its price and its bottleneck. The page plans nothing: it shows the
-sweeps' results.
+page says whether the job fits, how fast it runs, its price and its bottleneck.
 
 [Note: errors of a page] Seconds, and figures computed from them, have the error that validation found for the class of
 machine. The largest model lies between the largest model of the sweep that fits and the next larger model, which does

@@ -171,7 +171,6 @@ def workload_of(
 
 @cache
 def _recorded() -> tuple[str, ...]:
-    """Returns the axes that a workload names."""
     return tuple(all_axes().keys() & {field.name for field in fields(Workload)})
 
 
@@ -198,8 +197,6 @@ def has_kernels(entry: ModelEntry, kernels: str) -> bool:
 
 def kernels_of(entry: ModelEntry, kernels: object, *, model: str | None = None) -> str:
     """Returns the flavour in which a model runs: `kernels`, or with None the usual flavour of its entry.
-
-    model: name for messages.
 
     Raises ModelError for an unknown flavour, and for one for which the family is not written.
     """

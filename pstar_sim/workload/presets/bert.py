@@ -1,4 +1,4 @@
-"""BERT, operator by operator: see the package for units and sources."""
+"""BERT, operator by operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-2, operator by operator: see the package for units and sources."""
+"""GPT-2, operator by operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama, Qwen, Mistral, Gemma, Mixtral, gpt-oss and DeepSeek-V3, operator by operator: see the package for units.
+"""Llama, Qwen, Mistral, Gemma, Mixtral, gpt-oss and DeepSeek-V3, operator by operator.
 
 A layer is a norm, attention, a norm and a feed-forward layer, with rotary positions. The parts that differ between
 models have files of their own: attention in llama_attention.py, feed-forward layers and experts in llama_mlp.py, norms

@@ -1,4 +1,4 @@
-"""Attention of the llama family: grouped keys and values, or multi-head latent attention. See the package for units.
+"""Attention of the llama family: grouped keys and values, or multi-head latent attention.
 
 Each class declares the parameters of a layer's attention, and names those that its first moment reads. The class writes
 the operators from the output of the layer's norm to the output of attention, and their backward.
@@ -53,7 +53,6 @@ class GroupedAttention:
         return [*self._inner(block), *([f"{block}.self_attn.sinks"] if self.s.model.sinks else [])]
 
     def first(self, block: str) -> list[str]:
-        """Returns the parameters of the first moment."""
         return self._weights(block, "qkv")
 
     def forward(self, block: str, phase: Phase, window: int) -> int:
@@ -149,7 +148,6 @@ class LatentAttention:
                 self.t.parameter(f"{block}.self_attn.kv_a_layernorm.weight", x.kv_rank)
 
     def first(self, block: str) -> list[str]:
-        """Returns the parameters of the first moment."""
         names = [f"{block}.self_attn.{name}.weight" for name in self.widths if name != "o_proj"]
         return [*names, *(f"{block}.self_attn.{x}_a_layernorm.weight" for x in ("q", "kv"))]
 
@@ -158,8 +156,6 @@ class LatentAttention:
         self.t.op(out, products=[self.s.product(rows, columns)], read=read, dead=dead)
 
     def forward(self, block: str, phase: Phase, window: int) -> int:
-        """Write the forward: from the output of the layer's norm to that of attention (1 u). Returns the bytes that the
-        kernel keeps in addition to q, k, v and its output."""
         t, s, norms, u = self.t, self.s, self.norms, self.u
         self._project("q_a_proj", self.q_low, u)
         norms.forward(self.q_low, s.tokens, inner=True)
@@ -184,7 +180,6 @@ class LatentAttention:
         self.t.linear_backward([weight], grad_in=grad_in, grad_out=grad_out, saved=grad_in, product=product, dead=dead)
 
     def backward(self, block: str, kept: int, window: int, *, reads: list[str], own: bool) -> None:
-        """Write the backward: from the gradient of attention's output to that of the norm's output (1 u)."""
         t, s, norms, u = self.t, self.s, self.norms, self.u
         t.open("grad", f"{block}.self_attn.o_proj", Phase.BWD, [f"{block}.self_attn.o_proj.weight"])
         self._back(block, "o_proj", grad_in=self.out_bytes, grad_out=u, dead=u if own else 0)

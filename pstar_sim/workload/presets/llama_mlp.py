@@ -4,7 +4,7 @@
 experts and sorted by expert. One grouped product per matrix computes all experts of a layer. The rows come back
 weighted and are added up, as in transformers 5 (grouped_mm). So all experts of a layer are read in one moment, and
 their gradients arrive in one moment. Each expert's matrices are tensors of their own, slices of the module's tensors,
-so that a chunk holds whole experts. Loads are assumed balanced. See the package for units.
+so that a chunk holds whole experts. Loads are assumed balanced.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class GatedMlp:
         return f"{block}.{self.name}.{x}_proj.weight"
 
     def first(self, block: str) -> list[str]:
-        """Returns the parameters of the first moment."""
         return [self._weight(block, "gate"), self._weight(block, "up")]
 
     def forward(self, block: str, phase: Phase) -> None:
@@ -189,7 +188,6 @@ class Experts:
         """`forward` wrote all operators."""
 
     def backward(self, block: str, *, own: bool) -> None:
-        """Write the backward: from the gradient of the output to that of the norm's output (1 u)."""
         t, s, u, wide, f = self.t, self.s, self.u, self.rows_h, self.rows_f
         h, fused = s.model.hidden, s.flavour.fused
         t.op(self.normed)

@@ -1,4 +1,4 @@
-"""RMSNorm and rotary positions of the llama family, operator by operator: see the package for units and sources."""
+"""RMSNorm and rotary positions of the llama family, operator by operator."""
 
 from __future__ import annotations
 

@@ -40,8 +40,6 @@ ROOT = "<root>"
 class Shape:
     """A model with the batch that runs through it.
 
-    batch: sequences per micro-batch.
-    sequence: tokens per sequence.
     axes: with a value for each. Without a language head there are no logits over the vocabulary (the head of a few
         labels is left out). For `early_stop` see [Note: early stop].
     """

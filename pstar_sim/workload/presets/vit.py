@@ -1,4 +1,4 @@
-"""ViT, operator by operator: see the package for units and sources."""
+"""ViT, operator by operator."""
 
 from __future__ import annotations
 
