@@ -3,7 +3,7 @@ copies.
 
 `StreamBackend` extends the interface for accelerators to which work is only issued and on which it happens later.
 `VirtualBackend` is a real backend: its "gpu" is a byte-budgeted part of host memory, and its copies last as long as the
-link's bandwidth says. Backends know no chunk and no order of queues.
+link's bandwidth says.
 
 [Note: glibc and eviction] glibc gives big blocks back to the system at every eviction, and the next refill pays for
 fresh pages (16-47 ms for 32 MiB, 2.5 ms when the pages are kept). `keep_freed_pages` tells malloc, once per process, to

@@ -10,7 +10,7 @@ __all__ = ["Copied"]
 
 
 class Copied:
-    """Bytes that crossed the link, by direction. Any thread may count and read."""
+    """Any thread may count and read."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

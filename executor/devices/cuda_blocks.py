@@ -334,8 +334,7 @@ class Blocks:
             return given
 
     def _replace_pool(self, block: int) -> None:
-        """Replace the pool by an empty one. Payloads keep their blocks of the former pool; torch gives its free blocks
-        back."""
+        """Payloads keep their blocks of the former pool; torch gives its free blocks back."""
         check_no_capture("a memory pool is replaced")
         for storage in self._in_pool:
             self._in_former[storage] = self._block
@@ -506,7 +505,6 @@ class Blocks:
             self._free_blocks += blocks - 1
 
     def _make_room(self, more_bytes: int) -> None:
-        """Give cached memory back before the process reserves more than the budget and the slack."""
         if torch.cuda.memory_reserved(self.device) + more_bytes <= self._limit_bytes:
             return
         if self._idle_bytes() - split_bytes(self.device) >= more_bytes:

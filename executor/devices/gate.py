@@ -56,7 +56,6 @@ class Gate:
 
     grow, shrink: give a payload's storage its memory, and take it away.
     before_early(event): called before memory is taken away early.
-    held_bytes: bytes of payloads in use.
     pending_bytes: bytes given back that are not yet free.
     host_waits: takes that waited on the host.
     stream_waits: takes that made their stream wait instead.

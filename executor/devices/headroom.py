@@ -61,8 +61,7 @@ def outside_bytes(device: torch.device) -> int:
 
 
 def measure_room(device: torch.device, *, least_bytes: int = RESERVE_BYTES) -> Headroom:
-    """Returns the memory that a run leaves free on the card, measured after matrix products forward and backward. Stops
-    the device."""
+    """Stops the device."""
     torch._C._cuda_clearCublasWorkspaces()  # of earlier products
     products = _multiply(device)  # held: backward's thread holds its last gradients for a moment longer
     torch.cuda.synchronize(device)

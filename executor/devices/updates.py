@@ -1,8 +1,7 @@
 """Updates of flat chunks: one call of the optimizer's rule for the neighbouring parameters with a gradient.
 
 All tensors of a call are flat, and fp32 unless all have one narrower dtype. A parameter without a gradient in this
-iteration is left out, as torch does, so a chunk is cut into runs. Knows no queue and no place: the caller passes
-tensors of the host or of the gpu.
+iteration is left out, as torch does, so a chunk is cut into runs. The caller passes tensors of the host or of the gpu.
 
 [Note: where runs end] The fused kernel of the CPU handles whole vectors of 4 to 16 elements, and one by one, with
 another rounding, the elements that are left at a tensor's end. A run therefore ends where a tensor ends whose elements

@@ -1,9 +1,9 @@
 """VirtualStreams: an accelerator in host memory whose copies happen later, on streams of their own.
 
 The counterpart of CUDA's streams, with nothing mocked. Each copy queue, and the queue of collectives between ranks, has
-a thread that does its work in the order of issue. Copies last as long as the link's bandwidth says. Events are complete
-when their stream reaches them, and they gate memory that is given back. So a wrong edge gives wrong data: a read before
-the copy arrived, a block given back while a copy reads it, an event waited for before it was recorded.
+a thread that does its work in the order of issue. Events are complete when their stream reaches them, and they gate
+memory that is given back. So a wrong edge gives wrong data: a read before the copy arrived, a block given back while a
+copy reads it, an event waited for before it was recorded.
 
 The compute queue is the user's thread, which computes as it issues; when it waits for an event, the thread waits.
 `delays` simulates how far an accelerator is behind its host (compute events are then complete only later).

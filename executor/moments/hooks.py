@@ -16,8 +16,6 @@ recomputation early, so that an "end" may be missing there; the backward of the 
 "begin" moment. Outputs have tensor hooks, not full backward hooks, which wrap outputs in views and so break in-place
 operations after a module (Linear + ReLU(inplace=True)).
 
-The clock knows neither bytes nor plans: it calls `on_event` and counts micro-batches.
-
 [Note: several models] A loop may call one model inside another's forward (a teacher), or between another's forward and
 backward (a GAN). An operator then belongs to the model whose event came last, until that model's moments are over: its
 backward or step has ended, or its forward has, and it was an evaluation or ran in another model's forward.

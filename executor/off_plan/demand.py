@@ -7,10 +7,7 @@ on plan again.
 The same mode serves an evaluation between two iterations (`visiting`: nothing is counted, and the payloads are put back
 to their places) and a warm-up, which is a session whose plan has no steps.
 
-This file decides when the plan is left and what an event then means. `room_maker.py` and `states.py` decide which
-chunks have to be on the gpu and which leave it, `gradients_off_plan.py` where gradients go. `stepping.py` updates,
-`cut.py` returns to the plan, `mending.py` continues after an interruption. `inline.py` performs the steps. `reads.py`
-detects parameters that are read where the plan does not say so.
+This file decides when the plan is left and what an event then means.
 """
 
 from __future__ import annotations

@@ -31,8 +31,6 @@ _UPDATES = {GPU: (Queue.COMPUTE, Kind.GPU_UPDATE), HOST: (Queue.ADAM, Kind.CPU_U
 
 
 class Inline:
-    """Performs steps in the user's thread, while the queues are paused."""
-
     def __init__(self, run: PlanBytes, ranks: Ranks | None) -> None:
         self.layout = run.plan.layout
         self.arena = run.arena

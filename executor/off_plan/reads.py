@@ -54,8 +54,6 @@ class Contract:
 
 
 class Reads:
-    """Reads of one plan's working lists off the plan."""
-
     def __init__(self, demand: Demand, contract: Contract) -> None:
         self.run = demand.run
         self.state = demand.state

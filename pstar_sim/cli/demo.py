@@ -1,8 +1,7 @@
 """`pstar demo`: the main job from beginning to end on this machine, with a GPT-2 124M and an accelerator too small for
 it.
 
-The demo traces, draws the tide, compares policies, plans, runs the plan and the same steps in plain PyTorch, and sets
-measured beside predicted figures. All steps go through the functions of the other commands.
+All steps go through the functions of the other commands.
 """
 
 from __future__ import annotations

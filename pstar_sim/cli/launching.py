@@ -103,7 +103,6 @@ def launch(*, asked: _LaunchFlags) -> int:
 
 
 def _check_flags(asked: _LaunchFlags) -> None:
-    """Raise PstarError for a size, a machine or a policy that cannot be used, before the script runs."""
     from pstar_sim.catalog.loader import load_machine
     from pstar_sim.policy.registry import find_policy
 
@@ -114,8 +113,7 @@ def _check_flags(asked: _LaunchFlags) -> None:
 
 
 def _run(script: Path, arguments: Sequence[str]) -> int:
-    """Run the script as Python would. Returns its exit status. An exception of the script is printed as Python prints
-    it, and the status is 1."""
+    """An exception of the script is printed as Python prints it, and the status is 1."""
     with _as_main(script, arguments):
         try:
             runpy.run_path(str(script), run_name="__main__")

@@ -126,7 +126,6 @@ class Likes:
 
 
 def _assumed(*, recomputed: bool) -> str:
-    """Returns a note for a job of which neither a file nor a flag says whether activations are recomputed."""
     if recomputed:
         return "activations are taken as recomputed, which no file says; --no-checkpointing if the script keeps them"
     return "activations are taken as kept, which no file says; --checkpointing if the script recomputes them"

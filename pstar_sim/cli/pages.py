@@ -123,7 +123,6 @@ def app(
 
 
 def _check_free(at: int) -> None:
-    """Raise PstarError for a port on which no server can listen."""
     import socket
 
     with socket.socket() as one:

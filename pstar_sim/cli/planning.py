@@ -123,7 +123,6 @@ def compare(
 def _beside(
     asked: _PlanningQuestion, likes: Likes, policies: Sequence[str] | None
 ) -> tuple[_PlanningQuestion, list[str], tuple[ConfigurationPrediction, ...]]:
-    """Returns the question completed by the configurations, the policies to set beside them, and their predictions."""
     from pstar_sim.cli.inputs import machine_of, workloads_of
 
     if asked.global_batch is not None:
@@ -139,7 +138,7 @@ def _beside(
 
 
 def _fits_or_says_why(result: Comparison) -> int:
-    """Returns the exit status. If no policy fits, a line on stderr points to the answer on stdout."""
+    """If no policy fits, a line on stderr points to the answer on stdout."""
     if any(row.fits for row in result.rows):
         return 0
     what = "no policy fits" if len(result.rows) > 1 else f"{result.rows[0].policy} does not fit"

@@ -1,6 +1,6 @@
 """Progress of a run on stderr: live lines on a terminal, plain lines elsewhere, nothing if quiet.
 
-The run calls the progress after each step, with `session.status()`. The progress never calls the run.
+The run calls the progress after each step, with `session.status()`.
 """
 
 from __future__ import annotations

@@ -155,7 +155,6 @@ def measured_s(result: RunResult) -> float:
 
 
 def _counted(result: RunResult) -> str:
-    """Returns words for the steps of `measured_s`."""
     steps = len(result.reports)
     return f"median of steps 2 to {steps}" if steps > 2 else "the last step" if steps == 2 else "the one step"
 

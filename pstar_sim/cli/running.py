@@ -124,7 +124,6 @@ def trace(
 
 
 def _note_own_shape(w: Workload, asked: _TraceFlags) -> None:
-    """Say on stderr if a factory's own batch was traced instead of the requested batch."""
     if not asked.model.startswith("py:"):
         return
     for name, flag, own, wanted in (

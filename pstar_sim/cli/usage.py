@@ -111,10 +111,7 @@ def _commands_with(context: Any, name: str) -> list[str]:
 
 
 def _take_value(context: Any, flag: Any, word: str, left: list[str], flags: Collection[str]) -> None:
-    """Take the value of a flag from the words behind it, unless the value is in the flag's own word (--flag=value).
-
-    left: words behind the flag.
-    """
+    """left: words behind the flag."""
     name, equals, value = word.partition("=")
     if flag.is_flag:
         if equals:

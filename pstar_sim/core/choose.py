@@ -276,8 +276,7 @@ class _Chooser:
         return None
 
     def _start_ready(self, q: int) -> bool:
-        """Start ready steps on a queue whose steps take no bytes ahead of their use. Returns whether any step took no
-        time."""
+        """Start ready steps on a queue whose steps take no bytes ahead of their use."""
         c, ready, running = self.columns, self.ready[q], self.clock.running
         gpu_take, host_take = c.gpu_take, c.host_take
         at_once = False
@@ -336,7 +335,6 @@ class _Chooser:
     # -- when it ends --
 
     def _end_window(self) -> Window | None:
-        """Returns the outcome if the search ends here."""
         windows = self.windows
         windows.mark(self.clock.now, self.gpu_free, self.host_free)
         outcome = windows.outcome()
@@ -375,7 +373,6 @@ class _Chooser:
         )
 
     def _stuck(self) -> Window:
-        """Names the step that wants more bytes than there are."""
         c, gpu_free, host_free = self.columns, self.gpu_free, self.host_free
         at = c.compute[self.at]
         candidates = [at] if not self.waits[self.lap][at] else []

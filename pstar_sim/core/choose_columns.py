@@ -75,7 +75,6 @@ class Columns:
         ]
 
     def _read(self, rows: Sequence[DraftRow]) -> list[int]:
-        """Returns the bytes of host DRAM per row."""
         charges = [row.charge for row in rows]
         self.use = [row.use for row in rows]
         self.queue_of = [_INDEX[row.queue] for row in rows]

@@ -1,5 +1,4 @@
-"""Draft: the steps of one iteration before their order is chosen. A draft is plain data: `choose` finds the order, and
-a plan is made of the draft once.
+"""Draft: the steps of one iteration before their order is chosen.
 
 A row is one step, or one block of moments. The charge of a row (seconds, bytes) depends on its kind, its chunk and its
 list, so a search computes each charge once per job.

@@ -1,6 +1,6 @@
 """Effects of a step on memory, as pure functions: the table of [Note: what a step does to memory] in core/step.py, and
 the effects of moments. Whether a fetch, write-back or cpu_add takes bytes depends on the payloads that are resident
-already (ledger.py). Ledger, slabs, policies and executor use these functions; the checker has code of its own."""
+already (ledger.py)."""
 
 from __future__ import annotations
 

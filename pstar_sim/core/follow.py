@@ -1,7 +1,6 @@
 """follow: advances a program in its own order, by the clock, until two successive iterations agree.
 
-A step starts when its queue has come to it and every step for which it waits has ended. `follow` decides nothing: the
-program gives order and waits, the caller gives seconds.
+A step starts when its queue has come to it and every step for which it waits has ended.
 
 [Note: events at equal times] Events at equal times are handled in the order in which they were scheduled. The end of a
 step is scheduled when the step begins, or when its speed last changes. A waiting queue is scheduled when the step for
@@ -265,7 +264,6 @@ class _Follower:
         self.settled_s = now
 
     def _retime(self, now: float) -> None:
-        """Compute new speeds, and schedule another end for each step whose speed changed."""
         queue_of, copies, duty = self.program.queue_of, self.program.copies, self.costs.duty
         speeds, self.share = self.rates.speeds(
             [self.names[queue_of[i]] for i in self.sharing],

@@ -429,7 +429,6 @@ def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
 
 
 def _by_size(classes: Mapping[_Class, Sequence[_Item]]) -> tuple[dict[_Class, list[_Item]], dict[_Class, list[_Item]]]:
-    """Returns (tensors too small to be worth moving, all others)."""
     limit = _small_limit(classes)
     small: dict[_Class, list[_Item]] = {}
     large: dict[_Class, list[_Item]] = {}
@@ -569,10 +568,7 @@ def _packed_numels(padded: Sequence[int], ends: Sequence[int], capacity: int) ->
 
 
 def _cuts(ends: Sequence[int], capacity: int) -> list[tuple[int, int, int]]:
-    """Returns (first item, end, elements) of each chunk.
-
-    ends: running sum of elements, none above the capacity.
-    """
+    """ends: running sum of elements, none above the capacity."""
     chunks: list[tuple[int, int, int]] = []
     begin, base = 0, 0
     while begin < len(ends):

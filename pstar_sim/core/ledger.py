@@ -3,8 +3,7 @@
 A payload is a list of a chunk at a place. Each payload has a number, a size and a category. There are three books, all
 kept by the table EFFECTS in core/step.py. `Moves` serves the simulator: it books a whole run of a plan, whose steps are
 compiled once to entries about payloads. `Holdings` serves the policies: it books steps that run one after the other
-while a plan is written. `Ledger` serves the executor: it books one move at a time. The books are numbers only: no
-memory, no clock.
+while a plan is written. `Ledger` serves the executor: it books one move at a time.
 
 [Note: categories] The list of a payload gives its category, "param", "grad" or "states", with one exception. Once the
 last gradient of a chunk has overwritten its working list in place, that payload (and its copies) counts as "grad",
@@ -243,7 +242,6 @@ class Moves:
         return what[entry], who[entry] + about, value[entry], counts[of_event]
 
     def _know(self, first: _Ints, chunk: _Ints) -> None:
-        """Raises PlanError for the first payload that the layout does not have."""
         layout, (lists, _) = self.plan.layout, zip(*self._lists)
         chunks = len(layout.chunks)
         there = np.array([[size is not None for size in layout.list_bytes(name)] for name in lists])

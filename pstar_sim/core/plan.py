@@ -1,9 +1,9 @@
 """Plan: a program of steps with everything needed to check, simulate, explain and run it.
 
-core/plan_file.py reads and writes plan files; core/checker checks plans. A plan is cyclic: one iteration that repeats.
-[Note: the cut] The cut lies between two iterations, after every step of iteration k has ended and before any step of
-k+1 begins. There the places hold exactly `initial`, and every @-1 reference is satisfied. Steps of successive
-iterations overlap in time. On each queue, all steps of iteration k come before those of k+1.
+A plan is cyclic: one iteration that repeats. [Note: the cut] The cut lies between two iterations, after every step of
+iteration k has ended and before any step of k+1 begins. There the places hold exactly `initial`, and every @-1
+reference is satisfied. Steps of successive iterations overlap in time. On each queue, all steps of iteration k come
+before those of k+1.
 """
 
 from __future__ import annotations
@@ -245,7 +245,6 @@ class Plan:
 
 
 def _check_ranked(ranked: Sequence[Workload], workload: Workload, machine: Machine) -> None:
-    """Raise PlanError unless there is one job per rank, all with the model, moments and uses of `workload`."""
     if len(ranked) != machine.world_size:
         raise PlanError(f"{len(ranked)} workloads for {machine.world_size} ranks; each rank needs its own")
 

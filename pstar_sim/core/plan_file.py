@@ -1,7 +1,6 @@
 """The file of a plan: self-contained JSON. Reading validates everything.
 
-The file contains workload (by columns), machine, settings, layout and steps (one line of text per step). So a plan can
-be checked, simulated, explained and run from its file alone, read by people, and compared with diff. A file that is
+The file contains workload (by columns), machine, settings, layout and steps (one line of text per step). A file that is
 truncated, foreign, newer or inconsistent raises one PlanError that names the file and the field or line. Whether a
 readable plan is *correct* is for the checker to say.
 """
@@ -121,8 +120,8 @@ def _written(fields: list[tuple[str, Any]]) -> dict[str, object]:
 
 
 def _settings_to_dict(settings: Settings) -> dict[str, object]:
-    """Returns the settings as plain values. `loop`, `sums` and `effort` are left out if they have their defaults, so
-    that such files stay as they were before these fields existed."""
+    """`loop`, `sums` and `effort` are left out if they have their defaults, so that such files stay as they were
+    before these fields existed."""
     values = dataclasses.asdict(settings)
     for name in ("loop", "sums", "effort"):
         if values[name] == getattr(Settings, name):

@@ -1,6 +1,6 @@
 """Program: a plan compiled once to columns of integers, for all code that follows its steps.
 
-A step is its position in `plan.steps`; a queue is its position in `queues`. A program knows no clock and no bytes.
+A step is its position in `plan.steps`; a queue is its position in `queues`.
 """
 
 from __future__ import annotations

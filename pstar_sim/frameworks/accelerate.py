@@ -253,7 +253,7 @@ MEMORY = replace(
 
 
 def values_of(configuration: Configuration) -> dict[str, object]:
-    """Returns the value of each of KEYS for the configuration. `read` of these values gives the configuration back."""
+    """`read` of these values gives the configuration back."""
     c, detail = configuration, configuration.detail
     precision = {dtype: word for word, dtype in _DTYPES.items()}
     values: dict[str, object] = {

@@ -29,7 +29,6 @@ class Configuration:
     checkpointing: activations are recomputed.
     recompute: those of less than all blocks.
     train_batch: sequences per iteration on all GPUs.
-    train_batch_key: in the file, for messages.
     pinned: gradients and states on the host are page-locked.
     pinned_params: the same for parameters.
     loading: text of a `Loading`.

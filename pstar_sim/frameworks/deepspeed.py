@@ -417,7 +417,7 @@ def _details(found: KeyReading, stage: int, states: str, params: str) -> tuple[t
 
 
 def values_of(configuration: Configuration) -> dict[str, object]:
-    """Returns the value of each of KEYS for the configuration. `read` of these values gives the configuration back."""
+    """`read` of these values gives the configuration back."""
     c, detail, options = configuration, configuration.detail, configuration.options
     values: dict[str, object] = {
         "batch_per_gpu": c.batch_per_gpu,
@@ -444,7 +444,6 @@ def values_of(configuration: Configuration) -> dict[str, object]:
 
 
 def _values_of_places(c: Configuration) -> dict[str, object]:
-    """Places of states and parameters, and how they are held there."""
     values: dict[str, object] = {}
     for what, key, pinned in (("states", "pinned", c.pinned), ("params", "pinned_params", c.pinned_params)):
         place = c.detail[what]
@@ -648,7 +647,6 @@ def express(plan: Plan) -> Expressed:
 
 
 def _without_pinning(configuration: Configuration) -> Configuration:
-    """Sets "pin_memory": false in each section that offloads, as `read` reads it."""
     c = configuration
     policy = spec(c.base, {**c.options, "pinned": False, "flush": "blocking"})
     return replace(c, policy=policy, pinned=c.detail["states"] == "none", pinned_params=c.detail["params"] == "none")
@@ -683,10 +681,7 @@ def _nearest(plan: Plan) -> tuple[str, dict[str, object], list[str]]:
 
 
 def _placing(base: str, options: Mapping[str, object], *, sliced: bool) -> tuple[int, str, str]:
-    """Returns the ZeRO stage, and where states and parameters live.
-
-    sliced: there are several ranks.
-    """
+    """sliced: there are several ranks."""
     if base == "zero_infinity":
         return 3, str(options["states"]), str(options["params"])
     if base == "zero3_offload":

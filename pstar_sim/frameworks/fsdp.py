@@ -75,8 +75,7 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
 
 
 def _units(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Returns the tensors grouped by block. Tensors whose names share the part up to the first number are of one
-    block."""
+    """Tensors whose names share the part up to the first number are of one block."""
     units: dict[str, list[Tensor]] = {}
     for t in tensors:
         parts = t.name.split(".")

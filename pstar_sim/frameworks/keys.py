@@ -142,7 +142,6 @@ def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> Key
 
 
 def _off(key: Key, value: object) -> bool:
-    """Returns whether the key, which is not modelled, has no effect at this value."""
     alike = isinstance(value, bool) is isinstance(key.default, bool)
     return value is None or value == AUTO or (alike and value == key.default)
 

@@ -59,7 +59,6 @@ def load_configuration(path: str) -> Configuration:
 
 
 def _launched_with(content: dict[str, object]) -> str:
-    """Returns the file to give instead of a trainer's configuration."""
     named = content.get("deepspeed")
     if isinstance(named, str):
         return f"give --like the DeepSpeed file that its key deepspeed names, {named}"

@@ -286,7 +286,6 @@ def limits_text(answer: Limits, *, width: int | None = None) -> str:
 
 
 def _depths(limits: Sequence[Limit], published: Sequence[PublishedLimit]) -> tuple[list[str], list[list[str]]]:
-    """Returns columns and rows of the deepest models, with a column of published limits where there are any."""
     columns = ["policy", "layers", "parameters", "of the catalog", "then short of"]
     rows = [_depth_cells(row) for row in limits]
     if published:

@@ -164,7 +164,7 @@ def _table(frame: pandas.DataFrame, x: str, y: str, value: str) -> pandas.DataFr
 
 
 def _over(frame: pandas.DataFrame, axes: Sequence[str]) -> pandas.DataFrame:
-    """Returns the frame with the column `at`: the first axis as numbers. Raises PstarError for what cannot be drawn."""
+    """Adds the column `at`: the first axis as numbers."""
     for name in (*axes, "policy", "iteration_s"):
         if name not in frame:
             raise PstarError(f"the frame has no column {name!r}, only {', '.join(map(str, frame.columns))}")

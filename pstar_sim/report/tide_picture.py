@@ -160,7 +160,6 @@ def _axes_for(ax: Axes | Iterable[Axes] | None, count: int) -> list[Any]:
 
 
 def _timelines(given: object) -> list[Timeline]:
-    """Raises PstarError for an empty list, and for a value without a timeline."""
     rows = [given] if isinstance(given, Timeline | Planned) else given
     if isinstance(rows, Comparison):
         rows = spread(rows)

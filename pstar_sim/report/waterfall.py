@@ -122,7 +122,6 @@ def _change(line: Line) -> str:
 
 
 def _bytes(ablation: Ablation, ax: Axes) -> None:
-    """Draws the gigabytes to and from the GPU."""
     lines = ablation.lines
     fitting = [n for n, line in enumerate(lines) if line.fits]
     rows = [*fitting, len(lines)]

@@ -141,7 +141,6 @@ def _faults(kind: Any, value: object, path: Path, word: str, whole: bool) -> Ite
 def _list_faults(
     base: type, args: Sequence[Any], value: list[object], path: Path, word: str, whole: bool
 ) -> Iterator[Fault]:
-    """Yields faults of a list, or of a tuple with a fixed number of parts."""
     if whole and not is_table(split(args[0])[0]):
         return
     fixed = base is tuple and args[-1] is not Ellipsis

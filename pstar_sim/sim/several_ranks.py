@@ -72,7 +72,6 @@ def play_ranks(
 
 
 def _play_one_class(plan: Plan, cost: CostModel | None, max_iterations: int, jitter: Jitter | None) -> Timeline:
-    """Returns the timeline of equal ranks: that of one rank with its part of DRAM and switch."""
     job = plan.jobs[0]
     seconds = cost or CostModel(job, plan.machine, plan.layout)
     one = replace(plan, workload=job, ranked=None, machine=_one_rank(plan.machine))
@@ -364,7 +363,6 @@ class _Node:
         self._since_s = now
 
     def _retime(self) -> None:
-        """A task whose speed changed gets a new alarm."""
         for task, speed in zip(self._tasks, self._speeds()):
             if speed != task.speed:
                 task.speed = speed

@@ -110,7 +110,6 @@ def _class(r: Result) -> str:
 
 
 def _groups(results: Iterable[Result]) -> dict[str, dict[str, list[Result]]]:
-    """Returns class -> policy, class -> "any policy", and "any class" -> "any policy", -> rows."""
     groups: dict[str, dict[str, list[Result]]] = {}
     for r in results:
         for name, key in ((_class(r), ANY), (_class(r), split_spec(r.policy)[0]), (ANY_CLASS, ANY)):

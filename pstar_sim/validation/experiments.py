@@ -1,7 +1,7 @@
 """Experiments: published runs as jobs for the policies here, with machine, workload, settings and batches.
 
 Everything in this file is a fact about the runs (from the rows, the systems' code and logs) or an assumption that NOTES
-states. Nothing is fitted to a row. Policies appear by name only.
+states. Nothing is fitted to a row.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _dos_model(row: PublishedRow) -> ModelEntry:
 
 
 def _dos_policy(system: str) -> str:
-    """Reads the system's name in the logs of Deep Optimizer States."""
+    """Takes the system's name in the logs of Deep Optimizer States."""
     options: list[str] = ["subgroup=100000000"]
     if match := re.search(r"ratio([\d.]+)", system):
         options.append(f"ratio={float(match[1]):g}")
@@ -262,7 +262,7 @@ _VM_LAYERS = (16, 24, 32, 48, 64, 78, 100)
 
 
 def _vm_policy(system: str) -> str:
-    """Reads the system's name in STRONGHOLD's logs."""
+    """Takes the system's name in STRONGHOLD's logs."""
     if match := _VM_WINDOW.fullmatch(system):
         return "stronghold" + (f":window={match[1]}" if match[1] else "")
     return _VM_POLICIES[system]

@@ -97,7 +97,6 @@ def _simulate(experiment: Experiment, batch: int) -> tuple[Plan, Timeline]:
 
 
 def _check_host(experiment: Experiment, size: int) -> None:
-    """Raise DoesNotFit where the system's real use of host memory is more than the node has."""
     needed = round(experiment.sizes[size].params * experiment.host_bytes_per_param)
     available = experiment.machine.host.memory_bytes - experiment.other_host_bytes
     if needed > available:
@@ -184,7 +183,6 @@ _BORDERS: Mapping[str, Callable[[Plan], int]] = {
 
 
 def _chunk_bytes(plan: Plan, timeline: Timeline, moment: int) -> int:
-    """Returns the bytes of chunks on the GPU when the moment starts."""
     last = max(span.iteration for span in timeline.spans)
     starts = {s.moment: s.start_s for s in timeline.spans if s.iteration == last and s.kind is Kind.COMPUTE}
     time_s = starts[moment] - starts[0]

@@ -1,4 +1,4 @@
-"""Rows: the published measurements as values. Knows the columns of each file, not the use of the rows."""
+"""Rows: the published measurements as values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Setups: the jobs as which published runs are replayed, and the machines of published runs with their own limits.
-
-Independent of the source of a measurement; experiments.py and whole_steps.py make an Experiment of each run.
-"""
+"""Setups: the jobs as which published runs are replayed, and the machines of published runs with their own limits."""
 
 from __future__ import annotations
 

@@ -123,7 +123,6 @@ def _check_variants(
 
 
 def _check_names(w: Workload, blocks: Sequence[str], named: Collection[str]) -> None:
-    """Raises TraceError for a name that is not a block's, and if there are no blocks."""
     unknown = sorted(set(named) - set(blocks))
     if unknown or not blocks:
         raise TraceError(

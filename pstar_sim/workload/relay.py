@@ -150,7 +150,6 @@ def _parts(w: Workload, body: range) -> list[BlockRun]:
 
 
 def _levelled(w: Workload, cells: Sequence[Sequence[int]]) -> list[Moment]:
-    """Returns the moments of all cells in order, with the bytes of the other micro-batches added."""
     level = {w.moments[cell[0]].micro_batch: w.moments[cell[0]].start_bytes for cell in reversed(cells)}
     total = sum(level.values())
     moments: list[Moment] = []

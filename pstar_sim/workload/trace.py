@@ -211,7 +211,6 @@ _SINCE = {"kernels": 2, "products": 2, "attentions": 3, "operators": 3}
 
 
 def _version(w: Workload) -> int:
-    """Returns the version of a file that holds this workload."""
     if any(m.attentions or m.operators for m in w.moments):
         return SCHEMA_VERSION
     return 2 if w.kernels or any(m.products for m in w.moments) else 1

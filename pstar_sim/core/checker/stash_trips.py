@@ -60,7 +60,6 @@ def check_stashes(plan: Plan, program: Unrolled) -> None:
 
 
 def _check_room(plan: Plan) -> None:
-    """Check that one buffer on the host has room for all stashes, and that there is none without stashes."""
     room = sum(size for _, size in plan.workload.stash_room)
     rooms = [(place, size) for name, place, size in plan.buffers if name == STASHES]
     if len(rooms) > bool(room) or any(place is not Place.HOST for place, _ in rooms):

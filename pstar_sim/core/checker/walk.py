@@ -271,10 +271,7 @@ class Walk:
         self.frees[s] = (key[2], self.plan.layout.payload_bytes(key[0], key[1]))
 
     def _present(self, step: Step, key: _Key, why: str, tensor: int | None = None) -> _Content | None:
-        """Raises PlanError if the list is not there.
-
-        why: verb of the message; `tensor` is its object.
-        """
+        """why: verb of the message; `tensor` is its object."""
         if key not in self.content:
             what = "" if tensor is None else f"{self._name(tensor)} in "
             raise PlanError(f"{label(step)} {why} {what}{_key_name(key)}, which is not there")

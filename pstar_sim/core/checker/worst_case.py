@@ -1,5 +1,5 @@
 """The most bytes that a place can hold in any legal interleaving: a maximum closure over the start events (which take)
-and the end events (which free), found exactly as a minimum cut. The module serves the checker alone."""
+and the end events (which free), found exactly as a minimum cut."""
 
 from __future__ import annotations
 

@@ -82,7 +82,6 @@ def _machine() -> tuple[str, Changes]:
 
 
 def _job() -> tuple[str, int, int, tuple[str, ...]]:
-    """Returns (model, batch, tokens per sequence, policies)."""
     side = st.sidebar
     names = list(model_names())
     model = side.selectbox("model", names, index=names.index(MODEL), key="model")

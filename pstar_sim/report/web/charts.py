@@ -401,7 +401,6 @@ def _most(bar: _Bar) -> tuple[str, str]:
 
 
 def _joined(bars: Sequence[_Bar], shortest_s: float) -> list[_Bar]:
-    """Neighbours join as long as the bar stays shorter than shortest_s."""
     drawn: list[_Bar] = []
     for bar in bars:
         if drawn and bar.end_s - drawn[-1].start_s <= shortest_s:
@@ -412,7 +411,6 @@ def _joined(bars: Sequence[_Bar], shortest_s: float) -> list[_Bar]:
 
 
 def _lengthen(bars: Sequence[_Bar], shortest_s: float, end_s: float) -> None:
-    """Make bars that are shorter than shortest_s as long as that, where the next bar leaves room."""
     for bar, next_s in zip(bars, [*(later.start_s for later in bars[1:]), end_s]):
         bar.end_s = max(bar.end_s, min(bar.start_s + shortest_s, next_s))
 

@@ -224,10 +224,7 @@ def _check_names(model: str, given: Axes) -> None:
 
 
 def _recomputed(refuse: Callable[[str, object, str], ModelError], axes: Axes, checkpointing: bool | None) -> Axes:
-    """Returns the axes without checkpoints where only attention is recomputed.
-
-    checkpointing: what was said of it.
-    """
+    """Returns the axes without checkpoints where only attention is recomputed."""
     what = axes.recompute
     if what is None:
         return axes

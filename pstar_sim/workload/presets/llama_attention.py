@@ -112,10 +112,7 @@ class GroupedAttention:
 
 
 class LatentAttention:
-    """Multi-head latent attention: narrow queries, keys and values, each normed and then widened (DeepSeek-V3).
-
-    out_bytes: read by the output projection.
-    """
+    """Multi-head latent attention: narrow queries, keys and values, each normed and then widened (DeepSeek-V3)."""
 
     def __init__(self, t: Tape, s: Shape, norms: Norms) -> None:
         self.t, self.s, self.norms = t, s, norms

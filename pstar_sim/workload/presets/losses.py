@@ -73,7 +73,6 @@ def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, 
 
 
 def _pieces(s: Shape) -> Iterator[Product]:
-    """Yields the product of each piece's tokens with the head."""
     most = -(-s.tokens // CHUNKS)
     if s.axes.loss == "fused":
         most = 1 << (-(-s.tokens // -(-s.model.vocab // s.model.hidden)) - 1).bit_length()
