@@ -18,6 +18,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from _results import write_result
@@ -47,14 +48,20 @@ MEANING = {
     "triton_tflops": "both passes of the Triton attention kernel of 2023 on an A100",
     "operator_us": "Python of one operator of a model",
     "wait_us": "time of a moment in which the GPU waits for DeepSpeed's hooks",
+    "net_loss": "share of its speed that compute loses while a collective runs",
     "adam_dram": "share of a node's DRAM bandwidth that CPU Adam reaches",
     "adam_gparams_core": "fused AdamW of one core",
     "pageable_gb_per_s": "blocking copies of memory that is not pinned",
     "bound_adam_gparams": "CPU Adam of Polaris' node where each process is bound to a NUMA domain",
     "loop_ms": "reading of the batch and logging in Deep Optimizer States' script, per micro-batch",
+    "geforce_tensor": "share of a GeForce card's tensor peak that large products reach",
+    "geforce_peer": "share of a link's rate that collectives through the host's memory reach",
     "vm_adam_gparams": "CPU Adam of STRONGHOLD's virtual machine",
 }
+GEFORCE = "rtx3090"
+_GEFORCE: Any = load_catalog().gpus[GEFORCE].values
 STEP, PULL = 0.05, 0.03
+MOST = {"geforce_tensor": 1.0}  # a share of a peak
 Array = NDArray[np.float64]
 
 
@@ -82,11 +89,14 @@ def start() -> dict[str, float]:
         "triton_tflops": _triton_tflops(),
         "operator_us": load_catalog().framework("pytorch").operator_s * 1e6,
         "wait_us": load_catalog().framework("deepspeed").wait_s * 1e6,
+        "net_loss": e.net_loss,
         "adam_dram": e.adam_dram,
         "adam_gparams_core": e.adam_params_per_core_s / 1e9,
         "pageable_gb_per_s": e.pageable_bytes_per_s / 1e9,
         "bound_adam_gparams": hosts["polaris-bound"].adam_params_per_s / 1e9,
         "loop_ms": loop_s * 1e3,
+        "geforce_tensor": _GEFORCE.tensor_core_efficiency,
+        "geforce_peer": _GEFORCE.peer_share,
         "vm_adam_gparams": hosts[VM].adam_params_per_s / 1e9,
     }
 
@@ -105,7 +115,13 @@ def runs_for(*uses: str) -> list[Run]:
 def job(run: Run, v: dict[str, float]) -> Experiment:
     """Returns the job of a run, with these numbers in place of the shipped numbers that affect the job."""
     on_gpu = experiment_of(run, fitted()).policy.partition(":")[0] in ON_GPU
-    efficiency = replace(fitted(), matmul=v["matmul"], hbm=v["hbm"], launch_s=v["launch_us"] * 1e-6)
+    efficiency = replace(
+        fitted(),
+        matmul=v["matmul"],
+        hbm=v["hbm"],
+        launch_s=v["launch_us"] * 1e-6,
+        net_loss=v["net_loss"],
+    )
     if not on_gpu:
         efficiency = replace(
             efficiency,
@@ -124,6 +140,10 @@ def job(run: Run, v: dict[str, float]) -> Experiment:
         shape = replace(shape, flash=shape.flash * v["triton_tflops"] / _triton_tflops())
     rates = {experiment.dtype: flops_rate(machine, experiment.dtype)}  # a rate that is not used moves nothing
     gpu = replace(machine.gpu, products=shape, flops_per_s=rates)
+    if gpu.name == GEFORCE:
+        share = v["geforce_tensor"] / _GEFORCE.tensor_core_efficiency
+        rates = {dtype: rate if dtype == "fp32" else rate * share for dtype, rate in rates.items()}
+        gpu = replace(gpu, flops_per_s=rates, peer_share=v["geforce_peer"])
     machine = replace(machine, ranks=tuple(replace(r, gpu=gpu) for r in machine.ranks))
     own = {VM: "vm_adam_gparams", "polaris-bound": "bound_adam_gparams"}.get(machine.name.partition(" (")[0])
     if own is not None and not on_gpu:
@@ -160,13 +180,14 @@ def derivatives(runs: Sequence[Run], values: dict[str, float], known: Sequence[R
     return np.stack(columns, axis=1)
 
 
-def solved(base: Array, slopes: Array, held: Array) -> Array:
-    """Returns the logarithms of the factors by which the numbers change."""
+def solved(base: Array, slopes: Array, held: Array, most: Array) -> Array:
+    """Returns the logarithms of the factors by which the numbers change, at most `most`."""
 
     def weighed(x: Array) -> Array:
         return np.concatenate([base + slopes @ (x * ~held), PULL * x])
 
-    return np.asarray(least_squares(weighed, np.zeros(slopes.shape[1]), loss="soft_l1", f_scale=0.1).x * ~held)
+    bounds = (-np.inf, np.maximum(most, 1e-9))
+    return np.asarray(least_squares(weighed, np.zeros(len(most)), loss="soft_l1", f_scale=0.1, bounds=bounds).x * ~held)
 
 
 def spread(errors: Array) -> dict[str, float]:
@@ -212,7 +233,8 @@ def main() -> None:
     if np.isnan(base).any():
         raise SystemExit("a fitted run does not fit: its experiment is wrong")
     slopes = derivatives(runs, values, known)
-    change = solved(base, slopes, held)
+    most = np.array([math.log(MOST[name] / value) if name in MOST else np.inf for name, value in values.items()])
+    change = solved(base, slopes, held, most)
     best = {name: float(f"{value * math.exp(x):.3g}") for (name, value), x in zip(values.items(), change)}
     found = errors_of([replayed(r, best) for r in runs])
     other_slopes = derivatives(unseen, values, others)
@@ -229,7 +251,7 @@ def main() -> None:
     without: dict[str, object] = {}
     for machine in dict.fromkeys(machines):
         out = machines == machine
-        other = solved(base[~out], slopes[~out], held)
+        other = solved(base[~out], slopes[~out], held, most)
         without[machine] = {
             "out": spread((base + slopes @ other)[out]),
             "in": spread((base + slopes @ change)[out]),

@@ -55,8 +55,10 @@ each node, then between the nodes. Every rank sends and receives (P-1)/P of S, t
     seconds = (L-1) * latency inside + (N-1) * latency between + (P-1)/P * S / (rate of the slowest hop)
 with N nodes of L ranks. A ring enters and leaves each node once, so the hop between two nodes has the node's whole
 network rate. A hop whose rate was measured by size (`Fabric.table`) has the rate of S. Without a peer link the hops
-inside a node use the GPUs' links (and the PCIe switch, if they share one). The model leaves out that such traffic also
-slows down the copies to the host.
+inside a node use the GPUs' links (and the PCIe switch, if they share one), at the GPU's `peer_share`. The model leaves
+out that such traffic also slows down the copies to the host. A collective takes a part of the GPU from compute ([Note:
+compute beside collectives] in core/rules.py); lower bounds leave that out. Copies slow no kernel down: they take 1 % of
+an iteration at most (benchmarks/overlap.py).
 """
 
 from __future__ import annotations
@@ -73,9 +75,9 @@ from pstar_sim.catalog.machine import ADAM_BYTES_PER_PARAM, Fabric, Gpu, Link, M
 from pstar_sim.core.effects import folded_lists, gradient_list
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.rules import Rates, StepCosts
+from pstar_sim.core.rules import BY_COLLECTIVES, Rates, StepCosts
 from pstar_sim.core.step import PAGEABLE, ROUTES, Kind, Step
-from pstar_sim.dtypes import DTYPES
+from pstar_sim.dtypes import DTYPES, MASTER
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Product, Workload, product_flops
 
@@ -345,8 +347,10 @@ class CostModel:
         if known is None:
             assert self.gpu.products is not None
             batches, m, k, n = product
-            size = batches * (m * k + k * n + m * n) * DTYPES[self.workload.compute_dtype].bytes
-            self._products[product] = known = (size, self.gpu.products.seconds(product, rate, size))
+            width = DTYPES[self.workload.compute_dtype].bytes
+            size = batches * (m * k + k * n + m * n) * width
+            fp32 = width == DTYPES[MASTER].bytes
+            self._products[product] = known = (size, self.gpu.products.seconds(product, rate, size, fp32=fp32))
         return known
 
     @cached_property
@@ -410,7 +414,7 @@ class CostModel:
                 fabrics.append(m.peer)
                 latency_s += (m.local_ranks - 1) * m.peer.latency_s
             else:
-                rates += [min(m.link.h2d_bytes_per_s, m.link.d2h_bytes_per_s)]
+                rates += [min(m.link.h2d_bytes_per_s, m.link.d2h_bytes_per_s) * m.gpu.peer_share]
                 if m.root_bytes_per_s is not None:
                     rates.append(m.root_bytes_per_s)
                 latency_s += (m.local_ranks - 1) * m.link.latency_s
@@ -526,7 +530,7 @@ class CostModel:
 
     def step_costs(self, plan: Plan) -> StepCosts:
         """Returns the seconds and the traffic of each step of a plan, for `follow`."""
-        slowed, steps = bool(self.machine.slowdowns), plan.steps
+        slowed, steps = bool(self._measured_slowdowns), plan.steps
         seconds = [self.seconds(step) for step in steps]
         added = self.gpu_adds.of(plan)
         if added:
@@ -543,14 +547,25 @@ class CostModel:
             duty=[self.duty(step) for step in steps] if slowed else [1.0] * len(steps),
         )
 
-    def rates(self) -> Rates:
-        """Returns the rates that the steps of one rank share while the other ranks of its node do the same."""
-        machine = self.machine
+    def rates(self, *, measured: bool = True) -> Rates:
+        """Returns the rates that the steps of one rank share while the other ranks of its node do the same.
+
+        measured: with the measured factors of a calibrated machine. `choose` leaves them out, because a draft's rows do
+            not say how busy they keep a link.
+        """
+        machine, slowdowns = self.machine, self._measured_slowdowns
         return Rates(
             dram_bytes_per_s=machine.host.dram_bytes_per_s / machine.local_ranks,
             duplex=machine.link.duplex,
-            slowdowns=machine.slowdowns,
+            slowdowns=slowdowns if measured else {},
+            compute_while_net=1.0 if measured and slowdowns else machine.slowdowns.get(BY_COLLECTIVES, 1.0),
         )
+
+    @cached_property
+    def _measured_slowdowns(self) -> Mapping[str, float]:
+        """Those of a calibrated machine. A machine that has only that of collectives has none."""
+        slowdowns = self.machine.slowdowns
+        return slowdowns if slowdowns.keys() - {BY_COLLECTIVES} else {}
 
 
 _WORK: dict[Kind, tuple[Callable[[CostModel, int], int], Callable[[CostModel, int], float]]] = {

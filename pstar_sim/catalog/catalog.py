@@ -127,6 +127,7 @@ class Catalog:
         model = self.efficiency.adam_params_per_s(host.dram_peak_gb_per_s * GB, host.cores)
         return Host(
             **{"adam_params_per_s": model} | figures,
+            adam_params_per_core_s=self.efficiency.adam_params_per_core_s,
             dram_measured=figures["measured"] and host.calibrated.dram_gb_per_s is not None,
             known="datasheet" if "adam_params_per_s" in figures else "fitted",
         )
@@ -161,7 +162,7 @@ class Catalog:
             ranks=tuple(node),
             host=host,
             notes=given.notes or "",
-            slowdowns=_slowdowns(given),
+            slowdowns=self._slowdowns(e, node),
             price_usd_per_hour=given.price_usd_per_hour,
             peer=peer,
             network=self._joined(e, "network", "node-node"),
@@ -180,6 +181,15 @@ class Catalog:
                 "host", f"one whose memory_gb is above usable_gb of {node[0].gpu.name} and reserved_gb together"
             )
         return replace(host, memory_bytes=left)
+
+    def _slowdowns(self, e: Entry[MachineEntry], node: Sequence[Rank]) -> dict[str, float]:
+        """Returns the entry's factors, and that of collectives where all cards are of known generations."""
+        given = e.values.slowdowns
+        factors = {} if given is None else structs.asdict(given)
+        stated = {name: factor for name, factor in factors.items() if factor is not None}
+        if any(self.gpus[rank.gpu.name].values.generation is None for rank in node):
+            return stated
+        return {"compute_while_net": 1 / (1 - self.efficiency.net_loss), **stated}
 
     def _framework(self, e: Entry[MachineEntry], node: Sequence[Rank]) -> Framework | None:
         """Returns the framework that the machine's entry names, else the catalog's first framework for cards of a known
@@ -334,11 +344,6 @@ def _check_curve(e: Entry[Any], points: Points, curve: Sequence[tuple[float, flo
         raise e.refuse(
             f"calibrated.{points.best}", f"at most the best rate of {points.name}, {best_rate(tuple(curve)):.6g}"
         )
-
-
-def _slowdowns(given: MachineEntry) -> dict[str, float]:
-    factors = {} if given.slowdowns is None else structs.asdict(given.slowdowns)
-    return {name: factor for name, factor in factors.items() if factor is not None}
 
 
 def _source(part: Any) -> str:

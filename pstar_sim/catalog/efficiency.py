@@ -1,4 +1,4 @@
-"""Efficiency: the shares of datasheet peaks that machines reach, from four parameters fitted to published runs and two
+"""Efficiency: the shares of datasheet peaks that machines reach, from five parameters fitted to published runs and two
 assumed parameters.
 
 [Note: the efficiency model] Every GPU, link and host of the catalog is timed by one formula (cost.py); machines differ
@@ -6,8 +6,8 @@ in data. A figure that an entry gives is used. A figure that the entry leaves ou
 matmul x peak (16 bit: the plateau of the card's generation); bandwidth of the GPU's memory is hbm x peak; beginnings
 and ends of a moment's kernels take launch_us; CPU Adam runs at the lower of the rate that the DRAM feeds (adam_dram x
 peak / 28 bytes per parameter) and the rate that the cores compute; copies of memory that is not pinned run at
-pageable_gb_per_s. The parameters are the same for all machines: none depends on a model, a system or a node. `pstar
-validate` shows the errors of predictions that rest on them.
+pageable_gb_per_s; compute loses the share net_loss of its speed while a collective runs. The parameters are the same
+for all machines: none depends on a model, a system or a node. `pstar validate` shows the errors of what rests on them.
 """
 
 from __future__ import annotations
@@ -57,6 +57,15 @@ class Efficiency:
             "pageable_gb_per_s",
             Annotated[float, between(0.01, 1e3)],
             "copies from or to memory that is not pinned",
+            known="fitted",
+        ),
+    ]
+    net_loss: Annotated[
+        float,
+        Figure(
+            "net_loss",
+            Annotated[float, between(0, 0.99)],
+            "share of its speed that compute loses while a collective runs",
             known="fitted",
         ),
     ]

@@ -41,7 +41,8 @@ _Slowdowns: Any = defstruct(
         for slow, what in _QUEUES.items()
         for other, meanwhile in _QUEUES.items()
         if slow != other
-    ],
+    ]
+    + [("compute_while_net", Annotated[_SlowDown | None, says("compute, while a collective runs")], None)],
     bases=(Table,),
     namespace={"__doc__": "Factors by which one queue takes longer while another queue works."},
     frozen=True,

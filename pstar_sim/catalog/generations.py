@@ -24,13 +24,14 @@ from pstar_sim.schema.reading import read_table
 __all__ = ["Generation", "generations", "read_generations"]
 
 
-FIGURES = ("tile", "plateau", "wave_loss", "depth", "memory", "kernel_us", "flash")
+FIGURES = ("tile", "tile_fp32", "plateau", "wave_loss", "depth", "memory", "kernel_us", "flash")
 
 
 class Generation(Origin, frozen=True, kw_only=True):
     """A table of generations.toml with figures of its own."""
 
     tile: Annotated[tuple[Extent, Extent], says("rows and columns of a tile of the result")]
+    tile_fp32: Annotated[tuple[Extent, Extent], says("those of a product in fp32")]
     plateau: Annotated[Share, says("share of the 16-bit peak that large products run at")]
     wave_loss: Annotated[float, between(0, 1), says("share of the last wave's idle time that is lost")]
     depth: Annotated[float, between(0, 1e6), says("terms of a dot product that a tile's beginning and end take")]
@@ -50,6 +51,7 @@ class Generation(Origin, frozen=True, kw_only=True):
         return ProductShape(
             sms=sms,
             tile=self.tile,
+            tile_fp32=self.tile_fp32,
             wave_loss=self.wave_loss,
             depth=self.depth,
             bytes_per_s=self.memory * hbm_peak_bytes_per_s,

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Annotated, Literal, TypeVar, get_args
 
 from pstar_sim.arguments import instance, number, text, whole
-from pstar_sim.catalog.curves import Curve, share_at
+from pstar_sim.catalog.curves import Curve, rate_at, share_at
 from pstar_sim.catalog.figures import (
     AdamRate,
     Figure,
@@ -108,6 +108,7 @@ class Gpu:
         then the best rate of the curve.
     operator_bytes_per_s: bandwidth that the operators of a moment reach, where it was measured; None: the bandwidth of
         the HBM.
+    peer_share: share of its link's rate at which a collective runs where no other link joins the GPUs.
     products: how the rate of a matrix product depends on its shape (product_shape.py); flops_per_s is then the rate of
         large products. None: all products run at flops_per_s.
     """
@@ -227,6 +228,17 @@ class Gpu:
             written="calibrated",
         ),
     ] = None
+    peer_share: Annotated[
+        float,
+        Figure(
+            "peer_share",
+            Share,
+            "share of its link's rate at which a collective runs without a link between GPUs; below 1 for a card that "
+            "cannot reach the memory of another, so that all passes through the host's memory",
+            1.0,
+            path="peer_share",
+        ),
+    ] = 1.0
     products: Annotated[
         ProductShape | None,
         Key("sms", Annotated[int, between(1, 100_000)], "streaming multiprocessors", None, "datasheet"),
@@ -430,6 +442,8 @@ class Host:
         (`OptimizerSpec.dram_bytes_per_param`).
     adam_params_per_s: rate of fused AdamW over fp32 states, with all cores given to it.
     adam_table: parameters/s by threads, where it was measured.
+    adam_params_per_core_s: rate of one thread, where adam_table does not say it; None: a process's part of the whole.
+    threads: of each process in CPU Adam; None: as many as its part of the cores.
     dram_measured: whether dram_bytes_per_s was measured.
     known: how its rate of CPU Adam is known, one of KNOWN.
     """
@@ -507,6 +521,17 @@ class Host:
             units=(1, 1e9),
         ),
     ] = ()
+    adam_params_per_core_s: float | None = None
+    threads: Annotated[
+        int | None,
+        Figure(
+            "threads",
+            Annotated[int, between(1, 4096)],
+            "threads of each process in CPU Adam, where it has fewer than its part of the cores",
+            None,
+            path="threads",
+        ),
+    ] = None
     dram_measured: bool = False
     known: str = "datasheet"
 
@@ -517,6 +542,13 @@ class Host:
                 f"{where}: {format_bytes(self.reserved_bytes)} of {format_bytes(self.memory_bytes)} are reserved for "
                 "the system; nothing would be left for a plan: give more memory_bytes, or reserve less"
             )
+
+    def adam_params_per_s_on(self, threads: int) -> float:
+        """Returns the rate of CPU Adam that runs alone on so many threads."""
+        if self.adam_table:
+            return rate_at(self.adam_table, threads)
+        of_one = self.adam_params_per_core_s or self.adam_params_per_s / self.cores
+        return min(self.adam_params_per_s, threads * of_one)
 
     @property
     def budget_bytes(self) -> int:
@@ -587,7 +619,7 @@ class Machine:
     nvme: disks of ONE node; its ranks share it as they share the host.
     framework: Python that drives the GPUs; None where no moment waits for it, or where the GPU's launch_s includes it.
     slowdowns: "compute_while_adam" = 1.2 says that compute takes 1.2 times as long while CPU Adam runs; for pairs of
-        "compute", "adam", "h2d" and "d2h", where measured.
+        "compute", "adam", "h2d" and "d2h", where measured. "compute_while_net", a collective's, is fitted elsewhere.
     unified: whether GPU and CPU work in one memory. The GPU may take its usable_bytes of that memory; the rest is the
         host's memory_bytes. The link is a copy inside that memory.
     """
@@ -715,8 +747,9 @@ class Machine:
 
     @property
     def adam_params_per_s(self) -> float:
-        """Rate of CPU Adam on one rank, with its part of the node's cores."""
-        return self.host.adam_params_per_s / self.local_ranks
+        """Rate of CPU Adam on one rank, with its part of the node's cores, or with the threads that it has of them."""
+        part = self.host.adam_params_per_s / self.local_ranks
+        return part if self.host.threads is None else min(part, self.host.adam_params_per_s_on(self.host.threads))
 
     @property
     def calibrated(self) -> bool:

@@ -51,6 +51,16 @@ class ProductShape:
         tuple[int, int],
         Figure("tile", tuple[Extent, Extent], "rows and columns of a tile of the result", worst=partial(max, key=prod)),
     ]
+    tile_fp32: Annotated[
+        tuple[int, int] | None,
+        Figure(
+            "tile_fp32",
+            tuple[Extent, Extent],
+            "those of a product in fp32; left out: the same",
+            None,
+            worst=partial(max, key=prod),
+        ),
+    ] = None
     wave_loss: Annotated[
         float,
         Figure(
@@ -79,19 +89,22 @@ class ProductShape:
 
     def __post_init__(self) -> None:
         check_figures("products", self)
-        for name, count in (("tile rows", self.tile[0]), ("tile columns", self.tile[1])):
-            whole(f"products: {name}", count, error=CatalogError)
+        for kind, tile in (("tile", self.tile), ("tile_fp32", self.tile_fp32 or self.tile)):
+            for name, count in zip(("rows", "columns"), tile):
+                whole(f"products: {kind} {name}", count, error=CatalogError)
         if self.wave_loss > 1:
             raise CatalogError(f"products: wave_loss = {self.wave_loss!r}: it must be a share from 0 to 1")
 
-    def seconds(self, product: Sequence[int], flops_per_s: float, moved_bytes: float) -> float:
+    def seconds(self, product: Sequence[int], flops_per_s: float, moved_bytes: float, *, fp32: bool = False) -> float:
         """product: (batches, m, k, n).
 
         flops_per_s: of large products.
         moved_bytes: of its factors and its result.
+        fp32: whether the factors are, instead of in 16 bit.
         """
         batches, m, k, n = product
-        waves = batches * -(-m // self.tile[0]) * -(-n // self.tile[1]) / self.sms
+        rows, columns = (self.tile_fp32 if fp32 else None) or self.tile
+        waves = batches * -(-m // rows) * -(-n // columns) / self.sms
         loss = 1 + self.wave_loss * (math.ceil(waves) / waves - 1)
         arithmetic_s = 2 * batches * m * k * n / flops_per_s * loss * (1 + self.depth / k)
         memory_s = moved_bytes / self.bytes_per_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pstar_sim.core.choose_columns import D2H, H2D, Columns
+from pstar_sim.core.choose_columns import COMPUTE, D2H, H2D, NET, Columns
 from pstar_sim.core.rules import Rates
 
 __all__ = ["Clock"]
@@ -21,13 +21,14 @@ class Clock:
     """
 
     __slots__ = (
-        "_changed", "_columns", "_demand", "_left", "_rates", "_settled_s", "_sharing", "_speed", "_until", "now",
-        "running",
+        "_changed", "_columns", "_demand", "_left", "_rates", "_settled_s", "_sharing", "_slow", "_speed", "_until",
+        "now", "running",
     )  # fmt: skip
 
     def __init__(self, columns: Columns, rates: Rates) -> None:
         queues = columns.queues
         self._columns, self._rates = columns, rates
+        self._slow = rates.compute_while_net if queues > NET else 1.0
         self.now = self._settled_s = 0.0
         self.running = [-1] * queues
         self._until = [math.inf] * queues  # seconds at which the op ends
@@ -44,13 +45,23 @@ class Clock:
             self._left[q], self._speed[q] = seconds, 0.0  # speed 0 until now
             self._demand[q] = self._columns.demand[op % self._columns.count]
         else:
-            self._until[q] = self.now + seconds
+            beside = q == COMPUTE and self._slow > 1 and self.running[NET] >= 0
+            self._until[q] = self.now + (seconds * self._slow if beside else seconds)
+            if q == NET:
+                self._stretch(self._slow)
 
     def vacate(self, q: int) -> None:
         self.running[q] = -1
         self._until[q] = math.inf
+        if q == NET:
+            self._stretch(1 / self._slow)
         if self._sharing[q]:
             self._changed = True
+
+    def _stretch(self, by: float) -> None:
+        """What is left of the op that computes takes `by` times as long ([Note: compute beside collectives])."""
+        if self._slow > 1 and self.running[COMPUTE] >= 0:
+            self._until[COMPUTE] = self.now + (self._until[COMPUTE] - self.now) * by
 
     def advance(self) -> int:
         """Advance to the next end. Returns its queue; -1 if nothing runs."""

@@ -21,11 +21,13 @@ from numpy.typing import NDArray
 
 from pstar_sim.core.program import Program
 from pstar_sim.core.rules import Rates, StepCosts, is_steady, pace_s
+from pstar_sim.core.step import Queue
 from pstar_sim.errors import PlanError
 
 __all__ = ["Deadlock", "Factor", "Record", "Times", "deadlock", "follow"]
 
 _WAKE, _END, _SHARED_END = range(3)
+_NOTHING = (-1, 0.0, -1)
 
 Factor = Callable[[int, int], float]
 """(step id, iteration) -> factor on the step's nominal seconds."""
@@ -166,6 +168,10 @@ class _Follower:
         self.done = [-1] * len(program.ids)
         self.queues_done = [0] * most  # per iteration
         self.sharing: dict[int, _Sharer] = {}  # steps, in the order in which they joined
+        # [Note: compute beside collectives]: the step that computes, with the time and the number of its end; ends with
+        # other numbers are void.
+        self.computing = _NOTHING
+        self.net_runs = False
         self.settled_s = self.loss_s = 0.0
         self.share = 1.0
 
@@ -175,6 +181,10 @@ class _Follower:
         lasts = frozenset(row[-1] for row in program.order)
         seconds, dram, shared, shares = self.costs.seconds, self.costs.dram_bytes, self.shared, self.rates.shares
         event, time, pop, push = record.events.append, record.at_s.append, heapq.heappop, heapq.heappush
+        slow = self.rates.compute_while_net
+        net = program.queues.index(Queue.NET) if slow > 1 and Queue.NET in program.queues else -1
+        beside = [net >= 0 and q in (net, program.compute) for q in range(len(program.queues))]
+        queue_of = program.queue_of
         waiters: defaultdict[int, list[int]] = defaultdict(list)  # step -> steps that wait for it
         for row in program.order:
             push(heap, (0.0, next(number), _WAKE, row[0]))
@@ -184,8 +194,12 @@ class _Follower:
                 if i in self.sharing and n == self.sharing[i].end:
                     self._leave(i, now)
                 continue
+            if what == _END and net >= 0 and queue_of[i] == program.compute and n != self.computing[2]:
+                continue
             while True:
                 if what == _END:
+                    if beside[queue_of[i]] and seconds[i] > 0:
+                        self._end_beside(queue_of[i] == net, now, slow)
                     event(2 * i + 1)
                     time(now)
                     done[i] += 1
@@ -212,9 +226,13 @@ class _Follower:
                         if shared and shares(takes_s, dram[i]):
                             self._join(i, takes_s, dram[i] / takes_s, now)
                             break
+                        if beside[queue_of[i]]:
+                            takes_s = self._begin_beside(queue_of[i] == net, takes_s, now, slow)
                         end_s = now + takes_s
                         if heap and heap[0][0] <= end_s:
-                            push(heap, (end_s, next(number), _END, i))
+                            push(heap, (end_s, end := next(number), _END, i))
+                            if beside[queue_of[i]] and queue_of[i] != net:
+                                self.computing = (i, end_s, end)
                             break
                         now = end_s  # no other event comes before
                     what = _END
@@ -236,6 +254,31 @@ class _Follower:
             record.steady = record.end_iteration(k)
             self.over = record.steady or k == most - 1
         return k == most - 1
+
+    # -- compute beside collectives -----------------------------------------------------------------------------------
+
+    def _begin_beside(self, of_net: bool, takes_s: float, now: float, slow: float) -> float:
+        """A collective or a compute step begins. Returns its seconds."""
+        if of_net:
+            self.net_runs = True
+            self._stretch(now, slow)
+        elif self.net_runs:
+            return takes_s * slow
+        return takes_s
+
+    def _end_beside(self, of_net: bool, now: float, slow: float) -> None:
+        if not of_net:
+            self.computing = _NOTHING
+        elif self.net_runs:
+            self.net_runs = False
+            self._stretch(now, 1 / slow)
+
+    def _stretch(self, now: float, by: float) -> None:
+        """What is left of the step that computes takes `by` times as long."""
+        i, end_s, _ = self.computing
+        if i >= 0:
+            self.computing = i, now + (end_s - now) * by, next(self.number)
+            heapq.heappush(self.heap, (self.computing[1], self.computing[2], _END, i))
 
     # -- shared rates -------------------------------------------------------------------------------------------------
 

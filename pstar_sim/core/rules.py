@@ -10,6 +10,9 @@ is 1 / product of the factors of the steps that run at the same time. A step tha
 Both rules describe shortage of the same resources, so the lower of the two speeds holds. Speeds change only when a step
 that shares a resource begins or ends.
 
+[Note: compute beside collectives] Compute takes `Rates.compute_while_net` times as long while a collective runs. On a
+calibrated machine this is one of the factors above.
+
 [Note: when an iteration is steady] The next iteration depends on this iteration only through the times at which its
 steps ended. So iteration k is steady when the time between a step's end in k-1 and its end in k is the same for every
 step (to 1e-9 of the period). From then on the plan repeats for ever with that period. Equal distances between the last
@@ -30,8 +33,9 @@ from numpy.typing import NDArray
 
 from pstar_sim.core.program import Program
 
-__all__ = ["TOLERANCE", "Rates", "StepCosts", "agree", "is_steady", "pace_s"]
+__all__ = ["BY_COLLECTIVES", "TOLERANCE", "Rates", "StepCosts", "agree", "is_steady", "pace_s"]
 
+BY_COLLECTIVES = "compute_while_net"  # of `Machine.slowdowns`: [Note: compute beside collectives]
 TOLERANCE = 1e-9
 
 
@@ -53,11 +57,13 @@ class Rates:
     dram_bytes_per_s: of the rank's part of host DRAM.
     duplex: whether the link copies both ways at full speed at once.
     slowdowns: "A_while_B" -> factor by which a step of queue A slows down while a step of queue B runs.
+    compute_while_net: the one factor where none is measured: [Note: compute beside collectives].
     """
 
     dram_bytes_per_s: float
     duplex: bool = True
     slowdowns: Mapping[str, float] = field(default_factory=dict)
+    compute_while_net: float = 1.0
 
     def may_be_short(self, queue_of: Sequence[int], costs: StepCosts, *, jitter: bool = False) -> bool:
         """Returns whether any shared resource could be short; otherwise shared rates need not be computed.

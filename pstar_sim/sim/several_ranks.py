@@ -11,7 +11,8 @@ and switch is simulated. `every_rank` simulates each rank by itself; tests compa
 [Note: PCIe switches] All copies of one direction through a switch together may want more bytes per second than the
 switch passes. Then its bandwidth is divided max-min fairly: no copy gets less than another copy that wants more. A
 shared switch stretches the time of a copy's bytes, not its latency. The measured factors by which queues slow each
-other down (`Machine.slowdowns`) apply if all ranks are of one class. If ranks differ, only DRAM and links are shared.
+other down (`Machine.slowdowns`) apply if all ranks are of one class. If ranks differ, only DRAM and links are shared,
+and collectives slow compute down.
 """
 
 from __future__ import annotations
@@ -229,6 +230,7 @@ class _RankRun:
         self.moves = Moves(plan)
         self.costs = cost.step_costs(plan)
         self.record = Record.empty(program, max_iterations, shared=True)
+        self.slow = cost.rates(measured=False).compute_while_net
         self.meets = frozenset(i for i, kind in enumerate(program.kinds) if ROUTES.get(kind) == "net")
         self.wire_s = [_wire_s(step, cost) for step in plan.steps]
         self.done = [-1] * len(program.ids)  # last iteration in which the step ended
@@ -241,6 +243,7 @@ class _RankRun:
     def _follow_queue(self, q: int) -> Generator[simpy.Event, float, None]:
         env, record, done, waiters = self.env, self.record, self.done, self.waiters
         seconds, dram = self.costs.seconds, self.costs.dram_bytes
+        beside = self.slow > 1 and self.program.queues[q] in (Queue.COMPUTE, Queue.NET)
         for k in range(self.max_iterations):
             for i in self.program.order[q]:
                 if self.stopped:
@@ -263,11 +266,11 @@ class _RankRun:
                 record.events.append(2 * i)
                 record.at_s.append(env.now)
                 if duration > 0:
-                    if dram[i]:
+                    if dram[i] or beside:
                         lost = self.node.dram_loss_s
                         wire_s = self.wire_s[i] * (duration / seconds[i])
                         yield self.node.join(_Task(self, self.plan.steps[i], duration, wire_s, dram[i], env.event()))
-                        record.dram_loss_s[k][i] = self.node.dram_loss_s - lost
+                        record.dram_loss_s[k][i] = self.node.dram_loss_s - lost if dram[i] else 0.0
                     else:
                         yield env.timeout(duration)
                 record.events.append(2 * i + 1)
@@ -304,7 +307,7 @@ def _wire_s(step: Step, cost: CostModel) -> float:
 
 
 class _Task:
-    """A running copy, CPU Adam or access to disks.
+    """A running copy, CPU Adam or access to disks; a collective or a compute step where they share the GPU.
 
     left_s: nominal seconds still to do.
     """
@@ -386,7 +389,15 @@ class _Node:
         on_links = self._on_links()
         wanted = sum(t.demand * speed * t.rank.share.in_node for t, speed in zip(self._tasks, on_links))
         self._share = self.rates.share_of_dram(wanted)
-        return [on_link * self._share for on_link in on_links]
+        collective = {t.rank for t in self._tasks if t.step.queue is Queue.NET}
+        return [
+            1 / t.rank.slow
+            if t.step.queue is Queue.COMPUTE and t.rank in collective
+            else on_link * self._share
+            if t.demand
+            else on_link
+            for t, on_link in zip(self._tasks, on_links)
+        ]
 
     def _on_links(self) -> list[float]:
         """Returns the speeds by links and switches alone."""

@@ -105,7 +105,7 @@ def test_every_entry_names_its_source_and_date(table: str) -> None:
     [
         ("v100-32", 31.74, 15.75 * 0.78, 125 * 0.774, 900, 128),
         ("a100-80", 79.1, 31.5 * 0.8, 312 * 0.774, 2039, 204.8),
-        ("rtx4090", 23.64, 31.5 * 0.8, 165.2 * 0.7, 1008, 204.8),
+        ("rtx4090", 23.64, 31.5 * 0.8, 165.2, 1008, 204.8),
         ("h100-80", 79.1, 63 * 0.87, 989 * 0.604, 3350, 307.2),
     ],
 )
@@ -188,8 +188,17 @@ def test_a_user_file_overrides_single_fields(tmp_path: Path) -> None:
 def test_a_users_datasheet_figure_displaces_the_catalogs(tmp_path: Path) -> None:
     user = write(tmp_path, "[gpus.rtx4090]\nfp16_tflops = 100\n")
     gpu = load_machine("rtx4090", user_file=user).gpu
-    assert gpu.flops_per_s["fp16"] == pytest.approx(100e12 * 0.7)
-    assert gpu.flops_per_s["bf16"] == pytest.approx(165.2e12 * 0.7)
+    assert gpu.flops_per_s["fp16"] == pytest.approx(100e12)
+    assert gpu.flops_per_s["bf16"] == pytest.approx(165.2e12)
+
+
+def test_collectives_slow_compute_on_every_card_of_a_known_generation(tmp_path: Path) -> None:
+    fitted_factor = {"compute_while_net": 1 / (1 - load_catalog().efficiency.net_loss)}
+    assert load_machine("a100-80x8").slowdowns == fitted_factor
+    assert load_machine("virtual").slowdowns == {}
+    own = '[machines.mine]\ngpu = "a10"\ngpus = 2\nlink = "pcie4-x16"\nhost = "cloud-ddr4-64gb"\n'
+    own += "[machines.mine.slowdowns]\ncompute_while_net = 1.25\n"
+    assert load_machine(write(tmp_path, own)).slowdowns == {"compute_while_net": 1.25}
 
 
 def test_a_users_calibration_goes_over_the_catalogs(tmp_path: Path) -> None:

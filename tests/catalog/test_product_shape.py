@@ -43,6 +43,16 @@ def test_the_last_wave_leaves_sms_idle() -> None:
     assert seconds(SHAPE, 10, 100, 500, 100) == pytest.approx(full / 10)
 
 
+def test_products_in_fp32_have_tiles_of_their_own() -> None:
+    # 300 x 300 is nine tiles of 100 x 100, less than a wave of ten; of 50 x 100 it is 18, two waves.
+    full = 2 * 300 * 500 * 300 / RATE
+    own = replace(SHAPE, tile_fp32=(50, 100))
+    assert own.seconds((1, 300, 500, 300), RATE, 0) == pytest.approx(full * 10 / 9)
+    assert own.seconds((1, 300, 500, 300), RATE, 0, fp32=True) == pytest.approx(full * 20 / 18)
+    assert SHAPE.seconds((1, 200, 500, 200), RATE, 0, fp32=True) == pytest.approx(full * 4 / 9 * 10 / 4)
+    assert own.seconds((1, 200, 500, 200), RATE, 0, fp32=True) == pytest.approx(full * 4 / 9 * 10 / 8)
+
+
 def test_short_dot_products_little_work_and_many_bytes_cost_more() -> None:
     full = 2 * 1000 * 500 * 1000 / RATE
     assert seconds(replace(SHAPE, depth=250.0), 1, 1000, 500, 1000) == pytest.approx(1.5 * full)
@@ -212,9 +222,10 @@ def test_every_generation_has_a_card() -> None:
 
 
 def test_every_figure_of_a_generation_says_how_it_is_known() -> None:
-    text = "[x]\ntile = [1, 1]\nplateau = 0.5\nwave_loss = 0\ndepth = 0\nmemory = 0.5\nkernel_us = 0\nflash = 1\n"
+    text = "[x]\ntile = [1, 1]\ntile_fp32 = [1, 1]\nplateau = 0.5\nwave_loss = 0\ndepth = 0\nmemory = 0.5\n"
+    text += "kernel_us = 0\nflash = 1\n"
     text += 'attention = "a100"\nsource = "by hand"\nchecked = 2026-11-23\n'
-    with pytest.raises(CatalogError, match=r"x\.toml: \[x\] known names tile; it must name tile, plateau"):
+    with pytest.raises(CatalogError, match=r"x\.toml: \[x\] known names tile; it must name tile, tile_fp32, plateau"):
         read_generations("x.toml", text + 'known = { tile = "measured" }\n')
     with pytest.raises(CatalogError, match="guessed"):
         read_generations("x.toml", text + 'known = { tile = "guessed" }\n')

@@ -276,7 +276,7 @@ def test_each_kept_block_adds_its_activations_and_saves_its_recomputation() -> N
 
 def test_where_all_activations_do_not_fit_some_may() -> None:
     recomputed, kept = (ps.preset("1B", batch=4, seq=1024, dtype="bf16", checkpointing=c) for c in (True, False))
-    machine = ps.machine("rtx4090", gpu_memory="12GB", overrides={"link.bandwidth": "5GB/s"})
+    machine = ps.machine("rtx4090", gpu_memory="14GB", overrides={"link.bandwidth": "5GB/s"})
     made = candidates([recomputed, kept], 4)
     chosen = choose(made, machine, EAGER)
     how = [choice for _, choice in chosen.workload.activations]

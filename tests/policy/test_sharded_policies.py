@@ -487,8 +487,14 @@ def test_infinity_needs_the_disks_it_is_told_to_use() -> None:
 
 @pytest.mark.parametrize("spec", ["zero3_resident", "zero3_offload", "deep_optimizer_states:subgroup=262144"])
 def test_all_ranks_played_take_as_long_as_one(spec: str) -> None:
-    plan = planned(spec, machine(4), chain(micro_batches=2))
-    assert play(plan, every_rank=True).iteration_s == pytest.approx(play(plan).iteration_s, rel=1e-9)
+    job = chain(micro_batches=2)
+    plan = planned(spec, machine(4), job)
+    alone_s = play(plan).iteration_s
+    assert play(plan, every_rank=True).iteration_s == pytest.approx(alone_s, rel=1e-9)
+    slow = planned(spec, replace(machine(4), slowdowns={"compute_while_net": 1.5}), job)
+    slow_s = play(slow).iteration_s
+    assert play(slow, every_rank=True).iteration_s == pytest.approx(slow_s, rel=1e-9)
+    assert slow_s > 1.001 * alone_s
 
 
 def test_optimal_goes_to_the_disks_where_nothing_else_fits() -> None:

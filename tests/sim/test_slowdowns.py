@@ -1,4 +1,4 @@
-"""What queues do to each other on a calibrated machine: finish times of small cases, by hand."""
+"""What queues do to each other: finish times of small cases, by hand."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,12 @@ from pstar_sim.core.step import Kind, Queue
 
 
 def ends(
-    tasks: list[tuple[str, float, float]], slowdowns: Mapping[str, float], *, dram: float = 1e9, demand: float = 0.0
+    tasks: list[tuple[str, float, float]],
+    slowdowns: Mapping[str, float],
+    *,
+    dram: float = 1e9,
+    demand: float = 0.0,
+    compute_while_net: float = 1.0,
 ) -> list[float]:
     """When each (queue, seconds, duty) ends, all begun at 0: one step per queue, and behind it one that takes no time
     and waits for all of them, so that the next iteration begins when every task has ended."""
@@ -36,7 +41,8 @@ def ends(
         dram_bytes=[*(demand * seconds for _, seconds, _ in tasks), *nothing],
         duty=[*(duty for _, _, duty in tasks), *nothing],
     )
-    record = follow(program, costs, Rates(dram_bytes_per_s=dram, slowdowns=slowdowns))
+    rates = Rates(dram_bytes_per_s=dram, slowdowns=slowdowns, compute_while_net=compute_while_net)
+    record = follow(program, costs, rates)
     return list(record.times.end[0, :count].tolist())
 
 
@@ -71,3 +77,15 @@ def test_the_lower_of_dram_share_and_factor_holds() -> None:
     tasks = [("adam", 1.0, 1.0), ("h2d", 1.0, 1.0)]
     assert ends(tasks, {"adam_while_h2d": 1.5}, dram=1.0, demand=1.0) == pytest.approx([2.0, 2.0])
     assert ends(tasks, {"adam_while_h2d": 4.0}, dram=1.0, demand=1.0) == pytest.approx([2.5, 2.0])
+
+
+def test_compute_while_a_collective_runs() -> None:
+    # The collective ends at 2; until then compute does 1 of its 3 seconds.
+    assert ends([("compute", 3.0, 1.0), ("net", 2.0, 1.0)], {}, compute_while_net=2.0) == pytest.approx([4.0, 2.0])
+    # Compute ends first: 1 second takes 2.
+    assert ends([("compute", 1.0, 1.0), ("net", 5.0, 1.0)], {}, compute_while_net=2.0) == pytest.approx([2.0, 5.0])
+
+
+def test_copies_beside_a_collective_keep_their_rates() -> None:
+    tasks = [("compute", 3.0, 1.0), ("net", 2.0, 1.0), ("h2d", 2.0, 1.0)]
+    assert ends(tasks, {}, compute_while_net=2.0) == pytest.approx([4.0, 2.0, 2.0])

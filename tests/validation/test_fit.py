@@ -35,6 +35,9 @@ def test_every_fitted_figure_is_what_the_fit_gives() -> None:
         "pageable_gb_per_s": e.pageable_bytes_per_s / 1e9,
         "bound_adam_gparams": adam["polaris-bound"] / 1e9,
         "loop_ms": experiment_of(logs[0]).loop_s * 1e3,
+        "net_loss": e.net_loss,
+        "geforce_tensor": load_catalog().gpus["rtx3090"].values.tensor_core_efficiency,
+        "geforce_peer": load_catalog().gpus["rtx3090"].values.peer_share,
         "vm_adam_gparams": adam["v100-32-vm"] / 1e9,
     }
     numbers = json.loads(RESULT.read_text(encoding="utf-8"))["numbers"]

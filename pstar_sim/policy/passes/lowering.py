@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from pstar_sim.core.draft import Charge, Draft
 from pstar_sim.core.effects import tide_at_cut
-from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.kit.schedule import Schedule
 from pstar_sim.policy.passes.collective_rows import Collectives
@@ -86,5 +85,5 @@ def _draft(rows: DraftRows) -> Draft:
         host_free_bytes=machine.host_budget_bytes - held_on_host(job, modes.pinned, schedule.never_on_host),
         room=schedule.room,
         lead_bytes=schedule.lead_bytes,
-        rates=Rates(dram_bytes_per_s=machine.host.dram_bytes_per_s / machine.local_ranks, duplex=machine.link.duplex),
+        rates=job.cost.rates(measured=False),
     )
