@@ -34,6 +34,7 @@ def load_machine(
     host_memory: str | int | None = None,
     nodes: int | None = None,
     gpus: int | None = None,
+    cpu_threads: int | None = None,
     overrides: Mapping[str, str | int | float | bool] | Iterable[str] | None = None,
     user_file: str | Path | None = None,
 ) -> Machine:
@@ -44,6 +45,7 @@ def load_machine(
     gpu_memory, host_memory: sizes ("8GB", or bytes) that replace those of the catalog (see `resize`).
     nodes: all like the first (see `with_nodes`).
     gpus: per node.
+    cpu_threads: of each process in CPU Adam (host.threads).
     overrides: by path, {"link.bandwidth": "25GB/s"} or ["link.bandwidth=25GB/s"] (see overrides.py).
     user_file: a file that extends or overrides the catalog.
 
@@ -70,6 +72,8 @@ def load_machine(
         machine = with_nodes(machine, nodes)
     if gpus is not None:
         machine = override(machine, {"gpus": gpus})
+    if cpu_threads is not None:
+        machine = override(machine, {"host.threads": cpu_threads})
     machine = resize(machine, gpu_memory=gpu_memory, host_memory=host_memory)
     if overrides is None:
         return machine
@@ -81,6 +85,7 @@ def load_machine(
         ("host.memory", host_memory, "host_memory"),
         ("nodes", nodes, "nodes"),
         ("gpus", gpus, "gpus"),
+        ("host.threads", cpu_threads, "cpu_threads"),
     ):
         if other is not None and figure in changes:
             both = f"{figure} = {changes[figure]} and {known_as} = {other}"

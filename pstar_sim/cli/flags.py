@@ -160,6 +160,15 @@ class _MachineChanges:
     ] = None
     gpu_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="another GPU memory, such as 8GB")] = None
     host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="another host memory, such as 64GB")] = None
+    cpu_threads: Annotated[
+        int | None,
+        typer.Option(
+            parser=positive,
+            metavar="N",
+            help="threads of each process in CPU Adam (default: its part of the cores; torchrun leaves a process 1 "
+            "unless OMP_NUM_THREADS is set)",
+        ),
+    ] = None
     changes: Annotated[
         list[str] | None,
         typer.Option(

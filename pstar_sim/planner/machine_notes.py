@@ -14,7 +14,15 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.units import format_bytes, format_count
 
-__all__ = ["NO_DISKS", "added_gpus_notes", "attention_notes", "disk_life", "machine_notes", "pinned_notes"]
+__all__ = [
+    "NO_DISKS",
+    "added_gpus_notes",
+    "attention_notes",
+    "disk_life",
+    "machine_notes",
+    "pinned_notes",
+    "thread_notes",
+]
 
 NO_DISKS = "the lower bound counts no disks, so no distance from it is given"
 """The reason why a plan that moves lists on disks has no gap."""
@@ -26,7 +34,7 @@ def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> l
     """plans: of the policies that fit."""
     plans = list(plans)
     copies = any(plan.moved_bytes["h2d"] or plan.moved_bytes["d2h"] for plan, _ in plans)
-    notes = added_gpus_notes(machine)
+    notes = [*added_gpus_notes(machine), *thread_notes(machine)]
     if machine.pool_bytes is not None:
         notes.append(
             f"{machine.name} has one memory of {format_bytes(machine.pool_bytes)} for CPU and GPU: memory that the "
@@ -77,6 +85,16 @@ def pinned_notes(machine: Machine) -> list[str]:
     rate = format_bytes(machine.link.pageable_bytes_per_s or 0)
     can_pin = format_bytes(machine.host.pinned_bytes)
     return [f"the host can pin {can_pin}: lists of a job beyond that are copied at the pageable rate, {rate}/s"]
+
+
+def thread_notes(machine: Machine) -> list[str]:
+    """Returns the note on CPU Adam of processes that were said to have a number of threads."""
+    threads = machine.host.threads
+    if threads is None:
+        return []
+    cores = format_count(max(1, machine.host.cores // machine.local_ranks), "core")
+    rate = f"{machine.adam_params_per_s / 1e9:.2g} billion parameters/s"
+    return [f"CPU Adam: each process has {format_count(threads, 'thread')} of {cores}, {rate}"]
 
 
 def disk_life(plan: Plan, iteration_s: float) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.loader import as_listed
 from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
-from pstar_sim.planner.machine_notes import added_gpus_notes, attention_notes, pinned_notes
+from pstar_sim.planner.machine_notes import added_gpus_notes, attention_notes, pinned_notes, thread_notes
 from pstar_sim.planner.trust import NOT_NEAR
 from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import can_follow
@@ -118,7 +118,9 @@ def _fit_notes(answer: Fits, *, why: bool) -> Iterator[str]:
     short_of_gpu = short == {"gpu"} and not answer.any and elsewhere
     notes = unmodelled_notes(answer.workload, answer.machine, {}, short_of_gpu=short_of_gpu)
     yield from (f"{row.policy}: sequences per GPU {row.shares}" for row in answer.rows if row.fits and row.shares)
-    notes = (*notes, *added_gpus_notes(answer.machine), *attention_notes(answer.machine, answer.workload.attention))
+    machine = answer.machine
+    notes = (*notes, *added_gpus_notes(machine), *thread_notes(machine))
+    notes = (*notes, *attention_notes(machine, answer.workload.attention))
     if any(row.fits and row.host_payload_bytes for row in answer.rows):
         notes = (*notes, *pinned_notes(answer.machine))
     yield from (f"note: {note}" for note in notes)
@@ -280,7 +282,7 @@ def limits_text(answer: Limits, *, width: int | None = None) -> str:
         texts = [f"{p.system} {_params(p.params)}: {p.source}" for p in published]
         lines += _notes(["published: " + "; ".join(texts)], width)
     lines += _notes([row.reason for row in answer.rows if row.value == 0 and row.reason], width)
-    notes = [*([UNMODELLED] if m.data_parallel_size > 1 else []), *added_gpus_notes(m)]
+    notes = [*([UNMODELLED] if m.data_parallel_size > 1 else []), *added_gpus_notes(m), *thread_notes(m)]
     lines += _notes([f"note: {note}" for note in notes], width)
     return "\n".join(lines) + "\n"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from msgspec import structs
 
@@ -117,6 +118,8 @@ def as_set_up(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experime
     kernel = setup["attention_kernel"]  # "not said", "sdpa": the column beside it decides
     autocast = setup["dtype"] if "AMP" in setup["note"] and setup["dtype"] != MASTER else None
     machine = published_machine(setup["as_machine"], efficiency, setup["as_framework"])
+    if "offload" in row.system and row.hardware.startswith("8xA800"):  # the launcher is not said: as torchrun leaves it
+        machine = replace(machine, host=replace(machine.host, threads=1))
     return Experiment(
         rows=run,
         machine=first_ranks(machine, whole_number(row, "as_gpus", setup["as_gpus"])),

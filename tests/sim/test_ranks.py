@@ -20,8 +20,9 @@ from pstar_sim.core.layout_file import LayoutForm, layout_of
 from pstar_sim.core.plan import Plan, Resident, Settings, steps_from_text
 from pstar_sim.core.step import Place
 from pstar_sim.cost import CostModel, cost_of
-from pstar_sim.errors import PlanError, PstarError
+from pstar_sim.errors import CatalogError, PlanError, PstarError
 from pstar_sim.planner.batch_shares import shares_of_batch
+from pstar_sim.planner.machine_notes import thread_notes
 from pstar_sim.schema.reading import convert
 from pstar_sim.sim.play import play
 from pstar_sim.sim.several_ranks import classes_of, fair_rates
@@ -185,6 +186,8 @@ def test_collectives_by_hand() -> None:
     slow = [replace(RANK, root=0, link=replace(LINK, latency_s=1e-3))] * 4
     assert seconds(machine(slow, peer=None)) == pytest.approx(3.003)
     assert seconds(machine(slow, peer=None, root_bytes_per_s=0.25e6)) == pytest.approx(12.003)
+    through_host = [replace(rank, gpu=replace(GPU, peer_share=0.5)) for rank in slow]  # half of the link's 1 MB/s
+    assert seconds(machine(through_host, peer=None)) == pytest.approx(6.003)
     with pytest.raises(PlanError, match="2 nodes and no network"):
         seconds(machine([RANK] * 4, nodes=2))
 
@@ -212,6 +215,25 @@ def test_what_a_rank_has_of_its_node() -> None:
     assert CostModel(cost.workload, m, cost.layout, rank=0).link.h2d_bytes_per_s == 15.75e9 * 0.78
     two = load_machine("v100-32x8", nodes=2)
     assert (len(two.ranks), two.local_ranks, two.host_budget_bytes) == (16, 8, 29 * 10**9)
+
+
+def test_a_process_with_few_threads_has_a_slower_cpu_adam() -> None:
+    usual = load_machine("a100-80x8")
+    of_core = usual.host.adam_params_per_core_s
+    assert of_core is not None
+    assert load_machine("a100-80x8", cpu_threads=1).adam_params_per_s == of_core < usual.adam_params_per_s
+    assert load_machine("a100-80x8", overrides={"host.threads": 1}).adam_params_per_s == of_core
+    assert load_machine("a100-80x8", cpu_threads=128).adam_params_per_s == usual.adam_params_per_s
+    measured = replace(usual.host, adam_table=((1, 1e8), (16, 1e9)), threads=1)
+    assert replace(usual, host=measured).adam_params_per_s == 1e8
+    with pytest.raises(CatalogError, match="are the same figure; give it once"):
+        load_machine("a100-80x8", cpu_threads=1, overrides={"host.threads": 2})
+
+
+def test_the_answer_says_the_threads_of_a_process() -> None:
+    (note,) = thread_notes(load_machine("a100-80x8", cpu_threads=1))
+    assert note == "CPU Adam: each process has 1 thread of 16 cores, 0.23 billion parameters/s"
+    assert thread_notes(load_machine("a100-80x8")) == []
 
 
 def test_slices() -> None:
