@@ -9,7 +9,7 @@ idea out of the policy asked about.
 
 If the setting itself makes Adam wait for all gradients, the barrier is not a choice and has no line. Otherwise the
 ladder first drops the barrier and then lets Adam begin early. The line that drops the barrier may gain nothing by
-itself; `without` says how much the barrier costs the best policy.
+itself.
 """
 
 from __future__ import annotations
@@ -152,7 +152,6 @@ def ablate(
 
     workload, machine: as in `compare`. If `settings` leave the chunk size open, every line has the chunk size of
         `policy`, which is planned first. On several ranks `patrickstar`, whose chunks are not sliced, has its own.
-    begin: any policy other than `policy`.
     certify: whether to use the bound of the fluid linear program.
     progress: called with (lines planned, number of lines).
 
@@ -212,8 +211,7 @@ def _unheard(done: int, count: int) -> None:
 
 
 def _in_its_order(policy: str, each: Sequence[Workload], machine: Machine, settings: Settings) -> str:
-    """Returns the policy. For a policy that chooses the order of the iteration, returns it with the order that it
-    chooses here."""
+    """A policy that chooses the order of the iteration comes with the order that it chooses here."""
     if not can(policy).tries_others:
         return policy
     found = compare(each, machine, policies=[policy], settings=settings, barrier_cost=False, near=False)
@@ -276,8 +274,7 @@ def ladder(policy: str, *, barrier: bool, begin: str = BASE, sums: bool = False)
 
 
 def _between(words: Sequence[str], first: str, last: str) -> Sequence[str]:
-    """Returns the values after `first` up to `last`. Returns `last` alone if one of the two is not among `words`, or if
-    they are in reverse order."""
+    """Returns `last` alone if one of the two is not among `words`, or if they are in reverse order."""
     if first in words and last in words and words.index(first) < words.index(last):
         return words[words.index(first) + 1 : words.index(last) + 1]
     return [] if first == last else [last]
@@ -295,8 +292,7 @@ def left_out(policy: str, *, barrier: bool, sums: bool = False) -> list[tuple[st
 
 
 def _before(words: Sequence[str], own: str) -> Sequence[str]:
-    """Returns the values plainer than the policy's own value. If that value is not among `words`, returns the
-    plainest."""
+    """Returns the plainest if the policy's own value is not among `words`."""
     return words[: words.index(own)] if own in words else words[:1]
 
 

@@ -1,5 +1,4 @@
-"""Asked: reads the arguments of the planner's questions: policies by name, settings, and the callback for progress. The
-module knows no workload."""
+"""Asked: reads the arguments of the planner's questions: policies by name, settings, and the callback for progress."""
 
 from __future__ import annotations
 

@@ -183,7 +183,6 @@ def roomiest(batch: int, machine: Machine, job_of: Cut) -> tuple[int, ...]:
 
 
 def roomiest_job(batch: int, machine: Machine, job_of: Cut) -> Workload:
-    """Returns the job that stands for all ranks with the shares of `roomiest`."""
     return tightest([job_of(n) for n in roomiest(batch, machine, job_of)], machine)
 
 

@@ -1,7 +1,4 @@
-"""Ranks: the shares of a batch, one job for ranks that differ, and the notes on parallelism that is not modelled.
-
-The module knows machines, workloads and timelines, and plans nothing.
-"""
+"""Ranks: the shares of a batch, one job for ranks that differ, and the notes on parallelism that is not modelled."""
 
 from __future__ import annotations
 
@@ -111,7 +108,6 @@ def _divided(workload: Workload, machine: Machine, *, nearly: bool) -> tuple[Wor
 
 
 def _typed(workload: Workload, machine: Machine) -> Workload:
-    """An open dtype becomes that of the GPU."""
     if not workload.dtype_open:
         return workload
     dtype = default_dtype(machine)

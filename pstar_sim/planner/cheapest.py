@@ -73,7 +73,6 @@ class Offer:
     usd_per_hour: price of all nodes.
     batch: sequences per micro-batch, of all GPUs together.
     price_of: the offer from which the price comes, and its date.
-    tried: all numbers of nodes that were tried.
     expected_error, trust: of tokens_per_s, as in `Fit`.
     least_days: days of the matmuls alone; if these miss the deadline, nothing is planned.
     reason: why there are no figures, or why more nodes were not tried.
@@ -147,14 +146,12 @@ def cheapest(
 ) -> Cheapest:
     """Returns the cheapest machine that trains a model on `tokens` tokens by the deadline, and the other offers.
 
-    model: name of a model of the catalog.
     batch: sequences per iteration, of all ranks and micro-batches together.
     seq: tokens per sequence.
     deadline_s: seconds of training; None: no deadline.
     machines: None: every machine with a price.
     policies: None: all_on_gpu, zero_offload and tide.
     settings, loading: as in `fits`.
-    most_nodes: the largest number of nodes to try.
     prices: a price file that takes precedence over the shipped list.
     on_part: called with the machine that is asked next, the number of machines done and the number of all machines.
     axes: as in `preset`; without dtype, that of each machine's GPU.
@@ -227,7 +224,7 @@ def _price_of(machine: Machine, prices: Mapping[str, Price]) -> tuple[float, str
 
 
 def _prices_of(machines: Sequence[Machine], known: Mapping[str, Price]) -> list[tuple[float, str] | str]:
-    """Returns the price of each machine: see `_price_of`. Raises PstarError if no machine has a price."""
+    """Raises PstarError if no machine has a price."""
     costs = [_price_of(machine, known) for machine in machines]
     missing = [cost for cost in costs if isinstance(cost, str)]
     if missing and len(missing) == len(costs):
@@ -238,7 +235,6 @@ def _prices_of(machines: Sequence[Machine], known: Mapping[str, Price]) -> list[
 
 
 def _counts(machine: Machine, batch: int, most: int) -> list[int]:
-    """Returns the numbers of nodes up to `most` that can share the batch."""
     if machine.network is None:
         return [machine.nodes]
     local = machine.ranks[: machine.local_ranks]
@@ -392,10 +388,7 @@ def _fastest(machine: Machine, asked: _Question) -> tuple[Row, int, int]:
 def _with_room(
     workload: Workload, roomiest: Workload, machine: Machine, asked: _Question
 ) -> tuple[list[str], list[DoesNotFit | CannotPlan]]:
-    """Returns the policies that have room, and the errors of the others.
-
-    roomiest: the job for policies that do not take the machine's shares of the batch.
-    """
+    """roomiest: the job for policies that do not take the machine's shares of the batch."""
     roomy: list[str] = []
     refusals: list[DoesNotFit | CannotPlan] = []
     for policy in asked.policies or POLICIES:

@@ -1,7 +1,6 @@
 """Compare: several policies on one workload and one machine, each planned, simulated and compared with the lower bound.
 
-`compare` asks the question. `Comparison` is the answer, a table with the plans behind it. The module knows policies
-only as functions from a workload, a machine and settings to a plan. How the answer is shown is known in renderers.py.
+The module knows policies only as functions from a workload, a machine and settings to a plan.
 """
 
 from __future__ import annotations
@@ -472,10 +471,7 @@ def _of_balance(own: Balanced, job: _Question) -> _Question:
 
 
 def _gain(policy: Policy, own: Balanced, settings: Settings, seconds: float, *, planned_again: bool) -> str:
-    """Returns words that compare the shares of a policy with equal shares.
-
-    planned_again: whether equal shares are planned too; otherwise their bound counts.
-    """
+    """planned_again: whether equal shares are planned too; otherwise their bound counts."""
     even = own.even
     if not planned_again:
         least = Certifier(even.workload, own.even_machine, settings, ranked=even.ranked).own_bound_s()
@@ -494,7 +490,6 @@ def _gain(policy: Policy, own: Balanced, settings: Settings, seconds: float, *, 
 
 
 def _fitting(workload: Workload, settings: Settings, rows: Sequence[Row], planned: Mapping[str, Planned]) -> list[str]:
-    """Returns the policies that fit, the best first."""
     if not planned:
         return []
     first, later_first = _best(workload, settings, rows, planned).row, rows[::-1]
@@ -671,15 +666,12 @@ def _figures(
 
 
 def _best(workload: Workload, settings: Settings, rows: Sequence[Row], planned: Mapping[str, Planned]) -> Planned:
-    """Returns the fastest plan that the loop can follow; if it can follow none, the fastest of all."""
     fitting = {row.policy: planned[row.policy] for row in rows if row.fits}
     followed = _in_order(workload, settings, fitting) or list(fitting.values())
     return least_of(followed, seconds=lambda p: _pace(p.row), burden=lambda p: burden(p.plan))
 
 
 def _in_order(workload: Workload, settings: Settings, planned: Mapping[str, Planned]) -> list[Planned]:
-    """Returns the plans that the loop can follow. A loop of the user runs in the order of the workload, `session.step`
-    in any order."""
     any_order = settings.loop == "step"
     return [p for p in planned.values() if any_order or p.plan.workload.relayed == workload.relayed]
 

@@ -310,7 +310,6 @@ def _where(plan: Plan, timeline: Timeline) -> list[str]:
 
 
 def _lines_of_experts(plan: Plan) -> list[str]:
-    """Returns a line for the probability that chunks of experts are used, if there are any."""
     w = plan.workload
     experts = model_entry(w.model).experts if w.source == "preset" and is_model(w.model) else None
     if experts is None:
@@ -337,7 +336,6 @@ def _lines_of_modes(plan: Plan) -> list[str]:
 
 
 def _lines_of_sums(plan: Plan) -> list[str]:
-    """Returns where the gradients of several micro-batches add up, and why; nothing if there is no choice."""
     batches, layout = plan.workload.micro_batches, plan.layout
     if batches == 1:
         return []
@@ -409,7 +407,6 @@ def _why(plan: Plan) -> list[str]:
 
 
 def _certificate(plan: Plan) -> list[str]:
-    """Returns a line for the plan's bound and the setting for which it holds, or why there is none."""
     said = plan.choices.get("certificate")
     if not isinstance(said, Mapping):
         return []

@@ -1,8 +1,5 @@
 """Fits: whether a job fits a machine, by policy. A policy that fits has the room to spare, a policy that does not has
 the bytes that it lacks and the smallest change that would make it fit.
-
-memory_needs.py computes the room (pinned rounding and start-up included), nearest.py finds changes, and the policies
-that fit are simulated.
 """
 
 from __future__ import annotations
@@ -58,8 +55,7 @@ class Fit:
     reason: also names the changes that would make it fit. A policy without a plan for such a machine has only a reason.
     changes: as flags ("with --host-memory 128GB"), at most one of each kind.
     iteration_s, tokens_per_s: simulated, if the policy fits.
-    expected_error: one standard deviation of such times, as a share of them, from published runs (planner/trust.py).
-    trust: the basis of expected_error, or that there is none.
+    expected_error, trust: as in `Row`.
     shares: sequences of each GPU in a micro-batch, if the policy does not take the shares of the machine.
     phases: host memory over the job's life; none where no need is known.
     """

@@ -88,7 +88,6 @@ class _Training(Table, frozen=True, kw_only=True):
 
 
 def _of_work(name: str, axis: Axis) -> tuple[str, Any, Any]:
-    """Returns an axis of `workload.axes` as a field of the file."""
     if name == "lora":
         return name, Annotated[Natural, says(axis.values)], 0
     kind: Any = bool if isinstance(axis.default, bool) else str
@@ -117,7 +116,7 @@ AXES = {name: meaning(kind) for name, kind in _KINDS.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Points that differ in their policy only, so that workload, machine and bound are computed once for all.
+    """Points that differ in their policy only.
 
     values: every axis but the policy.
     policies: each with the index of its point in the grid.
@@ -219,7 +218,6 @@ def _hint(word: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def _check_axes(file: str, axes: Collection[str]) -> None:
-    """Raises PstarError for an axis that is missing, and for two axes of which only one may be given."""
     if ("model" in axes) == ("trace" in axes):
         raise PstarError(f"{file}: a sweep is over models or over traces; give one of the axes model and trace")
     needed = ["machine", "policy"] + (["batch", "seq"] if "model" in axes else [])
@@ -288,7 +286,6 @@ def _check(file: str, name: str, value: Value) -> None:
 
 
 def _check_machines(file: str, grid: Grid) -> None:
-    """Check that every machine can take every combination of [set]."""
     paths = [name for name in grid.axes if name.startswith("set.")]
     for name in grid.axes["machine"]:
         for values in product(*(grid.axes[path] for path in paths)):
@@ -361,8 +358,7 @@ def _file_digest(path: str) -> str:
 
 @cache
 def _code_digest() -> str:
-    """Returns a digest of version and source of this package. A point computed by other code counts as another
-    point."""
+    """A point computed by other code counts as another point."""
     digest = hashlib.sha256(__version__.encode())
     root = files("pstar_sim")
     places = [root / name for name in CODE]

@@ -1,6 +1,6 @@
 """Job: the work of each iteration as a question states it, before a machine is known: a model or a trace, its sizes and
-its axes (workload/axes.py). Flags, grids, searches of the largest model and of the cheapest machine hold a `Job`, and
-ask it for the workloads of a machine's ranks."""
+its axes (workload/axes.py).
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,6 @@ def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> l
 
 
 def attention_notes(machine: Machine, kernel: str) -> list[str]:
-    """Returns the note on an attention kernel that the generation of the GPU has no rates for."""
     shape = machine.gpu.products
     rates = None if shape is None else attention_rates().get(shape.generation)
     if rates is None or kernel in (USUAL, *rates.kernels) or kernel not in ATTENTION or kernel == "math":
@@ -79,7 +78,6 @@ def _is_node_of(node: Machine, machine: Machine) -> bool:
 
 
 def pinned_notes(machine: Machine) -> list[str]:
-    """Returns the note on copies of a plan where the host can pin only a part of its memory."""
     if machine.host.pinned_bytes is None:
         return []
     rate = format_bytes(machine.link.pageable_bytes_per_s or 0)

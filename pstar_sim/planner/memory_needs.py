@@ -282,12 +282,10 @@ def _host_sizes(plan: Plan) -> dict[tuple[int, str], int]:
 
 
 def _buffer_bytes(plan: Plan) -> int:
-    """Returns the bytes of the policy's own buffers; stashes are payloads."""
     return sum(size for name, place, size in plan.buffers if place is Place.HOST and name != STASHES)
 
 
 def host_shortage(need: Need, machine: Machine) -> DoesNotFit | None:
-    """Returns why the host has no room, with each part of the need."""
     budget = machine.host_budget_bytes
     if need.host_bytes <= budget:
         return None

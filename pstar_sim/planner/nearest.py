@@ -3,8 +3,7 @@
 The changes are tried in this order, up to the first success of each kind: weights that are loaded once per node;
 options under which the policy keeps lists on the machine's disks; more GPU memory, where the user has set it; a catalog
 machine with more GPU memory; more host memory; checkpointing; smaller micro-batches at the same global batch; a fused
-loss; then the other policies that are known to fit.
-Every suggested change has room by memory_needs.py. The module knows the catalog and the presets. A workload that
+loss; then the other policies that are known to fit. Every suggested change has room by memory_needs.py. A workload that
 comes from a trace is not changed.
 """
 
@@ -186,7 +185,6 @@ def asker(policy: str | Policy, *, loading: Loading, others: bool = True) -> Ask
 
 
 def _once(policy: Policy, workload: Workload, machine: Machine, settings: Settings, loading: Loading) -> Remedy | None:
-    """Tries weights that are loaded once per node."""
     once = replace(loading, way="whole")
     if loading.way != "each" or asker(policy, loading=once)(workload, machine, settings) is not None:
         return None
@@ -260,7 +258,6 @@ def _gpu_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settin
 def _host_memory(
     ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
 ) -> Remedy | None:
-    """Returns the smallest multiple of 16 GB of host memory that makes the job fit."""
     short: DoesNotFit | None = error
     for _ in range(3):  # the place that was short first may hide further needs
         assert short is not None

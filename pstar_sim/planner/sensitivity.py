@@ -315,7 +315,7 @@ class _MachineQuestion:
     def _deepest(self, where: Machine, policies: Sequence[str], near: Mapping[str, int]) -> _Deepest | None:
         """Returns the largest model that `where` can train; None if that is not asked.
 
-        near: see `max_model`. (A tenth more of a part moves the limit little, or not at all.)
+        near: see `max_model`.
         """
         if not self.largest:
             return None
@@ -338,7 +338,6 @@ class _MachineQuestion:
 
 
 def _change_error(part: str, change: float | None, *errors: float | None) -> float | None:
-    """errors: bars of both times."""
     known = [error for error in errors if error is not None]
     if change is None or len(known) < len(errors):
         return None
@@ -346,7 +345,6 @@ def _change_error(part: str, change: float | None, *errors: float | None) -> flo
 
 
 def _known_parts(parts: Iterable[str]) -> list[str]:
-    """Raises PstarError for an unknown part."""
     names = [str(part) for part in listed("parts", parts, "parts of a machine")]
     for name in names:
         if name not in PARTS:
@@ -361,7 +359,6 @@ def _no_part(machine: Machine, part: str) -> PstarError:
 
 
 def _more(machine: Machine, part: str, by: float) -> Machine | None:
-    """Returns the machine with more of one part; None if it has no such part."""
     if part == "network" and machine.nodes == 1:
         return None
     if part == "peer link" and (machine.peer is None or machine.local_ranks == 1):

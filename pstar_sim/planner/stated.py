@@ -1,8 +1,7 @@
 """Everything that a plan states, computed again: the proof and the bytes of core/checker, then the seconds of a
 simulation, the lower bound, and the sources of the inputs of a prediction.
 
-[Note: what a check says] is in core/figures.py. The module looks into no policy. Statements that only a policy can make
-are named, not computed.
+[Note: what a check says] is in core/figures.py. Statements that only a policy can make are named, not computed.
 """
 
 from __future__ import annotations
@@ -125,7 +124,6 @@ class _Notes:
             )
 
     def jobs(self) -> None:
-        """Compare the plan's workload with the jobs of its ranks."""
         ranked, workload = self.plan.ranked, self.plan.workload
         if ranked is None:
             return
@@ -234,7 +232,6 @@ class _Notes:
         return said.get("bound") if isinstance(said, Mapping) else None
 
     def words(self, found: Certificate) -> None:
-        """Compare the words about the sources of the figures."""
         plan = self.plan
         said, sources = plan.choices.get("confidence"), confidence(plan.workload, plan.machine)
         if said == sources:
@@ -289,7 +286,7 @@ class _Notes:
 
 
 class LoadedPlan(Plan):
-    """A plan read from a file. `check` computes everything that it states again, seconds and bounds included."""
+    """A plan read from a file."""
 
     def check(self, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
         """Computes everything that the plan states again; see `examine`."""

@@ -172,7 +172,6 @@ class _PointFiles:
         self.files: dict[int, Path] = {}
 
     def known(self, grid: Grid) -> tuple[dict[int, dict[str, object]], list[Group]]:
-        """Returns the points that were computed before, and groups of the others."""
         if self.folder is None:
             return {}, grid.groups()
         rows: dict[int, dict[str, object]] = {}
@@ -201,7 +200,7 @@ Done = list[tuple[int, dict[str, object]]]
 
 
 def evaluate(group: Group) -> Done:
-    """Returns (index, result) of every point. Arguments and results are plain values, so any process can run it."""
+    """Returns (index, result) of every point."""
     with without_garbage_collection():  # until plans and timelines are gone
         results = _computed(group)
     return [
@@ -223,7 +222,6 @@ def _computed(group: Group) -> list[dict[str, object]]:
 
 
 def _results(groups: Sequence[Group], jobs: int | None, backend: str | None) -> Generator[Done, None, None]:
-    """Yields results as they come, in any order."""
     if not groups:
         return
     import joblib
@@ -261,7 +259,7 @@ def _in_batches(groups: Sequence[Group]) -> Iterator[Done]:
 
 
 def _read_point(path: Path) -> dict[str, object] | None:
-    """Returns a cached point; None if there is none or if it cannot be read (it is then computed again)."""
+    """A point that cannot be read is computed again."""
     try:
         row = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -272,7 +270,6 @@ def _read_point(path: Path) -> dict[str, object] | None:
 
 
 def _check_output(path: Path, grid: Grid) -> None:
-    """Raises PstarError for a results file of another grid, or a file that is not a results file."""
     if path.suffix != ".parquet":
         raise PstarError(f"{path}: results are written as Parquet; name a file that ends in .parquet")
     check_writable(path)

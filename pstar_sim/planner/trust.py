@@ -173,8 +173,7 @@ def enough(rows: float, sources: float) -> bool:
 
 
 def trust(machine: Machine, policy: str, workload: Workload) -> Trust:
-    """Returns the error that validation found for this class of job and this policy. Falls back on the class with other
-    policies, and then on all rows, or a larger bar of the same machines."""
+    """Returns the error that validation found for this class of job and this policy ([Note: bars])."""
     found = expected_error(machine, policy, workload)
     if found is not None:
         return Trust(found.bar, found.label)

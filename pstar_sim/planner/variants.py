@@ -137,8 +137,6 @@ def choose(
 
 
 def _own_ways(ways: Sequence[Way], machine: Machine, settings: Settings, policy: str) -> list[Way]:
-    """Returns the ways that the policy's own rule makes of those without choices for blocks, if it has one and they are
-    of several kinds."""
     rule = can(policy).activations
     if rule is None:
         return []
@@ -226,7 +224,6 @@ class _Race:
             self._plan(way)
 
     def ask_others(self) -> None:
-        """Plan each candidate that was left out but is faster under another policy."""
         others = [policy for name, policy in built_in().items() if name != self.policy]
         for number, way in enumerate(sorted(self.ways, key=self.promise_s.__getitem__)):
             self._tell("asking other policies", number)
@@ -259,7 +256,7 @@ class _Race:
         return all(self._could_win(self._bound_s(way, count, stream=stream)) for count in self._stand_ins(way))
 
     def _stand_ins(self, way: Way) -> tuple[int, ...]:
-        """Returns the numbers of micro-batches of the stand-ins that are bounded. The last is the candidate's own."""
+        """The last number is the candidate's own."""
         return way.stand_ins() if self.machine.data_parallel_size == 1 else (way.repeats,)
 
     def _bound_s(self, way: Way, count: int, *, stream: bool = True) -> float:
@@ -288,10 +285,7 @@ class _Race:
         return self.bounds_s[key]
 
     def _short(self, way: Way, count: int) -> DoesNotFit | None:
-        """Returns why tide has no room for the candidate, if the race's policy searches long.
-
-        count: one micro-batch of several gives None.
-        """
+        """count: one micro-batch of several gives None."""
         if not self.searching or (count == 1 and way.repeats > 1):
             return None
         return shortage(QUICK, way.stand_in(count), self.machine, self.usual, loading=self.loading)
@@ -352,7 +346,6 @@ class _Race:
         return None
 
     def _enough(self, way: Way) -> bool:
-        """Whether enough candidates in this order are planned, for a policy that takes long."""
         alike = self.splits[way.order, way.micro_batches]
         return alike >= ALIKE or sum(n for (order, _), n in self.splits.items() if order is way.order) >= SEARCHED
 
@@ -376,7 +369,6 @@ def _left_out(ways: Sequence[Way]) -> tuple[str, ...]:
 
 
 def _splits_left_out(ways: Sequence[Way]) -> list[str]:
-    """Returns a line for the numbers of micro-batches that no variant has."""
     share = ways[0].batch * ways[0].micro_batches
     splits = {way.micro_batches for way in ways}
     missing = [n for n in range(1, share + 1) if share % n == 0 and n not in splits]

@@ -201,7 +201,6 @@ class _StashLink:
         self._down = self._up = 0.0
 
     def waits_s(self, before: _Run, block: str | None, forward: bool) -> float:
-        """Returns when the copies for which a run waits end."""
         waits = 0.0
         if before[1] and before[0] is not None and before[0] in self.ends:
             waits = self._out_s[self.ends[before[0]]]

@@ -145,7 +145,6 @@ def _orders(workload: Workload, machine: Machine, settings: Settings) -> list[st
 
 
 def _order_words(found: Sequence[SearchResult], best: SearchResult, orders: Sequence[str]) -> str:
-    """Gives the seconds of all orders."""
     mine = order_of(best.plan.workload)
     least_s = dict.fromkeys((mine, *orders), math.inf)
     for f in found:
@@ -179,7 +178,6 @@ def _others(
 
 
 def _from_disks(workload: Workload, machine: Machine, settings: Settings) -> Iterator[SearchResult]:
-    """Yields plans with lists on the disks, for jobs that fit no other way."""
     for name, policy in _rivals().items():
         for options in capabilities_of(policy).from_disks:
             try:

@@ -63,8 +63,8 @@ def can(policy: str | Policy) -> Capabilities:
 
 
 def reorders(policy: str | Policy) -> bool:
-    """Returns whether the policy's plans are layer-major, by itself or by its option `order`. A loop of the user cannot
-    follow such plans. Raises the errors of `find_policy`."""
+    """Returns whether the policy's plans are layer-major, by itself or by its option `order`. Raises the errors of
+    `find_policy`."""
     found = find_policy(policy) if isinstance(policy, str) else policy
     if isinstance(found, Specified):
         return reorders(found.policy) or found.values.get("order", Point().order) != Point().order
@@ -89,11 +89,8 @@ def policy_at(point: Point) -> str:
 
 
 def find_policy(spec: str) -> Policy:
-    """The spec is `name[:key=value[,key=value...]]`.
-
-    Loads entry points only for a name that is not built in. Raises UnknownName with the nearest names, PstarError for
-    options that the policy does not have, and the errors of `policies`.
-    """
+    """Loads entry points only for a name that is not built in. Raises UnknownName with the nearest names, PstarError
+    for options that the policy does not have, and the errors of `policies`."""
     name, options = split_spec(spec)
     policy = _BUILT_IN.get(name)
     if policy is None:

@@ -1,2 +1,3 @@
 """The asynchronous family of policies. The queues of its plans run independently of one another, in the order that
-`choose` finds. kit/points.py lists the family's points."""
+`choose` finds.
+"""

@@ -1,9 +1,6 @@
-"""The asynchronous policies. Chunks are copied to the GPU ahead of time, gradients leave at once, and CPU Adam runs in
-deadline order.
-
-tide, static_partition and optimal are points of one space (points.py). The policies pin the chunks that are used first.
-A closed form proposes the number of pins, and `choose` times each proposal (attempt.py). The window that `choose` finds
-fixes the order on each queue and the memory edges (passes/write_plan.py).
+"""The asynchronous policies pin the chunks that are used first. A closed form proposes the number of pins, and `choose`
+times each proposal (attempt.py). The window that `choose` finds fixes the order on each queue and the memory edges
+(passes/write_plan.py).
 """
 
 from __future__ import annotations
@@ -123,8 +120,7 @@ class Asynchronous:
         return found
 
     def _static(self) -> _Rival | None:
-        """Returns the choice of static_partition in this job; None if static_partition does not fit. A choice that a
-        comparison has made already is used again."""
+        """Returns None if static_partition does not fit. A choice that a comparison has made already is used again."""
         g = self.job
         point = replace(self.point, capacity="peak")
         known = g.workload.derived.get(_RIVAL)

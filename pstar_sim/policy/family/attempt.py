@@ -37,7 +37,6 @@ class Attempt:
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes that one iteration copies to the GPU."""
         shown = sum([row.charge.gpu_take for row in self.draft.rows if row.queue is Queue.H2D])
         return shown + (self.left_out.times * self.left_out.fetched_bytes if self.left_out is not None else 0)
 
@@ -66,7 +65,6 @@ class Attempt:
 
     @property
     def iteration_s(self) -> float:
-        """Seconds per iteration of an attempt that fits."""
         if self.followed_s is not None:
             return self.followed_s
         return self.window.iteration_s + (self.left_out.seconds(self.window) if self.left_out is not None else 0.0)
@@ -114,7 +112,6 @@ def attempt_course(
 
 
 def _work_s(draft: Draft, left_out: LeftOut | None) -> dict[Queue, float]:
-    """Returns the nominal seconds of each queue's work per iteration."""
     seconds = dict.fromkeys(Queue, 0.0)
     for row in draft.rows:
         seconds[row.queue] += row.charge.seconds

@@ -1,7 +1,7 @@
 """Course: one choice of modes laid out along the compute queue. A course says which chunk each position needs, how much
 room is left at each position, and which chunks stay on the GPU.
 
-A position is a block of moments or the update of a streamed chunk. A course becomes a schedule.
+A position is a block of moments or the update of a streamed chunk.
 """
 
 from __future__ import annotations
@@ -147,7 +147,6 @@ class Course:
         return [left - other - held for left, other, held in zip(room, others, sums)]
 
     def _add_dropped_lists(self) -> None:
-        """Add pinned chunks' working lists where they are dropped."""
         job, pinned = self.job, self.modes.pinned
         if not job.drops_pinned_lists:
             return
@@ -223,7 +222,6 @@ class Course:
         return kept
 
     def border(self, chunk: int) -> UseGap:
-        """Returns the gap from the last use of a chunk to its first use in the next iteration."""
         mine = self.touched[chunk]
         return UseGap(mine[-1], mine[0] + len(self.positions), chunk)
 

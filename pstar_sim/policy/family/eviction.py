@@ -73,8 +73,6 @@ def _sweep_along(
 
 
 class _Idle:
-    """Chunks on the GPU that are not in use."""
-
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes
         self._held_bytes = 0
@@ -88,7 +86,7 @@ class _Idle:
         heapq.heappush(self._oldest, (since, gap.chunk, lap, gap))
 
     def take(self, lap: int, gap: UseGap) -> bool:
-        """Ends the chunk's gap. Returns whether it was idle."""
+        """Returns whether it was idle."""
         if (lap, gap) not in self._entries:
             return False
         self._entries.discard((lap, gap))

@@ -47,7 +47,7 @@ class ModeFacts:
     sum_bytes: per chunk; 0 with one micro-batch.
     lists: times per iteration that a gradient goes down if its sum is not on the GPU.
     lists_streamed: of a streamed chunk.
-    sums: whether gradients may add up on the GPU although the states live elsewhere.
+    sums: as in `Point`.
     drops_pinned: whether pinned chunks drop their working lists between the last gradient and the update.
     drops_streamed: whether behind a barrier all streamed chunks do; otherwise those whose sum is on the GPU do.
     dram_bytes_per_s: of the rank's part.

@@ -1,7 +1,6 @@
 """The gaps between the uses of a chunk, and the gaps over which the chunk stays on the GPU.
 
-The gaps to keep follow Belady's rule, with a capacity in bytes that changes with time. The module knows no clock, no
-queue and no cost.
+The gaps to keep follow Belady's rule, with a capacity in bytes that changes with time.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ def belady(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) ->
 
 
 def _given_up(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> list[UseGap]:
-    """Wherever the open gaps hold too much, the open gap with the farthest end goes."""
     length = len(room)
     opening: dict[int, list[UseGap]] = {}
     for gap in gaps:
@@ -96,7 +94,6 @@ def _given_up(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int])
 def _offered_again(
     gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], given_up: Sequence[UseGap]
 ) -> set[UseGap]:
-    """All gaps that were not given up, then the shortest given-up gaps that fit the rest."""
     length = len(room)
     dropped, gone = list(given_up), set(given_up)
     kept = [gap for gap in gaps if gap not in gone]

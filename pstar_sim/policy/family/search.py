@@ -320,8 +320,6 @@ class Search:
         return found if found.fits else None
 
     def _adam_s(self, modes: Modes) -> float:
-        """Returns the nominal seconds of CPU Adam and of the adds on the host, per iteration. They are known before a
-        course is laid out."""
         facts, on_gpu = self.facts.pins, modes.pinned | modes.summed
         seconds = 0.0
         for c, adam_s, add_s, fold_s in zip(self.job.candidates, facts.adam_s, facts.add_s, facts.fold_s):
@@ -416,7 +414,6 @@ class Search:
         return trials if self.facts.pins.barrier else self._fastest_first(trials)
 
     def _fastest_first(self, trials: Iterable[Trial]) -> list[Trial]:
-        """Makes them, and drops those that do not fit."""
         made: list[Trial] = []
         for trial in trials:
             self.here = None
@@ -435,7 +432,6 @@ class Search:
             stride = max(1, stride // 2)
 
     def _like(self, other: Search) -> Trial:
-        """Returns the trial most like the best of a search whose chunks have another size."""
         assert other.best is not None
         trial = other.best[1]
         modes = other._modes(trial)
@@ -538,7 +534,6 @@ class Search:
             yield from self._turned(self.best[1].knobs)
 
     def _turned(self, knobs: Knobs) -> Iterator[Trial]:
-        """Yields the best trial with one decision changed after another."""
         assert self.best is not None
         yield replace(self.best[1], knobs=replace(USUAL, linger=not knobs.linger))
         yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))
@@ -562,7 +557,6 @@ class Search:
         return replace(now, pins=pins, streams=now.streams + now.pins - pins, head=min(pins, now.head))
 
     def _elsewhere(self, best: Trial) -> Iterator[Trial]:
-        """Yields trials from which a descent may end at fewer seconds."""
         knobs = best.knobs
         if self.job.may_sum:
             _, pins, streams, hosts, _ = self.without_turns
@@ -600,7 +594,7 @@ class Search:
         return replace(trial, pins=min(pins, self.most), streams=streams, large=large)
 
     def _descend(self, stride: int) -> bool:
-        """Tries changes by `stride`. Returns whether one was better."""
+        """Returns whether one was better."""
         improved = False
         for pins, streams in self._directions():
             improved |= self._go(stride, pins=pins, streams=streams)
@@ -631,7 +625,6 @@ class Search:
                 return improved
 
     def _change(self, **numbers: int) -> bool:
-        """Returns whether `here` with these numbers added is better."""
         assert self.here is not None
         now, by = self.here[1], Counter(numbers)
         if self.good_enough:

@@ -1,10 +1,9 @@
 """Plans by search: all three ways to update a chunk, in numbers that a roofline proposes and neighbouring trials
 improve.
 
-Chunks are pinned (states stay on the GPU), streamed (states come for one update) or updated on the CPU. A roofline says
-how many chunks have each mode, the modes are interleaved through the layers, and neighbouring numbers and knobs are
-tried (search.py). If the caller leaves the chunk size open, a few sizes are tried, and the most promising searches
-continue. The plans found are followed (pace.py).
+Chunks are pinned (states stay on the GPU), streamed (states come for one update) or updated on the CPU. If the caller
+leaves the chunk size open, a few sizes are tried, and the most promising searches continue. The plans found are
+followed (pace.py).
 """
 
 from __future__ import annotations
@@ -173,7 +172,6 @@ class _Sizes:
             self._continue()
 
     def _continue(self) -> None:
-        """Continue the most promising searches, until the effort is used up or there is nothing to gain."""
         while self.left_ops > 0 and not self.best().good_enough:
             if (search_left := self._promising()) is not None:
                 self._go_on(search_left, NEXT_OPS)
@@ -210,8 +208,8 @@ class _Sizes:
             self._reason = self._reason or search.short()
 
     def _look_elsewhere(self) -> None:
-        """Look at other chunk sizes if the usual size is far from its floor. If nothing fits, look also with a constant
-        capacity: sometimes the room at low tide is better left to chunks that pass through."""
+        """If nothing fits, look also with a constant capacity: sometimes the room at low tide is better left to chunks
+        that pass through."""
         if self._open and not self._far():
             less = round((1 - ALONE) * self.all_ops)
             self.all_ops, self.left_ops = self.all_ops - less, self.left_ops - less
@@ -226,7 +224,6 @@ class _Sizes:
             self._look(self.usual, FIRST_OPS, replace(self._point, capacity="peak"))
 
     def others(self) -> Iterator[Layout]:
-        """Yields the layouts with other chunk sizes, unless the size is given."""
         for factor in (FACTORS_OF_FEW if self.few else FACTORS) if self._open else ():
             size = int(self.usual.chunk_bytes * factor)
             layout = self._layout(size_near(self._workload, size) if self.few else size)
@@ -234,15 +231,14 @@ class _Sizes:
                 yield layout
 
     def _attempt_ops(self, layout: Layout) -> float:
-        """Returns roughly how much effort an attempt with this layout takes; 0 before any attempt fitted."""
+        """Returns 0 before any attempt fitted."""
         if not self.searches:
             return 0.0
         first = self.searches[0]
         return first.spent_ops / len(first.tried) * len(layout.chunks) / len(first.job.layout.chunks)
 
     def _promising(self) -> Search | None:
-        """Returns a search that could become the fastest of all. A search promises to come nearer to its floor, by a
-        part that falls with each continuation in vain."""
+        """A search promises to come nearer to its floor, by a part that falls with each continuation in vain."""
         least_s = self.best().seconds
         may_win = (s for s in self.searches if not s.exhausted and s.floor_s < least_s)
         return min(may_win, key=lambda s: s.seconds - (s.seconds - s.floor_s) / (2 + self._in_vain[s]), default=None)
@@ -268,7 +264,6 @@ class _Sizes:
         return self._above_floor(WORTH_A_SIZE_OF_FEW if self.few else WORTH_A_SIZE)
 
     def _above_floor(self, distance: float) -> bool:
-        """Returns whether the plans of all searches are slower than their floors by this relative distance."""
         return not any(search.seconds <= search.floor_s * (1 + distance) for search in self.searches)
 
     def _by_seconds(self) -> list[Search]:
@@ -298,7 +293,6 @@ def _choices(search: Search, attempt: Attempt, over: _Sizes) -> dict[str, object
 
 
 def _sums(search: Search, attempt: Attempt) -> dict[str, object]:
-    """Words for where gradients add up, and why; none if that is no choice."""
     job, modes = search.job, attempt.modes
     if not job.may_sum:
         return {}

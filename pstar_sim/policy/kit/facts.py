@@ -1,7 +1,6 @@
 """Facts of a job: the moments that read its chunks, the moments in which their gradients arrive, and the tide.
 
-The facts are computed once per workload and layout, for policies and bounds. The layout gives the bytes of a chunk's
-lists (`Layout.payload_bytes`), the cost model gives seconds. The facts contain no decision.
+The facts are computed once per workload and layout, for policies and bounds.
 """
 
 from __future__ import annotations
@@ -130,7 +129,6 @@ class Facts:
         return tuple(sum(self.layout.payload_bytes(c, "param") for c in chunks) for chunks in self.read_in)
 
     def width(self, chunk: int) -> int:
-        """Returns the bytes of a parameter in its working list."""
         return DTYPES[self.layout.chunks[chunk].dtype].bytes
 
     def reads_until_final(self, chunk: int) -> tuple[int, ...]:
@@ -140,7 +138,6 @@ class Facts:
         return self.reads[chunk] if final < 0 else tuple(m for m in self.reads[chunk] if m <= final)
 
     def updated(self, chunk: int) -> bool:
-        """Whether Adam updates the chunk."""
         return bool(self.spans[chunk])
 
     def first_use(self, chunk: int) -> int:

@@ -1,7 +1,7 @@
 """Job: the facts of a job from which the asynchronous policies plan.
 
 The facts are the chunks and their uses, the blocks of moments (the positions of the compute queue), and the bytes that
-each block holds besides chunks. These facts contain no decision.
+each block holds besides chunks.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ class Job:
             raise CannotPlan(f"{self.name}: a layer-major workload runs on one GPU, not on {ranks}")
 
     def _place_sums(self) -> None:
-        """Decide where the gradients of several micro-batches may add up."""
         w = self.workload
         self.sums_on_gpu = not w.order.sums_leave_gpu
         on_host = self.several and not self.sums_on_gpu
@@ -183,7 +182,7 @@ class Job:
 
     @cached_property
     def down(self) -> dict[tuple[int, str], tuple[int, float]]:
-        """(chunk, list) -> bytes of the list, and seconds of a copy to the host."""
+        """As `up`, for a copy to the host."""
         return self._copies("d2h")
 
     def _copies(self, direction: str) -> dict[tuple[int, str], tuple[int, float]]:

@@ -18,20 +18,13 @@ __all__ = ["Coordinates", "Point", "point_options"]
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A point of the asynchronous family. The defaults are tide.
+    """A point of the asynchronous family. The defaults are tide. `point_options` says what the other coordinates mean.
 
     capacity: room that non-model bytes leave free for chunks: "tide" counts each moment's own non-model bytes, "peak"
         the highest of any moment.
-    eviction: "belady", "lru" or "fifo".
-    prefetch: "none" (on demand), a number of chunks ahead, or "edf" (the earliest deadline among the copies that are
-        ready, as far ahead as there is room).
-    adam: order of CPU Adam: "after-backward", "fifo" (as gradients arrive) or "edf" (as the next forward needs
-        parameters).
     pins: number of chunks whose states stay on the GPU, or "optimal".
-    streams: whether states may also come to the GPU for one update.
     sums: whether gradients of several micro-batches may add up on the GPU although the states live elsewhere. In
         layer-major order they always do.
-    barrier: whether no Adam may run before the optimizer step, even if the settings allow it.
     order: order of the iteration: "depth-first" (as the workload has it), "relay" (layer-major), or "relay-host"
         (layer-major with the boundary activations on the host).
     """

@@ -55,9 +55,8 @@ class Schedule:
     room: bytes at each position that are not known to be needed.
     resident_bytes: of small and pinned chunks.
     lead_bytes: room that early fetches leave free for urgent fetches.
-    prefetch: "none", a number of chunks, or "edf".
-    adam: "after-backward", "fifo" or "edf".
-    down: "edf" or "fifo", as in `Knobs.down`.
+    prefetch, adam: as in `plan_visits`.
+    down: as in `Knobs`.
     lists_at_once: most gradient lists on the GPU; None: what has room.
     """
 

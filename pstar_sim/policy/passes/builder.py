@@ -96,9 +96,8 @@ class Builder:
         self.initial.update(Resident(chunk, name, place) for name in lists)
 
     def live(self, chunk: int, place: Place) -> None:
-        """Make `place` the chunk's home: the working list stays there all the time and, if the chunk is updated, its
-        states too (with several micro-batches also grad32). On the GPU the chunk's mode becomes "pin", or "frozen" if
-        it has no gradient."""
+        """Make `place` the chunk's home, with the lists of `Facts.home_lists`. On the GPU the chunk's mode becomes
+        "pin", or "frozen" if it has no gradient."""
         self.resident(chunk, place, *self.uses.home_lists(chunk))
         if place is Place.GPU and self.uses.updated(chunk):
             self.modes[chunk] = "pin"
@@ -134,10 +133,6 @@ class Builder:
         via: str | None = None,
         stash: int | None = None,
     ) -> int:
-        """Returns the step's id.
-
-        size_bytes: if the table of core/step.py does not give it.
-        """
         if size_bytes is None:
             size_bytes = step_bytes(self.cost, kind, chunk, list_name, stash)
         refs = tuple([r if isinstance(r, Ref) else Ref(r) for r in after])
@@ -149,7 +144,7 @@ class Builder:
         return number
 
     def compute(self, moment: int, after: After = ()) -> int:
-        """Also adds the copies of stashes that begin when the moment ends. Returns the id of the moment's step."""
+        """Also adds the copies of stashes that begin when the moment ends."""
         moves = self._stash_moves
         if moves is None:
             return self.add(Queue.COMPUTE, Kind.COMPUTE, moment=moment, after=after)
@@ -161,7 +156,6 @@ class Builder:
         return step
 
     def _stash(self, kind: Kind, stash: int, after: After) -> int:
-        """Returns the id of the copy's step."""
         queue = Queue.D2H if kind is Kind.STASH_OUT else Queue.H2D
         moment = moment_of(self.workload, kind, stash)
         return self.add(queue, kind, stash=stash, moment=moment, after=after, via=self._stash_via)
@@ -187,7 +181,6 @@ class Builder:
     def drop(
         self, queue: Queue, chunk: int, moment: int | None = None, after: After = (), list_name: str = "param"
     ) -> int:
-        """Adds a step that drops the chunk's working list (or another list) on the GPU, and returns its id."""
         return self.add(queue, Kind.DROP, chunk=chunk, list_name=list_name, moment=moment, after=after)
 
     def fetch(
@@ -199,8 +192,7 @@ class Builder:
         list_name: str = "param",
         via: str | None = None,
     ) -> int:
-        """Adds a copy of the working list (or another list) from the host to the GPU, for its use in `moment`. Returns
-        the id."""
+        """Adds a copy of the working list (or another list) from the host to the GPU, for its use in `moment`."""
         return self.add(
             Queue.H2D,
             Kind.FETCH,
@@ -234,12 +226,12 @@ class Builder:
 
     def gather(self, chunk: int, moment: int, after: After = (), list_name: str | None = None) -> int:
         """Brings the other ranks' slices of the working list; on a replicated layout, slices of the gradient's sum in
-        `list_name`. Returns the step's id."""
+        `list_name`."""
         name = list_name or ("remote" if self.layout.ranks > 1 else "param")
         return self._collective(Kind.GATHER, chunk, name, moment, after)
 
     def reduce_scatter(self, chunk: int, moment: int, after: After = (), list_name: str | None = None) -> int:
-        """Sums over the ranks the gradient that is complete after `moment`. Returns the step's id.
+        """Sums over the ranks the gradient that is complete after `moment`.
 
         list_name: "remote" (in place in the working list) or "grad_remote" (in the grad list); on a replicated layout,
             the list of the gradient.
@@ -251,7 +243,7 @@ class Builder:
         return self.add(Queue.NET, kind, chunk=chunk, list_name=list_name, moment=moment, after=after)
 
     def cpu_add(self, chunk: int, list_name: str, moment: int, after: After = ()) -> int:
-        """Adds the step grad32 += the gradient in `list_name`. Returns its id.
+        """Adds the step grad32 += the gradient in `list_name`.
 
         list_name: "grad", which is then freed, or "param", in place.
         """
@@ -266,10 +258,7 @@ class Builder:
         return self.add(Queue.COMPUTE, Kind.GPU_UPDATE, chunk=chunk, moment=moment, after=after)
 
     def check_room(self, place: Place, needed_bytes: int, what: str) -> None:
-        """Raises DoesNotFit if `needed_bytes` exceed the place's budget.
-
-        what: words for what needs the bytes.
-        """
+        """Raises DoesNotFit if `needed_bytes` exceed the place's budget."""
         missing = needed_bytes - budget_bytes(self.machine, place)
         if missing > 0:
             raise self._no_room(place, missing, what)

@@ -74,8 +74,7 @@ class Collectives:
         return waits
 
     def _gather(self, c: int, n: int) -> int:
-        """Write the gather of the other ranks' slices for position n, behind the fetch of this rank's own slice.
-        Returns its row."""
+        """Write the gather of the other ranks' slices for position n, behind the fetch of this rank's own slice."""
         rows = self._rows
         at, row = rows.fetch_of.get(c, (-1, -1))
         fetched = at == n

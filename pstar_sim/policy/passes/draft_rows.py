@@ -126,8 +126,7 @@ class DraftRows:
         return down
 
     def drop(self, chunk: int, list_name: str, moment: int) -> int:
-        """Let the compute queue drop a list as soon as the queue's latest row has ended. Returns the row of the
-        drop."""
+        """Let the compute queue drop a list as soon as the queue's latest row has ended."""
         return self.add(Queue.COMPUTE, Kind.DROP, chunk, list_name, moment, behind=self._last_computed)
 
     def wait(self, row: int, *after: tuple[int, int]) -> None:

@@ -1,7 +1,4 @@
-"""Edges of a plan: memory edges from the window of a draft, without edges that others imply.
-
-These passes are the last, because they need the order of the steps.
-"""
+"""Edges of a plan: memory edges from the window of a draft, without edges that others imply."""
 
 from __future__ import annotations
 
@@ -88,7 +85,6 @@ def without_implied(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) 
 
 
 def _waiting_for(step: Step, refs: list[Ref]) -> Step:
-    """Sorts the references as in a plan."""
     if len(refs) > 1:
         refs.sort(key=lambda ref: (ref.back, ref.id))
     after = tuple(refs)

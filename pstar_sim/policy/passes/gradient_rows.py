@@ -148,7 +148,6 @@ class GradientRows:
             self._send_last(c, here, drop=False)
 
     def _behind_older(self, c: int) -> After:
-        """Returns what the next list waits for, if the number of lists on the GPU is limited."""
         job, most = self._rows.schedule.job, self._rows.schedule.lists_at_once
         if most is None or len(self._opened) < most:
             return ()
@@ -172,8 +171,6 @@ class GradientRows:
                 self._rows.wait(row, (self._freed[self._opened[older][0]], 1))
 
     def _close_list(self, c: int, number: int, n: int, here: int) -> None:
-        """The gradient of a micro-batch is complete: the sum over the ranks, the copy to the host and the end of the
-        list follow."""
         rows, job = self._rows, self._rows.schedule.job
         moment, done = self._lists_of(c)[number][1], here
         if job.ranks > 1:
@@ -200,7 +197,6 @@ class GradientRows:
         return self._freed[c]
 
     def _send_sum(self, c: int, here: int) -> None:
-        """Sends the sum of all micro-batches to the host."""
         rows, job = self._rows, self._rows.schedule.job
         moment = job.uses.last_gradient(c)
         rows.writeback(c, "grad32", moment, ((here, 0),), rows.down_key(c), drop=True)
@@ -218,8 +214,8 @@ class GradientRows:
         return rows.add_of.get(c, gone)
 
     def _send_last(self, c: int, here: int, *, drop: bool = True) -> int:
-        """Send the last gradient down in the working list that it has overwritten. If clipping takes the norm of the
-        sum, add the gradient to the sum on the host. Returns the copy's row."""
+        """If clipping takes the norm of the sum, the gradient is also added to the sum on the host. Returns the copy's
+        row."""
         rows, job = self._rows, self._rows.schedule.job
         moment = job.uses.last_gradient(c)
         ready: After = ((rows.sum_of.get(c, here), 0),)

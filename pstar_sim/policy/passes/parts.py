@@ -85,14 +85,12 @@ def _parameters_up(mine: Sequence[Step], adam: Step) -> Step | None:
 
 
 def _at_home(plan: Plan, chunk: int) -> bool:
-    """Whether the host always has working list and states."""
     return all(
         Resident(chunk, name, Place.HOST) in plan.initial for name in ("param", *plan.layout.states_of(chunk).names)
     )
 
 
 def _plain(layout: Layout, step: Step) -> bool:
-    """Whether a copy moves the payload as it is, in pinned memory."""
     assert step.chunk is not None and step.list is not None
     return step.via is None and step.bytes == layout.payload_bytes(step.chunk, step.list)
 

@@ -99,7 +99,7 @@ class UpdateRows:
         return {*self._rows.schedule.updates.values(), *self._drops_behind, *self._residents_behind}
 
     def before(self, n: int) -> Sequence[int]:
-        """Fetch the states of a streamed chunk. Returns the rows for which the update waits."""
+        """Fetch the states of a streamed chunk."""
         rows, schedule = self._rows, self._rows.schedule
         job, c = schedule.job, schedule.positions[n].chunk
         added: After = ((rows.add_of[c], 0),) if c in rows.add_of else ()
@@ -113,7 +113,7 @@ class UpdateRows:
         return arriving
 
     def update(self, c: int, waits: Sequence[int]) -> int:
-        """Write the GPU Adam of a streamed chunk, which is a position of its own. Returns its row."""
+        """Write the GPU Adam of a streamed chunk, which is a position of its own."""
         rows = self._rows
         after = ends_of((*waits, *rows.last_adds, *((rows.sum_of[c],) if c in rows.sum_of else ())))
         charge = rows.charge_of_update(Kind.GPU_UPDATE, c)

@@ -14,8 +14,7 @@ __all__ = ["WorkingLists"]
 
 
 class WorkingLists:
-    """Fetches a chunk for each visit, and drops a list that equals the host's copy. Changed lists hold gradients
-    (gradient_rows.py) or updated parameters (update_rows.py)."""
+    """Changed lists hold gradients (gradient_rows.py) or updated parameters (update_rows.py)."""
 
     def __init__(self, rows: DraftRows, floors: Floors) -> None:
         self._rows = rows
@@ -53,8 +52,7 @@ class WorkingLists:
         return fetched
 
     def fetch(self, c: int, n: int, list_name: str = "param", after: After = ()) -> int:
-        """Fetch a list to the GPU for position n, once the list that was there before is gone. Returns the fetch's
-        row."""
+        """Fetch a list to the GPU for position n, once the list that was there before is gone."""
         rows, key = self._rows, (c, list_name)
         after += self._floors.of(c, n)
         if key in rows.release_of:

@@ -29,7 +29,6 @@ def plan_of(schedule: Schedule, draft: Draft, window: Window, choices: Mapping[s
 
 
 def _residents(b: Builder, schedule: Schedule) -> None:
-    """Record the place of each chunk's lists at the cut."""
     job, modes = schedule.job, schedule.modes
     for c in (*job.small, *modes.pinned):
         b.live(c, Place.GPU)
@@ -72,7 +71,7 @@ def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list
 
 
 def step_of(b: Builder, row: DraftRow, after: After) -> int:
-    """Write the step of a row that is not a block of moments. Returns the step's id."""
+    """Write the step of a row that is not a block of moments."""
     if row.stash >= 0:
         moment = moment_of(b.workload, row.kind, row.stash)
         return b.add(row.queue, row.kind, stash=row.stash, moment=moment, after=after)

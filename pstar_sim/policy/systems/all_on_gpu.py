@@ -82,7 +82,6 @@ def _moments(b: Builder, final: Mapping[int, Iterable[int]], *, update_at_once: 
 
 
 def _optimizer_step(b: Builder, chunks: Iterable[int], summed: Mapping[int, Sequence[int]]) -> None:
-    """With clipping, Adam waits for the last sum, because the norm is that of all sums."""
     norm = list(summed.values())[-1] if summed and b.settings.clip else []
     for c in chunks:
         b.gpu_adam(c, after=[*summed[c], *norm])

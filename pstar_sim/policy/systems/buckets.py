@@ -82,7 +82,6 @@ class Buckets:
         self._bucket, self._bucket_params = [], 0
 
     def _leave(self, c: int, m: int, here: int) -> Sequence[int]:
-        """Sum over the ranks and move to where Adam runs. Returns the steps after which the gradient is there."""
         summed = self.lists.sum(c, m, [here], "remote" if self._shards.in_place(c) else "grad_remote")
         if self._shards.scheme.sums_wait:
             self._stall += summed
@@ -91,7 +90,7 @@ class Buckets:
         return [self.lists.keep(c, m, summed)] if c in self.lists.chunks else summed
 
     def _send(self, c: int, m: int, summed: Sequence[int]) -> int:
-        """Copy the gradient to the host, and on to the disks if the states are there. Returns the last step."""
+        """Copy the gradient to the host, and on to the disks if the states are there."""
         b, shards, flush = self._b, self._shards, self._shards.scheme.flush
         last = b.workload.moments[m].micro_batch == b.workload.micro_batches - 1
         blocking = last and flush is Flush.BLOCKING

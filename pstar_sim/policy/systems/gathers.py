@@ -43,7 +43,6 @@ class Gathers:
         self._plan()
 
     def _plan(self) -> None:
-        """Which slices each moment requests, and which visits it opens and closes."""
         shards, scheme = self._shards, self._shards.scheme
         latest: dict[int, Visit] = {}
         for v in scheme.visits:
@@ -75,7 +74,6 @@ class Gathers:
         return [self._ready[v.chunk] for v in self._opens.get(m, ())]
 
     def behind(self, m: int, here: int) -> None:
-        """Drops the slices of visits that end with moment `m`."""
         self._request_steps = [here]
         if m == 0:
             self.opening.append(here)
@@ -87,13 +85,11 @@ class Gathers:
         return self._free_steps.get(c, [])
 
     def _read(self, v: Visit) -> int:
-        """Read this rank's slice from the disks to the host. Returns the step."""
         c = v.chunk
         self._ready[c] = read_in(self._b, c, "param", v.first, [*self._request_steps, *self.release_steps(c)])
         return self._ready[c]
 
     def _fetch(self, v: Visit) -> int:
-        """Fetch this rank's slice from the host, or from the disks through the host. Returns the fetch."""
         b, c = self._b, v.chunk
         read = [self._ready[c]] if self._shards.scheme.home is Place.NVME else []
         self._ready[c] = b.fetch(c, v.first, after=[*self._request_steps, *read, *self.release_steps(c)])
@@ -109,12 +105,11 @@ class Gathers:
         return self._ready[c]
 
     def gather_updated(self, c: int, after: list[int]) -> int:
-        """Gather a chunk that is always whole after its update, for the next iteration. Returns the gather."""
+        """Gather a chunk that is always whole after its update, for the next iteration."""
         self.bytes_gathered += self._b.layout.whole_bytes(c)
         return self._b.gather(c, 0, after)
 
     def _leave(self, c: int, m: int, here: int) -> None:
-        """Drops the slices that a visit has brought, unchanged."""
         lists = ["remote"] if self._shards.ranks > 1 else []
         lists += [] if self._shards.lives_on_gpu(c) else ["param"]
         self._free_steps[c] = [self._b.drop(Queue.COMPUTE, c, m, [here], name) for name in lists]

@@ -108,8 +108,6 @@ def patrickstar(workload: Workload, machine: Machine, settings: Settings, *, msc
 
 
 def _layout(workload: Workload, settings: Settings, ranks: int, msc: bool) -> Layout:
-    """On several ranks a unit of the layout is a group of one chunk per rank, or with `msc` one chunk. Raises
-    CannotPlan if there are too few chunks."""
     single = build_layout(workload, chunk_bytes=settings.chunk_bytes, sums=settings.sums)
     if ranks == 1:
         return single
@@ -170,7 +168,6 @@ class _SerialIteration:
             self._give_up(groups.end(m))
 
     def _open_gradient(self, c: int, needed: Collection[int]) -> None:
-        """Open the list of a micro-batch's gradient."""
         memory, size = self.memory, self._gradients.bytes_of(c)
         memory.make_room(size, needed)
         memory.last = self._gradients.open(c, memory.moment, memory.then())
@@ -215,7 +212,6 @@ class _SerialIteration:
         return most
 
     def _adam(self) -> None:
-        """Write Adam after the backward pass, in chunk order, one chunk after the other."""
         b, memory, uses = self._b, self.memory, self._b.uses
         homes = self._homes
         offloaded = [c for c in homes.movable if uses.updated(c)]

@@ -47,7 +47,6 @@ class Homes:
 
 
 def homes_of(uses: Facts, budget_bytes: int) -> Homes:
-    """Returns the places where chunks live under a GPU budget."""
     layout = uses.layout
     own = [layout.payload_bytes(c.index, "param") for c in layout.chunks]
     remote = [layout.whole_bytes(c.index) - own[c.index] for c in layout.chunks]
@@ -90,7 +89,7 @@ def margin_space(uses: Facts, budget_bytes: int) -> int:
 
 
 def fp32_buffer_bytes(uses: Facts) -> int:
-    """Through it the parameters of CPU Adam come up: 4 bytes per parameter of the largest chunk."""
+    """Returns 4 bytes per parameter of the largest chunk."""
     layout = uses.layout
     large = (c.index for c in layout.chunks if not c.small)
     return max((layout.slice_numel(c) * 4 for c in large if uses.updated(c)), default=0)
@@ -137,7 +136,6 @@ class Memory:
         self.moment = 0
 
     def _reside(self, resident: Collection[int]) -> None:
-        """Record the place of each list between two iterations."""
         b, homes = self.b, self.homes
         for c in (*homes.small, *homes.pinned):
             b.live(c, Place.GPU)
@@ -150,7 +148,6 @@ class Memory:
             b.buffers.append(("fp32 chunk for CPU Adam", Place.GPU, homes.buffer_bytes))
 
     def then(self) -> list[int]:
-        """Returns what the next step waits for."""
         return [self.last] if self.last >= 0 else []
 
     # Holdings.
@@ -253,8 +250,7 @@ class Memory:
             pass
 
     def _evict_farthest(self, needed: Collection[int]) -> bool:
-        """Gives up the chunk whose next use is farthest (Belady's rule). The remote chunks of a whole group go first.
-        Returns whether there was such a chunk."""
+        """Gives up the chunk whose next use is farthest (Belady's rule). A whole group's remote chunks go first."""
         candidates = [c for c in self.resident | (self.whole & self.homes.pinned) if c not in needed]
         if not candidates:
             return False
@@ -274,7 +270,6 @@ class Memory:
         return moments[n] if n < len(moments) else total + moments[0]
 
     def describe_fixed(self) -> str:
-        """Returns words for the reserve and what never moves."""
         return (
             f"a reserve of one {self.unit}, {format_bytes(self.b.layout.chunk_bytes)}; "
             f"small parameters, states and the fp32 buffer, {format_bytes(self.fixed_bytes)}"

@@ -32,11 +32,7 @@ SUB_GROUP_PARAMS = 1_000_000_000
 
 
 class Sharded:
-    """The constructor writes residents and all moments; the methods write the update.
-
-    gathers: of chunks, during the moments.
-    buckets: of gradients, during the moments.
-    """
+    """The constructor writes residents and all moments; the methods write the update."""
 
     def __init__(self, b: Builder, scheme: Scheme) -> None:
         self.b = b
@@ -56,17 +52,14 @@ class Sharded:
     # The update, behind the barrier: optimizer.step().
 
     def before_update(self, c: int) -> list[int]:
-        """Returns the barrier, and the arrival of the chunk's gradient."""
         return [self._barrier, *self.buckets.arrived[c]]
 
     def cpu_adam(self, c: int, after: Iterable[int] = ()) -> int:
-        """Write the CPU Adam of a chunk whose states are on the host, after all gradients that the norm needs. Returns
-        the step."""
+        """Write the CPU Adam of a chunk whose states are on the host, after all gradients that the norm needs."""
         return self.b.cpu_adam(c, after=[*self.before_update(c), *self.buckets.lists.all_there(), *after])
 
     def gpu_adam(self, c: int, after: Iterable[int] = ()) -> int:
-        """Write the GPU Adam of a chunk whose states are on the GPU, after all gradients that the norm needs. Returns
-        the step."""
+        """Write the GPU Adam of a chunk whose states are on the GPU, after all gradients that the norm needs."""
         return self.b.gpu_adam(c, after=[*self.before_update(c), *self.buckets.lists.all_there(), *after])
 
     def update_resident(self, c: int) -> list[int]:
@@ -142,7 +135,6 @@ class Sharded:
         check_beside_tide(self.b, held, f"{what}, {format_bytes(held)},")
 
     def describe_moves(self) -> str:
-        """Returns what the ranks exchange, for `choices["moves"]`."""
         ranks = self.shards.ranks
         if ranks == 1:
             return "one rank: no collectives"

@@ -78,11 +78,9 @@ class Shards:
         self.unpinned = None if b.machine.link.pageable_bytes_per_s is None else PAGEABLE
 
     def lives_on_gpu(self, c: int) -> bool:
-        """Returns whether this rank's slice of the chunk's parameters is always on the GPU."""
         return self.scheme.home is Place.GPU or c in self.kept
 
     def is_brought(self, c: int) -> bool:
-        """Returns whether a slice has to be brought before the chunk can be used."""
         return c not in self.kept and (self.ranks > 1 or not self.lives_on_gpu(c))
 
     def in_place(self, c: int) -> bool:

@@ -182,7 +182,6 @@ class _Solver:
         )
 
     def _visits(self, w: int, stay: frozenset[int]) -> Iterator[Visit]:
-        """Every use, and the gaps over which fewer than w other layers are used."""
         job = self.layers.job
         for c in job.moving:
             if c not in stay:
@@ -201,11 +200,9 @@ class _Solver:
         return min(2 * w, self.layers.count - w) * self.layers.buffer_bytes
 
     def needed_bytes(self, w: int) -> int:
-        """Returns the bytes of the GPU that the window and the tide's peak take together."""
         return self.resident_bytes(w) + self.pool_bytes(w) + max(self.layers.job.tide)
 
     def describe(self, w: int) -> str:
-        """Returns `needed_bytes` in words."""
         return (
             f"{format_bytes(self.resident_bytes(w))} always on the GPU, {format_bytes(self.pool_bytes(w))} of buffers, "
             f"{format_bytes(max(self.layers.job.tide))} for the tide's peak"
@@ -242,7 +239,6 @@ class _Solver:
         return min(w for w, a in self.tried.items() if a.iteration_s <= limit_s)
 
     def _halfway(self) -> int | None:
-        """A window not tried yet, between the smallest of the fastest and a neighbour."""
         best, known = self._smallest_of_fastest(), sorted((*self.tried, *self.refused))
         below, above = (
             max((w for w in known if w < best), default=best),
@@ -252,7 +248,6 @@ class _Solver:
 
 
 def _without_barrier(solver: _Solver, w: int) -> float:
-    """Returns the seconds of an iteration with this window if Adam did not have to wait for all gradients."""
     job = solver.layers.job
     free = _job(job.workload, job.machine, replace(job.settings, update="eager", clip=False))
     free.barrier = None  # also if the loss is scaled

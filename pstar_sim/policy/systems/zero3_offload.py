@@ -133,8 +133,7 @@ def zero3_offload(
 
 
 def _optimizer_step(o: Offloaded, *, pinned: bool) -> None:
-    """One after the other: Adam on the CPU, the updated parameters up, then the next. The steps of a sub-group end in
-    its order, so those of its last chunk stand for all."""
+    """The steps of a sub-group end in its order, so those of its last chunk stand for all."""
     s = o.sharded
     ends: list[int] = []
     updated: dict[int, list[int]] = {}
@@ -159,16 +158,11 @@ def optimizer_bytes(workload: Workload) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Offloading:
-    """The choices of zero3_offload and its successors.
+    """The choices of zero3_offload and its successors; OPTIONS explains those that are not here.
 
     home: of parameters between visits.
-    subgroup: parameters (of one rank) updated at a time.
-    ratio: offloaded share of the optimizer.
     every: every k-th of the offloaded sub-groups has its Adam on the GPU too; 0: none.
     flush: of the last gradients.
-    bucket: parameters whose gradients leave together.
-    reuse: parameters are kept if they are used again within this number of parameters.
-    prefetch: parameters brought ahead; gathers only in the forward pass.
     """
 
     home: Place
@@ -184,7 +178,6 @@ class Offloading:
 class Offloaded:
     """One iteration of zero3_offload or a successor, up to the update, written into `b`.
 
-    sharded: what is common to all of ZeRO-3.
     groups: of the optimizer, in order.
     resident: Adam and states on the GPU.
     staged: Adam on the GPU, to which the states come.
@@ -239,12 +232,10 @@ class Offloaded:
         s.check_gpu_room(", ".join([*parts, "the gradient bucket"]))
 
     def describe_moves(self) -> str:
-        """Returns what the ranks exchange, and what compute waits for."""
         waits = "; compute waits for the gathers of the backward pass and for the sums of gradients"
         return self.sharded.describe_moves() + (waits if self.sharded.shards.ranks > 1 else "")
 
     def describe(self) -> str:
-        """Returns the places of lists and their bytes, for `choices["capacity"]`."""
         b = self.b
         share = self.offloaded_params / max(1, self.offloaded_params + self.resident_params)
         where = "the GPU" if self.sharded.shards.scheme.home is Place.GPU else "the host"

@@ -109,7 +109,6 @@ def _where(place: Place) -> str:
 
 
 def _optimizer_step(s: Sharded, groups: Sequence[Sequence[int]]) -> None:
-    """Sub-groups follow one another; each is brought in one ahead."""
     updated: dict[int, list[int]] = {}
     ends: list[int] = []
     arrived = _bring_in(s, groups[0]) if groups else {}

@@ -31,8 +31,7 @@ BUCKET_CHUNKS = 2
 
 
 def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Plan:
-    """Returns the plan. Every gradient leaves the GPU, every parameter comes back. Small chunks are treated like all
-    others.
+    """Returns the plan. Small chunks are treated like all others.
 
     Raises DoesNotFit if parameters, the gradient bucket and the tide's peak exceed the GPU, or if states and gradients
     exceed the host.
@@ -73,8 +72,6 @@ def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Pl
 
 
 class _Bucket:
-    """Gradients of two chunks on the GPU."""
-
     def __init__(self, gradients: GradientLists) -> None:
         self._gradients = gradients
         self._filling: list[int] = []  # chunks whose gradients are still arriving
@@ -99,7 +96,7 @@ class _Bucket:
 
 
 def _forward_and_backward(b: Builder, gradients: GradientLists, bucket: _Bucket) -> list[int]:
-    """Write all moments, with the gradients through the bucket. Returns the step of each moment."""
+    """Write all moments, with the gradients through the bucket."""
     computed: list[int] = []
     for m in range(len(b.workload.moments)):
         for c in gradients.opens.get(m, ()):
@@ -112,7 +109,7 @@ def _forward_and_backward(b: Builder, gradients: GradientLists, bucket: _Bucket)
 
 
 def _optimizer_step(b: Builder, gradients: GradientLists, trained: list[int], computed: list[int]) -> None:
-    """Write Adam in order of the next use, with the copies back after it. The next forward waits for the last copy."""
+    """Write Adam in order of the next use, with the copies back after it."""
     back = -1
     for c in sorted(trained, key=lambda c: (b.uses.first_use(c), c)):
         arrived = gradients.added.get(c, gradients.freed[c])

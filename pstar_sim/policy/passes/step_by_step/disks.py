@@ -11,7 +11,7 @@ __all__ = ["read_in", "write_out"]
 
 
 def read_in(b: Builder, c: int, list_name: str, m: int, after: Iterable[int]) -> int:
-    """Read a list from the disks to the host. Returns the step that reads it."""
+    """Read a list from the disks to the host."""
     return b.add(Queue.NVME, Kind.NVME_READ, chunk=c, list_name=list_name, moment=m, after=after)
 
 

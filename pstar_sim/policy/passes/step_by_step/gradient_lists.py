@@ -121,7 +121,7 @@ class GradientLists:
         return [step]
 
     def keep(self, c: int, m: int, after: Iterable[int]) -> int:
-        """Free the list of a gradient that has been added to its sum on the GPU. Returns the step."""
+        """Free the list of a gradient that has been added to its sum on the GPU."""
         self.freed[c] = self._b.free(Queue.NET, c, "grad", Place.GPU, m, after)
         return self.freed[c]
 
@@ -145,7 +145,7 @@ class GradientLists:
         return step
 
     def add_last_of(self, c: int, after: Iterable[int]) -> int:
-        """Add the last gradient, which came in the working list, to the others on the host. Returns the step."""
+        """Add the last gradient, which came in the working list, to the others on the host."""
         return self._b.cpu_add(c, "param", self._b.uses.last_gradient(c), after)
 
     def _earlier(self, steps: Mapping[int, int], c: int) -> list[int]:
