@@ -96,7 +96,7 @@ def _of_part(
     yield name, _given({**entry, **rates, **origin})
     if getattr(part, "products", None) is not None:
         products = {figure.name: figure.of(part.products) for figure in figures_of(ProductShape)}
-        yield f"{name}.products", {**products, "known": part.known, **origin}
+        yield f"{name}.products", _given({**products, "known": part.known, **origin})
     if measured:
         effective = [f for f in calibrated_figures(part_type) if f.written != "entry" and _holds(f, part)]
         calibrated = {figure.name: figure.of(part) for figure in effective}
