@@ -17,10 +17,25 @@ from pstar_sim.errors import PlanError
 from pstar_sim.workload.optimizers import OPTIMIZERS
 from pstar_sim.workload.workload import Tensor
 
-__all__ = ["DESCRIPTIONS", "SGD", "Adam", "AdamW", "Lion", "Muon", "Optimizer", "check_groups", "described", "group_of"]
+__all__ = [
+    "DESCRIPTIONS",
+    "REST",
+    "REST_RULE",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Lion",
+    "Muon",
+    "Optimizer",
+    "check_groups",
+    "described",
+    "group_of",
+]
 
 AS_PLANNED = "plan"
 """max_grad_norm=AS_PLANNED: the plan's setting decides whether gradients are clipped."""
+REST, REST_RULE = "rest", "adamw"
+"""Key of a group under Muon for the settings of parameters that are no matrices, and their rule."""
 DEFAULT_NORM = 1.0
 """The norm for a plan that clips, where the optimizer names no norm; most training scripts use it."""
 
@@ -30,6 +45,7 @@ _RANGES: dict[str, tuple[Any, str]] = {
     "eps": (lambda value: value >= 0, "at least 0"),
     "weight_decay": (lambda value: value >= 0, "at least 0"),
     "momentum": (lambda value: value >= 0, "at least 0"),
+    "ns_steps": (lambda value: 1 <= value < 100, "from 1 to 99"),
 }
 """Setting -> whether a value is in its range, and the range in words."""
 
@@ -179,6 +195,11 @@ class SGD(Optimizer):
     weight_decay: float = 0.0
     nesterov: bool = False
 
+    def __post_init__(self) -> None:
+        if self.nesterov and (not self.momentum or self.dampening):
+            raise PlanError("SGD: nesterov=True needs a momentum above 0 and a dampening of 0")
+        super().__post_init__()
+
     @property
     def given(self) -> str:
         return f"SGD(momentum={self.momentum:g})"
@@ -202,7 +223,8 @@ class Lion(Optimizer):
 class Muon(Optimizer):
     """torch.optim.Muon for matrices but embeddings and the head, and torch.optim.AdamW for the rest; their defaults.
 
-    Groups that are given name their rule: {"params": ..., "update": "muon" or "adamw"}, and have its settings.
+    Groups may name their rule: {"params": ..., "update": "muon" or "adamw"}, with its settings. A group without one has
+    both kinds of parameters, Muon's settings, and AdamW's in REST; a scheduler changes Muon's lr there.
     """
 
     lr: float = 1e-3
@@ -217,21 +239,19 @@ class Muon(Optimizer):
     planned: ClassVar[str] = "muon"
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        settings = {"muon": self.settings, "adamw": self.rest.settings}
-        rule_of, groups = split(model), super().groups(model)
-        made = []
-        for group in groups:
-            for rule, defaults in settings.items():
-                mine = [p for p in group["params"] if group.get("update", rule_of.get(id(p))) == rule]
-                if mine:
-                    made.append({**defaults, **group, "params": mine, "update": rule})
-        self._check_split(made, rule_of)
-        return made
+        rest, groups = self.rest.settings, super().groups(model)
+        self._check_split(groups, split(model))
+        defaults = {"muon": self.settings, REST_RULE: rest, "": {**self.settings, REST: rest}}
+        return [{**defaults[group.get("update", "")], **group} for group in groups]
+
+    def plain(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        raise PlanError("Muon: plain PyTorch has two optimizers in its place, which one loop here does not run")
 
     def _check_split(self, groups: Sequence[Mapping[str, Any]], rule_of: Mapping[int, str]) -> None:
         for number, group in enumerate(groups):
             for p in group["params"]:
-                if rule_of.get(id(p), group["update"]) != group["update"]:
+                rule = group.get("update", rule_of.get(id(p)))
+                if rule_of.get(id(p), rule) != rule:
                     raise PlanError(
                         f"Muon: group {number} updates a parameter of shape {tuple(p.shape)} by {group['update']}; "
                         f"plans update it by {rule_of[id(p)]}: Muon has matrices but embeddings and the head, AdamW "

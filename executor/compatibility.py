@@ -16,7 +16,7 @@ from executor.scaling import loss_scale_for
 from pstar_sim.core.plan import Plan
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import PlanError
-from pstar_sim.workload.optimizers import OPTIMIZERS
+from pstar_sim.workload.optimizers import MASTERS, OPTIMIZERS
 from pstar_sim.workload.workload import Tensor
 
 __all__ = [
@@ -132,6 +132,11 @@ def check_optimizer(plan: Plan) -> None:
         raise PlanError(
             f"the plan is for optimizer {planned.name!r}, which the executor does not know{newer}; it runs "
             f"{', '.join(DESCRIPTIONS)}; make the plan with one of them (--optimizer)"
+        )
+    if planned.masters == MASTERS[1] and DTYPES[plan.workload.dtype].scaled:
+        raise PlanError(
+            f"{plan.workload.dtype} without fp32 masters: scaled gradients are unscaled in 16 bits, where small ones "
+            "become 0; keep the masters, or train in bf16"
         )
     ranks = plan.machine.data_parallel_size
     if ranks > 1 and any(states.whole for states in planned.all_states):

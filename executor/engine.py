@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +70,7 @@ class SessionOptions:
     capture, skeleton: see `session.batches.Shapes`.
     """
 
-    hyper: Callable[[], list[Settings]]
+    hyper: Callable[[], list[Mapping[str, Settings]]]
     max_grad_norm: float | None
     eager: bool
     capture: Capture

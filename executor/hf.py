@@ -276,7 +276,7 @@ def offload(
     `gradient_accumulation_steps` become settings of the plan. `gradient_checkpointing` is captured with the model.
     `auto_find_batch_size` makes the batch smaller until a plan fits. `torch_compile` compiles the operations between
     the plan's moments, from the second step on: the first step is counted operator by operator. Raises ContractError,
-    here or in `train()`, for DeepSpeed, FSDP, `nn.DataParallel` and optimizers other than torch's AdamW.
+    here or in `train()`, for DeepSpeed, FSDP, `nn.DataParallel` and optimizers that no plan has.
     """
     if not hasattr(trainer, "create_optimizer"):
         raise ContractError(

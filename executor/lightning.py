@@ -91,7 +91,7 @@ class OffloadStrategy(SingleDeviceStrategy):
 
     Raises ContractError, in `fit`, for several devices, several optimizers, manual optimization, clipping by value,
     clipping at another norm than the Trainer's, callbacks of WRITERS, accumulation that
-    changes within a fit, and optimizers other than torch's AdamW.
+    changes within a fit, and optimizers that no plan has.
     """
 
     strategy_name = "pstar"

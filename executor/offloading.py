@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from executor.adamw import SGD, Adam, AdamW, Lion, Muon, Optimizer
+from executor.adamw import SGD, Adam, AdamW, Lion, Muon, Optimizer, group_of
 from executor.capture import NotOnFakeTensors, capture_module
 from executor.compatibility import check_processes
 from executor.contract import tensor_of
@@ -142,7 +142,8 @@ def offload(
         raise ContractError(f"executor.offload: micro_batches={micro_batches} must be at least 1")
     request = Request(gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, on_plan=on_plan)
     choice("masters", masters, MASTERS, error=ContractError)
-    optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else Joined(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = Joined(optimizer if isinstance(optimizer, Sequence) else ())
     spec = description_of(optimizer, max_grad_norm=max_grad_norm)
     _require_its_parameters(model, optimizer)
     with converted(model, dtype) as values:
@@ -182,8 +183,13 @@ def description_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | N
             f"the optimizer is {kind.__module__}.{kind.__name__}; a plan's updates are those of torch.optim.AdamW, "
             "Adam and SGD and of Lion: use one of them, in a Trainer TrainingArguments(optim='adamw_torch')"
         )
-    if kind is torch.optim.Adam and any(group.get("decoupled_weight_decay") for group in optimizer.param_groups):
+    decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
+    if kind is torch.optim.Adam and True in decoupled:
+        if False in decoupled:
+            raise ContractError("some groups of Adam have decoupled_weight_decay=True and some not; give all the same")
         described = AdamW
+    if described is Lion and getattr(optimizer, "decoupled_wd", False):
+        raise ContractError("Lion has decoupled_weight_decay=True, which is not supported; leave it out")
     settings = described().settings
     spec = described(
         optimizer.param_groups,
@@ -201,13 +207,14 @@ class Joined(torch.optim.Optimizer):
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
-        kinds = [type(each).__name__ for each in self.optimizers]
+        kinds = [type(each).__name__ for each in self.optimizers if isinstance(each, torch.optim.Optimizer)]
         if sorted(kinds) != ["AdamW", "Muon"]:
             raise ContractError(
                 f"the optimizers are {', '.join(kinds) or 'none'}; several run under a plan as torch.optim.Muon for "
                 "matrices with torch.optim.AdamW for the rest: give one of each"
             )
         groups = [group for each in self.optimizers for group in each.param_groups]
+        group_of(groups)  # a parameter in both is named
         super().__init__([dict(group) for group in groups], {})
         self.param_groups = groups
         for kind, each in zip(kinds, self.optimizers):
@@ -302,7 +309,7 @@ def plan_for(workload: Workload, request: Request, *, micro_batches: int, clip: 
     if count == 1 or dist.get_rank() == 0:
         try:
             machine = _machine(request, gpus=count)
-            plain = whole.optimizer.masters == MASTERS[1] and DTYPES[whole.dtype].can_sum
+            plain = count == 1 and whole.optimizer.masters == MASTERS[1] and DTYPES[whole.dtype].can_sum
             settings = Settings(clip=clip, sums="16-bit" if plain else Settings.sums)  # as torch adds gradients up
             made[0] = find_policy(request.policy)(whole, machine, settings)
         except PstarError as error:  # every process raises the error below

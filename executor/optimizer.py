@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from executor.adamw import Optimizer
+from executor.adamw import REST, REST_RULE, Optimizer
 from executor.contract import tensor_of
 from executor.devices.rules import RULES, Rule, Settings
 from executor.saving.checkpoint import save
@@ -35,7 +35,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def __init__(self, groups: Sequence[dict[str, Any]], spec: Optimizer) -> None:
         self._sealed = False
         self.rule = spec.rule
-        several = any("update" in group for group in groups)
+        self.planned = spec.planned
+        several = any({"update", REST} & group.keys() for group in groups)
         defaults = {} if several else _defaults(spec.rule, spec.settings)
         super().__init__([dict(group) for group in groups], defaults)
         self._name_kernel()
@@ -50,18 +51,23 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         return RULES[group["update"]] if "update" in group else self.rule
 
+    def _settings(self, group: Mapping[str, Any]) -> dict[str, Settings]:
+        """Returns name of the rule -> its settings in the group."""
+        rest = {REST_RULE: RULES[REST_RULE].read(group[REST])} if REST in group else {}
+        return {group.get("update", self.planned): self._rule(group).read(group), **rest}
+
     def _rule_of(self, tensor: int) -> Rule:
         layout = self.session.plan.layout
         return RULES[layout.states_of(layout.chunk_of[tensor]).name]
 
-    def hyper(self) -> list[Settings]:
+    def hyper(self) -> list[Mapping[str, Settings]]:
         """Returns the current settings of every group. Raises ContractError for a switch that is on and not
         supported.
         """
         for number, group in enumerate(self.param_groups):
             if refused := self._rule(group).refused_in(group):
-                raise ContractError(f"param_groups[{number}] has {refused}, which is not supported; set it to False")
-        return [self._rule(group).read(group) for group in self.param_groups]
+                raise ContractError(f"param_groups[{number}] has {refused}, which is not supported; switch it off")
+        return [self._settings(group) for group in self.param_groups]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
@@ -179,7 +185,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
             )
         for number, (mine, group) in enumerate(zip(self.param_groups, groups)):
             if refused := self._rule(mine).refused_in(group):
-                raise ContractError(f"{what}: group {number} has {refused}, which is not supported; set it to False")
+                raise ContractError(f"{what}: group {number} has {refused}, which is not supported; switch it off")
+            if missing := [name for name in self._rule(mine).defaults if name not in group]:
+                raise ContractError(
+                    f"{what}: group {number} has no {missing[0]}; give the state of the plan's optimizer, "
+                    f"{self.planned}"
+                )
         position = {key: at for at, key in enumerate(key for group in groups for key in group["params"])}
         tensors = self._tensors()
         rows: dict[int, Mapping[str, Any]] = {}

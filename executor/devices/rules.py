@@ -196,7 +196,7 @@ RULES = {
         torch_name="SGD",
         states={},
         defaults=_OF_SGD,
-        refused=("maximize", "differentiable"),
+        refused=("maximize", "differentiable", "momentum"),
         on=_UNFUSED,
         counts=False,
     ),

@@ -87,7 +87,7 @@ def scratch_bytes(plan: Plan) -> int:
         widths = [DTYPES[layout.chunks[c].dtype].bytes, *(size for _, size in layout.optimizer.state_bytes)]
         alike = len({*widths, *([layout.sum_width(c)] if several else ())}) == 1
         pieces = max(pieces, 0 if alike else sum(size < 4 for size in widths))
-    return max(whole_bytes, (pieces + buffers) * 4 * min(GPU_BLOCK, max(layout.slice_numel(c) for c in chunks)))
+    return whole_bytes + (pieces + buffers) * 4 * min(GPU_BLOCK, max(layout.slice_numel(c) for c in chunks))
 
 
 class Scratch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ class Update:
     """Values that the Adam steps of one iteration need, fixed at `optimizer.step()` (with eager updates: when the
     iteration begins).
 
+    hyper: per group of parameters: name of the rule -> its settings.
     norms: norm of each gradient, taken where it arrived (one micro-batch only).
     unscale: factor of the gradients that undoes loss scaling.
     skip: whether a gradient overflowed, so that Adam steps leave values, states and step counts as they are and drop
@@ -46,7 +47,7 @@ class Update:
         behind it.
     """
 
-    hyper: list[Settings]
+    hyper: list[Mapping[str, Settings]]
     max_grad_norm: float | None = None
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
     norm: torch.Tensor | None = None
@@ -254,7 +255,7 @@ class Updating:
             param=master,
             grad=at(place, chunk, MASTER_LIST if lent else source),
             moments=[arena.at(place, chunk, name) for name in rule.lists],
-            settings=update.hyper[row.group],
+            settings=update.hyper[row.group][arena.layout.states_of(chunk).name],
             scale=scale,
             scratch=self._scratch[place],
         )

@@ -7,7 +7,7 @@ Eager updates run inside backward, each as soon as a chunk's gradients are compl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -33,7 +33,7 @@ class Updates:
         self,
         state: RunState,
         scaling: LossScaling | None,
-        hyper: Callable[[], list[Settings]],
+        hyper: Callable[[], list[Mapping[str, Settings]]],
         *,
         eager: bool,
         max_grad_norm: float | None,

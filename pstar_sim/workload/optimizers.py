@@ -49,7 +49,7 @@ class StateList:
     """A list of states. Its bytes are the sum of these figures.
 
     per_block: of `States.block` elements.
-    per_row, per_column: of each matrix.
+    per_row, per_column: of each matrix; a tensor of more dimensions is a stack of matrices.
     """
 
     name: str
@@ -90,7 +90,8 @@ class States:
         shapes: of the tensors in the slices of all ranks.
         """
         shapes = tuple(shapes)
-        rows, columns = sum(shape[0] if shape else 1 for shape in shapes), sum(prod(shape[1:]) for shape in shapes)
+        rows = sum(prod(shape[:-1]) for shape in shapes)
+        columns = sum(prod(shape[:-2]) * prod(shape[-1:]) for shape in shapes)
         return {
             each.name: numel * each.per_element
             + -(-numel // self.block) * each.per_block
@@ -189,8 +190,8 @@ def _traffic(state_bytes: Iterable[tuple[str, int]]) -> int:
     return 2 * sum(size for _, size in state_bytes) + _IN_AND_OUT
 
 
-_EMBEDDING = re.compile(r"(^|[._])(embed\w*|\w*embeddings?|wte|wpe)([._]|$)")
-_HEAD = re.compile(r"(^|[._])(lm_head|head|output|classifier|score)[._]")
+_EMBEDDING = re.compile(r"(^|[._])(embed(?!_out)\w*|\w*embeddings?|wte|wpe)([._]|$)|(^|\.)shared\.weight$")
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|classifier|score|qa_outputs)(\.|$)|^(model\.)?(head|output)\.weight$")
 
 
 def _is_large(name: str, shape: Shape) -> bool:
@@ -263,6 +264,11 @@ ALIASES = {
     "adamw_bnb_8bit": "adamw-8bit",
     "adamw8bit": "adamw-8bit",
     "paged_adamw_8bit": "adamw-8bit",
+    "paged_adamw_32bit": "adamw",
+    "adamw_hf": "adamw",
+    "adamw_apex_fused": "adamw",
+    "paged_lion_8bit": "lion-8bit",
+    "paged_lion_32bit": "lion",
     "lion_8bit": "lion-8bit",
     "lion_bnb_8bit": "lion-8bit",
     "lion8bit": "lion-8bit",

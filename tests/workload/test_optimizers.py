@@ -63,6 +63,32 @@ def test_lists_of_a_matrix(name: str, tensor: str, lists: dict[str, int]) -> Non
     assert kind.list_bytes(500_000, [MATRIX]) == lists
 
 
+def test_a_stack_of_matrices_has_rows_and_columns_of_each() -> None:
+    """torch's Adafactor for (128, 20, 30): 128 x 20 row and 128 x 30 column factors of 4 bytes."""
+    spec = states("adafactor")
+    kind = spec.all_states[spec.kind_of("experts.down", (128, 20, 30))]
+    assert kind.list_bytes(128 * 600, [(128, 20, 30)])["variance"] == 4 * 128 * (20 + 30)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "rule"),
+    [
+        ("encoder.layer.0.attention.output.dense.weight", "muon"),
+        ("encoder.layer.0.output.dense.weight", "muon"),
+        ("model.layers.0.mlp.shared_expert.gate_proj.weight", "muon"),
+        ("shared.weight", "adamw"),
+        ("embed_out.weight", "adamw"),
+        ("model.embed_tokens.weight", "adamw"),
+        ("bert.embeddings.word_embeddings.weight", "adamw"),
+        ("score.weight", "adamw"),
+        ("output.weight", "adamw"),
+    ],
+)
+def test_what_muon_updates(tensor: str, rule: str) -> None:
+    spec = states("muon")
+    assert spec.all_states[spec.kind_of(tensor, MATRIX)].name == rule
+
+
 @pytest.mark.parametrize("name", ["adamw-8bit", "muon", "adafactor"])
 def test_a_vector_keeps_the_states_of_the_rest(name: str) -> None:
     spec = states(name)

@@ -13,6 +13,7 @@ from torch import nn
 
 import executor
 from pstar_sim.errors import CheckpointError, ContractError, PlanError
+from pstar_sim.policy.registry import find_policy
 
 WIDTH = 48
 
@@ -238,6 +239,52 @@ def test_a_split_that_plans_do_not_have_is_refused() -> None:
         executor.offload(model, wrong[1:], (torch.zeros(4, WIDTH),), gpu_memory="80KB")
 
 
+def test_settings_that_the_plan_has_no_states_for_are_refused() -> None:
+    model = net(torch.float32)
+    optimizer = offloaded(model, OPTIMIZERS["sgd"](model.parameters()), torch.float32, 1, "tide")
+    other = net(torch.float32)
+    foreign = OPTIMIZERS["adam"](other.parameters()).state_dict()
+    try:
+        with pytest.raises(ContractError, match=r"group 0 has no momentum; give the state of the plan.s optimizer"):
+            optimizer.load_state_dict(foreign)
+        optimizer.param_groups[0]["momentum"] = 0.9
+        with pytest.raises(ContractError, match=r"param_groups\[0\] has momentum=0.9, which is not supported"):
+            train(model, optimizer, rows(torch.float32), 1, 1)
+    finally:
+        optimizer.session.close(restore=False)
+
+
+@needs_muon
+def test_an_empty_group_keeps_its_place_and_one_group_has_both_kinds() -> None:
+    """Settings follow the user's groups; prepare with executor.Muon() takes a plan of one group."""
+    dtype = torch.float32
+    reference, model = net(dtype), net(dtype)
+
+    def optimizers(each: nn.Module) -> list[torch.optim.Optimizer]:
+        matrices, rest = ([p for p in each.parameters() if (p.ndim == 2) is both] for both in (True, False))
+        groups = [{"params": [], "lr": 0.1, "weight_decay": 0.5}, {"params": rest, "weight_decay": 0.0}]
+        return [torch.optim.Muon(matrices), torch.optim.AdamW(groups, lr=1e-2, fused=True)]
+
+    losses = train_with(reference, optimizers(reference), rows(dtype), 3, 1)
+    _, optimizer = executor.offload(
+        model, optimizers(model), (torch.zeros(4, WIDTH),), gpu_memory="80KB", policy="tide"
+    )
+    assert train(model, optimizer, rows(dtype), 3, 1) == losses
+    plan = optimizer.session.plan
+    optimizer.session.close()
+    one, two = net(dtype), net(dtype)
+    alone = executor.capture_module(one, (torch.zeros(4, WIDTH),), groups=executor.Muon())
+    assert {t.group for t in alone.tensors} == {0} and alone.optimizer == plan.workload.optimizer
+    plan = find_policy("tide")(alone, plan.machine, plan.settings)
+    _, optimizer = executor.prepare(one, plan, executor.Muon(rest=executor.AdamW(lr=1e-2)))
+    theirs = [
+        torch.optim.Muon([p for p in two.parameters() if p.ndim == 2]),
+        torch.optim.AdamW([p for p in two.parameters() if p.ndim != 2], lr=1e-2, fused=True),
+    ]
+    assert train(one, optimizer, rows(dtype), 3, 1) == train_with(two, theirs, rows(dtype), 3, 1)
+    optimizer.session.close()
+
+
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     model = net(torch.float32)
     optimizer = offloaded(model, OPTIMIZERS["lion"](model.parameters()), torch.float32, 1, "tide")
@@ -288,5 +335,15 @@ def test_what_is_given_wrongly() -> None:
         executor.offload(model, OPTIMIZERS["adam"](model.parameters()), torch.zeros(4, WIDTH), masters="bf16")
     with pytest.raises(PlanError, match=r"SGD: momentum=-1 is out of range; it must be at least 0"):
         executor.SGD(momentum=-1)
+    with pytest.raises(PlanError, match="SGD: nesterov=True needs a momentum above 0 and a dampening of 0"):
+        executor.SGD(nesterov=True)
+    some = [{"params": [p], "decoupled_weight_decay": not n} for n, p in enumerate(model.parameters())]
+    with pytest.raises(ContractError, match="some groups of Adam have decoupled_weight_decay=True and some not"):
+        executor.offload(model, torch.optim.Adam(some), torch.zeros(4, WIDTH))
+    with pytest.raises(ContractError, match="the optimizers are none; several run under a plan"):
+        executor.offload(model, None, torch.zeros(4, WIDTH))  # type: ignore[arg-type]
+    half, batch = net(torch.float16), (torch.zeros(4, WIDTH, dtype=torch.float16),)
+    with pytest.raises(PlanError, match="fp16 without fp32 masters: scaled gradients are unscaled in 16 bits"):
+        executor.offload(half, OPTIMIZERS["sgd"](half.parameters()), batch, masters="none", gpu_memory="90KB")
     with pytest.raises(PlanError, match=r"Lion: betas=\(0.9, 1\) is out of range"):
         executor.Lion(betas=(0.9, 1))

@@ -108,7 +108,7 @@ def test_a_state_that_is_not_adamws_is_refused_before_anything_changes(kit: Any,
     foreign = copy.deepcopy(before)
     foreign["state"][99] = foreign["state"].pop(0)
     for given, message in (
-        (sgd.state_dict(), "has no step; give the state of the plan.s optimizer, adamw"),
+        (sgd.state_dict(), "has no betas; give the state of the plan.s optimizer, adamw"),
         (amsgrad.state_dict(), "group 0 has amsgrad=True, which is not supported"),
         (foreign, "a row 99, but no group has that parameter"),
     ):
