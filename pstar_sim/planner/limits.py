@@ -35,10 +35,10 @@ from pstar_sim.planner.nearest import Elsewhere, nearest
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, is_built_in, policy_name
 from pstar_sim.python310 import Unpack
-from pstar_sim.workload.axes import AxesGiven
+from pstar_sim.workload.axes import Axes, AxesGiven
 from pstar_sim.workload.kernels import kernels_text
 from pstar_sim.workload.loading import Loading, loading_of
-from pstar_sim.workload.presets import has_kernels, kernels_of
+from pstar_sim.workload.presets import has_kernels, kernels_of, without_autocast
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["Limit", "Limits", "deeper", "max_batch", "max_model"]
@@ -185,7 +185,7 @@ def max_model(
         function("on_policy", on_policy)
     asked = asked_policies(policies)
     entry = model_entry(like)
-    _check_positions(entry, seq, job.kernels)
+    _check_positions(entry, seq, job)
     flavour = kernels_of(entry, job.kernels)
     shares = shares_of_batch(batch, machine)
     working, adapter = job.dtype_on(machine), job.adapter
@@ -208,7 +208,7 @@ def max_model(
         near=near,
         on_policy=on_policy,
     )
-    names = _known_models(seq, job.kernels) if catalog else []
+    names = _known_models(seq, job) if catalog else []
     rows = [_depth_row(policy, layers, error, models, names, ask) for policy, (layers, error) in zip(asked, found)]
     shape = models.shape(1)
     if not all(row.value for row in rows):
@@ -302,21 +302,22 @@ def _depth_row(
     return row if best is None else replace(row, catalog_model=best, catalog_params=model_entry(best).params)
 
 
-def _check_positions(entry: ModelEntry, seq: int, kernels: str | None) -> None:
+def _check_positions(entry: ModelEntry, seq: int, axes: Axes) -> None:
     if entry.family == "vit" or entry.takes(seq):
         return
-    able = sorted(_known_models(seq, kernels), key=lambda name: abs(model_entry(name).params - entry.params))
+    able = sorted(_known_models(seq, axes), key=lambda name: abs(model_entry(name).params - entry.params))
     raise PstarError(
         f"seq is {seq}, but models like {entry.name} have learned {entry.max_seq} positions; give --like (like=) "
         f"{', '.join(able[:3])} or another model that takes {seq}"
     )
 
 
-def _known_models(seq: int, kernels: str | None) -> list[str]:
-    """Returns the models that take such a sequence and have these kernels (None: the usual ones), the largest first."""
+def _known_models(seq: int, axes: Axes) -> list[str]:
+    """Returns the models that take such a sequence and are written for these axes, the largest first."""
     entries = [model_entry(name) for name in model_names()]
     able = [entry for entry in entries if entry.takes(seq) and entry.family != "vit"]
-    able = [entry for entry in able if kernels is None or has_kernels(entry, kernels)]
+    able = [entry for entry in able if axes.kernels is None or has_kernels(entry, axes.kernels)]
+    able = [entry for entry in able if axes.autocast is None or not without_autocast(entry, axes)]
     return [entry.name for entry in sorted(able, key=lambda entry: -entry.params)]
 
 

@@ -365,6 +365,13 @@ def test_tide_trains_larger_models_than_zero_offload_and_the_catalog_is_searched
     assert list(frame["value"]) == [small.value, large.value]
 
 
+def test_models_that_presets_cannot_write_under_autocast_are_left_out() -> None:
+    """Of all the catalog, even that with experts; 16 bytes of each of 1.236 B parameters of Llama 3.2 1B have room."""
+    m = ps.machine("rtx4090-128gb")
+    answer = max_model(m, batch=4, seq=256, like="gpt2", policies=["all_on_gpu"], autocast="bf16")
+    assert answer["all_on_gpu"].catalog_model == "llama-3.2-1b"
+
+
 def test_shapes_that_cannot_be_are_refused() -> None:
     assert deeper("12B", 3, hidden=1024).heads == 4  # as wide as before: 256
     assert deeper("llama-2-70b", 2, hidden=4096).kv_heads == 4  # groups of 8
