@@ -261,7 +261,7 @@ def compare(args: argparse.Namespace) -> int:
         plan = ps.compare(workload, machine, policies=policy).best().plan
         target = TARGETS[name]
         expressed = target.express(plan)
-        job, settings = job_left(plan)
+        job, settings = job_left(plan, expressed.configuration)
         prediction = predict(expressed.configuration, [job], machine, settings, label=name)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"exported.{'yaml' if name == 'accelerate' else 'py' if name == 'FSDP2' else 'txt'}"

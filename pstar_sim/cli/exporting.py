@@ -128,12 +128,12 @@ def _write_configurations(plan: Plan, files: dict[str, str], *, as_json: bool) -
     from pstar_sim.frameworks.targets import TARGETS
     from pstar_sim.report.configurations import export_text
 
-    workload, settings = job_left(plan)
     answers: list[dict[str, object]] = []
     for flag, file in files.items():
         target = TARGETS[_FRAMEWORKS[flag]]
         expressed = target.express(plan)
         write_atomically(Path(file), target.write(expressed.configuration))
+        workload, settings = job_left(plan, expressed.configuration)
         workloads = (workload,) * plan.machine.world_size
         prediction = predict(expressed.configuration, workloads, plan.machine, settings, label=Path(file).name)
         if as_json:

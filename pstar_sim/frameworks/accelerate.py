@@ -1,5 +1,6 @@
-"""accelerate: reads and writes the YAML of `accelerate config` with FSDP 1 or 2. Other distributed types are only read:
-a single process and DDP as everything on the GPU, DeepSpeed by the module deepspeed.py.
+"""accelerate: reads and writes the YAML of `accelerate config` with FSDP 1 or 2. A single
+process and DDP are read as everything on the GPU and written for a plan of that under autocast; DeepSpeed is only read,
+by the module deepspeed.py.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from pstar_sim.dtypes import AUTOCAST, DTYPES, MASTER, WORKING
 from pstar_sim.errors import PstarError
 from pstar_sim.frameworks import deepspeed, fsdp
 from pstar_sim.frameworks.configuration import Configuration
-from pstar_sim.frameworks.express import Expressed
+from pstar_sim.frameworks.express import Expressed, common_limits
 from pstar_sim.frameworks.fsdp import express_as, fsdp_policy, offloads, reshards
 from pstar_sim.frameworks.host_memory import Copies
 from pstar_sim.frameworks.keys import AUTO, PARALLELISM, Count, KeyReading, ignored, nested, read_keys, unmodelled, used
+from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.schema.fields import least
 from pstar_sim.schema.reading import brief, nearest
 from pstar_sim.workload.workload import Workload
@@ -284,7 +286,10 @@ def write(configuration: Configuration) -> str:
 
 
 def express(plan: Plan) -> Expressed:
-    """Returns the nearest FSDP 2 configuration. The script sets clipping, batch and micro-batches."""
+    """Returns the nearest FSDP 2 configuration, or that of one process or of DistributedDataParallel for `all_on_gpu`
+    under autocast, which accelerate has without sharding alone. The script sets clipping, batch and micro-batches."""
+    if plan.workload.autocast and split_spec(plan.policy)[0] == "all_on_gpu":
+        return _express_whole(plan)
     details: dict[str, object] = {
         "type": "FSDP",
         "version": 2,
@@ -292,5 +297,26 @@ def express(plan: Plan) -> Expressed:
     }
     found = express_as(plan, ACCELERATE, details, says_batch=False)
     found = replace(found, configuration=replace(found.configuration, loading="whole"))
-    script = ("clipping: the script calls accelerator.clip_grad_norm_",) if plan.settings.clip else ()
-    return replace(found, cannot=(*found.cannot, *script))
+    return replace(found, cannot=(*found.cannot, *_clipping(plan)))
+
+
+def _express_whole(plan: Plan) -> Expressed:
+    w, ranks = plan.workload, plan.machine.world_size
+    cannot = common_limits(plan, ACCELERATE, "all_on_gpu", autocast=True)
+    cannot.append(fsdp.batch_limit(w))
+    if w.checkpointing or w.recompute:
+        cannot.append(f"recomputed activations ({w.recompute or 'all blocks'}): the script switches them on")
+    if w.optimizer.words:
+        cannot.append(f"the states of {w.optimizer.words}: the script makes the optimizer")
+    configuration = Configuration(
+        framework=ACCELERATE,
+        policy="all_on_gpu",
+        autocast=w.autocast,
+        details=(("processes", ranks), ("type", "NO" if ranks == 1 else "MULTI_GPU")),
+    )
+    says = (f"{w.autocast} autocast over fp32 weights", "everything whole on every GPU")
+    return Expressed(configuration=configuration, says=says, cannot=(*cannot, *_clipping(plan)))
+
+
+def _clipping(plan: Plan) -> tuple[str, ...]:
+    return ("clipping: the script calls accelerator.clip_grad_norm_",) if plan.settings.clip else ()

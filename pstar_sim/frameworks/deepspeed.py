@@ -619,19 +619,20 @@ def express(plan: Plan) -> Expressed:
     optimizer = near if near in _OPTIMIZERS.values() else "adamw"
     if w.optimizer != OPTIMIZERS[optimizer]:
         cannot.append(f"the states of {w.optimizer.words}: predicted with {optimizer}")
-    if w.checkpointing:
-        cannot.append("recomputed activations: the script switches them on (gradient_checkpointing_enable)")
+    if w.checkpointing or w.recompute:
+        what = f" ({w.recompute})" if w.recompute else ""
+        cannot.append(f"recomputed activations{what}: the script switches them on (gradient_checkpointing_enable)")
     details: dict[str, object] = {"stage": stage, "states": states, "params": params}
     if states == "nvme":
         details["states_buffers"] = 4
     if params == "nvme":
         details |= {"params_buffers": 5, "params_buffer": 10**8, "params_in_cpu": 10**9}
-    if w.micro_batches > 1 and settings.sums == "32-bit" and w.dtype != MASTER:
+    if w.micro_batches > 1 and settings.sums == "32-bit" and w.compute_dtype != MASTER:
         details["sums"] = MASTER
     configuration = Configuration(
         framework=DEEPSPEED,
         policy=spec(base, options),
-        dtype=w.dtype,
+        dtype=w.compute_dtype,
         batch_per_gpu=w.batch,
         micro_batches=w.micro_batches,
         clip=settings.clip,

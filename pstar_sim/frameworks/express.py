@@ -15,6 +15,7 @@ from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.registry import built_in, can
 from pstar_sim.units import format_bytes
+from pstar_sim.workload.axes import AxesGiven
 from pstar_sim.workload.presets import variant
 from pstar_sim.workload.workload import Workload, activations_text
 
@@ -80,15 +81,21 @@ def whereabouts(plan: Plan) -> Whereabouts:
     )
 
 
-def job_left(plan: Plan) -> tuple[Workload, Settings]:
+def job_left(plan: Plan, configuration: Configuration) -> tuple[Workload, Settings]:
     """Returns the job that a framework runs in place of the plan's: depth-first, updated in optimizer.step(), with the
-    activations of all blocks kept or all recomputed. A traced workload stays as it is."""
+    activations of all blocks kept or all recomputed, in the precision and with the recomputation that the configuration
+    states. A traced workload stays as it is."""
     settings = replace(plan.settings, update="step", loop="own")
-    w = plan.workload
-    if not w.activations and not w.relayed:
+    w, c = plan.workload, configuration
+    changes: AxesGiven = {}
+    if w.autocast and not c.autocast:
+        changes["dtype"] = c.dtype
+    if w.recompute != c.recompute and c.checkpointing is not None:
+        changes["checkpointing"] = c.checkpointing
+    if not changes and not w.activations and not w.relayed:
         return w, settings
     try:
-        return variant(w), settings
+        return variant(w, **changes), settings
     except (ModelError, UnknownName):
         return w, settings
 
@@ -99,10 +106,11 @@ def options_of_plan(plan: Plan, *names: str) -> Mapping[str, object] | None:
     return in_full(plan.policy) if base in names else None
 
 
-def common_limits(plan: Plan, framework: str, *own: str) -> list[str]:
+def common_limits(plan: Plan, framework: str, *own: str, autocast: bool = False) -> list[str]:
     """Parts of the plan that no framework can express, one per line.
 
     own: policies of the framework itself.
+    autocast: the configuration states autocast.
     """
     base = split_spec(plan.policy)[0]
     w, settings = plan.workload, plan.settings
@@ -121,6 +129,8 @@ def common_limits(plan: Plan, framework: str, *own: str) -> list[str]:
         said.append(f"the {w.order} order of micro-batches: {framework} runs them one after the other")
     if w.activations:
         said.append(f"activations block by block ({activations_text(w)})")
+    if w.autocast and not autocast:
+        said.append(f"{w.autocast} autocast: {framework} casts whole blocks, over fp32 masters")
     if settings.sums == "16-bit" and w.micro_batches > 1:
         said.append("sums of gradients in 16 bits")
     said.append(f"chunks of {format_bytes(plan.layout.chunk_bytes)}: {framework} has units of its own")
@@ -137,7 +147,7 @@ def common_says(plan: Plan) -> list[str]:
     """Facts of the job that the file states for every framework."""
     w = plan.workload
     steps = f" in {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""
-    return [f"{w.batch} sequences per GPU{steps}, {w.dtype}"]
+    return [f"{w.batch} sequences per GPU{steps}, {w.compute_dtype}"]
 
 
 def placed(plan: Plan, *, zero_offload: bool) -> tuple[str, dict[str, object]]:

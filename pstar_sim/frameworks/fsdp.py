@@ -34,7 +34,7 @@ from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.systems.sharded import MAX_REUSE_PARAMS
 from pstar_sim.workload.workload import Tensor, Workload
 
-__all__ = ["MEMORY", "OWN", "copies", "express_as", "fsdp_policy", "offloads", "reshards"]
+__all__ = ["MEMORY", "OWN", "batch_limit", "copies", "express_as", "fsdp_policy", "offloads", "reshards"]
 
 OWN = ("zero3_resident", "zero_infinity")
 """Policies that stand for FSDP."""
@@ -112,22 +112,35 @@ MEMORY = MemoryRules(
 
 
 def express_as(
-    plan: Plan, framework: str, details: dict[str, object], *, says_batch: bool = True, trains_scaled: bool = True
+    plan: Plan,
+    framework: str,
+    details: dict[str, object],
+    *,
+    says_batch: bool = True,
+    trains_scaled: bool = True,
+    recomputes_blocks: bool = False,
 ) -> Expressed:
-    """The nearest FSDP configuration, with offloading if the plan keeps anything off the GPU."""
+    """The nearest FSDP configuration, with offloading if the plan keeps anything off the GPU.
+
+    recomputes_blocks: the file can say which blocks are recomputed (every-N).
+    """
     where = whereabouts(plan)
     offload = min(where.params_on_gpu, where.states_on_gpu) < 1
     reshard = _gives_up(plan)
     w = plan.workload
-    dtype = w.dtype if trains_scaled or not DTYPES[w.dtype].scaled else WORKING
+    dtype = w.compute_dtype if trains_scaled or not DTYPES[w.compute_dtype].scaled else WORKING
     cannot = common_limits(plan, framework, *OWN) + [
-        limit for limit, applies in _limits(plan, framework, where, dtype, says_batch=says_batch).items() if applies
+        limit
+        for limit, applies in _limits(
+            plan, framework, where, dtype, says_batch=says_batch, recomputes_blocks=recomputes_blocks
+        ).items()
+        if applies
     ]
     configuration = Configuration(
         framework=framework,
         policy=fsdp_policy(offload=offload, reshard=reshard),
         dtype=dtype,
-        checkpointing=True if w.checkpointing else None,
+        checkpointing=w.checkpointing if w.checkpointing or w.recompute else None,
         details=tuple(sorted(details.items())),
     )
     says = [
@@ -148,17 +161,22 @@ def _gives_up(plan: Plan) -> bool:
     return bool(known["reshard"]) if split_spec(plan.policy)[0] == "zero3_resident" else known["reuse"] == 0
 
 
-def _limits(plan: Plan, framework: str, where: Whereabouts, dtype: str, *, says_batch: bool) -> dict[str, bool]:
+def batch_limit(w: Workload) -> str:
+    steps = f" and its {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""
+    return f"the batch of {w.batch} sequences per GPU{steps}: the script's"
+
+
+def _limits(
+    plan: Plan, framework: str, where: Whereabouts, dtype: str, *, says_batch: bool, recomputes_blocks: bool
+) -> dict[str, bool]:
     """Words for a part that the file cannot say -> whether the plan has it.
 
     dtype: that of the file.
+    recomputes_blocks: as in `express_as`.
     """
     w = plan.workload
     stays = {"parameters": where.params_on_gpu, "optimizer states": where.states_on_gpu}
     shares = " and ".join(f"{share:.0%} of the {name}" for name, share in stays.items() if share > 0)
-    batch = f"the batch of {w.batch} sequences per GPU" + (
-        f" and its {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""
-    )
     return {
         f"the {shares} that stay on the GPU: {framework} offloads everything or nothing": (
             min(stays.values()) < 1 and bool(shares)
@@ -167,7 +185,10 @@ def _limits(plan: Plan, framework: str, where: Whereabouts, dtype: str, *, says_
             where.params_on_disks > 0 or where.states_on_disks > 0
         ),
         "loss scaling: the script needs a gradient scaler for fp16": DTYPES[dtype].scaled,
-        f"fp16: {framework} trains in bf16 or fp32; the file says {dtype}": dtype != w.dtype,
+        f"fp16: {framework} trains in bf16 or fp32; the file says {dtype}": dtype != w.compute_dtype,
+        f"{w.recompute} recompute: the file says {'all blocks' if w.checkpointing else 'none'}": (
+            w.recompute is not None and not (recomputes_blocks and w.checkpointing)
+        ),
         f"the states of {w.optimizer.words}: the script makes the optimizer": bool(w.optimizer.words),
-        f"{batch}: the script's": not says_batch,
+        batch_limit(w): not says_batch,
     }

@@ -75,7 +75,7 @@ def express(plan: Plan) -> Expressed:
     configuration = Configuration(
         framework=MEGATRON,
         policy="zero_offload" if share == 1 else _partly(share, w.trainable_params // plan.machine.data_parallel_size),
-        dtype=w.dtype,
+        dtype=w.compute_dtype,
         batch_per_gpu=w.batch,
         micro_batches=w.micro_batches,
         train_batch=w.batch * w.micro_batches * plan.machine.data_parallel_size,

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pstar_sim.core.plan import Plan
 from pstar_sim.dtypes import DTYPES, MASTER, WORKING
+from pstar_sim.errors import PstarError
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.express import Expressed
 from pstar_sim.frameworks.fsdp import express_as, fsdp_policy, offloads, reshards
@@ -73,7 +74,12 @@ def read(content: object, file: str) -> Configuration:
     """Raises PstarError as `read_keys` does."""
     found = read_keys(KEYS, content, file, "a torchtitan configuration")
     notes = list(found.notes)
-    every = f"every-{found['every']}" if found["recompute"] == "selective" and found["every"].isdigit() else None
+    every = None
+    if found["recompute"] == "selective" and found["every"].isdigit():
+        if int(found["every"]) < 1:
+            key = "activation_checkpoint.selective_ac_option"
+            raise PstarError(f'{file}: {key} is "{found["every"]}"; it is "op", or N for every Nth block, at least 1')
+        every = f"every-{int(found['every'])}"
     if found["recompute"] in ("selective", "memory_budget") and every is None:
         option = f" with selective_ac_option = {found['every']}" if found["recompute"] == "selective" else ""
         notes.append(
@@ -119,7 +125,9 @@ def write(configuration: Configuration) -> str:
 
 def express(plan: Plan) -> Expressed:
     w = plan.workload
-    found = express_as(plan, TORCHTITAN, {"version": 2, "sequence": w.sequence}, trains_scaled=False)
+    found = express_as(
+        plan, TORCHTITAN, {"version": 2, "sequence": w.sequence}, trains_scaled=False, recomputes_blocks=True
+    )
     configuration = replace(
         found.configuration,
         batch_per_gpu=w.batch,

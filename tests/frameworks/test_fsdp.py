@@ -20,12 +20,13 @@ import pstar_sim as ps
 from pstar_sim import Plan, PstarError, Settings
 from pstar_sim.frameworks import accelerate, fsdp, fsdp2
 from pstar_sim.frameworks.configuration import Configuration
-from pstar_sim.frameworks.express import NOT_PINNED
+from pstar_sim.frameworks.express import NOT_PINNED, job_left
 from pstar_sim.frameworks.load import load_configuration
 from pstar_sim.frameworks.prediction import predict
 from pstar_sim.frameworks.targets import TARGETS, target_of
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.testing import chain_workload, round_machine
+from pstar_sim.workload.presets import preset
 
 MIB = 2**20
 ONE_GPU = round_machine()
@@ -307,3 +308,66 @@ def test_the_code_recomputes_blocks_of_a_model_of_ones_own(plan: Plan) -> None:
         dist.destroy_process_group()
     assert (plain.forwards, model.forwards) == (2, 4)
     assert all(torch.equal(p.grad, g) for p, g in zip(plain.parameters(), gradients, strict=True))
+
+
+READ_AGAIN = {"DeepSpeed": "json", "accelerate": "yaml", "torchtitan": "toml"}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_autocast_becomes_a_cast_of_whole_blocks_in_words(name: str, tmp_path: Path) -> None:
+    """Predicted is the job that --like makes of the same file: in bf16, without autocast."""
+    machine = ps.machine("h100-80")
+    w = preset("gpt2", batch=2, seq=64, autocast="bf16")
+    made = find_policy("zero3_offload")(w, machine, Settings())
+    found = TARGETS[name].express(made)
+    assert found.cannot.count(f"bf16 autocast: {name} casts whole blocks, over fp32 masters") == 1
+    assert not any("fp32" in line for line in found.says) and found.configuration.dtype == "bf16"
+    job, settings = job_left(made, found.configuration)
+    plain = preset("gpt2", batch=2, seq=64, dtype="bf16")
+    assert (job.dtype, job.autocast, job.moments, job.notes) == ("bf16", None, plain.moments, plain.notes)
+    if name in READ_AGAIN:
+        path = tmp_path / f"file.{READ_AGAIN[name]}"
+        path.write_text(TARGETS[name].write(found.configuration))
+        again = load_configuration(str(path))
+        assert again == found.configuration
+        mine, theirs = (predict(c, job, machine, settings, label="x") for c in (found.configuration, again))
+        assert mine.iteration_s == theirs.iteration_s
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(1, "'NO'"), (2, "MULTI_GPU")])
+def test_accelerate_has_autocast_without_sharding(ranks: int, kind: str, tmp_path: Path) -> None:
+    machine = round_machine(gpu_memory_bytes=2**34, host_memory_bytes=2**34, ranks=ranks, peer_bytes_per_s=MIB)
+    w = preset("gpt2", batch=2, seq=64, autocast="bf16", recompute="every-2")
+    made = find_policy("all_on_gpu:adam=foreach")(w, machine, Settings())
+    found = accelerate.express(made)
+    path = tmp_path / "file.yaml"
+    path.write_text(accelerate.write(found.configuration))
+    assert f"distributed_type: {kind}" in path.read_text().replace('"', "'")
+    assert load_configuration(str(path)) == found.configuration and found.configuration.autocast == "bf16"
+    assert not any("casts whole blocks" in line for line in found.cannot)
+    assert "recomputed activations (every-2): the script switches them on" in found.cannot
+    assert job_left(made, found.configuration)[0] is w
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute", "line", "left"),
+    [
+        ("accelerate", "every-2", "every-2 recompute: the file says all blocks", True),
+        ("FSDP2", "every-2", "every-2 recompute: the file says all blocks", True),
+        ("torchtitan", "attention", "attention recompute: the file says none", False),
+        ("accelerate", "attention", "attention recompute: the file says none", False),
+        ("torchtitan", "every-2", "", "every-2"),
+        ("DeepSpeed", "attention", "recomputed activations (attention): the script switches them on", "attention"),
+        ("Megatron-LM", "every-2", "blocks of which every-2 recomputes: the flags say all of them", True),
+    ],
+)
+def test_less_recomputation_than_of_all_blocks_is_written_or_said(
+    name: str, recompute: str, line: str, left: bool | str
+) -> None:
+    w = preset("gpt2", batch=2, seq=64, dtype="bf16", recompute=recompute)
+    made = find_policy("zero3_offload")(w, ps.machine("h100-80"), Settings())
+    found = TARGETS[name].express(made)
+    said = [one for one in found.cannot if "recompute" in one]
+    assert [one[: len(line)] for one in said] == [line] * bool(line)
+    job, _ = job_left(made, found.configuration)
+    assert (job.recompute or job.checkpointing) == left

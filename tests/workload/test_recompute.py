@@ -119,5 +119,9 @@ def test_torchtitan_and_megatron_have_words_for_it() -> None:
         by_operator.checkpointing is None
         and "selective_ac_option = op; --checkpointing decides" in by_operator.notes[0]
     )
+    with pytest.raises(
+        ps.PstarError, match=r'x.toml: activation_checkpoint.selective_ac_option is "0"; it is "op", or'
+    ):
+        torchtitan.read({"activation_checkpoint": {"selective_ac_option": "0"}}, "x.toml")
     plan = find_policy("zero_offload")(model(recompute="attention"), ps.machine("a100-80"), ps.Settings())
     assert "--recompute-granularity selective" in megatron.write(megatron.express(plan).configuration)

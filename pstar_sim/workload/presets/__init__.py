@@ -280,7 +280,7 @@ def variant(
     shape: ModelEntry | None = None,
     **changes: Unpack[AxesGiven],
 ) -> Workload:
-    """Keeps the axes that do not change, as they are.
+    """Keeps the axes that do not change, as they are. A 16-bit dtype takes the place of autocast.
 
     shape: the model's shape, if it is not in the catalog.
 
@@ -293,6 +293,8 @@ def variant(
     axes = replace(axes_of(workload).but(**changes), optimizer=None)
     if "checkpointing" in changes and "recompute" not in changes:
         axes = replace(axes, recompute=None)
+    if changes.get("dtype") not in (None, MASTER):
+        axes = replace(axes, autocast=None)
     made = workload_of(
         model_entry(workload.model) if shape is None else shape,
         model=workload.model,
