@@ -71,7 +71,7 @@ from pstar_sim.catalog.model_shapes import is_model, model_entry
 from pstar_sim.dtypes import AUTOCAST
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.python310 import Unpack
-from pstar_sim.workload.axes import AxesGiven
+from pstar_sim.workload.axes import Axes, AxesGiven
 from pstar_sim.workload.experts import experts_note
 from pstar_sim.workload.optimizers import OPTIMIZERS
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
@@ -219,6 +219,7 @@ def capture_module(
         batch = int(shape[0]) if shape else 1
     if sequence is None:
         sequence = int(shape[1]) if len(shape) == 2 else 1
+    kept = "gradients left in place" * keep_gradients
     return recorder.workload(
         model=name,
         batch=batch,
@@ -227,7 +228,7 @@ def capture_module(
         attention=attention if kernel == wanted else None,
         autocast=autocast,
         optimizer=OPTIMIZERS[groups.planned] if isinstance(groups, Optimizer) else None,
-        notes="; ".join(filter(None, ("gradients left in place" * keep_gradients, blind.notes, note_of(beside)))),
+        notes="; ".join(filter(None, (*Axes(autocast=autocast).notes, kept, blind.notes, note_of(beside)))),
     )
 
 

@@ -40,7 +40,7 @@ OURS = ("optimal",)
 """Policies that `compare` has beside configurations where no policy is named."""
 
 
-_PLAIN = "predicted with weights in {}: autocast over fp32 weights takes 2 bytes more for each of them"
+_PLAIN = "predicted with weights in {}: autocast over fp32 weights takes more memory"
 
 
 def _not_under_autocast(job: Any) -> bool:

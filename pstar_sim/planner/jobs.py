@@ -16,7 +16,7 @@ from pstar_sim.planner.batch_shares import of_shares, shares_of_batch
 from pstar_sim.workload.adapter import Adapter, adapter
 from pstar_sim.workload.axes import Axes, all_axes
 from pstar_sim.workload.optimizers import OptimizerSpec, optimizer_spec
-from pstar_sim.workload.presets import default_dtype, workload_of
+from pstar_sim.workload.presets import check_blocks, default_dtype, workload_of
 from pstar_sim.workload.trace import load_trace
 from pstar_sim.workload.workload import Workload, retype, with_optimizer
 
@@ -87,7 +87,9 @@ class Job(Axes):
         if self.trace is not None:
             return self._traced(batch, machine)
         assert self.model is not None and batch is not None
-        return self.write(model_entry(self.model), batch, self.dtype_on(machine))
+        entry = model_entry(self.model)
+        check_blocks(entry, self)
+        return self.write(entry, batch, self.dtype_on(machine))
 
     def write(self, entry: ModelEntry, batch: int, dtype: str) -> Workload:
         """Returns the workload of one rank for a model of this shape. Equal calls may return the same object."""

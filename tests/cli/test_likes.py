@@ -164,7 +164,7 @@ def test_where_no_preset_runs_under_autocast_the_weights_are_narrow_and_the_answ
     path.write_text("distributed_type: 'NO'\nmixed_precision: bf16\n")
     job = ["fits", "--model", "gpt2", "--batch", "2", "--seq", "64", "--machine", "a100-80", "--lora", "r=8"]
     assert main([*job, "--like", str(path)]) == 0
-    assert "predicted with weights in bf16: autocast over fp32 weights takes 2 bytes more" in capsys.readouterr().out
+    assert "predicted with weights in bf16: autocast over fp32 weights takes more memory" in capsys.readouterr().out
     assert main([*job, "--like", str(path), "--autocast", "bf16"]) == 2
     assert "not for adapters" in capsys.readouterr().err
 

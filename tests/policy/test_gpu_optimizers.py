@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.errors import CannotPlan
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.optimizers import OPTIMIZERS
+from pstar_sim.workload.workload import Workload, with_optimizer
 
 PARAMS = 4 * 2**20  # of four layers
 
@@ -48,5 +50,18 @@ def test_of_sharded_ranks_each_copies_its_own_slices_when_no_block_is_whole() ->
 
 
 def test_an_update_behind_each_gradient_copies_no_list_of_all() -> None:
-    plan = planned("all_on_gpu:adam=foreach", 0, update="eager", clip=False)
-    assert not plan.buffers and "behind each last gradient" in str(plan.choices["adam"])
+    assert not planned("all_on_gpu", 0, update="eager", clip=False).buffers
+    with pytest.raises(CannotPlan, match=r"adam=foreach updates all parameters in optimizer.step\(\), not each behind"):
+        planned("all_on_gpu:adam=foreach", 0, update="eager", clip=False)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("policy", ["all_on_gpu", "zero3_resident"])
+def test_only_adam_is_foreach(policy: str, name: str) -> None:
+    w, machine = with_optimizer(job(0), name), round_machine()
+    plans = find_policy(f"{policy}:adam=foreach")
+    if name in ("adamw", "adamw-bf16-states", "adam"):
+        assert "foreach" in str(plans(w, machine, Settings()).choices["adam"])
+        return
+    with pytest.raises(CannotPlan, match=f"{policy}: adam=foreach is of adamw, adamw-bf16-states, adam, not of {name}"):
+        plans(w, machine, Settings())

@@ -9,6 +9,7 @@ import pytest
 import pstar_sim as ps
 from pstar_sim.errors import CannotPlan, ModelError, TraceError
 from pstar_sim.frameworks import megatron, torchtitan
+from pstar_sim.planner.jobs import Job
 from pstar_sim.policy.registry import find_policy, policies
 from pstar_sim.workload.presets import preset, variant
 from pstar_sim.workload.trace import load_trace, save_trace
@@ -69,7 +70,21 @@ def test_the_last_of_each_two_blocks_by_hand(name: str, autocast: str | None) ->
 
 def test_every_first_block_is_all_blocks() -> None:
     assert model(recompute="every-1").moments == model(checkpointing=True).moments
-    assert kept(model(recompute="every-13")) == kept(model(checkpointing=False))
+
+
+def test_less_recomputation_takes_the_place_of_checkpointing_where_a_job_changes() -> None:
+    assert variant(model(checkpointing=True), recompute="attention").moments == model(recompute="attention").moments
+    assert variant(model(checkpointing=False), recompute="every-2").moments == model(recompute="every-2").moments
+
+
+def test_a_model_of_any_depth_is_tried_with_every_second_block() -> None:
+    """The search begins with one block, which a model of the catalog would refuse."""
+    answer = ps.max_model(
+        ps.machine("a100-40"), batch=1, seq=64, like="gpt2", policies="all_on_gpu", catalog=False, recompute="every-2"
+    )
+    assert answer["all_on_gpu"].value > 12
+    with pytest.raises(ModelError, match="the model has 12 blocks"):
+        Job(model="gpt2", batch=1, seq=64, recompute="every-13").of(ps.machine("a100-40"))
 
 
 @pytest.mark.parametrize("policy", sorted(policies()))
@@ -98,6 +113,8 @@ def test_a_file_and_a_variant_keep_it(tmp_path: Path) -> None:
         ({"recompute": "every-0"}, "recompute is 'every-0'; it is attention or every-N, such as every-2"),
         ({"recompute": "mlp"}, "it is attention or every-N"),
         ({"recompute": "every-2", "checkpointing": False}, "checkpointing is off; leave one of them out"),
+        ({"recompute": "attention", "checkpointing": True}, "checkpointing is on, which recomputes all of a block"),
+        ({"recompute": "every-13"}, "the model has 12 blocks; every-12 recomputes the last alone"),
     ],
 )
 def test_what_it_cannot_be(axes: dict[str, object], words: str) -> None:

@@ -20,7 +20,7 @@ from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.passes.step_by_step.checks import check_beside_tide
 from pstar_sim.policy.passes.step_by_step.on_all_ranks import all_reduced
-from pstar_sim.policy.systems.gpu_optimizers import ADAM, hold_copy
+from pstar_sim.policy.systems.gpu_optimizers import ADAM, check_adam, hold_copy
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
@@ -35,9 +35,9 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings, *, adam
     """Returns the plan with everything resident. Adam runs after the step moment, or (eager, no barrier) after the
     chunk's last gradient.
 
-    adam: where all parameters are updated after the step moment.
+    adam: where all parameters are updated after the step moment (gpu_optimizers.py).
 
-    Raises DoesNotFit if model data and the tide's peak exceed the GPU.
+    Raises CannotPlan as `check_adam` does. Raises DoesNotFit if model data and the tide's peak exceed the GPU.
     """
     whole = build_layout(workload, chunk_bytes=settings.chunk_bytes, sums=settings.sums)
     b = Builder("all_on_gpu", workload, machine, settings, layout=whole)
@@ -45,7 +45,7 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings, *, adam
         b.live(chunk.index, Place.GPU)
     barrier = settings.barrier(workload.compute_dtype)
     at_once = barrier is None and b.ranks == 1  # on several ranks, an eager update would wait for the all-reduce
-    copied = hold_copy(b) if adam == "foreach" and not at_once else ""
+    copied = hold_copy(b) if check_adam(adam, b.policy, workload, at_once=at_once) else ""
     model = b.held_bytes(Place.GPU)
     check_beside_tide(b, model, f"{format_bytes(model)} of parameters, gradients and optimizer states")
     final: dict[int, list[int]] = {}  # moment -> chunks whose last gradient arrives in it

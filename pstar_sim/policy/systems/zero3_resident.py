@@ -14,7 +14,7 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
 from pstar_sim.policy.kit.options import Option, switch
 from pstar_sim.policy.passes.builder import Builder
-from pstar_sim.policy.systems.gpu_optimizers import ADAM, hold_copy
+from pstar_sim.policy.systems.gpu_optimizers import ADAM, check_adam, hold_copy
 from pstar_sim.policy.systems.sharded import Sharded
 from pstar_sim.policy.systems.sharded_visits import block_visits, operators_before, traced_visits
 from pstar_sim.policy.systems.shards import Scheme
@@ -40,7 +40,7 @@ def zero3_resident(
 
     adam: kernels of each rank's optimizer (gpu_optimizers.py).
 
-    Raises DoesNotFit if this exceeds the GPU.
+    Raises CannotPlan as `check_adam` does. Raises DoesNotFit if this exceeds the GPU.
     """
     b = Builder("zero3_resident", workload, machine, settings)
     updated = frozenset(c.index for c in b.layout.chunks if b.uses.updated(c.index))
@@ -57,7 +57,7 @@ def zero3_resident(
     block = 0 if s.buckets.lists.chunks else _largest_block_bytes(b)
     s.hold("whole gradients of a block", Place.GPU, block)
     whole = [v._replace(first=ahead[v.first]) for v in visits] if s.shards.ranks > 1 else []
-    copied = hold_copy(b, whole, block) if adam == "foreach" else ""
+    copied = hold_copy(b, whole, block) if check_adam(adam, b.policy, workload) else ""
     b.choices["capacity"] = (
         f"everything on the GPU, {format_bytes(b.held_bytes(Place.GPU))} of slices and gradients, blocks gathered one "
         "ahead"

@@ -42,6 +42,7 @@ from pstar_sim.workload.workload import ATTENTION_ALONE, Workload, repeat_micro_
 __all__ = [
     "axes_of",
     "can_vary",
+    "check_blocks",
     "default_dtype",
     "has_kernels",
     "kernels_of",
@@ -57,6 +58,7 @@ _WRITERS: dict[str, Callable[[Tape, Shape], None]] = {
     "bert": write_bert,
     "vit": write_vit,
 }
+_EVERY = "every-([1-9][0-9]{0,3})"
 
 
 def preset(
@@ -102,6 +104,7 @@ def preset(
     the model cannot have.
     """
     entry = model_entry(name)
+    check_blocks(entry, Axes(**axes))
     sequence = entry.max_seq if seq is None else seq
     made = workload_of(entry, batch=batch, sequence=sequence, micro_batches=micro_batches, **axes)
     return replace(made, dtype_open=True) if axes.get("dtype") is axes.get("autocast") is None else made
@@ -223,15 +226,25 @@ def _check_names(model: str, given: Axes) -> None:
             raise _refusal(model, what, value, f"known {axis.plural} are {', '.join(axis.names)}")
 
 
+def check_blocks(entry: ModelEntry, axes: Axes) -> None:
+    """Raises ModelError where the model has fewer blocks than every-N counts, so that none of them would recompute."""
+    every = re.fullmatch(_EVERY, axes.recompute) if isinstance(axes.recompute, str) else None
+    if every and int(every[1]) > (n := entry.layers):
+        want = f"the model has {n} blocks; every-{n} recomputes the last alone, --no-checkpointing none"
+        raise _refusal(entry.name, "recompute", axes.recompute, want)
+
+
 def _recomputed(refuse: Callable[[str, object, str], ModelError], axes: Axes, checkpointing: bool | None) -> Axes:
     """Returns the axes without checkpoints where only attention is recomputed."""
     what = axes.recompute
     if what is None:
         return axes
-    if not isinstance(what, str) or (what != ATTENTION_ALONE and not re.fullmatch("every-[1-9][0-9]{0,3}", what)):
+    if not isinstance(what, str) or (what != ATTENTION_ALONE and not re.fullmatch(_EVERY, what)):
         raise refuse("recompute", what, f"it is {ATTENTION_ALONE} or every-N, such as every-2")
     if checkpointing is False and what != ATTENTION_ALONE:
         raise refuse("recompute", what, "checkpointing is off; leave one of them out")
+    if checkpointing and what == ATTENTION_ALONE:
+        raise refuse("recompute", what, "checkpointing is on, which recomputes all of a block; leave one of them out")
     return replace(axes, checkpointing=what != ATTENTION_ALONE)
 
 
@@ -293,6 +306,8 @@ def variant(
     axes = replace(axes_of(workload).but(**changes), optimizer=None)
     if "checkpointing" in changes and "recompute" not in changes:
         axes = replace(axes, recompute=None)
+    if changes.get("recompute") is not None and "checkpointing" not in changes:
+        axes = replace(axes, checkpointing=None)
     if changes.get("dtype") not in (None, MASTER):
         axes = replace(axes, autocast=None)
     made = workload_of(

@@ -112,6 +112,7 @@ def test_under_autocast(name: str, sequence: int, checkpointing: bool) -> None:
     captured = capture(name, batch=2, sequence=sequence, autocast="bf16", checkpointing=checkpointing)
     assert_alike(shape, captured)
     assert (shape.dtype, shape.autocast) == (captured.dtype, captured.autocast) == ("fp32", "bf16")
+    assert shape.notes.split(", ")[-1] == captured.notes.split("; ")[-1] == "bf16 autocast"
 
 
 @of_today
