@@ -77,7 +77,7 @@ from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.rules import BY_COLLECTIVES, Rates, StepCosts
 from pstar_sim.core.step import PAGEABLE, ROUTES, Kind, Step
-from pstar_sim.dtypes import DTYPES, MASTER
+from pstar_sim.dtypes import DTYPES, MASTER, WORKING
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Product, Workload, product_flops
 
@@ -473,8 +473,8 @@ class CostModel:
         products_s = 0.0
         for batches, m, k, n in self._update_products(chunk):
             flops = product_flops((batches, m, k, n))
-            rate = _rate_of(self.gpu, "bf16" if "bf16" in self.gpu.flops_per_s else self.workload.dtype)
-            size = batches * (m * k + k * n + m * n) * DTYPES["bf16"].bytes
+            rate = _rate_of(self.gpu, WORKING if WORKING in self.gpu.flops_per_s else self.workload.dtype)
+            size = batches * (m * k + k * n + m * n) * DTYPES[WORKING].bytes
             shape = self.gpu.products
             products_s += flops / rate if shape is None else shape.seconds((batches, m, k, n), rate, size)
         return self.gpu_adam_bytes(chunk) / self.gpu.hbm_bytes_per_s + products_s / self.layout.ranks

@@ -27,6 +27,7 @@ from typing import Any
 
 from pstar_sim.arguments import text
 from pstar_sim.catalog.machine import ADAM_BYTES_PER_PARAM
+from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import UnknownName
 
 __all__ = ["MASTERS", "MASTER_LIST", "OPTIMIZERS", "OptimizerSpec", "StateList", "States", "optimizer_spec"]
@@ -35,7 +36,7 @@ Shape = Sequence[int]
 
 MASTER_LIST = "param32"
 """The list of master copies, from which an update writes the working list."""
-MASTERS = ("fp32", "none")
+MASTERS = (MASTER, "none")
 """Whether the optimizer keeps fp32 masters of narrower parameters ([Note: masters])."""
 _IN_AND_OUT = 2 + 2  # bytes of the gradient that an update reads, and of the parameter that it writes
 _BLOCK = 256  # elements of 8-bit states that share a scale (bitsandbytes, torchao)
