@@ -4,6 +4,7 @@ With offloading, all model data live on the host. The parameters of a block come
 gradients leave beside the backward pass, and torch's AdamW updates on the CPU in optimizer.step(). The policy is
 zero_infinity with its lists on the host, without buckets. Without offloading, everything is on the GPUs in slices:
 zero3_resident. Parameters are fp32 under mixed precision, and are their own masters: 16 bytes per parameter with AdamW.
+In pure bf16 (a workload without fp32 masters) it is half of that.
 """
 
 from __future__ import annotations
@@ -39,8 +40,6 @@ __all__ = ["MEMORY", "OWN", "batch_limit", "copies", "express_as", "fsdp_policy"
 OWN = ("zero3_resident", "zero_infinity")
 """Policies that stand for FSDP."""
 
-_WIDTH = 4  # bytes of a parameter, of its gradient, and of each of its two moments
-
 
 def fsdp_policy(*, offload: bool, reshard: bool) -> str:
     """reshard: parameters are given up after forward, and gathered again for backward."""
@@ -63,13 +62,14 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
     of each wrapped block. A gradient arrives in a block as large as its parameter."""
     if not offloads(configuration):
         return ()
-    tensors = trained(workload)
+    tensors, width = trained(workload), workload.optimizer.master_bytes  # a parameter is its own master
+    dtype = MASTER if width == DTYPES[MASTER].bytes else workload.dtype
     sizes = rank_sizes(tensors, ranks)
     if configuration.detail.get("version") == 1:
         sizes = [-(-sum(t.numel for t in unit) // ranks) for unit in _units(tensors)]
     return (
-        tensor_allocations("fp32 parameters", sizes, _WIDTH, pinned=configuration.pinned_params),
-        tensor_allocations("fp32 gradients", sizes, _WIDTH, pinned=configuration.pinned_params),
+        tensor_allocations(f"{dtype} parameters", sizes, width, pinned=configuration.pinned_params),
+        tensor_allocations(f"{dtype} gradients", sizes, width, pinned=configuration.pinned_params),
         tensor_allocations("the optimizer's moments", sizes, moments_bytes_per_param(workload), pinned=False),
     )
 
@@ -89,7 +89,7 @@ def copies(configuration: Configuration, workload: Workload, ranks: int, local_r
     the next; a file of it is read there, too. accelerate offloads sharded state dicts to the CPU, where slices on the
     host lie already (its fsdp_utils.py). torch.distributed.checkpoint alone copies tensor by tensor."""
     detail = configuration.detail
-    weights = _WIDTH * workload.params
+    weights = workload.optimizer.master_bytes * workload.params
     moments = int(moments_bytes_per_param(workload) * workload.trainable_params)
     larger = "the optimizer's moments" if moments > weights else "the fp32 weights"
     if detail.get("saves", "FULL_STATE_DICT" if detail.get("version") == 1 else "") == "FULL_STATE_DICT":

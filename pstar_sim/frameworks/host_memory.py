@@ -239,8 +239,8 @@ def tensor_allocations(name: str, numels: Iterable[int], width: float, *, pinned
 
 
 def moments_bytes_per_param(workload: Workload) -> float:
-    """Returns the bytes per parameter of the optimizer's states, without the fp32 master."""
-    return workload.states_bytes_per_param - 4
+    """Returns the bytes per parameter of the optimizer's states, without the master."""
+    return workload.states_bytes_per_param - workload.optimizer.master_bytes
 
 
 def trained(workload: Workload) -> list[Tensor]:

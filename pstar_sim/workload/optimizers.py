@@ -132,7 +132,7 @@ class OptimizerSpec:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """Tensors with other states. A tensor is of the first that takes it."""
-        width = dict(self.state_bytes).get(MASTER_LIST, 4)
+        width = self.master_bytes
         return tuple(
             [replace(kind, states=_narrow(self.name, kind.states, width)) for kind in _KINDS.get(self.name, ())]
         )
@@ -159,9 +159,14 @@ class OptimizerSpec:
         return next((n for n, kind in enumerate(_KINDS.get(self.name, ()), 1) if kind.of(name, shape)), 0)
 
     @property
+    def master_bytes(self) -> int:
+        """Bytes of a master; 4 for an optimizer of one's own that has none."""
+        return dict(self.state_bytes).get(MASTER_LIST, 4)
+
+    @property
     def masters(self) -> str:
         """One of MASTERS. An fp32 parameter is its own master."""
-        return MASTERS[1] if dict(self.state_bytes).get(MASTER_LIST, 4) < 4 else MASTERS[0]
+        return MASTERS[1] if self.master_bytes < 4 else MASTERS[0]
 
     @property
     def words(self) -> str:

@@ -193,6 +193,18 @@ def test_host_memory_by_hand() -> None:
     assert fsdp.MEMORY.host_need(read(yaml(version=2, offload="false", reshard="true")), w, ONE_GPU).allocations == ()
 
 
+def test_pure_bf16_takes_half_of_the_host() -> None:
+    """2 bytes of the parameter, 2 of its gradient and 2 of each moment, where fp32 parameters take 16."""
+    offloaded = read(yaml(version=2, offload="true", reshard="true"))
+    sizes = []
+    for masters in ("fp32", "none"):
+        w = preset("gpt2", batch=1, seq=64, masters=masters)
+        allocations = fsdp.MEMORY.host_need(offloaded, w, ONE_GPU).allocations
+        sizes.append(sum(each.asked_bytes for each in allocations) / w.trainable_params)
+        assert ("bf16 parameters" in {each.name for each in allocations}) is (masters == "none")
+    assert sizes == [16, 8]
+
+
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     """Three layers of 100,000 parameters where half of the model data fit the GPU."""
