@@ -186,7 +186,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for number, (mine, group) in enumerate(zip(self.param_groups, groups)):
             if refused := self._rule(mine).refused_in(group):
                 raise ContractError(f"{what}: group {number} has {refused}, which is not supported; switch it off")
-            if missing := [name for name in self._rule(mine).defaults if name not in group]:
+            missing = [name for name in self._rule(mine).defaults if name not in group]
+            if missing and group.keys() - {"params"}:  # a group without settings changes none
                 raise ContractError(
                     f"{what}: group {number} has no {missing[0]}; give the state of the plan's optimizer, "
                     f"{self.planned}"
