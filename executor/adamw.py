@@ -89,6 +89,8 @@ class Optimizer:
 
     @property
     def rule(self) -> Rule:
+        if self.planned not in RULES:
+            raise PlanError(f"{self.word}: torch {torch.__version__} has no such optimizer; torch 2.9 has")
         return RULES[self.planned]
 
     @property
@@ -103,17 +105,14 @@ class Optimizer:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of groups that name none."""
-        return {name: getattr(self, name) for name in self.rule.defaults}
+        return {name: getattr(self, name) for name in self.rule.settings}
 
     def plain(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Returns torch's own optimizer with these settings and the same arithmetic. Raises PlanError if torch has
         none."""
         if not self.rule.torch_name:
             raise PlanError(f"{self.word}: torch.optim has no such optimizer to run beside the plan")
-        made: torch.optim.Optimizer = getattr(torch.optim, self.rule.torch_name)(
-            parameters, **self.settings, fused=True
-        )
-        return made
+        return self.rule.plain(parameters, self.settings)
 
     def norm_for(self, *, clip: bool) -> float | None:
         """Returns the norm of clipping under a plan made with or without it; None for no clipping."""

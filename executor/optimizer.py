@@ -186,7 +186,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for number, (mine, group) in enumerate(zip(self.param_groups, groups)):
             if refused := self._rule(mine).refused_in(group):
                 raise ContractError(f"{what}: group {number} has {refused}, which is not supported; switch it off")
-            missing = [name for name in self._rule(mine).defaults if name not in group]
+            missing = [name for name in self._rule(mine).settings if name not in group]
             if missing and group.keys() - {"params"}:  # a group without settings changes none
                 raise ContractError(
                     f"{what}: group {number} has no {missing[0]}; give the state of the plan's optimizer, "
@@ -242,7 +242,4 @@ def _defaults(rule: Rule, settings: Settings) -> dict[str, Any]:
     """Returns the defaults of this torch's own optimizer, so that groups have the same keys."""
     if not rule.torch_name:
         return dict(settings)
-    own: torch.optim.Optimizer = getattr(torch.optim, rule.torch_name)(
-        [torch.zeros(1, requires_grad=True)], **settings, fused=rule.on["fused"]
-    )
-    return own.defaults
+    return rule.plain([torch.zeros(1, requires_grad=True)], settings).defaults

@@ -123,6 +123,12 @@ def slowest_of(machine: Machine) -> str:
     return f"slowest GPU of {machine.name}"
 
 
+def _product_bytes(product: Product, width: int) -> int:
+    """Returns the bytes of both factors and of the result, of `width` bytes per element."""
+    batches, m, k, n = product
+    return batches * (m * k + k * n + m * n) * width
+
+
 def expected_link(machine: Machine) -> Link:
     """Returns the link that a rank has when all ranks copy at once: the weakest link, slower if ranks share a PCIe
     switch."""
@@ -346,17 +352,16 @@ class CostModel:
         known = self._products.get(product)
         if known is None:
             assert self.gpu.products is not None
-            batches, m, k, n = product
             width = DTYPES[self.workload.compute_dtype].bytes
-            size = batches * (m * k + k * n + m * n) * width
+            size = _product_bytes(product, width)
             fp32 = width == DTYPES[MASTER].bytes
             self._products[product] = known = (size, self.gpu.products.seconds(product, rate, size, fp32=fp32))
         return known
 
-    @cached_property
+    @property
     def params(self) -> tuple[int, ...]:
         """Trainable, of one rank's slice without padding; 0 for a frozen chunk."""
-        return tuple([self.layout.own_params(c.index) for c in self.layout.chunks])
+        return self.layout.trained_params
 
     @cached_property
     def adam_bytes_per_s(self) -> float:
@@ -444,7 +449,7 @@ class CostModel:
 
     def cpu_adam_bytes(self, chunk: int) -> int:
         """Returns the host memory traffic of one update. `Step.bytes` of its cpu_adam should be this number."""
-        return self.layout.update_bytes(chunk)
+        return self.layout.updates_bytes[chunk]
 
     def cpu_adam_s(self, chunk: int) -> float:
         """Params / rate, scaled by traffic and by the optimizer's slowness beside AdamW with its 28 bytes per
@@ -466,17 +471,15 @@ class CostModel:
 
     def gpu_adam_bytes(self, chunk: int) -> int:
         """Returns the GPU memory traffic of one update."""
-        return self.layout.update_bytes(chunk)
+        return self.layout.updates_bytes[chunk]
 
     def gpu_adam_s(self, chunk: int) -> float:
         """Traffic over the HBM bandwidth (28 bytes per parameter for AdamW), and the products of the update."""
-        products_s = 0.0
-        for batches, m, k, n in self._update_products(chunk):
-            flops = product_flops((batches, m, k, n))
+        products_s, shape = 0.0, self.gpu.products
+        for product in self._update_products(chunk):
             rate = _rate_of(self.gpu, WORKING if WORKING in self.gpu.flops_per_s else self.workload.dtype)
-            size = batches * (m * k + k * n + m * n) * DTYPES[WORKING].bytes
-            shape = self.gpu.products
-            products_s += flops / rate if shape is None else shape.seconds((batches, m, k, n), rate, size)
+            size = _product_bytes(product, DTYPES[WORKING].bytes)
+            products_s += product_flops(product) / rate if shape is None else shape.seconds(product, rate, size)
         return self.gpu_adam_bytes(chunk) / self.gpu.hbm_bytes_per_s + products_s / self.layout.ranks
 
     def _update_products(self, chunk: int) -> list[Product]:

@@ -18,7 +18,7 @@ __all__ = ["adam_rates", "adam_update", "dram_rate", "thread_counts"]
 
 _CHUNK_PARAMS = 2 << 20
 _ADAM_BYTES = 20  # bytes per parameter in fp32: param32, momentum, variance, the working copy with the gradient in it
-_RULE = RULES["adamw"]
+_SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 _DRAM_BYTES = 64 << 20
 
 
@@ -40,8 +40,8 @@ def adam_update(memory_bytes: int) -> tuple[int, Callable[[], None]]:
 
     def action() -> None:
         param32, param, momentum, variance = next(chunks)
-        moments = momentum, variance
-        update(_RULE, runs, param=param32, grad=param, moments=moments, settings=_RULE.defaults, scale=scale)
+        moments, rule = (momentum, variance), RULES["adamw"]
+        update(rule, runs, param=param32, grad=param, moments=moments, settings=_SETTINGS, scale=scale)
         param.copy_(param32)
 
     return _CHUNK_PARAMS, action

@@ -7,7 +7,7 @@ what is narrower than fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -20,6 +20,7 @@ Settings = Mapping[str, Any]
 """The settings of one parameter group, as of the call of `optimizer.step()`: lr, weight_decay and so on."""
 Flat = Sequence[torch.Tensor]
 """One flat tensor per range."""
+Kernel = Callable[[Flat, Flat, Sequence[Flat], Sequence[int], Settings, Flat], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Rule:
         buffer, as long as the longest range.
     torch_name: class of torch.optim with the same update; "" if torch has none.
     states: key of a parameter's state in a state dict -> list of its chunk.
-    defaults: setting -> its default.
+    settings: names of its settings.
     refused: switches of torch's class that have to be off.
     on: settings that choose this arithmetic, in a state dict's groups.
     buffers: fp32 tensors beside the lists, each as long as what is updated at a time.
@@ -39,10 +40,10 @@ class Rule:
     room: bytes that the update of a whole tensor of a shape takes beside its lists; None for updates of elements.
     """
 
-    kernel: Callable[[Flat, Flat, Sequence[Flat], Sequence[int], Settings, Flat], None]
+    kernel: Kernel
     torch_name: str
     states: Mapping[str, str]
-    defaults: Settings
+    settings: tuple[str, ...]
     refused: tuple[str, ...] = ()
     on: Mapping[str, Any] = field(default_factory=dict)
     buffers: int = 0
@@ -55,7 +56,13 @@ class Rule:
         return tuple(self.states.values())
 
     def read(self, group: Settings) -> Settings:
-        return {name: _number(group[name]) for name in self.defaults}
+        return {name: _number(group[name]) for name in self.settings}
+
+    def plain(self, parameters: Iterable[torch.Tensor], settings: Settings) -> torch.optim.Optimizer:
+        """Returns torch's own optimizer with these settings and this arithmetic."""
+        kind, fused = getattr(torch.optim, self.torch_name), self.on.get("fused")
+        made: torch.optim.Optimizer = kind(parameters, **settings, **({"fused": fused} if fused else {}))
+        return made
 
     def refused_in(self, group: Settings) -> str:
         """Returns the unsupported switches that a group sets, in words; "" for none."""
@@ -75,9 +82,7 @@ def _counts(steps: Sequence[int], device: torch.device) -> list[torch.Tensor]:
     return [counts[n] for n in steps]
 
 
-def _adam_with(
-    fused: Callable[..., None],
-) -> Callable[[Flat, Flat, Sequence[Flat], Sequence[int], Settings, Flat], None]:
+def _adam_with(fused: Callable[..., None]) -> Kernel:
     def kernel(
         params: Flat, grads: Flat, moments: Sequence[Flat], steps: Sequence[int], settings: Settings, scratch: Flat
     ) -> None:
@@ -152,14 +157,14 @@ _ADAM = {"exp_avg": "momentum", "exp_avg_sq": "variance"}
 _SWITCHES = ("amsgrad", "maximize", "differentiable")
 _FUSED = {"fused": True, "foreach": None}
 _UNFUSED = {"fused": None, "foreach": None}
-_OF_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
-_OF_SGD = {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+_OF_ADAM = ("lr", "betas", "eps", "weight_decay")
+_OF_SGD = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
 
 ADAMW = Rule(
     kernel=_adam_with(torch._fused_adamw_),
     torch_name="AdamW",
     states=_ADAM,
-    defaults={**_OF_ADAM, "weight_decay": 1e-2},
+    settings=_OF_ADAM,
     refused=_SWITCHES,
     on={**_FUSED, "decoupled_weight_decay": True},
 )
@@ -170,7 +175,7 @@ RULES = {
         kernel=_adam_with(torch._fused_adam_),
         torch_name="Adam",
         states=_ADAM,
-        defaults={**_OF_ADAM, "weight_decay": 0.0},
+        settings=_OF_ADAM,
         refused=(*_SWITCHES, "decoupled_weight_decay"),
         on=_FUSED,
     ),
@@ -178,7 +183,7 @@ RULES = {
         kernel=_lion,
         torch_name="",
         states={"exp_avg": "momentum"},
-        defaults={"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+        settings=("lr", "betas", "weight_decay"),
         buffers=1,
         counts=False,
     ),
@@ -186,7 +191,7 @@ RULES = {
         kernel=_sgd,
         torch_name="SGD",
         states={"momentum_buffer": "momentum"},
-        defaults={**_OF_SGD, "momentum": 0.9},
+        settings=_OF_SGD,
         refused=("maximize", "differentiable"),
         on=_UNFUSED,
         counts=False,
@@ -195,7 +200,7 @@ RULES = {
         kernel=_sgd,
         torch_name="SGD",
         states={},
-        defaults=_OF_SGD,
+        settings=_OF_SGD,
         refused=("maximize", "differentiable", "momentum"),
         on=_UNFUSED,
         counts=False,
@@ -207,16 +212,16 @@ if find_spec("torch.optim._muon") is not None:  # torch 2.9 and later
         kernel=_muon,
         torch_name="Muon",
         states={"momentum_buffer": "momentum"},
-        defaults={
-            "lr": 1e-3,
-            "weight_decay": 0.1,
-            "momentum": 0.95,
-            "nesterov": True,
-            "ns_coefficients": (3.4445, -4.7750, 2.0315),
-            "eps": 1e-7,
-            "ns_steps": 5,
-            "adjust_lr_fn": None,
-        },
+        settings=(
+            "lr",
+            "weight_decay",
+            "momentum",
+            "nesterov",
+            "ns_coefficients",
+            "eps",
+            "ns_steps",
+            "adjust_lr_fn",
+        ),
         on=_UNFUSED,
         counts=False,
         room=_room_of_muon,

@@ -130,41 +130,31 @@ def update(
     lists = (param, grad, *moments)
     alike = len({each.dtype for each in lists}) == 1
     narrow = [] if alike else [number for number, each in enumerate(lists) if each.dtype != torch.float32]
-    if rule.room is not None:
-        for run in runs:
-            whole = [each[run.start : run.stop].view(run.shape) for each in lists]
-            _update_whole(rule, run, whole, narrow, settings, scale)
-        return
-    for piece in _pieces(runs, room.block if narrow or rule.buffers else sys.maxsize):
+    if rule.room is None:
+        pieces = _pieces(runs, room.block if narrow or rule.buffers else sys.maxsize)
+    else:
+        pieces = ([run] for run in runs)
+    for piece in pieces:
         first, end = piece[0].start, piece[-1].stop
-        wide = [each[first:end] for each in lists]
+        here = [each[first:end] for each in lists]
+        wide = list(here)
         for number in narrow:
-            wide[number] = room.get(number, grad)[: end - first].copy_(wide[number])
+            if rule.room is None:
+                wide[number] = room.get(number, grad)[: end - first].copy_(here[number])
+            else:
+                wide[number] = here[number].float()
         if scale is not None:
             wide[1].mul_(scale)
-        params, grads, *others = ([each[run.start - first : run.stop - first] for run in piece] for each in wide)
+        cut = [[_view(each[run.start - first : run.stop - first], run) for run in piece] for each in wide]
         buffers = [room.get(len(lists) + n, grad) for n in range(rule.buffers)]
-        rule.kernel(params, grads, others, [run.steps for run in piece], settings, buffers)
+        rule.kernel(cut[0], cut[1], cut[2:], [run.steps for run in piece], settings, buffers)
         for number in narrow:
             if number != 1:
-                lists[number][first:end].copy_(wide[number])
+                here[number].copy_(wide[number])
 
 
-def _update_whole(
-    rule: Rule,
-    run: UpdateRange,
-    lists: Sequence[torch.Tensor],
-    narrow: Sequence[int],
-    settings: Settings,
-    scale: torch.Tensor | None,
-) -> None:
-    wide = [each.float() if number in narrow else each for number, each in enumerate(lists)]
-    if scale is not None:
-        wide[1].mul_(scale)
-    rule.kernel(wide[:1], wide[1:2], [[each] for each in wide[2:]], [run.steps], settings, ())
-    for number in narrow:
-        if number != 1:
-            lists[number].copy_(wide[number])
+def _view(flat: torch.Tensor, run: UpdateRange) -> torch.Tensor:
+    return flat.view(run.shape) if run.shape else flat
 
 
 def _pieces(runs: Iterable[UpdateRange], block: int) -> Iterator[list[UpdateRange]]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pstar_sim.bounds.rank_facts import NetFacts, own_params
+from pstar_sim.bounds.rank_facts import NetFacts
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.step import Part
@@ -105,7 +105,7 @@ class BoundFacts:
         self.late = (
             max([-1, *ends, *(job.last_gradient(c) for c in range(len(reads)))]) + 1
         )  # no chunk is read and no gradient arrives from here on
-        bare = {c: own_params(layout, c) * job.width(c) for c, row in enumerate(reads) if row}
+        bare = {c: layout.own_params[c] * job.width(c) for c, row in enumerate(reads) if row}
         self.frozen_bytes = float(sum(bare[c] for c in job.only_read))
         # For the turns, every chunk that is read: bytes of this rank's slice, bytes of the others' slices, moments of
         # its reads, and the last moment at which a read counts.
@@ -125,7 +125,7 @@ class BoundFacts:
         # Bytes and seconds of a parameter's states and update: the least of any chunk, so that bounds hold for chunks
         # with unlike states.
         self.states = self._least([layout.unpadded_states_bytes(c) for c in job.trained])
-        self.traffic = self._least([layout.update_bytes(c) for c in job.trained])
+        self.traffic = self._least([layout.updates_bytes[c] for c in job.trained])
         self.cpu_update_s = self._least([cost.cpu_adam_s(c) for c in job.trained])
         self.gpu_update_s = self._least([cost.gpu_adam_s(c) for c in job.trained])
         self.bytes: Array = self.params * np.array(width, dtype=float)

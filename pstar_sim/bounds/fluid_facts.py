@@ -201,7 +201,7 @@ class FluidFacts:
         least = float(min(widths, default=1.0))
         sizes = [(c, size) for c, size in zip(self.chunks, self.size) if size]
         self.adam_s = min((cost.cpu_adam_s(c) / size for c, size in sizes), default=0.0)  # least seconds per unit
-        traffic = [layout.update_bytes(c) / self.unit / size for c, size in sizes]
+        traffic = [layout.updates_bytes[c] / self.unit / size for c, size in sizes]
         self.adam_traffic = min(traffic, default=0.0)  # least units of DRAM traffic per unit
         self.add_traffic = cost.adam_bytes_per_s / self.unit  # an add on the host runs at the memory rate of Adam
         self.gpu_adam_s: Array = np.array([cost.gpu_adam_s(c) for c in self.chunks], dtype=float)

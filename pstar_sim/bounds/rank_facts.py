@@ -74,7 +74,7 @@ class NetFacts:
         layout = job.layout
         chunks = [*job.trained, *job.only_read]
         whole = {c: layout.chunks[c].params * job.width(c) for c in chunks}
-        self.others = {c: whole[c] - own_params(layout, c) * job.width(c) for c in chunks}
+        self.others = {c: whole[c] - layout.own_params[c] * job.width(c) for c in chunks}
         self.frozen_bytes = float(sum(self.others[c] for c in job.only_read))
         self.most_others = max((self.others[c] / whole[c] for c in chunks if whole[c]), default=0.0)
         together = cost.machine.data_parallel_size > 1
@@ -86,8 +86,3 @@ class NetFacts:
         times = [len(job.spans[c]) if sliced else 1 for c in job.trained]
         self.updates_s = float((self.reduce_s * np.array(times, dtype=float) + self.gather_s).sum())
         self.byte_s = min((once_s[c] / size for c, size in self.others.items() if size), default=0.0)
-
-
-def own_params(layout: Layout, chunk: int) -> int:
-    """Returns the number of parameters in a rank's slice of a chunk, without padding."""
-    return -(-layout.chunks[chunk].params // layout.ranks)

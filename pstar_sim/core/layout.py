@@ -112,7 +112,7 @@ class Layout:
         total = sum(c.numel for c in self.chunks)
         return 1 - used / total if total else 0.0
 
-    @property
+    @cached_property
     def state_lists(self) -> tuple[str, ...]:
         """Names of the state lists of all chunks."""
         return self.optimizer.lists
@@ -128,24 +128,34 @@ class Layout:
     def is_own_master(self, chunk: int) -> bool:
         """Whether the chunk's parameters are as wide as their masters: fp32, or without fp32 masters."""
         c = self.chunks[chunk]
-        width = dict(self.optimizer.state_bytes).get(MASTER_LIST, DTYPES[MASTER].bytes)
-        return c.frozen or DTYPES[c.dtype].bytes == width
+        return c.frozen or DTYPES[c.dtype].bytes == self.optimizer.master_bytes
 
-    def update_bytes(self, chunk: int) -> int:
-        """Returns the memory traffic of one update of one rank's slice, without padding; 0 for a frozen chunk."""
-        params = self.own_params(chunk)
-        return self.states_of(chunk).update_bytes(params, self._shapes(chunk), self.ranks) if params else 0
+    @cached_property
+    def own_params(self) -> tuple[int, ...]:
+        """Per chunk, the parameters of one rank's slice, without padding."""
+        return tuple([-(-c.params // self.ranks) for c in self.chunks])
 
-    def own_params(self, chunk: int) -> int:
-        """Returns the trainable parameters of one rank's slice, without padding; 0 for a frozen chunk."""
-        return 0 if self.chunks[chunk].frozen else -(-self.chunks[chunk].params // self.ranks)
+    @cached_property
+    def trained_params(self) -> tuple[int, ...]:
+        """As `own_params`; 0 for a frozen chunk."""
+        return tuple([0 if c.frozen else params for c, params in zip(self.chunks, self.own_params)])
+
+    @cached_property
+    def updates_bytes(self) -> tuple[int, ...]:
+        """Per chunk, the memory traffic of one update of one rank's slice, without padding; 0 for a frozen chunk."""
+        return tuple(
+            [
+                self.states_of(c).update_bytes(params, self._shapes(c), self.ranks) if params else 0
+                for c, params in enumerate(self.trained_params)
+            ]
+        )
 
     def _shapes(self, chunk: int) -> list[tuple[int, ...]]:
         return [slot.shape for slot in self.chunks[chunk].slots]
 
     def unpadded_states_bytes(self, chunk: int) -> int:
         """Returns the bytes of all states of one rank's slice, without padding."""
-        return sum(self.states_of(chunk).list_bytes(self.own_params(chunk), self._shapes(chunk), self.ranks).values())
+        return sum(self.states_of(chunk).list_bytes(self.own_params[chunk], self._shapes(chunk), self.ranks).values())
 
     @cached_property
     def lists(self) -> tuple[str, ...]:

@@ -145,7 +145,7 @@ def test_seconds_of_an_update_by_muon() -> None:
     for slot in chunk.slots:
         m, n = sorted(w.tensors[slot.tensor].shape)
         flops += 5 * (4 * m * m * n + 2 * m**3)
-    elementwise_s = layout.update_bytes(chunk.index) / cost.adam_bytes_per_s
+    elementwise_s = layout.updates_bytes[chunk.index] / cost.adam_bytes_per_s
     cores = ps.machine("v100-16").host.cores
     assert cost.cpu_adam_s(chunk.index) == pytest.approx(elementwise_s + flops / (CPU_CORE_FLOPS * cores))
     assert cost.gpu_adam_s(chunk.index) > flops / max(cost.gpu.flops_per_s.values())

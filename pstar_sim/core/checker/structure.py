@@ -138,7 +138,7 @@ def _check_update(plan: Plan, step: Step) -> None:
     without padding and frozen parameters."""
     assert step.chunk is not None
     chunk = plan.layout.chunks[step.chunk]
-    params = plan.layout.own_params(step.chunk)
+    params = plan.layout.trained_params[step.chunk]
     if step.kind is Kind.CPU_ADD:
         width = DTYPES[chunk.dtype].bytes
         traffic = params * (2 * max(plan.layout.sum_bytes, width) + width)  # the sum is read and written
@@ -147,7 +147,7 @@ def _check_update(plan: Plan, step: Step) -> None:
                 f"{label(step)} has list={step.list}; list= must be grad, or param where the gradient lies there"
             )
     else:
-        traffic = plan.layout.update_bytes(step.chunk)
+        traffic = plan.layout.updates_bytes[step.chunk]
         if step.list is not None:
             raise PlanError(f"{label(step)} has list={step.list}; an update works on all lists of its chunk")
     each = traffic // params if params else 0

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import executor
+from executor.devices.rules import RULES
 from pstar_sim.errors import CheckpointError, ContractError, PlanError
 from pstar_sim.policy.registry import find_policy
 
@@ -327,6 +328,21 @@ def test_a_checkpoint_of_pure_bf16_goes_on_with_and_without_masters(tmp_path: Pa
         if masters == "none":
             assert all(torch.equal(p.detach(), value) for p, value in zip(other.parameters(), values))
         again.session.close()
+
+
+def test_torchs_own_optimizer_beside_a_plan_has_the_plans_arithmetic() -> None:
+    """SGD is not fused here, AdamW is."""
+    parameters = list(net(torch.float32).parameters())
+    assert executor.SGD(momentum=0.9).plain(parameters).defaults["fused"] is None
+    assert executor.AdamW().plain(parameters).defaults["fused"] is True
+    with pytest.raises(PlanError, match=r"Lion: torch\.optim has no such optimizer"):
+        executor.Lion().plain(parameters)
+
+
+def test_an_optimizer_that_this_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(RULES, "muon", raising=False)
+    with pytest.raises(PlanError, match=r"Muon: torch .* has no such optimizer; torch 2\.9 has"):
+        executor.Muon()
 
 
 def test_what_is_given_wrongly() -> None:
