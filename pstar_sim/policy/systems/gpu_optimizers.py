@@ -41,7 +41,7 @@ def check_adam(adam: str, policy: str, workload: Workload, *, at_once: bool = Fa
     if at_once:
         raise CannotPlan(
             f"{policy}: adam=foreach updates all parameters in optimizer.step(), not each behind its last gradient; "
-            "leave it out, or --update eager"
+            "leave it out, or plan with --update step"
         )
     return True
 
