@@ -209,6 +209,7 @@ def test_expandable_segments_grow_by_pages_of_20_mib(shim: Any, expandable: None
     with torch.cuda.stream(torch.cuda.Stream()):
         first = torch.full((30 * MIB,), 7, dtype=torch.uint8, device="cuda")
         second = torch.full((15 * MIB,), 8, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()  # what reads them below is another stream
     address = second.data_ptr()
     assert address == first.data_ptr() + 30 * MIB and is_mapped(address + 10 * MIB)
     assert shim.emulated_cuda_total(b"device_bytes") - taken == 60 * MIB
