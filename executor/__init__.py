@@ -44,6 +44,7 @@ from executor.driving.drive import StepResult
 from executor.engine import Session
 from executor.measuring.measured import Measured
 from executor.measuring.status import LinkUse, Status
+from executor.moments.marks import mark_moments
 from executor.off_plan.ladder import Ladder
 from executor.off_plan.rungs import Rung
 from executor.offloading import offload
@@ -80,6 +81,7 @@ __all__ = [
     "capture_module",
     "follow",
     "hf",
+    "mark_moments",
     "offload",
     "parameters_on_meta",
     "prepare",

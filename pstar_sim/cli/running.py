@@ -10,9 +10,10 @@ import typer
 from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.executor_parts import executor_module
-from pstar_sim.cli.flag_values import model_names, positive
+from pstar_sim.cli.flag_values import model_names, natural, positive
 from pstar_sim.cli.flags import MicroBatches, output
 from pstar_sim.cli.output import note, say, say_json, tell
+from pstar_sim.cli.recording import trace_snapshots
 from pstar_sim.cli.run_flags import RunFlags
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.workload.axes import Axes
@@ -30,15 +31,17 @@ class _TraceFlags(Axes):
     OF_MODULES = True
 
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="MODEL",
             autocompletion=model_names,
             help="a preset's name, hf:FILE (a transformers config.json), hf:ORG/NAME, or py:package.module:factory",
         ),
-    ]
-    batch: Annotated[int, typer.Option(parser=positive, metavar="B", help="sequences per micro-batch, of one GPU")]
-    seq: Annotated[int, typer.Option(parser=positive, metavar="S", help="tokens per sequence")]
+    ] = None
+    batch: Annotated[
+        int | None, typer.Option(parser=positive, metavar="B", help="sequences per micro-batch, of one GPU")
+    ] = None
+    seq: Annotated[int | None, typer.Option(parser=positive, metavar="S", help="tokens per sequence")] = None
     micro_batches: MicroBatches = 1
     variants: Annotated[
         bool,
@@ -67,19 +70,70 @@ class _TraceFlags(Axes):
         typer.Option(metavar="SIZE", help="with --device: GPU memory that the recording may use, such as 24GB"),
     ] = None
 
+    def shape(self) -> tuple[str, int, int]:
+        """Returns model, batch and sequence. Raises PstarError naming those that are missing."""
+        given = {"MODEL": self.model, "--batch": self.batch, "--seq": self.seq}
+        missing = [name for name, value in given.items() if value is None]
+        if self.model is None or self.batch is None or self.seq is None:
+            raise PstarError(f"the following arguments are required: {', '.join(missing)} (see `pstar trace --help`)")
+        return self.model, self.batch, self.seq
 
-@command(commands, "pstar trace hf:gpt2 --batch 4 --seq 1024 -o gpt2.parquet")
+
+@dataclass(frozen=True, kw_only=True)
+class _SnapshotFlags:
+    """The tide of a run under any framework, in place of a trace."""
+
+    SECTION = "a memory snapshot of torch, instead of MODEL"
+
+    from_snapshot: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="what torch.cuda.memory._dump_snapshot wrote: what the GPU holds at its peak; -o FILE.png or "
+            "FILE.json keeps the tide; may be given several times",
+        ),
+    ] = None
+    like: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TRACE",
+            help="a trace of the same model and batch, whose moments get the snapshot's non-model bytes in -o "
+            "FILE.parquet",
+        ),
+    ] = None
+    cuda: Annotated[
+        int | None,
+        typer.Option(parser=natural, metavar="N", help="device of the snapshot (default: the one that held most)"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if not self.from_snapshot and (self.like is not None or self.cuda is not None):
+            raise typer.BadParameter("--like and --cuda of `pstar trace` go with --from-snapshot")
+
+
+@command(
+    commands,
+    "pstar trace hf:gpt2 --batch 4 --seq 1024 -o gpt2.parquet\n"
+    "example: pstar trace --from-snapshot snapshot.pickle -o tide.png",
+)
 def trace(
     *,
     asked: _TraceFlags,
+    snapshot: _SnapshotFlags,
     path: Annotated[str, output("the trace file to write (.parquet)")],
     json: Annotated[bool, typer.Option("--json", help="what was traced as a JSON object")] = False,
 ) -> int:
-    """Trace one training iteration of a model, without a GPU and without its memory."""
+    """Trace one training iteration of a model, without a GPU and without its memory; or read the memory snapshot of a
+    run."""
     from pstar_sim.workload.trace import save_trace
 
+    if snapshot.from_snapshot:
+        if asked.model is not None:
+            raise PstarError(f"trace a model ({asked.model}) or read --from-snapshot: not both")
+        return trace_snapshots(snapshot.from_snapshot, snapshot.like, path, device=snapshot.cuda, as_json=json)
+    model, batch, seq = asked.shape()
     capture = executor_module("capture")
-    shape = {"batch": asked.batch, "sequence": asked.seq, **asked.given}
+    shape = {"batch": batch, "sequence": seq, **asked.given}
     variants: tuple[Workload, ...]
     if asked.device is None and (asked.machine is not None or asked.gpu_memory is not None):
         raise PstarError("--machine and --gpu-memory of `pstar trace` are for a recording; give --device too")
@@ -91,7 +145,7 @@ def trace(
                 "--variants traces without running the model; a recording (--device) has one variant: leave one of "
                 "them out"
             )
-        with bar(f"recording {asked.model}", quiet=json):
+        with bar(f"recording {model}", quiet=json):
             variants = (record_on_device(asked),)
     elif asked.variants:
         if asked.micro_batches > 1 or asked.checkpointing:
@@ -99,13 +153,13 @@ def trace(
                 "--variants traces one micro-batch with and without checkpointing: leave --micro-batches and "
                 "--checkpointing out"
             )
-        with bar(f"tracing {asked.model}", quiet=json):
-            variants = capture.capture_variants(asked.model, **shape)
+        with bar(f"tracing {model}", quiet=json):
+            variants = capture.capture_variants(model, **shape)
     else:
-        with bar(f"tracing {asked.model}", quiet=json):
-            variants = (capture.capture(asked.model, micro_batches=asked.micro_batches, **shape),)
+        with bar(f"tracing {model}", quiet=json):
+            variants = (capture.capture(model, micro_batches=asked.micro_batches, **shape),)
     if not asked.variants:
-        _note_own_shape(variants[0], asked)
+        _note_own_shape(variants[0], model, batch, seq)
     save_trace(variants, path)
     if json:
         rows = [{"trace": path, **_facts(w)} for w in variants]
@@ -123,15 +177,15 @@ def trace(
     return 0
 
 
-def _note_own_shape(w: Workload, asked: _TraceFlags) -> None:
-    if not asked.model.startswith("py:"):
+def _note_own_shape(w: Workload, model: str, batch: int, seq: int) -> None:
+    if not model.startswith("py:"):
         return
     for name, flag, own, wanted in (
-        ("batch", "--batch", w.batch, asked.batch),
-        ("sequence", "--seq", w.sequence, asked.seq),
+        ("batch", "--batch", w.batch, batch),
+        ("sequence", "--seq", w.sequence, seq),
     ):
         if own not in (wanted, 1 if name == "sequence" else wanted):
-            note(f"{asked.model} takes no `{name}`: its own batch is traced, with {name} {own}, not {flag} {wanted}")
+            note(f"{model} takes no `{name}`: its own batch is traced, with {name} {own}, not {flag} {wanted}")
 
 
 def _facts(w: Workload) -> dict[str, object]:

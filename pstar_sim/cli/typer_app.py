@@ -16,6 +16,7 @@ from pstar_sim.cli import (
     listing_commands,
     pages,
     planning,
+    recording,
     running,
     validate,
 )
@@ -36,7 +37,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 PARTS = (
-    planning, exporting, pages, running, launching, demo, ablating, calibrating, capacity, validate, listing_commands,
+    planning, exporting, pages, running, recording, launching, demo, ablating, calibrating, capacity, validate,
+    listing_commands,
 )  # fmt: skip
 for part in PARTS:
     app.add_typer(part.commands)

@@ -32,7 +32,7 @@ FLOORS = (
     ("bounds",),
     ("planner",),
     ("validation",),
-    ("frameworks",),
+    ("frameworks", "recorded"),
     ("report",),
     ("cli", "testing"),
     ("__main__",),
