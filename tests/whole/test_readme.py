@@ -36,6 +36,8 @@ NOT_RUN = {
     ".venv/bin/python -m pytest": "runs the suite that this test is part of",
     "pstar validate": "half a minute; a small part runs in test_validation_results.py",
     "pstar calibrate": "two minutes; shorter runs are in test_cli_calibrate.py and test_calibrate.py",
+    "pstar trace --from-snapshot": "needs the snapshot of a GPU; test_recording.py makes some",
+    "pstar diff ": "needs the snapshot of a GPU or a run; test_recording.py makes both",
     "torchrun ": "two processes; test_torchrun.py runs this line on a smaller model",
     "from dask.distributed": "needs a cluster and dask",
     "from pstar_sim.policy import Job, Visit": "runs in test_contributing_example.py, which looks at its plans",
