@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -12,13 +13,14 @@ from pstar_sim.cli.declare import command
 from pstar_sim.cli.executor_parts import executor_module
 from pstar_sim.cli.flag_values import one_of
 from pstar_sim.cli.flags import output
-from pstar_sim.cli.output import say_json, say_table, tell
+from pstar_sim.cli.output import check_apart, say_json, say_table, tell
 from pstar_sim.errors import PstarError
 from pstar_sim.units import GB
 
 if TYPE_CHECKING:
     from pstar_sim.catalog.curves import Curve
     from pstar_sim.catalog.machine import Machine
+    from pstar_sim.recorded.profile import Profile
 
 __all__ = ["commands"]
 
@@ -29,7 +31,8 @@ DEVICES = Literal["auto", "virtual", "cuda"]
 
 @command(
     commands,
-    "pstar calibrate -o my.toml && pstar plan --trace gpt2.parquet --machine my.toml --gpu-memory 1GB -o plan.json",
+    "pstar calibrate -o my.toml && pstar plan --trace gpt2.parquet --machine my.toml --gpu-memory 1GB -o plan.json\n"
+    "example: pstar calibrate --from-profile trace.json -o my.toml",
 )
 def calibrate(
     *,
@@ -42,18 +45,39 @@ def calibrate(
         ),
     ] = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="a quarter of the time, for twice the scatter")] = False,
+    from_profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="measure nothing: take the rates of copies, products, launches, CPU Adam and collectives from a trace "
+            "of torch's profiler (export_chrome_trace, with record_shapes=True)",
+        ),
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE.toml",
+            help="with --from-profile: the machine whose other figures stay (default: the catalog's with the GPU that "
+            "the trace names)",
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="what was measured as a JSON object")] = False,
 ) -> int:
-    """Measure the machine this runs on, in less than two minutes, and write it as a machine file."""
+    """Measure the machine this runs on, in less than two minutes, and write it as a machine file; or take its rates
+    from a profiler's trace."""
     if not path.endswith(".toml"):
         raise PstarError(f"{path!r}: the name of a machine file must end in .toml, by which --machine recognises it")
+    if from_profile is not None:
+        return _from_profile(from_profile, machine, path, as_json=json)
+    if machine is not None:
+        raise PstarError("--machine of `pstar calibrate` goes with --from-profile")
     measure = executor_module("calibrate").calibrate
     with bar("starting", quiet=json) as on_part:
-        machine, found = measure(path, device=device, quick=quick, on_part=on_part)
+        measured, found = measure(path, device=device, quick=quick, on_part=on_part)
     if json:
-        say_json(_facts(machine, path, found.skipped))
+        say_json(_facts(measured, path, found.skipped))
         return 0
-    say_table(("measured", "figure", "by size"), _rows(machine))
+    say_table(("measured", "figure", "by size"), _rows(measured))
     tell("\n".join([f"not measured: {reason}" for reason in found.skipped] or ["everything was measured"]))
     if found.taken_by_others > 0.1:
         tell(
@@ -62,6 +86,61 @@ def calibrate(
         )
     tell(f"{path}: use it with --machine {path}")
     return 0
+
+
+def _from_profile(trace: str, base: str | None, path: str, *, as_json: bool) -> int:
+    from pstar_sim.catalog.loader import load_machine
+    from pstar_sim.catalog.writing import save_machine
+    from pstar_sim.recorded.profile import load_profile, machine_named_by, with_profile
+
+    check_apart([trace], [path])
+    profile = load_profile(trace)
+    name = base or machine_named_by(profile)
+    if name is None:
+        what = (
+            "names no GPU" if profile.gpu is None else f"names the GPU {profile.gpu!r}, which the catalog does not have"
+        )
+        raise PstarError(f"{trace}: {what}; give --machine NAME, whose other figures stay")
+    machine = with_profile(load_machine(name), profile, name=Path(path).stem)
+    save_machine(machine, path)
+    rows = _profile_rows(profile)
+    left = [what for what, seen in _of_profile(profile).items() if not seen]
+    if as_json:
+        taken = {what: figure for what, figure, _ in rows}
+        say_json({**_facts(machine, path, [f"not in the trace: {what}" for what in left]), "from_profile": taken})
+        return 0
+    say_table(("measured", "figure", "by size"), rows)
+    stays = f"not in the trace, and as of {name}: {', '.join(left)}, and all sizes" if left else ""
+    tell("\n".join(line for line in (f"{trace}: {', '.join(profile.counts)}", stays) if line))
+    tell(f"{path}: use it with --machine {path}")
+    return 0
+
+
+def _of_profile(profile: Profile) -> dict[str, object]:
+    return {
+        "products": profile.products,
+        "copies to the device": profile.h2d,
+        "copies to the host": profile.d2h,
+        "launches": profile.kernel_s,
+        "CPU Adam": profile.adam_params_per_s,
+        "collectives": profile.collectives,
+    }
+
+
+def _profile_rows(profile: Profile) -> list[tuple[str, str, str]]:
+    rows = [
+        (f"products in {dtype}", f"{max(rate for _, rate in curve) / 1e12:.4g} TFLOP/s", _span(curve, 1e12))
+        for dtype, curve in profile.products.items()
+    ]
+    copies = (("host to device", profile.h2d), ("device to host", profile.d2h), ("collectives", profile.collectives))
+    rows += [(name, _gb(max(rate for _, rate in curve)), _span(curve, GB)) for name, curve in copies if curve]
+    if profile.pageable_bytes_per_s is not None:
+        rows.append(("either way, not pinned", _gb(profile.pageable_bytes_per_s), ""))
+    if profile.kernel_s is not None:
+        rows.append(("beginning and end of a kernel", f"{profile.kernel_s * 1e6:.1f} us", ""))
+    if profile.adam_params_per_s is not None:
+        rows.append(("CPU Adam", f"{profile.adam_params_per_s / 1e9:.3g} Gparam/s", ""))
+    return rows
 
 
 def _rows(machine: Machine) -> list[tuple[str, str, str]]:
