@@ -14,7 +14,7 @@ from pstar_sim.cli.flags import PlanFile
 from pstar_sim.cli.output import check_apart, save_perfetto, say, say_json, tell
 from pstar_sim.cli.planning import checked_plan, measured_of
 from pstar_sim.errors import PstarError
-from pstar_sim.files import write_atomically
+from pstar_sim.files import replaced_atomically, write_atomically
 
 if TYPE_CHECKING:
     from pstar_sim.core.plan import Plan
@@ -39,6 +39,12 @@ class _Targets:
         bool, typer.Option("--perfetto", help="Chrome trace JSON: a lane per queue, counters of memory")
     ] = False
     timeline: Annotated[bool, typer.Option("--timeline", help="instead: our own timeline JSON")] = False
+    memory_viz: Annotated[
+        str | None,
+        _file(
+            "a memory snapshot for pytorch.org/memory_viz: payloads with the names of their layers, the tide by moment"
+        ),
+    ] = None
     deepspeed: Annotated[str | None, _file("a DeepSpeed configuration (JSON) that is nearest to the plan")] = None
     accelerate: Annotated[str | None, _file("accelerate's configuration with FSDP 2 (YAML)")] = None
     fsdp2: Annotated[str | None, _file("a Python function that applies FSDP 2 to a model")] = None
@@ -49,12 +55,18 @@ class _Targets:
         if self.perfetto and self.timeline:
             raise typer.BadParameter("argument --timeline: not allowed with argument --perfetto; give one of them")
         form = next((name for name in ("perfetto", "timeline") if getattr(self, name)), None)
-        target = next(iter(self.files), None)
+        target = next(iter(self.written), None)
         if form is not None and target is not None:
             raise typer.BadParameter(f"argument --{target}: not allowed with argument --{form}; give one of them")
         if form is None and target is None:
-            known = " ".join(f"--{f.name}" for f in fields(self))
+            known = " ".join(f"--{f.name.replace('_', '-')}" for f in fields(self))
             raise typer.BadParameter(f"one of the arguments {known} is required")
+
+    @property
+    def written(self) -> dict[str, str]:
+        """Flag -> file, for the given flags that name their files."""
+        viz = {} if self.memory_viz is None else {"memory-viz": self.memory_viz}
+        return viz | self.files
 
     @property
     def files(self) -> dict[str, str]:
@@ -102,12 +114,16 @@ def export(
     that the framework cannot express and the prediction for that configuration under the framework's own policy."""
     if measured is not None and not targets.perfetto:
         raise PstarError("--measured goes with --perfetto; `pstar run --timeline` keeps both timelines itself")
-    check_apart([plan, *([measured] if measured else [])], [*targets.files.values(), *([path] if path else [])])
+    check_apart([plan, *([measured] if measured else [])], [*targets.written.values(), *([path] if path else [])])
     loaded, _ = checked_plan(plan)
+    if targets.written and path is not None:
+        raise PstarError("-o goes with --perfetto and --timeline; the other flags name their files themselves")
+    if targets.memory_viz is not None:
+        _write_memory_viz(loaded, targets.memory_viz, quiet=json)
     if targets.files:
-        if path is not None:
-            raise PstarError("-o goes with --perfetto and --timeline; the other flags name their files themselves")
         return _write_configurations(loaded, targets.files, as_json=json)
+    if targets.written:
+        return 0
     if path is None:
         raise PstarError("the following arguments are required: -o/--output (see `pstar export --help`)")
     from pstar_sim.planner.compare import play_plan
@@ -120,6 +136,17 @@ def export(
         save_perfetto([timeline, *beside], loaded, Path(path))
     tell(f"{path}: {len(timeline.spans)} spans of {timeline.iterations} iterations")
     return 0
+
+
+def _write_memory_viz(plan: Plan, path: str, *, quiet: bool) -> None:
+    from pstar_sim.planner.compare import play_plan
+    from pstar_sim.report.memory_viz import to_memory_viz
+
+    data = to_memory_viz(plan, play_plan(plan))
+    with replaced_atomically(Path(path)) as temporary:
+        temporary.write_bytes(data)
+    if not quiet:
+        tell(f"{path}: {len(data) / 1e6:.1f} MB; open it at pytorch.org/memory_viz (device 0: GPU, 1: host, 2: disks)")
 
 
 def _write_configurations(plan: Plan, files: dict[str, str], *, as_json: bool) -> int:

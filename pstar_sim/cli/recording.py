@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pstar_sim.core.plan import Plan
     from pstar_sim.core.timeline import Timeline
     from pstar_sim.recorded.held import Held
+    from pstar_sim.recorded.snapshot import DeviceHistory
     from pstar_sim.workload.workload import Workload
 
 __all__ = ["commands", "trace_snapshots"]
@@ -26,54 +27,70 @@ __all__ = ["commands", "trace_snapshots"]
 commands = typer.Typer()
 
 
-def trace_snapshots(files: Sequence[str], like: str | None, path: str, *, device: int | None, as_json: bool) -> int:
+def trace_snapshots(
+    files: Sequence[str], like: str | None, path: str | None, *, device: int | None, as_json: bool
+) -> int:
     """`pstar trace --from-snapshot`: says what the snapshots hold at their peaks, and writes their tide: as pictures
     below each other, as a timeline, or as the moments of the trace `like`."""
     from pstar_sim.recorded.held import held_of_snapshot
-    from pstar_sim.recorded.kinds import kinds_of
     from pstar_sim.recorded.snapshot import load_snapshot
-    from pstar_sim.recorded.tide import tide_of, with_tide
     from pstar_sim.report.recorded import held_text, notes_of
     from pstar_sim.terminal import terminal_width
-    from pstar_sim.workload.trace import load_trace, save_trace
+    from pstar_sim.workload.trace import load_trace
 
-    check_apart([*files, *([like] if like else [])], [path])
-    kind = Path(path).suffix.lower()
-    if kind == ".parquet" and (like is None or len(files) > 1):
-        raise PstarError(
-            f"-o {path}: the trace of a snapshot needs one --from-snapshot and --like TRACE, which has the parameters "
-            "and moments; -o FILE.json keeps the tide alone, -o FILE.png draws it"
-        )
-    if kind not in (".parquet", ".json"):
-        picture_kind(Path(path))
-    if kind == ".json" and len(files) > 1:
-        raise PstarError(f"-o {path}: a timeline is of one snapshot; draw several with -o FILE.png")
+    check_apart([*files, *([like] if like else [])], [path] if path else [])
+    if path is not None:
+        _check_kind(path, like, len(files))
     job = None if like is None else load_trace(like)
     snapshots = [load_snapshot(file) for file in files]
-    histories = [snapshot.device(device) for snapshot in snapshots]
-    kinds = [kinds_of(history, job) for history in histories]
-    if job is not None and kind == ".parquet":
-        save_trace(with_tide(job, histories[0], kinds[0]), path)
-    else:
-        rows = zip(histories, kinds, files)
-        timelines = [tide_of(history, of, job, label=Path(file).stem) for history, of, file in rows]
-        _save_tides(timelines, path, kind)
     shown = [held_of_snapshot(snapshot, device, job) for snapshot in snapshots]
+    if path is not None:
+        _write_tides([snapshot.device(device) for snapshot in snapshots], files, job, path)
     if as_json:
         say_json({"written": path, "snapshots": [held.to_json() for held in shown]})
         return 0
     for held in shown:
         say(held_text(held, width=terminal_width()))
-    tell("\n".join([*(note for held in shown for note in notes_of(held)), f"{path}: written"]))
+    written = [f"{path}: written"] if path is not None else []
+    tell("\n".join([*(note for held in shown for note in notes_of(held)), *written]))
     return 0
 
 
-def _save_tides(timelines: Sequence[Timeline], path: str, kind: str) -> None:
-    from pstar_sim.report.tide_picture import tide_figure
+def _check_kind(path: str, like: str | None, files: int) -> None:
+    kind = Path(path).suffix.lower()
+    if kind == ".parquet" and (like is None or files > 1):
+        raise PstarError(
+            f"-o {path}: the trace of a snapshot needs one --from-snapshot and --like TRACE, which has the parameters "
+            "and moments; -o FILE.json keeps the tide alone, -o FILE.png draws it"
+        )
+    if kind == ".json" and files > 1:
+        raise PstarError(f"-o {path}: a timeline is of one snapshot; draw several with -o FILE.png")
+    if kind not in (".parquet", ".json"):
+        picture_kind(Path(path))
 
+
+def _write_tides(histories: Sequence[DeviceHistory], files: Sequence[str], job: Workload | None, path: str) -> None:
+    from pstar_sim.recorded.kinds import kinds_of
+    from pstar_sim.recorded.tide import tide_of, with_tide
+    from pstar_sim.workload.trace import save_trace
+
+    kind = Path(path).suffix.lower()
+    if job is not None and kind == ".parquet":
+        (history,) = histories
+        save_trace(with_tide(job, history, kinds_of(history, job)), path)
+        return
+    timelines = [
+        tide_of(history, kinds_of(history, job), job, label=Path(file).stem) for history, file in zip(histories, files)
+    ]
     if kind == ".json":
         timelines[0].save(path)
-        return
+    else:
+        _save_tides(timelines, path)
+
+
+def _save_tides(timelines: Sequence[Timeline], path: str) -> None:
+    from pstar_sim.report.tide_picture import tide_figure
+
     save_picture(tide_figure(timelines, xs=("time",)), Path(path), dpi=150)
 
 
@@ -138,7 +155,7 @@ def _diff_snapshot(measured: str, against: str, device: int | None, plot: str | 
     if plot is not None:
         history = snapshot.device(device)
         drawn.append(tide_of(history, kinds_of(history, job), job, label=Path(measured).stem))
-        _save_tides(drawn, plot, "")
+        _save_tides(drawn, plot)
     if as_json:
         say_json(beside_as_json(base, found))
         return 0

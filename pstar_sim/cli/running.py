@@ -70,20 +70,20 @@ class _TraceFlags(Axes):
         typer.Option(metavar="SIZE", help="with --device: GPU memory that the recording may use, such as 24GB"),
     ] = None
 
-    def shape(self) -> tuple[str, int, int]:
-        """Returns model, batch and sequence. Raises PstarError naming those that are missing."""
-        given = {"MODEL": self.model, "--batch": self.batch, "--seq": self.seq}
-        missing = [name for name, value in given.items() if value is None]
-        if self.model is None or self.batch is None or self.seq is None:
-            raise PstarError(f"the following arguments are required: {', '.join(missing)} (see `pstar trace --help`)")
-        return self.model, self.batch, self.seq
+    def needed(self, path: str | None) -> tuple[str, int, int, str]:
+        """Returns model, batch, sequence and the file to write. Raises PstarError naming those that are missing."""
+        if self.model is None or self.batch is None or self.seq is None or path is None:
+            given = {"MODEL": self.model, "--batch": self.batch, "--seq": self.seq, "-o/--output": path}
+            missing = ", ".join(name for name, value in given.items() if value is None)
+            raise PstarError(f"the following arguments are required: {missing} (see `pstar trace --help`)")
+        return self.model, self.batch, self.seq, path
 
 
 @dataclass(frozen=True, kw_only=True)
 class _SnapshotFlags:
     """The tide of a run under any framework, in place of a trace."""
 
-    SECTION = "a memory snapshot of torch, instead of MODEL"
+    SECTION = "a snapshot of torch, instead of MODEL"
 
     from_snapshot: Annotated[
         list[str] | None,
@@ -120,7 +120,7 @@ def trace(
     *,
     asked: _TraceFlags,
     snapshot: _SnapshotFlags,
-    path: Annotated[str, output("the trace file to write (.parquet)")],
+    path: Annotated[str | None, output("the trace file to write (.parquet)")] = None,
     json: Annotated[bool, typer.Option("--json", help="what was traced as a JSON object")] = False,
 ) -> int:
     """Trace one training iteration of a model, without a GPU and without its memory; or read the memory snapshot of a
@@ -131,7 +131,7 @@ def trace(
         if asked.model is not None:
             raise PstarError(f"trace a model ({asked.model}) or read --from-snapshot: not both")
         return trace_snapshots(snapshot.from_snapshot, snapshot.like, path, device=snapshot.cuda, as_json=json)
-    model, batch, seq = asked.shape()
+    model, batch, seq, path = asked.needed(path)
     capture = executor_module("capture")
     shape = {"batch": batch, "sequence": seq, **asked.given}
     variants: tuple[Workload, ...]

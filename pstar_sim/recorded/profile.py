@@ -3,10 +3,10 @@ collectives, as the run that was traced had them.
 
 [Note: rates of a trace] Sizes within a factor of two are one point of a curve, each shape with the median of its
 seconds. A product is an operator with its shapes (`record_shapes=True`), and takes the seconds of its kernels, or,
-where there is no GPU, its own. A copy has its bytes; those of memory that is not pinned are apart. A kernel that was launched
-before the one in front of it had ended waits for nothing but that end, so the gap between the two, with the shortest
-kernels, is what a kernel begins and ends with. A collective also waits for the other ranks: the fastest quarter of each
-size counts. What the trace does not have stays as it is in the machine that it is applied to.
+where there is no GPU, its own. A copy has its bytes; those of memory that is not pinned are apart. A kernel that was
+launched before the one in front of it had ended waits for nothing but that end, so the gap between the two, with the
+shortest kernels, is what a kernel begins and ends with. A collective also waits for the other ranks: the fastest
+quarter of each size counts. What the trace does not have stays as it is in the machine that it is applied to.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ JOB = ["--model", "1B", "--batch", "1", "--seq", "128", "--machine", "v100-32"]
         (["compare", *JOB, "--update", "now"], "'now' (choose from step, eager) (see `pstar compare --help`)"),
         (["compare", *JOB, "--trace", "x"], "argument --trace: not allowed with argument --model; give one of them"),
         (["compare", "--machine", "v100-32"], "one of the arguments --trace --model is required"),
-        (["export", "plan.json", "-o", "x.json"], "one of the arguments --perfetto --timeline --deepspeed "),
+        (["export", "plan.json", "-o", "x.json"], "one of the arguments --perfetto --timeline --memory-viz "),
         (["trace"], "the following arguments are required: MODEL, --batch, --seq, -o/--output (see `pstar trace"),
         (["run", "--steps", "2"], "the following arguments are required: PLAN, --model"),
         (["run", "plan.json", "--model", "1B", "--steps", "-1"], "argument --steps: must be at least 1, not -1"),
