@@ -13,9 +13,11 @@ from pstar_sim.policy.family.attempt import attempt_course
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.search import Search
+from pstar_sim.policy.family.searched import _Sizes
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes
+from pstar_sim.policy.passes.feasibility import check_host
 from pstar_sim.testing import chain_workload, random_workload
 from pstar_sim.workload.adapter import Adapter
 from pstar_sim.workload.workload import UseKind, Workload
@@ -76,6 +78,29 @@ def test_a_search_that_is_good_enough_has_nothing_more_to_try() -> None:
     search = Search(Job("any", workload, machine("h100-80"), EAGER, Point(streams=True), build_layout(workload)))
     search.run(ENOUGH_OPS)
     assert search.good_enough and (search.exhausted or search.run(ENOUGH_OPS)) and search.exhausted
+
+
+def test_a_search_begins_where_the_host_has_room() -> None:
+    """With nothing pinned the host holds 18 bytes of each of 1.2 billion parameters, more than 11 GB. No start has to
+    be given up for that, and streams are not lost."""
+    workload = preset("1B", batch=1, seq=1024, dtype="bf16", micro_batches=4)
+    where = machine("h100-80", gpu_memory="12GB", host_memory="19GB")
+    search = Search(Job("any", workload, where, EAGER, Point(streams=True, sums=True), build_layout(workload)))
+    starts = [search._modes(trial) for trial in search._roofline_starts(turned=False)]
+    assert starts and all(modes.streamed for modes in starts)
+    for modes in starts:
+        check_host(search.job, modes)
+
+
+def test_a_job_that_uses_its_chunks_often_begins_with_larger_ones() -> None:
+    """1,000 layers of a chunk each, used in forward and backward of four micro-batches, are 8,000 uses: chunks of two
+    layers are used 4,000 times. With one micro-batch nothing changes."""
+    for micro_batches, times in ((4, 2), (1, None)):
+        workload = chain_workload(1000, 64 << 20, dtype="bf16", micro_batches=micro_batches)
+        sizes = _Sizes(workload, machine("h100-80"), EAGER, Point(streams=True, sums=True), "any", True)
+        coarse = sizes._coarse()
+        assert len(sizes.usual.chunks) == 1000
+        assert (coarse and coarse.chunk_bytes // sizes.usual.chunk_bytes) == times
 
 
 def uneven(layers: int = 6) -> Workload:

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from pstar_sim.policy.family.pins import PinFacts, pin_facts
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.update_windows import Inside
+from pstar_sim.policy.passes.feasibility import host_room
 from pstar_sim.workload.workload import Phase
 
 __all__ = ["ModeFacts", "Roofline", "interleave", "mode_facts", "roofline"]
@@ -57,6 +58,7 @@ class ModeFacts:
     dram_fold_bytes: of the adds that CPU Adam makes, of all chunks.
     passing_bytes: GPU room of streaming one chunk: states and working list.
     last_room_bytes: room at the last moment with nothing pinned.
+    host_room_bytes: room of the host for lists of the chunks.
     turn_s: from the iteration's begin to the last backward pass.
     first_s: of the first micro-batch.
     forward_s: of its forward pass.
@@ -80,6 +82,7 @@ class ModeFacts:
     dram_fold_bytes: int
     passing_bytes: int
     last_room_bytes: int
+    host_room_bytes: int
     turn_s: float
     first_s: float
     forward_s: float
@@ -114,6 +117,7 @@ def mode_facts(job: Job) -> ModeFacts:
         dram_fold_bytes=sum(job.cost.cpu_add_bytes(c) for c in job.candidates if job.folds[c]),
         passing_bytes=max(visiting, default=0) + largest,
         last_room_bytes=job.machine.gpu_budget_bytes - job.small_bytes - job.tide[-1],
+        host_room_bytes=host_room(job),
         turn_s=sum(job.cost.moments_s[:turn]),
         first_s=sum(s for s, m in zip(job.cost.moments_s, w.moments) if m.micro_batch == 0),
         forward_s=sum(s for s, m in zip(job.cost.moments_s, w.moments) if m.micro_batch == 0 and m.phase is Phase.FWD),
@@ -135,7 +139,7 @@ class Roofline:
     """Closed-form seconds, of shape (len(pins), len(shares), len(sums)): by the number of pinned chunks, and by the
     shares of the others that are streamed and whose sum is on the GPU.
 
-    seconds: seconds per iteration, the largest of several terms.
+    seconds: seconds per iteration, the largest of several terms; inf where the GPU or the host lacks room.
     floor_s: seconds without the terms that depend on which chunks have which mode (all windows except that of the last
         chunk), and as if streamed parameters stayed on the GPU between iterations.
     spilt: share of the chunks whose sums spill.
@@ -247,8 +251,12 @@ def roofline(
                 down_s=((1 - x - summed) * everything / down_rate, spilt / down_rate, sent / down_rate),
             )
         )
-    table = np.stack(np.broadcast_arrays(*terms))
-    seconds = np.where(beside < 0, np.inf, table.max(axis=0)) if len(sums) > 1 else table.max(axis=0)
+    seconds = np.stack(np.broadcast_arrays(*terms)).max(axis=0)
+    never = 0.0 if spill or f.barrier else summed_z * sum_bytes  # sums that are never on the host
+    short = (1 - x) * pinned.sum() - never > facts.host_room_bytes
+    if len(sums) > 1:
+        short = short | (beside < 0)
+    seconds = np.where(short, np.inf, seconds)
     spilt_share = np.broadcast_to(spilt / max(1.0, sum_bytes), seconds.shape)
     return Roofline(np.asarray(seconds), np.asarray(floor.max(axis=0)), spilt_share)
 

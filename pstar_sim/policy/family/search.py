@@ -102,6 +102,12 @@ class Trial:
     knobs: Knobs = USUAL
 
 
+def _pinning(trial: Trial, pins: int) -> Trial:
+    """Returns the trial with another number of pins, in place of streams if there are any."""
+    streams = max(0, trial.streams + trial.pins - pins) if trial.streams else 0
+    return replace(trial, pins=pins, streams=streams, head=min(trial.head, pins), front=min(trial.front, streams))
+
+
 class _Start(NamedTuple):
     """The best trial by the roofline for a spill share."""
 
@@ -169,7 +175,7 @@ class Search:
             roof = roofline(self.facts, pins, shares, sums, spill=spill)
             self.floor_s = min(self.floor_s, float(roof.floor_s.min()))
             self.starts += self._best_starts(roof, pins, shares, sums)
-        self.starts = sorted(set(self.starts))
+        self.starts = sorted(start for start in set(self.starts) if start.seconds < math.inf)
         # The best trial of a roofline without the term of `_in_turn_s`. It lies far from some starts, where few large
         # chunks stand between.
         roof = roofline(self.facts, pins, shares, sums, in_turn=False) if job.may_sum else roof
@@ -301,10 +307,7 @@ class Search:
         return frozenset((*by_adam, *streamed)).difference(first, then)
 
     def _fit(self, modes: Modes, knobs: Knobs) -> Attempt | None:
-        try:
-            check_host(self.job, modes)
-        except DoesNotFit as reason:
-            self.reason = self.reason or reason
+        if not self._fits_host(modes):
             return None
         limit_s = self.here[0] * HOPELESS if self.here is not None else math.inf
         if self._adam_s(modes) > limit_s:
@@ -464,14 +467,33 @@ class Search:
         low, high, found = self.fewest, trial.pins, trial
         while low < high:
             pins = (low + high) // 2
-            streams = trial.streams + trial.pins - pins if trial.streams else 0
-            fewer = replace(trial, pins=pins, streams=streams, head=min(trial.head, pins))
+            fewer = _pinning(trial, pins)
             if self._has_room(fewer):
                 low, found = pins + 1, fewer
             else:
                 high = pins
         self.no_room[trial] = found
         return found
+
+    def _with_host_room(self, trial: Trial) -> Trial | None:
+        """Returns the trial with the fewest pins, at least as many, for which the host has room, in place of streams;
+        None if there are none. The roofline counts bytes, not chunks."""
+        fewer, more = trial.pins - 1, self.most + 1
+        while more - fewer > 1:
+            pins = trial.pins if fewer < trial.pins else (fewer + more) // 2
+            if self._fits_host(self._modes(_pinning(trial, pins))):
+                more = pins
+            else:
+                fewer = pins
+        return _pinning(trial, more) if more <= self.most else None
+
+    def _fits_host(self, modes: Modes) -> bool:
+        try:
+            check_host(self.job, modes)
+        except DoesNotFit as reason:
+            self.reason = self.reason or reason
+            return False
+        return True
 
     def _has_room(self, trial: Trial) -> bool:
         return Course(self.shown, self._modes(trial), trial.knobs).least_room_bytes >= 0
@@ -523,12 +545,14 @@ class Search:
 
     def _roofline_starts(self, *, turned: bool) -> Iterator[Trial]:
         knobs = self._first_knobs()
-        self._must_try = True  # each start, because the roofline's order of the starts is often wrong
+        # The roofline's order of the starts is often wrong, so each is tried, unless another size's trial is there.
+        self._must_try = turned or self.best is None
         for _, pins, streams, hosts, spills in self.starts:
             start = Trial(pins=pins, streams=streams, head=0, front=min(FRONT, streams), hosts=hosts, knobs=knobs)
             if spills:  # sums on their way need room, which the roofline does not count
                 start = replace(start, spills=spills, knobs=replace(knobs, linger=True))
-            yield start
+            if (held := self._with_host_room(start)) is not None:
+                yield held
         self._must_try = False
         if turned and self.best is not None and self.best[1].streams:
             yield from self._turned(self.best[1].knobs)
@@ -553,8 +577,7 @@ class Search:
     def _with_fewer_pins(self) -> Trial:
         assert self.best is not None
         now = self.best[1]
-        pins = round(FEWER_PINS * now.pins)
-        return replace(now, pins=pins, streams=now.streams + now.pins - pins, head=min(pins, now.head))
+        return _pinning(now, round(FEWER_PINS * now.pins))
 
     def _elsewhere(self, best: Trial) -> Iterator[Trial]:
         knobs = best.knobs

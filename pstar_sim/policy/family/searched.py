@@ -8,6 +8,7 @@ followed (pace.py).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -37,6 +38,8 @@ __all__ = ["SearchResult", "jobs_of_sizes", "own_plans", "searched"]
 MOST_CHUNKS = 400  # largest number of chunks of the other chunk sizes that are tried: many chunks make a search long
 FACTORS = (2.0, 0.5)  # other chunk sizes, as multiples of the usual size, if chunks are many
 FACTORS_OF_FEW = (0.5, 0.25, 0.125)  # the same if chunks are few
+# If chunks are used more often than this per iteration, the search begins with so much larger chunks that they are not.
+VISITS = 4_500
 COARSE = 100  # up to this number of chunks, chunks count as few
 # Effort for `Settings.effort` 1, in scheduled steps: in total, and in total if chunks are few. ALONE: the share of this
 # effort if only one chunk size is searched.
@@ -155,6 +158,8 @@ class _Sizes:
 
     def run(self) -> None:
         """Raises DoesNotFit if no size fits."""
+        if (coarse := self._coarse()) is not None:
+            self._look(coarse, min(FIRST_OPS, self.all_ops))
         self._look(self.usual, min(FIRST_OPS, self.all_ops))
         self._look_elsewhere()
         if not self.searches:
@@ -170,6 +175,15 @@ class _Sizes:
             if several or not self._barrier:
                 self._run_on(self.best(), Search.wander, min(round(RANDOM * more), self.left_ops))
             self._continue()
+
+    def _coarse(self) -> Layout | None:
+        """Returns larger chunks to begin with, if attempts at the usual size take too much effort for a search."""
+        job = self.job(self.usual)
+        visits = sum(len(job.touched[c]) for c in job.moving)
+        if not self._open or visits <= VISITS:
+            return None
+        layout = self._layout(self.usual.chunk_bytes * 2 ** math.ceil(math.log2(visits / VISITS)))
+        return layout if 2 * len(layout.chunks) <= len(self.usual.chunks) + 1 else None
 
     def _continue(self) -> None:
         while self.left_ops > 0 and not self.best().good_enough:

@@ -13,7 +13,7 @@ from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.passes import gradient_rows
 from pstar_sim.units import format_bytes, format_count
 
-__all__ = ["check_gpu", "check_host", "held_on_host"]
+__all__ = ["check_gpu", "check_host", "held_on_host", "host_room"]
 
 
 def check_gpu(job: Job) -> None:
@@ -57,14 +57,20 @@ def held_on_host(job: Job, pinned: frozenset[int], never: Iterable[tuple[int, st
     return job.stash_bytes + sum(job.permanent[c] for c in job.moving if c not in pinned) - absent
 
 
+def host_room(job: Job) -> int:
+    """Returns the bytes of the host for the lists of chunks that get gradients, beside everything that is always
+    there."""
+    others = held_on_host(job, frozenset(job.candidates))
+    return job.machine.host_budget_bytes - others - _passing_bytes(job, job.candidates)
+
+
 def check_host(job: Job, modes: Modes) -> None:
     """Raise DoesNotFit unless the host has room for what is not pinned and for one gradient that passes."""
     pinned = modes.pinned
     # If no sum spills and no sum waits for the barrier, the sums of streamed chunks are never on the host.
     never = frozenset[int]() if modes.spilt or job.barrier is not None else modes.summed & modes.streamed
     needed = held_on_host(job, pinned, ((c, "grad32") for c in never))
-    if job.several and not job.sums_on_gpu:
-        needed += max((job.layout.payload_bytes(c, "grad") for c in job.candidates if c not in pinned), default=0)
+    needed += _passing_bytes(job, (c for c in job.candidates if c not in pinned))
     budget = job.machine.host_budget_bytes
     if needed > budget:
         raise DoesNotFit(
@@ -76,3 +82,10 @@ def check_host(job: Job, modes: Modes) -> None:
             + (", accumulated gradients" if job.several else "")
             + (", offloaded activations" if job.workload.stashes else ""),
         )
+
+
+def _passing_bytes(job: Job, chunks: Iterable[int]) -> int:
+    """Returns the bytes of one gradient that passes."""
+    if not job.several or job.sums_on_gpu:
+        return 0
+    return max((job.layout.payload_bytes(c, "grad") for c in chunks), default=0)
