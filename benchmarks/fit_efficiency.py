@@ -29,6 +29,7 @@ from pstar_sim.catalog.attention_rates import attention_rates
 from pstar_sim.catalog.efficiency import fitted
 from pstar_sim.catalog.loader import load_catalog
 from pstar_sim.cost import flops_rate
+from pstar_sim.dtypes import MASTER
 from pstar_sim.validation.experiments import experiment_of, runs_of
 from pstar_sim.validation.replay import replay, row_value
 from pstar_sim.validation.rows import PublishedRow, published_rows
@@ -37,7 +38,7 @@ from pstar_sim.validation.setups import Experiment, published_machine
 
 HARNESS = "deep-optimizer-states-results"
 VM = "v100-32-vm"
-FASTER = ("tokens_per_s_per_gpu", "total_TFLOPS_8N")
+FASTER = ("tokens_per_s_per_gpu", "tok_s_gpu", "samples_s", "total_TFLOPS_8N")
 TIMES = (*FASTER, "fwd_s", "bwd_s", "adam_s", "iter_s")
 ON_GPU = ("all_on_gpu", "zero3_resident")
 """Policies whose plans use no host memory, so that no number of the host moves them."""
@@ -48,20 +49,24 @@ MEANING = {
     "triton_tflops": "both passes of the Triton attention kernel of 2023 on an A100",
     "operator_us": "Python of one operator of a model",
     "wait_us": "time of a moment in which the GPU waits for DeepSpeed's hooks",
-    "net_loss": "share of its speed that compute loses while a collective runs",
+    "net_loss": "share of its speed that compute loses while a collective of FSDP runs",
+    "zero_net_loss": "the same for DeepSpeed",
     "adam_dram": "share of a node's DRAM bandwidth that CPU Adam reaches",
     "adam_gparams_core": "fused AdamW of one core",
+    "adam_found_gparams_per_s": "CPU step of a process with the one thread that a launcher leaves it",
     "pageable_gb_per_s": "blocking copies of memory that is not pinned",
     "bound_adam_gparams": "CPU Adam of Polaris' node where each process is bound to a NUMA domain",
     "loop_ms": "reading of the batch and logging in Deep Optimizer States' script, per micro-batch",
     "geforce_tensor": "share of a GeForce card's tensor peak that large products reach",
     "geforce_peer": "share of a link's rate that collectives through the host's memory reach",
+    "a800_tensor": "share of the tensor peak that large products reach on the cards of a node of A800",
     "vm_adam_gparams": "CPU Adam of STRONGHOLD's virtual machine",
 }
 GEFORCE = "rtx3090"
+A800, A800_PEAK = "a100-80-a800", 312e12
 _GEFORCE: Any = load_catalog().gpus[GEFORCE].values
 STEP, PULL = 0.05, 0.03
-MOST = {"geforce_tensor": 1.0}  # a share of a peak
+MOST = {"geforce_tensor": 1.0, "a800_tensor": 1.0}  # shares of a peak
 Array = NDArray[np.float64]
 
 
@@ -89,16 +94,24 @@ def start() -> dict[str, float]:
         "triton_tflops": _triton_tflops(),
         "operator_us": load_catalog().framework("pytorch").operator_s * 1e6,
         "wait_us": load_catalog().framework("deepspeed").wait_s * 1e6,
-        "net_loss": e.net_loss,
+        "net_loss": load_catalog().framework("pytorch").net_loss,
+        "zero_net_loss": load_catalog().framework("deepspeed").net_loss,
         "adam_dram": e.adam_dram,
         "adam_gparams_core": e.adam_params_per_core_s / 1e9,
+        "adam_found_gparams_per_s": e.adam_found_params_per_s / 1e9,
         "pageable_gb_per_s": e.pageable_bytes_per_s / 1e9,
         "bound_adam_gparams": hosts["polaris-bound"].adam_params_per_s / 1e9,
         "loop_ms": loop_s * 1e3,
         "geforce_tensor": _GEFORCE.tensor_core_efficiency,
         "geforce_peer": _GEFORCE.peer_share,
+        "a800_tensor": _a800_tensor(),
         "vm_adam_gparams": hosts[VM].adam_params_per_s / 1e9,
     }
+
+
+def _a800_tensor() -> float:
+    gpu = published_machine("a800-80x8", fitted(), "deepspeed").gpu
+    return gpu.flops_per_s["bf16"] / A800_PEAK
 
 
 def _triton_tflops() -> float:
@@ -120,30 +133,38 @@ def job(run: Run, v: dict[str, float]) -> Experiment:
         matmul=v["matmul"],
         hbm=v["hbm"],
         launch_s=v["launch_us"] * 1e-6,
-        net_loss=v["net_loss"],
     )
     if not on_gpu:
         efficiency = replace(
             efficiency,
             adam_dram=v["adam_dram"],
             adam_params_per_core_s=v["adam_gparams_core"] * 1e9,
+            adam_found_params_per_s=v["adam_found_gparams_per_s"] * 1e9,
             pageable_bytes_per_s=v["pageable_gb_per_s"] * 1e9,
         )
     experiment = experiment_of(run, efficiency)
     machine = experiment.machine
     shape = machine.gpu.products
     assert machine.framework is not None and shape is not None
-    machine = replace(machine, framework=replace(machine.framework, operator_s=v["operator_us"] * 1e-6))
-    if machine.framework.name == "deepspeed":
-        machine = replace(machine, framework=replace(machine.framework, wait_s=v["wait_us"] * 1e-6))
+    zero = machine.framework.name == "deepspeed"
+    python = replace(
+        machine.framework,
+        operator_s=v["operator_us"] * 1e-6,
+        wait_s=v["wait_us"] * 1e-6 if zero else machine.framework.wait_s,
+        net_loss=v["zero_net_loss" if zero else "net_loss"] if machine.world_size > 1 else 0.0,
+    )
+    machine = replace(machine, framework=python)
     if experiment.attention == "triton" and shape.generation == "a100":
         shape = replace(shape, flash=shape.flash * v["triton_tflops"] / _triton_tflops())
-    rates = {experiment.dtype: flops_rate(machine, experiment.dtype)}  # a rate that is not used moves nothing
+    dtypes = (experiment.dtype,) if experiment.autocast is None else (experiment.autocast, MASTER)
+    rates = {dtype: flops_rate(machine, dtype) for dtype in dtypes if dtype}  # a rate that is not used moves nothing
     gpu = replace(machine.gpu, products=shape, flops_per_s=rates)
     if gpu.name == GEFORCE:
         share = v["geforce_tensor"] / _GEFORCE.tensor_core_efficiency
         rates = {dtype: rate if dtype == "fp32" else rate * share for dtype, rate in rates.items()}
         gpu = replace(gpu, flops_per_s=rates, peer_share=v["geforce_peer"])
+    if gpu.name == A800:
+        gpu = replace(gpu, flops_per_s=dict.fromkeys(rates, A800_PEAK * v["a800_tensor"]))
     machine = replace(machine, ranks=tuple(replace(r, gpu=gpu) for r in machine.ranks))
     own = {VM: "vm_adam_gparams", "polaris-bound": "bound_adam_gparams"}.get(machine.name.partition(" (")[0])
     if own is not None and not on_gpu:

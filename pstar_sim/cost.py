@@ -71,11 +71,11 @@ from typing import NamedTuple
 
 from pstar_sim.catalog.attention import USUAL, call_flops
 from pstar_sim.catalog.curves import best_rate, rate_at
-from pstar_sim.catalog.machine import ADAM_BYTES_PER_PARAM, Fabric, Gpu, Link, Machine
+from pstar_sim.catalog.machine import ADAM_BYTES_PER_PARAM, BY_COLLECTIVES, Fabric, Gpu, Link, Machine
 from pstar_sim.core.effects import folded_lists, gradient_list
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.rules import BY_COLLECTIVES, Rates, StepCosts
+from pstar_sim.core.rules import Rates, StepCosts
 from pstar_sim.core.step import PAGEABLE, ROUTES, Kind, Step
 from pstar_sim.dtypes import DTYPES, MASTER, WORKING
 from pstar_sim.errors import PlanError
@@ -96,7 +96,7 @@ __all__ = [
 
 _COST = ("cost",)  # key of `Workload.derived`
 
-VERSION = 8
+VERSION = 9
 """Version of the model, by [Note: versions of the model]."""
 
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})
@@ -561,7 +561,7 @@ class CostModel:
             dram_bytes_per_s=machine.host.dram_bytes_per_s / machine.local_ranks,
             duplex=machine.link.duplex,
             slowdowns=slowdowns if measured else {},
-            compute_while_net=1.0 if measured and slowdowns else machine.slowdowns.get(BY_COLLECTIVES, 1.0),
+            compute_while_net=1.0 if measured and slowdowns else machine.compute_while_net,
         )
 
     @cached_property

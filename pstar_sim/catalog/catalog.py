@@ -162,7 +162,7 @@ class Catalog:
             ranks=tuple(node),
             host=host,
             notes=given.notes or "",
-            slowdowns=self._slowdowns(e, node),
+            slowdowns=_factors(given),
             price_usd_per_hour=given.price_usd_per_hour,
             peer=peer,
             network=self._joined(e, "network", "node-node"),
@@ -181,15 +181,6 @@ class Catalog:
                 "host", f"one whose memory_gb is above usable_gb of {node[0].gpu.name} and reserved_gb together"
             )
         return replace(host, memory_bytes=left)
-
-    def _slowdowns(self, e: Entry[MachineEntry], node: Sequence[Rank]) -> dict[str, float]:
-        """Returns the entry's factors, and that of collectives where all cards are of known generations."""
-        given = e.values.slowdowns
-        factors = {} if given is None else structs.asdict(given)
-        stated = {name: factor for name, factor in factors.items() if factor is not None}
-        if any(self.gpus[rank.gpu.name].values.generation is None for rank in node):
-            return stated
-        return {"compute_while_net": 1 / (1 - self.efficiency.net_loss), **stated}
 
     def _framework(self, e: Entry[MachineEntry], node: Sequence[Rank]) -> Framework | None:
         """Returns the framework that the machine's entry names, else the catalog's first framework for cards of a known
@@ -222,6 +213,11 @@ class Catalog:
         if self.links[name].values.connects != connects:
             raise e.refuse(field, f'a link that connects = "{connects}"')
         return self.fabric(name)
+
+
+def _factors(given: MachineEntry) -> dict[str, float]:
+    stated = {} if given.slowdowns is None else structs.asdict(given.slowdowns)
+    return {name: factor for name, factor in stated.items() if factor is not None}
 
 
 def _groups(e: Entry[MachineEntry]) -> list[tuple[str, int, float]]:

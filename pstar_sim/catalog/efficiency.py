@@ -5,9 +5,9 @@ assumed parameters.
 in data. A figure that an entry gives is used. A figure that the entry leaves out is derived here: matrix rates are
 matmul x peak (16 bit: the plateau of the card's generation); bandwidth of the GPU's memory is hbm x peak; beginnings
 and ends of a moment's kernels take launch_us; CPU Adam runs at the lower of the rate that the DRAM feeds (adam_dram x
-peak / 28 bytes per parameter) and the rate that the cores compute; copies of memory that is not pinned run at
-pageable_gb_per_s; compute loses the share net_loss of its speed while a collective runs. The parameters are the same
-for all machines: none depends on a model, a system or a node. `pstar validate` shows the errors of what rests on them.
+peak / 28 bytes per parameter) and the rate that the cores compute, or at adam_found_gparams_per_s where a launcher left
+a process one thread; copies of memory that is not pinned run at pageable_gb_per_s. The parameters are the same for all
+machines: none depends on a model, a system or a node. `pstar validate` shows the errors of what rests on them.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ class Efficiency:
             known="fitted",
         ),
     ]
+    adam_found_params_per_s: Annotated[
+        float,
+        Figure(
+            "adam_found_gparams_per_s",
+            Annotated[float, between(1e-4, 10)],
+            "billion parameters per second of a process with the one thread that a launcher leaves it, with all passes",
+            known="fitted",
+        ),
+    ]
     pageable_bytes_per_s: Annotated[
         float,
         Figure(
             "pageable_gb_per_s",
             Annotated[float, between(0.01, 1e3)],
             "copies from or to memory that is not pinned",
-            known="fitted",
-        ),
-    ]
-    net_loss: Annotated[
-        float,
-        Figure(
-            "net_loss",
-            Annotated[float, between(0, 0.99)],
-            "share of its speed that compute loses while a collective runs",
             known="fitted",
         ),
     ]

@@ -37,8 +37,8 @@ from pstar_sim.schema.fields import Text, between, curve, says
 from pstar_sim.units import GB, format_bytes
 
 __all__ = [
-    "ADAM_BYTES_PER_PARAM", "KNOWN", "RESERVE_BYTES", "Fabric", "Framework", "Gpu", "Host", "Link", "Machine", "Nvme",
-    "Rank",
+    "ADAM_BYTES_PER_PARAM", "BY_COLLECTIVES", "KNOWN", "RESERVE_BYTES", "Fabric", "Framework", "Gpu", "Host", "Link",
+    "Machine", "Nvme", "Rank",
 ]  # fmt: skip
 
 _P = TypeVar("_P")
@@ -53,6 +53,8 @@ workspaces and the fragments of torch's allocator the rest. The executor keeps a
 """
 ADAM_BYTES_PER_PARAM = 28
 """Bytes of DRAM traffic per parameter for which `Host.adam_params_per_s` is quoted: those of AdamW with fp32 states."""
+BY_COLLECTIVES = "compute_while_net"
+"""The factor of `Machine.slowdowns` by which compute takes longer while a collective runs."""
 _SHARES = 1e-6  # largest difference of the sum of batch shares from 1, for rounding
 _worst_known: Callable[[Sequence[str]], str] = partial(max, key=KNOWN.index)
 
@@ -444,6 +446,7 @@ class Host:
     adam_table: parameters/s by threads, where it was measured.
     adam_params_per_core_s: rate of one thread, where adam_table does not say it; None: a process's part of the whole.
     threads: of each process in CPU Adam; None: as many as its part of the cores.
+    as_found: threads and binding of its processes are what a launcher leaves.
     dram_measured: whether dram_bytes_per_s was measured.
     known: how its rate of CPU Adam is known, one of KNOWN.
     """
@@ -532,6 +535,7 @@ class Host:
             path="threads",
         ),
     ] = None
+    as_found: bool = False
     dram_measured: bool = False
     known: str = "datasheet"
 
@@ -549,6 +553,13 @@ class Host:
             return rate_at(self.adam_table, threads)
         of_one = self.adam_params_per_core_s or self.adam_params_per_s / self.cores
         return min(self.adam_params_per_s, threads * of_one)
+
+    def as_launched(self, params_per_s: float) -> Host:
+        """Returns the host where each process has the one thread that launchers leave it.
+
+        params_per_s: of its CPU step with all that goes with it, where adam_table does not say it.
+        """
+        return replace(self, threads=1, as_found=True, adam_params_per_core_s=params_per_s)
 
     @property
     def budget_bytes(self) -> int:
@@ -570,6 +581,15 @@ class Framework:
         float,
         Figure("wait_us", Latency, "time of one moment in which the GPU waits for Python, however long it works"),
     ]
+    net_loss: Annotated[
+        float,
+        Figure(
+            "net_loss",
+            Annotated[float, between(0, 0.99)],
+            "share of its speed that compute loses while a collective runs",
+            0.0,
+        ),
+    ] = 0.0
     source: _Source = field(compare=False)
     known: Annotated[_KnownAs, Figure("known", Known, "how the figures are known", "assumed")] = "assumed"
 
@@ -619,7 +639,7 @@ class Machine:
     nvme: disks of ONE node; its ranks share it as they share the host.
     framework: Python that drives the GPUs; None where no moment waits for it, or where the GPU's launch_s includes it.
     slowdowns: "compute_while_adam" = 1.2 says that compute takes 1.2 times as long while CPU Adam runs; for pairs of
-        "compute", "adam", "h2d" and "d2h", where measured. "compute_while_net", a collective's, is fitted elsewhere.
+        "compute", "adam", "h2d" and "d2h", where measured. "compute_while_net" replaces the framework's.
     unified: whether GPU and CPU work in one memory. The GPU may take its usable_bytes of that memory; the rest is the
         host's memory_bytes. The link is a copy inside that memory.
     """
@@ -750,6 +770,13 @@ class Machine:
         """Rate of CPU Adam on one rank, with its part of the node's cores, or with the threads that it has of them."""
         part = self.host.adam_params_per_s / self.local_ranks
         return part if self.host.threads is None else min(part, self.host.adam_params_per_s_on(self.host.threads))
+
+    @property
+    def compute_while_net(self) -> float:
+        """Times as long as alone that compute takes while a collective runs, as stated, or by the framework's
+        net_loss."""
+        loss = 0.0 if self.framework is None else self.framework.net_loss
+        return self.slowdowns.get(BY_COLLECTIVES, 1 / (1 - loss))
 
     @property
     def calibrated(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pstar_sim.arguments import spelled
 from pstar_sim.catalog.catalog import Catalog
 from pstar_sim.catalog.entries import MOST_GPUS_OF_A_KIND
-from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.machine import BY_COLLECTIVES, Machine
 from pstar_sim.errors import CatalogError, UnknownName
 
 __all__ = ["mixed_machine", "names_parts"]
@@ -59,6 +59,7 @@ def mixed_machine(name: str, catalog: Catalog) -> Machine:
         ranks=tuple(ranks),
         host=first.host,
         framework=first.framework,
+        slowdowns={BY_COLLECTIVES: 1.0},  # no published run says what unlike GPUs lose to collectives
         notes=f"mixed GPUs of one node with the host of {first.name}; they reach each other over their links",
     )
 

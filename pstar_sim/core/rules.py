@@ -10,8 +10,8 @@ is 1 / product of the factors of the steps that run at the same time. A step tha
 Both rules describe shortage of the same resources, so the lower of the two speeds holds. Speeds change only when a step
 that shares a resource begins or ends.
 
-[Note: compute beside collectives] Compute takes `Rates.compute_while_net` times as long while a collective runs. On a
-calibrated machine this is one of the factors above.
+[Note: compute beside collectives] Compute takes `Rates.compute_while_net` times as long while a collective runs, by the
+framework that drives the GPUs (`Framework.net_loss`). On a calibrated machine this is one of the factors above.
 
 [Note: when an iteration is steady] The next iteration depends on this iteration only through the times at which its
 steps ended. So iteration k is steady when the time between a step's end in k-1 and its end in k is the same for every
@@ -33,9 +33,8 @@ from numpy.typing import NDArray
 
 from pstar_sim.core.program import Program
 
-__all__ = ["BY_COLLECTIVES", "TOLERANCE", "Rates", "StepCosts", "agree", "is_steady", "pace_s"]
+__all__ = ["TOLERANCE", "Rates", "StepCosts", "agree", "is_steady", "pace_s"]
 
-BY_COLLECTIVES = "compute_while_net"  # of `Machine.slowdowns`: [Note: compute beside collectives]
 TOLERANCE = 1e-9
 
 

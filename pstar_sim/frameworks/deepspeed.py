@@ -287,6 +287,11 @@ def read(content: object, file: str) -> Configuration:
     )
 
 
+def driver(configuration: Configuration) -> str:
+    """Hooks of parameters and modules come with stage 3."""
+    return "deepspeed" if configuration.detail["stage"] == 3 else "pytorch"
+
+
 def _loading(stage: int) -> str:
     """With stage 3, zero.Init slices the model while it is made (the HF Trainer uses zero.Init); otherwise every
     process loads the whole model."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pstar_sim.catalog.efficiency import fitted
+from pstar_sim.catalog.loader import load_catalog
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import STASHES, Plan, Settings
-from pstar_sim.core.step import COPIES, PAGEABLE, Place
+from pstar_sim.core.step import COPIES, PAGEABLE, Kind, Place
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.targets import target_of
@@ -21,7 +23,7 @@ from pstar_sim.sim.play import play
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["CAPABILITIES", "Follows"]
+__all__ = ["CAPABILITIES", "Follows", "as_run"]
 
 CAPABILITIES = Capabilities(counts_host=True)
 
@@ -30,6 +32,18 @@ _ROOMY_BYTES = 1 << 50
 
 _BUFFER = "the framework's own host buffers"
 _GPU_BUFFER = "the framework's own gradients"
+
+
+def as_run(machine: Machine, configuration: Configuration) -> Machine:
+    """Returns the machine as such a run uses it: its GPUs driven by the framework, and each of several processes with
+    the thread that torchrun and accelerate leave it (`Host.as_launched`). Another framework that the machine's file
+    names, and threads that a user states, stay."""
+    catalog, driver = load_catalog(), target_of(configuration).driver(configuration)
+    usual = machine.framework == catalog.framework(next(iter(catalog.frameworks)))
+    host = machine.host
+    if machine.local_ranks > 1 and host.threads is None:
+        host = host.as_launched(fitted().adam_found_params_per_s)
+    return replace(machine, host=host, framework=catalog.framework(driver) if usual else machine.framework)
 
 
 def _planned_on(machine: Machine, gpu_bytes: int) -> Machine:
@@ -69,7 +83,8 @@ class Follows:
     def __call__(self, workload: Workload, machine: Machine, settings: Settings) -> Plan:
         """Raises DoesNotFit if the framework's allocations exceed the host, or if the policy's lists exceed the GPU or
         the disks."""
-        configuration = self.configuration.for_model(workload)
+        configuration, alone = self.configuration.for_model(workload), machine.host
+        machine = as_run(machine, configuration)
         memory, ranks = target_of(configuration).memory, machine.data_parallel_size
         need = memory.host_need(configuration, configuration.job(workload), machine)
         short = memory.shortage(configuration, configuration.job(workload), machine, self.__name__)
@@ -88,6 +103,8 @@ class Follows:
                 available_bytes=machine.gpu_budget_bytes,
                 what=f"{error.what}, and {format_bytes(more_bytes)} of gradients",
             ) from error
+        if all(step.kind is not Kind.CPU_UPDATE for step in plan.steps):
+            machine = replace(machine, host=alone)
         return self._with_own_buffers(_copied(plan, configuration), machine, need.host_bytes, more_bytes)
 
     def _with_own_buffers(self, plan: Plan, machine: Machine, host_bytes: int, gpu_bytes: int) -> Plan:

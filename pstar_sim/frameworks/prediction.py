@@ -19,6 +19,7 @@ from pstar_sim.frameworks.targets import target_of
 from pstar_sim.planner.batch_shares import share_out
 from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.fits import Fit
+from pstar_sim.planner.machine_notes import thread_notes
 from pstar_sim.planner.trust import trust
 from pstar_sim.sim.play import peaks_of_ranks
 from pstar_sim.workload.workload import Workload
@@ -63,8 +64,8 @@ class ConfigurationPrediction:
     def fits(self) -> bool:
         return self.reason is None
 
-    def noted(self, note: str) -> ConfigurationPrediction:
-        return replace(self, configuration=replace(self.configuration, notes=(*self.configuration.notes, note)))
+    def noted(self, *notes: str) -> ConfigurationPrediction:
+        return replace(self, configuration=replace(self.configuration, notes=(*self.configuration.notes, *notes)))
 
     def as_policy(self) -> Follows:
         """Returns the configuration as a policy, for `compare`."""
@@ -128,7 +129,6 @@ def predict(
     """workload: as for `compare`."""
     share = share_out(workload, machine)
     configuration = configuration.for_model(share.workload)
-    belief = trust(machine, configuration.policy, share.workload)
     found = ConfigurationPrediction(
         label=label,
         configuration=configuration,
@@ -152,6 +152,9 @@ def predict(
             short_bytes=error.short_bytes,
             gpu_needed_bytes=error.needed_bytes if error.place == "gpu" else None,
         )
+    belief = trust(plan.machine, configuration.policy, share.workload)
+    if plan.machine.host != machine.host:
+        found = found.noted(*thread_notes(plan.machine))
     peaks = peaks_of_ranks(plan, timeline)
     least_room = min(budget - peak["gpu"] for budget, peak in zip(plan.gpu_budgets, peaks))
     return replace(

@@ -20,6 +20,7 @@ class Target:
 
     file: kind that is written, in words.
     express: also gives the parts of the plan that cannot be expressed.
+    driver: framework of the catalog whose Python drives the GPUs.
     read: (content of a file, name of the file) -> configuration; None: not read.
     """
 
@@ -29,6 +30,7 @@ class Target:
     read: Callable[[object, str], Configuration] | None
     write: Callable[[Configuration], str]
     memory: MemoryRules
+    driver: Callable[[Configuration], str] = lambda configuration: "pytorch"
     endings: tuple[str, ...] = ()
 
 
@@ -42,6 +44,7 @@ TARGETS = {
             read=deepspeed.read,
             write=deepspeed.write,
             memory=deepspeed.MEMORY,
+            driver=deepspeed.driver,
             endings=(".json",),
         ),
         Target(

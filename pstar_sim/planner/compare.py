@@ -385,7 +385,7 @@ class _Found:
             plan = replace(plan, choices={**plan.choices, "balance": gain})
             self.gains.append(f"{name}: {gain}")
             certifier = Certifier(job.share.workload, job.machine, settings, lp=certify, ranked=job.share.ranked)
-        belief = trust(machine, plan.policy, job.share.workload)
+        belief = trust(plan.machine, plan.policy, job.share.workload)
         row = _figures(plan, name, belief, timeline, tokens, _certificate(certifier, plan, asked), barrier_cost_s)
         self.planned[name] = Planned(row=row, plan=plan, timeline=timeline)
         self.rows.append(row)

@@ -86,13 +86,19 @@ def pinned_notes(machine: Machine) -> list[str]:
 
 
 def thread_notes(machine: Machine) -> list[str]:
-    """Returns the note on CPU Adam of processes that were said to have a number of threads."""
+    """Returns the note on CPU Adam of processes that have a number of threads, said or left by a launcher."""
     threads = machine.host.threads
     if threads is None:
         return []
-    cores = format_count(max(1, machine.host.cores // machine.local_ranks), "core")
+    own = max(1, machine.host.cores // machine.local_ranks)
     rate = f"{machine.adam_params_per_s / 1e9:.2g} billion parameters/s"
-    return [f"CPU Adam: each process has {format_count(threads, 'thread')} of {cores}, {rate}"]
+    said = f"CPU Adam: each process has {format_count(threads, 'thread')} of {format_count(own, 'core')}, {rate}"
+    if machine.host.as_found:
+        said += (
+            f", as torchrun and accelerate leave it; with OMP_NUM_THREADS={own} say --cpu-threads {own}, which has "
+            f"{machine.host.adam_params_per_s / machine.local_ranks / 1e9:.2g}"
+        )
+    return [said]
 
 
 def disk_life(plan: Plan, iteration_s: float) -> str:

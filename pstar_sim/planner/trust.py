@@ -1,8 +1,9 @@
 """Trust: the errors of predicted iteration times, by class of machine.
 
 [Note: classes] A class is a kind of GPU (the first part of its catalog name: "v100", "a100", "h100"), the number of
-GPUs ("one GPU", "node" for several in one node, or "nodes"), the flavour of the kernels (workload/kernels.py), and
-whether the model has experts, is in fp32 or has adapters. Captured modules run their operators one by one, as eager
+GPUs ("one GPU", "node" for several in one node, or "nodes"), the flavour of the kernels (workload/kernels.py), whether
+the model has experts, is in fp32 or has adapters, and whether the threads of CPU Adam are as a launcher leaves them
+("as found"). Captured modules run their operators one by one, as eager
 kernels do. The errors of a class are those of the rows of whole iterations to which nothing is fitted ("tested"), and
 from which no rule of the model is inferred (`inferred` in scope.toml). They are kept in catalog/expected_errors.json,
 which `pstar validate --write` makes. A policy without published runs has the errors of its class.
@@ -40,13 +41,14 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = [
     "ANY", "ANY_CLASS", "FEWEST_ROWS", "FEWEST_SOURCES", "FILE", "NOT_NEAR", "ExpectedError", "Trust", "class_name",
-    "class_of", "enough", "error_of_change", "error_of_ratio", "expected_error", "machines_of", "trust", "untuned",
+    "class_of", "enough", "error_of_change", "error_of_ratio", "expected_error", "tells_of", "trust", "untuned",
     "validation_digest",
 ]  # fmt: skip
 
 FILE = files("pstar_sim.catalog") / "expected_errors.json"
 ANY = "any policy"
 ANY_CLASS = "any class"
+_AS_FOUND = ", CPU steps as found"
 FEWEST_ROWS = 4  # fewer rows are no basis for an error
 FEWEST_SOURCES = 2
 NOT_NEAR = "no measurement is near this"
@@ -117,6 +119,7 @@ def class_of(machine: Machine, workload: Workload) -> str:
         fp32=workload.compute_dtype == MASTER,
         autocast=workload.autocast is not None,
         lora=any(t.frozen for t in workload.tensors),
+        as_found=machine.host.as_found,
     )
 
 
@@ -130,17 +133,25 @@ def class_name(
     fp32: bool = False,
     autocast: bool = False,
     lora: bool = False,
+    as_found: bool = False,
 ) -> str:
     """Returns words such as "h100 node" (eager kernels) or "h100 node with fused kernels" ([Note: classes])."""
     flavour = [f"{kernels} kernels"] if kernels in FLAVOURS and kernels != "eager" else []
     facts = {"experts": experts, "fp32": fp32, "autocast": autocast, "LoRA": lora}
     rest = " and ".join(flavour + [name for name, holds in facts.items() if holds])
-    return f"{generation} {'nodes' if nodes > 1 else 'node' if ranks > 1 else 'one GPU'}{rest and f' with {rest}'}"
+    machines = f"{generation} {'nodes' if nodes > 1 else 'node' if ranks > 1 else 'one GPU'}"
+    return f"{machines}{rest and f' with {rest}'}{_AS_FOUND if as_found else ''}"
 
 
-def machines_of(name: str) -> str:
-    """Returns the machines of a class, without kernels and experts: "h100 node" for "h100 node with fused kernels"."""
-    return name.split(" with ")[0]
+def tells_of(other: str, name: str) -> bool:
+    """Whether the errors of a class say something of another's: both have the same machines ("h100 node" for "h100 node
+    with fused kernels"). Runs as found say nothing of others."""
+    found = name.endswith(_AS_FOUND) or not other.endswith(_AS_FOUND)
+    return found and _machines_of(other) == _machines_of(name)
+
+
+def _machines_of(name: str) -> str:
+    return name.removesuffix(_AS_FOUND).split(" with ")[0]
 
 
 def expected_error(machine: Machine, policy: str, workload: Workload) -> ExpectedError | None:
@@ -178,7 +189,7 @@ def trust(machine: Machine, policy: str, workload: Workload) -> Trust:
     if found is not None:
         return Trust(found.bar, found.label)
     name = class_of(machine, workload)
-    same = [c[ANY]["bar"] for other, c in _shipped().items() if machines_of(other) == machines_of(name)]
+    same = [c[ANY]["bar"] for other, c in _shipped().items() if tells_of(other, name)]
     bar = max([untuned(), *same])
     known = _shipped().get(name, {}).get(ANY, {"rows": 0, "sources": 0})
     runs, sources = (int(known[key]) for key in ("rows", "sources"))

@@ -354,9 +354,9 @@ def _left_out(ways: Sequence[Way]) -> tuple[str, ...]:
     known = {way.checkpointing for way in ways if not way.activations}
     out = _splits_left_out(ways)
     if known == {True}:
-        out.append("activations kept or offloaded: the trace holds no variant that keeps them")
+        out.append("activations kept or offloaded: every variant recomputes them")
     elif known == {False}:
-        out.append("activations recomputed: the trace holds no such variant")
+        out.append("activations recomputed: no variant recomputes them")
     if False in known:
         chosen = [how for way in ways for _, how in way.activations]
         if not chosen:

@@ -62,7 +62,7 @@ def retime(plan: Plan, measured: Timeline) -> float:
         for iteration in range(measured.iterations):
             if (step.id, iteration) not in took_s:
                 raise PlanError(f"step {step.id} of iteration {iteration} was not measured")
-    machine = replace(plan.machine, slowdowns={})
+    machine = replace(plan.machine, slowdowns={}, framework=None)
     machine = replace(
         machine, ranks=tuple(replace(rank, link=replace(rank.link, duplex=True)) for rank in machine.ranks)
     )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import PstarError
 from pstar_sim.files import write_atomically
-from pstar_sim.planner.trust import ANY, ANY_CLASS, FILE, class_name, enough, machines_of
+from pstar_sim.planner.trust import ANY, ANY_CLASS, FILE, class_name, enough, tells_of
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.validation.results import WHOLE, Result, Validation, errors_of
 from pstar_sim.validation.rows import published_rows
@@ -73,7 +73,7 @@ def _quoted(r: Result, groups: Mapping[str, Mapping[str, list[Result]]]) -> Quot
     for rows in (of_class.get(split_spec(r.policy)[0], []), of_class.get(ANY, [])):
         if enough(len(rows), _sources(rows)):
             return Quoted(r, _bar(rows), of_class=True)
-    same = [_bar(of[ANY]) for other, of in groups.items() if machines_of(other) == machines_of(name)]
+    same = [_bar(of[ANY]) for other, of in groups.items() if tells_of(other, name)]
     return Quoted(r, max([_bar(groups[ANY_CLASS][ANY]), *same]), of_class=False)
 
 
@@ -96,17 +96,16 @@ def _judged(results: Iterable[Result]) -> list[Result]:
 
 
 def _class(r: Result) -> str:
-    generation = r.gpu.split("-")[0]
-    name = class_name(
-        generation,
+    return class_name(
+        r.gpu.split("-")[0],
         ranks=r.gpus,
         nodes=r.nodes,
         kernels=r.kernels,
         fp32=r.dtype == MASTER,
         autocast=r.autocast,
         lora=r.lora,
+        as_found=r.as_found,
     )
-    return f"{name}, CPU steps as found" if r.as_found else name
 
 
 def _groups(results: Iterable[Result]) -> dict[str, dict[str, list[Result]]]:

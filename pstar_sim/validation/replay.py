@@ -139,6 +139,8 @@ def predict(experiment: Experiment, plan: Plan, timeline: Timeline, batch: int) 
     tokens = ranks * batch * experiment.sequence * experiment.micro_batches
     params = experiment.sizes[0].params
     gpu, host = timeline.peak_bytes["gpu"], timeline.peak_bytes["host"]
+    shown = gpu + experiment.machine.gpu.context_bytes  # on the card; about half of the reserve is the context
+    reserved = (gpu + shown) / 2
     seconds = {
         "fwd": phases.forward_s,
         "bwd": phases.backward_s,
@@ -158,10 +160,10 @@ def predict(experiment: Experiment, plan: Plan, timeline: Timeline, batch: int) 
     values["gpu_max_alloc_MB"] = gpu / MIB
     values["gpu_max_alloc_GiB"] = gpu / GIB
     values["peak_gpu_total_GB"] = gpu / 1e9
-    values["gpu_peak_GB"] = gpu / 1e9
-    values["gpu_peak_reserved_GiB"] = gpu / GIB
-    values["gpu_smi_MiB"] = (gpu + experiment.machine.gpu.context_bytes) / MIB
-    values["gpu_peak_GiB"] = (gpu + experiment.machine.gpu.context_bytes) / GIB
+    values["gpu_peak_GB"] = shown / 1e9
+    values["gpu_peak_reserved_GiB"] = reserved / GIB
+    values["gpu_smi_MiB"] = shown / MIB
+    values["gpu_peak_GiB"] = shown / GIB
     values["host_used_GiB_node"] = (host * experiment.machine.local_ranks + experiment.other_host_bytes) / GIB
     for name, moment in _BORDERS.items():
         values[name] = _chunk_bytes(plan, timeline, moment(plan)) / 1e9

@@ -119,7 +119,7 @@ def as_set_up(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experime
     autocast = setup["dtype"] if "AMP" in setup["note"] and setup["dtype"] != MASTER else None
     machine = published_machine(setup["as_machine"], efficiency, setup["as_framework"])
     if "offload" in row.system and row.hardware.startswith("8xA800"):  # the launcher is not said: as torchrun leaves it
-        machine = replace(machine, host=replace(machine.host, threads=1))
+        machine = replace(machine, host=machine.host.as_launched(efficiency.adam_found_params_per_s))
     return Experiment(
         rows=run,
         machine=first_ranks(machine, whole_number(row, "as_gpus", setup["as_gpus"])),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -192,13 +193,16 @@ def test_a_users_datasheet_figure_displaces_the_catalogs(tmp_path: Path) -> None
     assert gpu.flops_per_s["bf16"] == pytest.approx(165.2e12)
 
 
-def test_collectives_slow_compute_on_every_card_of_a_known_generation(tmp_path: Path) -> None:
-    fitted_factor = {"compute_while_net": 1 / (1 - load_catalog().efficiency.net_loss)}
-    assert load_machine("a100-80x8").slowdowns == fitted_factor
-    assert load_machine("virtual").slowdowns == {}
+def test_collectives_slow_compute_by_the_framework_that_drives_the_gpus(tmp_path: Path) -> None:
+    fsdp, zero = (load_catalog().framework(name) for name in ("pytorch", "deepspeed"))
+    assert fsdp.net_loss > zero.net_loss > 0
+    node = load_machine("a100-80x8")
+    assert node.compute_while_net == 1 / (1 - fsdp.net_loss)
+    assert replace(node, framework=zero).compute_while_net == 1 / (1 - zero.net_loss)
+    assert load_machine("virtual").compute_while_net == 1
     own = '[machines.mine]\ngpu = "a10"\ngpus = 2\nlink = "pcie4-x16"\nhost = "cloud-ddr4-64gb"\n'
     own += "[machines.mine.slowdowns]\ncompute_while_net = 1.25\n"
-    assert load_machine(write(tmp_path, own)).slowdowns == {"compute_while_net": 1.25}
+    assert load_machine(write(tmp_path, own)).compute_while_net == 1.25
 
 
 def test_a_users_calibration_goes_over_the_catalogs(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pstar_sim import PstarError, Settings, compare
-from pstar_sim.catalog.loader import load_machine
+from pstar_sim.catalog.efficiency import fitted
+from pstar_sim.catalog.loader import load_catalog, load_machine
 from pstar_sim.core.step import COPIES, PAGEABLE, Place, Queue
 from pstar_sim.frameworks import accelerate, deepspeed
 from pstar_sim.frameworks.keys import KeyEffect
@@ -59,6 +60,30 @@ def test_a_configuration_is_a_policy_and_what_is_written_of_it_is_read_again(zer
     assert (found.batch_per_gpu, found.micro_batches, found.clip) == (4, 2, False)
     assert (found.dtype, found.optimizer, found.without_effect) == ("bf16", "adamw", ("optimizer.params.lr",))
     assert deepspeed.read(json.loads(deepspeed.write(found)), "again.json") == found
+
+
+def test_a_run_has_the_threads_that_its_launcher_leaves_and_the_hooks_of_its_stage() -> None:
+    job, node = preset("1B", batch=8, seq=1024, checkpointing=True), load_machine("a100-80x8")
+    offload = deepspeed.read({"zero_optimization": {"stage": 3, "offload_optimizer": CPU}}, "ds.json")
+    left = predict(offload, job, node, Settings(), label="ds")
+    assert left.plan is not None and left.plan.machine.framework == load_catalog().framework("deepspeed")
+    assert (left.plan.machine.host.threads, left.plan.machine.adam_params_per_s) == (
+        1, fitted().adam_found_params_per_s,
+    )  # fmt: skip
+    assert any(
+        "as torchrun and accelerate leave it; with OMP_NUM_THREADS=16 say" in n for n in left.configuration.notes
+    )
+    assert left.trust is not None and "class a100 node, CPU steps as found" in left.trust
+
+    said = predict(offload, job, load_machine("a100-80x8", cpu_threads=16), Settings(), label="ds")
+    assert said.iteration_s is not None and left.iteration_s is not None and left.iteration_s > 1.5 * said.iteration_s
+    assert said.trust is not None and "as found" not in said.trust and "CPU Adam" not in str(said.configuration.notes)
+
+    alone = predict(offload, job, load_machine("a100-80"), Settings(), label="ds")  # one process has all cores
+    assert alone.plan is not None and alone.plan.machine.host == load_machine("a100-80").host
+    resident = deepspeed.read({"zero_optimization": {"stage": 2}}, "ds.json")  # no hooks, and no CPU Adam
+    there = predict(resident, job, node, Settings(), label="ds")
+    assert there.plan is not None and there.plan.machine == node
 
 
 def test_what_zero_infinity_leaves_out_of_deepspeed_is_said() -> None:

@@ -328,6 +328,9 @@ def test_a_preset_is_tried_in_several_ways(tmp_path: Path, capsys: pytest.Captur
         "4 micro-batches of 2",
         "8 micro-batches of 1",
     }
+    assert main([*plan, "--global-batch", "2", "--checkpointing"]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "activations kept or offloaded: every variant recomputes them" in said and "trace" not in said
     assert main(["plan", "--model", "gpt2", "--machine", "v100-32", "--global-batch", "8", "-o", str(out)]) != 0
     assert "--model needs --seq" in capsys.readouterr().err
 

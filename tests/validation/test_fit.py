@@ -32,12 +32,15 @@ def test_every_fitted_figure_is_what_the_fit_gives() -> None:
         "wait_us": load_catalog().framework("deepspeed").wait_s * 1e6,
         "adam_dram": e.adam_dram,
         "adam_gparams_core": e.adam_params_per_core_s / 1e9,
+        "adam_found_gparams_per_s": e.adam_found_params_per_s / 1e9,
         "pageable_gb_per_s": e.pageable_bytes_per_s / 1e9,
         "bound_adam_gparams": adam["polaris-bound"] / 1e9,
         "loop_ms": experiment_of(logs[0]).loop_s * 1e3,
-        "net_loss": e.net_loss,
+        "net_loss": load_catalog().framework("pytorch").net_loss,
+        "zero_net_loss": load_catalog().framework("deepspeed").net_loss,
         "geforce_tensor": load_catalog().gpus["rtx3090"].values.tensor_core_efficiency,
         "geforce_peer": load_catalog().gpus["rtx3090"].values.peer_share,
+        "a800_tensor": published_machine("a800-80x8", e, "deepspeed").gpu.flops_per_s["bf16"] / 312e12,
         "vm_adam_gparams": adam["v100-32-vm"] / 1e9,
     }
     numbers = json.loads(RESULT.read_text(encoding="utf-8"))["numbers"]

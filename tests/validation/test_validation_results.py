@@ -9,7 +9,7 @@ import pytest
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.cli import main
 from pstar_sim.errors import PstarError
-from pstar_sim.planner.trust import FEWEST_ROWS, class_of, expected_error, trust, untuned
+from pstar_sim.planner.trust import FEWEST_ROWS, class_of, expected_error, tells_of, trust, untuned
 from pstar_sim.report.validation import validation_text
 from pstar_sim.report.web import whatif
 from pstar_sim.validation import expected_errors
@@ -244,6 +244,8 @@ def test_steps_on_the_cpu_as_users_find_them_are_a_class_of_their_own() -> None:
     found = errors_by_class([result(100, 110), result(100, 300, as_found=True)])
     assert found["h100 node"]["any policy"]["rows"] == 1
     assert found["h100 node, CPU steps as found"]["any policy"]["median"] == 2.0
+    assert not tells_of("h100 node, CPU steps as found", "h100 node with LoRA")
+    assert tells_of("h100 node", "h100 node with LoRA, CPU steps as found")
 
 
 def test_rows_from_which_a_rule_is_inferred_count_in_no_bar() -> None:
