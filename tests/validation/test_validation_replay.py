@@ -158,6 +158,9 @@ def test_metrics_of_a_timeline_by_hand() -> None:
     assert values["fwd_ms"] == 1e3 * forward
     assert values["iter_ms"] == 1e3 * (end + 4.25)
     assert values["gpu_max_alloc_MB"] == 2
+    # the card shows the reserve too; half of it is the context, which torch does not count as reserved
+    assert values["gpu_peak_GB"] == pytest.approx((2 * 2**20 + 1e9) / 1e9)
+    assert values["gpu_peak_reserved_GiB"] == pytest.approx((2 * 2**20 + 0.5e9) / 2**30)
     assert values["total_TFLOPS_8N"] == pytest.approx(8 * x.sizes[0].params * 4 * 1024 / (end + 4.25) / 1e12)
 
 
