@@ -11,7 +11,7 @@ import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,16 @@ import pstar_sim as ps
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.planner.compare import Planned
+from pstar_sim.planner.jobs import Job
+from pstar_sim.planner.stages import PlannedStages, plan_stages
 from pstar_sim.planner.variants import choose
 from pstar_sim.planner.ways import Way, candidates
 from pstar_sim.policy.registry import can
+from pstar_sim.report.stages import stages_figure
 from pstar_sim.report.tide_picture import tide_figure
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
+from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
@@ -186,6 +190,13 @@ def schedule_picture(timeline: Timeline, plan: Plan) -> Figure:
     return figure
 
 
+@cache
+def stages() -> PlannedStages:
+    """A model of 13 billion parameters in four stages, on GPUs that hold a fifth of its model data together."""
+    job = Job(model="llama-2-13b", batch=2, seq=2048, micro_batches=8)
+    return plan_stages(job, ps.machine("rtx4090x8", gpus=4), "tide", Parallelism(pipeline=4))
+
+
 def tide_timelines() -> list[Timeline]:
     """The plans of the default setting, --update step and --clip."""
     comparison = ps.compare(
@@ -202,6 +213,7 @@ def tide_picture(timelines: Sequence[Timeline]) -> Figure:
 SHOWN: Mapping[str, Callable[[], list[Timeline]]] = {
     "tide_15b": tide_timelines,
     "whale": whale_timelines,
+    "stages": lambda: list(stages().timelines),
     **{policy: partial(lambda policy: [scheduled(policy).timeline], policy) for policy in MACHINES},
 }
 
@@ -225,7 +237,11 @@ def digest_in(path: Path) -> str | None:
 
 
 def figure_of(name: str, timelines: Sequence[Timeline]) -> Figure:
-    several = {"tide_15b": tide_picture, "whale": whale_picture}
+    several = {
+        "tide_15b": tide_picture,
+        "whale": whale_picture,
+        "stages": lambda timelines: stages_figure(stages().plans, timelines, width=1.4 * WIDTH),
+    }
     return several[name](timelines) if name in several else schedule_picture(timelines[0], scheduled(name).plan)
 
 

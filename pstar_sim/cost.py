@@ -79,7 +79,7 @@ from pstar_sim.core.rules import Rates, StepCosts
 from pstar_sim.core.step import PAGEABLE, ROUTES, Kind, Step
 from pstar_sim.dtypes import DTYPES, MASTER, WORKING
 from pstar_sim.errors import PlanError
-from pstar_sim.workload.workload import Product, Workload, product_flops
+from pstar_sim.workload.workload import Border, Product, Workload, product_flops
 
 __all__ = [
     "VERSION",
@@ -102,7 +102,8 @@ VERSION = 9
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})
 CPU_CORE_FLOPS = 30e9
 """Matrix products of one core of a host, in flops per second (assumed: a third of eight-wide fp32 units at 3 GHz)."""
-_ON_HOST = {kind for kind, route in ROUTES.items() if route != "net"} | {Kind.CPU_UPDATE, Kind.CPU_ADD}
+_OF_GPUS = ("net", "sent", "received")
+_ON_HOST = {kind for kind, route in ROUTES.items() if route not in _OF_GPUS} | {Kind.CPU_UPDATE, Kind.CPU_ADD}
 
 
 def flops_rate(machine: Machine, dtype: str) -> float:
@@ -281,17 +282,29 @@ class CostModel:
         rate = _rate_of(gpu, w.compute_dtype)
         out: list[float] = []
         for i, m in enumerate(w.moments):
+            summed_s = self.all_reduces_s(m.all_reduces) if m.all_reduces else 0.0
             if self._recorded and m.duration_s is not None:
                 out.append(m.duration_s)
             elif gpu.launch_s is None:
-                out.append(m.flops / rate)
+                out.append(m.flops / rate + summed_s)
             elif m.flops or m.bytes_read or m.bytes_written:
                 kernels_s = self._kernels_s(i, rate)
                 python = self.machine.framework
-                out.append(kernels_s if python is None else max(kernels_s, python.seconds(m.operators)) + python.wait_s)
+                own_s = kernels_s if python is None else max(kernels_s, python.seconds(m.operators)) + python.wait_s
+                out.append(own_s + summed_s)
             else:
-                out.append(0.0)
+                out.append(summed_s)
         return tuple(out)
+
+    def all_reduces_s(self, sizes: tuple[int, ...]) -> float:
+        """Returns the seconds of sums over the ranks that split a layer, one after the other: a ring takes twice as
+        long as for a gather. Raises PlanError for a machine that does not say what joins them."""
+        group = self.machine.tensor
+        if group is None:
+            raise PlanError(f"machine {self.machine.name!r} does not say which ranks split the tensors of a layer")
+        hops = 2 * (group.ranks - 1)
+        fabric = group.fabric
+        return sum(hops * (fabric.latency_s + size / group.ranks / fabric.rate_of(size)) for size in sizes)
 
     @cached_property
     def gpu_adds(self) -> GpuAdds:
@@ -433,6 +446,14 @@ class CostModel:
         rates += [fabric.bytes_per_s for fabric in fabrics]
         return latency_s, min(rates), tuple(fabric for fabric in fabrics if fabric.table)
 
+    def border_s(self, border: Border) -> float:
+        """Returns the seconds in which what crosses the border of a stage moves, once both stages are ready. Raises
+        PlanError if the machine does not say what joins the two."""
+        fabric = next((each.fabric for each in self.machine.neighbours if each.stage == border.peer), None)
+        if fabric is None:
+            raise PlanError(f"machine {self.machine.name!r} does not say what joins it with stage {border.peer}")
+        return fabric.latency_s + border.bytes / fabric.rate_of(border.bytes)
+
     def nvme_s(self, size_bytes: int, direction: str) -> float:
         """Returns the seconds of a read from the node's disks or a write to them. The node's ranks use the disks in
         equal parts.
@@ -507,6 +528,9 @@ class CostModel:
             return self.transfer_s(step.bytes, route, step.via)
         if route == "net":
             return self.collective_s(step.bytes)
+        if route in _OF_GPUS:
+            assert step.stash is not None
+            return self.border_s(self.workload.borders[step.stash])
         if route is not None:
             return self.nvme_s(step.bytes, "read" if route == "nvme_read" else "write")
         _, seconds = _WORK[kind]

@@ -44,7 +44,7 @@ from executor.moments.unseen import unseen
 from pstar_sim.core.slabs import stash_key
 from pstar_sim.core.step import Kind, Queue, Step
 from pstar_sim.errors import ContractError
-from pstar_sim.policy.kit.stash_moves import StashMoves
+from pstar_sim.policy.kit.trip_moves import TripMoves
 from pstar_sim.workload.workload import Stash
 
 __all__ = ["BlockSaves", "ForwardSaves", "StashReport", "Stashes", "hooks_of_others"]
@@ -266,7 +266,7 @@ class Stashes:
         self._unsaved: set[str] = set()  # blocks that save nothing for their stash
         self._off_plan = off_plan
         self._note_deviation = note_deviation
-        self._moves = StashMoves(w)
+        self._moves = TripMoves(w)
         self._offsets = w.stash_offsets
         self._stash: dict[tuple[str, int], int] = {(s.block, s.micro_batch): n for n, s in enumerate(w.stashes)}
         self._chosen: dict[int, list[weakref.ref[_Saved]]] = {}  # stash -> storages to move, in the current iteration
@@ -435,16 +435,15 @@ class Stashes:
 
     def at(self, moment: int) -> None:
         """Begin a moment of the plan: free the gpu's memory of stashes on the host, and note those that return."""
-        for n in self._moves.gone.get(moment, ()):
-            self._flying.pop((Kind.STASH_OUT, n), None)  # the compute queue is behind the copy
-            self._let_go(n)
-        for n in self._moves.needed.get(moment, ()):
-            self._flying.pop((Kind.STASH_IN, n), None)
+        for kind, n in self._moves.until.get(moment, ()):
+            self._flying.pop((kind, n), None)  # the compute queue is behind the copy
+            if kind is Kind.STASH_OUT:
+                self._let_go(n)
         streams = self.backend.streams
         for key, (event, _) in list(self._flying.items()):  # copies for graphs that were freed early
             if streams is not None and streams.query(event):
                 self._flying.pop(key, None)
-        self._returning += self._moves.back.get(moment, ())
+        self._returning += [t.number for t in self._moves.behind.get(moment, ()) if t.kind is Kind.STASH_IN]
 
     def _let_go(self, n: int) -> None:
         moved = freed = 0

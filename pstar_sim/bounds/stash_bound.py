@@ -11,8 +11,11 @@ compute queue.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from pstar_sim.core.step import Kind
 from pstar_sim.cost import CostModel
-from pstar_sim.policy.kit.stash_moves import StashMoves
+from pstar_sim.policy.kit.trip_moves import TripMoves
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["stash_bound_s"]
@@ -21,15 +24,17 @@ __all__ = ["stash_bound_s"]
 def stash_bound_s(w: Workload, cost: CostModel) -> float:
     """Returns the seconds of one iteration by [Note: the bound of stashes]; without stashes, the seconds of computing
     alone."""
-    moves = StashMoves(w)
-    copies = [(cost.transfer_s(s.bytes, "d2h"), cost.transfer_s(s.bytes, "h2d")) for s in w.stashes]
-    out_s, in_s = [0.0] * len(copies), [0.0] * len(copies)  # end of each copy, in seconds
+    moves = TripMoves(replace(w, borders=()))
+    ends_s: list[float] = []  # of the copies, in the order in which they begin
+    out_s: dict[int, float] = {}  # stash -> end of its copy out
     clock = down = up = 0.0
     for m, seconds in enumerate(cost.moments_s):
-        waits = [out_s[n] for n in moves.gone.get(m, ())] + [in_s[n] for n in moves.needed.get(m, ())]
-        clock = max(clock, *waits, 0.0) + seconds
-        for n in moves.made.get(m, ()):
-            down = out_s[n] = max(clock, down) + copies[n][0]
-        for n in moves.back.get(m, ()):
-            up = in_s[n] = max(clock, up, out_s[n]) + copies[n][1]
+        clock = max([clock, *(ends_s[row] for row in moves.waits(m))]) + seconds
+        for trip in moves.behind.get(m, ()):
+            if trip.kind is Kind.STASH_OUT:
+                end_s = down = out_s[trip.number] = max(clock, down) + cost.transfer_s(trip.bytes, "d2h")
+            else:
+                end_s = up = max(clock, up, out_s[trip.number]) + cost.transfer_s(trip.bytes, "h2d")
+            moves.step_of[trip.kind, trip.number] = len(ends_s)
+            ends_s.append(end_s)
     return clock

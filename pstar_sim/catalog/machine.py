@@ -37,8 +37,8 @@ from pstar_sim.schema.fields import Text, between, curve, says
 from pstar_sim.units import GB, format_bytes
 
 __all__ = [
-    "ADAM_BYTES_PER_PARAM", "BY_COLLECTIVES", "KNOWN", "RESERVE_BYTES", "Fabric", "Framework", "Gpu", "Host", "Link",
-    "Machine", "Nvme", "Rank",
+    "ADAM_BYTES_PER_PARAM", "BY_COLLECTIVES", "KNOWN", "RESERVE_BYTES", "Fabric", "Framework", "Gpu", "Group", "Host",
+    "Link", "Machine", "Neighbour", "Nvme", "Rank",
 ]  # fmt: skip
 
 _P = TypeVar("_P")
@@ -374,6 +374,30 @@ class Fabric:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Neighbour:
+    """Another stage of a pipeline.
+
+    stage: its number.
+    fabric: what joins a rank with its peer there.
+    """
+
+    stage: int
+    fabric: Fabric
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Ranks that run the same program beside each other.
+
+    ranks: their number.
+    fabric: what joins them.
+    """
+
+    ranks: int
+    fabric: Fabric
+
+
+@dataclass(frozen=True, kw_only=True)
 class Nvme:
     """The solid-state disks of one node, all together.
 
@@ -640,6 +664,8 @@ class Machine:
     framework: Python that drives the GPUs; None where no moment waits for it, or where the GPU's launch_s includes it.
     slowdowns: "compute_while_adam" = 1.2 says that compute takes 1.2 times as long while CPU Adam runs; for pairs of
         "compute", "adam", "h2d" and "d2h", where measured. "compute_while_net" replaces the framework's.
+    neighbours: of the ranks of one stage of a pipeline, the other stages with which they share a border.
+    tensor: ranks that split the tensors of each layer with each rank of this machine; None where none do.
     unified: whether GPU and CPU work in one memory. The GPU may take its usable_bytes of that memory; the rest is the
         host's memory_bytes. The link is a copy inside that memory.
     """
@@ -660,6 +686,8 @@ class Machine:
     slowdowns: Mapping[str, float] = field(default_factory=dict)
     unified: bool = False
     framework: Framework | None = None
+    neighbours: tuple[Neighbour, ...] = ()
+    tensor: Group | None = None
 
     def __post_init__(self) -> None:
         where = _check("machine", self)

@@ -29,6 +29,7 @@ from pstar_sim.cli.flags import (
 )
 from pstar_sim.cli.likes import OURS, Like, Likes, read_likes
 from pstar_sim.cli.output import note, picture_kind, save_picture, say, say_json, tell
+from pstar_sim.cli.staging import Parallel, check_set, compare_spread, draw_set, plan_spread, read_set
 from pstar_sim.cli.usage import CommandGroup
 from pstar_sim.errors import DoesNotFit, FalseFigures, NothingFits, PlanError, PstarError
 
@@ -88,12 +89,16 @@ def compare(
             help="also say what the barrier costs each policy, which plans it again, without",
         ),
     ] = False,
+    parallel: Parallel = None,
     json: JsonList = False,
 ) -> int:
     """Compare policies on a machine: what fits, how fast, what binds, and why the rest does not fit."""
     asked = _PlanningQuestion(
         job=job, on=on, setting=setting, global_batch=global_batch, loading=loading, certify=lp, quiet=json
     )
+    if parallel is not None:
+        _refuse_beside(parallel, global_batch=global_batch, like=like, loading=loading, certify=lp)
+        return compare_spread(job, on, setting, parallel, policy, json=json)
     likes = read_likes(like)
     predictions: tuple[ConfigurationPrediction, ...] = ()
     if likes is not None:
@@ -159,9 +164,13 @@ def plan(
     loading: LoadingFlag = None,
     path: Annotated[str, output("the plan file to write")],
     lp: Annotated[bool, certify("give the plan the tighter bound of a linear program, which takes seconds")] = False,
+    parallel: Parallel = None,
     json: Annotated[bool, typer.Option("--json", help="the plan's line of the comparison as a JSON object")] = False,
 ) -> int:
     """Make a plan and write it to a file."""
+    if parallel is not None:
+        _refuse_beside(parallel, global_batch=global_batch, loading=loading, certify=lp)
+        return plan_spread(job, on, setting, parallel, policy, path, json=json)
     asked = _PlanningQuestion(
         job=job, on=on, setting=setting, global_batch=global_batch, loading=loading, certify=lp, quiet=json
     )
@@ -206,6 +215,13 @@ def plan(
     if result.workload.notes:
         tell(f"note: {result.workload.notes}")
     return 0
+
+
+def _refuse_beside(parallel: str, **flags: object) -> None:
+    """Raise PstarError for a flag of which a question about parallelism knows nothing."""
+    given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value]
+    if given:
+        raise PstarError(f"--parallel {parallel} does not go with {', '.join(given)}; leave one of them out")
 
 
 def say_notes(result: Comparison) -> None:
@@ -255,6 +271,10 @@ def check(
     from pstar_sim.core.plan import load_plan
     from pstar_sim.planner.stated import examine
 
+    plans = read_set(path)
+    if plans is not None:
+        with named(path):
+            return check_set(path, plans, json=json)
     loaded = load_plan(path)
     of = f"{path}: {loaded.policy} for {loaded.workload.model} on {loaded.machine.name}"
     answer: dict[str, object] = {"plan": path, "ok": True, "policy": loaded.policy}
@@ -350,6 +370,20 @@ def tide(
     save_picture(figure, Path(path), dpi=150)
     tell(f"{path}: {', '.join(t.label for t in timelines)}")
     return 0
+
+
+@command(plot, "pstar plot stages plan.json -o stages.png")
+def stages(*, path: PlanFile, picture: Annotated[str, output("picture to write")] = "stages.png") -> int:
+    """Draw the queues of all stages of a pipeline over one iteration."""
+    picture_kind(Path(picture))
+    plans = read_set(path)
+    if plans is None:
+        raise PstarError(f"{path}: is the plan of one stage; `pstar report` draws its queues")
+    from pstar_sim.core.checker.meetings import prove_set
+
+    with named(path):
+        prove_set(plans)
+    return draw_set(plans, picture)
 
 
 commands.add_typer(plot, name="plot")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pstar_sim.core.layout import sum_bytes_of
 from pstar_sim.core.plan import MODES, Plan
 from pstar_sim.core.step import Kind, to_text
+from pstar_sim.core.trips import TRIPS, trips_of
 from pstar_sim.errors import PlanError
 
 __all__ = ["check_fields", "check_step_fields"]
@@ -59,7 +60,7 @@ def _check_buffers(plan: Plan) -> None:
 
 def check_step_fields(plan: Plan) -> None:
     """Check each step by itself. Raises PlanError naming the step."""
-    chunks = plan.layout.chunks
+    chunks, trips = plan.layout.chunks, trips_of(plan.workload)
     for i, step in enumerate(plan.steps):
         where = f"steps[{i}] ({to_text(step)!r})"
         if step.moment is not None and step.moment >= len(plan.workload.moments):
@@ -69,9 +70,9 @@ def check_step_fields(plan: Plan) -> None:
         if step.kind is Kind.COMPUTE:
             if step.moment is None:
                 raise PlanError(f"{where}: a compute step needs moment=")
-        elif step.kind in (Kind.STASH_OUT, Kind.STASH_IN):
-            if step.stash is None or step.stash >= len(plan.workload.stashes):
-                raise PlanError(f"{where}: needs stash=; the workload has {len(plan.workload.stashes)} stashes")
+        elif step.kind in TRIPS:
+            if (step.kind, step.stash) not in trips:
+                raise PlanError(f"{where}: needs stash=; the workload has {len(trips)} stashes and borders")
         elif step.chunk is None:
             raise PlanError(f"{where}: a {step.kind.value} step needs chunk=")
         elif step.list is not None:

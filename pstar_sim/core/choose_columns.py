@@ -17,7 +17,7 @@ from pstar_sim.core.step import Queue
 
 __all__ = ["ADAM", "COMPUTE", "D2H", "H2D", "NET", "Columns"]
 
-COMPUTE, H2D, D2H, ADAM, NET, NVME = range(6)
+COMPUTE, H2D, D2H, ADAM, NET, NVME, SEND, RECEIVE = range(8)
 _INDEX = {
     Queue.COMPUTE: COMPUTE,
     Queue.H2D: H2D,
@@ -25,6 +25,8 @@ _INDEX = {
     Queue.ADAM: ADAM,
     Queue.NET: NET,
     Queue.NVME: NVME,
+    Queue.SEND: SEND,
+    Queue.RECEIVE: RECEIVE,
 }
 
 

@@ -42,6 +42,7 @@ from pstar_sim.core.effects import (
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.step import EFFECTS, UPDATES, Kind, Place, Step
+from pstar_sim.core.trips import TRIPS
 from pstar_sim.errors import PlanError
 from pstar_sim.units import format_bytes
 
@@ -286,7 +287,7 @@ class Moves:
         """
         begins: _Pattern = []
         ends: _Pattern = []
-        if step.kind in (Kind.STASH_OUT, Kind.STASH_IN):  # a stash's bytes are in the tide and in a buffer
+        if step.kind in TRIPS:  # its bytes are in the tide, those of a stash also in a buffer
             return begins, ends
         taken, freed = takes(step), frees(step)
         if step.chunk is None:

@@ -18,23 +18,27 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.check_fields import check_fields, check_step_fields
 from pstar_sim.core.layout_file import LayoutForm, layout_of
 from pstar_sim.core.plan import Plan, Resident, Settings
+from pstar_sim.core.plan_set import Meeting, PlanSet
 from pstar_sim.core.step import Place, Step, from_text, to_text
-from pstar_sim.errors import PlanError
+from pstar_sim.errors import PlanError, PstarError
 from pstar_sim.files import write_atomically
 from pstar_sim.schema.fields import says
 from pstar_sim.schema.parsing import parse_json, without_head
 from pstar_sim.schema.reading import Fault
 from pstar_sim.schema.records import columns, read_record, to_columns
 from pstar_sim.workload.orders import Order
-from pstar_sim.workload.workload import Moment, Stash, Tensor, Use, Workload
+from pstar_sim.workload.parallelism import Parallelism
+from pstar_sim.workload.workload import Border, Moment, Stash, Tensor, Use, Workload
 
-__all__ = ["FORMAT", "VERSION", "read_plan", "save_plan"]
+__all__ = ["FORMAT", "VERSION", "read_plan", "read_plans", "save_plan", "save_set"]
 
 FORMAT = "pstar-sim plan"
 VERSION = 2
 
-_COLUMNS: dict[str, type] = {"tensors": Tensor, "moments": Moment, "uses": Use, "stashes": Stash}
-_USUAL = {"activations": (), "stashes": (), "dtype_open": False, "kernels": "", "order": Order.DEPTH_FIRST}
+_COLUMNS: dict[str, type] = {"tensors": Tensor, "moments": Moment, "uses": Use, "stashes": Stash, "borders": Border}
+_USUAL = {
+    "activations": (), "stashes": (), "borders": (), "dtype_open": False, "kernels": "", "order": Order.DEPTH_FIRST,
+}  # fmt: skip
 """Values of fields of the workload that the first files did not have. A field with this value is left out."""
 _FIRST = {
     "measured", "duplex", "launch_s", "matmul_tables", "operator_bytes_per_s", "pageable_bytes_per_s", "h2d_table",
@@ -79,14 +83,36 @@ class PlanFile:
     steps: Annotated[tuple[str, ...], says("the steps, one line of text each, in the order in which they run")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class SetFile:
+    """The contents of the file of a pipeline besides its format and version."""
+
+    parallelism: Annotated[str, says("how the model is spread over GPUs, such as pp=2")]
+    meetings: Annotated[
+        tuple[tuple[tuple[int, int], ...], ...], says("[stage, id of its step] of the steps that begin together")
+    ]
+    stages: Annotated[tuple[PlanFile, ...], says("the plan of each stage")]
+
+
 def save_plan(plan: Plan, path: Path) -> None:
-    write_atomically(path, _to_json(plan))
+    write_atomically(path, _object({**_HEAD, **_header(plan)}, _steps_text(plan)))
 
 
-def _to_json(plan: Plan) -> str:
-    header: dict[str, object] = {
-        "format": FORMAT,
-        "version": VERSION,
+def save_set(plans: PlanSet, path: Path) -> None:
+    header = {
+        **_HEAD,
+        "parallelism": str(plans.parallelism),
+        "meetings": [[list(member) for member in meeting.steps] for meeting in plans.meetings],
+    }
+    bodies = ",\n".join(_object(_header(plan), _steps_text(plan)).rstrip() for plan in plans.plans)
+    write_atomically(path, _object(header, f'"stages": [\n{bodies}\n]'))
+
+
+_HEAD: dict[str, object] = {"format": FORMAT, "version": VERSION}
+
+
+def _header(plan: Plan) -> dict[str, object]:
+    return {
         "policy": plan.policy,
         "settings": _settings_to_dict(plan.settings),
         "gpu_budget_bytes": plan.gpu_budget_bytes,
@@ -102,14 +128,21 @@ def _to_json(plan: Plan) -> str:
         "buffers": [[name, place.value, size] for name, place, size in plan.buffers],
         "initial": [[r.chunk, r.list, r.place.value] for r in sorted(plan.initial)],
     }
+
+
+def _steps_text(plan: Plan) -> str:
+    steps = ",\n".join(json.dumps(to_text(step)) for step in plan.steps)
+    return f'"steps": [\n{steps}\n]'
+
+
+def _object(header: Mapping[str, object], last: str) -> str:
     parts = []
     for name, value in header.items():
         try:
             parts.append(f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}")
         except (TypeError, ValueError) as error:
             raise PlanError(f"plan field {name!r} cannot be written: {error}") from None
-    steps = ",\n".join(json.dumps(to_text(step)) for step in plan.steps)
-    return "{\n" + ",\n".join(parts) + ',\n"steps": [\n' + steps + "\n]\n}\n"
+    return "{\n" + ",\n".join((*parts, last)) + "\n}\n"
 
 
 def _written(fields: list[tuple[str, Any]]) -> dict[str, object]:
@@ -169,7 +202,18 @@ def _with_whole_jobs(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_plan(path: Path) -> Plan:
-    """Raises PlanError; see the module docstring."""
+    """Raises PlanError; see the module docstring. The file of a pipeline is refused."""
+    plan = read_plans(path)
+    if isinstance(plan, PlanSet):
+        raise PlanError(
+            f"{path}: has the plans of {len(plan.plans)} stages ({plan.parallelism}); `pstar check` and `pstar plot "
+            "stages` take it, and stages are planned, not yet run"
+        )
+    return plan
+
+
+def read_plans(path: Path) -> Plan | PlanSet:
+    """Returns the plan of a file, or the plans of a pipeline's stages. Raises PlanError; see the module docstring."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -183,14 +227,36 @@ def read_plan(path: Path) -> Plan:
         raise PlanError(f"{path}: {what}: {fault.in_json()}") from None
     try:
         body = without_head(values, what="a pstar-sim plan", format=FORMAT, version=VERSION, error=PlanError)
-        plan = _plan(read_record(PlanFile, _with_whole_jobs(body)), text)
-        check_fields(plan)
-        check_step_fields(plan)
+        if "stages" in body:
+            return _set(read_record(SetFile, _with_whole_stages(body)), text)
+        return _checked(_plan(read_record(PlanFile, _with_whole_jobs(body)), text))
     except Fault as fault:
         raise PlanError(f"{path}: {fault.in_json()}") from None
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
+    except PstarError as error:
+        raise PlanError(f"{path}: {error}") from None
+
+
+def _checked(plan: Plan) -> Plan:
+    check_fields(plan)
+    check_step_fields(plan)
     return plan
+
+
+def _with_whole_stages(body: dict[str, Any]) -> dict[str, Any]:
+    stages = body["stages"]
+    if not isinstance(stages, list):
+        return body
+    return {**body, "stages": [_with_whole_jobs(each) if isinstance(each, dict) else each for each in stages]}
+
+
+def _set(found: SetFile, text: str) -> PlanSet:
+    return PlanSet(
+        parallelism=Parallelism.parse(found.parallelism),
+        plans=tuple(_checked(_plan(each, text)) for each in found.stages),
+        meetings=tuple(Meeting(steps) for steps in found.meetings),
+    )
 
 
 def _plan(found: PlanFile, text: str) -> Plan:

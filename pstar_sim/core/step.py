@@ -11,8 +11,10 @@ leaves out three things:
   in the host's working list and stays there. cpu_adam and gpu_adam also read the states, and leave updated parameters
   in the working list. After gather the chunk is whole on this gpu. After reduce_scatter the own slice is the reduced
   gradient.
-- Stashes: a stash, the activations that a block's forward keeps, is not a list of a chunk. Its bytes on the gpu are
-  part of the tide; its room on the host is held throughout. [Note: stashes] in workload/workload.py.
+- Stashes and borders: a stash, the activations that a block's forward keeps, is not a list of a chunk. Its bytes on
+  the gpu are part of the tide; its room on the host is held throughout. So are the bytes of what one stage of a
+  pipeline sends to another. A send and the receive of the other stage begin and end together. [Note: stashes] and
+  [Note: borders] in workload/workload.py.
 
 [Note: several ranks] Every rank runs the same program. With Layout.ranks = P > 1 a list of a chunk is this rank's own
 slice of it, 1/P. "remote" (beside "param") and "grad_remote" (beside "grad") are the slices of all others. A chunk is
@@ -83,6 +85,8 @@ class Queue(StrEnum):
     ADAM = "adam"
     NET = "net"
     NVME = "nvme"
+    SEND = "send"
+    RECEIVE = "receive"
 
 
 class Kind(StrEnum):
@@ -101,6 +105,8 @@ class Kind(StrEnum):
     NVME_WRITE = "nvme_write"
     STASH_OUT = "stash_out"
     STASH_IN = "stash_in"
+    SEND = "send"
+    RECEIVE = "receive"
 
 
 class Place(StrEnum):
@@ -118,6 +124,8 @@ ROUTES = {
     Kind.REDUCE_SCATTER: "net",
     Kind.NVME_READ: "nvme_read",
     Kind.NVME_WRITE: "nvme_write",
+    Kind.SEND: "sent",
+    Kind.RECEIVE: "received",
 }
 """Kinds that move bytes -> the route of the bytes."""
 
@@ -185,6 +193,8 @@ EFFECTS: dict[Kind, Effect] = {
     Kind.NVME_WRITE: Effect(reads=Place.HOST, takes=Touch(Place.NVME, lenient=True)),
     Kind.STASH_OUT: Effect(),
     Kind.STASH_IN: Effect(),
+    Kind.SEND: Effect(),
+    Kind.RECEIVE: Effect(),
 }
 """[Note: what a step does to memory]"""
 
@@ -222,10 +232,10 @@ class Step:
     bytes: see the module's docstring.
     place: only for an alloc or a free.
     moment: for compute, the moment that runs; for fetch, the first use; for writeback and Adam, the last gradient; for
-        stash_out and stash_in, the moment that makes or needs the stash.
+        stash_out, stash_in, send and receive, the moment that makes or needs what moves.
     after: what has to end first.
     via: "pageable" for a copy of host memory that is not pinned; None for pinned memory, which is asynchronous.
-    stash: index into the workload's stashes.
+    stash: index into the workload's stashes; of a send or a receive, into its borders.
     part: None for all of the operation ([Note: parts of a step]).
     """
 

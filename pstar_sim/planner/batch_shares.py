@@ -31,7 +31,8 @@ __all__ = [
 ]
 
 UNMODELLED = (
-    "tensor, pipeline, sequence and expert parallelism are not modelled: all ranks share each layer's data only"
+    "every GPU has the whole model and a share of the batch; tensor and pipeline parallelism are another question "
+    "(pstar compare --parallel auto), sequence and expert parallelism are not modelled"
 )
 WAITING = 0.25
 """From this share of an iteration that GPUs wait, splitting layers or depth instead of data may be faster."""

@@ -51,6 +51,8 @@ _BINDS = {
     "barrier": "CPU Adam behind the barrier: no Adam may run before all gradients are there",
     "net": "the collectives: the accelerator waits for slices of other ranks, or for its gradients to be summed",
     "nvme": "the disks: the accelerator waits for what is on them",
+    "send": "the next stages: the accelerator waits until they take what it made",
+    "receive": "the other stages: the accelerator waits for what they make (the bubble of the pipeline)",
 }
 
 
@@ -63,6 +65,8 @@ WAITS = {
     "compute": "for its own earlier steps",
     "net": "for collectives",
     "nvme": "for the disks",
+    "send": "until another stage takes what this one made",
+    "receive": "for other stages of the pipeline",
 }
 
 

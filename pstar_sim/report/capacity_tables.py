@@ -42,8 +42,8 @@ def _notes(texts: Sequence[str], width: int) -> list[str]:
 
 
 _DATA_PARALLEL = (
-    "data parallel only: tensor, pipeline and expert parallelism are not modelled, and are the likely choice where "
-    "many GPUs are needed"
+    "data parallel only: tensor and pipeline parallelism (pstar compare --parallel auto) are the likely choice where "
+    "many GPUs are needed; expert parallelism is not modelled"
 )
 
 

@@ -33,6 +33,8 @@ STEPS = {
     Kind.NVME_WRITE: ("write to disk", "#8C3D00", "white"),
     Kind.STASH_OUT: ("activations out", "#999933", "black"),
     Kind.STASH_IN: ("activations in", "#AA66FF", "black"),
+    Kind.SEND: ("to another stage", "#117733", "white"),
+    Kind.RECEIVE: ("from another stage", "#4800C0", "white"),
 }
 """Kind of step -> its name in a legend, its colour, and the colour of what is written on it."""
 
@@ -49,6 +51,8 @@ BINDS = {
     "barrier": VERMILION,
     "net": YELLOW,
     "nvme": WINE,
+    "send": GREY,
+    "receive": GREY,
 }
 """Resource that binds -> colour."""
 
@@ -59,6 +63,8 @@ QUEUE_NAMES = {
     Queue.ADAM: "CPU Adam",
     Queue.NET: "collectives",
     Queue.NVME: "disks",
+    Queue.SEND: "sends",
+    Queue.RECEIVE: "receives",
 }
 """Queue -> its name in a picture, in the order of the rows."""
 
@@ -71,6 +77,8 @@ WAITS = {
     "barrier": WINE,
     "dram": YELLOW,
     "compute": GREY,
+    "send": "#117733",
+    "receive": "#4800C0",
 }
 """Cause of a wait -> colour of the steps that cause such waits."""
 

@@ -26,6 +26,8 @@ _LANES = {
     Queue.ADAM: "CPU Adam",
     Queue.NET: "collectives",
     Queue.NVME: "NVMe",
+    Queue.SEND: "sends",
+    Queue.RECEIVE: "receives",
 }
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from pstar_sim.core.follow import Record
 from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Queue
 from pstar_sim.core.timeline import ByteSample, RowsByColumn, Span, Timeline
 from pstar_sim.sim.bytes_held import Held
 from pstar_sim.workload.workload import Phase
@@ -110,6 +111,12 @@ class _Waits:
         program, last_wait, dram_loss_s = self._program, self._record.last_wait, self._record.dram_loss_s
         since_s, at_s = self._ready[k][i], self._begin[k][i]
         blame: dict[str, float] = defaultdict(float)
+        met_s = self._record.arrival_s[k].get(i, at_s)
+        if met_s < at_s:  # the optimizer step of a stage, which other stages share
+            blame[Queue.RECEIVE.value] = at_s - met_s
+            at_s = met_s
+        if at_s <= since_s:
+            return blame
         j = last_wait[k][i]
         kj = k - program.backs(i, j)
         while at_s > since_s:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pstar_sim.core.plan import Plan
+from pstar_sim.core.plan_set import PlanSet
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel, cost_of
 from pstar_sim.errors import PlanError
 from pstar_sim.sim.one import Jitter, play_one
 
-__all__ = ["Jitter", "peaks_of_ranks", "play", "play_each", "slowest"]
+__all__ = ["Jitter", "peaks_of_ranks", "play", "play_each", "play_stages", "slowest"]
 
 
 def play(
@@ -61,6 +62,13 @@ def play_each(
 
         return play_ranks(plan, cost, max_iterations, jitter, every_rank=every_rank)
     return (play_one(plan, cost or cost_of(plan.workload, plan.machine, plan.layout), max_iterations, jitter),)
+
+
+def play_stages(plans: PlanSet, *, max_iterations: int = 8, jitter: Jitter | None = None) -> tuple[Timeline, ...]:
+    """Returns the timeline of each stage of a pipeline, simulated together. The errors are those of `play`."""
+    from pstar_sim.sim.several_ranks import play_set
+
+    return play_set(plans, max_iterations, jitter)
 
 
 def slowest(timelines: Sequence[Timeline]) -> Timeline:

@@ -18,7 +18,7 @@ and collectives slow compute down.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from pstar_sim.catalog.machine import Machine, Rank
 from pstar_sim.core.follow import Record, deadlock
 from pstar_sim.core.ledger import Moves
 from pstar_sim.core.plan import Plan
+from pstar_sim.core.plan_set import PlanSet
 from pstar_sim.core.program import Program
 from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import COPIES, PAGEABLE, ROUTES, Kind, Queue, Step
@@ -40,7 +41,7 @@ from pstar_sim.workload.workload import Workload
 if TYPE_CHECKING:
     import simpy
 
-__all__ = ["classes_of", "fair_rates", "new_environment", "play_ranks"]
+__all__ = ["classes_of", "fair_rates", "new_environment", "play_ranks", "play_set"]
 
 
 def play_ranks(
@@ -65,11 +66,33 @@ def play_ranks(
         node = nodes.setdefault(share.node, _Node(env, machine.host.dram_bytes_per_s, machine.root_bytes_per_s))
         own = replace(plan, workload=plan.jobs[r], ranked=None, gpu_budget_bytes=plan.gpu_budgets[r])
         seconds = CostModel(own.workload, machine, plan.layout, rank=r)
-        simulation.join(_RankRun(own, seconds, machine.ranks[r], node, share, simulation))
-    env.run()
-    _require_ends(simulation.runs)
-    timelines = [run.timeline() for run in simulation.runs]
+        meetings = {i: (i, len(set(runs))) for i, step in enumerate(own.steps) if ROUTES.get(step.kind) == "net"}
+        simulation.join(_RankRun(own, seconds, machine.ranks[r], node, share, simulation, meetings))
+    timelines = simulation.timelines()
     return tuple(timelines[n] for n in runs)
+
+
+def play_set(plans: PlanSet, max_iterations: int, jitter: Jitter | None = None) -> tuple[Timeline, ...]:
+    """Returns the timeline of each stage of a pipeline, simulated together. One rank stands for all ranks of its
+    stage, whose machine has its part of the nodes.
+
+    Raises PlanError as `play` does.
+    """
+    env = new_environment()
+    simulation = _Simulation(env, max_iterations, jitter)
+    for stage, plan in enumerate(plans.plans):
+        machine, position = plan.machine, {step.id: i for i, step in enumerate(plan.steps)}
+        share = _commons_of(machine, classes_of(machine), 0, alone=False)
+        node = _Node(env, machine.host.dram_bytes_per_s, machine.root_bytes_per_s)
+        meetings: dict[int, tuple[Hashable, int]] = {
+            position[step]: (("meeting", n), len(meeting.steps))
+            for n, meeting in enumerate(plans.meetings)
+            for of, step in meeting.steps
+            if of == stage
+        }
+        seconds = CostModel(plan.workload, machine, plan.layout, rank=0)
+        simulation.join(_RankRun(plan, seconds, machine.ranks[0], node, share, simulation, meetings))
+    return simulation.timelines()
 
 
 def _play_one_class(plan: Plan, cost: CostModel | None, max_iterations: int, jitter: Jitter | None) -> Timeline:
@@ -77,16 +100,6 @@ def _play_one_class(plan: Plan, cost: CostModel | None, max_iterations: int, jit
     seconds = cost or CostModel(job, plan.machine, plan.layout)
     one = replace(plan, workload=job, ranked=None, machine=_one_rank(plan.machine))
     return play_one(one, seconds, max_iterations, jitter, moved_bytes=plan.moved_bytes)
-
-
-def _require_ends(runs: Sequence[_RankRun]) -> None:
-    """Raise the error of a rank's memory if there is one, else PlanError for a rank that waits for ever."""
-    stuck = next((run for run in runs if not run.stopped), None)
-    if stuck is None:
-        return
-    for run in runs:
-        run.moves.book(run.record.events)
-    raise stuck.deadlock()
 
 
 def new_environment() -> simpy.Environment:
@@ -173,25 +186,40 @@ def _commons_of(machine: Machine, classes: Sequence[int], r: int, *, alone: bool
 
 
 class _Simulation:
-    """All ranks: their clock and jitter, their collectives, and the end."""
+    """All ranks: their clock and jitter, their meetings, and the end."""
 
     def __init__(self, env: simpy.Environment, max_iterations: int, jitter: Jitter | None) -> None:
         self.env = env
         self.max_iterations = max_iterations
         self.jitter = jitter
         self.runs: list[_RankRun] = []
-        self._waiting: dict[tuple[int, int], list[tuple[simpy.Event, float]]] = defaultdict(list)
+        self._waiting: dict[tuple[Hashable, int], list[tuple[simpy.Event, float]]] = defaultdict(list)
 
     def join(self, run: _RankRun) -> None:
         self.runs.append(run)
 
-    def meet(self, i: int, k: int, duration: float, event: simpy.Event) -> None:
-        """The last rank to come starts the collective on all ranks. It lasts as long as on the slowest."""
-        waiting = self._waiting[i, k]
+    def timelines(self) -> tuple[Timeline, ...]:
+        """Simulates all ranks. Raises the error of a rank's memory if there is one, else PlanError for a rank that
+        waits for ever."""
+        self.env.run()
+        stuck = next((run for run in self.runs if not run.stopped), None)
+        if stuck is not None:
+            for run in self.runs:
+                run.moves.book(run.record.events)
+            raise stuck.deadlock()
+        return tuple(run.timeline() for run in self.runs)
+
+    def meet(self, meeting: tuple[Hashable, int], k: int, duration: float, event: simpy.Event) -> None:
+        """The last rank to come starts the step on all ranks of the meeting. It lasts as long as on the slowest.
+
+        meeting: its key, and the number of its ranks.
+        """
+        key, ranks = meeting
+        waiting = self._waiting[key, k]
         waiting.append((event, duration))
-        if len(waiting) == len(self.runs):
+        if len(waiting) == ranks:
             longest = max(seconds for _, seconds in waiting)
-            for each, _ in self._waiting.pop((i, k)):
+            for each, _ in self._waiting.pop((key, k)):
                 each.succeed(longest)
 
     def end_iteration(self, k: int) -> None:
@@ -215,6 +243,7 @@ class _RankRun:
         node: _Node,
         share: _Commons,
         simulation: _Simulation,
+        meetings: Mapping[int, tuple[Hashable, int]],
     ) -> None:
         self.plan = plan
         self.env = env = simulation.env
@@ -231,7 +260,7 @@ class _RankRun:
         self.costs = cost.step_costs(plan)
         self.record = Record.empty(program, max_iterations, shared=True)
         self.slow = cost.rates(measured=False).compute_while_net
-        self.meets = frozenset(i for i, kind in enumerate(program.kinds) if ROUTES.get(kind) == "net")
+        self.meetings = meetings
         self.wire_s = [_wire_s(step, cost) for step in plan.steps]
         self.done = [-1] * len(program.ids)  # last iteration in which the step ended
         self.waiters: list[list[simpy.Event]] = [[] for _ in program.ids]
@@ -258,10 +287,10 @@ class _RankRun:
                 duration = seconds[i]
                 if self.jitter is not None:
                     duration *= self.jitter(self.program.ids[i], k)
-                if i in self.meets:
+                if i in self.meetings:
                     record.arrival_s[k][i] = env.now
                     met = env.event()
-                    self.simulation.meet(i, k, duration, met)
+                    self.simulation.meet(self.meetings[i], k, duration, met)
                     duration = yield met
                 record.events.append(2 * i)
                 record.at_s.append(env.now)

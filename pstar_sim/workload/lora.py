@@ -116,6 +116,10 @@ class AdaptedTape(Tape):
     def weight_products(self, *products: Product) -> list[Product]:
         return []
 
+    def borrow(self, name: str, *shape: int) -> None:
+        """A frozen table needs no other stage: each has its own."""
+        self.parameter(name, *shape)
+
     # Moments
 
     def open(self, event: str, module: str, phase: Phase, reads: Sequence[str] = ()) -> None:

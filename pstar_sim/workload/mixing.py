@@ -30,6 +30,7 @@ __all__ = [
     "block_names",
     "block_of",
     "block_runs",
+    "levelled",
     "mix_blocks",
     "offload_blocks",
     "shifted",
@@ -264,6 +265,23 @@ def _left_behind(w: Workload, runs: Sequence[BlockRun]) -> dict[str, int]:
         for block, forward, run in runs
         if block is not None and forward
     }
+
+
+def levelled(cells: Sequence[tuple[int, Sequence[Moment]]]) -> list[Moment]:
+    """Returns the moments of cells that run one after the other. Each cell holds its own bytes, and those that the
+    other micro-batches have left so far.
+
+    cells: (micro-batch, its moments, with the bytes of this micro-batch alone).
+    """
+    level = {own: row[0].start_bytes for own, row in reversed(cells)}
+    total = sum(level.values())
+    moments: list[Moment] = []
+    for own, row in cells:
+        others = total - level[own]
+        moments += (shifted(m, others) for m in row)
+        level[own] = row[-1].end_bytes
+        total = others + level[own]
+    return moments
 
 
 def shifted(moment: Moment, shift: int) -> Moment:

@@ -13,10 +13,12 @@ class Order(StrEnum):
 
     DEPTH_FIRST: each micro-batch runs forward and backward through the whole model before the next begins.
     LAYER_MAJOR: each block runs for all micro-batches before the next block does (relay.py).
+    PIPELINED: forward and backward passes of micro-batches alternate as the schedule of a pipeline says (pipeline.py).
     """
 
     DEPTH_FIRST = "depth-first"
     LAYER_MAJOR = "layer-major"
+    PIPELINED = "pipelined"
 
     @property
     def of_loop(self) -> bool:
@@ -34,13 +36,18 @@ class Order(StrEnum):
     def sums_leave_gpu(self) -> bool:
         """Whether the sum of a chunk's gradients may leave the GPU between two micro-batches. Otherwise all its
         gradients arrive one after the other, and the sum stays until it is complete."""
-        return self is Order.DEPTH_FIRST
+        return self is not Order.LAYER_MAJOR
+
+    @property
+    def on_several_ranks(self) -> bool:
+        """Whether policies plan it for ranks that share a batch."""
+        return self is not Order.LAYER_MAJOR
 
     @property
     def words(self) -> str:
         """Words behind the number of micro-batches; empty for the order that every loop has."""
-        return "" if self is Order.DEPTH_FIRST else ", layer by layer"
+        return {Order.DEPTH_FIRST: "", Order.LAYER_MAJOR: ", layer by layer", Order.PIPELINED: ", pipelined"}[self]
 
     def turns(self, micro_batches: int) -> int:
         """Returns the number of turns from forward to backward, and from backward to forward, inside an iteration."""
-        return 2 * micro_batches - 1 if self.one_by_one else 1
+        return 1 if self is Order.LAYER_MAJOR else 2 * micro_batches - 1

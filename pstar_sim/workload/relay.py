@@ -27,7 +27,7 @@ from operator import attrgetter
 
 from pstar_sim.arguments import instance
 from pstar_sim.errors import TraceError
-from pstar_sim.workload.mixing import BlockRun, block_runs, shifted, without_stashed
+from pstar_sim.workload.mixing import BlockRun, block_runs, levelled, shifted, without_stashed
 from pstar_sim.workload.orders import Order
 from pstar_sim.workload.workload import Moment, Stash, Use, Workload, odd_micro_batch
 
@@ -56,7 +56,8 @@ def relay(workload: Workload, *, stash: str = "gpu") -> Workload:
     parts = _parts(workload, bodies[0])
     cells = [[body[m] for m in part] for _, _, part in parts for body in bodies]
     places = [m for cell in cells for m in cell]
-    moments = [*_levelled(workload, cells), workload.moments[-1]]
+    rows = [[workload.moments[m] for m in cell] for cell in cells]
+    moments = [*levelled([(row[0].micro_batch, row) for row in rows]), workload.moments[-1]]
     moments[-1] = _step(workload, moments)
     position = {m: n for n, m in enumerate(places)}
     moved = [Use(moment=position[use.moment], tensor=use.tensor, kind=use.kind) for use in workload.uses]
@@ -147,19 +148,6 @@ def _parts(w: Workload, body: range) -> list[BlockRun]:
     turn = [m for _, _, moments in runs[last + 1 : first] for m in moments]
     between: list[BlockRun] = [(None, False, range(turn[0], turn[-1] + 1))] if turn else []
     return [*runs[: last + 1], *between, *runs[first:]]
-
-
-def _levelled(w: Workload, cells: Sequence[Sequence[int]]) -> list[Moment]:
-    level = {w.moments[cell[0]].micro_batch: w.moments[cell[0]].start_bytes for cell in reversed(cells)}
-    total = sum(level.values())
-    moments: list[Moment] = []
-    for cell in cells:
-        own = w.moments[cell[0]].micro_batch
-        others = total - level[own]
-        moments += (shifted(w.moments[m], others) for m in cell)
-        level[own] = w.moments[cell[-1]].end_bytes
-        total = others + level[own]
-    return moments
 
 
 def _step(w: Workload, moments: Sequence[Moment]) -> Moment:

@@ -8,12 +8,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from pstar_sim.catalog.attention import AttentionCall, call_flops
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.workload.workload import Moment, Phase, Product, Tensor, Use, UseKind, product_flops
 
-__all__ = ["Tape", "input_gradient", "weight_gradient"]
+__all__ = ["Crossing", "Tape", "input_gradient", "weight_gradient"]
+
+
+class Crossing(NamedTuple):
+    """What crosses the border of a pipeline's stage.
+
+    what: one of CROSSINGS (workload.py).
+    moment: of what is received, the last before the one that needs it; of what is sent, the last that makes it.
+    turn: "each" micro-batch, or the "first" or "last" alone.
+    counted: whether the tape counts the bytes; if not, the peaks up to the end of the transfer have them besides.
+    """
+
+    receives: bool
+    what: str
+    moment: int
+    bytes: int
+    turn: str = "each"
+    counted: bool = True
 
 
 def input_gradient(product: Product) -> Product:
@@ -34,6 +52,7 @@ class Tape:
     width: of activations that products read and write.
     wide: of parameters, their gradients, and activations that autocast leaves alone.
     level: non-model bytes alive now.
+    tensor: ranks that split the tensors of a layer.
     saving: autograd keeps what backward needs; False inside a checkpointed segment.
     """
 
@@ -44,10 +63,13 @@ class Tape:
         self.autocast = autocast is not None
         self.level = 0
         self.saving = True
+        self.tensor = 1
         self.tensors: list[Tensor] = []
         self.moments: list[Moment] = []
         self.uses: list[Use] = []
+        self.crossings: list[Crossing] = []
         self._index: dict[str, int] = {}
+        self._borrowed: dict[str, Tensor] = {}
         self._casts: dict[str, bool] = {}  # parameter whose copy is there -> whether backward needs it
         self._opened: tuple[str, Phase, str] | None = None
         self._reset()
@@ -57,6 +79,7 @@ class Tape:
         self._flops = self._read = self._written = self._operators = 0
         self._products: list[Product] = []
         self._attentions: list[AttentionCall] = []
+        self._all_reduces: list[int] = []
 
     # Parameters
 
@@ -74,7 +97,10 @@ class Tape:
         self.tensors.append(Tensor(name=name, shape=shape, dtype=self.dtype, bytes=0, tied_to=owner))
 
     def size(self, names: Iterable[str]) -> int:
-        return sum(self.tensors[self._index[name]].bytes for name in names)
+        return sum(self._tensor(name).bytes for name in names)
+
+    def _tensor(self, name: str) -> Tensor:
+        return self._borrowed[name] if name in self._borrowed else self.tensors[self._index[name]]
 
     def weight_products(self, *products: Product) -> list[Product]:
         """Returns the products that compute gradients of weights; none if the weights are not trained."""
@@ -86,9 +112,10 @@ class Tape:
         """Opens the moment that begins at this event and reads these parameters; closes the one before."""
         self._close()
         self._opened = (f"{event}:{module}" if event in ("begin", "end", "grad") else event, phase, module)
-        for i in sorted({self._index[name] for name in reads}):
+        for i in sorted({self._index[name] for name in reads if name not in self._borrowed}):
             self.uses.append(Use(moment=len(self.moments), tensor=i, kind=UseKind.READ))
             self._read += self.tensors[i].bytes
+        self._read += sum(self._borrowed[name].bytes for name in {*reads} & self._borrowed.keys())
 
     def close(self) -> None:
         """Adds the optimizer step, which has no bytes of its own."""
@@ -113,6 +140,7 @@ class Tape:
                     products=tuple(self._products),
                     attentions=tuple(self._attentions),
                     operators=self._operators,
+                    all_reduces=tuple(self._all_reduces),
                 )
             )
         self._reset()
@@ -149,13 +177,39 @@ class Tape:
         self._written += out
         assert self.level >= 0, "more bytes freed than taken"
 
+    def all_reduce(self, *sizes: int) -> None:
+        """Sums over the ranks that split the tensors of a layer, in place."""
+        if self.tensor > 1:
+            self._all_reduces += sizes
+
+    def receive(self, what: str, size: int) -> None:
+        """What the next moment needs comes from another stage."""
+        self.crossings.append(Crossing(True, what, len(self.moments), size))
+        self.level += size
+        self._peak = max(self._peak, self.level)
+
+    def send(self, what: str, size: int) -> None:
+        """What this moment made goes to another stage, and ends here."""
+        self.crossings.append(Crossing(False, what, len(self.moments), size))
+        self.level -= size
+
+    def cross_once(self, receives: bool, what: str, size: int, *, turn: str, counted: bool = False) -> None:
+        """As `receive` and `send`, in one micro-batch only."""
+        self.crossings.append(Crossing(receives, what, len(self.moments), size, turn, counted))
+
+    def borrow(self, name: str, *shape: int) -> None:
+        """A parameter of another stage, of which this stage holds a copy and adds gradients up ([Note: borders] in
+        workload.py)."""
+        size = math.prod(shape) * self.wide
+        self._borrowed[name] = Tensor(name=name, shape=shape, dtype=self.dtype, bytes=size)
+
     def cast(self, names: Iterable[str]) -> None:
         """Autocast copies these parameters at their first use. [Note: casts of parameters] A copy is held until the
         outermost autocast ends, which is the end of the forward pass or of a checkpoint's recompute. Backward needs the
         copies of matrices that no checkpoint drops, each until the gradient of its product's inputs is there."""
         for name in names if self.autocast else ():
             if name not in self._casts:
-                self._casts[name] = self.saving and len(self.tensors[self._index[name]].shape) > 1
+                self._casts[name] = self.saving and len(self._tensor(name).shape) > 1
                 self.op(self.grown([name]), read=self.size([name]))
 
     def end_autocast(self) -> None:
@@ -183,7 +237,7 @@ class Tape:
         names = tuple(names)
         if not allocated:
             self.op(self.size(names))
-        for i in sorted({self._index[name] for name in names}):
+        for i in sorted({self._index[name] for name in names if name not in self._borrowed}):
             self.uses.append(Use(moment=len(self.moments), tensor=i, kind=UseKind.GRADIENT))
         self.level -= self.size(names)
 

@@ -28,7 +28,9 @@ from pstar_sim.workload.orders import Order
 __all__ = [
     "ACTIVATIONS",
     "ATTENTION_ALONE",
+    "CROSSINGS",
     "MOST_MOMENTS",
+    "Border",
     "Moment",
     "Phase",
     "Product",
@@ -127,6 +129,7 @@ class Moment:
         not known.
     attentions: each call of fused attention; `flops` counts them as `call_flops` does. Empty if they are not known.
     operators: of the framework; 0 if they are not known.
+    all_reduces: bytes of each sum over the ranks that split the tensors of a layer, for which the moment waits.
     """
 
     name: str
@@ -143,6 +146,7 @@ class Moment:
     products: tuple[Product, ...] = ()
     attentions: tuple[AttentionCall, ...] = ()
     operators: int = 0
+    all_reduces: tuple[int, ...] = ()
 
 
 def copy_moment(
@@ -164,6 +168,7 @@ def copy_moment(
         products=moment.products,
         attentions=moment.attentions,
         operators=moment.operators,
+        all_reduces=moment.all_reduces,
     )
 
 
@@ -203,6 +208,30 @@ class Stash:
     needed: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Border:
+    """What one stage of a pipeline sends to another ([Note: borders]).
+
+    peer: number of the other stage.
+    receives: whether this stage receives it.
+    what: one of CROSSINGS.
+    micro_batch: index of the micro-batch; of the weights of a tied table the first, of their gradients the last.
+    bytes: bytes of the tensor.
+    behind: moment that the transfer follows, the first whose peak counts the bytes of what is received, and the last
+        that makes what is sent.
+    until: moment that waits for the transfer, the first that needs what is received, and the last whose peak counts the
+        bytes of what is sent.
+    """
+
+    peer: int
+    receives: bool
+    what: str
+    micro_batch: int
+    bytes: int
+    behind: int
+    until: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
     """One iteration of one model. The last moment is the optimizer step (phase ADAM, name "step").
@@ -214,6 +243,14 @@ class Workload:
     [Note: stashes] The copy out of a stash follows moment `made`, and moment `gone` waits for it. The copy in follows
     moment `back`, and moment `needed` waits for it. So the gpu holds the bytes exactly while a peak counts them or one
     of the two copies runs. Memory that the peaks leave free is free with any timing.
+
+    borders: of a stage of a pipeline, in the order of the moments that they follow.
+
+    [Note: borders] A border is one end of a stash: what is sent leaves the GPU as a stash does, and what is received
+    comes to it as a stash does. A transfer follows moment `behind`, and moment `until` waits for it. A table that
+    embedding and head share is the first stage's. The last stage receives its weights once per iteration, adds the
+    gradients of the head up in fp32, and sends their sum, which the first stage adds to the embedding's gradient of the
+    last micro-batch. The last stage holds copy and sum throughout, beside its model data.
 
     model: name that the user gave the model.
     dtype: working dtype of the model.
@@ -257,6 +294,7 @@ class Workload:
     notes: str = ""
     activations: tuple[tuple[str, str], ...] = ()
     stashes: tuple[Stash, ...] = ()
+    borders: tuple[Border, ...] = ()
     dtype_open: bool = False
     kernels: str = ""
     order: Order = Order.DEPTH_FIRST
@@ -384,6 +422,9 @@ class Workload:
         return tuple(tuple(sorted(row)) for row in rows)
 
 
+CROSSINGS = ("activations", "gradients", "tied weights", "tied gradients")
+"""What crosses a border: activations on their way forward, their gradients, and of a table that embedding and head
+share the weights and the sum of the head's gradients."""
 MOST_MOMENTS = 2_000_000
 """Largest number of moments of one iteration. More take gigabytes of memory and hours to plan."""
 _MOST_BYTES = 2**48  # of one tensor; sums of tensors fit in 64 bits
@@ -411,6 +452,7 @@ def check_workload(w: Workload) -> None:
     _check_uses(w, bad)
     _check_choices(w, bad)
     _check_stashes(w, bad)
+    _check_borders(w, bad)
 
 
 def _check_header(w: Workload, bad: _Bad) -> None:
@@ -471,6 +513,11 @@ _RULES: tuple[_Rule, ...] = (
         "products",
         lambda w, m: bool(m.products) and sum(map(product_flops, m.products)) > m.flops,
         "they have more flops than the moment, {m.flops}",
+    ),
+    (
+        "all_reduces",
+        lambda w, m: bool(m.all_reduces) and min(m.all_reduces) < 1,
+        "a sum over ranks has bytes",
     ),
     (
         "attentions",
@@ -680,6 +727,19 @@ def _check_stashes(w: Workload, bad: _Bad) -> None:
             raise bad(
                 f"moments[{m}].peak_bytes", w.moments[m].peak_bytes, f"{held} bytes of stashes are on the GPU then"
             )
+
+
+def _check_borders(w: Workload, bad: _Bad) -> None:
+    """Check each border by itself and against the one before it."""
+    for i, b in enumerate(w.borders):
+        if b.what not in CROSSINGS:
+            raise bad(f"borders[{i}].what", b.what, f"it is one of {', '.join(CROSSINGS)}")
+        if b.bytes <= 0 or not 0 <= b.behind < b.until < len(w.moments):
+            raise bad(f"borders[{i}]", b, "it must have bytes, and moments behind < until")
+        if i and b.behind < w.borders[i - 1].behind:
+            raise bad(f"borders[{i}].behind", b.behind, "borders come in the order of the moments that they follow")
+        if any(w.moments[m].peak_bytes < b.bytes for m in (b.behind, b.until)):
+            raise bad(f"borders[{i}].bytes", b.bytes, "the peaks of its moments must count its bytes")
 
 
 def _check_beside(i: int, s: Stash, before: Stash, bad: _Bad, *, in_turn: bool) -> None:

@@ -45,7 +45,7 @@ JOB = ["--model", "1B", "--batch", "1", "--seq", "128", "--machine", "v100-32"]
         (["machines", "v100-32"], "unexpected argument 'v100-32' (see `pstar machines --help`)"),
         (["check", "a.json", "b.json"], "unexpected argument 'b.json'"),
         (["check", "--", "-a.json", "b.json"], "b.json"),
-        (["plot"], "say which picture: tide (see `pstar plot --help`)"),
+        (["plot"], "say which picture: tide, stages (see `pstar plot --help`)"),
         (["plot", "tide"], "--machine is needed"),
     ],
 )  # fmt: skip
@@ -114,7 +114,7 @@ def test_a_shell_completes_commands_flags_and_values() -> None:
     assert complete("pstar compare --machine v100-32") == ["v100-32", "v100-32x8"]
     assert "12B" in complete("pstar max-batch --model 1")
     assert complete("pstar plan --policy zero_") == ["zero_offload", "zero_infinity"]
-    assert complete("pstar plot ") == ["tide"]
+    assert complete("pstar plot ") == ["tide", "stages"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -220,7 +220,7 @@ def test_rows_are_charged_what_the_ledger_books() -> None:
             machine.gpu_budget_bytes
         )
         assert draft.host_free_bytes + start[1] == machine.host_budget_bytes
-        b = Builder("any", workload, machine, job.settings, layout=job.layout, stashes=False)
+        b = Builder("any", workload, machine, job.settings, layout=job.layout, trips=False)
         for row in draft.rows:
             if row.block >= 0:
                 continue

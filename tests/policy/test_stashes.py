@@ -287,11 +287,11 @@ def test_every_edge_of_a_stash_counts(machine: Machine) -> None:
 def test_other_mistakes_are_caught(plan: Plan) -> None:
     out, back = _of(plan, Kind.STASH_OUT, 0), _of(plan, Kind.STASH_IN, 0)
     for broken, said in (
-        (_changed(plan, out, bytes=MIB - 1), "the stash has 1048576 bytes"),
+        (_changed(plan, out, bytes=MIB - 1), r"stash 0 \(of layers.0\) has 1048576 bytes"),
         (_changed(plan, out, moment=1), "it belongs to moment 0"),
         (_changed(plan, out, stash=7), "needs stash=, below 2"),
         (_changed(plan, out, chunk=0), "a stash is not a list of a chunk"),
-        (_changed(plan, _moment(plan, 3), stash=0), "only stash_out and stash_in move a stash"),
+        (_changed(plan, _moment(plan, 3), stash=0), "only stash_out, stash_in, send, receive steps move one"),
         (replace(plan, buffers=((STASHES, Place.HOST, MIB),)), "the stashes take 2097152"),
         (replace(plan, buffers=()), "has 0 bytes"),
         (

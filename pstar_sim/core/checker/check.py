@@ -10,8 +10,8 @@ from pstar_sim.core.check_fields import check_fields
 from pstar_sim.core.check_report import CheckReport, GpuPeak
 from pstar_sim.core.checker.barrier import check_barrier
 from pstar_sim.core.checker.same_job import check_budgets, check_machine, check_workload_of
-from pstar_sim.core.checker.stash_trips import check_stashes
 from pstar_sim.core.checker.structure import check_pins, check_structure
+from pstar_sim.core.checker.trips import check_trips
 from pstar_sim.core.checker.unrolled import Unrolled
 from pstar_sim.core.checker.walk import Walk
 from pstar_sim.core.checker.worst_case import Worst, worst_case
@@ -62,7 +62,7 @@ def prove(plan: Plan) -> CheckReport:
         iterations += 1
         program = Unrolled(plan, order, iterations)
     check_barrier(plan, program)
-    check_stashes(plan, program)
+    check_trips(plan, program)
     walk = Walk(plan, program)
     walk.run()
     check_pins(plan)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from pstar_sim.core.checker.operations_in_parts import check_part, check_parts
 from pstar_sim.core.checker.order import legal_order
-from pstar_sim.core.checker.stash_trips import check_stash_step
+from pstar_sim.core.checker.trips import check_trip_step
 from pstar_sim.core.checker.unrolled import OTHERS, label
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.step import Kind, Place, Queue, Step
+from pstar_sim.core.trips import TRIPS
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import PlanError
 
@@ -29,8 +30,7 @@ _QUEUES: dict[Kind, tuple[Queue, ...]] = {
     Kind.REDUCE_SCATTER: (Queue.NET,),
     Kind.NVME_READ: (Queue.NVME,),
     Kind.NVME_WRITE: (Queue.NVME,),
-    Kind.STASH_OUT: (Queue.D2H,),
-    Kind.STASH_IN: (Queue.H2D,),
+    **{kind: (queue,) for kind, queue in TRIPS.items()},
 }
 
 
@@ -72,8 +72,8 @@ def _check_step(plan: Plan, step: Step) -> None:
         raise PlanError(f"{label(step)} has via={step.via}; only copies between host and gpu can go another way")
     if step.queue not in queues:
         raise PlanError(f"{label(step)} is on queue {step.queue.value}; it belongs on {', '.join(queues)}")
-    if step.stash is not None and step.kind not in (Kind.STASH_OUT, Kind.STASH_IN):
-        raise PlanError(f"{label(step)} has stash={step.stash}; only stash_out and stash_in move a stash")
+    if step.stash is not None and step.kind not in TRIPS:
+        raise PlanError(f"{label(step)} has stash={step.stash}; only {', '.join(TRIPS)} steps move one")
     moments = len(plan.workload.moments)
     if step.moment is not None and not 0 <= step.moment < moments:
         raise PlanError(f"{label(step)} has moment={step.moment}; the workload has {moments}, from 0")
@@ -176,7 +176,7 @@ def _check_collective(plan: Plan, step: Step) -> None:
         raise PlanError(f"{label(step)} has bytes={step.bytes}; the whole chunk has {whole} bytes")
 
 
-_OF_NO_CHUNK = (Kind.COMPUTE, Kind.STASH_OUT, Kind.STASH_IN)
+_OF_NO_CHUNK = (Kind.COMPUTE, *TRIPS)
 _CHECKS: dict[Kind, Callable[[Plan, Step], None]] = {
     Kind.COMPUTE: _check_moment,
     Kind.FETCH: _check_copy,
@@ -191,8 +191,7 @@ _CHECKS: dict[Kind, Callable[[Plan, Step], None]] = {
     Kind.REDUCE_SCATTER: _check_collective,
     Kind.NVME_READ: _check_copy,
     Kind.NVME_WRITE: _check_copy,
-    Kind.STASH_OUT: check_stash_step,
-    Kind.STASH_IN: check_stash_step,
+    **dict.fromkeys(TRIPS, check_trip_step),
 }
 _ADAM_OF = {"cpu": Kind.CPU_UPDATE, "pin": Kind.GPU_UPDATE, "stream": Kind.GPU_UPDATE}
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pstar_sim.core.checker.unrolled import OTHERS, Unrolled, label
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Place, Step, part_counts
+from pstar_sim.core.trips import TRIPS
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.optimizers import MASTER_LIST
 
@@ -146,8 +147,7 @@ class Walk:
             Kind.REDUCE_SCATTER: self._reduce_scatter,
             Kind.NVME_READ: self._copy,
             Kind.NVME_WRITE: self._copy,
-            Kind.STASH_OUT: self._nothing,
-            Kind.STASH_IN: self._nothing,
+            **dict.fromkeys(TRIPS, self._nothing),
         }
         before: dict[_Key, object] = {}
         self._check_nothing_lost(-1)
@@ -349,7 +349,7 @@ class Walk:
         content.marks.add((u, t))
 
     def _nothing(self, s: int, k: int, step: Step) -> None:
-        """A stash is not a list: its bytes are part of the tide, and stash_trips.py proves its order."""
+        """What makes a trip is not a list: its bytes are part of the tide, and trips.py proves its order."""
 
     def _alloc(self, s: int, k: int, step: Step) -> None:
         assert step.chunk is not None and step.list is not None and step.place is not None

@@ -9,6 +9,7 @@ from pstar_sim.core.draft import Charge
 from pstar_sim.core.effects import frees, takes
 from pstar_sim.core.plan import Resident
 from pstar_sim.core.step import OTHERS, ROUTES, Kind, Place, Queue, Step
+from pstar_sim.core.trips import TRIPS, trips_of
 from pstar_sim.cost import CostModel
 
 __all__ = ["Charges", "charges_of", "step_bytes"]
@@ -16,13 +17,13 @@ __all__ = ["Charges", "charges_of", "step_bytes"]
 _CHARGES = ("charges",)  # key of `Workload.derived`
 
 
-def step_bytes(cost: CostModel, kind: Kind, chunk: int | None, list_name: str | None, stash: int | None = None) -> int:
+def step_bytes(cost: CostModel, kind: Kind, chunk: int | None, list_name: str | None, trip: int | None = None) -> int:
     """Returns `Step.bytes`, by the table of core/step.py."""
     if kind is Kind.COMPUTE:
         return 0
-    if kind in (Kind.STASH_OUT, Kind.STASH_IN):
-        assert stash is not None
-        return cost.workload.stashes[stash].bytes
+    if kind in TRIPS:
+        assert trip is not None
+        return trips_of(cost.workload)[kind, trip].bytes
     assert chunk is not None
     work_bytes = cost.work_bytes(kind, chunk)
     if work_bytes is not None:
@@ -68,10 +69,10 @@ class Charges:
         add = self.cost.update_adds.of_update(kind, chunk)
         return replace(charge, seconds=charge.seconds + add.seconds, dram_bytes=charge.dram_bytes + add.dram_bytes)
 
-    def of_stash(self, kind: Kind, stash: int) -> Charge:
-        """The room on the host is a buffer of the plan."""
-        size = step_bytes(self.cost, kind, None, None, stash)
-        return self._charge(Step(id=0, queue=Queue.D2H, kind=kind, bytes=size, stash=stash), None, None)
+    def of_trip(self, kind: Kind, number: int) -> Charge:
+        """The room of a stash on the host is a buffer of the plan."""
+        size = step_bytes(self.cost, kind, None, None, number)
+        return self._charge(Step(id=0, queue=TRIPS[kind], kind=kind, bytes=size, stash=number), None, None)
 
     def _make(self, kind: Kind, chunk: int, list_name: str) -> Charge:
         step = Step(

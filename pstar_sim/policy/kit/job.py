@@ -20,7 +20,7 @@ from pstar_sim.policy.kit.blocks import Block, Position, blocks_of
 from pstar_sim.policy.kit.charges import charges_of
 from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.policy.kit.points import Point
-from pstar_sim.policy.kit.stash_moves import stash_cuts
+from pstar_sim.policy.kit.trip_moves import trip_cuts
 from pstar_sim.workload.workload import Phase, Workload
 
 __all__ = ["Job"]
@@ -82,7 +82,7 @@ class Job:
 
     def _check_order(self) -> None:
         ranks = self.machine.data_parallel_size
-        if not self.workload.order.of_loop and ranks > 1:
+        if not self.workload.order.on_several_ranks and ranks > 1:
             raise CannotPlan(f"{self.name}: a layer-major workload runs on one GPU, not on {ranks}")
 
     def _place_sums(self) -> None:
@@ -139,7 +139,7 @@ class Job:
 
     def _cuts(self) -> frozenset[int]:
         """Gradient lists open and close, and eager GPU Adam runs, only at the edge of a block."""
-        cuts = set(stash_cuts(self.workload))
+        cuts = set(trip_cuts(self.workload))
         for c, spans in enumerate(self.uses.spans):
             if c in self.small and self.ranks == 1:  # such a chunk adds its gradients in place
                 spans = spans[-1:]

@@ -20,12 +20,13 @@ from pstar_sim.core.ledger import Holdings
 from pstar_sim.core.plan import STASHES, Plan, Resident, Settings
 from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Place, Queue, Ref, Step, step_with
+from pstar_sim.core.trips import TRIPS
 from pstar_sim.cost import cost_of
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy.kit.charges import step_bytes
 from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.policy.kit.room import budget_bytes, describe_moment
-from pstar_sim.policy.kit.stash_moves import StashMoves, moment_of
+from pstar_sim.policy.kit.trip_moves import TripMoves
 from pstar_sim.policy.passes.edges import memory_edges, without_implied
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
@@ -43,7 +44,7 @@ class Builder:
     `layout`, `uses` (Facts), `cost` (CostModel) and `whole` (lists of a chunk that is whole on a GPU).
 
     layout: None: what follows from the settings and the machine's ranks.
-    stashes: whether `compute` also writes the copies of the workload's stashes. False for a policy that writes them
+    trips: whether `compute` also writes the workload's trips (core/trips.py). False for a policy that writes them
         itself. The buffers contain their room on the host in both cases.
     stash_via: "pageable" for copies from and to host memory that is not pinned: the next moment waits for each, as in a
         training process that copies with `to("cpu")`. None: they run beside compute.
@@ -57,7 +58,7 @@ class Builder:
         settings: Settings,
         *,
         layout: Layout | None = None,
-        stashes: bool = True,
+        trips: bool = True,
         stash_via: str | None = None,
     ) -> None:
         self.policy = policy
@@ -80,9 +81,8 @@ class Builder:
         self.stash_bytes = sum(size for _, size in workload.stash_room)  # bytes that the host holds for stashes
         if self.stash_bytes:
             self.buffers.append((STASHES, Place.HOST, self.stash_bytes))
-        self._stash_moves = (
-            StashMoves(workload, blocking=stash_via is not None) if stashes and workload.stashes else None
-        )
+        some = trips and (workload.stashes or workload.borders)
+        self._trips = TripMoves(workload, blocking=stash_via is not None) if some else None
         self._stash_via = stash_via
         self.choices: dict[str, object] = {}
         self.predictions: dict[str, float] = {}
@@ -144,21 +144,18 @@ class Builder:
         return number
 
     def compute(self, moment: int, after: After = ()) -> int:
-        """Also adds the copies of stashes that begin when the moment ends."""
-        moves = self._stash_moves
+        """Also adds the trips that begin when the moment ends."""
+        moves = self._trips
         if moves is None:
             return self.add(Queue.COMPUTE, Kind.COMPUTE, moment=moment, after=after)
         step = self.add(Queue.COMPUTE, Kind.COMPUTE, moment=moment, after=[*after, *moves.waits(moment)])
-        for n in moves.made.get(moment, ()):
-            moves.out_of[n] = self._stash(Kind.STASH_OUT, n, [step])
-        for n in moves.back.get(moment, ()):
-            moves.in_of[n] = self._stash(Kind.STASH_IN, n, [step])
+        for trip in moves.behind.get(moment, ()):
+            queue = TRIPS[trip.kind]
+            via = self._stash_via if queue in (Queue.H2D, Queue.D2H) else None
+            moves.step_of[trip.kind, trip.number] = self.add(
+                queue, trip.kind, stash=trip.number, moment=trip.moment, after=[step], via=via
+            )
         return step
-
-    def _stash(self, kind: Kind, stash: int, after: After) -> int:
-        queue = Queue.D2H if kind is Kind.STASH_OUT else Queue.H2D
-        moment = moment_of(self.workload, kind, stash)
-        return self.add(queue, kind, stash=stash, moment=moment, after=after, via=self._stash_via)
 
     def alloc(
         self, queue: Queue, chunk: int, list_name: str, place: Place, moment: int | None = None, after: After = ()

@@ -14,7 +14,7 @@ from pstar_sim.policy.passes.draft_rows import DraftRows, Pass, ends_of
 from pstar_sim.policy.passes.feasibility import held_on_host
 from pstar_sim.policy.passes.floors import Floors
 from pstar_sim.policy.passes.gradient_rows import GradientRows
-from pstar_sim.policy.passes.stash_copies import StashCopies
+from pstar_sim.policy.passes.trip_rows import TripRows
 from pstar_sim.policy.passes.update_rows import UpdateRows
 from pstar_sim.policy.passes.working_lists import WorkingLists
 
@@ -31,14 +31,14 @@ def draft_of(schedule: Schedule) -> Draft:
     rows = DraftRows(schedule)
     floors = Floors(rows)
     working, collectives = WorkingLists(rows, floors), Collectives(rows, floors)
-    stashes, gradients, updates = StashCopies(rows), GradientRows(rows, working), UpdateRows(rows, working)
+    trips, gradients, updates = TripRows(rows), GradientRows(rows, working), UpdateRows(rows, working)
     before: defaultdict[int, list[Pass]] = defaultdict(list)  # position -> passes with rows before it, in order
     behind: defaultdict[int, list[Pass]] = defaultdict(list)
     one: Pass
-    for one in (working, collectives, gradients, stashes, updates):
+    for one in (working, collectives, gradients, trips, updates):
         for n in one.before_at:
             before[n].append(one)
-    for one in (stashes, collectives, working, gradients, updates):
+    for one in (trips, collectives, working, gradients, updates):
         for n in one.behind_at:
             behind[n].append(one)
     for n, position in enumerate(schedule.positions):

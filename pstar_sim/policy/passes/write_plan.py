@@ -9,8 +9,8 @@ from pstar_sim.core.choose import Window
 from pstar_sim.core.draft import Draft, DraftRow
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.step import UPDATES, Kind, Place, Ref
+from pstar_sim.core.trips import trips_of
 from pstar_sim.policy.kit.schedule import Schedule
-from pstar_sim.policy.kit.stash_moves import moment_of
 from pstar_sim.policy.passes.builder import After, Builder
 from pstar_sim.policy.passes.edges import memory_edges
 
@@ -20,7 +20,7 @@ __all__ = ["plan_of", "step_of"]
 def plan_of(schedule: Schedule, draft: Draft, window: Window, choices: Mapping[str, object] | None = None) -> Plan:
     """choices: for `explain`, besides the seconds per iteration that the window predicts."""
     job = schedule.job
-    b = Builder(job.name, job.workload, job.machine, job.settings, layout=job.layout, stashes=False)
+    b = Builder(job.name, job.workload, job.machine, job.settings, layout=job.layout, trips=False)
     b.choices.update(choices or {})
     b.predictions["policy_iteration_s"] = window.iteration_s
     _residents(b, schedule)
@@ -73,7 +73,7 @@ def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list
 def step_of(b: Builder, row: DraftRow, after: After) -> int:
     """Write the step of a row that is not a block of moments."""
     if row.stash >= 0:
-        moment = moment_of(b.workload, row.kind, row.stash)
+        moment = trips_of(b.workload)[row.kind, row.stash].moment
         return b.add(row.queue, row.kind, stash=row.stash, moment=moment, after=after)
     if row.kind in UPDATES:
         return b.add(row.queue, row.kind, chunk=row.chunk, moment=b.uses.last_gradient(row.chunk), after=after)

@@ -15,9 +15,11 @@ counted under fake tensors. Bytes of the attention mask are left out, because wi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import cache, partial
+
+from msgspec import structs
 
 from pstar_sim.arguments import flag, whole
 from pstar_sim.catalog.machine import Machine
@@ -34,9 +36,9 @@ from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.presets.bert import write_bert
 from pstar_sim.workload.presets.gpt import write_gpt
 from pstar_sim.workload.presets.llama import write_llama
-from pstar_sim.workload.presets.shared import Shape
+from pstar_sim.workload.presets.shared import Shape, Stage
 from pstar_sim.workload.presets.vit import write_vit
-from pstar_sim.workload.tape import Tape
+from pstar_sim.workload.tape import Crossing, Tape
 from pstar_sim.workload.workload import ATTENTION_ALONE, Workload, repeat_micro_batch
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "has_kernels",
     "kernels_of",
     "preset",
+    "stage_of",
     "variant",
     "without_autocast",
     "workload_of",
@@ -58,6 +61,8 @@ _WRITERS: dict[str, Callable[[Tape, Shape], None]] = {
     "bert": write_bert,
     "vit": write_vit,
 }
+CUT = ("gpt", "llama")
+"""Families that are written stage by stage of a pipeline."""
 _EVERY = "every-([1-9][0-9]{0,3})"
 
 
@@ -126,22 +131,72 @@ def workload_of(
 ) -> Workload:
     """Returns the same as `preset`, for a shape that need not be in the catalog. Raises ModelError."""
     name = model or entry.name
-    axes = Axes(**given).filled()
+    micro_batches = whole(f"model {name}: micro_batches", micro_batches, error=ModelError)
+    workload, _ = _written(entry, name, Axes(**given), batch=batch, sequence=sequence)
+    return repeat_micro_batch(workload, micro_batches) if micro_batches > 1 else workload
 
+
+def stage_of(
+    entry: ModelEntry,
+    stage: Stage,
+    *,
+    batch: int,
+    sequence: int,
+    model: str | None = None,
+    **given: Unpack[AxesGiven],
+) -> tuple[Workload, Sequence[Crossing]]:
+    """Returns one micro-batch of a part of a model, and what crosses the part's borders. Raises ModelError, also for a
+    family that is not cut."""
+    name = model or entry.name
+    if entry.family not in CUT:
+        want = f"presets of the families {' and '.join(CUT)} are cut into stages"
+        raise _refusal(name, "family", entry.family, want)
+    share = _share_of(entry, name, stage.tensor)
+    return _written(share, name, Axes(**given), batch=batch, sequence=sequence, stage=stage)
+
+
+def _share_of(entry: ModelEntry, model: str, ranks: int) -> ModelEntry:
+    """Returns the model with a rank's part of each layer's heads, feed-forward width and vocabulary. Raises ModelError,
+    with the nearest number of ranks that works, for one that does not divide them."""
+    if ranks == 1:
+        return entry
+    if entry.experts is not None or entry.latent is not None:
+        what = "experts" if entry.experts is not None else "latent attention"
+        raise _refusal(model, "tp", ranks, f"layers with {what} are not split over ranks")
+    split = entry.heads, entry.kv_heads, entry.ffn
+    if any(size % ranks for size in split):
+        near = [n for n in range(1, entry.kv_heads + 1) if not any(size % n for size in split)]
+        best = min(near, key=lambda n: (abs(n - ranks), n))
+        want = f"it divides {entry.heads} heads, {entry.kv_heads} heads of keys and a feed-forward width of {entry.ffn}"
+        raise _refusal(model, "tp", ranks, f"{want}, as {best} would")
+    return structs.replace(
+        entry,
+        heads=entry.heads // ranks,
+        kv_heads=entry.kv_heads // ranks,
+        own_head_dim=entry.head_dim,
+        ffn=entry.ffn // ranks,
+        vocab=-(-entry.vocab // ranks),
+    )
+
+
+def _written(
+    entry: ModelEntry, name: str, axes: Axes, *, batch: int, sequence: int, stage: Stage | None = None
+) -> tuple[Workload, Sequence[Crossing]]:
+    given, axes = axes, axes.filled()
     refuse = partial(_refusal, name)
     batch = whole(f"model {name}: batch", batch, error=ModelError)
     sequence = whole(f"model {name}: sequence", sequence, error=ModelError)
-    micro_batches = whole(f"model {name}: micro_batches", micro_batches, error=ModelError)
     _check_switches(name, axes)
     _check_sequence(name, entry, sequence)
     _check_names(name, axes)
-    axes = _recomputed(refuse, axes, given.get("checkpointing"))
+    axes = _recomputed(refuse, axes, given.checkpointing)
     dtype = axes.dtype or (MASTER if axes.autocast else WORKING)
     axes = replace(axes, dtype=dtype, kernels=kernels_of(entry, axes.kernels, model=name))
     spec = optimizer_spec(axes.optimizer, masters=axes.masters, width=DTYPES[dtype].bytes)  # type: ignore[arg-type]
     lora = None if axes.lora is None else adapter(axes.lora)
     adapted = None if lora is None else AdaptedTape(dtype, lora, family=entry.family, tokens=batch * sequence)
     tape = adapted or Tape(dtype, axes.autocast)
+    tape.tensor = 1 if stage is None else stage.tensor
     if not axes.language_head and entry.family != "gpt":
         raise refuse("language_head", axes.language_head, "only a gpt can leave it out")
     if axes.loss != LOSSES[0] and not entry.causal:
@@ -150,7 +205,7 @@ def workload_of(
         _check_autocast(refuse, entry, axes)
     if not axes.early_stop and entry.family not in ("gpt", "llama"):
         raise refuse("early_stop", axes.early_stop, "only a gpt or llama can leave it out")
-    shape = Shape(model=entry, batch=batch, sequence=sequence, axes=axes)
+    shape = Shape(model=entry, batch=batch, sequence=sequence, axes=axes, stage=stage)
     _WRITERS[entry.family](tape, shape)
     tape.close()
     if adapted is not None and not adapted.adapted:
@@ -169,7 +224,7 @@ def workload_of(
         **recorded,
         notes=", ".join(filter(None, (*own, *axes.notes))),
     )
-    return repeat_micro_batch(workload, micro_batches) if micro_batches > 1 else workload
+    return workload, tape.crossings
 
 
 @cache

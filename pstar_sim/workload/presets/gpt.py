@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pstar_sim.workload.presets.losses import language_loss, language_loss_backward
+from pstar_sim.workload.presets.losses import language_loss, language_loss_backward, loss_sums
 from pstar_sim.workload.presets.shared import (
     ROOT,
     Shape,
@@ -10,8 +10,13 @@ from pstar_sim.workload.presets.shared import (
     attend_backward,
     begin,
     declare,
+    declare_head,
     declare_norm,
     embedding_backward,
+    end,
+    gradient_comes,
+    hand_on,
+    head_comes,
     last_product_again,
     layer_norm_backward,
     layers_backward,
@@ -31,30 +36,31 @@ def write_gpt(t: Tape, s: Shape) -> None:
     flavour = s.flavour
     h, w = m.hidden, t.width
     u, f = s.tokens * h * w, s.tokens * m.ffn * w
+    a = s.attention_width
+    q = s.tokens * a * w
     # Under autocast the residual stream is fp32, and so are outputs of norm and activation unless they are fused.
     r, wide = s.tokens * h * t.wide, s.tokens * m.ffn * t.wide
     n, copied, copied_f = (r, u, f) if s.casts else (u, 0, 0)
     low = u if t.autocast else 0  # a gradient of the residual stream, in 16 bits
     stats = 2 * s.tokens * t.wide
     wte, wpe, ln_f = "transformer.wte.weight", "transformer.wpe.weight", norm("transformer.ln_f")
-    t.parameter(wte, m.vocab, h)
-    t.parameter(wpe, m.max_seq, h)
-    for i in range(m.layers):
+    if s.part.first:
+        t.parameter(wte, m.vocab, h)
+        t.parameter(wpe, m.max_seq, h)
+    for i in s.part.layers:
         block = f"transformer.h.{i}"
         declare_norm(t, f"{block}.ln_1", h)
-        declare(t, f"{block}.attn.c_attn", (h, 3 * h), 3 * h)
-        declare(t, f"{block}.attn.c_proj", (h, h), h)
+        declare(t, f"{block}.attn.c_attn", (h, 3 * a), 3 * a)
+        declare(t, f"{block}.attn.c_proj", (a, h), h)
         declare_norm(t, f"{block}.ln_2", h)
         declare(t, f"{block}.mlp.c_fc", (h, m.ffn), m.ffn)
         declare(t, f"{block}.mlp.c_proj", (m.ffn, h), h)
-    declare_norm(t, "transformer.ln_f", h)
     head = "lm_head.weight"
-    if not s.axes.language_head:
-        pass
-    elif m.tied:
-        t.tie(head, wte)
-    else:
-        t.parameter(head, m.vocab, h)
+    if s.part.last:
+        declare_norm(t, "transformer.ln_f", h)
+    if s.part.last and s.axes.language_head:
+        declare_head(t, s, head, wte)
+    table = wte if s.part.first else head
 
     # Bytes of outputs of a norm and of an activation that are not kept, because backward computes them again.
     normed, again = (u, f) if flavour.recomputed else (0, 0)
@@ -102,11 +108,12 @@ def write_gpt(t: Tape, s: Shape) -> None:
         t.op(n + stats, unsaved=stats)
         t.op(copied, read=copied and n)
         t.cast(linear(f"{block}.attn.c_attn"))
-        t.op(3 * u, products=[s.product(h, 3 * h)], dead=normed, read=u)
+        t.op(3 * q, products=[s.product(h, 3 * a)], dead=normed, read=u)
         t.open("end", f"{block}.attn.c_attn", phase, linear(f"{block}.attn.c_proj"))
-        kept = attend(t, s, 3 * u)
+        kept = attend(t, s, 3 * q)
         t.cast(linear(f"{block}.attn.c_proj"))
-        t.op(u, unsaved=4 * u - normed, products=[s.product(h, h)])
+        t.op(u, unsaved=4 * q - normed, products=[s.product(a, h)], read=q)
+        t.all_reduce(u)
         t.op(r, dead=copied and n, unsaved=u, read=u + r)
         t.open("begin", f"{block}.ln_2", phase, [*norm(f"{block}.ln_2"), *linear(f"{block}.mlp.c_fc")])
         t.op(n + stats, unsaved=stats)
@@ -120,10 +127,12 @@ def write_gpt(t: Tape, s: Shape) -> None:
         if phase is Phase.RECOMPUTE:
             if not s.axes.early_stop:
                 last_product_again(t, s, u, f)
+                t.all_reduce(u)
             gone = u + (copied and n) + (copied_f and wide)
             t.op(dead=gone)  # [Note: early stop]; the attention's output ends with its frame
         else:
             t.op(u, dead=again + (copied_f and wide), unsaved=f - again, products=[s.product(m.ffn, h)], read=f)
+            t.all_reduce(u)
             t.op(r, dead=2 * u + (copied and n), unsaved=u + r - normed, read=u + r)
         return kept
 
@@ -140,47 +149,64 @@ def write_gpt(t: Tape, s: Shape) -> None:
         names = linear(f"{block}.mlp.c_fc")
         t.op(normed)
         t.linear_backward(names, grad_in=u, grad_out=f, saved=u, product=s.product(h, m.ffn), dead=f + u)
+        t.all_reduce(u)
         t.op(copied and r, dead=copied, read=copied)
         layer_norm_backward(t, f"{block}.ln_2", r, stats, grad=n)
         t.open("grad", f"{block}.attn.c_proj", Phase.BWD, linear(f"{block}.attn.c_proj"))
         names = linear(f"{block}.attn.c_proj")
         t.op(low, read=low and r)
-        t.linear_backward(names, grad_in=u, grad_out=u, saved=u, product=s.product(h, h), dead=low)
-        attend_backward(t, s, 3 * u, kept)
-        t.op(3 * u, dead=3 * u)
+        t.linear_backward(names, grad_in=q, grad_out=u, saved=q, product=s.product(a, h), dead=low)
+        attend_backward(t, s, 3 * q, kept)
+        t.op(3 * q, dead=3 * q)
         t.open("grad", f"{block}.attn.c_attn", Phase.BWD, [*linear(f"{block}.attn.c_attn"), *norm(f"{block}.ln_1")])
         names = linear(f"{block}.attn.c_attn")
         t.op(normed)
-        t.linear_backward(names, grad_in=u, grad_out=3 * u, saved=u, product=s.product(h, 3 * h), dead=4 * u)
+        t.linear_backward(names, grad_in=u, grad_out=3 * q, saved=u, product=s.product(h, 3 * a), dead=3 * q + u)
+        t.all_reduce(u)
         t.op(copied and r, dead=copied, read=copied)
         layer_norm_backward(t, f"{block}.ln_1", r, stats, grad=n)
 
+    def head_and_loss() -> None:
+        t.open("begin", "transformer.ln_f", Phase.FWD, ln_f)
+        t.op(n + stats, dead=embedded)
+        if s.axes.language_head:
+            t.op(copied, read=copied and n)
+            head_comes(t, s, head)
+            language_loss(t, s, "lm_head", head, u)
+            loss_sums(t, s)
+            t.op(dead=copied and n)
+            t.end_autocast()
+            language_loss_backward(t, s, "lm_head", head, u, tied=s.tied)
+            t.all_reduce(u)
+            t.op(copied and r, dead=copied, read=copied)
+        else:
+            t.open("grad", ROOT, Phase.BWD)
+            t.end_autocast()
+            t.op(n, dead=n)
+        t.open("grad", "transformer.ln_f", Phase.BWD, ln_f)
+        layer_norm_backward(t, "transformer.ln_f", r, stats, residual=False, grad=n)
+
     positions = s.sequence * h * t.wide
-    begin(t, s)
-    t.open("begin", "transformer.wte", Phase.FWD, [wte, wpe])
-    t.op(r)
-    t.op(positions)
-    t.op(r, read=r + positions)
+    embedded = r + positions if s.part.first else 0  # bytes that end with the model's forward
+    begin(t, s, received=r, table=table)
+    if s.part.first:
+        t.open("begin", "transformer.wte", Phase.FWD, [wte, wpe])
+        t.op(r)
+        t.all_reduce(r)
+        t.op(positions)
+        t.op(r, read=r + positions)
     kept = layers_forward(t, s, forward)
-    t.open("begin", "transformer.ln_f", Phase.FWD, ln_f)
-    t.op(n + stats, dead=r + positions)
-    if s.axes.language_head:
-        t.op(copied, read=copied and n)
-        language_loss(t, s, "lm_head", head, u)
-        t.op(dead=copied and n)
-        t.end_autocast()
-        language_loss_backward(t, s, "lm_head", head, u, tied=m.tied)
-        t.op(copied and r, dead=copied, read=copied)
+    if s.part.last:
+        head_and_loss()
     else:
-        t.open("grad", ROOT, Phase.BWD)
-        t.end_autocast()
-        t.op(n, dead=n)
-    t.open("grad", "transformer.ln_f", Phase.BWD, ln_f)
-    layer_norm_backward(t, "transformer.ln_f", r, stats, residual=False, grad=n)
+        t.op(dead=embedded)
+        hand_on(t, r)
     layers_backward(t, s, forward, backward, kept)
-    t.open("grad", "transformer.wte", Phase.BWD)
-    t.op(positions, read=r)
-    t.gradient([wpe], allocated=False)
-    t.op(dead=positions)
-    embedding_backward(t, [wte], wte if m.tied and s.axes.language_head else None, r)
-    t.open("backward-end", ROOT, Phase.BWD)
+    if s.part.first:
+        gradient_comes(t, s, wte)
+        t.open("grad", "transformer.wte", Phase.BWD)
+        t.op(positions, read=r)
+        t.gradient([wpe], allocated=False)
+        t.op(dead=positions)
+        embedding_backward(t, [wte], wte if s.tied and s.axes.language_head else None, r)
+    end(t, s, r, table=table)

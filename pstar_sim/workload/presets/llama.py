@@ -10,12 +10,16 @@ from __future__ import annotations
 from pstar_sim.workload.presets.llama_attention import GroupedAttention, LatentAttention
 from pstar_sim.workload.presets.llama_mlp import Experts, GatedMlp
 from pstar_sim.workload.presets.llama_norms import Norms
-from pstar_sim.workload.presets.losses import language_loss, language_loss_backward
+from pstar_sim.workload.presets.losses import language_loss, language_loss_backward, loss_sums
 from pstar_sim.workload.presets.shared import (
-    ROOT,
     Shape,
     begin,
+    declare_head,
     embedding_backward,
+    end,
+    gradient_comes,
+    hand_on,
+    head_comes,
     last_product_again,
     layers_backward,
     layers_forward,
@@ -33,40 +37,53 @@ def write_llama(t: Tape, s: Shape) -> None:
     layers = _LayerWriter(t, s)
     norms = layers.norms
     embedding, norm, head = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-    t.parameter(embedding, m.vocab, m.hidden)
-    for i in range(m.layers):
+    if s.part.first:
+        t.parameter(embedding, m.vocab, m.hidden)
+    for i in s.part.layers:
         layers.declare(i)
-    t.parameter(norm, m.hidden)
-    if m.tied:
-        t.tie(head, embedding)
-    else:
-        t.parameter(head, m.vocab, m.hidden)
+    if s.part.last:
+        t.parameter(norm, m.hidden)
+        declare_head(t, s, head, embedding)
+    table = embedding if s.part.first else head
 
     rotary = 2 * s.sequence * layers.attention.rotary_dim * t.wide
-    begin(t, s)
-    t.open("begin", "model.embed_tokens", Phase.FWD, [embedding])
-    t.op(r)
+    held = u if norms.upcast and not s.recomputes(s.part.layers[0]) else 0  # the first layer's input: no norm keeps it
+    embedded = held if s.part.first else 0  # which ends with the model's forward
+    begin(t, s, received=r, table=table)
+    if s.part.first:
+        t.open("begin", "model.embed_tokens", Phase.FWD, [embedding])
+        t.op(r)
+        t.all_reduce(r)
     t.op(rotary, read=0)
     kept = layers_forward(t, s, layers.forward)
-    t.open("begin", "model.norm", Phase.FWD, [norm])
-    norms.forward(r, s.tokens)
-    if norms.upcast:
-        embedded = 0 if s.recomputes(0) else u  # the embedding's hidden state, which no norm kept
-        t.op(dead=u + embedded)
-    copied = s.casts * u
-    t.op(copied, read=s.casts * r)
-    language_loss(t, s, "lm_head", head, u)
-    t.op(dead=s.casts * r)
-    t.end_autocast()
-    language_loss_backward(t, s, "lm_head", head, u, tied=m.tied)
-    t.op(s.casts * r, dead=copied, read=copied)
-    t.open("grad", "model.norm", Phase.BWD, [norm])
-    norms.backward(norm, r, s.tokens, residual=False)
+    if s.part.last:
+        t.open("begin", "model.norm", Phase.FWD, [norm])
+        norms.forward(r, s.tokens)
+        if norms.upcast:
+            t.op(dead=u + embedded)
+        copied = s.casts * u
+        t.op(copied, read=s.casts * r)
+        head_comes(t, s, head)
+        language_loss(t, s, "lm_head", head, u)
+        loss_sums(t, s)
+        t.op(dead=s.casts * r)
+        t.end_autocast()
+        language_loss_backward(t, s, "lm_head", head, u, tied=s.tied)
+        t.all_reduce(u)
+        t.op(s.casts * r, dead=copied, read=copied)
+        t.open("grad", "model.norm", Phase.BWD, [norm])
+        norms.backward(norm, r, s.tokens, residual=False)
+    else:
+        t.op(dead=embedded)
+        hand_on(t, r)
     layers_backward(t, s, layers.forward, layers.backward, kept)
-    t.open("grad", "model.embed_tokens", Phase.BWD)
+    if s.part.first:
+        gradient_comes(t, s, embedding)
+        t.open("grad", "model.embed_tokens", Phase.BWD)
     t.op(dead=rotary)
-    embedding_backward(t, [embedding], embedding if m.tied else None, r)
-    t.open("backward-end", ROOT, Phase.BWD)
+    if s.part.first:
+        embedding_backward(t, [embedding], embedding if s.tied else None, r)
+    end(t, s, r, held=held, table=table)
 
 
 class _LayerWriter:
@@ -107,6 +124,7 @@ class _LayerWriter:
         t.open("begin", first, phase, [f"{first}.weight", *self.attention.first(block)])
         norms.forward(r, s.tokens)
         kept = self.attention.forward(block, phase, s.model.window_of(i))
+        t.all_reduce(u)
         if self.post:
             t.open("begin", behind, phase, [f"{behind}.weight"])
             norms.forward(u, s.tokens, inner=True)
@@ -118,10 +136,13 @@ class _LayerWriter:
             self._recompute_ends(mlp, last)
             return kept
         mlp.finish(phase)
+        t.all_reduce(u)
         if self.post:
             t.open("begin", last, phase, [f"{last}.weight"])
             norms.forward(u, s.tokens, inner=True)
-        entered = i > 0 and not s.recomputes(i) and norms.upcast  # then no operator keeps the layer's input
+        entered = (
+            i > s.part.layers[0] and not s.recomputes(i) and norms.upcast
+        )  # then no operator keeps the layer's input
         gone = u + (u if norms.upcast else 0) + (u if entered else 0)
         held = (
             0 if isinstance(mlp, Experts) else u + s.casts * u - self.normed
@@ -134,12 +155,14 @@ class _LayerWriter:
         t, s, u = self.t, self.s, self.u
         if mlp.whole or self.post:
             mlp.finish(Phase.RECOMPUTE)
+            t.all_reduce(u)
             if self.post:
                 t.open("begin", last, Phase.RECOMPUTE, [f"{last}.weight"])
                 self.norms.forward(u, s.tokens, inner=True)
             t.op(dead=u)
         elif not s.axes.early_stop:
             last_product_again(t, s, u, s.tokens * s.model.ffn * t.width)
+            t.all_reduce(u)
         t.op(dead=u if self.norms.upcast else s.casts * self.r)
 
     def backward(self, i: int, kept: int) -> None:
@@ -151,6 +174,7 @@ class _LayerWriter:
             t.open("grad", last, Phase.BWD, [f"{last}.weight"])
             norms.backward(f"{last}.weight", u, s.tokens, residual=False, shared=True)
         self.mlp(i).backward(block, own=self.post)
+        t.all_reduce(u)
         t.open("grad", second, Phase.BWD, [f"{second}.weight"])
         norms.backward(f"{second}.weight", r, s.tokens)
         if self.post:
@@ -158,6 +182,7 @@ class _LayerWriter:
             norms.backward(f"{behind}.weight", u, s.tokens, residual=False, shared=True)
         reads = [f"{first}.weight"]
         self.attention.backward(block, kept, s.model.window_of(i), reads=reads, own=self.post)
+        t.all_reduce(u)
         norms.backward(f"{first}.weight", r, s.tokens)
         if s.recomputes(i) and norms.upcast:
             t.op(dead=u)  # the checkpoint: in bf16 no norm kept it

@@ -14,7 +14,7 @@ from pstar_sim.workload.presets.shared import ROOT, Shape
 from pstar_sim.workload.tape import Tape, input_gradient, weight_gradient
 from pstar_sim.workload.workload import Phase, Product
 
-__all__ = ["language_loss", "language_loss_backward"]
+__all__ = ["language_loss", "language_loss_backward", "loss_sums"]
 
 CHUNKS = 8
 
@@ -47,6 +47,12 @@ def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
             t.op(dead=logits + size + size32, read=size + (size32 or size))  # added to the sum
         t.op(dead=u + labels)
         t.open("end", module, Phase.FWD)
+
+
+def loss_sums(t: Tape, s: Shape) -> None:
+    """Ranks that split the vocabulary sum three figures of each token: the largest logit, the sum of exponentials, and
+    the logit of its label."""
+    t.all_reduce(*[4 * s.tokens] * 3)
 
 
 def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, *, tied: bool) -> None:

@@ -18,12 +18,18 @@ from pstar_sim.workload.workload import ATTENTION_ALONE, Phase, Product
 __all__ = [
     "ROOT",
     "Shape",
+    "Stage",
     "attend",
     "attend_backward",
     "begin",
     "declare",
+    "declare_head",
     "declare_norm",
     "embedding_backward",
+    "end",
+    "gradient_comes",
+    "hand_on",
+    "head_comes",
     "last_product_again",
     "layer_norm_backward",
     "layers_backward",
@@ -37,8 +43,23 @@ ROOT = "<root>"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A part of a model: `layers`, with the embedding if `first`, and with the head and the loss if `last`.
+
+    tensor: ranks that split the tensors of each layer: heads, width of the feed-forward layer, and vocabulary.
+    """
+
+    layers: range
+    first: bool = True
+    last: bool = True
+    tensor: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shape:
     """A model with the batch that runs through it.
+
+    stage: the part that is written; None: the whole model.
 
     axes: with a value for each. Without a language head there are no logits over the vocabulary (the head of a few
         labels is left out). For `early_stop` see [Note: early stop].
@@ -48,6 +69,16 @@ class Shape:
     batch: int
     sequence: int
     axes: Axes
+    stage: Stage | None = None
+
+    @property
+    def part(self) -> Stage:
+        return self.stage or Stage(layers=range(self.model.layers))
+
+    @property
+    def tied(self) -> bool:
+        """Whether head and embedding share one table in this part."""
+        return self.model.tied and self.part.first and self.part.last
 
     @property
     def tokens(self) -> int:
@@ -205,19 +236,82 @@ def layer_norm_backward(
     t.gradient(names)
 
 
-def begin(t: Tape, s: Shape, batch_bytes: int = 0) -> None:
+def declare_head(t: Tape, s: Shape, head: str, embedding: str) -> None:
+    """Declares the matrix of the head, which may be the embedding's table, here or in the first stage."""
+    if s.tied:
+        t.tie(head, embedding)
+    elif s.model.tied:
+        t.borrow(head, s.model.vocab, s.model.hidden)
+    else:
+        t.parameter(head, s.model.vocab, s.model.hidden)
+
+
+def begin(t: Tape, s: Shape, batch_bytes: int = 0, *, received: int = 0, table: str = "") -> None:
     """The batch is alive for the whole iteration.
 
-    batch_bytes: 0: token numbers and labels, 8 bytes each.
+    batch_bytes: 0: token numbers and labels, 8 bytes each, which the first and the last stage have.
+    received: bytes of a later stage's input.
+    table: what embedding and head may share, by its name in this part.
     """
-    t.level = batch_bytes or 2 * 8 * s.tokens
-    t.open("begin", ROOT, Phase.FWD)
+    t.level = batch_bytes or (s.part.first + s.part.last) * 8 * s.tokens
+    copy, summed = _between_stages(t, s, table)
+    if s.part.last:
+        t.level += copy + summed
+    t.open("begin", ROOT, Phase.FWD, [table] if copy and s.part.first else [])
+    if copy and s.part.first:
+        t.cross_once(False, "tied weights", copy, turn="first")
+    if not s.part.first:
+        t.receive("activations", received)
+
+
+def _between_stages(t: Tape, s: Shape, table: str) -> tuple[int, int]:
+    """Returns the bytes of weights and gradients of a table that first and last stage share; 0 in any other part, and
+    for a table that is not trained."""
+    if not s.model.tied or s.part.first == s.part.last or not s.axes.language_head:
+        return 0, 0
+    size = t.size([table])
+    return size, size // t.wide * 4
+
+
+def head_comes(t: Tape, s: Shape, head: str) -> None:
+    """Write, in the moment before that of the head, that it may be another stage's."""
+    if copy := _between_stages(t, s, head)[0]:
+        t.cross_once(True, "tied weights", copy, turn="first", counted=True)
+
+
+def gradient_comes(t: Tape, s: Shape, embedding: str) -> None:
+    """Write, in the moment before that of the embedding's gradient, that the head's may come from another stage."""
+    if summed := _between_stages(t, s, embedding)[1]:
+        t.cross_once(True, "tied gradients", summed, turn="last")
+
+
+def hand_on(t: Tape, size: int) -> None:
+    """The end of a stage that has no loss: its output goes to the stage behind, from which the gradient comes."""
+    t.end_autocast()
+    t.send("activations", size)
+    t.open("grad", ROOT, Phase.BWD)
+    t.receive("gradients", size)
+
+
+def end(t: Tape, s: Shape, size: int, *, held: int = 0, table: str = "") -> None:
+    """The end of backward. A later stage sends the gradient of its input.
+
+    held: bytes of the input, if no operator keeps it.
+    table: as in `begin`.
+    """
+    t.open("backward-end", ROOT, Phase.BWD)
+    summed = _between_stages(t, s, table)[1]
+    if summed and s.part.last:
+        t.cross_once(False, "tied gradients", summed, turn="last", counted=True)
+    if not s.part.first:
+        t.op(dead=held)
+        t.send("gradients", size)
 
 
 def layers_forward(t: Tape, s: Shape, forward: Callable[[int, Phase], int]) -> int:
     """Returns the bytes that attention keeps per layer."""
     kept = 0
-    for i in range(s.model.layers):
+    for i in s.part.layers:
         t.saving = not s.recomputes(i)
         kept = forward(i, Phase.FWD)
     t.saving = True
@@ -227,7 +321,7 @@ def layers_forward(t: Tape, s: Shape, forward: Callable[[int, Phase], int]) -> i
 def layers_backward(
     t: Tape, s: Shape, forward: Callable[[int, Phase], int], backward: Callable[[int, int], None], kept: int
 ) -> None:
-    for i in reversed(range(s.model.layers)):
+    for i in reversed(s.part.layers):
         if s.recomputes(i):
             kept = forward(i, Phase.RECOMPUTE)
             t.end_autocast()

@@ -1,0 +1,149 @@
+"""Iterations of Megatron-DeepSpeed on A100s by tensor, data and pipeline parallelism, predicted and published.
+
+Rows: VIA-Research/vTrain, data/ground_truth_single.csv (720, one node of 2 to 8 GPUs, models of 12 to 24 layers of
+1,024) and ground_truth_multi.csv (47, a model of 39.1 billion parameters on 64 to 512 GPUs). All recompute every layer
+(reentrant), run 1F1B in fp16 with Adam, and keep everything on the GPUs: `all_on_gpu` plans them. What the files do not
+say is assumed: a vocabulary of 51,200, a tied head, attention by matrix products, clipping.
+
+The error is predicted / published - 1; its mean is that of its size (MAPE), as vTrain gives its own (8.4 % on one node,
+14.7 % on several). tau is Kendall's rank correlation over the rows of one model and global batch, in the mean.
+
+    python benchmarks/layouts.py [--every N]        # writes benchmarks/results/layouts.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from _results import write_result
+from msgspec import structs
+from scipy.stats import kendalltau
+
+from pstar_sim.catalog.loader import load_machine
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
+from pstar_sim.errors import PstarError
+from pstar_sim.planner.jobs import Job
+from pstar_sim.planner.stages import plan_stages
+from pstar_sim.workload.parallelism import Parallelism
+
+DATA = Path(__file__).parent / "data"
+FILES = {"one node": "vtrain_single.csv", "several nodes": "vtrain_multi.csv"}
+VOCABULARY = 51_200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A published iteration; the names are those of the file's columns."""
+
+    gpus: int
+    global_batch: int
+    micro_batch: int
+    hidden: int
+    heads: int
+    layers: int
+    sequence: int
+    tensor: int
+    data: int
+    pipeline: int
+    seconds: float
+
+    @property
+    def shape(self) -> ModelEntry:
+        return structs.replace(
+            model_entry("gpt2-xl"), name="vtrain", layers=self.layers, hidden=self.hidden, heads=self.heads,
+            kv_heads=self.heads, ffn=4 * self.hidden, vocab=VOCABULARY, max_seq=self.sequence,
+        )  # fmt: skip
+
+    @property
+    def job(self) -> Job:
+        return Job(
+            model="vtrain", batch=self.micro_batch * self.data, seq=self.sequence,
+            micro_batches=self.global_batch // self.data // self.micro_batch, dtype="fp16", attention="math",
+            kernels="megatron", early_stop=False,
+        )  # fmt: skip
+
+    @property
+    def machine(self) -> Machine:
+        return load_machine("a100-80x8", gpus=min(self.gpus, 8), nodes=max(1, self.gpus // 8))
+
+
+def rows_of(file: str) -> list[Row]:
+    with (DATA / file).open(newline="", encoding="utf-8") as lines:
+        table = list(csv.reader(lines))[1:]
+    found = []
+    for line in table:
+        *figures, milliseconds = line[-11:]
+        sizes = [int(figure) for figure in figures]
+        names = ("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "sequence", "tensor", "data")
+        found.append(
+            Row(**dict(zip((*names, "pipeline"), sizes)), seconds=float(milliseconds) / 1e3)  # type: ignore[arg-type]
+        )
+    return found
+
+
+def predict(row: Row) -> float:
+    spread = Parallelism(tensor=row.tensor, data=row.data, pipeline=row.pipeline)
+    return plan_stages(row.job, row.machine, "all_on_gpu", spread, shape=row.shape).iteration_s
+
+
+def figures_of(rows: Sequence[Row], predicted: Sequence[float]) -> dict[str, object]:
+    errors = [seconds / row.seconds - 1 for row, seconds in zip(rows, predicted)]
+    sizes = sorted(map(abs, errors))
+    return {
+        "rows": len(rows),
+        "mean_error": statistics.mean(sizes),
+        "median_error": statistics.median(sizes),
+        "p90_error": sizes[int(0.9 * (len(sizes) - 1))],
+        "bias": statistics.mean(errors),
+        "tau": _tau(rows, predicted),
+    }
+
+
+def _tau(rows: Iterable[Row], predicted: Sequence[float]) -> float:
+    groups: defaultdict[tuple[int, ...], list[tuple[float, float]]] = defaultdict(list)
+    for row, seconds in zip(rows, predicted):
+        groups[row.layers, row.hidden, row.global_batch, row.gpus].append((row.seconds, seconds))
+    each = [kendalltau(*zip(*pairs)).statistic for pairs in groups.values() if len(pairs) > 2]
+    return float(statistics.mean(each)) if each else float("nan")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="take every N-th row alone")
+    every = parser.parse_args().every
+    figures: dict[str, object] = {}
+    out_of_scope: list[str] = []
+    for name, file in FILES.items():
+        begin = time.process_time()
+        kept: list[Row] = []
+        predicted: list[float] = []
+        for row in rows_of(file)[::every]:
+            try:
+                predicted.append(predict(row))
+                kept.append(row)
+            except PstarError as error:
+                out_of_scope.append(f"{row}: {error}")
+        figures[name] = said = figures_of(kept, predicted)
+        print(f"{name}: {said}, {time.process_time() - begin:.0f} s of CPU")
+        busy = [n for n, row in enumerate(kept) if row.micro_batch >= 4 and row.tensor <= 2]
+        if name == "one node":
+            large = figures_of([kept[n] for n in busy], [predicted[n] for n in busy])
+            figures["one node, micro-batches of 4 and more, tp of 1 and 2"] = large
+            print(f"  of these micro-batches of 4 and more, tp of 1 and 2: {large}")
+        figures[f"{name}, predicted"] = [round(seconds, 6) for seconds in predicted]
+    for words in out_of_scope:
+        print(f"out of scope: {words}")
+    if every == 1:
+        print(write_result("layouts", {**figures, "out_of_scope": out_of_scope}))
+
+
+if __name__ == "__main__":
+    main()

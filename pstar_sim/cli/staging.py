@@ -1,0 +1,162 @@
+"""Stages of a pipeline on the command line: `--parallel` of plan and compare, and what check and plot do with the file
+of a set of plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pstar_sim.cli.bars import bar
+from pstar_sim.cli.exit_status import NO
+from pstar_sim.cli.flags import MachineFlags, OptionalWorkloadFlags, SettingFlags
+from pstar_sim.cli.output import note, save_picture, say, say_json, tell
+from pstar_sim.errors import PstarError
+
+if TYPE_CHECKING:
+    from pstar_sim.core.plan_set import PlanSet
+    from pstar_sim.planner.stages import StagesComparison
+
+__all__ = ["Parallel", "check_set", "compare_spread", "draw_set", "plan_spread", "read_set"]
+
+Parallel = Annotated[
+    str | None,
+    typer.Option(
+        "--parallel",
+        metavar="TEXT",
+        help="spread a preset over stages of a pipeline, such as pp=4 or pp=2,schedule=gpipe; auto: the numbers of "
+        "stages that are worth a plan, all: every one",
+    ),
+]
+ASKED = ("auto", "all")
+USUAL = ("all_on_gpu", "tide")
+"""Policies of a question about parallelism that names none: everything on the GPUs, and what leaves them."""
+
+
+def _asked(
+    job: OptionalWorkloadFlags,
+    on: MachineFlags,
+    setting: SettingFlags,
+    parallel: str,
+    policies: Sequence[str],
+    *,
+    quiet: bool,
+) -> StagesComparison:
+    from pstar_sim.cli.inputs import job_of, machine_of, settings_of
+    from pstar_sim.planner.stages import Way, compare_stages, ways_to_spread
+    from pstar_sim.workload.parallelism import Parallelism
+
+    machine, settings, one = machine_of(on), settings_of(setting), job_of(job)
+    left_out: list[str] = []
+    if parallel in ASKED:
+        ways, left_out = ways_to_spread(one, machine, every=parallel == "all")
+    else:
+        if one.batch is None:
+            raise PstarError("--parallel needs --model with --batch and --seq; a trace is of a whole model")
+        ways = [Way(parallelism=Parallelism.parse(parallel), batch=one.batch, micro_batches=one.micro_batches or 1)]
+    with bar("starting", quiet=quiet) as on_part:
+        return compare_stages(one, machine, policies, ways, left_out=left_out, settings=settings, on_part=on_part)
+
+
+def compare_spread(
+    job: OptionalWorkloadFlags,
+    on: MachineFlags,
+    setting: SettingFlags,
+    parallel: str,
+    policies: Sequence[str] | None,
+    *,
+    json: bool,
+) -> int:
+    from pstar_sim.report.stages import stages_text
+
+    found = _asked(job, on, setting, parallel, policies or USUAL, quiet=json)
+    if json:
+        say_json([asdict(row) for row in found.rows])
+        for words in found.left_out:
+            note(f"not planned: {words}")
+    else:
+        say(stages_text(found))
+    return _fits(found)
+
+
+def _fits(found: StagesComparison) -> int:
+    if found.best is not None:
+        return 0
+    note(f"no parallelism fits {found.job.model} on {found.machine.name}; the answer on stdout says why")
+    return NO
+
+
+def plan_spread(
+    job: OptionalWorkloadFlags,
+    on: MachineFlags,
+    setting: SettingFlags,
+    parallel: str,
+    policy: str,
+    path: str,
+    *,
+    json: bool,
+) -> int:
+    from pstar_sim.core.plan_file import save_set
+    from pstar_sim.report.stages import stages_text
+    from pstar_sim.units import format_bytes, format_s
+
+    found = _asked(job, on, setting, parallel, USUAL if policy == "auto" else [policy], quiet=json)
+    if found.best is None:
+        if json:
+            say_json({"fits": False, "rows": [asdict(row) for row in found.rows]})
+        else:
+            say(stages_text(found))
+        return _fits(found)
+    best, row = found.best, found.rows[0]
+    save_set(best.plans, Path(path))
+    if json:
+        say_json(asdict(row))
+        return 0
+    peak = max(row.peak_gpu_bytes)
+    tell(
+        f"{path}: {row.policy}, {row.parallel}, {format_s(best.iteration_s)} per iteration, a bubble of "
+        f"{best.bubble:.0%}; peaks at {format_bytes(peak)} of the GPU, of stage {row.peak_gpu_bytes.index(peak)}; "
+        f"{sum(len(plan.steps) for plan in best.plans.plans)} steps in {len(best.plans.plans)} stages"
+    )
+    return 0
+
+
+def read_set(path: str) -> PlanSet | None:
+    """Returns the plans of a pipeline's stages; None for the file of one plan."""
+    from pstar_sim.core.plan_file import read_plans
+    from pstar_sim.core.plan_set import PlanSet
+
+    plans = read_plans(Path(path))
+    return plans if isinstance(plans, PlanSet) else None
+
+
+def check_set(path: str, plans: PlanSet, *, json: bool) -> int:
+    from pstar_sim.planner.stages import examine_set
+
+    reports, seconds = examine_set(plans)
+    if json:
+        stages = [{"steps": report.steps, "peak_bytes": report.peak_bytes} for report in reports]
+        say_json({"plan": path, "ok": True, "parallel": str(plans.parallelism), "stages": stages})
+        return 0
+    first = plans.plans[0]
+    lines = [f"{path}: {first.policy} for {first.workload.model} on {len(plans.plans)} stages ({plans.parallelism})"]
+    for n, report in enumerate(reports):
+        what, *peaks = report.describe().splitlines()[: 1 + len(report.peak_bytes)]
+        lines += [f"stage {n}: {what}", *(f"  {peak}" for peak in peaks)]
+    lines.append(
+        f"{len(plans.meetings)} meetings, in no circle; simulated together as stated: {seconds:.6g} s per iteration"
+    )
+    tell("\n".join(lines))
+    return 0
+
+
+def draw_set(plans: PlanSet, path: str) -> int:
+    from pstar_sim.report.stages import stages_figure
+    from pstar_sim.sim.play import play_stages
+
+    save_picture(stages_figure(plans, play_stages(plans)), Path(path), dpi=150)
+    tell(f"{path}: {len(plans.plans)} stages")
+    return 0

@@ -1,0 +1,93 @@
+"""The checker's part about the stages of a pipeline.
+
+The plan of each stage is proved alone, with a send or a receive as a step of any duration. Every legal interleaving of
+all stages, seen by one stage, is a legal interleaving of its own plan, so its proof holds among the others.
+
+[Note: no circle] What is left is that the stages cannot wait for each other for ever. The queues' orders are fixed. So
+a set of stages gets on exactly if its steps have an order once the steps of each meeting are one. The steps are those
+of one iteration. A wait for a step of the iteration before makes no circle, because nothing of that iteration waits for
+this one: on every queue it comes first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from pstar_sim.core.check_report import CheckReport
+from pstar_sim.core.checker.check import check_plan
+from pstar_sim.core.checker.unrolled import label
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.plan_set import PlanSet, meetings_of
+from pstar_sim.core.step import Queue
+from pstar_sim.errors import PlanError
+
+__all__ = ["prove_set"]
+
+_Node = int | tuple[int, int]
+"""Number of a meeting, or (stage, id of a step)."""
+
+
+def prove_set(plans: PlanSet) -> tuple[CheckReport, ...]:
+    """Proves the plan of each stage, and that the stages cannot wait for each other for ever. Raises PlanError with the
+    first violation, naming the stage."""
+    reports = []
+    for stage, plan in enumerate(plans.plans):
+        try:
+            reports.append(check_plan(plan))
+        except PlanError as error:
+            raise PlanError(f"stage {stage}: {error}") from None
+    _check_meetings(plans)
+    _check_order(plans)
+    return tuple(reports)
+
+
+def _check_meetings(plans: PlanSet) -> None:
+    """Each meeting that the stages need is there, and no other."""
+    wanted, given = set(meetings_of(plans.plans)), set(plans.meetings)
+    if len(given) != len(plans.meetings):
+        raise PlanError("a meeting is listed twice")
+    for meeting in (*(wanted - given), *(given - wanted)):
+        what = "is missing" if meeting in wanted else "is not one that the stages need"
+        raise PlanError(f"the meeting of {_words(plans.plans, meeting.steps)} {what}")
+
+
+def _words(plans: Sequence[Plan], steps: Sequence[tuple[int, int]]) -> str:
+    names = [{step.id: label(step) for step in plan.steps} for plan in plans]
+    return " and ".join(
+        f"stage {stage}'s {names[stage].get(step, f'step {step}') if 0 <= stage < len(plans) else f'step {step}'}"
+        for stage, step in steps
+    )
+
+
+def _check_order(plans: PlanSet) -> None:
+    """[Note: no circle]."""
+    meeting_of = {member: n for n, meeting in enumerate(plans.meetings) for member in meeting.steps}
+    before: defaultdict[_Node, set[_Node]] = defaultdict(set)
+    for stage, plan in enumerate(plans.plans):
+        nodes: dict[int, _Node] = {step.id: meeting_of.get((stage, step.id), (stage, step.id)) for step in plan.steps}
+        latest: dict[Queue, _Node] = {}
+        for step in plan.steps:
+            node = nodes[step.id]
+            waits = {nodes[ref.id] for ref in step.after if not ref.back}
+            if step.queue in latest:
+                waits.add(latest[step.queue])
+            before[node] |= waits - {node}
+            latest[step.queue] = node
+    left = {node: len(waits) for node, waits in before.items()}
+    behind: defaultdict[_Node, list[_Node]] = defaultdict(list)
+    for node, waits in before.items():
+        for other in waits:
+            behind[other].append(node)
+    ready = [node for node, count in left.items() if not count]
+    while ready:
+        node = ready.pop()
+        del left[node]
+        for other in behind[node]:
+            left[other] -= 1
+            if not left[other]:
+                ready.append(other)
+    if left:
+        stuck = next((n for n in left if isinstance(n, int)), None)
+        steps = plans.meetings[stuck].steps if stuck is not None else [n for n in left if isinstance(n, tuple)][:1]
+        raise PlanError(f"the stages wait for each other in a circle, through {_words(plans.plans, steps)}")

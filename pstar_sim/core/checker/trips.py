@@ -1,0 +1,90 @@
+"""The checker's part about trips: each stash goes to the host once and comes back once, and each border is crossed
+once, in time, in every interleaving.
+
+[Note: stashes] and [Note: borders] in workload/workload.py say which steps have to wait for which. With these edges the
+gpu holds the bytes only while the tide counts them, so the proof of the budget (worst_case.py) does not mention trips.
+(A stash is out before it comes back, because `gone` is before `back` on the compute queue.) The plan has one buffer on
+the host for stashes, which it holds throughout. The buffer has room for one stash of each block. Two stashes of one
+block cannot need that room at once: micro-batches follow one another (check_workload), so on the compute queue the
+moment that needs the earlier stash waits until this stash is back, and comes before the moment that makes the later
+stash.
+"""
+
+from __future__ import annotations
+
+from pstar_sim.core.checker.unrolled import Unrolled, label
+from pstar_sim.core.plan import STASHES, Plan
+from pstar_sim.core.step import Kind, Place, Step
+from pstar_sim.core.trips import ARRIVALS, trips_of
+from pstar_sim.errors import PlanError
+
+__all__ = ["check_trip_step", "check_trips"]
+
+
+def check_trip_step(plan: Plan, step: Step) -> None:
+    """Check the fields of one step alone. Raises PlanError."""
+    trips = trips_of(plan.workload)
+    trip = None if step.stash is None else trips.get((step.kind, step.stash))
+    if trip is None:
+        raise PlanError(f"{label(step)} needs stash=, below {len([kind for kind, _ in trips if kind is step.kind])}")
+    if step.chunk is not None or step.list is not None or step.place is not None:
+        raise PlanError(f"{label(step)} has chunk=, list= or place=; a stash is not a list of a chunk")
+    if step.bytes != trip.bytes:
+        raise PlanError(f"{label(step)} has bytes={step.bytes}; {trip.what} has {trip.bytes} bytes")
+    if step.moment != trip.moment:
+        raise PlanError(f"{label(step)} has moment={step.moment}; it belongs to moment {trip.moment}")
+
+
+_BEFORE = {
+    Kind.STASH_OUT: "which makes it",
+    Kind.STASH_IN: "from which on its bytes are counted again",
+    Kind.SEND: "which makes it",
+    Kind.RECEIVE: "from which on its bytes are counted",
+}
+_BEHIND = {True: "which needs it", False: "behind which its bytes are no longer counted"}
+
+
+def check_trips(plan: Plan, program: Unrolled) -> None:
+    """Raises PlanError for a stash or a border that is not moved, or is moved twice, too early or too late; and if the
+    room on the host is too small."""
+    _check_room(plan)
+    moments = {step.moment: i for i, step in enumerate(plan.steps) if step.kind is Kind.COMPUTE}
+    moves = _moves(plan)
+    for key, trip in trips_of(plan.workload).items():
+        if key not in moves:
+            raise PlanError(f"no {trip.kind.value} step moves {trip.what}")
+        arrives, move = trip.kind in ARRIVALS, moves[key]
+        for first, then, moment, why in (
+            (moments[trip.behind], move, moments[trip.behind], _BEFORE[trip.kind]),
+            (move, moments[trip.until], moments[trip.until], _BEHIND[arrives]),
+        ):
+            if not program.precedes(first, then):
+                a, b = plan.steps[first], plan.steps[then]
+                raise PlanError(
+                    f"nothing makes {label(b)} wait for {label(a)}: {trip.what} and {label(plan.steps[moment])}, "
+                    f"{why}; an edge after={a.id} is missing"
+                )
+
+
+def _check_room(plan: Plan) -> None:
+    room = sum(size for _, size in plan.workload.stash_room)
+    rooms = [(place, size) for name, place, size in plan.buffers if name == STASHES]
+    if len(rooms) > bool(room) or any(place is not Place.HOST for place, _ in rooms):
+        where = ", ".join(f"{size} bytes on the {place.value}" for place, size in rooms)
+        wanted = "one, on the host" if room else "none: its workload has no stashes"
+        raise PlanError(f"the plan has {len(rooms)} buffers {STASHES!r} ({where}); it needs {wanted}")
+    held = sum(size for _, size in rooms)
+    if held < room:
+        raise PlanError(f"the plan's buffer {STASHES!r} on the host has {held} bytes; the stashes take {room}")
+
+
+def _moves(plan: Plan) -> dict[tuple[Kind, int], int]:
+    """Returns (kind, stash) -> position of the step that moves it. Raises PlanError if two steps move one stash."""
+    moves: dict[tuple[Kind, int], int] = {}
+    for i, step in enumerate(plan.steps):
+        if step.stash is not None:
+            if (step.kind, step.stash) in moves:
+                other = plan.steps[moves[step.kind, step.stash]]
+                raise PlanError(f"{label(step)} moves a stash that {label(other)} moves already")
+            moves[step.kind, step.stash] = i
+    return moves

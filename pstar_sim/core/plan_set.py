@@ -1,0 +1,79 @@
+"""PlanSet: the plans of a pipeline's stages, and where their steps meet.
+
+All ranks of a stage run one plan. A send of one stage and the receive of another are one transfer: both begin when both
+stages have come to them, and end together (a rendezvous; nothing is buffered). Where Adam has to wait for all gradients
+of the model, the optimizer steps of all stages are one meeting too, because the norm of the gradients is that of all
+stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Kind
+from pstar_sim.errors import PlanError
+from pstar_sim.workload.parallelism import Parallelism
+from pstar_sim.workload.workload import Border
+
+__all__ = ["Meeting", "PlanSet", "meetings_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Steps of several stages that begin together: (stage, id of its step)."""
+
+    steps: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlanSet:
+    """The plans of the stages, in their order, and their meetings. checker/meetings.py proves them, plan_file.py writes
+    them.
+
+    Raises PlanError for another number of plans than the parallelism has stages.
+    """
+
+    parallelism: Parallelism
+    plans: tuple[Plan, ...]
+    meetings: tuple[Meeting, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.plans) != self.parallelism.pipeline:
+            raise PlanError(f"{len(self.plans)} plans for {self.parallelism.pipeline} stages; each stage has one")
+
+
+_Key = tuple[int, int, str, int]
+
+
+def _key(stage: int, border: Border) -> _Key:
+    """(sender, receiver, what, micro-batch), the same at both ends."""
+    ends = (border.peer, stage) if border.receives else (stage, border.peer)
+    return (*ends, border.what, border.micro_batch)
+
+
+def meetings_of(plans: Sequence[Plan]) -> tuple[Meeting, ...]:
+    """Returns the meetings of the plans of all stages, those of transfers first. Raises PlanError for a border without
+    its other end."""
+    ends: dict[_Key, dict[int, int]] = {}
+    for stage, plan in enumerate(plans):
+        for step in plan.steps:
+            if step.kind in (Kind.SEND, Kind.RECEIVE) and step.stash is not None:
+                key = _key(stage, plan.workload.borders[step.stash])
+                ends.setdefault(key, {})[stage] = step.id
+    alone = next((key for key, steps in ends.items() if set(steps) != set(key[:2])), None)
+    if alone is not None:
+        sender, receiver, what, micro_batch = alone
+        raise PlanError(
+            f"the {what} of micro-batch {micro_batch} that stage {sender} sends to stage {receiver} have one end only"
+        )
+    meetings = [Meeting(tuple(sorted(steps.items()))) for steps in ends.values()]
+    if any(plan.settings.barrier(plan.workload.compute_dtype) for plan in plans):
+        meetings.append(Meeting(tuple((stage, _last_moment(plan)) for stage, plan in enumerate(plans))))
+    return tuple(meetings)
+
+
+def _last_moment(plan: Plan) -> int:
+    last = len(plan.workload.moments) - 1
+    return next(s.id for s in reversed(plan.steps) if s.kind is Kind.COMPUTE and s.moment == last)

@@ -1,0 +1,421 @@
+"""Stages: a job cut into the stages of a pipeline, each planned as a job of its own, and all simulated together.
+
+[Note: which parallelisms] A question about all ways to spread a model takes every number of stages that divides the
+GPUs, the blocks and the batch, with the micro-batches that are asked for and with the most that the batch allows, one
+sequence each. "auto" leaves out a pipeline whose bubble alone, (p-1)/(m+p-1) of the iteration, costs more than half of
+it; "all" takes those too, and every schedule. What is left out is said.
+
+A stage has its ranks, and its part of their nodes: of memory and bandwidth of the host, of cores and disks, as much as
+its share of a node's GPUs. Ranks of one stage follow one another, so that neighbours in a pipeline are far apart and
+ranks that share a batch are near (the order of Megatron-LM).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pstar_sim.catalog.machine import Fabric, Group, Host, Machine, Neighbour, Nvme, Rank
+from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
+from pstar_sim.core.check_report import CheckReport
+from pstar_sim.core.checker.meetings import prove_set
+from pstar_sim.core.plan import Settings
+from pstar_sim.core.plan_set import PlanSet, meetings_of
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.cost import CostModel
+from pstar_sim.errors import CannotPlan, DoesNotFit, FalseFigures, ModelError, PlanError, PstarError
+from pstar_sim.planner.asked import OnPart, teller
+from pstar_sim.planner.binding import bound_by
+from pstar_sim.planner.jobs import Job
+from pstar_sim.planner.stated import SECONDS_AGREE
+from pstar_sim.policy.registry import Policy, find_policy, policy_name
+from pstar_sim.sim.play import play_stages
+from pstar_sim.workload.parallelism import Parallelism
+from pstar_sim.workload.pipeline import SCHEDULES, cells_of, in_schedule
+from pstar_sim.workload.presets import check_blocks, stage_of
+from pstar_sim.workload.presets.shared import Stage
+from pstar_sim.workload.workload import Workload
+
+__all__ = [
+    "MOST_BUBBLE", "PlannedStages", "StagesComparison", "StagesRow", "Way", "compare_stages", "examine_set",
+    "machine_of_stage", "plan_stages", "stages_of", "ways_to_spread",
+]  # fmt: skip
+
+MOST_BUBBLE = 0.5
+"""Largest bubble, by its closed form, of a pipeline that "auto" plans."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedStages:
+    """timelines: of the stages, from one simulation of all."""
+
+    plans: PlanSet
+    timelines: tuple[Timeline, ...]
+
+    @property
+    def bound_by(self) -> str:
+        """What binds the stage that computes most (`binding.bound_by`)."""
+        busiest = max(self.timelines, key=lambda timeline: timeline.busy_s["compute"])
+        return bound_by(busiest, barrier_cost_s=None)
+
+    @property
+    def iteration_s(self) -> float:
+        return max(timeline.iteration_s for timeline in self.timelines)
+
+    @property
+    def tokens_per_s(self) -> float:
+        first = self.plans.plans[0]
+        return first.workload.tokens * first.machine.data_parallel_size / self.iteration_s
+
+    @property
+    def bubble(self) -> float:
+        """Share of the iteration in which a GPU computes nothing, in the mean of the stages."""
+        busy = sum(t.busy_s["compute"] for t in self.timelines) / len(self.timelines)
+        return 1 - busy / self.iteration_s
+
+    @property
+    def sums(self) -> float:
+        """Share of the iteration in which layers wait for sums over the ranks that split them, in the mean of the
+        stages."""
+        seconds = 0.0
+        for plan in self.plans.plans:
+            cost = CostModel(plan.workload, plan.machine, plan.layout)
+            seconds += sum(cost.all_reduces_s(m.all_reduces) for m in plan.workload.moments if m.all_reduces)
+        return seconds / len(self.plans.plans) / self.iteration_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to spread a job: its parallelism, and its batch in other micro-batches."""
+
+    parallelism: Parallelism
+    batch: int
+    micro_batches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagesRow:
+    """The answer of one policy on one parallelism; the keys of `pstar compare --parallel --json`.
+
+    parallel: text of the parallelism.
+    batch: sequences per micro-batch, of all ranks of a stage.
+    bubble: share of the iteration in which a GPU computes nothing, in the mean of the stages.
+    sums: share of the iteration in which layers wait for sums over the ranks that split them, likewise.
+    peak_gpu_bytes, peak_host_bytes: of a rank of each stage.
+    reason: why it does not fit.
+    short_of: place that is short; None if it fits.
+    needed_bytes, available_bytes: in that place.
+    """
+
+    parallel: str
+    policy: str
+    batch: int
+    micro_batches: int
+    fits: bool
+    iteration_s: float | None = None
+    tokens_per_s: float | None = None
+    bubble: float | None = None
+    sums: float | None = None
+    bound_by: str | None = None
+    peak_gpu_bytes: tuple[int, ...] = ()
+    peak_host_bytes: tuple[int, ...] = ()
+    reason: str | None = None
+    short_of: str | None = None
+    needed_bytes: int | None = None
+    available_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagesComparison:
+    """rows: those that fit, the fastest first, then the others.
+
+    left_out: ways that were not planned, with the reason.
+    """
+
+    job: Job
+    machine: Machine
+    rows: tuple[StagesRow, ...]
+    left_out: tuple[str, ...]
+    best: PlannedStages | None
+
+
+def ways_to_spread(job: Job, machine: Machine, *, every: bool = False) -> tuple[list[Way], list[str]]:
+    """Returns the ways of [Note: which parallelisms], and what is left out.
+
+    every: with all schedules, and without a limit on the bubble.
+
+    Raises PstarError for a job of no preset.
+    """
+    if job.model is None or job.batch is None:
+        raise PstarError("a trace is of a whole model; give --model, whose preset is cut into stages")
+    gpus, local, entry = machine.world_size, machine.local_ranks, model_entry(job.model)
+    ways, left_out = [], []
+    degrees = [(t, p) for t in _divisors(local) for p in _divisors(gpus // t)]
+    for tensor, stages in degrees:
+        data = gpus // stages // tensor
+        one = Parallelism(tensor=tensor, pipeline=stages, data=data)
+        why = ""
+        if stages > entry.layers:
+            why = f"the model has {entry.layers} blocks"
+        elif tensor > 1 and (entry.experts is not None or entry.latent is not None):
+            why = "its layers are not split over ranks"
+        elif any(size % tensor for size in (entry.heads, entry.kv_heads, entry.ffn)):
+            why = f"{tensor} ranks cannot split {entry.heads} heads, {entry.kv_heads} of keys, and {entry.ffn}"
+        elif (data * tensor) % local and local % (data * tensor):
+            why = f"stages of {data * tensor} GPUs do not fill nodes of {local}"
+        elif job.batch % data:
+            why = f"{data} ranks cannot share a batch of {job.batch}"
+        if why:
+            left_out.append(f"{one}: {why}")
+            continue
+        counts = (job.micro_batches or 1, job.batch // data * (job.micro_batches or 1))
+        for micro_batches in dict.fromkeys(counts if stages > 1 else counts[:1]):
+            bubble = (stages - 1) / (micro_batches + stages - 1)
+            if bubble > MOST_BUBBLE and not every:
+                left_out.append(f"{one} with {micro_batches} micro-batches: a bubble of {bubble:.0%}")
+                continue
+            batch = job.batch * (job.micro_batches or 1) // micro_batches
+            for schedule in SCHEDULES if every and stages > 1 else SCHEDULES[:1]:
+                spread = replace(one, schedule=schedule)
+                ways.append(Way(parallelism=spread, batch=batch, micro_batches=micro_batches))
+    return ways, left_out
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def compare_stages(
+    job: Job,
+    machine: Machine,
+    policies: Sequence[str],
+    ways: Sequence[Way],
+    *,
+    left_out: Sequence[str] = (),
+    settings: Settings | None = None,
+    on_part: OnPart | None = None,
+) -> StagesComparison:
+    """Plans every way with every policy that can. Raises PstarError for a job that cannot be cut."""
+    tell = teller(on_part)
+    rows: list[StagesRow] = []
+    best: PlannedStages | None = None
+    missing = list(left_out)
+    for n, (way, policy) in enumerate((way, policy) for way in ways for policy in policies):
+        tell(f"{way.parallelism} {policy}", n, len(ways) * len(policies))
+        own = replace(job, batch=way.batch, micro_batches=way.micro_batches)
+        said = StagesRow(
+            parallel=str(way.parallelism),
+            policy=policy,
+            batch=way.batch,
+            micro_batches=way.micro_batches,
+            fits=False,
+        )
+        try:
+            planned = plan_stages(own, machine, policy, way.parallelism, settings)
+        except DoesNotFit as error:
+            short = replace(said, reason=str(error), short_of=error.place)
+            rows.append(replace(short, needed_bytes=error.needed_bytes, available_bytes=error.available_bytes))
+            continue
+        except CannotPlan as error:
+            missing.append(f"{way.parallelism} by {policy}: {error}")
+            continue
+        rows.append(_row(said, planned))
+        best = planned if best is None or planned.iteration_s < best.iteration_s else best
+    rows.sort(key=lambda row: (not row.fits, row.iteration_s or 0.0))
+    return StagesComparison(job=job, machine=machine, rows=tuple(rows), left_out=tuple(missing), best=best)
+
+
+def _row(said: StagesRow, planned: PlannedStages) -> StagesRow:
+    return replace(
+        said,
+        fits=True,
+        iteration_s=planned.iteration_s,
+        tokens_per_s=planned.tokens_per_s,
+        bubble=planned.bubble,
+        sums=planned.sums,
+        bound_by=planned.bound_by,
+        peak_gpu_bytes=tuple(t.peak_bytes["gpu"] for t in planned.timelines),
+        peak_host_bytes=tuple(t.peak_bytes["host"] for t in planned.timelines),
+    )
+
+
+def plan_stages(
+    job: Job,
+    machine: Machine,
+    policy: str | Policy,
+    parallelism: Parallelism,
+    settings: Settings | None = None,
+    *,
+    shape: ModelEntry | None = None,
+) -> PlannedStages:
+    """Plans every stage with the policy and simulates them together.
+
+    shape: the model's, if it is not in the catalog.
+
+    Raises PstarError for degrees that the job or the machine does not allow, and DoesNotFit and CannotPlan, naming the
+    stage.
+    """
+    settings = settings or Settings()
+    name, function = policy_name(policy), find_policy(policy) if isinstance(policy, str) else policy
+    plans = []
+    for stage, workload in enumerate(stages_of(job, machine, parallelism, shape=shape)):
+        own = machine_of_stage(machine, parallelism, stage)
+        try:
+            plans.append(function(workload, own, settings))
+        except DoesNotFit as error:
+            raise DoesNotFit(
+                policy=name,
+                place=error.place,
+                needed_bytes=error.needed_bytes,
+                available_bytes=error.available_bytes,
+                what=f"stage {stage}: {error.what}",
+            ) from error
+        except (CannotPlan, PlanError) as error:
+            raise CannotPlan(f"stage {stage}: {error}") from error
+    made = PlanSet(parallelism=parallelism, plans=tuple(plans), meetings=meetings_of(plans))
+    timelines = play_stages(made)
+    seconds = max(timeline.iteration_s for timeline in timelines)
+    stated = tuple(replace(plan, predictions={"iteration_s": seconds}) for plan in plans)
+    return PlannedStages(plans=replace(made, plans=stated), timelines=timelines)
+
+
+def examine_set(plans: PlanSet) -> tuple[tuple[CheckReport, ...], float]:
+    """Proves the plans of all stages, and simulates them again. Returns the proofs and the seconds of an iteration.
+    Raises PlanError with the first violation, and FalseFigures for other seconds than the plans state."""
+    reports = prove_set(plans)
+    seconds = max(timeline.iteration_s for timeline in play_stages(plans))
+    for stage, plan in enumerate(plans.plans):
+        stated = plan.predictions.get("iteration_s", seconds)
+        if abs(stated - seconds) > SECONDS_AGREE * seconds:
+            raise FalseFigures(
+                (f"stage {stage} states {stated:.6g} s per iteration; a simulation takes {seconds:.6g} s",)
+            )
+    return reports, seconds
+
+
+def stages_of(
+    job: Job, machine: Machine, parallelism: Parallelism, *, shape: ModelEntry | None = None
+) -> list[Workload]:
+    """Returns the workload of one rank of each stage. Raises PstarError for a job that cannot be cut so.
+
+    shape: the model's, if it is not in the catalog.
+    """
+    data = parallelism.data_on(machine.world_size)
+    if job.model is None or job.batch is None or job.seq is None:
+        raise PstarError("a trace is of a whole model; give --model, whose preset is cut into stages")
+    if job.batch % data:
+        raise PstarError(f"batch is {job.batch}; the {data} ranks of a stage share it, so give a multiple of {data}")
+    entry = shape or model_entry(job.model)
+    check_blocks(entry, job)
+    axes = job.but(dtype=job.dtype_on(machine)).given
+    micro_batches = job.micro_batches or 1
+    workloads = []
+    for number, layers in enumerate(_even(entry.layers, parallelism.pipeline, job.model)):
+        stage = Stage(
+            layers=layers, first=number == 0, last=number == parallelism.pipeline - 1, tensor=parallelism.tensor
+        )
+        one, crossings = stage_of(entry, stage, batch=job.batch // data, sequence=job.seq, **axes)
+        cells = cells_of(parallelism.schedule, number, parallelism.pipeline, micro_batches)
+        workloads.append(in_schedule(one, crossings, cells, number, parallelism.pipeline))
+    return workloads
+
+
+def _even(layers: int, stages: int, model: str) -> list[range]:
+    """Returns the layers of each stage; those in front have one more where the stages do not divide them."""
+    if stages > layers:
+        raise ModelError(f"model {model}: pp is {stages}; the model has {layers} blocks, so at most {layers} stages")
+    each, more = divmod(layers, stages)
+    ends = [each * (n + 1) + min(more, n + 1) for n in range(stages)]
+    return [range(begin, end) for begin, end in zip([0, *ends], ends)]
+
+
+def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> Machine:
+    """Returns the ranks of a stage with their part of the nodes, and what joins them with its neighbours. Raises
+    PstarError for GPUs that differ, and for ranks that do not fill nodes."""
+    if machine.mixed:
+        raise PstarError(f"{machine.name} has different GPUs; the stages of a pipeline are planned for equal ones")
+    data, local, tensor = parallelism.data_on(machine.world_size), machine.local_ranks, parallelism.tensor
+    gpus = data * tensor
+    if local % tensor:
+        raise PstarError(
+            f"parallelism {parallelism}: tp is {tensor}; each layer waits for sums over these ranks, so they are "
+            f"planned inside a node, of {local} GPUs on {machine.name}: take a number that divides {local}"
+        )
+    if gpus % local and local % gpus:
+        raise PstarError(
+            f"the {gpus} GPUs of a stage do not fill the nodes of {machine.name}, of {local} GPUs each; take a number "
+            f"that divides {local}, or a multiple of it"
+        )
+    here = min(gpus, local) // tensor  # ranks of a node that are planned: one stands for all that split its tensors
+    part = here / local
+    host, disks, network = machine.host, machine.nvme, machine.network
+    ranks = machine.ranks[stage * gpus : (stage + 1) * gpus : tensor]
+    price = machine.price_usd_per_hour
+    return replace(
+        machine,
+        name=f"{machine.name} stage {stage}" if parallelism.pipeline > 1 else machine.name,
+        ranks=tuple(replace(rank, batch_share=1 / data) for rank in ranks),
+        nodes=data // here,
+        network=network if network is None else replace(network, bytes_per_s=network.bytes_per_s / tensor),
+        tensor=Group(ranks=tensor, fabric=_inside(machine)) if tensor > 1 else None,
+        host=host if part == 1 else _part_of_host(host, part),
+        nvme=disks if disks is None or part == 1 else _part_of_disks(disks, part),
+        root_bytes_per_s=_part_of_root(machine, ranks[:here]),
+        price_usd_per_hour=None if price is None else price / parallelism.pipeline,
+        neighbours=tuple(
+            Neighbour(stage=other, fabric=_between(machine, stage * gpus, other * gpus, here * tensor))
+            for other in sorted({0, stage - 1, stage + 1, parallelism.pipeline - 1} - {stage})
+            if 0 <= other < parallelism.pipeline
+        ),
+    )
+
+
+def _between(machine: Machine, rank: int, other: int, together: int) -> Fabric:
+    """Returns what joins two ranks. `together` ranks of a node send at the same time, and share its network."""
+    if rank // machine.local_ranks == other // machine.local_ranks:
+        return _inside(machine)
+    if machine.network is None:
+        raise PstarError(f"machine {machine.name!r} has {machine.nodes} nodes and no network; give network = NAME")
+    return replace(machine.network, bytes_per_s=machine.network.bytes_per_s / together)
+
+
+def _inside(machine: Machine) -> Fabric:
+    """Returns what joins two GPUs of a node."""
+    if machine.peer is not None:
+        return machine.peer
+    link = machine.link
+    rate = min(link.h2d_bytes_per_s, link.d2h_bytes_per_s) * machine.gpu.peer_share
+    return Fabric(
+        name=f"{link.name} through the host", bytes_per_s=rate, latency_s=link.latency_s, measured=False, source=""
+    )
+
+
+def _part_of_host(host: Host, part: float) -> Host:
+    return replace(
+        host,
+        memory_bytes=int(host.memory_bytes * part),
+        reserved_bytes=int(host.reserved_bytes * part),
+        pinned_bytes=None if host.pinned_bytes is None else int(host.pinned_bytes * part),
+        dram_bytes_per_s=host.dram_bytes_per_s * part,
+        cores=max(1, int(host.cores * part)),
+        adam_params_per_s=host.adam_params_per_s * part,
+    )
+
+
+def _part_of_disks(disks: Nvme, part: float) -> Nvme:
+    return replace(
+        disks,
+        memory_bytes=int(disks.memory_bytes * part),
+        read_bytes_per_s=disks.read_bytes_per_s * part,
+        write_bytes_per_s=disks.write_bytes_per_s * part,
+    )
+
+
+def _part_of_root(machine: Machine, ranks: Sequence[Rank]) -> float | None:
+    """Returns the rate of a PCIe switch that is left for these ranks while the other stages' ranks copy too."""
+    here = Counter(rank.root for rank in ranks if rank.root is not None)
+    if machine.root_bytes_per_s is None or not here:
+        return machine.root_bytes_per_s
+    every = Counter(rank.root for rank in machine.ranks[: machine.local_ranks])
+    return machine.root_bytes_per_s * max(count / every[root] for root, count in here.items())

@@ -1,0 +1,158 @@
+"""Tables and pictures of the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pstar_sim.core.figures import BINDS_NAMES
+from pstar_sim.core.plan_set import PlanSet
+from pstar_sim.core.step import Kind
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.planner.stages import StagesComparison, StagesRow
+from pstar_sim.report.byte_curves import steady_start_s
+from pstar_sim.report.legends import shared_legend
+from pstar_sim.report.palette import PHASES, QUEUE_NAMES, STEPS
+from pstar_sim.report.tables import format_percent, format_size
+from pstar_sim.terminal import table_text, terminal_width, wrap
+from pstar_sim.units import format_s
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["stages_figure", "stages_text"]
+
+HEADS = (
+    "parallelism",
+    "policy",
+    "batch",
+    "iteration",
+    "tokens/s",
+    "bubble",
+    "sums",
+    "bound by",
+    "GPU peak",
+    "host peak",
+)
+
+
+def stages_text(comparison: StagesComparison, *, width: int | None = None) -> str:
+    """The table of a comparison, the reasons of what does not fit, and what was left out. Peaks of stages that differ
+    are the smallest and the largest."""
+    width = terminal_width() if width is None else width
+    fitting = [row for row in comparison.rows if row.fits]
+    machine, job = comparison.machine, comparison.job
+    lines = wrap(f"{job.model}, sequence {job.seq}, on {machine.name}: {machine.world_size} GPUs", width)
+    if fitting:
+        lines += ["", table_text(HEADS, [_cells(row) for row in fitting], width=width, keys=2).rstrip()]
+    unfit = [row for row in comparison.rows if not row.fits]
+    if len(unfit) == 1:
+        lines += ["", *wrap(f"{unfit[0].parallel}: {unfit[0].reason}", width)]
+    for policy in dict.fromkeys(row.policy for row in unfit if len(unfit) > 1):
+        lines += [
+            "",
+            *wrap(f"{policy} does not fit: {'; '.join(_lacks(r) for r in unfit if r.policy == policy)}", width),
+        ]
+    for words in comparison.left_out:
+        lines += ["", *wrap(f"not planned: {words}", width)]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: StagesRow) -> tuple[str, ...]:
+    assert row.iteration_s is not None and row.tokens_per_s is not None and row.bubble is not None
+    return (
+        row.parallel,
+        row.policy,
+        f"{row.batch} x {row.micro_batches}",
+        format_s(row.iteration_s),
+        f"{row.tokens_per_s:,.0f}",
+        format_percent(row.bubble),
+        format_percent(row.sums or 0.0),
+        BINDS_NAMES.get(row.bound_by or "", row.bound_by or ""),
+        _span(row.peak_gpu_bytes),
+        _span(row.peak_host_bytes),
+    )
+
+
+def _lacks(row: StagesRow) -> str:
+    needs, has = format_size(row.needed_bytes), format_size(row.available_bytes)
+    return f"{row.parallel} {row.batch} x {row.micro_batches} needs {needs} of {row.short_of} and has {has}"
+
+
+def _span(sizes: Sequence[int]) -> str:
+    least, most = format_size(min(sizes)), format_size(max(sizes))
+    return least if least == most else f"{least} to {most}"
+
+
+def stages_figure(plans: PlanSet, timelines: Sequence[Timeline], *, width: float = 12.0) -> Figure:
+    """Draws the queues of every stage over one iteration, the first stage above. Bars of compute are cells: the forward
+    or the backward pass of a micro-batch, with its number. What lasts less than a pixel is left out.
+
+    width: in inches.
+    """
+    from matplotlib import pyplot
+
+    shown = [_rows_of(timeline) for timeline in timelines]
+    figure, ax = pyplot.subplots(figsize=(width, 1.2 + 0.3 * sum(map(len, shown))), layout="constrained")
+    names: list[str] = []
+    found: dict[str, Any] = {}
+    end_s = max(timeline.iteration_s for timeline in timelines)
+    origin = min(map(steady_start_s, timelines))
+    for stage, (plan, timeline, rows) in enumerate(zip(plans.plans, timelines, shown)):
+        for queue in rows:
+            row = len(names)
+            for begin_s, over_s, name, colour, label in _bars(plan.workload.moments, timeline, queue, origin):
+                if over_s - begin_s < end_s / 4000:
+                    continue
+                bar = ax.barh(row, over_s - begin_s, left=begin_s, height=0.8, color=colour)
+                found.setdefault(name, bar)
+                if label and over_s - begin_s > 0.01 * end_s:
+                    ax.text((begin_s + over_s) / 2, row, label, ha="center", va="center_baseline", fontsize=6)
+            names.append(f"stage {stage}: {QUEUE_NAMES[queue]}" if queue is rows[0] else QUEUE_NAMES[queue])
+        ax.axhline(len(names) - 0.5, color="#BBBBBB", linewidth=0.6)
+    ax.set_yticks(range(len(names)), names, fontsize=7)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.set_xlim(0, end_s)
+    ax.set_xlabel("time in the iteration [s]")
+    ax.set_title(
+        f"{plans.plans[0].policy}, {plans.parallelism}: {format_s(end_s)} per iteration", fontsize=10, loc="left"
+    )
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+    shared_legend(ax, found, "stages", list)
+    return figure
+
+
+def _rows_of(timeline: Timeline) -> list[Any]:
+    there = {span.queue for span in timeline.spans if span.kind is Kind.COMPUTE or span.kind in STEPS}
+    return [queue for queue in QUEUE_NAMES if queue in there]
+
+
+def _bars(
+    moments: Sequence[Any], timeline: Timeline, queue: Any, origin: float
+) -> list[tuple[float, float, str, str, str]]:
+    """Returns (begin, end, name, colour, number) of the bars of one queue; moments of one cell without a gap are one.
+
+    origin: where the iteration begins, in seconds of the simulation.
+    """
+    gap_s = timeline.iteration_s / 4000
+    bars: list[tuple[float, float, str, str, str]] = []
+    cell: object = None
+    for span in timeline.spans:
+        begin_s, over_s = max(span.start_s - origin, 0.0), min(span.end_s - origin, timeline.iteration_s)
+        if span.queue is not queue or over_s <= begin_s:
+            continue
+        if span.kind is not Kind.COMPUTE:
+            if span.kind in STEPS:
+                name, colour, _ = STEPS[span.kind]
+                bars.append((begin_s, over_s, name, colour, ""))
+            continue
+        moment = moments[span.moment or 0]
+        phase = "FWD" if moment.phase == "FWD" else "ADAM" if moment.phase == "ADAM" else "BWD + recompute"
+        own = (span.iteration, moment.micro_batch, phase)
+        if own == cell and bars and begin_s - bars[-1][1] < gap_s:
+            bars[-1] = (bars[-1][0], over_s, *bars[-1][2:])
+        else:
+            bars.append((begin_s, over_s, phase, PHASES[phase], str(moment.micro_batch)))
+        cell = own
+    return bars

@@ -1,0 +1,73 @@
+"""Parallelism: how a model is spread over GPUs (how parameters are packed into chunks is the layout)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from pstar_sim.arguments import choice, whole
+from pstar_sim.errors import PstarError
+from pstar_sim.workload.pipeline import SCHEDULES
+
+__all__ = ["Parallelism"]
+
+_KEYS: Mapping[str, str] = {"tp": "tensor", "pp": "pipeline", "dp": "data", "schedule": "schedule"}
+"""Key of a text -> field."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """Degrees by which a job is split; their product is the number of GPUs.
+
+    tensor: ranks that split the tensors of each layer.
+    pipeline: stages, each of which has a part of the model's blocks.
+    data: ranks that share the batch of a stage; None: as many as there are GPUs for.
+    schedule: of the pipeline, one of SCHEDULES (pipeline.py).
+
+    Raises PstarError for other values.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int | None = None
+    schedule: str = SCHEDULES[0]
+
+    def __post_init__(self) -> None:
+        whole("parallelism: tp", self.tensor)
+        whole("parallelism: pp", self.pipeline)
+        if self.data is not None:
+            whole("parallelism: dp", self.data)
+        choice("parallelism: schedule", self.schedule, SCHEDULES)
+
+    def __str__(self) -> str:
+        """The exact reverse of `parse`, without what is at its default."""
+        usual = {field.name: field.default for field in fields(self)}
+        said = {key: getattr(self, name) for key, name in _KEYS.items() if getattr(self, name) != usual[name]}
+        return ",".join(f"{key}={value}" for key, value in said.items()) or "pp=1"
+
+    @classmethod
+    def parse(cls, text: str) -> Parallelism:
+        """Reads "pp=4,schedule=gpipe". Raises PstarError, naming the word that is wrong."""
+        given: dict[str, object] = {}
+        for word in text.split(","):
+            key, equals, value = word.strip().partition("=")
+            if not equals or key not in _KEYS or _KEYS[key] in given:
+                known = ", ".join(f"{name}=" for name in _KEYS)
+                raise PstarError(f"parallelism {text!r}: {word.strip()!r} is not one of {known} given once")
+            number = value.isascii() and value.isdigit()
+            given[_KEYS[key]] = int(value) if number else value
+        return cls(**given)  # type: ignore[arg-type]
+
+    def data_on(self, gpus: int) -> int:
+        """Returns the ranks of each stage that share its batch, on so many GPUs. Raises PstarError, with the nearest
+        number of stages that works."""
+        data = self.data or max(1, gpus // (self.pipeline * self.tensor))
+        if data * self.pipeline * self.tensor != gpus:
+            near = [p for p in range(1, gpus // self.tensor + 1) if gpus % (p * self.tensor) == 0]
+            best = min(near, key=lambda p: (abs(p - self.pipeline), p), default=None)
+            hint = f"; pp={best} would be" if best is not None else ""
+            each = f" of {self.tensor} GPUs" if self.tensor > 1 else ""
+            raise PstarError(
+                f"parallelism {self}: {self.pipeline} stages of {data} ranks{each} are not the {gpus} GPUs{hint}"
+            )
+        return data

@@ -1,0 +1,323 @@
+"""Stages planned one by one and simulated together, beside formulas and with meetings that are missing or swapped."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pstar_sim.catalog.loader import load_machine
+from pstar_sim.catalog.machine import Fabric, Machine, Neighbour
+from pstar_sim.cli import main
+from pstar_sim.core.checker.meetings import prove_set
+from pstar_sim.core.layout import build_layout
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.plan_file import read_plans, save_set
+from pstar_sim.core.plan_set import Meeting, PlanSet, meetings_of
+from pstar_sim.core.step import Kind, Queue
+from pstar_sim.cost import CostModel
+from pstar_sim.errors import DoesNotFit, PlanError, PstarError
+from pstar_sim.planner.jobs import Job
+from pstar_sim.planner.stages import (
+    compare_stages,
+    examine_set,
+    machine_of_stage,
+    plan_stages,
+    stages_of,
+    ways_to_spread,
+)
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.sim.play import play_stages
+from pstar_sim.testing import round_machine
+from pstar_sim.workload.parallelism import Parallelism
+from pstar_sim.workload.pipeline import cells_of, in_schedule
+from pstar_sim.workload.tape import Tape
+from pstar_sim.workload.workload import Phase, Workload
+
+MIB = 2**20
+
+
+def chain_stage(number: int, stages: int, micro_batches: int, schedule: str) -> Workload:
+    """One block per stage: a second forward, two seconds backward, 1,024 parameters, borders of 1 MiB."""
+    t = Tape("bf16")
+    t.parameter(f"h.{number}.weight", 32, 32)
+    t.open("begin", "<root>", Phase.FWD)
+    if number:
+        t.receive("activations", MIB)
+    t.open("begin", f"h.{number}", Phase.FWD, [f"h.{number}.weight"])
+    t.op(MIB)
+    if number < stages - 1:
+        t.send("activations", MIB)
+    t.open("grad", "<root>", Phase.BWD)
+    if number < stages - 1:
+        t.receive("gradients", MIB)
+    t.open("grad", f"h.{number}", Phase.BWD, [f"h.{number}.weight"])
+    t.gradient([f"h.{number}.weight"], allocated=False)
+    t.open("backward-end", "<root>", Phase.BWD)
+    if number:
+        t.send("gradients", MIB)
+    t.close()
+    seconds = {f"begin:h.{number}": 1.0, f"grad:h.{number}": 2.0}
+    one = Workload(
+        model="chain", dtype="bf16", batch=1, sequence=1, micro_batches=1, checkpointing=False, attention="none",
+        source="recorded", recorded_on="virtual", tensors=tuple(t.tensors), uses=tuple(t.uses),
+        moments=tuple(replace(m, duration_s=seconds.get(m.name, 0.0)) for m in t.moments),
+    )  # fmt: skip
+    return in_schedule(one, t.crossings, cells_of(schedule, number, stages, micro_batches), number, stages)
+
+
+def chain_machine(number: int, stages: int, seconds: float) -> Machine:
+    """seconds: of a border's transfer; 0 for no time."""
+    rate = MIB / seconds if seconds else 1e18
+    fabric = Fabric(name="wire", bytes_per_s=rate, latency_s=0.0, measured=True, source="")
+    near = tuple(Neighbour(stage=n, fabric=fabric) for n in (number - 1, number + 1) if 0 <= n < stages)
+    return replace(round_machine(hbm_bytes_per_s=1e15), neighbours=near)
+
+
+def chain(
+    stages: int, micro_batches: int, schedule: str = "1f1b", *, seconds: float = 0.0, clip: bool = True
+) -> PlanSet:
+    plans = [
+        find_policy("all_on_gpu")(
+            chain_stage(n, stages, micro_batches, schedule),
+            chain_machine(n, stages, seconds),
+            Settings(clip=clip, update="step"),
+        )
+        for n in range(stages)
+    ]
+    one = Parallelism(pipeline=stages, schedule=schedule)
+    return PlanSet(parallelism=one, plans=tuple(plans), meetings=meetings_of(plans))
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (3, 3), (4, 8), (4, 2)])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_the_bubble_is_that_of_the_formula(stages: int, micro_batches: int, schedule: str) -> None:
+    """With links that take no time, m + p - 1 turns of three seconds."""
+    plans = chain(stages, micro_batches, schedule)
+    prove_set(plans)
+    assert [t.iteration_s for t in play_stages(plans)] == pytest.approx([3.0 * (micro_batches + stages - 1)] * stages)
+
+
+def test_a_slow_border_adds_its_seconds_where_nothing_hides_them() -> None:
+    """Two stages, one micro-batch: forward 1 s, half a second on the way, 1 + 2 s, half a second back, 2 s."""
+    (one, other) = play_stages(chain(2, 1, seconds=0.5))
+    assert one.iteration_s == pytest.approx(7.0) and other.iteration_s == pytest.approx(7.0)
+    assert one.stall_s == pytest.approx({"receive": 4.0})
+
+
+def test_a_send_and_its_receive_begin_and_end_together() -> None:
+    plans = chain(3, 4, seconds=0.25)
+    timelines = play_stages(plans)
+    spans = [{s.step: (s.start_s, s.end_s) for s in t.spans if s.iteration == 1} for t in timelines]
+    for meeting in plans.meetings:
+        assert len({spans[stage][step] for stage, step in meeting.steps}) == 1
+
+
+def test_the_norm_of_the_gradients_is_that_of_all_stages() -> None:
+    """Behind a barrier the optimizer steps meet: without it the last stage is not held up by the first."""
+    (*_, norm) = chain(3, 2).meetings
+    assert len(norm.steps) == 3
+    free = chain(3, 2, clip=False)
+    assert len(free.meetings) == len(chain(3, 2).meetings)  # update=step is a barrier too
+
+
+class TestWrongSets:
+    def test_a_meeting_that_is_missing(self) -> None:
+        plans = chain(2, 2)
+        with pytest.raises(PlanError, match=r"the meeting of stage 0's step .* and stage 1's step .* is missing"):
+            prove_set(replace(plans, meetings=plans.meetings[1:]))
+
+    def test_a_meeting_with_the_wrong_micro_batch(self) -> None:
+        plans = chain(2, 2)
+        (a, b), (c, d) = plans.meetings[0].steps, plans.meetings[1].steps
+        swapped = (Meeting((a, d)), Meeting((c, b)), *plans.meetings[2:])
+        with pytest.raises(PlanError, match=r"is missing|is not one that the stages need"):
+            prove_set(replace(plans, meetings=swapped))
+
+    def test_a_border_without_its_other_end(self) -> None:
+        with pytest.raises(PlanError, match="of micro-batch 0 that stage 0 sends to stage 1 have one end only"):
+            meetings_of(chain(2, 2).plans[:1])
+
+    def test_stages_that_wait_for_each_other(self) -> None:
+        """The first stage sends the second micro-batch first; the second stage receives the first one first."""
+        plans = chain(2, 2, "gpipe")
+        first = plans.plans[0]
+        a, b = (n for n, step in enumerate(first.steps) if step.queue is Queue.SEND)
+        steps = list(first.steps)
+        steps[a], steps[b] = steps[b], steps[a]
+        crossed = replace(plans, plans=(replace(first, steps=tuple(steps)), plans.plans[1]))
+        with pytest.raises(PlanError, match="the stages wait for each other in a circle, through stage 0's step"):
+            prove_set(crossed)
+        with pytest.raises(PlanError, match="the plan deadlocks in iteration 0"):
+            play_stages(crossed)
+
+    def test_a_receive_that_nothing_waits_for(self) -> None:
+        plans = chain(2, 2)
+        last = plans.plans[1]
+        receive = next(step.id for step in last.steps if step.kind is Kind.RECEIVE)
+        deaf = tuple(
+            step.waiting_for(tuple(ref for ref in step.after if ref.id != receive))
+            if step.kind is Kind.COMPUTE
+            else step
+            for step in last.steps
+        )
+        with pytest.raises(PlanError, match=r"stage 1: nothing makes step .* wait for step .* \(receive stash 0\)"):
+            prove_set(replace(plans, plans=(plans.plans[0], replace(last, steps=deaf))))
+
+
+JOB = Job(model="tiny-gpt2", batch=2, seq=64, micro_batches=4)
+
+
+@pytest.fixture(scope="module")
+def node() -> Machine:
+    return load_machine("a100-40x8", gpus=4)
+
+
+def test_stages_leave_the_gpu_under_a_budget(node: Machine) -> None:
+    """A tight GPU: chunks go to the host and come back within each stage's plan; the proofs hold."""
+    small = load_machine("a100-40x8", gpus=4, gpu_memory="2.4GB")
+    planned = plan_stages(replace(JOB, model="gpt2"), small, "tide", Parallelism(pipeline=2))
+    assert any(step.kind is Kind.FETCH for plan in planned.plans.plans for step in plan.steps)
+    reports, seconds = examine_set(planned.plans)
+    assert seconds == planned.iteration_s
+    assert all(r.peak_bytes["gpu"] <= r.budget_bytes["gpu"] for r in reports)
+
+
+def test_a_stage_has_its_part_of_the_node(node: Machine) -> None:
+    own = machine_of_stage(node, Parallelism(pipeline=4), 1)
+    assert own.world_size == 1 and own.host.memory_bytes == node.host.memory_bytes // 4
+    assert own.host_budget_bytes == pytest.approx(node.host_budget_bytes, rel=1e-9)
+    assert own.adam_params_per_s == pytest.approx(node.adam_params_per_s)
+    assert [(n.stage, n.fabric) for n in own.neighbours] == [(s, node.peer) for s in (0, 2, 3)]
+
+
+def test_between_nodes_the_ranks_of_a_node_share_its_network() -> None:
+    two = load_machine("a100-40x8", nodes=2)
+    own = machine_of_stage(two, Parallelism(pipeline=2), 0)
+    assert own.world_size == 8 and own.nodes == 1 and two.network is not None
+    assert own.neighbours[0].fabric.bytes_per_s == two.network.bytes_per_s / 8
+
+
+def test_a_layer_is_not_split_over_nodes() -> None:
+    with pytest.raises(PstarError, match="tp is 16; each layer waits for sums over these ranks, so they are planned"):
+        machine_of_stage(load_machine("a100-40x8", nodes=2), Parallelism(tensor=16), 0)
+
+
+def test_ranks_that_split_a_layer_are_one_in_the_plan(node: Machine) -> None:
+    """Two ranks that share the batch, each with one beside it: a quarter of the node's host each."""
+    own = machine_of_stage(node, Parallelism(tensor=2), 0)
+    assert own.world_size == 2 and own.tensor is not None and own.tensor.ranks == 2
+    assert own.host_budget_bytes == pytest.approx(node.host_budget_bytes, rel=1e-9)
+    two = machine_of_stage(load_machine("a100-40x8", nodes=2), Parallelism(tensor=4), 0)
+    whole = load_machine("a100-40x8", nodes=2).network
+    assert two.world_size == 4 and two.nodes == 2 and whole is not None and two.network is not None
+    assert two.network.bytes_per_s == whole.bytes_per_s / 4
+
+
+def test_a_sum_over_the_ranks_of_a_layer_is_twice_a_gather(node: Machine) -> None:
+    """2 (t - 1) hops of a latency and of a t-th of the bytes, in the moments that wait for it."""
+    machine = machine_of_stage(node, Parallelism(tensor=4), 0)
+    (workload,) = stages_of(JOB, node, Parallelism(tensor=4))
+    layout = build_layout(workload)
+    alone = replace(workload, moments=tuple(replace(m, all_reduces=()) for m in workload.moments))
+    with_sums, without = (CostModel(w, machine, layout).moments_s for w in (workload, alone))
+    fabric = machine.tensor.fabric if machine.tensor is not None else None
+    assert fabric is not None
+    wanted = [
+        sum(6 * (fabric.latency_s + size / 4 / fabric.rate_of(size)) for size in m.all_reduces)
+        for m in workload.moments
+    ]
+    assert [a - b for a, b in zip(with_sums, without)] == pytest.approx(wanted, abs=1e-12) and sum(wanted) > 0
+
+
+def test_jobs_that_cannot_be_cut_say_why(node: Machine) -> None:
+    mixed = load_machine("a100-40x2+v100-32x2")
+    for job, machine, text, message in (
+        (replace(JOB, batch=3), node, "pp=2", "batch is 3; the 2 ranks of a stage share it, so give a multiple of 2"),
+        (JOB, node, "pp=3", "3 stages of 1 ranks are not the 4 GPUs; pp=2 would be"),
+        (JOB, node, "pp=4", "the model has 2 blocks, so at most 2 stages"),
+        (JOB, mixed, "pp=2", "different GPUs; the stages of a pipeline are planned for equal ones"),
+    ):
+        with pytest.raises(PstarError) as error:
+            plan_stages(job, machine, "tide", Parallelism.parse(text))
+        assert message in str(error.value)
+
+
+def test_a_stage_that_does_not_fit_is_named() -> None:
+    small = load_machine("a100-40x8", gpus=2, gpu_memory="1.0003GB", host_memory="17GB")
+    with pytest.raises(DoesNotFit, match="stage 0: "):
+        plan_stages(replace(JOB, batch=1), small, "all_on_gpu", Parallelism(pipeline=2))
+
+
+def test_every_way_is_planned_or_said_to_be_left_out(node: Machine) -> None:
+    ways, left_out = ways_to_spread(JOB, node)
+    assert [(str(w.parallelism), w.batch, w.micro_batches) for w in ways] == [
+        ("pp=2,dp=2", 2, 4),
+        ("tp=2,dp=2", 2, 4),
+        ("tp=2,pp=2,dp=1", 2, 4),
+        ("tp=2,pp=2,dp=1", 1, 8),
+        ("tp=4,dp=1", 2, 4),
+    ]
+    assert left_out == ["dp=4: 4 ranks cannot share a batch of 2", "pp=4,dp=1: the model has 2 blocks"]
+    found = compare_stages(JOB, node, ["all_on_gpu", "zero_offload"], ways[:1], left_out=left_out)
+    assert [row.policy for row in found.rows] == ["all_on_gpu"] and found.best is not None
+    assert found.left_out[-1].startswith(
+        "pp=2,dp=2 by zero_offload: stage 0: zero_offload runs micro-batches one after"
+    )
+
+
+def test_random_sets_are_proved_and_keep_their_bytes_under_jitter() -> None:
+    rng = random.Random(40)
+    for _ in range(6):
+        job = Job(
+            model=rng.choice(["tiny-gpt2", "gpt2"]), batch=1, seq=rng.choice([16, 64]), micro_batches=rng.randint(1, 5),
+            checkpointing=rng.random() < 0.5,
+        )  # fmt: skip
+        machine = load_machine("a100-40x8", gpus=2, gpu_memory=rng.choice(["40GB", "1.9GB"]))
+        one = Parallelism(pipeline=2, schedule=rng.choice(["1f1b", "gpipe"]))
+        try:
+            planned = plan_stages(job, machine, rng.choice(["tide", "all_on_gpu"]), one)
+        except DoesNotFit:
+            continue
+        reports = prove_set(planned.plans)
+        for timelines in (planned.timelines, play_stages(planned.plans, jitter=lambda i, k: 0.5 + (i * 7 + k) % 5)):
+            for report, timeline in zip(reports, timelines):
+                assert timeline.peak_bytes["gpu"] <= report.peak_bytes["gpu"]
+
+
+class TestCommands:
+    ARGS = (
+        *("--model", "tiny-gpt2", "--batch", "1", "--seq", "64", "--micro-batches", "4"),
+        *("--machine", "a100-40", "--gpus", "2", "--policy", "tide"),
+    )
+
+    def test_a_pipeline_is_planned_proved_and_drawn(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file, picture = tmp_path / "plan.json", tmp_path / "stages.png"
+        assert main(["plan", *self.ARGS, "--parallel", "pp=2,schedule=gpipe", "-o", str(file)]) == 0
+        assert "tide, pp=2,schedule=gpipe, " in " ".join(capsys.readouterr().out.split())
+        assert main(["check", str(file)]) == 0
+        assert "meetings, in no circle; simulated together as stated" in " ".join(capsys.readouterr().out.split())
+        assert main(["plot", "stages", str(file), "-o", str(picture)]) == 0
+        assert picture.stat().st_size > 10_000
+        plans = read_plans(file)
+        assert isinstance(plans, PlanSet) and not isinstance(plans, Plan)
+        again = tmp_path / "again.json"
+        save_set(plans, again)
+        assert again.read_bytes() == file.read_bytes()
+
+    def test_commands_of_one_plan_refuse_a_pipeline(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file = tmp_path / "plan.json"
+        assert main(["plan", *self.ARGS, "--parallel", "pp=2", "-o", str(file)]) == 0
+        capsys.readouterr()
+        assert main(["explain", str(file)]) == 2
+        assert "has the plans of 2 stages (pp=2)" in capsys.readouterr().err
+
+    def test_a_comparison_of_ways(self, capsys: pytest.CaptureFixture[str]) -> None:
+        args = [*self.ARGS[:-2], "--parallel", "auto"]
+        assert main(["compare", *args]) == 0
+        text = capsys.readouterr().out
+        assert "pp=2" in text and "bubble" in text and "not planned: dp=2: 2 ranks cannot share a batch of 1" in text
+        assert main(["compare", *args, "--global-batch", "4"]) == 2
+        assert "--parallel auto does not go with --global-batch" in capsys.readouterr().err

@@ -1,0 +1,187 @@
+"""The order of a stage's cells, and what crosses its borders, on parts of presets and of a chain worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from pstar_sim.catalog.model_shapes import model_entry
+from pstar_sim.errors import ModelError, PstarError
+from pstar_sim.workload.orders import Order
+from pstar_sim.workload.parallelism import Parallelism
+from pstar_sim.workload.pipeline import SCHEDULES, cells_of, in_schedule
+from pstar_sim.workload.presets import stage_of, workload_of
+from pstar_sim.workload.presets.shared import Stage
+from pstar_sim.workload.workload import Workload
+
+
+def words(schedule: str, stage: int, stages: int, micro_batches: int) -> str:
+    cells = cells_of(schedule, stage, stages, micro_batches)
+    return " ".join(f"{'FB'[cell.backward]}{cell.micro_batch}" for cell in cells)
+
+
+def stage(
+    model: str, number: int, stages: int, micro_batches: int, *, schedule: str = "1f1b", **axes: bool
+) -> Workload:
+    """A stage of a model whose blocks the stages divide, of two sequences of 64 tokens."""
+    entry = model_entry(model)
+    each = entry.layers // stages
+    part = Stage(layers=range(number * each, (number + 1) * each), first=number == 0, last=number == stages - 1)
+    one, crossings = stage_of(entry, part, batch=2, sequence=64, **axes)
+    return in_schedule(one, crossings, cells_of(schedule, number, stages, micro_batches), number, stages)
+
+
+def test_1f1b_runs_so_many_forward_passes_ahead_as_stages_are_behind() -> None:
+    assert words("1f1b", 0, 3, 4) == "F0 F1 F2 B0 F3 B1 B2 B3"
+    assert words("1f1b", 1, 3, 4) == "F0 F1 B0 F2 B1 F3 B2 B3"
+    assert words("1f1b", 2, 3, 4) == "F0 B0 F1 B1 F2 B2 F3 B3"
+    assert words("1f1b", 0, 8, 2) == "F0 F1 B0 B1"
+
+
+def test_gpipe_runs_all_forward_passes_first() -> None:
+    assert words("gpipe", 1, 2, 3) == "F0 F1 F2 B0 B1 B2"
+    with pytest.raises(ModelError, match="schedule is 'zb'; it is one of 1f1b, gpipe"):
+        cells_of("zb", 0, 2, 4)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "tiny-gpt2", "llama-3.2-1b", "llama-2-7b"])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_the_parts_are_the_model(model: str, checkpointing: bool) -> None:
+    """Each block, table and flop is in one stage, and each stage ends with the bytes with which it began."""
+    whole = workload_of(model_entry(model), batch=2, sequence=64, checkpointing=checkpointing)
+    parts = [stage(model, r, 2, 1, checkpointing=checkpointing) for r in range(2)]
+    names = [t.name for w in parts for t in w.tensors]
+    assert sorted(names) == sorted(t.name for t in whole.tensors if t.tied_to is None)
+    assert sum(w.flops for w in parts) == whole.flops
+    assert [w.moments[0].start_bytes - w.moments[-1].end_bytes for w in parts] == [0, 0]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_one_stage_sends_another_receives(schedule: str) -> None:
+    stages = [stage("gpt2", r, 3, 4, schedule=schedule) for r in range(3)]
+    sent, received = (
+        {
+            (r, b.peer, b.what, b.micro_batch, b.bytes)
+            for r, w in enumerate(stages)
+            for b in w.borders
+            if b.receives is receives
+        }
+        for receives in (False, True)
+    )
+    assert {(peer, r, *rest) for r, peer, *rest in sent} == received
+    u = 2 * 64 * 768 * 2  # sequences, tokens, hidden, bytes of bf16
+    assert {b.bytes for w in stages for b in w.borders if b.what in ("activations", "gradients")} == {u}
+    assert len(sent) == 2 * 2 * 4 + 2  # two borders, both ways, four micro-batches; the tied table once each way
+
+
+def test_1f1b_holds_the_activations_of_the_stages_behind_and_gpipe_those_of_all_micro_batches() -> None:
+    """Blocks that keep their activations: beside each other, two stages differ by what the micro-batches in flight
+    keep."""
+    kept = {
+        (schedule, m): stage("llama-2-7b", 0, 2, m, schedule=schedule, checkpointing=False).peak_non_model_bytes
+        for schedule in SCHEDULES
+        for m in (2, 3, 4, 5)
+    }
+    batch = 2 * 64 * 8  # token numbers of a micro-batch that waits
+    assert [kept["1f1b", m + 1] - kept["1f1b", m] for m in (3, 4)] == [batch] * 2
+    grown = kept["gpipe", 3] - kept["gpipe", 2]
+    assert grown == kept["gpipe", 4] - kept["gpipe", 3] > 0
+
+
+def test_a_table_that_embedding_and_head_share_is_the_first_stages() -> None:
+    """GPT-2's has 50,257 x 768 elements, 2 bytes each as weights and 4 as a sum of gradients."""
+    first, middle, last = (stage("gpt2", r, 3, 4) for r in range(3))
+    assert "lm_head.weight" not in [t.name for t in last.tensors]
+    once = [[b for b in w.borders if b.what.startswith("tied")] for w in (first, middle, last)]
+    assert [[(b.what, b.receives, b.micro_batch, b.bytes) for b in borders] for borders in once] == [
+        [("tied weights", False, 0, 50257 * 768 * 2), ("tied gradients", True, 3, 50257 * 768 * 4)],
+        [],
+        [("tied weights", True, 0, 50257 * 768 * 2), ("tied gradients", False, 3, 50257 * 768 * 4)],
+    ]
+    assert min(m.peak_bytes for m in last.moments) >= 50257 * 768 * 6
+    assert [b.peer for b in once[0]] == [2, 2] and [b.peer for b in once[2]] == [0, 0]
+
+
+def test_a_frozen_table_is_each_stages_own() -> None:
+    entry = model_entry("gpt2")
+    one, crossings = stage_of(entry, Stage(layers=range(6, 12), first=False), batch=2, sequence=64, lora=4)
+    assert {c.what for c in crossings} == {"activations", "gradients"}
+    assert [t.frozen for t in one.tensors if t.name == "lm_head.weight"] == [True]
+
+
+class TestTensorParallel:
+    """Ranks that split the heads, the feed-forward width and the vocabulary of llama-2-7b (32 layers of 4,096)."""
+
+    def share(self, ranks: int, **axes: bool) -> Workload:
+        part = Stage(layers=range(32), tensor=ranks)
+        return stage_of(model_entry("llama-2-7b"), part, batch=2, sequence=64, **axes)[0]
+
+    @pytest.mark.parametrize("ranks", [2, 4, 8])
+    def test_the_ranks_together_do_the_work_of_one(self, ranks: int) -> None:
+        """All but the norms is split: 65 of them, of 4,096 elements."""
+        whole, part = self.share(1), self.share(ranks)
+        assert part.flops * ranks == whole.flops
+        assert (part.params - 65 * 4096) * ranks == whole.params - 65 * 4096
+
+    def test_the_sums_are_those_of_the_formula(self) -> None:
+        """Of an activation u of the hidden size: two in forward, one in the recompute, which stops before the last
+        product, and two in backward of each layer; one of the embedding and one of the head. The softmax sums three
+        figures of each token."""
+        u, tokens = 2 * 64 * 4096 * 2, 2 * 64
+        sums = [size for m in self.share(4).moments for size in m.all_reduces]
+        assert sums.count(u) == 32 * 5 + 2 and sums.count(4 * tokens) == 3 and len(sums) == 32 * 5 + 5
+        kept = [size for m in self.share(4, checkpointing=False).moments for size in m.all_reduces]
+        assert kept.count(u) == 32 * 4 + 2
+        assert not any(m.all_reduces for m in self.share(1).moments)
+
+    def test_a_part_of_the_activations_is_split(self) -> None:
+        """What a layer keeps is a + b / t bytes."""
+        one, two, four = (self.share(t, checkpointing=False).peak_non_model_bytes for t in (1, 2, 4))
+        assert one - two == 2 * (two - four) > 0
+
+    @pytest.mark.parametrize(
+        ("model", "ranks", "message"),
+        [
+            ("gpt2", 5, "tp is 5; it divides 12 heads, 12 heads of keys and a feed-forward width of 3072, as 4 would"),
+            ("llama-3.1-8b", 16, "as 8 would"),
+            ("qwen3-30b-a3b", 2, "layers with experts are not split over ranks"),
+        ],
+    )
+    def test_a_model_that_does_not_split_says_what_would(self, model: str, ranks: int, message: str) -> None:
+        with pytest.raises(ModelError) as error:
+            stage_of(model_entry(model), Stage(layers=range(2), tensor=ranks), batch=1, sequence=64)
+        assert message in str(error.value)
+
+
+def test_a_stage_has_an_order_of_its_own() -> None:
+    w = stage("gpt2", 0, 2, 4)
+    assert w.order is Order.PIPELINED and w.relayed and w.micro_batches == 4
+
+
+def test_families_that_are_not_cut_say_so() -> None:
+    with pytest.raises(ModelError, match="presets of the families gpt and llama are cut into stages"):
+        stage_of(model_entry("bert-base"), Stage(layers=range(6), last=False), batch=1, sequence=64)
+
+
+class TestParallelism:
+    @pytest.mark.parametrize("text", ["pp=1", "tp=2", "tp=2,pp=4", "pp=2,schedule=gpipe", "pp=2,dp=3"])
+    def test_a_text_and_its_value_are_each_others_reverse(self, text: str) -> None:
+        assert str(Parallelism.parse(text)) == text
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("zz=4", "'zz=4' is not one of tp=, pp=, dp=, schedule= given once"),
+            ("pp=2,pp=4", "'pp=4' is not one of"),
+            ("pp=0", "parallelism: pp = 0"),
+            ("pp=many", "parallelism: pp = 'many'"),
+            ("schedule=zb", "parallelism: schedule"),
+        ],
+    )
+    def test_a_wrong_word_is_named(self, text: str, message: str) -> None:
+        with pytest.raises(PstarError) as error:
+            Parallelism.parse(text)
+        assert message in str(error.value)
+
+    def test_degrees_that_are_not_the_gpus_name_the_nearest_that_are(self) -> None:
+        with pytest.raises(PstarError, match="3 stages of 2 ranks are not the 8 GPUs; pp=2 would be"):
+            Parallelism(pipeline=3).data_on(8)
