@@ -54,6 +54,7 @@ from executor.queues.serial import SerialQueues, follow
 from executor.queues.streams import StreamQueues
 from executor.queues.threads import ThreadQueues
 from executor.recording.record import record
+from executor.running.step_log import StepLog
 from executor.scaling import LossScale
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "SerialQueues",
     "Session",
     "Status",
+    "StepLog",
     "StepResult",
     "StreamQueues",
     "ThreadQueues",
