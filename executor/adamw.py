@@ -24,6 +24,8 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "BnbAdamW",
+    "BnbLion",
     "Lion",
     "Muon",
     "Optimizer",
@@ -89,9 +91,10 @@ class Optimizer:
 
     @property
     def rule(self) -> Rule:
-        if self.planned not in RULES:
+        name = OPTIMIZERS[self.planned].all_states[-1].name
+        if name not in RULES:
             raise PlanError(f"{self.word}: torch {torch.__version__} has no such optimizer; torch 2.9 has")
-        return RULES[self.planned]
+        return RULES[name]
 
     @property
     def word(self) -> str:
@@ -108,10 +111,11 @@ class Optimizer:
         return {name: getattr(self, name) for name in self.rule.settings}
 
     def plain(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Returns torch's own optimizer with these settings and the same arithmetic. Raises PlanError if torch has
-        none."""
-        if not self.rule.torch_name:
-            raise PlanError(f"{self.word}: torch.optim has no such optimizer to run beside the plan")
+        """Returns the library's own optimizer with these settings and the same arithmetic. Raises PlanError if there
+        is none."""
+        if not self.rule.has_plain:
+            where = self.rule.library if self.rule.plain_name else "torch.optim"
+            raise PlanError(f"{self.word}: {where} has no such optimizer to run beside the plan")
         return self.rule.plain(parameters, self.settings)
 
     def norm_for(self, *, clip: bool) -> float | None:
@@ -219,6 +223,56 @@ class Lion(Optimizer):
 
 
 @dataclass(frozen=True)
+class _OfBitsandbytes(Optimizer):
+    """An optimizer of bitsandbytes.optim.
+
+    optim_bits: 8: states of tensors of 4,096 elements and more have 8 bits; 32.
+    embeddings: whether embeddings have 8 bits too; the Trainer of transformers keeps theirs in 32.
+    """
+
+    optim_bits: int = field(default=8, kw_only=True)
+    embeddings: bool = field(default=False, kw_only=True)
+    _kind: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        if self.optim_bits not in (8, 32):
+            raise PlanError(f"{self.word}: optim_bits={self.optim_bits} is not known; use 8 or 32")
+        super().__post_init__()
+
+    @property
+    def given(self) -> str:
+        more = ", embeddings=True" if self.embeddings and self.optim_bits == 8 else ""
+        return f"{self.word}(optim_bits={self.optim_bits}{more})"
+
+    @property
+    def planned(self) -> str:
+        if self.optim_bits == 32:
+            return f"{self._kind}-bnb"
+        return f"{self._kind}-8bit-all" if self.embeddings else f"{self._kind}-8bit"
+
+
+@dataclass(frozen=True)
+class BnbAdamW(_OfBitsandbytes):
+    """bitsandbytes.optim.AdamW, which is its Adam too; its defaults but for the bits."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    _kind: ClassVar[str] = "adamw"
+
+
+@dataclass(frozen=True)
+class BnbLion(_OfBitsandbytes):
+    """bitsandbytes.optim.Lion; its defaults but for the bits."""
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    _kind: ClassVar[str] = "lion"
+
+
+@dataclass(frozen=True)
 class Muon(Optimizer):
     """torch.optim.Muon for matrices but embeddings and the head, and torch.optim.AdamW for the rest; their defaults.
 
@@ -263,6 +317,12 @@ DESCRIPTIONS: dict[str, Callable[..., Optimizer]] = {
     "adamw-bf16-states": partial(AdamW, state_dtype=torch.bfloat16),
     "adam": Adam,
     "lion": Lion,
+    "adamw-8bit": BnbAdamW,
+    "adamw-8bit-all": partial(BnbAdamW, embeddings=True),
+    "adamw-bnb": partial(BnbAdamW, optim_bits=32),
+    "lion-8bit": BnbLion,
+    "lion-8bit-all": partial(BnbLion, embeddings=True),
+    "lion-bnb": partial(BnbLion, optim_bits=32),
     "sgd-momentum": partial(SGD, momentum=0.9),
     "sgd": SGD,
     **({"muon": Muon} if "muon" in RULES else {}),

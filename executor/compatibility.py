@@ -133,6 +133,12 @@ def check_optimizer(plan: Plan) -> None:
             f"the plan is for optimizer {planned.name!r}, which the executor does not know{newer}; it runs "
             f"{', '.join(DESCRIPTIONS)}; make the plan with one of them (--optimizer)"
         )
+    lacking = next((rule for s in planned.all_states if (rule := RULES[s.name]).needs and not rule.has_plain), None)
+    if lacking is not None:
+        raise PlanError(
+            f"the plan is for optimizer {planned.name!r}, which {lacking.needs} computes; install it (pip install "
+            f"{lacking.needs}), or make the plan with another optimizer"
+        )
     if planned.masters == MASTERS[1] and DTYPES[plan.workload.dtype].scaled:
         raise PlanError(
             f"{plan.workload.dtype} without fp32 masters: scaled gradients are unscaled in 16 bits, where small ones "

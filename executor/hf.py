@@ -559,7 +559,7 @@ def _begin(trainer: Any, optimizer: torch.optim.Optimizer) -> _Joined:
     _require_alone(trainer)
     _check_evaluation(args)
     norm = args.max_grad_norm or None  # 0 switches the Trainer's clipping off
-    spec = description_of(optimizer, max_grad_norm=norm)
+    spec = description_of(model, optimizer, max_grad_norm=norm)
     dtype = _dtype_of(trainer)
     model.to("cpu")  # the Trainer has put the model on the GPU, which the plan's chunks will need
     try:

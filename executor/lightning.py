@@ -178,7 +178,7 @@ class OffloadStrategy(SingleDeviceStrategy):
         (own,) = self.optimizers
         trainer = module.trainer
         norm = trainer.gradient_clip_val or None
-        spec = description_of(own, max_grad_norm=norm)
+        spec = description_of(root, own, max_grad_norm=norm)
 
         def loss(whole: Any, batch: Any) -> torch.Tensor:
             with plugin.train_step_context():

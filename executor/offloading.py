@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from executor.adamw import SGD, Adam, AdamW, Lion, Muon, Optimizer, group_of
+from executor.adamw import SGD, Adam, AdamW, BnbAdamW, BnbLion, Lion, Muon, Optimizer, group_of
 from executor.capture import NotOnFakeTensors, capture_module
 from executor.compatibility import check_processes
 from executor.contract import tensor_of
@@ -51,7 +51,7 @@ from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import ContractError, DoesNotFit, ModelError, PstarError
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.units import MIB
-from pstar_sim.workload.optimizers import MASTER_LIST, MASTERS
+from pstar_sim.workload.optimizers import MASTER_LIST, MASTERS, OPTIMIZERS
 from pstar_sim.workload.workload import Workload, repeat_micro_batch, with_optimizer
 
 __all__ = [
@@ -144,7 +144,7 @@ def offload(
     choice("masters", masters, MASTERS, error=ContractError)
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = Joined(optimizer if isinstance(optimizer, Sequence) else ())
-    spec = description_of(optimizer, max_grad_norm=max_grad_norm)
+    spec = description_of(model, optimizer, max_grad_norm=max_grad_norm)
     _require_its_parameters(model, optimizer)
     with converted(model, dtype) as values:
         with form_seen(model) as form:
@@ -163,8 +163,8 @@ def offload(
         )
 
 
-def description_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> Optimizer:
-    """Returns a description of the user's torch optimizer. Raises ContractError for one that no plan has."""
+def description_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> Optimizer:
+    """Returns a description of the user's optimizer. Raises ContractError for one that no plan has."""
     kind = type(optimizer)
     if isinstance(optimizer, OffloadedAdamW):
         raise ContractError("the optimizer is that of a prepared model already; give the loop's own optimizer")
@@ -177,11 +177,14 @@ def description_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | N
         )
     if isinstance(optimizer, Joined):
         return Muon(optimizer.param_groups, max_grad_norm=max_grad_norm)
+    if kind.__module__.split(".")[0] == "bitsandbytes":
+        return _of_bitsandbytes(model, optimizer, max_grad_norm)
     described = _DESCRIBED.get(kind.__name__)
     if described is None or kind.__module__.split(".")[0] not in _LIBRARIES:
         raise ContractError(
             f"the optimizer is {kind.__module__}.{kind.__name__}; a plan's updates are those of torch.optim.AdamW, "
-            "Adam and SGD and of Lion: use one of them, in a Trainer TrainingArguments(optim='adamw_torch')"
+            "Adam and SGD, of Lion, and of bitsandbytes' AdamW and Lion: use one of them, in a Trainer "
+            "TrainingArguments(optim='adamw_torch')"
         )
     decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
     if kind is torch.optim.Adam and True in decoupled:
@@ -200,6 +203,39 @@ def description_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | N
         if refused := spec.rule.refused_in(group):
             raise ContractError(f"param_groups[{number}] has {refused}, which is not supported; leave it out")
     return spec
+
+
+def _of_bitsandbytes(model: nn.Module, optimizer: Any, max_grad_norm: float | None) -> Optimizer:
+    """Returns a description of an optimizer of bitsandbytes, whose states have the bits that it gives them."""
+    kind = {"adam": BnbAdamW, "lion": BnbLion}.get(optimizer.optimizer_name)
+    if kind is None:
+        raise ContractError(
+            f"the optimizer is bitsandbytes' {type(optimizer).__name__}; of bitsandbytes, a plan has the updates of "
+            "AdamW and Lion: use one of them"
+        )
+    switches = ("max_unorm", "skip_zeros")
+    if refused := ", ".join(f"{name}={value}" for name in switches if (value := getattr(optimizer.args, name, 0))):
+        raise ContractError(f"bitsandbytes' {type(optimizer).__name__} has {refused}, which is not supported")
+    names = {id(p): name for name, p in model.named_parameters()}
+    optimizer.check_overrides()
+    narrow: dict[nn.Parameter, bool] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for at, p in enumerate(group["params"]):
+            config = optimizer.get_config(number, at, group)
+            narrow[p] = config["optim_bits"] == 8 and p.numel() >= config["min_8bit_size"]
+    settings = {name: optimizer.defaults[name] for name in kind().settings}
+    odd = ""
+    for how in ({"optim_bits": 32}, {}, {"embeddings": True}):
+        spec: Optimizer = kind(optimizer.param_groups, max_grad_norm=max_grad_norm, **settings, **how)
+        states = OPTIMIZERS[spec.planned]
+        planned = {p: states.kind_of(names.get(id(p), ""), tuple(p.shape)) > 0 for p in narrow}
+        if planned == narrow:
+            return spec
+        odd = next(names.get(id(p), "") for p, is_narrow in narrow.items() if is_narrow != planned[p])
+    raise ContractError(
+        f"bitsandbytes' states of {odd!r} have not the bits that plans have: 32 for all, or 8 from 4,096 elements on "
+        "with or without embeddings; leave its override and min_8bit_size out"
+    )
 
 
 class Joined(torch.optim.Optimizer):

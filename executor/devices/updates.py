@@ -12,7 +12,7 @@ update, blocks. So each element is rounded as in torch's optimizer for its tenso
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from pstar_sim.dtypes import DTYPES
 __all__ = [
     "GPU_BLOCK",
     "Scratch",
+    "Span",
     "UpdateRange",
     "clip_coefficient",
     "ranges_of",
@@ -36,6 +37,10 @@ __all__ = [
 
 BLOCK = 1 << 20  # elements of one piece where a cast needs scratch: its 4 MiB stay in cache
 GPU_BLOCK = 4 * BLOCK  # larger on the gpu: a piece that fits a cache is too small for a kernel
+
+
+Span = Callable[[int, int], tuple[int, int]]
+"""Elements (start, stop) of a chunk -> those of a state, which may have fewer."""
 
 
 class UpdateRange(NamedTuple):
@@ -115,28 +120,33 @@ def update(
     param: torch.Tensor,
     grad: torch.Tensor,
     moments: Sequence[torch.Tensor],
+    spans: Sequence[Span] | None = None,
     settings: Settings,
     scale: torch.Tensor | None = None,
     scratch: Scratch | None = None,
 ) -> None:
-    """Run one update of each range, in place. All tensors are flat [numel of the chunk]. Where all have one dtype, the
-    rule works in it; else it works in fp32, and what is narrower is rounded to nearest afterwards.
+    """Run one update of each range, in place. All tensors are flat, [numel of the chunk] but for states with `spans`.
+    Where all have one dtype, the rule works in it; else it works in fp32, and what is narrower is rounded to nearest
+    afterwards. Codes are the rule's own.
 
     param: the master copy.
+    spans: of each state; None: a state has as many elements as the chunk.
     scale: fp32 scalar that multiplies the gradients first (clipping, loss scaling). The gradients are overwritten.
     scratch: None: buffers for this call alone.
     """
     room = scratch or Scratch()
     lists = (param, grad, *moments)
+    of_list = (_same, _same, *(spans or [_same] * len(moments)))
     alike = len({each.dtype for each in lists}) == 1
-    narrow = [] if alike else [number for number, each in enumerate(lists) if each.dtype != torch.float32]
+    narrow = [] if alike else [n for n, each in enumerate(lists) if each.dtype not in (torch.float32, torch.uint8)]
     if rule.room is None:
-        pieces = _pieces(runs, room.block if narrow or rule.buffers else sys.maxsize)
+        pieces = _pieces(runs, room.block if narrow or rule.buffers or rule.block > 1 else sys.maxsize)
     else:
         pieces = ([run] for run in runs)
     for piece in pieces:
         first, end = piece[0].start, piece[-1].stop
-        here = [each[first:end] for each in lists]
+        begins = [span(first, end)[0] for span in of_list]
+        here = [each[slice(*span(first, end))] for each, span in zip(lists, of_list)]
         wide = list(here)
         for number in narrow:
             if rule.room is None:
@@ -145,7 +155,10 @@ def update(
                 wide[number] = here[number].float()
         if scale is not None:
             wide[1].mul_(scale)
-        cut = [[_view(each[run.start - first : run.stop - first], run) for run in piece] for each in wide]
+        cut = [
+            [_view(each[slice(*(at - begin for at in span(run.start, run.stop)))], run) for run in piece]
+            for each, span, begin in zip(wide, of_list, begins)
+        ]
         buffers = [room.get(len(lists) + n, grad) for n in range(rule.buffers)]
         rule.kernel(cut[0], cut[1], cut[2:], [run.steps for run in piece], settings, buffers)
         for number in narrow:
@@ -153,8 +166,12 @@ def update(
                 here[number].copy_(wide[number])
 
 
+def _same(start: int, stop: int) -> tuple[int, int]:
+    return start, stop
+
+
 def _view(flat: torch.Tensor, run: UpdateRange) -> torch.Tensor:
-    return flat.view(run.shape) if run.shape else flat
+    return flat.view(run.shape) if run.shape and flat.numel() == run.stop - run.start else flat
 
 
 def _pieces(runs: Iterable[UpdateRange], block: int) -> Iterator[list[UpdateRange]]:

@@ -242,7 +242,7 @@ class Updating:
         rule, master = RULES[arena.layout.states_of(chunk).name], at(place, chunk, "param" if lent else MASTER_LIST)
         if rule.room is None:
             slots = ((a, b - a, self.steps_taken[t] if t in mine else None) for t, a, b in spans if a < b)
-            runs = ranges_of(slots, ALIGN_BYTES // master.itemsize)
+            runs = ranges_of(slots, max(ALIGN_BYTES // master.itemsize, rule.block))
         else:
             runs = [
                 UpdateRange(s.offset, s.offset + s.numel, self.steps_taken[s.tensor], s.shape)
@@ -254,7 +254,8 @@ class Updating:
             runs,
             param=master,
             grad=at(place, chunk, MASTER_LIST if lent else source),
-            moments=[arena.at(place, chunk, name) for name in rule.lists],
+            moments=[self.slots.flat(place, chunk, field) for field in rule.states.values()],
+            spans=[self.slots.span(chunk, field) for field in rule.states.values()],
             settings=update.hyper[row.group][arena.layout.states_of(chunk).name],
             scale=scale,
             scratch=self._scratch[place],

@@ -260,8 +260,9 @@ def test_masters_begin_as_the_values_that_were_there() -> None:
     ],
 )
 def test_an_update_that_no_plan_has_is_refused_by_name(make: Callable[..., Any], words: str) -> None:
+    model = net()
     with pytest.raises(ContractError, match=words):
-        description_of(make(net().parameters()), max_grad_norm=None)
+        description_of(model, make(model.parameters()), max_grad_norm=None)
 
 
 def test_an_optimizer_that_accelerate_wraps_is_refused_with_the_way_it_works() -> None:
