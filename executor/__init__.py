@@ -35,7 +35,7 @@ if find_spec("torch") is None:  # raised here, with a hint, before any other fil
     )
 
 from executor import hf
-from executor.adamw import SGD, Adam, AdamW, BnbAdamW, BnbLion, Lion, Muon
+from executor.adamw import SGD, Adafactor, Adam, AdamW, BnbAdamW, BnbLion, Lion, Muon
 from executor.capture import capture, capture_module
 from executor.devices.backend import Backend, VirtualBackend
 from executor.devices.on_meta import parameters_on_meta
@@ -59,6 +59,7 @@ from executor.scaling import LossScale
 
 __all__ = [
     "SGD",
+    "Adafactor",
     "Adam",
     "AdamW",
     "Backend",

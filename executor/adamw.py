@@ -22,6 +22,7 @@ __all__ = [
     "REST",
     "REST_RULE",
     "SGD",
+    "Adafactor",
     "Adam",
     "AdamW",
     "BnbAdamW",
@@ -273,6 +274,26 @@ class BnbLion(_OfBitsandbytes):
 
 
 @dataclass(frozen=True)
+class Adafactor(Optimizer):
+    """transformers' Adafactor without a first moment (beta1); its defaults."""
+
+    lr: float | None = None
+    eps: tuple[float, float] = (1e-30, 1e-3)
+    clip_threshold: float = 1.0
+    decay_rate: float = -0.8
+    weight_decay: float = 0.0
+    scale_parameter: bool = True
+    relative_step: bool = True
+    warmup_init: bool = False
+    planned: ClassVar[str] = "adafactor"
+
+    def _check(self, settings: Mapping[str, Any]) -> None:
+        super()._check({name: value for name, value in settings.items() if name != "eps" and value is not None})
+        if (settings["lr"] is None) != settings["relative_step"]:
+            raise PlanError("Adafactor: give an lr with relative_step=False, or no lr with relative_step=True")
+
+
+@dataclass(frozen=True)
 class Muon(Optimizer):
     """torch.optim.Muon for matrices but embeddings and the head, and torch.optim.AdamW for the rest; their defaults.
 
@@ -317,6 +338,7 @@ DESCRIPTIONS: dict[str, Callable[..., Optimizer]] = {
     "adamw-bf16-states": partial(AdamW, state_dtype=torch.bfloat16),
     "adam": Adam,
     "lion": Lion,
+    "adafactor": Adafactor,
     "adamw-8bit": BnbAdamW,
     "adamw-8bit-all": partial(BnbAdamW, embeddings=True),
     "adamw-bnb": partial(BnbAdamW, optim_bits=32),

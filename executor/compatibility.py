@@ -147,7 +147,7 @@ def check_optimizer(plan: Plan) -> None:
     ranks = plan.machine.data_parallel_size
     if ranks > 1 and any(states.whole for states in planned.all_states):
         raise PlanError(
-            f"{planned.name} updates whole matrices, which the slices of {ranks} ranks cut; run the plan on one GPU"
+            f"{planned.name} updates whole tensors, which the slices of {ranks} ranks cut; run the plan on one GPU"
         )
     spec = OPTIMIZERS[planned.name]
     if planned not in (spec, spec.without_masters(DTYPES[plan.workload.dtype].bytes)):

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from executor.adamw import SGD, Adam, AdamW, BnbAdamW, BnbLion, Lion, Muon, Optimizer, group_of
+from executor.adamw import SGD, Adafactor, Adam, AdamW, BnbAdamW, BnbLion, Lion, Muon, Optimizer, group_of
 from executor.capture import NotOnFakeTensors, capture_module
 from executor.compatibility import check_processes
 from executor.contract import tensor_of
@@ -177,14 +177,15 @@ def description_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, max_gr
         )
     if isinstance(optimizer, Joined):
         return Muon(optimizer.param_groups, max_grad_norm=max_grad_norm)
-    if kind.__module__.split(".")[0] == "bitsandbytes":
+    library = kind.__module__.partition(".")[0]
+    if library == "bitsandbytes":
         return _of_bitsandbytes(model, optimizer, max_grad_norm)
-    described = _DESCRIBED.get(kind.__name__)
-    if described is None or kind.__module__.split(".")[0] not in _LIBRARIES:
+    described = _DESCRIBED.get((library, kind.__name__))
+    if described is None:
         raise ContractError(
             f"the optimizer is {kind.__module__}.{kind.__name__}; a plan's updates are those of torch.optim.AdamW, "
-            "Adam and SGD, of Lion, and of bitsandbytes' AdamW and Lion: use one of them, in a Trainer "
-            "TrainingArguments(optim='adamw_torch')"
+            "Adam and SGD, of Lion, of transformers' Adafactor, and of bitsandbytes' AdamW and Lion: use one of them, "
+            "in a Trainer TrainingArguments(optim='adamw_torch')"
         )
     decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
     if kind is torch.optim.Adam and True in decoupled:
@@ -259,8 +260,14 @@ class Joined(torch.optim.Optimizer):
                 group["update"] = kind.lower()
 
 
-_DESCRIBED: dict[str, type[Optimizer]] = {kind.__name__: kind for kind in (AdamW, Adam, SGD, Lion)}
-_LIBRARIES = ("torch", "lion_pytorch")
+_DESCRIBED: dict[tuple[str, str], type[Optimizer]] = {
+    ("torch", "AdamW"): AdamW,
+    ("torch", "Adam"): Adam,
+    ("torch", "SGD"): SGD,
+    ("lion_pytorch", "Lion"): Lion,
+    ("transformers", "Adafactor"): Adafactor,
+}
+"""(library, class) -> description."""
 
 
 def _largest(optimizer: torch.optim.Optimizer, name: str) -> Any:

@@ -7,6 +7,7 @@ what is narrower than fp32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -161,6 +162,44 @@ def _muon(
     muon(list(params), list(grads), list(moments[0]), foreach=False, has_complex=False, **settings)
 
 
+def _rms(tensor: torch.Tensor) -> torch.Tensor:
+    rms: torch.Tensor = tensor.norm(2) / (tensor.numel() ** 0.5)
+    return rms
+
+
+def _adafactor(
+    params: Flat, grads: Flat, moments: Sequence[Flat], steps: Sequence[int], settings: Settings, scratch: Flat
+) -> None:
+    """Adafactor of transformers without a first moment, of whole tensors. The factors of matrices are flat."""
+    least, least_scale = settings["eps"]
+    for n, (param, grad) in enumerate(zip(params, grads)):
+        step, lr = steps[n] + 1, settings["lr"]
+        if settings["relative_step"]:
+            lr = min(1e-6 * step if settings["warmup_init"] else 1e-2, 1.0 / math.sqrt(step))
+        if settings["scale_parameter"]:
+            lr = max(least_scale, _rms(param)) * lr
+        beta = 1.0 - math.pow(step, settings["decay_rate"])
+        update = (grad**2) + least
+        if len(moments) > 1:
+            shape = grad.shape
+            rows, columns = moments[0][n].view(shape[:-1]), moments[1][n].view(shape[:-2] + shape[-1:])
+            rows.mul_(beta).add_(update.mean(dim=-1), alpha=1.0 - beta)
+            columns.mul_(beta).add_(update.mean(dim=-2), alpha=1.0 - beta)
+            by_row = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
+            update = torch.mul(by_row, columns.unsqueeze(-2).rsqrt()).mul_(grad)
+        else:
+            update = moments[0][n].mul_(beta).add_(update, alpha=1.0 - beta).rsqrt().mul_(grad)
+        update.div_((_rms(update) / settings["clip_threshold"]).clamp_(min=1.0)).mul_(lr)
+        if settings["weight_decay"]:
+            param.add_(param, alpha=-settings["weight_decay"] * lr)
+        param.add_(-update)
+
+
+def _room_of_adafactor(shape: Sequence[int]) -> int:
+    """Parameter, gradient, direction and what two operators of it make, in fp32."""
+    return 5 * 4 * math.prod(shape)
+
+
 def _room_of_muon(shape: Sequence[int]) -> int:
     """fp32 gradient and direction, two bf16 matrices of their shape, and two of m x m, m <= n."""
     m, n = sorted(shape)
@@ -213,6 +252,28 @@ def _in_32_bits(name: str) -> Kernel:
             update(name, grad, param, first, *how, second, beta2, 0.0, 0.0, settings["weight_decay"])
 
     return kernel
+
+
+def _factored(states: Mapping[str, str]) -> Rule:
+    return Rule(
+        kernel=_adafactor,
+        plain_name="Adafactor",
+        states=states,
+        settings=(
+            "lr",
+            "eps",
+            "clip_threshold",
+            "decay_rate",
+            "weight_decay",
+            "scale_parameter",
+            "relative_step",
+            "warmup_init",
+        ),
+        refused=("beta1",),
+        counts=int,
+        room=_room_of_adafactor,
+        library="transformers.optimization",
+    )
 
 
 _ADAM = {"exp_avg": "momentum", "exp_avg_sq": "variance"}
@@ -279,6 +340,8 @@ RULES = {
         buffers=1,
         counts=None,
     ),
+    "adafactor": _factored({"exp_avg_sq_row": "variance.row", "exp_avg_sq_col": "variance.column"}),
+    "adafactor-vectors": _factored({"exp_avg_sq": "variance"}),
     "sgd-momentum": Rule(
         kernel=_sgd,
         plain_name="SGD",

@@ -141,7 +141,12 @@ class OptimizerSpec:
     def all_states(self) -> tuple[States, ...]:
         """The states of tensors of no kind, then those of each kind."""
         lists = tuple([StateList(name=name, per_element=size) for name, size in self.state_bytes])
-        plain = States(name=_REST.get(self.name, self.name), lists=lists, traffic_per_param=self.dram_bytes_per_param)
+        plain = States(
+            name=_REST.get(self.name, self.name),
+            lists=lists,
+            whole=self.name in _WHOLE,
+            traffic_per_param=self.dram_bytes_per_param,
+        )
         return (plain, *(kind.states for kind in self.kinds))
 
     @property
@@ -278,10 +283,13 @@ _REST = {
     "adamw-8bit-all": "adamw-bnb",
     "lion-8bit": "lion-bnb",
     "lion-8bit-all": "lion-bnb",
+    "adafactor": "adafactor-vectors",
     "muon": "adamw",
 }
 """Optimizer -> the rule that updates tensors of no kind."""
-_OWN_WIDTH = ("adamw-8bit", "adamw-8bit-all", "adamw-bnb", "lion-8bit", "lion-8bit-all", "lion-bnb")
+_WHOLE = ("adafactor",)
+"""Optimizers that update tensors of no kind whole too."""
+_OWN_WIDTH = ("adamw-8bit", "adamw-8bit-all", "adamw-bnb", "lion-8bit", "lion-8bit-all", "lion-bnb", "adafactor")
 """Optimizers whose moments keep their width beside a narrower parameter."""
 
 ALIASES = {

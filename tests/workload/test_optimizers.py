@@ -69,7 +69,7 @@ def test_lists_of_a_matrix(name: str, tensor: str, lists: dict[str, int]) -> Non
 
 
 def test_a_stack_of_matrices_has_rows_and_columns_of_each() -> None:
-    """torch's Adafactor for (128, 20, 30): 128 x 20 row and 128 x 30 column factors of 4 bytes."""
+    """Adafactor for (128, 20, 30): 128 x 20 row and 128 x 30 column factors of 4 bytes."""
     spec = states("adafactor")
     kind = spec.all_states[spec.kind_of("experts.down", (128, 20, 30))]
     assert kind.list_bytes(128 * 600, [(128, 20, 30)])["variance"] == 4 * 128 * (20 + 30)
@@ -105,6 +105,7 @@ def test_a_vector_keeps_the_states_of_the_rest(name: str) -> None:
     [
         ("adamw", (2, 2, 2)),  # moments have the dtype of the parameter, as torch makes them
         ("adamw-8bit", (2, 4, 4)),  # those of bitsandbytes keep theirs
+        ("adafactor", (2, 4)),
         ("muon", (2, 2, 2)),
     ],
 )

@@ -12,13 +12,9 @@ import torch
 from torch import nn
 
 import executor
-from executor.devices import rules
 from executor.optimizer import OffloadedAdamW
 from executor.saving.plain_states import write_plain_states
-from pstar_sim.catalog.loader import load_machine
-from pstar_sim.core.plan import Settings
-from pstar_sim.errors import CheckpointError, ContractError, PlanError
-from pstar_sim.policy.registry import find_policy
+from pstar_sim.errors import CheckpointError, ContractError
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 optim = bitsandbytes.optim
@@ -229,12 +225,3 @@ def test_a_checkpoint_of_states_in_32_bits_is_of_another_optimizer(tmp_path: Pat
             optimizer.load_state_dict(foreign)
     finally:
         optimizer.session.close()
-
-
-def test_a_plan_of_bitsandbytes_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = net()
-    workload = executor.capture_module(model, (torch.zeros(8, dtype=torch.long),), groups=executor.BnbAdamW())
-    plan = find_policy("tide")(workload, load_machine("v100-16"), Settings())
-    monkeypatch.setattr(rules, "find_spec", lambda name: None)
-    with pytest.raises(PlanError, match="optimizer 'adamw-8bit', which bitsandbytes computes; install it"):
-        executor.prepare(model, plan, executor.BnbAdamW())
