@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,6 +111,7 @@ def offload(
     max_grad_norm: float | None = None,
     dtype: str | None = None,
     masters: str = MASTERS[0],
+    update: str = Settings.update,
     loss: Callable[[nn.Module, Any], torch.Tensor] = forward_loss,
     device: str | None = None,
     machine: Machine | str = "here",
@@ -120,8 +121,9 @@ def offload(
     """Run the model of a training loop by a plan for this machine. Returns the same model, and the optimizer for the
     loop.
 
-    optimizer: torch's AdamW, Adam or SGD over the model's parameters, or lion_pytorch's Lion; or torch's Muon and AdamW
-        in a list. Its settings and states are kept, its groups shared: a scheduler made with it continues to work.
+    optimizer: torch's AdamW, Adam or SGD over the model's parameters, lion_pytorch's Lion, transformers' Adafactor, or
+        bitsandbytes' AdamW or Lion; or torch's Muon and AdamW in a list. Its settings and states are kept, its groups
+        shared: a scheduler made with it continues to work.
     example_batch: a batch of the largest shape, as the model takes it (a mapping: keyword arguments; a tuple:
         positional arguments).
     micro_batches: number of backwards before each `optimizer.step()`.
@@ -130,6 +132,8 @@ def offload(
         loop under autocast.
     masters: "fp32": 16-bit parameters have masters of 4 bytes each; "none": updates are made in the parameters' dtype,
         as plain torch makes them.
+    update: "step"; or "eager": each chunk is updated inside the backward as soon as its gradients are there (LOMO,
+        torch's optimizer in backward). The loop still calls `step()`.
     loss: loss(model, batch) -> the scalar on which the loop calls `backward()`. By default the model's own loss.
     gpu_memory, device, machine, policy, on_plan: see `Request`.
 
@@ -144,13 +148,14 @@ def offload(
     choice("masters", masters, MASTERS, error=ContractError)
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = Joined(optimizer if isinstance(optimizer, Sequence) else ())
-    spec = description_of(model, optimizer, max_grad_norm=max_grad_norm)
+    settings = Settings(clip=max_grad_norm is not None, update=update)
+    spec = replace(description_of(model, optimizer, max_grad_norm=max_grad_norm), eager=update != Settings.update)
     _require_its_parameters(model, optimizer)
     with converted(model, dtype) as values:
         with form_seen(model) as form:
             loss = under_autocast(loss, request.kind, dtype)
             workload = with_optimizer(traced(model, example_batch, spec, request, loss=loss), masters=masters)
-        plan = plan_for(workload, request, micro_batches=micro_batches, clip=max_grad_norm is not None)
+        plan = plan_for(workload, request, micro_batches=micro_batches, settings=settings)
         return model, begin(
             model,
             plan,
@@ -343,7 +348,7 @@ def traced(
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def plan_for(workload: Workload, request: Request, *, micro_batches: int, clip: bool) -> Plan:
+def plan_for(workload: Workload, request: Request, *, micro_batches: int, settings: Settings) -> Plan:
     """Returns the plan for `micro_batches` times the workload per step, which the first process makes for all. Raises
     DoesNotFit, on all processes, where nothing fits."""
     count = _processes()
@@ -353,7 +358,7 @@ def plan_for(workload: Workload, request: Request, *, micro_batches: int, clip: 
         try:
             machine = _machine(request, gpus=count)
             plain = count == 1 and whole.optimizer.masters == MASTERS[1] and DTYPES[whole.dtype].can_sum
-            settings = Settings(clip=clip, sums="16-bit" if plain else Settings.sums)  # as torch adds gradients up
+            settings = replace(settings, sums="16-bit" if plain else Settings.sums)  # as torch adds gradients up
             made[0] = find_policy(request.policy)(whole, machine, settings)
         except PstarError as error:  # every process raises the error below
             if isinstance(error, DoesNotFit) and whole.notes:
