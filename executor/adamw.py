@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from executor.devices.rounding import NEAREST, STOCHASTIC
 from executor.devices.rules import RULES, Rule
 from executor.memory.payloads import STATE_DTYPES
 from executor.scaling import LossScale, loss_scale_for
+from pstar_sim.arguments import choice
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.optimizers import OPTIMIZERS
 from pstar_sim.workload.workload import Tensor
@@ -64,6 +66,7 @@ class Optimizer:
     eager: update each chunk when its gradient is final, inside backward (the plan has to be made with update "eager").
     loss_scale: None: dynamic if the model has fp16 parameters, else no scaling; "dynamic"; a number for a fixed scale;
         or a LossScale. The loop stays as it is, see scaling.py.
+    rounding: "nearest"; or "stochastic" of parameters without fp32 masters, whose updates are then computed in fp32.
 
     Raises PlanError for numbers out of range.
     """
@@ -72,6 +75,7 @@ class Optimizer:
     max_grad_norm: float | str | None = field(default=AS_PLANNED, kw_only=True)
     eager: bool = field(default=False, kw_only=True)
     loss_scale: str | float | LossScale | None = field(default=None, kw_only=True)
+    rounding: str = field(default=NEAREST, kw_only=True)
 
     def __post_init__(self) -> None:
         norm = self.max_grad_norm
@@ -81,6 +85,7 @@ class Optimizer:
                 f"{self.word}: max_grad_norm={norm!r} must be a number > 0, None for no clipping, or {AS_PLANNED!r}"
             )
         loss_scale_for(self.loss_scale, ())
+        choice("rounding", self.rounding, (NEAREST, STOCHASTIC), error=PlanError)
         if self.params_or_groups is not None:  # `model.parameters()` is an iterator, which can be read only once
             object.__setattr__(self, "params_or_groups", _read(self.params_or_groups))
         self._check(self.settings)

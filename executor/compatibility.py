@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from executor.adamw import DESCRIPTIONS, Optimizer, check_groups, described
+from executor.devices.rounding import STOCHASTIC
 from executor.devices.rules import RULES
 from executor.moments.recorder import working_dtype
 from executor.scaling import loss_scale_for
@@ -104,6 +105,8 @@ def check_settings(plan: Plan, optimizer: Optimizer) -> None:
             f"{wanted!r}; use {optimizer.word}(eager={settings.update == 'eager'}) or make the plan with "
             f"update={wanted!r}"
         )
+    if optimizer.rounding == STOCHASTIC:
+        _check_rounding(plan, optimizer)
     clips = optimizer.norm_for(clip=settings.clip) is not None
     if settings.clip != clips:
         raise PlanError(
@@ -122,6 +125,17 @@ def check_settings(plan: Plan, optimizer: Optimizer) -> None:
             f"{why}: loss scaling has to see all gradients before any update, the plan was made with "
             f"update={settings.update!r} for {dtype}; make the plan with update='step'"
         )
+
+
+def _check_rounding(plan: Plan, optimizer: Optimizer) -> None:
+    planned = plan.workload.optimizer
+    if planned.masters != MASTERS[1]:
+        raise PlanError(
+            f'{optimizer.word}(rounding="stochastic") is for parameters without fp32 masters; leave it out, or train '
+            'in bf16 with masters="none"'
+        )
+    if planned.name == "muon":
+        raise PlanError('Muon(rounding="stochastic") is not supported: its update works on matrices in bf16')
 
 
 def check_optimizer(plan: Plan) -> None:

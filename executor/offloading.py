@@ -34,6 +34,7 @@ from executor.contract import tensor_of
 from executor.devices.cuda import CudaBackend, cuda_device
 from executor.devices.dtypes import TORCH_DTYPES
 from executor.devices.opening import is_cuda
+from executor.devices.rounding import NEAREST
 from executor.models import forward_loss, under_autocast
 from executor.optimizer import OffloadedAdamW
 from executor.prepare import prepare
@@ -112,6 +113,7 @@ def offload(
     dtype: str | None = None,
     masters: str = MASTERS[0],
     update: str = Settings.update,
+    rounding: str = NEAREST,
     loss: Callable[[nn.Module, Any], torch.Tensor] = forward_loss,
     device: str | None = None,
     machine: Machine | str = "here",
@@ -134,6 +136,8 @@ def offload(
         as plain torch makes them.
     update: "step"; or "eager": each chunk is updated inside the backward as soon as its gradients are there (LOMO,
         torch's optimizer in backward). The loop still calls `step()`.
+    rounding: "nearest"; or "stochastic", for bf16 without masters: parameters are rounded to one of their neighbours,
+        so that small updates are kept in the mean. A run has the same bits under every plan.
     loss: loss(model, batch) -> the scalar on which the loop calls `backward()`. By default the model's own loss.
     gpu_memory, device, machine, policy, on_plan: see `Request`.
 
@@ -149,7 +153,8 @@ def offload(
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = Joined(optimizer if isinstance(optimizer, Sequence) else ())
     settings = Settings(clip=max_grad_norm is not None, update=update)
-    spec = replace(description_of(model, optimizer, max_grad_norm=max_grad_norm), eager=update != Settings.update)
+    spec = description_of(model, optimizer, max_grad_norm=max_grad_norm)
+    spec = replace(spec, eager=update != Settings.update, rounding=rounding)
     _require_its_parameters(model, optimizer)
     with converted(model, dtype) as values:
         with form_seen(model) as form:

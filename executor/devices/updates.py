@@ -17,14 +17,17 @@ from typing import NamedTuple
 
 import torch
 
+from executor.devices.rounding import ROUND_BLOCK
 from executor.devices.rules import RULES, Rule, Settings
 from pstar_sim.core.layout import ALIGN
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind
 from pstar_sim.dtypes import DTYPES
+from pstar_sim.workload.optimizers import MASTERS
 
 __all__ = [
     "GPU_BLOCK",
+    "Rounding",
     "Scratch",
     "Span",
     "UpdateRange",
@@ -36,11 +39,16 @@ __all__ = [
 ]
 
 BLOCK = 1 << 20  # elements of one piece where a cast needs scratch: its 4 MiB stay in cache
+_ROUND_BYTES = (4 * 4 + 3 * 8) * ROUND_BLOCK  # four lists in fp32, and what three operators of a rounding make
 GPU_BLOCK = 4 * BLOCK  # larger on the gpu: a piece that fits a cache is too small for a kernel
 
 
 Span = Callable[[int, int], tuple[int, int]]
 """Elements (start, stop) of a chunk -> those of a state, which may have fewer."""
+
+
+Rounding = Callable[[torch.Tensor, torch.Tensor, int], None]
+"""Writes fp32 values into a narrower tensor, of elements of a chunk from a number on."""
 
 
 class UpdateRange(NamedTuple):
@@ -92,7 +100,8 @@ def scratch_bytes(plan: Plan) -> int:
         widths = [DTYPES[layout.chunks[c].dtype].bytes, *(size for _, size in layout.optimizer.state_bytes)]
         alike = len({*widths, *([layout.sum_width(c)] if several else ())}) == 1
         pieces = max(pieces, 0 if alike else sum(size < 4 for size in widths))
-    return whole_bytes + (pieces + buffers) * 4 * min(GPU_BLOCK, max(layout.slice_numel(c) for c in chunks))
+    rounded = _ROUND_BYTES if layout.optimizer.masters == MASTERS[1] else 0
+    return whole_bytes + rounded + (pieces + buffers) * 4 * min(GPU_BLOCK, max(layout.slice_numel(c) for c in chunks))
 
 
 class Scratch:
@@ -124,23 +133,26 @@ def update(
     settings: Settings,
     scale: torch.Tensor | None = None,
     scratch: Scratch | None = None,
+    rounding: Rounding | None = None,
 ) -> None:
     """Run one update of each range, in place. All tensors are flat, [numel of the chunk] but for states with `spans`.
-    Where all have one dtype, the rule works in it; else it works in fp32, and what is narrower is rounded to nearest
-    afterwards. Codes are the rule's own.
+    Where all have one dtype, the rule works in it; else, and with `rounding`, it works in fp32, and what is narrower is
+    rounded to nearest afterwards. Codes are the rule's own.
 
     param: the master copy.
     spans: of each state; None: a state has as many elements as the chunk.
     scale: fp32 scalar that multiplies the gradients first (clipping, loss scaling). The gradients are overwritten.
     scratch: None: buffers for this call alone.
+    rounding: rounds the master copy in place of rounding to nearest.
     """
     room = scratch or Scratch()
     lists = (param, grad, *moments)
     of_list = (_same, _same, *(spans or [_same] * len(moments)))
-    alike = len({each.dtype for each in lists}) == 1
+    alike = len({each.dtype for each in lists}) == 1 and rounding is None
     narrow = [] if alike else [n for n, each in enumerate(lists) if each.dtype not in (torch.float32, torch.uint8)]
     if rule.room is None:
-        pieces = _pieces(runs, room.block if narrow or rule.buffers or rule.block > 1 else sys.maxsize)
+        block = room.block if narrow or rule.buffers or rule.block > 1 else sys.maxsize
+        pieces = _pieces(runs, block if rounding is None else min(block, ROUND_BLOCK))
     else:
         pieces = ([run] for run in runs)
     for piece in pieces:
@@ -162,7 +174,9 @@ def update(
         buffers = [room.get(len(lists) + n, grad) for n in range(rule.buffers)]
         rule.kernel(cut[0], cut[1], cut[2:], [run.steps for run in piece], settings, buffers)
         for number in narrow:
-            if number != 1:
+            if number == 0 and rounding is not None:
+                rounding(here[0], wide[0], first)
+            elif number != 1:
                 here[number].copy_(wide[number])
 
 
