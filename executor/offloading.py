@@ -194,8 +194,8 @@ def description_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, max_gr
     if described is None:
         raise ContractError(
             f"the optimizer is {kind.__module__}.{kind.__name__}; a plan's updates are those of torch.optim.AdamW, "
-            "Adam and SGD, of Lion, of transformers' Adafactor, and of bitsandbytes' AdamW and Lion: use one of them, "
-            "in a Trainer TrainingArguments(optim='adamw_torch')"
+            "Adam and SGD (and Muon with AdamW, in a list), of Lion, of transformers' Adafactor, and of bitsandbytes' "
+            "AdamW and Lion: use one of them, in a Trainer TrainingArguments(optim='adamw_torch')"
         )
     decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
     if kind is torch.optim.Adam and True in decoupled:
@@ -268,6 +268,17 @@ class Joined(torch.optim.Optimizer):
             self.state.update(each.state)
             for group in each.param_groups:
                 group["update"] = kind.lower()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the states of a run of both into the two optimizers."""
+        groups = self.param_groups
+        super().load_state_dict(state_dict)
+        for group, loaded in zip(groups, self.param_groups):
+            group.update({**loaded, "params": group["params"]})
+        self.param_groups = groups
+        for each in self.optimizers:
+            own = (p for group in each.param_groups for p in group["params"])
+            each.state.update({p: self.state[p] for p in own if p in self.state})
 
 
 _DESCRIBED: dict[tuple[str, str], type[Optimizer]] = {

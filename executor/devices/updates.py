@@ -141,7 +141,8 @@ def update(
 
     param: the master copy.
     spans: of each state; None: a state has as many elements as the chunk.
-    scale: fp32 scalar that multiplies the gradients first (clipping, loss scaling). The gradients are overwritten.
+    scale: scalar, in fp32 or the gradients' dtype, that multiplies the gradients first (clipping, loss scaling). The
+        gradients are overwritten.
     scratch: None: buffers for this call alone.
     rounding: rounds the master copy in place of rounding to nearest.
     """
@@ -159,13 +160,15 @@ def update(
         first, end = piece[0].start, piece[-1].stop
         begins = [span(first, end)[0] for span in of_list]
         here = [each[slice(*span(first, end))] for each, span in zip(lists, of_list)]
+        if scale is not None and scale.dtype == grad.dtype:  # else the product is rounded after the update alone
+            here[1].mul_(scale)
         wide = list(here)
         for number in narrow:
             if rule.room is None:
                 wide[number] = room.get(number, grad)[: end - first].copy_(here[number])
             else:
                 wide[number] = here[number].float()
-        if scale is not None:
+        if scale is not None and scale.dtype != grad.dtype:
             wide[1].mul_(scale)
         cut = [
             [_view(each[slice(*(at - begin for at in span(run.start, run.stop)))], run) for run in piece]

@@ -14,6 +14,7 @@ from transformers.optimization import Adafactor
 
 import executor
 from executor.devices.rules import RULES
+from executor.offloading import Joined
 from pstar_sim.errors import CheckpointError, ContractError, PlanError
 from pstar_sim.policy.registry import find_policy
 
@@ -137,6 +138,30 @@ def test_is_plain_torch_to_the_bit(name: str, policy: str, micro_batches: int, d
         assert torch.equal(mine_now, theirs)
 
 
+@pytest.mark.parametrize(("name", "micro_batches"), [("adamw", 1), ("sgd-momentum", 4), ("adafactor", 4)])
+def test_clipping_in_pure_bf16_is_torchs(name: str, micro_batches: int) -> None:
+    """Norms, factor and clipped gradients are in bf16, as `clip_grad_norm_` has them."""
+    dtype = torch.bfloat16
+    reference, model = net(dtype), net(dtype)
+    plain, batches, norms = OPTIMIZERS[name](reference.parameters()), rows(dtype), []
+    for _ in range(5):
+        for _ in range(micro_batches):
+            (reference(next(batches)) / micro_batches).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(reference.parameters(), 1e-2)))
+        plain.step()
+        plain.zero_grad()
+    _, optimizer = executor.offload(
+        model, OPTIMIZERS[name](model.parameters()), (torch.zeros(4, WIDTH, dtype=dtype),), gpu_memory="40KB",
+        micro_batches=micro_batches, max_grad_norm=1e-2, masters="none", policy="tide",
+    )  # fmt: skip
+    batches = rows(dtype)
+    for norm in norms:
+        train(model, optimizer, batches, 1, micro_batches)
+        assert optimizer.session.grad_norm == norm
+    optimizer.session.close()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), reference.parameters()))
+
+
 @pytest.mark.parametrize("name", ["adam", "sgd-momentum", "lion", "adafactor"])
 def test_states_go_both_ways(name: str, tmp_path: Path) -> None:
     """Two plain steps, two under a plan, a checkpoint into another plan, two there, and two plain ones again."""
@@ -237,10 +262,10 @@ def test_muon_beside_adamw_is_plain_torch_to_the_bit(policy: str, micro_batches:
 
 @needs_muon
 def test_states_of_muon_and_adamw_go_on(tmp_path: Path) -> None:
-    """Two plain steps, two under a plan, and two after a checkpoint."""
+    """Two plain steps, two under a plan, two after a checkpoint, and two plain ones again."""
     dtype = torch.float32
     reference, model = net(dtype), net(dtype)
-    losses = train_with(reference, muon(reference), rows(dtype), 6, 1)
+    losses = train_with(reference, muon(reference), rows(dtype), 8, 1)
     batches, batch, own = rows(dtype), (torch.zeros(4, WIDTH),), muon(model)
     found = train_with(model, own, batches, 2, 1)
     _, optimizer = executor.offload(model, own, batch, gpu_memory="80KB", policy="tide")
@@ -251,7 +276,11 @@ def test_states_of_muon_and_adamw_go_on(tmp_path: Path) -> None:
     _, optimizer = executor.offload(other, muon(other), batch, gpu_memory="120KB", policy="zero_offload")
     optimizer.load(folder)
     found += train(other, optimizer, batches, 2, 1)
+    states = copy.deepcopy(optimizer.state_dict())
     optimizer.session.close()
+    last = muon(other)
+    Joined(last).load_state_dict(states)
+    found += train_with(other, last, batches, 2, 1)
     assert found == losses
 
 

@@ -255,6 +255,8 @@ def test_masters_begin_as_the_values_that_were_there() -> None:
     ("make", "words"),
     [
         (lambda ps: torch.optim.Adadelta(ps), r"torch\.optim\.adadelta\.Adadelta.*AdamW, Adam and SGD"),
+        (lambda ps: torch.optim.NAdam(ps), r"torch\.optim\.nadam\.NAdam"),
+        (lambda ps: torch.optim.Adafactor(ps), r"Adafactor; a plan's updates are .* of transformers' Adafactor"),
         (lambda ps: torch.optim.SGD(ps, maximize=True), "maximize=True"),
         (lambda ps: torch.optim.AdamW(ps, amsgrad=True), "amsgrad=True"),
     ],
