@@ -1,4 +1,4 @@
-"""fp32 weights under autocast, as `torch.autocast` around the model has them: under a plan, the bits of the plain loop."""
+"""fp32 weights under autocast, with `torch.autocast` around the model: under a plan, the bits of the plain loop."""
 
 from __future__ import annotations
 
