@@ -1,9 +1,15 @@
-"""Iterations of Megatron-DeepSpeed on A100s by tensor, data and pipeline parallelism, predicted and published.
+"""Iterations of Megatron on A100s by tensor, data and pipeline parallelism, predicted and published.
 
 Rows: VIA-Research/vTrain, data/ground_truth_single.csv (720, one node of 2 to 8 GPUs, models of 12 to 24 layers of
 1,024) and ground_truth_multi.csv (47, a model of 39.1 billion parameters on 64 to 512 GPUs). All recompute every layer
 (reentrant), run 1F1B in fp16 with Adam, and keep everything on the GPUs: `all_on_gpu` plans them. What the files do not
-say is assumed: a vocabulary of 51,200, a tied head, attention by matrix products, clipping.
+say is assumed: a vocabulary of 51,200, a tied head, attention by matrix products, clipping. And of layouts.csv, by
+`system`, the iterations that recompute everything: BigScience's trials for a model of 176 billion parameters on 8 to
+384 GPUs (tr11, chronicles-prequel), and those of Korthikanti et al., 2022, table 5. BigScience shards the states
+(ZeRO-1); here each rank has all, on GPUs with room for them, which costs a tenth of a second.
+
+[Note: many micro-batches] With more than FOLD per stage, the seconds are those of two runs with fewer, and from there a
+straight line: in the middle of 1F1B every micro-batch takes as long.
 
 The error is predicted / published - 1; its mean is that of its size (MAPE), as vTrain gives its own (8.4 % on one node,
 14.7 % on several). tau is Kendall's rank correlation over the rows of one model and global batch, in the mean.
@@ -19,13 +25,14 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from _results import write_result
 from msgspec import structs
 from scipy.stats import kendalltau
 
+from pstar_sim.catalog.catalog import load_catalog
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
@@ -36,6 +43,9 @@ from pstar_sim.workload.parallelism import Parallelism
 
 DATA = Path(__file__).parent / "data"
 FILES = {"one node": "vtrain_single.csv", "several nodes": "vtrain_multi.csv"}
+SYSTEMS = {"tr11": "Megatron-DeepSpeed (BigScience)", "Korthikanti": "Megatron-LM (Korthikanti 2022, table 5)"}
+FOLD = 4
+CATALOG = load_catalog()
 VOCABULARY = 51_200
 
 
@@ -54,6 +64,7 @@ class Row:
     data: int
     pipeline: int
     seconds: float
+    memory: str | None = None
 
     @property
     def shape(self) -> ModelEntry:
@@ -72,7 +83,9 @@ class Row:
 
     @property
     def machine(self) -> Machine:
-        return load_machine("a100-80x8", gpus=min(self.gpus, 8), nodes=max(1, self.gpus // 8))
+        nodes = max(1, self.gpus // 8)
+        machine = load_machine("a100-80x8", gpus=min(self.gpus, 8), nodes=nodes, gpu_memory=self.memory)
+        return replace(machine, framework=CATALOG.framework("megatron"))
 
 
 def rows_of(file: str) -> list[Row]:
@@ -89,9 +102,46 @@ def rows_of(file: str) -> list[Row]:
     return found
 
 
+def rows_of_system(system: str) -> list[Row]:
+    with (DATA / "layouts.csv").open(newline="", encoding="utf-8") as lines:
+        table = [line for line in csv.DictReader(lines) if line["system"] == system]
+    found = []
+    for line in table:
+        if line["metric"] != "iter_s" or line["recompute"] != "full":
+            continue
+        layers, hidden, heads = map(int, line["layers_hidden_heads"].split("/"))
+        gpus, tensor, pipeline = int(line["gpus"]), int(line["tp"]), int(line["pp"])
+        found.append(
+            Row(
+                gpus=gpus,
+                global_batch=int(line["gbs"]),
+                micro_batch=int(line["mbs"]),
+                hidden=hidden,
+                heads=heads,
+                layers=layers,
+                sequence=int(line["seq_len"]),
+                tensor=tensor,
+                data=gpus // tensor // pipeline,
+                pipeline=pipeline,
+                seconds=float(line["value"]),
+                memory="400GB",
+            )
+        )
+    return found
+
+
 def predict(row: Row) -> float:
     spread = Parallelism(tensor=row.tensor, data=row.data, pipeline=row.pipeline)
-    return plan_stages(row.job, row.machine, "all_on_gpu", spread, shape=row.shape).iteration_s
+
+    def seconds(micro_batches: int) -> float:
+        job = replace(row.job, micro_batches=micro_batches)
+        return plan_stages(job, row.machine, "all_on_gpu", spread, shape=row.shape).iteration_s
+
+    count, few = row.job.micro_batches or 1, FOLD * row.pipeline
+    if count <= few:
+        return seconds(count)
+    one, other = seconds(few // 2), seconds(few)  # [Note: many micro-batches]
+    return other + (count - few) * (other - one) / (few - few // 2)
 
 
 def figures_of(rows: Sequence[Row], predicted: Sequence[float]) -> dict[str, object]:
@@ -121,11 +171,13 @@ def main() -> None:
     every = parser.parse_args().every
     figures: dict[str, object] = {}
     out_of_scope: list[str] = []
-    for name, file in FILES.items():
+    sources = {name: rows_of(file) for name, file in FILES.items()}
+    sources |= {name: rows_of_system(system) for name, system in SYSTEMS.items()}
+    for name, rows in sources.items():
         begin = time.process_time()
         kept: list[Row] = []
         predicted: list[float] = []
-        for row in rows_of(file)[::every]:
+        for row in rows[::every]:
             try:
                 predicted.append(predict(row))
                 kept.append(row)

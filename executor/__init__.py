@@ -35,7 +35,7 @@ if find_spec("torch") is None:  # raised here, with a hint, before any other fil
     )
 
 from executor import hf
-from executor.adamw import SGD, Adam, AdamW, Lion, Muon
+from executor.adamw import SGD, Adafactor, Adam, AdamW, BnbAdamW, BnbLion, Lion, Muon
 from executor.capture import capture, capture_module
 from executor.devices.backend import Backend, VirtualBackend
 from executor.devices.on_meta import parameters_on_meta
@@ -54,13 +54,17 @@ from executor.queues.serial import SerialQueues, follow
 from executor.queues.streams import StreamQueues
 from executor.queues.threads import ThreadQueues
 from executor.recording.record import record
+from executor.running.step_log import StepLog
 from executor.scaling import LossScale
 
 __all__ = [
     "SGD",
+    "Adafactor",
     "Adam",
     "AdamW",
     "Backend",
+    "BnbAdamW",
+    "BnbLion",
     "Ladder",
     "LinkUse",
     "Lion",
@@ -72,6 +76,7 @@ __all__ = [
     "SerialQueues",
     "Session",
     "Status",
+    "StepLog",
     "StepResult",
     "StreamQueues",
     "ThreadQueues",

@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from executor.devices.rounding import NEAREST, STOCHASTIC
 from executor.devices.rules import RULES, Rule
 from executor.memory.payloads import STATE_DTYPES
 from executor.scaling import LossScale, loss_scale_for
+from pstar_sim.arguments import choice
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.optimizers import OPTIMIZERS
 from pstar_sim.workload.workload import Tensor
@@ -22,8 +24,11 @@ __all__ = [
     "REST",
     "REST_RULE",
     "SGD",
+    "Adafactor",
     "Adam",
     "AdamW",
+    "BnbAdamW",
+    "BnbLion",
     "Lion",
     "Muon",
     "Optimizer",
@@ -61,6 +66,7 @@ class Optimizer:
     eager: update each chunk when its gradient is final, inside backward (the plan has to be made with update "eager").
     loss_scale: None: dynamic if the model has fp16 parameters, else no scaling; "dynamic"; a number for a fixed scale;
         or a LossScale. The loop stays as it is, see scaling.py.
+    rounding: "nearest"; or "stochastic" of parameters without fp32 masters, whose updates are then computed in fp32.
 
     Raises PlanError for numbers out of range.
     """
@@ -69,6 +75,7 @@ class Optimizer:
     max_grad_norm: float | str | None = field(default=AS_PLANNED, kw_only=True)
     eager: bool = field(default=False, kw_only=True)
     loss_scale: str | float | LossScale | None = field(default=None, kw_only=True)
+    rounding: str = field(default=NEAREST, kw_only=True)
 
     def __post_init__(self) -> None:
         norm = self.max_grad_norm
@@ -78,6 +85,7 @@ class Optimizer:
                 f"{self.word}: max_grad_norm={norm!r} must be a number > 0, None for no clipping, or {AS_PLANNED!r}"
             )
         loss_scale_for(self.loss_scale, ())
+        choice("rounding", self.rounding, (NEAREST, STOCHASTIC), error=PlanError)
         if self.params_or_groups is not None:  # `model.parameters()` is an iterator, which can be read only once
             object.__setattr__(self, "params_or_groups", _read(self.params_or_groups))
         self._check(self.settings)
@@ -89,9 +97,10 @@ class Optimizer:
 
     @property
     def rule(self) -> Rule:
-        if self.planned not in RULES:
+        name = OPTIMIZERS[self.planned].all_states[-1].name
+        if name not in RULES:
             raise PlanError(f"{self.word}: torch {torch.__version__} has no such optimizer; torch 2.9 has")
-        return RULES[self.planned]
+        return RULES[name]
 
     @property
     def word(self) -> str:
@@ -108,10 +117,11 @@ class Optimizer:
         return {name: getattr(self, name) for name in self.rule.settings}
 
     def plain(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Returns torch's own optimizer with these settings and the same arithmetic. Raises PlanError if torch has
-        none."""
-        if not self.rule.torch_name:
-            raise PlanError(f"{self.word}: torch.optim has no such optimizer to run beside the plan")
+        """Returns the library's own optimizer with these settings and the same arithmetic. Raises PlanError if there
+        is none."""
+        if not self.rule.has_plain:
+            where = self.rule.library if self.rule.plain_name else "torch.optim"
+            raise PlanError(f"{self.word}: {where} has no such optimizer to run beside the plan")
         return self.rule.plain(parameters, self.settings)
 
     def norm_for(self, *, clip: bool) -> float | None:
@@ -219,6 +229,76 @@ class Lion(Optimizer):
 
 
 @dataclass(frozen=True)
+class _OfBitsandbytes(Optimizer):
+    """An optimizer of bitsandbytes.optim.
+
+    optim_bits: 8: states of tensors of 4,096 elements and more have 8 bits; 32.
+    embeddings: whether embeddings have 8 bits too; the Trainer of transformers keeps theirs in 32.
+    """
+
+    optim_bits: int = field(default=8, kw_only=True)
+    embeddings: bool = field(default=False, kw_only=True)
+    _kind: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        if self.optim_bits not in (8, 32):
+            raise PlanError(f"{self.word}: optim_bits={self.optim_bits} is not known; use 8 or 32")
+        super().__post_init__()
+
+    @property
+    def given(self) -> str:
+        more = ", embeddings=True" if self.embeddings and self.optim_bits == 8 else ""
+        return f"{self.word}(optim_bits={self.optim_bits}{more})"
+
+    @property
+    def planned(self) -> str:
+        if self.optim_bits == 32:
+            return f"{self._kind}-bnb"
+        return f"{self._kind}-8bit-all" if self.embeddings else f"{self._kind}-8bit"
+
+
+@dataclass(frozen=True)
+class BnbAdamW(_OfBitsandbytes):
+    """bitsandbytes.optim.AdamW, which is its Adam too; its defaults but for the bits."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    _kind: ClassVar[str] = "adamw"
+
+
+@dataclass(frozen=True)
+class BnbLion(_OfBitsandbytes):
+    """bitsandbytes.optim.Lion; its defaults but for the bits."""
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    _kind: ClassVar[str] = "lion"
+
+
+@dataclass(frozen=True)
+class Adafactor(Optimizer):
+    """transformers' Adafactor without a first moment (beta1); its defaults."""
+
+    lr: float | None = None
+    eps: tuple[float, float] = (1e-30, 1e-3)
+    clip_threshold: float = 1.0
+    decay_rate: float = -0.8
+    weight_decay: float = 0.0
+    scale_parameter: bool = True
+    relative_step: bool = True
+    warmup_init: bool = False
+    planned: ClassVar[str] = "adafactor"
+
+    def _check(self, settings: Mapping[str, Any]) -> None:
+        super()._check({name: value for name, value in settings.items() if name != "eps" and value is not None})
+        if (settings["lr"] is None) != settings["relative_step"]:
+            raise PlanError("Adafactor: give an lr with relative_step=False, or no lr with relative_step=True")
+
+
+@dataclass(frozen=True)
 class Muon(Optimizer):
     """torch.optim.Muon for matrices but embeddings and the head, and torch.optim.AdamW for the rest; their defaults.
 
@@ -263,6 +343,13 @@ DESCRIPTIONS: dict[str, Callable[..., Optimizer]] = {
     "adamw-bf16-states": partial(AdamW, state_dtype=torch.bfloat16),
     "adam": Adam,
     "lion": Lion,
+    "adafactor": Adafactor,
+    "adamw-8bit": BnbAdamW,
+    "adamw-8bit-all": partial(BnbAdamW, embeddings=True),
+    "adamw-bnb": partial(BnbAdamW, optim_bits=32),
+    "lion-8bit": BnbLion,
+    "lion-8bit-all": partial(BnbLion, embeddings=True),
+    "lion-bnb": partial(BnbLion, optim_bits=32),
     "sgd-momentum": partial(SGD, momentum=0.9),
     "sgd": SGD,
     **({"muon": Muon} if "muon" in RULES else {}),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from executor.adamw import DESCRIPTIONS, Optimizer, check_groups, described
+from executor.devices.rounding import STOCHASTIC
 from executor.devices.rules import RULES
 from executor.moments.recorder import working_dtype
 from executor.scaling import loss_scale_for
@@ -104,6 +105,8 @@ def check_settings(plan: Plan, optimizer: Optimizer) -> None:
             f"{wanted!r}; use {optimizer.word}(eager={settings.update == 'eager'}) or make the plan with "
             f"update={wanted!r}"
         )
+    if optimizer.rounding == STOCHASTIC:
+        _check_rounding(plan, optimizer)
     clips = optimizer.norm_for(clip=settings.clip) is not None
     if settings.clip != clips:
         raise PlanError(
@@ -124,6 +127,17 @@ def check_settings(plan: Plan, optimizer: Optimizer) -> None:
         )
 
 
+def _check_rounding(plan: Plan, optimizer: Optimizer) -> None:
+    planned = plan.workload.optimizer
+    if planned.masters != MASTERS[1]:
+        raise PlanError(
+            f'{optimizer.word}(rounding="stochastic") is for parameters without fp32 masters; leave it out, or train '
+            'in bf16 with masters="none"'
+        )
+    if planned.name == "muon":
+        raise PlanError('Muon(rounding="stochastic") is not supported: its update works on matrices in bf16')
+
+
 def check_optimizer(plan: Plan) -> None:
     """Raise PlanError for an optimizer that the executor does not know, or whose updates the plan's ranks cut."""
     planned = plan.workload.optimizer
@@ -133,6 +147,12 @@ def check_optimizer(plan: Plan) -> None:
             f"the plan is for optimizer {planned.name!r}, which the executor does not know{newer}; it runs "
             f"{', '.join(DESCRIPTIONS)}; make the plan with one of them (--optimizer)"
         )
+    lacking = next((rule for s in planned.all_states if (rule := RULES[s.name]).needs and not rule.has_plain), None)
+    if lacking is not None:
+        raise PlanError(
+            f"the plan is for optimizer {planned.name!r}, which {lacking.needs} computes; install it (pip install "
+            f"{lacking.needs}), or make the plan with another optimizer"
+        )
     if planned.masters == MASTERS[1] and DTYPES[plan.workload.dtype].scaled:
         raise PlanError(
             f"{plan.workload.dtype} without fp32 masters: scaled gradients are unscaled in 16 bits, where small ones "
@@ -141,7 +161,7 @@ def check_optimizer(plan: Plan) -> None:
     ranks = plan.machine.data_parallel_size
     if ranks > 1 and any(states.whole for states in planned.all_states):
         raise PlanError(
-            f"{planned.name} updates whole matrices, which the slices of {ranks} ranks cut; run the plan on one GPU"
+            f"{planned.name} updates whole tensors, which the slices of {ranks} ranks cut; run the plan on one GPU"
         )
     spec = OPTIMIZERS[planned.name]
     if planned not in (spec, spec.without_masters(DTYPES[plan.workload.dtype].bytes)):

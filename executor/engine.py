@@ -73,6 +73,7 @@ class SessionOptions:
     hyper: Callable[[], list[Mapping[str, Settings]]]
     max_grad_norm: float | None
     eager: bool
+    stochastic: bool
     capture: Capture
     scaling: LossScaling | None = None
     skeleton: nn.Module | None = None
@@ -123,6 +124,7 @@ class Session:
             options.hyper,
             eager=options.eager,
             max_grad_norm=options.max_grad_norm,
+            stochastic=options.stochastic,
             clock=options.clock,
         )
         self.reader = Reader(

@@ -48,7 +48,7 @@ from executor.saving.plain_states import write_plain_states
 from executor.session.spelling import TRAINER
 from executor.trainer_capture import captured
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.core.plan import Plan
+from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.dtypes import DTYPES, MASTER
 from pstar_sim.errors import CheckpointError, ContractError, DoesNotFit
 
@@ -559,7 +559,7 @@ def _begin(trainer: Any, optimizer: torch.optim.Optimizer) -> _Joined:
     _require_alone(trainer)
     _check_evaluation(args)
     norm = args.max_grad_norm or None  # 0 switches the Trainer's clipping off
-    spec = description_of(optimizer, max_grad_norm=norm)
+    spec = description_of(model, optimizer, max_grad_norm=norm)
     dtype = _dtype_of(trainer)
     model.to("cpu")  # the Trainer has put the model on the GPU, which the plan's chunks will need
     try:
@@ -568,7 +568,8 @@ def _begin(trainer: Any, optimizer: torch.optim.Optimizer) -> _Joined:
             model.train()
             with form_seen(model) as form:
                 workload = captured(trainer, spec, dtype)
-            plan = plan_for(workload, request, micro_batches=args.gradient_accumulation_steps, clip=norm is not None)
+            settings = Settings(clip=norm is not None)
+            plan = plan_for(workload, request, micro_batches=args.gradient_accumulation_steps, settings=settings)
             offloaded = begin(
                 model, plan, spec, request, optimizer=optimizer, masters=masters, spelling=TRAINER,
                 count=_each_rank_the_same, form=form[0],

@@ -41,7 +41,7 @@ from executor.offloading import Request, begin, converted, description_of, form_
 from executor.optimizer import OffloadedAdamW
 from executor.session.spelling import LIGHTNING
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.core.plan import Plan
+from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import ContractError, ModelError
 
 __all__ = ["OffloadStrategy"]
@@ -178,7 +178,7 @@ class OffloadStrategy(SingleDeviceStrategy):
         (own,) = self.optimizers
         trainer = module.trainer
         norm = trainer.gradient_clip_val or None
-        spec = description_of(own, max_grad_norm=norm)
+        spec = description_of(root, own, max_grad_norm=norm)
 
         def loss(whole: Any, batch: Any) -> torch.Tensor:
             with plugin.train_step_context():
@@ -192,7 +192,10 @@ class OffloadStrategy(SingleDeviceStrategy):
                     root, (args, kwargs), name=type(module).__name__, groups=spec, loss=loss, device=self.request.kind
                 )
             plan = plan_for(
-                workload, self.request, micro_batches=trainer.accumulate_grad_batches, clip=norm is not None
+                workload,
+                self.request,
+                micro_batches=trainer.accumulate_grad_batches,
+                settings=Settings(clip=norm is not None),
             )
             self.offloaded = begin(
                 root, plan, spec, self.request, optimizer=own, masters=masters, spelling=LIGHTNING, form=form[0]

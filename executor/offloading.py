@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,13 +27,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from executor.adamw import SGD, Adam, AdamW, Lion, Muon, Optimizer, group_of
+from executor.adamw import SGD, Adafactor, Adam, AdamW, BnbAdamW, BnbLion, Lion, Muon, Optimizer, group_of
 from executor.capture import NotOnFakeTensors, capture_module
 from executor.compatibility import check_processes
 from executor.contract import tensor_of
 from executor.devices.cuda import CudaBackend, cuda_device
 from executor.devices.dtypes import TORCH_DTYPES
 from executor.devices.opening import is_cuda
+from executor.devices.rounding import NEAREST
 from executor.models import forward_loss, under_autocast
 from executor.optimizer import OffloadedAdamW
 from executor.prepare import prepare
@@ -51,7 +52,7 @@ from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import ContractError, DoesNotFit, ModelError, PstarError
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.units import MIB
-from pstar_sim.workload.optimizers import MASTER_LIST, MASTERS
+from pstar_sim.workload.optimizers import MASTER_LIST, MASTERS, OPTIMIZERS
 from pstar_sim.workload.workload import Workload, repeat_micro_batch, with_optimizer
 
 __all__ = [
@@ -111,6 +112,8 @@ def offload(
     max_grad_norm: float | None = None,
     dtype: str | None = None,
     masters: str = MASTERS[0],
+    update: str = Settings.update,
+    rounding: str = NEAREST,
     loss: Callable[[nn.Module, Any], torch.Tensor] = forward_loss,
     device: str | None = None,
     machine: Machine | str = "here",
@@ -120,8 +123,9 @@ def offload(
     """Run the model of a training loop by a plan for this machine. Returns the same model, and the optimizer for the
     loop.
 
-    optimizer: torch's AdamW, Adam or SGD over the model's parameters, or lion_pytorch's Lion; or torch's Muon and AdamW
-        in a list. Its settings and states are kept, its groups shared: a scheduler made with it continues to work.
+    optimizer: torch's AdamW, Adam or SGD over the model's parameters, lion_pytorch's Lion, transformers' Adafactor, or
+        bitsandbytes' AdamW or Lion; or torch's Muon and AdamW in a list. Its settings and states are kept, its groups
+        shared: a scheduler made with it continues to work.
     example_batch: a batch of the largest shape, as the model takes it (a mapping: keyword arguments; a tuple:
         positional arguments).
     micro_batches: number of backwards before each `optimizer.step()`.
@@ -130,6 +134,10 @@ def offload(
         loop under autocast.
     masters: "fp32": 16-bit parameters have masters of 4 bytes each; "none": updates are made in the parameters' dtype,
         as plain torch makes them.
+    update: "step"; or "eager": each chunk is updated inside the backward as soon as its gradients are there (LOMO,
+        torch's optimizer in backward). The loop still calls `step()`.
+    rounding: "nearest"; or "stochastic", for bf16 without masters: parameters are rounded to one of their neighbours,
+        so that small updates are kept in the mean. A run has the same bits under every plan.
     loss: loss(model, batch) -> the scalar on which the loop calls `backward()`. By default the model's own loss.
     gpu_memory, device, machine, policy, on_plan: see `Request`.
 
@@ -144,13 +152,15 @@ def offload(
     choice("masters", masters, MASTERS, error=ContractError)
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = Joined(optimizer if isinstance(optimizer, Sequence) else ())
-    spec = description_of(optimizer, max_grad_norm=max_grad_norm)
+    settings = Settings(clip=max_grad_norm is not None, update=update)
+    spec = description_of(model, optimizer, max_grad_norm=max_grad_norm)
+    spec = replace(spec, eager=update != Settings.update, rounding=rounding)
     _require_its_parameters(model, optimizer)
     with converted(model, dtype) as values:
         with form_seen(model) as form:
             loss = under_autocast(loss, request.kind, dtype)
             workload = with_optimizer(traced(model, example_batch, spec, request, loss=loss), masters=masters)
-        plan = plan_for(workload, request, micro_batches=micro_batches, clip=max_grad_norm is not None)
+        plan = plan_for(workload, request, micro_batches=micro_batches, settings=settings)
         return model, begin(
             model,
             plan,
@@ -163,8 +173,8 @@ def offload(
         )
 
 
-def description_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> Optimizer:
-    """Returns a description of the user's torch optimizer. Raises ContractError for one that no plan has."""
+def description_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> Optimizer:
+    """Returns a description of the user's optimizer. Raises ContractError for one that no plan has."""
     kind = type(optimizer)
     if isinstance(optimizer, OffloadedAdamW):
         raise ContractError("the optimizer is that of a prepared model already; give the loop's own optimizer")
@@ -177,11 +187,15 @@ def description_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | N
         )
     if isinstance(optimizer, Joined):
         return Muon(optimizer.param_groups, max_grad_norm=max_grad_norm)
-    described = _DESCRIBED.get(kind.__name__)
-    if described is None or kind.__module__.split(".")[0] not in _LIBRARIES:
+    library = kind.__module__.partition(".")[0]
+    if library == "bitsandbytes":
+        return _of_bitsandbytes(model, optimizer, max_grad_norm)
+    described = _DESCRIBED.get((library, kind.__name__))
+    if described is None:
         raise ContractError(
             f"the optimizer is {kind.__module__}.{kind.__name__}; a plan's updates are those of torch.optim.AdamW, "
-            "Adam and SGD and of Lion: use one of them, in a Trainer TrainingArguments(optim='adamw_torch')"
+            "Adam and SGD (and Muon with AdamW, in a list), of Lion, of transformers' Adafactor, and of bitsandbytes' "
+            "AdamW and Lion: use one of them, in a Trainer TrainingArguments(optim='adamw_torch')"
         )
     decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
     if kind is torch.optim.Adam and True in decoupled:
@@ -200,6 +214,39 @@ def description_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | N
         if refused := spec.rule.refused_in(group):
             raise ContractError(f"param_groups[{number}] has {refused}, which is not supported; leave it out")
     return spec
+
+
+def _of_bitsandbytes(model: nn.Module, optimizer: Any, max_grad_norm: float | None) -> Optimizer:
+    """Returns a description of an optimizer of bitsandbytes, whose states have the bits that it gives them."""
+    kind = {"adam": BnbAdamW, "lion": BnbLion}.get(optimizer.optimizer_name)
+    if kind is None:
+        raise ContractError(
+            f"the optimizer is bitsandbytes' {type(optimizer).__name__}; of bitsandbytes, a plan has the updates of "
+            "AdamW and Lion: use one of them"
+        )
+    switches = ("max_unorm", "skip_zeros")
+    if refused := ", ".join(f"{name}={value}" for name in switches if (value := getattr(optimizer.args, name, 0))):
+        raise ContractError(f"bitsandbytes' {type(optimizer).__name__} has {refused}, which is not supported")
+    names = {id(p): name for name, p in model.named_parameters()}
+    optimizer.check_overrides()
+    narrow: dict[nn.Parameter, bool] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for at, p in enumerate(group["params"]):
+            config = optimizer.get_config(number, at, group)
+            narrow[p] = config["optim_bits"] == 8 and p.numel() >= config["min_8bit_size"]
+    settings = {name: optimizer.defaults[name] for name in kind().settings}
+    odd = ""
+    for how in ({"optim_bits": 32}, {}, {"embeddings": True}):
+        spec: Optimizer = kind(optimizer.param_groups, max_grad_norm=max_grad_norm, **settings, **how)
+        states = OPTIMIZERS[spec.planned]
+        planned = {p: states.kind_of(names.get(id(p), ""), tuple(p.shape)) > 0 for p in narrow}
+        if planned == narrow:
+            return spec
+        odd = next(names.get(id(p), "") for p, is_narrow in narrow.items() if is_narrow != planned[p])
+    raise ContractError(
+        f"bitsandbytes' states of {odd!r} have not the bits that plans have: 32 for all, or 8 from 4,096 elements on "
+        "with or without embeddings; leave its override and min_8bit_size out"
+    )
 
 
 class Joined(torch.optim.Optimizer):
@@ -222,9 +269,26 @@ class Joined(torch.optim.Optimizer):
             for group in each.param_groups:
                 group["update"] = kind.lower()
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the states of a run of both into the two optimizers."""
+        groups = self.param_groups
+        super().load_state_dict(state_dict)
+        for group, loaded in zip(groups, self.param_groups):
+            group.update({**loaded, "params": group["params"]})
+        self.param_groups = groups
+        for each in self.optimizers:
+            own = (p for group in each.param_groups for p in group["params"])
+            each.state.update({p: self.state[p] for p in own if p in self.state})
 
-_DESCRIBED: dict[str, type[Optimizer]] = {kind.__name__: kind for kind in (AdamW, Adam, SGD, Lion)}
-_LIBRARIES = ("torch", "lion_pytorch")
+
+_DESCRIBED: dict[tuple[str, str], type[Optimizer]] = {
+    ("torch", "AdamW"): AdamW,
+    ("torch", "Adam"): Adam,
+    ("torch", "SGD"): SGD,
+    ("lion_pytorch", "Lion"): Lion,
+    ("transformers", "Adafactor"): Adafactor,
+}
+"""(library, class) -> description."""
 
 
 def _largest(optimizer: torch.optim.Optimizer, name: str) -> Any:
@@ -300,7 +364,7 @@ def traced(
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def plan_for(workload: Workload, request: Request, *, micro_batches: int, clip: bool) -> Plan:
+def plan_for(workload: Workload, request: Request, *, micro_batches: int, settings: Settings) -> Plan:
     """Returns the plan for `micro_batches` times the workload per step, which the first process makes for all. Raises
     DoesNotFit, on all processes, where nothing fits."""
     count = _processes()
@@ -310,7 +374,7 @@ def plan_for(workload: Workload, request: Request, *, micro_batches: int, clip: 
         try:
             machine = _machine(request, gpus=count)
             plain = count == 1 and whole.optimizer.masters == MASTERS[1] and DTYPES[whole.dtype].can_sum
-            settings = Settings(clip=clip, sums="16-bit" if plain else Settings.sums)  # as torch adds gradients up
+            settings = replace(settings, sums="16-bit" if plain else Settings.sums)  # as torch adds gradients up
             made[0] = find_policy(request.policy)(whole, machine, settings)
         except PstarError as error:  # every process raises the error below
             if isinstance(error, DoesNotFit) and whole.notes:

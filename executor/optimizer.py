@@ -15,16 +15,20 @@ import torch
 
 from executor.adamw import REST, REST_RULE, Optimizer
 from executor.contract import tensor_of
-from executor.devices.rules import RULES, Rule, Settings
+from executor.devices.rules import RULES, STEP, Rule, Settings
 from executor.saving.checkpoint import save
 from executor.saving.restoring import Restored, load
 from pstar_sim.errors import ContractError
-from pstar_sim.workload.optimizers import MASTER_LIST
+from pstar_sim.workload.optimizers import MASTER_LIST, OPTIMIZERS
 
 if TYPE_CHECKING:
     from executor.engine import Session
 
 __all__ = ["OffloadedAdamW"]
+
+
+_WRAPPED = "__bnb_optimizer_quant_state__"
+"""Key under which bitsandbytes' state dict has what it keeps of a parameter."""
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
@@ -36,6 +40,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._sealed = False
         self.rule = spec.rule
         self.planned = spec.planned
+        self._rules = [states.name for states in OPTIMIZERS[spec.planned].all_states]
         several = any({"update", REST} & group.keys() for group in groups)
         defaults = {} if several else _defaults(spec.rule, spec.settings)
         super().__init__([dict(group) for group in groups], defaults)
@@ -53,8 +58,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _settings(self, group: Mapping[str, Any]) -> dict[str, Settings]:
         """Returns name of the rule -> its settings in the group."""
-        rest = {REST_RULE: RULES[REST_RULE].read(group[REST])} if REST in group else {}
-        return {group.get("update", self.planned): self._rule(group).read(group), **rest}
+        if "update" in group:
+            return {group["update"]: self._rule(group).read(group)}
+        rest = group.get(REST, group)
+        return {name: RULES[name].read(rest if name == REST_RULE else group) for name in self._rules}
 
     def _rule_of(self, tensor: int) -> Rule:
         layout = self.session.plan.layout
@@ -102,24 +109,25 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self.register_step_post_hook(tell)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of the current states, in the form of torch's optimizer: "state" by parameter number, with
-        step, exp_avg and exp_avg_sq for AdamW. Parameters narrower than their masters also have "param32", the master
-        copy; with loss scaling there is also "loss_scaling". Torch's optimizer over the same fp32 parameters that loads
-        them continues bit-identically; it ignores these two keys."""
+        """Returns copies of the current states, in the form of the library's optimizer: "state" by parameter number,
+        with step, exp_avg and exp_avg_sq for AdamW. Parameters narrower than their masters also have "param32", the
+        master copy; with loss scaling there is also "loss_scaling". The library's optimizer over the same fp32
+        parameters that loads them continues bit-identically; it ignores these two keys."""
         session = self.session
 
-        def value(tensor: int, list_name: str) -> torch.Tensor:
-            if list_name == "step":
+        def value(tensor: int, field: str) -> torch.Tensor:
+            if field == STEP:
                 return torch.tensor(float(session.contents.steps_taken[tensor]), dtype=torch.float32)
-            return session.reader.state_value(tensor, list_name)
+            constant = self._rule_of(tensor).constants.get(field)
+            return session.reader.state_value(tensor, field) if constant is None else constant().clone()
 
         with session.still():
             packed = self.packed(value, masters=True)
         return packed if session.scaling is None else {**packed, "loss_scaling": session.scaling.state_dict()}
 
     def packed(self, value: Callable[[int, str], torch.Tensor], *, masters: bool = False) -> dict[str, Any]:
-        """Returns a state dict in the form of torch's optimizer, with the tensors that `value` returns for (tensor,
-        list); the step count is the list "step".
+        """Returns a state dict in the form of the library's optimizer, with the tensors that `value` returns for
+        (tensor, field of a list); the step count is the field STEP.
 
         masters: whether parameters narrower than their masters have the master copy.
         """
@@ -129,17 +137,19 @@ class OffloadedAdamW(torch.optim.Optimizer):
             if tensor is None or not session.contents.steps_taken[tensor]:
                 continue
             rule = self._rule_of(tensor)
-            keys = {**({"step": "step"} if rule.counts else {}), **rule.states}
+            keys = {**({STEP: STEP} if rule.counts is torch.Tensor else {}), **rule.states}
+            keys |= {key: key for key in rule.constants}
             if masters and not session.plan.layout.is_own_master(session.plan.layout.chunk_of[tensor]):
                 keys[MASTER_LIST] = MASTER_LIST
-            self.state[parameter] = {key: value(tensor, name) for key, name in keys.items()}
+            counted = {STEP: session.contents.steps_taken[tensor]} if rule.counts is int else {}
+            self.state[parameter] = {**counted, **{key: value(tensor, field) for key, field in keys.items()}}
         try:
             return super().state_dict()  # torch's own method numbers the parameters and calls the hooks
         finally:
             self.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the states of this class or of torch's optimizer, fused or not; updates stay fused. Raises
+        """Load the states of this class or of the library's optimizer, fused or not; updates stay fused. Raises
         ContractError, before any change, between backward and step, and for other groups or shapes."""
         session = self.session
         if session.state.cursor.moment >= 0:
@@ -167,9 +177,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Load the states of one tensor; None: no update yet."""
         session = self.session
         session.contents.steps_taken[tensor] = 0 if row is None else int(row.get("step", 1))
-        for key, list_name in self._rule_of(tensor).states.items():
-            value = torch.zeros(session.plan.workload.tensors[tensor].shape) if row is None else row[key]
-            session.reader.set_state_value(tensor, list_name, value)
+        for key, field in self._rule_of(tensor).states.items():
+            value = torch.zeros(session.contents.slots.shape(tensor, field)) if row is None else row[key]
+            session.reader.set_state_value(tensor, field, value)
         if row is not None and MASTER_LIST in row:
             session.reader.set_state_value(tensor, MASTER_LIST, row[MASTER_LIST])
             session.state.run.demand.rewrite_from_master(tensor)
@@ -195,7 +205,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         position = {key: at for at, key in enumerate(key for group in groups for key in group["params"])}
         tensors = self._tensors()
         rows: dict[int, Mapping[str, Any]] = {}
-        for key, row in state.items():
+        for key, given in state.items():
+            row = {**given, **given.get(_WRAPPED, {})}
             at = position.get(key)
             if at is None:
                 raise ContractError(
@@ -223,23 +234,28 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _check_row(self, what: str, key: Any, row: Mapping[str, Any], tensor: int) -> None:
         """Check that the states of one parameter are this optimizer's and have its shape."""
-        rule, shape = self._rule_of(tensor), self.session.plan.workload.tensors[tensor].shape
-        wanted = [*(["step"] if rule.counts else []), *rule.states]
+        rule, slots = self._rule_of(tensor), self.session.contents.slots
+        wanted = [*([STEP] if rule.counts else []), *rule.states]
         missing = [name for name in wanted if name not in row]
         if missing:
             raise ContractError(
                 f"{what}: the state of parameter {key} has no {missing[0]}; give the state of the plan's optimizer, "
                 f"{self.session.plan.workload.optimizer.name}"
             )
-        for name in (*rule.states, MASTER_LIST):
-            if name in row and tuple(row[name].shape) != shape:
+        for name, field in {**rule.states, MASTER_LIST: MASTER_LIST}.items():
+            if name not in row:
+                continue
+            if tuple(row[name].shape) != (shape := slots.shape(tensor, field)):
                 raise ContractError(
                     f"{what}: {name} of parameter {key} has shape {tuple(row[name].shape)}, not {shape}"
                 )
+            dtype = slots.dtype(slots.chunk_of(tensor), field)
+            if row[name].is_floating_point() != dtype.is_floating_point:
+                raise ContractError(f"{what}: {name} of parameter {key} is in {row[name].dtype}, not {dtype}")
 
 
 def _defaults(rule: Rule, settings: Settings) -> dict[str, Any]:
-    """Returns the defaults of this torch's own optimizer, so that groups have the same keys."""
-    if not rule.torch_name:
+    """Returns the defaults of the library's own optimizer, so that groups have the same keys."""
+    if not rule.has_plain:
         return dict(settings)
     return rule.plain([torch.zeros(1, requires_grad=True)], settings).defaults

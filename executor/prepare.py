@@ -26,6 +26,7 @@ from executor.compatibility import check_model, check_settings
 from executor.contract import reader_left, tensor_of
 from executor.devices.backend import Backend, available_host_bytes, keep_freed_pages
 from executor.devices.opening import DeviceOptions, check_placement, move_buffers, open_backend
+from executor.devices.rounding import STOCHASTIC
 from executor.devices.torch_private import storage_key
 from executor.distributed.ranks import CountOf, Ranks, count_of, join, share_values
 from executor.engine import Session, SessionOptions
@@ -297,6 +298,7 @@ def _session_options(
         hyper=optimizer.hyper,
         max_grad_norm=given.max_grad_norm,
         eager=given.optimizer.eager and plan.settings.barrier(plan.workload.compute_dtype) is None,
+        stochastic=given.optimizer.rounding == STOCHASTIC,
         scaling=None if scale is None else LossScaling(scale),
         capture=partial(capture_module, device=device),
         skeleton=_skeleton(given.model) if plan.steps else None,

@@ -7,6 +7,7 @@ every case.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,8 @@ from executor.running.data import ByteText, batches_like, open_data
 from executor.running.keeping import Keeping
 from executor.running.processor import ProcessorTime, taken_by_others
 from executor.running.shared_run import SharedRun, own_batches, share_results
+from executor.running.step_log import StepLog
+from executor.running.stopping import stop_on_sigterm
 from executor.training import StepReport, train, train_step
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
@@ -238,6 +241,7 @@ class TrainingJob(Axes):
         order: Callable[[Plan], Timeline] | None = None,
         keeping: Keeping | None = None,
         on_step: Callable[[StepReport, Status], None] | None = None,
+        logs: Sequence[str] = (),
     ) -> RunResult:
         """Train by the plan. Returns the steps' reports and the measured figures.
 
@@ -245,7 +249,9 @@ class TrainingJob(Axes):
         bandwidth, gpu_memory: as for `prepare`.
         order: predicts a plan's timeline. With it, one more iteration runs untimed, in the order predicted for the last
             plan, to measure bytes.
+        logs: targets of a row per step (`running.step_log.open_sink`). A job that goes on adds to a file's rows.
 
+        With `keeping.save`, SIGTERM ends the run behind the current step: a checkpoint is saved, and Stopped raised.
         The session is closed in every case; errors pass through.
         """
         check_hardware(plan, device)
@@ -271,13 +277,23 @@ class TrainingJob(Axes):
         def standing(done: int) -> dict[str, Any]:
             return {"data": data, "sequences": at.sequences + (done - at.steps) * each, "empty": at.empty}
 
-        def report_step(report: StepReport) -> None:
-            if on_step is not None:
-                on_step(report, session.status())
+        log: StepLog | None = None
 
-        try:
+        def report_step(report: StepReport) -> None:
+            if on_step is not None or log is not None:
+                status = session.status()
+                if log is not None:
+                    log.write(step=report.step, loss=report.loss, time_s=report.time_s, status=status)
+                if on_step is not None:
+                    on_step(report, status)
+
+        with contextlib.ExitStack() as last:
+            last.callback(session.close, restore=False)
+            stop = last.enter_context(stop_on_sigterm(listens=keeping.save is not None))
             keeping.load(optimizer)
-            after = keeping.saving(optimizer, last=steps - 1, extra=standing, on_step=report_step)
+            if logs:
+                log = last.enter_context(StepLog(optimizer, *logs, append=at.steps > 0))
+            after = keeping.saving(optimizer, last=steps - 1, extra=standing, on_step=report_step, stop=stop)
             before = ProcessorTime.now()
             with named_failures(self.model, model):
                 reports = train(
@@ -304,8 +320,6 @@ class TrainingJob(Axes):
                 shared=share_results(session, reports, measured, sent_bytes),
                 taken_by_others=others,
             )
-        finally:
-            session.close(restore=False)
 
     def _unread(self, keeping: Keeping) -> str:
         """Returns a note on weights given and not read; "" for none."""

@@ -11,8 +11,9 @@ runs alone. The simulator decides what happens when copies and CPU Adam want mor
 2. The seconds of every other moment follow from one formula for all machines:
        kernels = products by shape + other flops / rate + other bytes / bandwidth + launch_s
        seconds = max(kernels, framework.seconds(operators)) + framework.wait_s
-   Large products and element-wise operators of a module run one after the other, so their times add. Python runs ahead
-   of the GPU, so only the longer of the two counts. The wait for hooks adds to both.
+   Large products and element-wise operators of a module run one after the other, so their times add. So do sums over
+   the ranks that split a layer, each of which is also an operator. Python runs ahead of the GPU, so only the longer of
+   the two counts. The wait for hooks adds to both.
    - If the GPU has figures of products by shape (`gpu.products`) and the moment names its products, each product
      lasts the seconds of its shape (catalog/product_shape.py), and each call of fused attention the seconds of its
      kernel (catalog/attention_rates.py). Where fused attention is not named, all other flops run at its share of the
@@ -290,8 +291,10 @@ class CostModel:
             elif m.flops or m.bytes_read or m.bytes_written:
                 kernels_s = self._kernels_s(i, rate)
                 python = self.machine.framework
-                own_s = kernels_s if python is None else max(kernels_s, python.seconds(m.operators)) + python.wait_s
-                out.append(own_s + summed_s)
+                own_s = kernels_s + summed_s
+                if python is not None:
+                    own_s = max(own_s, python.seconds(m.operators + len(m.all_reduces))) + python.wait_s
+                out.append(own_s)
             else:
                 out.append(summed_s)
         return tuple(out)

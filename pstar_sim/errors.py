@@ -1,8 +1,8 @@
 """Errors, each class with its meaning.
 
 Every error that a user can cause derives from `PstarError`. The command line prints its text as one line and exits with
-status 2, or 3 where the error is an answer (`DoesNotFit`, `NothingFits`). The text names the thing, the value, and what
-would do. `assert` is for conditions that cannot fail.
+status 2, 3 where the error is an answer (`DoesNotFit`, `NothingFits`), or 143 (`Stopped`). The text names the thing,
+the value, and what would do. `assert` is for conditions that cannot fail.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = [
     "PlanError",
     "PstarError",
     "RankLost",
+    "Stopped",
     "TraceError",
     "UnknownName",
     "WeightsError",
@@ -80,6 +81,10 @@ class CheckpointError(PstarError):
 
 class Interrupted(PstarError):
     """Ctrl-C in the middle of an update: some values are from before it and some from after."""
+
+
+class Stopped(PstarError):
+    """A run that was asked to end, and has saved its checkpoint; the text says where."""
 
 
 class OutOfMemory(PstarError):

@@ -12,20 +12,24 @@ update, blocks. So each element is rounded as in torch's optimizer for its tenso
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
+from executor.devices.rounding import ROUND_BLOCK
 from executor.devices.rules import RULES, Rule, Settings
 from pstar_sim.core.layout import ALIGN
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind
 from pstar_sim.dtypes import DTYPES
+from pstar_sim.workload.optimizers import MASTERS
 
 __all__ = [
     "GPU_BLOCK",
+    "Rounding",
     "Scratch",
+    "Span",
     "UpdateRange",
     "clip_coefficient",
     "ranges_of",
@@ -35,7 +39,16 @@ __all__ = [
 ]
 
 BLOCK = 1 << 20  # elements of one piece where a cast needs scratch: its 4 MiB stay in cache
+_ROUND_BYTES = (4 * 4 + 3 * 8) * ROUND_BLOCK  # four lists in fp32, and what three operators of a rounding make
 GPU_BLOCK = 4 * BLOCK  # larger on the gpu: a piece that fits a cache is too small for a kernel
+
+
+Span = Callable[[int, int], tuple[int, int]]
+"""Elements (start, stop) of a chunk -> those of a state, which may have fewer."""
+
+
+Rounding = Callable[[torch.Tensor, torch.Tensor, int], None]
+"""Writes fp32 values into a narrower tensor, of elements of a chunk from a number on."""
 
 
 class UpdateRange(NamedTuple):
@@ -87,7 +100,8 @@ def scratch_bytes(plan: Plan) -> int:
         widths = [DTYPES[layout.chunks[c].dtype].bytes, *(size for _, size in layout.optimizer.state_bytes)]
         alike = len({*widths, *([layout.sum_width(c)] if several else ())}) == 1
         pieces = max(pieces, 0 if alike else sum(size < 4 for size in widths))
-    return whole_bytes + (pieces + buffers) * 4 * min(GPU_BLOCK, max(layout.slice_numel(c) for c in chunks))
+    rounded = _ROUND_BYTES if layout.optimizer.masters == MASTERS[1] else 0
+    return whole_bytes + rounded + (pieces + buffers) * 4 * min(GPU_BLOCK, max(layout.slice_numel(c) for c in chunks))
 
 
 class Scratch:
@@ -115,46 +129,66 @@ def update(
     param: torch.Tensor,
     grad: torch.Tensor,
     moments: Sequence[torch.Tensor],
+    spans: Sequence[Span] | None = None,
     settings: Settings,
     scale: torch.Tensor | None = None,
     scratch: Scratch | None = None,
+    rounding: Rounding | None = None,
 ) -> None:
-    """Run one update of each range, in place. All tensors are flat [numel of the chunk]. Where all have one dtype, the
-    rule works in it; else it works in fp32, and what is narrower is rounded to nearest afterwards.
+    """Run one update of each range, in place. All tensors are flat, [numel of the chunk] but for states with `spans`.
+    Where all have one dtype, the rule works in it; else, and with `rounding`, it works in fp32, and what is narrower is
+    rounded to nearest afterwards. Codes are the rule's own.
 
     param: the master copy.
-    scale: fp32 scalar that multiplies the gradients first (clipping, loss scaling). The gradients are overwritten.
+    spans: of each state; None: a state has as many elements as the chunk.
+    scale: scalar, in fp32 or the gradients' dtype, that multiplies the gradients first (clipping, loss scaling). The
+        gradients are overwritten.
     scratch: None: buffers for this call alone.
+    rounding: rounds the master copy in place of rounding to nearest.
     """
     room = scratch or Scratch()
     lists = (param, grad, *moments)
-    alike = len({each.dtype for each in lists}) == 1
-    narrow = [] if alike else [number for number, each in enumerate(lists) if each.dtype != torch.float32]
+    of_list = (_same, _same, *(spans or [_same] * len(moments)))
+    alike = len({each.dtype for each in lists}) == 1 and rounding is None
+    narrow = [] if alike else [n for n, each in enumerate(lists) if each.dtype not in (torch.float32, torch.uint8)]
     if rule.room is None:
-        pieces = _pieces(runs, room.block if narrow or rule.buffers else sys.maxsize)
+        block = room.block if narrow or rule.buffers or rule.block > 1 else sys.maxsize
+        pieces = _pieces(runs, block if rounding is None else min(block, ROUND_BLOCK))
     else:
         pieces = ([run] for run in runs)
     for piece in pieces:
         first, end = piece[0].start, piece[-1].stop
-        here = [each[first:end] for each in lists]
+        begins = [span(first, end)[0] for span in of_list]
+        here = [each[slice(*span(first, end))] for each, span in zip(lists, of_list)]
+        if scale is not None and scale.dtype == grad.dtype:  # else the product is rounded after the update alone
+            here[1].mul_(scale)
         wide = list(here)
         for number in narrow:
             if rule.room is None:
                 wide[number] = room.get(number, grad)[: end - first].copy_(here[number])
             else:
                 wide[number] = here[number].float()
-        if scale is not None:
+        if scale is not None and scale.dtype != grad.dtype:
             wide[1].mul_(scale)
-        cut = [[_view(each[run.start - first : run.stop - first], run) for run in piece] for each in wide]
+        cut = [
+            [_view(each[slice(*(at - begin for at in span(run.start, run.stop)))], run) for run in piece]
+            for each, span, begin in zip(wide, of_list, begins)
+        ]
         buffers = [room.get(len(lists) + n, grad) for n in range(rule.buffers)]
         rule.kernel(cut[0], cut[1], cut[2:], [run.steps for run in piece], settings, buffers)
         for number in narrow:
-            if number != 1:
+            if number == 0 and rounding is not None:
+                rounding(here[0], wide[0], first)
+            elif number != 1:
                 here[number].copy_(wide[number])
 
 
+def _same(start: int, stop: int) -> tuple[int, int]:
+    return start, stop
+
+
 def _view(flat: torch.Tensor, run: UpdateRange) -> torch.Tensor:
-    return flat.view(run.shape) if run.shape else flat
+    return flat.view(run.shape) if run.shape and flat.numel() == run.stop - run.start else flat
 
 
 def _pieces(runs: Iterable[UpdateRange], block: int) -> Iterator[list[UpdateRange]]:

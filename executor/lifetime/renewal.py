@@ -10,6 +10,7 @@ from torch import nn
 from executor.devices.backend import available_host_bytes
 from executor.lifetime.loading import load_parameters
 from executor.memory.arena import PLACES, Arena, check_host_memory
+from executor.memory.slots import fields_of, list_of
 from executor.queues.interface import Queues
 from executor.session.reader import Reader
 from pstar_sim.core.plan import Plan
@@ -57,11 +58,12 @@ def renew(
         steps_taken = run.contents.steps_taken
         values = {t: reader.current_value(t) for t in run.timetable.chunk_of}
         states = {
-            (s.tensor, name): reader.state_value(s.tensor, name)
+            (s.tensor, field): reader.state_value(s.tensor, field)
             for c in layout.chunks
+            if not c.frozen
             for s in c.slots
-            for name in plan.layout.state_lists
-            if any(arena_before.has(place, c.index, name) for place in PLACES)
+            for field in fields_of(layout.states_of(c.index))
+            if any(arena_before.has(place, c.index, list_of(field)) for place in PLACES)
         }
         state.renewing = True
         queues.stop()
@@ -72,8 +74,8 @@ def renew(
         arena_before.empty()  # the accelerator may not have room for both plans
         install(plan, arena, queues.renew())
         load_parameters(reader)
-        for (t, name), value in states.items():
-            reader.put_state(t, name, value)
+        for (t, field), value in states.items():
+            reader.put_state(t, field, value)
         state.run.contents.steps_taken.update(steps_taken)
     del run, arena_before, queues, values, states
     backend.give_host_back()  # the former plan's slabs

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from executor.devices.backend import VirtualBackend
 from executor.measuring.first import FirstIteration, TideReport
@@ -55,6 +55,7 @@ class Status:
     gpu_peak_bytes: most of these at once in the iteration; before the first iteration, by now.
     links: direction -> use of the link.
     waiting_share: part of the iteration in which the compute queue waited for another.
+    waits_s: cause -> seconds of that waiting, as in `Timeline.stall_s`.
     adam_share: part in which the CPU ran an update.
     other_shapes: number of these that are batches of another shape than planned, which ran on plan.
     tide: the measured tide of the first iteration beside the plan's, and the most bytes that the gpu held with the
@@ -81,6 +82,7 @@ class Status:
     tide: TideReport | None = None
     exchanges: int = 0
     other_shapes: int = 0
+    waits_s: Mapping[str, float] = field(default_factory=dict)
 
 
 def status_of(state: WholeState, first: FirstIteration | None) -> Status:
@@ -90,7 +92,7 @@ def status_of(state: WholeState, first: FirstIteration | None) -> Status:
     last: IterationLog | None = logs[-1] if logs else None
     start_s, end_s = _window(own, logs)
     length_s = end_s - start_s
-    busy, waited_s = _busy(steps, last.number if last else 0, start_s, end_s)
+    busy, waits_s = _busy(steps, last.number if last else 0, start_s, end_s)
     known = last is not None and length_s > 0
     links = _links(run, own, logs, busy, length_s) if known else {}
     return Status(
@@ -105,12 +107,13 @@ def status_of(state: WholeState, first: FirstIteration | None) -> Status:
         host_bytes=arena.payload_bytes(Place.HOST),
         host_budget_bytes=plan.host_budget_bytes,
         links=links,
-        waiting_share=min(1.0, waited_s / length_s) if known else 0.0,
+        waiting_share=min(1.0, sum(waits_s.values()) / length_s) if known else 0.0,
         adam_share=min(1.0, busy[Queue.ADAM.value] / length_s) if known else 0.0,
         deviations=state.deviations,
         last_deviation=log[-1] if log else "",
         tide=first.report if first is not None else None,
         other_shapes=state.other_shapes,
+        waits_s=waits_s if known else {},
         exchanges=(last.exchanges - (logs[-2].exchanges if len(logs) > 1 else 0)) if last is not None else 0,
     )
 
@@ -127,19 +130,22 @@ def _present(state: WholeState) -> tuple[PlanRun, Arena, Steps]:
                 raise
 
 
-def _busy(steps: Sequence[StepLog], number: int, start_s: float, end_s: float) -> tuple[dict[str, float], float]:
-    """Returns, of the window of iteration `number`: queue -> seconds in which it ran a step, and the seconds in which
-    compute waited."""
+def _busy(
+    steps: Sequence[StepLog], number: int, start_s: float, end_s: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns, of the window of iteration `number`: queue -> seconds in which it ran a step, and cause -> seconds in
+    which compute waited."""
     busy = dict.fromkeys((q.value for q in Queue), 0.0)
-    waited_s = 0.0
+    waits_s: dict[str, float] = {}
     # Steps are logged as they end, so the window's steps are the newest ones.
     for row in reversed(steps):
         if row.end_s <= start_s and row.iteration < number - 1:
             break
         busy[row.step.queue.value] += max(0.0, min(row.end_s, end_s) - max(row.start_s, start_s))
         if row.step.queue is Queue.COMPUTE and row.cause:
-            waited_s += max(0.0, min(row.start_s, end_s) - max(row.ready_s, start_s))
-    return busy, waited_s
+            waited_s = max(0.0, min(row.start_s, end_s) - max(row.ready_s, start_s))
+            waits_s[row.cause] = waits_s.get(row.cause, 0.0) + waited_s
+    return busy, waits_s
 
 
 def _links(

@@ -180,7 +180,10 @@ class Contents:
         """
         arena, queue, (written, source, read), (first, end) = self.arena, TOWARDS[target], lists, elements
         copy = arena.backend.copy_in_fp32 if in_fp32 else self._copy
-        copy(arena.at(target, chunk, written)[first:end], arena.at(source, chunk, read)[first:end], queue)
+        to, of = arena.at(target, chunk, written), arena.at(source, chunk, read)
+        if end - first < self.layout.slice_numel(chunk):
+            to, of = to[first:end], of[first:end]
+        copy(to, of, queue)
         arena.backend.fence(queue)
 
     def _now_on_gpu(self, chunk: int, list_name: str) -> None:

@@ -127,11 +127,12 @@ class Exchange:
 
         self.arena.backend.issue(note)
 
-    def joined(self, tensor: int, part: torch.Tensor) -> torch.Tensor:
-        """Returns a whole tensor, flat, in host memory, joined from the ranks' parts. Every rank calls it."""
+    def joined(self, tensor: int, part: torch.Tensor, field: str = "param") -> torch.Tensor:
+        """Returns a field of a whole tensor, flat, in host memory, joined from the ranks' parts. Every rank calls
+        it."""
         if not self.arena.sliced:
             return part.to("cpu", copy=True)
-        sizes = self.slots.parts_of_ranks(tensor)
+        sizes = self.slots.parts_of_ranks(tensor, field)
         mine = torch.zeros(max(sizes), dtype=part.dtype, device=part.device)
         mine[: part.numel()].copy_(part)
         rows = self._to_others(self.slots.chunk_of(tensor)).exchange(mine)

@@ -17,7 +17,7 @@ from executor.memory.slots import Slots
 from executor.memory.values import ParameterValues
 from pstar_sim.core.step import Kind, Place
 from pstar_sim.errors import PlanError
-from pstar_sim.workload.optimizers import MASTER_LIST
+from pstar_sim.workload.optimizers import MASTER_LIST, MASTERS
 
 __all__ = ["ChunkGradients"]
 
@@ -26,11 +26,20 @@ GRADIENT_LISTS = ("param", "grad", "grad32")
 
 
 class ChunkGradients:
+    """Gradients of one plan's chunks.
+
+    Attributes:
+        norm_dtype: dtype of their norms; None: each has its gradient's.
+    """
+
     def __init__(self, arena: Arena, slots: Slots, chunks: Sequence[ChunkState], values: ParameterValues) -> None:
         self.arena = arena
         self.slots = slots
         self.chunks = chunks
         self.values = values
+        # As torch takes it; the masters' dtype where they are wider than a gradient.
+        pure = arena.layout.optimizer.masters == MASTERS[1] and not arena.sliced
+        self.norm_dtype = None if pure else torch.float32
         self._slots: dict[tuple[int, str], torch.Tensor] = {}  # slots on the gpu that receive gradients
         chunk_of = arena.layout.chunk_of
         # Tensors of each chunk that get a gradient.
@@ -122,7 +131,7 @@ class ChunkGradients:
             target.copy_(gradient)
 
     def norm(self, tensor: int) -> torch.Tensor:
-        """Returns the norm, in fp32, of a tensor's gradient in any list. Raises PlanError if it has none, or in two
+        """Returns the norm of a tensor's gradient in any list. Raises PlanError if it has none, or in two
         parts.
 
         A sum on its way to the gpu for an update there is read on the host, which still has it: the reader is not
@@ -137,7 +146,7 @@ class ChunkGradients:
         for place, list_name in parts:
             lent = tensor in state.lent and (place, list_name) == (GPU, "param")
             slot = self._slot(tensor, MASTER_LIST).view(-1) if lent else self.slots.at(place, tensor, list_name)
-            norm: torch.Tensor = torch.linalg.vector_norm(slot, dtype=torch.float32)
+            norm: torch.Tensor = torch.linalg.vector_norm(slot, dtype=self.norm_dtype)
             return norm
         raise PlanError(f"tensor {tensor} has no gradient")
 

@@ -16,7 +16,7 @@ from pstar_sim.core.slabs import host_room
 from pstar_sim.core.step import OTHERS
 from pstar_sim.errors import DoesNotFit
 
-__all__ = ["STATE_DTYPES", "GpuPayloads", "HostSlabs", "dtype_of"]
+__all__ = ["STATE_DTYPES", "GpuPayloads", "HostSlabs", "dtype_of", "numel_of"]
 
 STATE_DTYPES = {4: torch.float32, 2: torch.bfloat16}  # bytes per element -> dtype
 
@@ -24,10 +24,18 @@ STATE_DTYPES = {4: torch.float32, 2: torch.bfloat16}  # bytes per element -> dty
 def dtype_of(layout: Layout, chunk: int, list_name: str) -> torch.dtype:
     if list_name in ("param", "grad") or (list_name == "grad32" and layout.sum_width(chunk) < 4):
         return TORCH_DTYPES[layout.chunks[chunk].dtype]
-    width = dict(layout.optimizer.state_bytes).get(list_name, 4)
+    row = next((each for each in layout.states_of(chunk).lists if each.name == list_name), None)
+    if row is not None and row.per_block:
+        return torch.uint8  # codes and scales (slots.py)
+    width = 4 if row is None else row.per_element or 4
     if width < 4 and layout.optimizer.masters == "none":  # the parameter itself, and moments that follow it
         return TORCH_DTYPES[layout.chunks[chunk].dtype]
     return STATE_DTYPES[width]
+
+
+def numel_of(layout: Layout, chunk: int, list_name: str) -> int:
+    """Returns the elements of one rank's payload."""
+    return layout.payload_bytes(chunk, list_name) // dtype_of(layout, chunk, list_name).itemsize
 
 
 class GpuPayloads:
@@ -60,7 +68,7 @@ class GpuPayloads:
         payload = self._flat.get(key)
         if payload is None:
             dtype = dtype_of(self.layout, chunk, list_name)
-            payload = self._flat[key] = self.backend.gpu_payload(self.layout.slice_numel(chunk), dtype)
+            payload = self._flat[key] = self.backend.gpu_payload(numel_of(self.layout, chunk, list_name), dtype)
         return payload
 
     def whole(self, chunk: int, list_name: str) -> torch.Tensor:
@@ -158,7 +166,7 @@ class HostSlabs:
         payload = self._payloads.get(key)
         if payload is None:
             dtype = dtype_of(self.plan.layout, chunk, list_name)
-            size = self.plan.layout.slice_numel(chunk) * dtype.itemsize
+            size = self.plan.layout.payload_bytes(chunk, list_name)
             if key in self.room.where:
                 slab, offset = self.room.where[key]
                 payload = self.slabs[slab][offset : offset + size].view(dtype)

@@ -1,16 +1,44 @@
-"""Slots: the position of each tensor in the lists of its chunk."""
+"""Slots: the position of each tensor in the lists of its chunk.
+
+[Note: fields] A list of 8-bit states has a byte per element of the slice, and behind them an fp32 scale per block. A
+list of row and column factors has those of its first tensor, of its second, and so on. What such a list keeps of one
+tensor are its fields: "momentum" (the codes) and "momentum.scale"; "variance.row" and "variance.column". Any other list
+has one field, of its own name.
+"""
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
+from executor.devices.updates import Span
 from executor.memory.arena import PLACES, Arena
-from executor.memory.slices import part_of
+from executor.memory.payloads import dtype_of
+from executor.memory.slices import SlicePart, part_of
+from pstar_sim.core.layout import Layout
 from pstar_sim.core.step import Place
+from pstar_sim.workload.optimizers import StateList, States
 
-__all__ = ["Slots"]
+__all__ = ["Slots", "fields_of", "list_of"]
 
 GPU = Place.GPU
+SCALE, ROW, COLUMN = ".scale", ".row", ".column"
+
+
+def list_of(field: str) -> str:
+    return field.partition(".")[0]
+
+
+def _fields(row: StateList) -> tuple[str, ...]:
+    if row.per_block:
+        return row.name, row.name + SCALE
+    return (row.name + ROW, row.name + COLUMN) if row.per_row else (row.name,)
+
+
+def fields_of(states: States) -> tuple[str, ...]:
+    """Returns the fields of all lists ([Note: fields]), in storage order."""
+    return tuple(field for row in states.lists for field in _fields(row))
 
 
 class Slots:
@@ -29,20 +57,60 @@ class Slots:
             for c in self.layout.chunks
             for s in c.slots
         }
+        self._factors = _factors(self.layout)
 
     def chunk_of(self, tensor: int) -> int:
         return self._slot[tensor][0]
 
-    def at(self, place: Place, tensor: int, list_name: str) -> torch.Tensor:
-        """Returns a flat view of one tensor's part of a list of its chunk. On several ranks it has only the elements in
-        this rank's slice, possibly none."""
-        chunk, part = self._slot[tensor][0], self.parts[tensor]
-        return self.arena.at(place, chunk, list_name)[part.offset : part.offset + part.numel]
+    def part(self, tensor: int, field: str) -> SlicePart:
+        """Returns the tensor's part of a field, in this rank's slice."""
+        return self._part(tensor, field, self.parts[tensor])
 
-    def source(self, tensor: int, list_name: str) -> torch.Tensor:
+    def _part(self, tensor: int, field: str, part: SlicePart) -> SlicePart:
+        if field.endswith((ROW, COLUMN)):
+            return self._factors[tensor, field]
+        if not field.endswith(SCALE):
+            return part
+        block = self.layout.states_of(self.chunk_of(tensor)).block
+        return SlicePart(part.offset // block, -(-part.numel // block), part.skip // block)
+
+    def shape(self, tensor: int, field: str) -> tuple[int, ...]:
+        """Returns the shape of a field of the whole tensor."""
+        shape = self.arena.plan.workload.tensors[tensor].shape
+        if field.endswith(SCALE):
+            return (-(-prod(shape) // self.layout.states_of(self.chunk_of(tensor)).block),)
+        if field.endswith(ROW):
+            return shape[:-1]
+        return (*shape[:-2], shape[-1]) if field.endswith(COLUMN) else shape
+
+    def dtype(self, chunk: int, field: str) -> torch.dtype:
+        return torch.float32 if field.endswith(SCALE) else dtype_of(self.layout, chunk, list_of(field))
+
+    def flat(self, place: Place, chunk: int, field: str) -> torch.Tensor:
+        """Returns a field of all tensors of the chunk, flat; of factors, both fields."""
+        payload, codes = self.arena.at(place, chunk, list_of(field)), self.layout.slice_numel(chunk)
+        if payload.dtype is not torch.uint8:
+            return payload
+        return payload[codes:].view(torch.float32) if field.endswith(SCALE) else payload[:codes]
+
+    def span(self, chunk: int, field: str) -> Span:
+        """Returns the function from elements of the slice to those of `flat`; of factors, for whole tensors."""
+        if field.endswith((ROW, COLUMN)):
+            parts = {s.offset: self._factors[s.tensor, field] for s in self.layout.chunks[chunk].slots}
+            return lambda start, stop: (parts[start].offset, parts[start].offset + parts[start].numel)
+        block = self.layout.states_of(chunk).block if field.endswith(SCALE) else 1
+        return lambda start, stop: (start // block, -(-stop // block))
+
+    def at(self, place: Place, tensor: int, field: str) -> torch.Tensor:
+        """Returns a flat view of one tensor's part of a field of its chunk. On several ranks it has only the elements
+        in this rank's slice, possibly none."""
+        part = self.part(tensor, field)
+        return self.flat(place, self._slot[tensor][0], field)[part.offset : part.offset + part.numel]
+
+    def source(self, tensor: int, field: str) -> torch.Tensor:
         """Returns the same view in the first place that has the list: the host where both have it."""
         chunk = self._slot[tensor][0]
-        return self.at(next(p for p in PLACES if self.arena.has(p, chunk, list_name)), tensor, list_name)
+        return self.at(next(p for p in PLACES if self.arena.has(p, chunk, list_of(field))), tensor, field)
 
     def whole(self, tensor: int, list_name: str) -> torch.Tensor:
         """Returns a flat view of a whole tensor in "param" or "grad" on the gpu, with the other ranks' slices
@@ -51,19 +119,34 @@ class Slots:
         chunk, offset, numel = self._slot[tensor]
         return self.arena.payloads.whole(chunk, list_name)[offset : offset + numel]
 
-    def put(self, place: Place, tensor: int, list_name: str, value: torch.Tensor, first: int = 0) -> None:
-        """Write values (any shape) into a list, from element `first` of the tensor on: all values where the whole list
+    def put(self, place: Place, tensor: int, field: str, value: torch.Tensor, first: int = 0) -> None:
+        """Write values (any shape) into a field, from element `first` of the tensor on: all values where the whole list
         is present, else those in this rank's slice."""
-        part, flat = self.parts[tensor], value.reshape(-1)
+        part, flat = self.part(tensor, field), value.reshape(-1)
         begin, end = max(first, part.skip), min(first + flat.numel(), part.skip + part.numel)
         if begin < end:
-            self.at(place, tensor, list_name)[begin - part.skip : end - part.skip].copy_(
-                flat[begin - first : end - first]
-            )
+            self.at(place, tensor, field)[begin - part.skip : end - part.skip].copy_(flat[begin - first : end - first])
         chunk = self._slot[tensor][0]
-        if self.arena.sliced and place is GPU and list_name == "param" and self.arena.has(GPU, chunk, "remote"):
-            self.whole(tensor, list_name)[first : first + flat.numel()].copy_(flat)
+        if self.arena.sliced and place is GPU and field == "param" and self.arena.has(GPU, chunk, "remote"):
+            self.whole(tensor, field)[first : first + flat.numel()].copy_(flat)
 
-    def parts_of_ranks(self, tensor: int) -> list[int]:
+    def parts_of_ranks(self, tensor: int, field: str) -> list[int]:
+        """Returns the elements of a field of the tensor that each rank has."""
         chunk, offset, numel = self._slot[tensor]
-        return [part_of(self.layout, chunk, offset, numel, rank).numel for rank in range(self.layout.ranks)]
+        parts = (part_of(self.layout, chunk, offset, numel, rank) for rank in range(self.layout.ranks))
+        return [self._part(tensor, field, part).numel for part in parts]
+
+
+def _factors(layout: Layout) -> dict[tuple[int, str], SlicePart]:
+    """Returns (tensor, field) -> its part of the list. No rank's slice has less than a whole list."""
+    parts: dict[tuple[int, str], SlicePart] = {}
+    for chunk in layout.chunks:
+        rows = [] if chunk.frozen else [row for row in layout.states_of(chunk.index).lists if row.per_row]
+        for row in rows:
+            offset = 0
+            for slot in chunk.slots:
+                shape = slot.shape
+                for field, numel in ((ROW, prod(shape[:-1])), (COLUMN, prod(shape[:-2]) * shape[-1])):
+                    parts[slot.tensor, row.name + field] = SlicePart(offset, numel, 0)
+                    offset += numel
+    return parts

@@ -11,11 +11,22 @@ import torch
 
 from executor.devices import updates
 from executor.devices.backend import StreamBackend
+from executor.devices.rounding import round_stochastically
 from executor.devices.rules import RULES, Settings
-from executor.devices.updates import BLOCK, GPU_BLOCK, Scratch, UpdateRange, clip_coefficient, ranges_of, total_norm
+from executor.devices.updates import (
+    BLOCK,
+    GPU_BLOCK,
+    Rounding,
+    Scratch,
+    UpdateRange,
+    clip_coefficient,
+    ranges_of,
+    total_norm,
+)
 from executor.memory.arena import Arena
 from executor.memory.chunk_state import ChunkState
 from executor.memory.gradients import ChunkGradients
+from executor.memory.slices import SlicePart
 from executor.memory.slots import Slots
 from executor.memory.values import ParameterValues
 from pstar_sim.core.layout import ALIGN_BYTES
@@ -37,6 +48,7 @@ class Update:
 
     hyper: per group of parameters: name of the rule -> its settings.
     norms: norm of each gradient, taken where it arrived (one micro-batch only).
+    stochastic: whether parameters without wider masters are rounded stochastically.
     unscale: factor of the gradients that undoes loss scaling.
     skip: whether a gradient overflowed, so that Adam steps leave values, states and step counts as they are and drop
         the gradients.
@@ -49,6 +61,7 @@ class Update:
 
     hyper: list[Mapping[str, Settings]]
     max_grad_norm: float | None = None
+    stochastic: bool = False
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
     norm: torch.Tensor | None = None
     unscale: float = 1.0
@@ -242,7 +255,7 @@ class Updating:
         rule, master = RULES[arena.layout.states_of(chunk).name], at(place, chunk, "param" if lent else MASTER_LIST)
         if rule.room is None:
             slots = ((a, b - a, self.steps_taken[t] if t in mine else None) for t, a, b in spans if a < b)
-            runs = ranges_of(slots, ALIGN_BYTES // master.itemsize)
+            runs = ranges_of(slots, max(ALIGN_BYTES // master.itemsize, rule.block))
         else:
             runs = [
                 UpdateRange(s.offset, s.offset + s.numel, self.steps_taken[s.tensor], s.shape)
@@ -254,11 +267,30 @@ class Updating:
             runs,
             param=master,
             grad=at(place, chunk, MASTER_LIST if lent else source),
-            moments=[arena.at(place, chunk, name) for name in rule.lists],
+            moments=[self.slots.flat(place, chunk, field) for field in rule.states.values()],
+            spans=[self.slots.span(chunk, field) for field in rule.states.values()],
             settings=update.hyper[row.group][arena.layout.states_of(chunk).name],
             scale=scale,
             scratch=self._scratch[place],
+            rounding=self._rounded(parts) if update.stochastic else None,
         )
+
+    def _rounded(self, parts: Sequence[tuple[int, SlicePart]]) -> Rounding:
+        """Returns the function that rounds the master copies of these tensors."""
+
+        def rounded(target: torch.Tensor, value: torch.Tensor, first: int) -> None:
+            for tensor, part in parts:
+                a, b = max(part.offset, first), min(part.offset + part.numel, first + value.numel())
+                if a < b:
+                    round_stochastically(
+                        target[a - first : b - first],
+                        value[a - first : b - first],
+                        update=self.steps_taken[tensor],
+                        tensor=tensor,
+                        offset=a - part.offset + part.skip,
+                    )
+
+        return rounded
 
     def _count(self, tensors: Set[int]) -> None:
         for tensor in tensors:

@@ -5,6 +5,7 @@ Lies between `TrainingJob.run` and `optimizer.save`: knows jobs, neither chunks 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,13 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from executor.optimizer import OffloadedAdamW
+from executor.running.stopping import StopRequest
 from executor.saving.manifest import find_checkpoint, is_checkpoint
 from executor.saving.restoring import Restored, stored_extra
 from executor.training import StepReport
-from pstar_sim.errors import CheckpointError
+from pstar_sim.errors import CheckpointError, Stopped
 
-__all__ = ["JobPosition", "Keeping"]
+__all__ = ["JobPosition", "Keeping", "newest_checkpoint"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,8 @@ class Keeping:
 
     save: folder for checkpoints.
     every: steps between two checkpoints (None: only one at the end).
-    resume: checkpoint to continue from.
+    resume: checkpoint to continue from, or a folder with those of `newest`.
+    newest: checkpoints to keep, each in a folder of its own in `save` (None: one, in `save` itself).
 
     Raises CheckpointError for flags that do not go together.
     """
@@ -48,10 +51,13 @@ class Keeping:
     save: str | None = None
     every: int | None = None
     resume: str | None = None
+    newest: int | None = None
 
     def __post_init__(self) -> None:
         if self.every is not None and self.save is None:
             raise CheckpointError(f"--save-every {self.every} needs a folder: add --save FOLDER")
+        if self.newest is not None and self.save is None:
+            raise CheckpointError(f"--keep {self.newest} needs a folder: add --save FOLDER")
 
     def check(self, steps: int) -> Restored | None:
         """Returns facts of the checkpoint `resume`, if given. Raises CheckpointError where the job cannot continue from
@@ -59,25 +65,34 @@ class Keeping:
 
         steps: in all.
         """
-        if self.save is not None and is_checkpoint(self.save):
-            goes_on = self.resume is not None and Path(self.resume).resolve() == Path(self.save).resolve()
-            if not goes_on:
-                raise CheckpointError(
-                    f"--save {self.save}: the folder holds a checkpoint, of iteration "
-                    f"{stored_extra(self.save).iteration}, that would be lost; continue from it with --resume "
-                    f"{self.save}, or give another folder"
-                )
+        if self.save is not None:
+            self._check_kept(Path(self.save))
         if self.save is not None:
             _try_folder(Path(self.save))
         if self.resume is None:
             return None
-        stored = stored_extra(self.resume)
+        stored = stored_extra(newest_checkpoint(self.resume))
         if stored.iteration >= steps:
             raise CheckpointError(
                 f"--resume {self.resume}: {stored.iteration} steps are done and --steps {steps} asks for no more; "
                 "raise --steps, which counts from the first step of all runs"
             )
         return stored
+
+    def _check_kept(self, save: Path) -> None:
+        """Raise CheckpointError where checkpoints in the folder would be lost."""
+        old = newest_checkpoint(save)
+        if not is_checkpoint(old):
+            return
+        goes_on = self.resume is not None and Path(self.resume).resolve() in (save.resolve(), old.resolve())
+        if not goes_on:
+            raise CheckpointError(
+                f"--save {save}: the folder holds a checkpoint, of iteration {stored_extra(old).iteration}, that would "
+                f"be lost; continue from it with --resume {save}, or give another folder"
+            )
+        if (self.newest is None) != (old == find_checkpoint(save)):
+            other = "in folders of their own; add --keep N" if self.newest is None else "itself; leave --keep out"
+            raise CheckpointError(f"--save {save}: the folder holds checkpoints {other}, or give another folder")
 
     def begin(self, *, steps: int, data: dict[str, Any], empty: bool) -> JobPosition:
         """Returns the position at which the job begins. Raises as `check` does, before anything is built.
@@ -101,11 +116,11 @@ class Keeping:
     @property
     def weights(self) -> Path | None:
         """The folder with the model's values; None for a job that begins."""
-        return None if self.resume is None else find_checkpoint(self.resume)
+        return None if self.resume is None else newest_checkpoint(self.resume)
 
     def load(self, optimizer: OffloadedAdamW) -> None:
         if self.resume is not None:
-            optimizer.load(self.resume)
+            optimizer.load(newest_checkpoint(self.resume))
 
     def saving(
         self,
@@ -114,8 +129,10 @@ class Keeping:
         last: int,
         extra: Callable[[int], Any],
         on_step: Callable[[StepReport], None] | None,
+        stop: StopRequest,
     ) -> Callable[[StepReport], None]:
-        """Returns the function to call after each step: it calls `on_step`, then saves a checkpoint if one is due.
+        """Returns the function to call after each step: it calls `on_step`, then saves a checkpoint if one is due. If
+        any rank was asked to stop, one is due, and Stopped is raised behind it.
 
         last: number of the last step.
         extra(steps): additional values to save after this many steps.
@@ -124,11 +141,48 @@ class Keeping:
         def after(report: StepReport) -> None:
             if on_step is not None:
                 on_step(report)
-            due = self.every is not None and (report.step + 1) % self.every == 0
-            if self.save is not None and (due or report.step == last):
-                optimizer.save(self.save, extra={"job": extra(report.step + 1)})
+            if self.save is None:
+                return
+            done, ranks = report.step + 1, optimizer.session.ranks
+            stops = stop.asked if ranks is None else ranks.any(stop.asked)
+            if stops or report.step == last or (self.every is not None and done % self.every == 0):
+                folder = Path(self.save) if self.newest is None else Path(self.save) / f"{STEP}{done:08d}"
+                optimizer.save(folder, extra={"job": extra(done)})
+                if self.newest is not None and (ranks is None or ranks.rank == 0):
+                    _remove_older(Path(self.save), self.newest)
+            if stops and report.step != last:
+                raise Stopped(
+                    f"stopped by SIGTERM after step {report.step}; continue with --resume {self.save}, whose "
+                    f"checkpoint has {done} steps"
+                )
 
         return after
+
+
+STEP = "step-"  # and the number of steps: the folders of checkpoints under --keep
+_GOING = ".removing"
+
+
+def newest_checkpoint(folder: str | Path) -> Path:
+    """Returns the checkpoint of a folder, or the newest whole one of those that --keep left in it; the folder itself if
+    it has none."""
+    whole = find_checkpoint(folder)
+    if is_checkpoint(whole):
+        return whole
+    return next(reversed(_kept(Path(folder).expanduser())), whole)
+
+
+def _kept(folder: Path) -> list[Path]:
+    """Returns the whole checkpoints of a folder, the newest last."""
+    rows = sorted(folder.glob(f"{STEP}*")) if folder.is_dir() else []
+    return [path for path in rows if path.name.removeprefix(STEP).isdigit() and is_checkpoint(path)]
+
+
+def _remove_older(folder: Path, newest: int) -> None:
+    for path in _kept(folder)[:-newest]:
+        path.rename(path.with_name(f".{path.name}{_GOING}"))  # a kill while it is removed leaves no half checkpoint
+    for path in folder.glob(f".{STEP}*{_GOING}"):
+        shutil.rmtree(path)
 
 
 def _try_folder(folder: Path) -> None:

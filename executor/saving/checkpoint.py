@@ -2,8 +2,9 @@
 
     config.json                   of a transformers model
     model*.safetensors (+ index)  weights in the working dtype, by their names in the state_dict
-    optimizer-*.safetensors       "momentum/NAME", "variance/NAME", "param32/NAME" (where the weights are narrower),
-                                  and the states of the random number generators
+    optimizer-*.safetensors       "momentum/NAME", "variance/NAME" and so on: each field of a list (`memory.slots`);
+                                  "param32/NAME" (where the weights are narrower), and the states of the random number
+                                  generators
     extra.safetensors             tensors of the user's `extra`, if any
     pstar.json                    schema, iteration, parameters, groups, files with their sizes and checksums, and a
                                   checksum of its own; written last
@@ -29,6 +30,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,6 +38,7 @@ import torch
 
 from executor.devices.torch_private import buffer_table
 from executor.distributed.ranks import SAVES
+from executor.memory.slots import fields_of
 from executor.moments.unseen import unseen
 from executor.saving import whole_folder
 from executor.saving.as_json import encode
@@ -187,7 +190,7 @@ def _plan_work(optimizer: Trained, folder: Path, extra: Any, shard_bytes: int) -
             iteration=session.iterations_before + session.iteration,
             ranks=1 if session.ranks is None else session.ranks.count,
             tensors=model_table(session.plan.workload.tensors),
-            states=stored_lists(session.plan),
+            states=stored_fields(session.plan),
             updates={
                 session.reader.name_of(t): n for t, n in session.contents.steps_taken.items() if not _frozen(session, t)
             },
@@ -323,15 +326,16 @@ def _value_of(session: Session, tensor: int) -> Callable[[], Iterable[torch.Tens
     return pieces
 
 
-def whole_of(session: Session, tensor: int, part: torch.Tensor) -> torch.Tensor:
-    """Returns a whole tensor, on several ranks joined from their parts."""
-    return session.contents.exchange.joined(tensor, part) if session.contents.sliced else part
+def whole_of(session: Session, tensor: int, part: torch.Tensor, field: str = "param") -> torch.Tensor:
+    """Returns a field of a whole tensor, on several ranks joined from their parts."""
+    return session.contents.exchange.joined(tensor, part, field) if session.contents.sliced else part
 
 
-def stored_lists(plan: Plan) -> tuple[str, ...]:
-    """Returns the names of the optimizer's lists of which a checkpoint of this plan has files."""
+def stored_fields(plan: Plan) -> tuple[str, ...]:
+    """Returns the fields of the optimizer's lists (`memory.slots`) of which a checkpoint of this plan has files."""
     own = plan.workload.optimizer.masters == MASTERS[1]
-    return tuple([name for name in plan.layout.state_lists if not (own and name == MASTER_LIST)])
+    fields = dict.fromkeys(field for states in plan.workload.optimizer.all_states for field in fields_of(states))
+    return tuple([field for field in fields if not (own and field == MASTER_LIST)])
 
 
 def _state_rows(session: Session) -> list[TensorToStore]:
@@ -340,22 +344,22 @@ def _state_rows(session: Session) -> list[TensorToStore]:
     for chunk in session.plan.layout.chunks:
         for slot in () if chunk.frozen else chunk.slots:
             t = session.plan.workload.tensors[slot.tensor]
-            for name in session.plan.layout.states_of(chunk.index).names:
-                if name == MASTER_LIST and session.plan.layout.is_own_master(chunk.index):
+            for field in fields_of(session.plan.layout.states_of(chunk.index)):
+                if field == MASTER_LIST and session.plan.layout.is_own_master(chunk.index):
                     continue
-                dtype = session.arena.dtype(chunk.index, name)
-                part = session.contents.slots.parts[slot.tensor]
-                whole = part.numel == slot.numel
+                slots = session.contents.slots
+                part, shape = slots.part(slot.tensor, field), slots.shape(slot.tensor, field)
+                whole = part.numel == prod(shape)
                 if part.numel or whole:
-                    key = f"{name}/{t.name}" if whole else f"{name}/{t.name}@{part.skip}"
-                    shape = t.shape if whole else (part.numel,)
-                    rows.append(TensorToStore(key, dtype, shape, state_of(session, slot.tensor, name)))
+                    key = f"{field}/{t.name}" if whole else f"{field}/{t.name}@{part.skip}"
+                    shape, dtype = shape if whole else (part.numel,), slots.dtype(chunk.index, field)
+                    rows.append(TensorToStore(key, dtype, shape, state_of(session, slot.tensor, field)))
     return rows
 
 
-def state_of(session: Session, tensor: int, name: str) -> Callable[[], Iterable[torch.Tensor]]:
+def state_of(session: Session, tensor: int, field: str) -> Callable[[], Iterable[torch.Tensor]]:
     def pieces() -> Iterable[torch.Tensor]:
-        return [session.contents.slots.source(tensor, name)]
+        return [session.contents.slots.source(tensor, field)]
 
     return pieces
 

@@ -1,7 +1,7 @@
-"""Plain states: the optimizer's states in a file that a plain torch.optim.AdamW loads, as `torch.save` writes it.
+"""Plain states: the optimizer's states in a file that a plain optimizer loads, as `torch.save` writes it.
 
 A Trainer's checkpoint has this file beside the folder of `checkpoint.py`, so that a plain Trainer goes on from it too.
-It has the moments and step counts, and no master copies, which torch's AdamW has no use for.
+It has the moments and step counts, and no master copies, which a plain optimizer has no use for.
 
 [Note: a state dict without memory] `optimizer.state_dict()` copies every state, for which a host that is full of them
 has no room. Here torch writes the file of a state dict of fake tensors, and leaves their values out. The values are
@@ -14,13 +14,14 @@ import functools
 import os
 import struct
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from executor.devices.rules import RULES, STEP
 from executor.moments.unseen import unseen
 from executor.saving.checkpoint import state_of, together, whole_of
 from executor.saving.manifest import Trained
@@ -39,28 +40,43 @@ def write_plain_states(optimizer: Trained, path: Path) -> None:
     """Write the states to `path`. Every rank calls this, and the first writes. Raises CheckpointError."""
     session = optimizer.session
     first = session.ranks is None or session.ranks.rank == 0
-    values: list[tuple[int, str]] = []  # (tensor, list) of each tensor in the file, in its order
+    values: list[_Value] = []  # each tensor in the file, in its order
+    rules = [RULES[session.plan.layout.states_of(c.index).name] for c in session.plan.layout.chunks]
+    constants = {key: constant() for rule in rules for key, constant in rule.constants.items()}
 
-    def fake(tensor: int, list_name: str) -> torch.Tensor:
-        values.append((tensor, list_name))
-        shape = () if list_name == "step" else session.plan.workload.tensors[tensor].shape
-        return torch.empty(shape, dtype=torch.float32)
+    def fake(tensor: int, field: str) -> torch.Tensor:
+        if field in constants:
+            shape, dtype = tuple(constants[field].shape), constants[field].dtype
+        else:
+            shape, dtype = _form(session, tensor, field)
+        values.append((dtype, functools.partial(_parts, session, tensor, field, constants)))
+        return torch.empty(shape, dtype=dtype)
 
     with session.still(), unseen(), torch.no_grad():
         with FakeTensorMode():
             packed = optimizer.packed(fake)
         for action in (_write_without_values, _write_values) if first else (_nothing, _give_parts):
-            together(session.ranks, f"be saved in {path}", functools.partial(action, session, path, packed, values))
+            together(session.ranks, f"be saved in {path}", functools.partial(action, path, packed, values))
 
 
-_Values = Sequence[tuple[int, str]]
+_Value = tuple[torch.dtype, Callable[[], list[torch.Tensor]]]
+_Values = Sequence[_Value]
 
 
-def _nothing(session: Session, path: Path, packed: Mapping[str, Any], values: _Values) -> None:
+def _form(session: Session, tensor: int, field: str) -> tuple[tuple[int, ...], torch.dtype]:
+    """Returns the shape and the dtype of a value."""
+    if field == STEP:
+        return (), torch.float32
+    slots = session.contents.slots
+    dtype = slots.dtype(slots.chunk_of(tensor), field)
+    return slots.shape(tensor, field), torch.float32 if dtype.is_floating_point else dtype
+
+
+def _nothing(path: Path, packed: Mapping[str, Any], values: _Values) -> None:
     """The first rank makes the file."""
 
 
-def _write_without_values(session: Session, path: Path, packed: Mapping[str, Any], values: _Values) -> None:
+def _write_without_values(path: Path, packed: Mapping[str, Any], values: _Values) -> None:
     try:
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(packed, path)
@@ -68,7 +84,7 @@ def _write_without_values(session: Session, path: Path, packed: Mapping[str, Any
         raise CheckpointError(f"{path} cannot be written: {str(error).splitlines()[0]}") from error
 
 
-def _write_values(session: Session, path: Path, packed: Mapping[str, Any], values: _Values) -> None:
+def _write_values(path: Path, packed: Mapping[str, Any], values: _Values) -> None:
     """Write the values at their places in the file. Where that fails, the other ranks still wait for this rank's part
     of the others."""
     buffer = piece_buffer()
@@ -78,26 +94,28 @@ def _write_values(session: Session, path: Path, packed: Mapping[str, Any], value
         assert len(places) == len(values)
         with path.open("r+b", buffering=0) as file:
             write = functools.partial(write_whole, file.fileno())
-            for place, (tensor, list_name) in zip(places, left):
+            for place, (dtype, parts) in zip(places, left):
                 file.seek(place)
-                for part in _parts(session, tensor, list_name):
-                    write_elements(write, part, torch.float32, buffer)
+                for part in parts():
+                    write_elements(write, part, dtype, buffer)
             os.fsync(file.fileno())
     except OSError:
-        _give_parts(session, path, packed, tuple(left))
+        _give_parts(path, packed, tuple(left))
         raise
 
 
-def _give_parts(session: Session, path: Path, packed: Mapping[str, Any], values: _Values) -> None:
-    for tensor, list_name in values:
-        _parts(session, tensor, list_name)
+def _give_parts(path: Path, packed: Mapping[str, Any], values: _Values) -> None:
+    for _, parts in values:
+        parts()
 
 
-def _parts(session: Session, tensor: int, list_name: str) -> list[torch.Tensor]:
+def _parts(session: Session, tensor: int, field: str, constants: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Returns the value, in parts. Every rank calls this."""
-    if list_name == "step":
+    if field in constants:
+        return [constants[field]]
+    if field == STEP:
         return [torch.tensor(float(session.contents.steps_taken[tensor]))]
-    return [whole_of(session, tensor, part) for part in state_of(session, tensor, list_name)()]
+    return [whole_of(session, tensor, part, field) for part in state_of(session, tensor, field)()]
 
 
 def _places(path: Path) -> list[int]:

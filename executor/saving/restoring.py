@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,10 @@ import torch
 from executor.contract import tensor_of
 from executor.driving.loop import LOAD
 from executor.memory.arena import PLACES
+from executor.memory.slots import fields_of, list_of
 from executor.moments.unseen import unseen
 from executor.saving.as_json import decode
-from executor.saving.checkpoint import stored_lists, together
+from executor.saving.checkpoint import stored_fields, together
 from executor.saving.generators import checked_generators
 from executor.saving.manifest import (
     EXTRA,
@@ -303,36 +305,38 @@ def _wanted_states(session: Session) -> list[tuple[int, str]]:
         for c in layout.chunks
         if not c.frozen
         for s in c.slots
-        for name in layout.states_of(c.index).names
+        for name in fields_of(layout.states_of(c.index))
     ]
 
 
 def _check_states(opened: _SoundCheckpoint, session: Session) -> None:
     """Check that the checkpoint is of this optimizer and has every element of each of its states."""
-    theirs, mine = (set(lists) - {MASTER_LIST} for lists in (opened.manifest.states, stored_lists(session.plan)))
+    theirs, mine = (set(lists) - {MASTER_LIST} for lists in (opened.manifest.states, stored_fields(session.plan)))
     if theirs != mine:
         raise CheckpointError(
             f"checkpoint {opened.folder} is of another optimizer: its states are {_names(theirs)}, those of "
             f"{session.plan.workload.optimizer.name} are {_names(mine)}; plan for the optimizer that was saved"
         )
     stored = {row.name: row.dtype for row in opened.manifest.tensors}
-    for tensor, list_name in _wanted_states(session):
+    slots = session.contents.slots
+    for tensor, name in _wanted_states(session):
         t = session.plan.workload.tensors[tensor]
-        if list_name == MASTER_LIST and (stored[t.name] == MASTER or MASTER_LIST not in opened.manifest.states):
+        dtype = slots.dtype(slots.chunk_of(tensor), name)
+        if name == MASTER_LIST and (stored[t.name] == MASTER or MASTER_LIST not in opened.manifest.states):
             continue  # the parameter's weights are its master
         reached = 0
-        for piece in sorted(opened.pieces.get((list_name, t.name), []), key=lambda piece: piece.start):
+        for piece in sorted(opened.pieces.get((name, t.name), []), key=lambda piece: piece.start):
             reached = piece.stop if piece.start == reached else -1
             entry = piece.file.entries[piece.name]
-            if entry.dtype is None or not entry.dtype.is_floating_point:
+            if entry.dtype is None or entry.dtype.is_floating_point != dtype.is_floating_point:
                 raise CheckpointError(
                     f"checkpoint {opened.folder} is damaged: {piece.name!r} in {piece.file.path.name} is in "
                     f"{entry.code}, which no state is; give another checkpoint"
                 )
-        if reached != t.numel:
+        if reached != (numel := prod(slots.shape(tensor, name))):
             raise CheckpointError(
-                f"checkpoint {opened.folder} is damaged: {list_name} of {t.name!r} does not cover the tensor's "
-                f"{t.numel} elements; give another checkpoint"
+                f"checkpoint {opened.folder} is damaged: {name} of {t.name!r} does not cover the tensor's "
+                f"{numel} elements; give another checkpoint"
             )
 
 
@@ -341,22 +345,22 @@ def _fill_states(opened: _SoundCheckpoint, session: Session) -> None:
     contents, arena, chunk_of = session.contents, session.arena, session.plan.layout.chunk_of
     buffer = piece_buffer()
     by_file: dict[Path, list[tuple[int, str, _Piece]]] = {}
-    for tensor, list_name in _wanted_states(session):
-        for piece in opened.pieces.get((list_name, session.reader.name_of(tensor)), []):
-            by_file.setdefault(piece.file.path, []).append((tensor, list_name, piece))
+    for tensor, name in _wanted_states(session):
+        for piece in opened.pieces.get((name, session.reader.name_of(tensor)), []):
+            by_file.setdefault(piece.file.path, []).append((tensor, name, piece))
     for rows in by_file.values():
         rows.sort(key=lambda row: row[2].file.entries[row[2].name].start)
         with rows[0][2].file.opened() as descriptor:
-            for tensor, list_name, piece in rows:
-                chunk, part = chunk_of[tensor], contents.slots.parts[tensor]
-                lists = (MASTER_LIST, "param") if list_name == MASTER_LIST else (list_name,)
-                targets = [(p, n) for p in PLACES for n in lists if arena.has(p, chunk, n)]
+            for tensor, name, piece in rows:
+                chunk, part = chunk_of[tensor], contents.slots.part(tensor, name)
+                names = (MASTER_LIST, "param") if name == MASTER_LIST else (name,)
+                targets = [(p, n) for p in PLACES for n in names if arena.has(p, chunk, list_of(n))]
                 begin, end = max(piece.start, part.skip), min(piece.stop, part.skip + part.numel)
-                if list_name == MASTER_LIST and arena.sliced and arena.has(Place.GPU, chunk, "remote"):
+                if name == MASTER_LIST and arena.sliced and arena.has(Place.GPU, chunk, "remote"):
                     begin, end = piece.start, piece.stop  # the other ranks' slices are on the gpu too
                 if begin >= end:
                     continue
                 within = piece.file.pieces(descriptor, piece.name, buffer, begin - piece.start, end - piece.start)
                 for first, values in within:
-                    for place, name in targets:
-                        contents.slots.put(place, tensor, name, values, piece.start + first)
+                    for place, target in targets:
+                        contents.slots.put(place, tensor, target, values, piece.start + first)

@@ -297,4 +297,5 @@ class Following:
         slot = run.contents.gradients.accept(tensor, grad, goes_to)
         clips = self.updates.max_grad_norm is not None
         if clips and run.timetable.micro_batches == 1 and self.state.ranks is None:
-            self.state.now.norms[tensor] = torch.linalg.vector_norm(slot.view(-1), dtype=torch.float32)
+            dtype = run.contents.gradients.norm_dtype
+            self.state.now.norms[tensor] = torch.linalg.vector_norm(slot.view(-1), dtype=dtype)

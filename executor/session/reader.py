@@ -17,6 +17,7 @@ from torch import nn
 from executor.contract import ChunkParameter, ParkedParameter, disown, drop_raw_grads, raw_grad, set_raw_grad
 from executor.devices.torch_private import version_of
 from executor.memory.arena import PLACES
+from executor.memory.slots import fields_of, list_of
 from executor.moments.unseen import unseen
 from executor.session.cursor import Act, Answer
 from executor.session.standstill import Standstill
@@ -144,21 +145,21 @@ class Reader:
                 value = value.to(run.arena.dtype(chunk, "param"), copy=True)
             return contents.exchange.joined(tensor, value).reshape(run.plan.workload.tensors[tensor].shape)
 
-    def state_value(self, tensor: int, list_name: str) -> torch.Tensor:
-        """Returns a copy of a tensor's part of an optimizer state list, in its shape, in host memory."""
+    def state_value(self, tensor: int, field: str) -> torch.Tensor:
+        """Returns a copy of a tensor's field of an optimizer state list, in its shape, in host memory."""
         self._ask(Act.READ_STATE, tensor=tensor, what=f"the optimizer state of {self.name_of(tensor)!r} is read")
         with unseen(), torch.no_grad(), self.standstill.still():
             run = self.state.run
-            self._meet_others(tensor, list_name)
-            value = run.contents.exchange.joined(tensor, run.contents.slots.source(tensor, list_name))
-        return value.reshape(run.plan.workload.tensors[tensor].shape)
+            self._meet_others(tensor, field)
+            value = run.contents.exchange.joined(tensor, run.contents.slots.source(tensor, field), field)
+        return value.reshape(run.contents.slots.shape(tensor, field))
 
-    def _meet_others(self, tensor: int, list_name: str) -> None:
+    def _meet_others(self, tensor: int, field: str) -> None:
         """Meet the other ranks, which read the tensor too, if each holds a part of it."""
         run, ranks = self.state.run, self.state.ranks
         if ranks is not None and run.contents.sliced:
-            lists = ("param", *run.plan.layout.state_lists)
-            ranks.come_to_read(float(tensor * len(lists) + lists.index(list_name)))
+            fields = ("param", *fields_of(run.plan.layout.states_of(run.timetable.chunk_of[tensor])))
+            ranks.come_to_read(tensor + fields.index(field) / len(fields))
 
     def own_slice(self, chunk: int) -> torch.Tensor:
         """Returns a copy of this rank's slice of a chunk's current parameters, flat, in host memory, while nothing
@@ -169,17 +170,17 @@ class Reader:
 
     # -- writes from outside ------------------------------------------------------------------------------------------
 
-    def set_state_value(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
-        """Write a tensor's part (any shape) of an optimizer state list, in every place where the list has memory."""
+    def set_state_value(self, tensor: int, field: str, value: torch.Tensor) -> None:
+        """Write a tensor's field (any shape) of an optimizer state list, in every place where the list has memory."""
         with unseen(), torch.no_grad(), self.standstill.still():
-            self.put_state(tensor, list_name, value)
+            self.put_state(tensor, field, value)
 
-    def put_state(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
+    def put_state(self, tensor: int, field: str, value: torch.Tensor) -> None:
         """Do `set_state_value`, while nothing moves."""
         run = self.state.run
         for place in PLACES:
-            if run.arena.has(place, run.timetable.chunk_of[tensor], list_name):
-                run.contents.slots.put(place, tensor, list_name, value)
+            if run.arena.has(place, run.timetable.chunk_of[tensor], list_of(field)):
+                run.contents.slots.put(place, tensor, field, value)
 
     # -- gradients that autograd holds, and the end -------------------------------------------------------------------
 

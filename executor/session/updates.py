@@ -37,12 +37,14 @@ class Updates:
         *,
         eager: bool,
         max_grad_norm: float | None,
+        stochastic: bool,
         clock: Callable[[], float],
     ) -> None:
         self.state = state
         self.scaling = scaling
         self.eager = eager
         self.max_grad_norm = max_grad_norm
+        self.stochastic = stochastic
         self.last: Update | None = None
         self._hyper = hyper
         self._clock = clock
@@ -50,7 +52,13 @@ class Updates:
     def new(self) -> Update:
         run = self.state.run
         agree = self._agreed if self.state.ranks is not None and run.contents.sliced else None
-        return Update(hyper=self._hyper(), max_grad_norm=self.max_grad_norm, agree=agree, streams=run.backend.streams)
+        return Update(
+            hyper=self._hyper(),
+            max_grad_norm=self.max_grad_norm,
+            stochastic=self.stochastic,
+            agree=agree,
+            streams=run.backend.streams,
+        )
 
     def _agreed(self, norm: torch.Tensor) -> torch.Tensor:
         """Returns the norm on which all ranks agree. If an update on the accelerator needs it first, the training

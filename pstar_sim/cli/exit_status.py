@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from pstar_sim.errors import DoesNotFit, NothingFits, PstarError
+from pstar_sim.errors import DoesNotFit, NothingFits, PstarError, Stopped
 
-__all__ = ["HELP", "INTERRUPTED", "MISTAKE", "NO", "status_of"]
+__all__ = ["HELP", "INTERRUPTED", "MISTAKE", "NO", "STOPPED", "status_of"]
 
-MISTAKE, NO, INTERRUPTED = 2, 3, 130
+MISTAKE, NO, INTERRUPTED, STOPPED = 2, 3, 130, 143
 
 HELP = (
     "exit status: 0 done; 2 a mistake, which one line on stderr names; 3 the answer is no (it does not fit, none by "
-    "the deadline); 130 interrupted"
+    "the deadline); 130 interrupted; 143 ended by SIGTERM, its checkpoint saved"
 )
 
 
 def status_of(error: PstarError) -> int:
-    """NO for an error that is an answer, MISTAKE for any other."""
+    """NO for an error that is an answer, STOPPED for a run that was asked to end, MISTAKE for any other."""
+    if isinstance(error, Stopped):
+        return STOPPED
     return NO if isinstance(error, DoesNotFit | NothingFits) else MISTAKE

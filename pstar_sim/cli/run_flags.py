@@ -54,11 +54,30 @@ class RunFlags:
             parser=positive, metavar="N", help="also write a checkpoint after every N iterations (with --save)"
         ),
     ] = None
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            parser=positive,
+            metavar="N",
+            help="keep the newest N checkpoints, each in a folder of its own in that of --save (default: one)",
+        ),
+    ] = None
     resume: Annotated[
         str | None,
         typer.Option(
             metavar="FOLDER",
-            help="continue from that checkpoint, which may be of another plan and of any number of ranks",
+            help="continue from that checkpoint, or the newest in that folder; it may be of another plan and of any "
+            "number of ranks",
+        ),
+    ] = None
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--log",
+            "--log-to",
+            metavar="TARGET",
+            help="write a row per step: FILE.jsonl, tensorboard:FOLDER or wandb:PROJECT; may be given several times "
+            "(behind torchrun --log-to: --log is the beginning of flags of its own)",
         ),
     ] = None
     device: Annotated[

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OUTPUTS",
+    "RunFigures",
     "check_outputs",
     "compare_with_run",
     "explain_run",
@@ -38,7 +40,6 @@ __all__ = [
     "predicted_bar",
     "predicted_from",
     "predictor",
-    "result_as_json",
     "retimed_s",
     "save_recording",
     "smaller_batches",
@@ -107,6 +108,11 @@ def check_outputs(flags: RunFlags) -> None:
                     f"--{named[one]} and --{flag} would both write {one.name}; give each a file of its own"
                 )
             named[one] = flag
+    for target in flags.log or ():
+        path = Path(target).resolve()
+        if path in named:
+            raise PstarError(f"--{named[path]} and --log would both write {path.name}; give each a file of its own")
+        named[path] = "log"
     if flags.plot is not None:
         picture_kind(Path(flags.plot))
 
@@ -120,6 +126,11 @@ def try_outputs(flags: RunFlags) -> None:
                 check_writable(Path(name))
             except PstarError as error:
                 raise PstarError(f"argument --{flag}: {error}") from None
+    for target in flags.log or ():
+        try:
+            executor_module("running.step_log").check_log(target)
+        except PstarError as error:
+            raise PstarError(f"argument --log: {error}") from None
 
 
 def write_timelines(flags: RunFlags, plan: Plan, predicted: Timeline, result: RunResult) -> None:
@@ -192,24 +203,75 @@ def retimed_s(plan: Plan, measured: Timeline) -> float | None:
     return None if len(set(classes_of(plan.machine))) > 1 else retime(plan, measured)
 
 
-def result_as_json(
-    plan: Plan, machine: Machine, result: RunResult, rows: Sequence[Figure], *, steps: int
-) -> dict[str, object]:
-    """Returns the object that `pstar run --json` prints."""
-    return {
-        "policy": plan.policy,
-        "model": plan.workload.model,
-        "steps": steps,
-        "losses": [r.loss for r in result.reports],
-        "step_s": [r.time_s for r in result.reports],
-        "first_step": result.reports[0].step,
-        "notes": list(result.notes),
-        "deviations": list(result.deviations),
-        "tide": str(result.tide) if result.tide is not None else None,
-        "figures": figures_as_json(rows),
-        "predicted_from": predicted_from(plan, machine),
-        "taken_by_others": result.taken_by_others,
-    }
+@dataclass(frozen=True, kw_only=True)
+class RunFigures:
+    """The figures of a run of one or several ranks, from the view of one rank; `to_json` has the same keys for both."""
+
+    plan: Plan
+    machine: Machine
+    predicted: Timeline
+    result: RunResult
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.machine.world_size
+
+    @cached_property
+    def times(self) -> list[float]:
+        return [report.time_s for report in self.result.reports]
+
+    @cached_property
+    def step_s(self) -> float:
+        """Median seconds per step, without the first step if there are others."""
+        return statistics.median(self.times[1:] or self.times)
+
+    @cached_property
+    def losses(self) -> Sequence[float]:
+        shared = self.result.shared
+        return [report.loss for report in self.result.reports] if shared is None else shared.losses
+
+    @cached_property
+    def again_s(self) -> float | None:
+        """Seconds of the plan, simulated with the measured seconds of this rank's steps."""
+        return None if self.result.timeline is None else retimed_s(self.plan, self.result.timeline)
+
+    @cached_property
+    def peaks_at_most(self) -> int:
+        return self.plan.check().peak_bytes["gpu"]
+
+    @cached_property
+    def moved(self) -> dict[str, int]:
+        """Measured bytes by lane."""
+        here, shared = self.result.measured, self.result.shared
+        return {**(here.moved_bytes if here is not None else {}), **({"net": shared.sent_bytes} if shared else {})}
+
+    @cached_property
+    def peaks(self) -> list[int]:
+        """GPU peaks in bytes, of the ranks that reported a peak."""
+        here, shared = self.result.measured, self.result.shared
+        if shared is not None:
+            return list(shared.peak_gpu_bytes)
+        return [here.peak_gpu_bytes] if here is not None else []
+
+    @property
+    def transient(self) -> int:
+        return 0 if self.result.shared is None else self.result.shared.transient_bytes
+
+    def to_json(self, *, steps: int) -> dict[str, object]:
+        """steps: in all, those before a checkpoint included."""
+        plan, result, wanted = self.plan, self.result, self.plan.moved_bytes
+        return {
+            "policy": plan.policy, "model": plan.workload.model, "ranks": self.ranks, "steps": steps,
+            "first_step": result.reports[0].step, "losses": list(self.losses),
+            "step_s": self.times, "tokens_per_s": self.plan.tokens / self.step_s, "peak_gpu_bytes": self.peaks,
+            "peak_gpu_bytes_at_most": self.peaks_at_most, "transient_bytes": self.transient, "moved_bytes": self.moved,
+            "predicted_moved_bytes": {lane: wanted.get(lane, 0) for lane in self.moved},
+            "predicted_iteration_s": self.predicted.iteration_s, "retimed_iteration_s": self.again_s,
+            "figures": figures_as_json(compare_with_run(plan, self.predicted, result)),
+            "predicted_from": predicted_from(plan, self.machine), "taken_by_others": result.taken_by_others,
+            "notes": list(result.notes), "deviations": list(result.deviations),
+            "tide": str(result.tide) if result.tide is not None else None,
+        }  # fmt: skip
 
 
 def figures_as_json(rows: Sequence[Figure]) -> list[dict[str, object]]:

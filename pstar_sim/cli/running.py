@@ -261,7 +261,7 @@ def run(*, flags: RunFlags) -> int:
     link = plan.machine.link
     limit = parse_bytes_per_s(flags.bandwidth) if flags.bandwidth is not None else None
     bandwidth = (limit or link.h2d_bytes_per_s, limit or link.d2h_bytes_per_s)
-    keeping = jobs.Keeping(save=flags.save, every=flags.save_every, resume=flags.resume)
+    keeping = jobs.Keeping(save=flags.save, every=flags.save_every, resume=flags.resume, newest=flags.keep)
     keeping.check(flags.steps)
     job = jobs.TrainingJob.of_plan(
         plan, flags.model, data=flags.data, lr=flags.lr, seed=flags.seed, weights=flags.weights
@@ -286,13 +286,15 @@ def run(*, flags: RunFlags) -> int:
             order=predict,
             keeping=keeping,
             on_step=on_step,
+            logs=flags.log or (),
         )
     plan, predicted = result.plan, predict(result.plan)
     run_report.write_timelines(flags, plan, predicted, result)
-    rows = run_report.compare_with_run(plan, predicted, result)
     if flags.json:
-        say_json(run_report.result_as_json(plan, measured_machine, result, rows, steps=flags.steps))
+        figures = run_report.RunFigures(plan=plan, machine=measured_machine, predicted=predicted, result=result)
+        say_json(figures.to_json(steps=flags.steps))
         return 0
+    rows = run_report.compare_with_run(plan, predicted, result)
     losses = {plan.policy: [r.loss for r in result.reports]}
     say(losses_text(losses, width=terminal_width(), first=result.reports[0].step, most=6))
     say(figures_text(rows, width=terminal_width()))

@@ -3,8 +3,8 @@
 The changes are tried in this order, up to the first success of each kind: weights that are loaded once per node;
 options under which the policy keeps lists on the machine's disks; more GPU memory, where the user has set it; a catalog
 machine with more GPU memory; more host memory; checkpointing; smaller micro-batches at the same global batch; a fused
-loss; then the other policies that are known to fit. Every suggested change has room by memory_needs.py. A workload that
-comes from a trace is not changed.
+loss; an optimizer with smaller states, or no fp32 masters; then the other policies that are known to fit. Every
+suggested change has room by memory_needs.py. Of a workload that comes from a trace, only the optimizer is changed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pstar_sim.catalog.loader import as_listed, load_machine, machine_names, res
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.core.plan import Settings
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import CatalogError, DoesNotFit, PstarError
 from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.policy.kit.options import Specified, split_spec
@@ -24,13 +25,26 @@ from pstar_sim.policy.registry import Policy, can, policy_name
 from pstar_sim.units import GB, MB
 from pstar_sim.workload.kernels import FUSED
 from pstar_sim.workload.loading import WHOLE, Loading
+from pstar_sim.workload.optimizers import MASTERS, OPTIMIZERS
 from pstar_sim.workload.presets import can_vary, variant
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.workload import Workload, with_optimizer
 
 __all__ = ["KINDS", "Ask", "Elsewhere", "Remedy", "asker", "in_words", "nearest", "remedies"]
 
-KINDS = ("loading", "policy", "checkpointing", "micro-batches", "loss", "host memory", "GPU memory", "machine")
+KINDS = (
+    "loading",
+    "policy",
+    "checkpointing",
+    "micro-batches",
+    "loss",
+    "optimizer",
+    "host memory",
+    "GPU memory",
+    "machine",
+)
 """Kinds of changes, smallest change first: flags of the job cost nothing, memory for the host costs less than a GPU."""
+_SMALLER = {"adamw": "adamw-8bit", "adam": "adamw-8bit", "adamw-bf16-states": "adamw-8bit", "lion": "lion-8bit"}
+"""Optimizer -> the one with the same update and states in 8 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +52,8 @@ class Remedy:
     """A change that was tried and makes a job fit.
 
     kind: one of KINDS.
-    size: bytes of memory (for a machine, of its GPU) or a number of micro-batches.
+    size: bytes of memory (for a machine, of its GPU), a number of micro-batches, or how far an optimizer is from the
+        job's.
     words: flags, "with --host-memory 128GB" or "on a100-80".
     """
 
@@ -167,13 +182,15 @@ def remedies(
         more = _host_memory(ask, workload, machine, settings, error)
         if disks is not None and more is not None and disks.size >= more.size:
             disks = None  # the options are given already, or save no host memory
-        return tuple(one for one in (once, disks, more) if one is not None)
+        other = next(_optimizers(ask, workload, machine, settings, error), None)
+        return tuple(one for one in (once, disks, other, more) if one is not None)
     bigger = _gpu_memory(ask, workload, machine, settings, error)
     bigger = bigger or next(_machines(ask, elsewhere, settings, error), None)
     # If the model data alone are too large, no batch is small enough.
     possible = error.needed_bytes - workload.peak_non_model_bytes <= error.available_bytes
     smaller = next(_workloads(ask, elsewhere, settings, error), None) if possible else None
-    return tuple(one for one in (bigger, smaller) if one is not None)
+    other = None if smaller else next(_optimizers(ask, workload, machine, settings, error), None)
+    return tuple(one for one in (bigger, smaller, other) if one is not None)
 
 
 def asker(policy: str | Policy, *, loading: Loading, others: bool = True) -> Ask:
@@ -274,6 +291,31 @@ def _host_memory(
         if short.place != "host":
             return None
     return None
+
+
+def _optimizers(
+    ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
+) -> Iterator[Remedy]:
+    """Yields optimizers with smaller states, the nearest first: that of the same update, then no fp32 masters, both,
+    then Adafactor."""
+    now = workload.optimizer
+    if now.name not in OPTIMIZERS:
+        return  # of a trace's own
+    same, plain = _SMALLER.get(now.name), not DTYPES[workload.dtype].scaled and now.masters == MASTERS[0]
+    none = MASTERS[1] if plain else None
+    changes = [(same, None), (None, none), (same, none), ("adafactor", None), ("adafactor", none)]
+    trained = sum(t.numel for t in workload.tensors if not t.frozen and t.tied_to is None)
+    ranks = machine.data_parallel_size if error.place == "host" else 1
+    for size, (name, masters) in enumerate(dict.fromkeys(changes)):
+        if name is None and masters is None:
+            continue
+        changed = with_optimizer(workload, name, masters)
+        saved_bytes = (workload.states_bytes_per_param - changed.states_bytes_per_param) * trained / ranks
+        if saved_bytes <= 0 or error.needed_bytes - saved_bytes > error.available_bytes:
+            continue
+        if ask(changed, machine, settings) is None:
+            flags = [*([f"--optimizer {name}"] if name else []), *([f"--masters {masters}"] if masters else [])]
+            yield Remedy(kind="optimizer", size=size, words=f"with {' '.join(flags)}")
 
 
 def _workloads(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFit) -> Iterator[Remedy]:

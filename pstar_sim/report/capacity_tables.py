@@ -197,9 +197,7 @@ def _changes(answer: Fits) -> list[str]:
         said.append("No change that was tried makes it fit.")
     if answer.workload.source == "preset" and adapter_of(answer.workload) is None:
         lora = "LoRA (--lora r=16), in which frozen parameters need no gradients and no optimizer states"
-        moments = "16-bit moments (--optimizer adamw-bf16-states)"
-        offers = [lora] * (not answer.workload.autocast) + [moments] * (answer.workload.optimizer.name == "adamw")
-        said += [f"Not tried: {'; '.join(offers)}."] if offers else []
+        said += [f"Not tried: {lora}."] if not answer.workload.autocast else []
     return said
 
 

@@ -141,7 +141,12 @@ class OptimizerSpec:
     def all_states(self) -> tuple[States, ...]:
         """The states of tensors of no kind, then those of each kind."""
         lists = tuple([StateList(name=name, per_element=size) for name, size in self.state_bytes])
-        plain = States(name=_REST.get(self.name, self.name), lists=lists, traffic_per_param=self.dram_bytes_per_param)
+        plain = States(
+            name=_REST.get(self.name, self.name),
+            lists=lists,
+            whole=self.name in _WHOLE,
+            traffic_per_param=self.dram_bytes_per_param,
+        )
         return (plain, *(kind.states for kind in self.kinds))
 
     @property
@@ -201,8 +206,13 @@ _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|classifier|score|qa_outputs)(\.|$)
 
 
 def _is_large(name: str, shape: Shape) -> bool:
+    """Whether states have 8 bits, as bitsandbytes makes them."""
+    return prod(shape) >= _LEAST_8_BIT
+
+
+def _is_no_embedding(name: str, shape: Shape) -> bool:
     """Whether states have 8 bits, as in the Trainer of transformers: embeddings keep 32."""
-    return prod(shape) >= _LEAST_8_BIT and not _EMBEDDING.search(name)
+    return _is_large(name, shape) and not _EMBEDDING.search(name)
 
 
 def _is_matrix(name: str, shape: Shape) -> bool:
@@ -229,14 +239,16 @@ def _states(name: str, *moments: StateList, **how: Any) -> States:
     return States(name=name, lists=(StateList(name=MASTER_LIST, per_element=4), *moments), **how)
 
 
-def _in_8_bits(name: str, *moments: str) -> Kind:
+def _in_8_bits(name: str, *moments: str) -> States:
     """Returns bitsandbytes' states: a byte per element and an fp32 scale per block in each moment."""
     lists = [StateList(name=each, per_element=1, per_block=4) for each in moments]
-    return Kind(states=_states(name, *lists, block=_BLOCK, cpu_slowness=_CPU_8_BIT), of=_is_large)
+    return _states(name, *lists, block=_BLOCK, cpu_slowness=_CPU_8_BIT)
 
 
 _FP32 = (("momentum", 4), ("variance", 4))
 _MUON = _states("muon", StateList(name="momentum", per_element=4), whole=True, products=_newton_schulz)
+_ADAMW_8_BIT = _in_8_bits("adamw-8bit", "momentum", "variance")
+_LION_8_BIT = _in_8_bits("lion-8bit", "momentum")
 _FACTORED = _states("adafactor", StateList(name="variance", per_row=4, per_column=4), whole=True)
 
 OPTIMIZERS = {
@@ -245,9 +257,13 @@ OPTIMIZERS = {
         OptimizerSpec(),
         _elementwise("adamw-bf16-states", ("momentum", 2), ("variance", 2)),
         _elementwise("adamw-8bit", *_FP32),
+        _elementwise("adamw-8bit-all", *_FP32),
+        _elementwise("adamw-bnb", *_FP32),
         _elementwise("adam", *_FP32),
         _elementwise("lion", ("momentum", 4)),
         _elementwise("lion-8bit", ("momentum", 4)),
+        _elementwise("lion-8bit-all", ("momentum", 4)),
+        _elementwise("lion-bnb", ("momentum", 4)),
         _elementwise("adafactor", ("variance", 4)),
         _elementwise("muon", *_FP32),
         _elementwise("sgd-momentum", ("momentum", 4)),
@@ -255,14 +271,25 @@ OPTIMIZERS = {
     )
 }
 _KINDS = {
-    "adamw-8bit": (_in_8_bits("adamw-8bit", "momentum", "variance"),),
-    "lion-8bit": (_in_8_bits("lion-8bit", "momentum"),),
+    "adamw-8bit": (Kind(states=_ADAMW_8_BIT, of=_is_no_embedding),),
+    "adamw-8bit-all": (Kind(states=_ADAMW_8_BIT, of=_is_large),),
+    "lion-8bit": (Kind(states=_LION_8_BIT, of=_is_no_embedding),),
+    "lion-8bit-all": (Kind(states=_LION_8_BIT, of=_is_large),),
     "adafactor": (Kind(states=_FACTORED, of=_has_columns),),
     "muon": (Kind(states=_MUON, of=_is_matrix),),
 }
-_REST = {"adamw-8bit": "adamw", "lion-8bit": "lion", "muon": "adamw"}
+_REST = {
+    "adamw-8bit": "adamw-bnb",
+    "adamw-8bit-all": "adamw-bnb",
+    "lion-8bit": "lion-bnb",
+    "lion-8bit-all": "lion-bnb",
+    "adafactor": "adafactor-vectors",
+    "muon": "adamw",
+}
 """Optimizer -> the rule that updates tensors of no kind."""
-_OWN_WIDTH = ("adamw-8bit", "lion-8bit")
+_WHOLE = ("adafactor",)
+"""Optimizers that update tensors of no kind whole too."""
+_OWN_WIDTH = ("adamw-8bit", "adamw-8bit-all", "adamw-bnb", "lion-8bit", "lion-8bit-all", "lion-bnb", "adafactor")
 """Optimizers whose moments keep their width beside a narrower parameter."""
 
 ALIASES = {
@@ -270,15 +297,15 @@ ALIASES = {
     "adamw_bnb_8bit": "adamw-8bit",
     "adamw8bit": "adamw-8bit",
     "paged_adamw_8bit": "adamw-8bit",
-    "paged_adamw_32bit": "adamw",
+    "paged_adamw_32bit": "adamw-bnb",
     "adamw_hf": "adamw",
     "adamw_apex_fused": "adamw",
     "paged_lion_8bit": "lion-8bit",
-    "paged_lion_32bit": "lion",
+    "paged_lion_32bit": "lion-bnb",
     "lion_8bit": "lion-8bit",
     "lion_bnb_8bit": "lion-8bit",
     "lion8bit": "lion-8bit",
-    "lion_32bit": "lion",
+    "lion_32bit": "lion-bnb",
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
 }

@@ -27,6 +27,7 @@ from pstar_sim.report.capacity_tables import fits_text
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.loading import WHOLE, loading_of
 from pstar_sim.workload.presets import preset, workload_of
+from pstar_sim.workload.workload import with_optimizer
 
 QUICK = ("static_partition", "tide")
 
@@ -460,13 +461,15 @@ def test_the_host_has_room_for_a_policys_buffers() -> None:
 def test_the_answer_begins_with_yes_or_no_then_why_then_the_smallest_change() -> None:
     w, m = preset("8B", batch=4, seq=1024), ps.machine("rtx4090", host_memory="64GB")
     answer = fits(w, m, policies=["all_on_gpu", "tide", "zero_offload"], times=False)
-    # all_on_gpu would need an H200, zero_offload 176 GB: 128 GB of host memory for tide is the smallest change
-    assert answer.change == SmallestChange(words="with --host-memory 128GB", policies=("tide",))
+    # all_on_gpu would need an H200, zero_offload 176 GB: another optimizer for tide is the smallest change
+    words = "with --optimizer adamw-8bit --masters none"
+    assert answer.change == SmallestChange(words=words, policies=("tide",))
+    assert answer.rows[1].changes == (words, "with --host-memory 128GB")
     lines = fits_text(answer, width=200).splitlines()
     assert lines[0] == "No: 8B does not fit on rtx4090 with 64 GB of host memory under any of the 3 policies."
     assert lines[1].startswith("Why: tide needs 115.41 GB of host memory, but only 56.00 GB can be used (8.00 GB of 64")
     assert lines[1].endswith(": 59.41 GB too little.")
-    assert lines[2] == "Smallest change that makes it fit: --host-memory 128GB, under tide."
+    assert lines[2] == "Smallest change that makes it fit: --optimizer adamw-8bit --masters none, under tide."
     assert fits(w, ps.machine("rtx4090", host_memory="128GB"), policies=["tide"], times=False).any
 
     # 65,536 logits of 128,256 tokens: 16.8 GB in bf16, twice that in fp32
@@ -496,6 +499,26 @@ def test_the_answer_begins_with_yes_or_no_then_why_then_the_smallest_change() ->
     # nothing helps all_on_gpu, and optimal needs more of the host too
     both = fits(preset("15B", batch=1, seq=64), ps.machine("t4"), policies=["all_on_gpu"])
     assert both.change == SmallestChange(words="with --policy optimal --host-memory 256GB", policies=("optimal",))
+
+
+@pytest.mark.parametrize(
+    ("job", "host", "words"),
+    [
+        # 8.03 B parameters x 14 bytes = 112 GB in AdamW, x 8.03 = 64.5 GB with moments in 8 bits
+        ({}, "100GB", "--optimizer adamw-8bit"),
+        ({"optimizer": "lion"}, "80GB", "--optimizer lion-8bit"),
+        # masters of 4 bytes and factors, 6 bytes in all, are more than 2 x 4 without masters
+        ({"optimizer": "adamw-8bit"}, "70GB", "--masters none"),
+        # loss scaling needs fp32 masters
+        ({"optimizer": "adamw-8bit", "dtype": "fp16"}, "70GB", "--optimizer adafactor"),
+    ],
+)
+def test_a_job_that_does_not_fit_is_told_which_optimizer_would_do(job: dict[str, str], host: str, words: str) -> None:
+    w, m = preset("llama-3.1-8b", batch=1, seq=512, **job), ps.machine("rtx4090", host_memory=host)
+    answer = fits(w, m, policies=["tide"], times=False)
+    assert answer.change == SmallestChange(words=f"with {words}", policies=("tide",))
+    flags = dict(zip(*[iter(words.replace("--", "").split())] * 2))
+    assert fits(with_optimizer(w, flags.get("optimizer"), flags.get("masters")), m, policies=["tide"], times=False).any
 
 
 def test_a_time_comes_with_what_validation_found_for_the_class_or_says_that_it_is_unvalidated() -> None:

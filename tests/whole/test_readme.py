@@ -38,6 +38,7 @@ NOT_RUN = {
     "pstar calibrate": "two minutes; shorter runs are in test_cli_calibrate.py and test_calibrate.py",
     "pstar trace --from-snapshot": "needs the snapshot of a GPU; test_recording.py makes some",
     "pstar diff ": "needs the snapshot of a GPU or a run; test_recording.py makes both",
+    "pstar run plan.json --model hf:small.json --log": "a plan of another page; test_watching_a_job.py runs it",
     "torchrun ": "two processes; test_torchrun.py runs this line on a smaller model",
     "from dask.distributed": "needs a cluster and dask",
     "from pstar_sim.policy import Job, Visit": "runs in test_contributing_example.py, which looks at its plans",

@@ -138,7 +138,6 @@ def test_answers_say_it() -> None:
 def test_an_answer_of_no_offers_no_adapters_that_presets_refuse() -> None:
     small = ps.machine("virtual", gpu_memory="2GB", host_memory="2.1GB")
     cast, narrow = (repr(ps.fits(w, small)) for w in (model(), model(autocast=None, dtype="bf16")))
-    assert "Not tried: 16-bit moments (--optimizer adamw-bf16-states)." in cast
     assert "LoRA (--lora r=16)" in narrow and "LoRA" not in cast
 
 

@@ -35,9 +35,13 @@ def test_bytes_and_traffic_of_a_tensor_of_no_kind() -> None:
         "adamw": (12, 28),
         "adamw-bf16-states": (8, 20),
         "adamw-8bit": (12, 28),
+        "adamw-8bit-all": (12, 28),
+        "adamw-bnb": (12, 28),
         "adam": (12, 28),
         "lion": (8, 20),
         "lion-8bit": (8, 20),
+        "lion-8bit-all": (8, 20),
+        "lion-bnb": (8, 20),
         "adafactor": (8, 20),
         "muon": (12, 28),
         "sgd-momentum": (8, 20),
@@ -50,6 +54,7 @@ def test_bytes_and_traffic_of_a_tensor_of_no_kind() -> None:
     [
         ("adamw-8bit", "h.0.mlp.weight", {"param32": 2_000_000, "momentum": 507_816, "variance": 507_816}),
         ("adamw-8bit", "wte.weight", {"param32": 2_000_000, "momentum": 2_000_000, "variance": 2_000_000}),
+        ("adamw-8bit-all", "wte.weight", {"param32": 2_000_000, "momentum": 507_816, "variance": 507_816}),
         ("lion-8bit", "h.0.mlp.weight", {"param32": 2_000_000, "momentum": 507_816}),
         ("muon", "h.0.mlp.weight", {"param32": 2_000_000, "momentum": 2_000_000}),
         ("muon", "lm_head.weight", {"param32": 2_000_000, "momentum": 2_000_000, "variance": 2_000_000}),
@@ -64,7 +69,7 @@ def test_lists_of_a_matrix(name: str, tensor: str, lists: dict[str, int]) -> Non
 
 
 def test_a_stack_of_matrices_has_rows_and_columns_of_each() -> None:
-    """torch's Adafactor for (128, 20, 30): 128 x 20 row and 128 x 30 column factors of 4 bytes."""
+    """Adafactor for (128, 20, 30): 128 x 20 row and 128 x 30 column factors of 4 bytes."""
     spec = states("adafactor")
     kind = spec.all_states[spec.kind_of("experts.down", (128, 20, 30))]
     assert kind.list_bytes(128 * 600, [(128, 20, 30)])["variance"] == 4 * 128 * (20 + 30)
@@ -100,6 +105,7 @@ def test_a_vector_keeps_the_states_of_the_rest(name: str) -> None:
     [
         ("adamw", (2, 2, 2)),  # moments have the dtype of the parameter, as torch makes them
         ("adamw-8bit", (2, 4, 4)),  # those of bitsandbytes keep theirs
+        ("adafactor", (2, 4)),
         ("muon", (2, 2, 2)),
     ],
 )

@@ -9,6 +9,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,12 @@ def torchrun(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def as_torchrun_starts_them(folder: Path, *more: str) -> list[tuple[int, str]]:
+def as_torchrun_starts_them(folder: Path, *more: str, stop: Path | None = None) -> list[tuple[int, str]]:
     """(status, stderr) of each of the two processes of the line, without torchrun: as one ends with an error, it ends
-    the other, whatever that has still to say."""
+    the other, whatever that has still to say.
+
+    stop: once this file has a line, the second process gets SIGTERM.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -75,6 +79,11 @@ def as_torchrun_starts_them(folder: Path, *more: str) -> list[tuple[int, str]]:
         for rank in range(2)
     ]  # fmt: skip
     try:
+        deadline_s = time.monotonic() + LIMIT_S
+        while stop is not None and not (stop.is_file() and stop.read_text()) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        if stop is not None:
+            started[1].terminate()
         said = [process.communicate(timeout=LIMIT_S)[1] for process in started]
     finally:
         for process in started:
@@ -92,7 +101,7 @@ def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     assert main([*plan_for, "-o", str(file)]) == 0
     capsys.readouterr()
     kept = ["--timeline", "run.{rank}.json", "--perfetto", "lanes.json", "--plot", "tide.{rank}.png"]
-    kept += ["--record", "rec.pq"]
+    kept += ["--record", "rec.pq", "--log-to", "steps.jsonl"]
     done = torchrun(tmp_path, "--json", *kept)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -106,6 +115,7 @@ def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     # What was kept: with {rank} in its name one file a rank, else the first rank's alone.
     assert {p.name for p in tmp_path.iterdir()} - {"small.json", "t.parquet", "two.toml", "two.json"} == {
         "run.0.json", "run.1.json", "lanes.json", "tide.0.png", "tide.1.png", "rec.pq", "rec.toml",
+        "steps.jsonl",
     }  # fmt: skip
     for rank in range(2):
         both = load_run(tmp_path / f"run.{rank}.json")
@@ -119,6 +129,10 @@ def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     assert (recorded.source, recorded.params) == ("recorded", load_plan(file).workload.params)
     again = load_machine(str(tmp_path / "rec.toml"))
     assert len(again.ranks) == 2 and again.gpu.measured and again.host.measured
+
+    rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == said["losses"]  # of all ranks
+    assert all(row["grad_norm"] > 0 for row in rows)
 
     # One process, the two ranks' batches joined: rank r takes every second batch of the same stream.
     job = TrainingJob.of_plan(load_plan(file), model, data=None, lr=3e-4, seed=0)
@@ -135,6 +149,14 @@ def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     assert said["losses"] == pytest.approx(losses, rel=1e-6, abs=0)
+
+    # SIGTERM, to one of them: both save after the same step, and end with its status.
+    ended = as_torchrun_starts_them(tmp_path, "--save", "kept", "--keep", "1", "--log", "more.jsonl", "--steps", "9999",
+                                    stop=tmp_path / "more.jsonl")  # fmt: skip
+    assert [status for status, _ in ended] == [143, 143]
+    assert [text.count("pstar: stopped by SIGTERM after step") for _, text in ended] == [1, 0]
+    (kept_folder,) = (tmp_path / "kept").iterdir()
+    assert int(kept_folder.name.removeprefix("step-")) == len((tmp_path / "more.jsonl").read_text().splitlines())
 
     # A file that the second rank alone could not write: each says so, before anything is built.
     (tmp_path / "run.1.json").unlink()

@@ -255,13 +255,16 @@ def test_masters_begin_as_the_values_that_were_there() -> None:
     ("make", "words"),
     [
         (lambda ps: torch.optim.Adadelta(ps), r"torch\.optim\.adadelta\.Adadelta.*AdamW, Adam and SGD"),
+        (lambda ps: torch.optim.NAdam(ps), r"torch\.optim\.nadam\.NAdam"),
+        (lambda ps: torch.optim.Adafactor(ps), r"Adafactor; a plan's updates are .* of transformers' Adafactor"),
         (lambda ps: torch.optim.SGD(ps, maximize=True), "maximize=True"),
         (lambda ps: torch.optim.AdamW(ps, amsgrad=True), "amsgrad=True"),
     ],
 )
 def test_an_update_that_no_plan_has_is_refused_by_name(make: Callable[..., Any], words: str) -> None:
+    model = net()
     with pytest.raises(ContractError, match=words):
-        description_of(make(net().parameters()), max_grad_norm=None)
+        description_of(model, make(model.parameters()), max_grad_norm=None)
 
 
 def test_an_optimizer_that_accelerate_wraps_is_refused_with_the_way_it_works() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import executor
+from executor.devices import rules
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Place
 from pstar_sim.errors import PlanError
@@ -19,11 +20,10 @@ from pstar_sim.workload.workload import with_optimizer
 
 @pytest.fixture
 def refused(kit: Any) -> Callable[..., None]:
-    def check(optimizer: str, message: str, *, state_bytes: Any = None, **spec: Any) -> None:
+    def check(optimizer: str, message: str, *, own: Mapping[str, Any] | None = None, **spec: Any) -> None:
         model, draw = kit.build("mlp")
         w = with_optimizer(kit.workload_of(model, draw(torch.Generator().manual_seed(9))), optimizer)
-        if state_bytes is not None:
-            w = replace(w, optimizer=replace(w.optimizer, state_bytes=state_bytes))
+        w = replace(w, optimizer=replace(w.optimizer, **(own or {})))
         plan = kit.tight_plan("tide", w, Settings(update="step", clip=False))
         before = {name: value.clone() for name, value in model.state_dict().items()}
         with pytest.raises(PlanError, match=message) as caught:
@@ -35,9 +35,16 @@ def refused(kit: Any) -> Callable[..., None]:
     return check
 
 
-@pytest.mark.parametrize("name", ["adamw-8bit", "adafactor"])
-def test_an_optimizer_the_executor_does_not_know(refused: Callable[..., None], name: str) -> None:
-    refused(name, rf"optimizer '{name}', which the executor does not know; it runs adamw, adamw-bf16-states, adam,")
+def test_an_optimizer_the_executor_does_not_know(refused: Callable[..., None]) -> None:
+    message = "optimizer 'ademamix', which the executor does not know; it runs adamw, adamw-bf16-states, adam,"
+    refused("adamw", message, own={"name": "ademamix"})
+
+
+def test_an_optimizer_of_a_package_that_is_not_there(
+    refused: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    refused("adamw-8bit", "optimizer 'adamw-8bit', which bitsandbytes computes; install it")
 
 
 def test_states_of_another_width(refused: Callable[..., None]) -> None:
@@ -53,7 +60,7 @@ def test_states_of_another_width(refused: Callable[..., None]) -> None:
 def test_states_that_do_not_fit_the_name(refused: Callable[..., None]) -> None:
     odd = (("param32", 4), ("momentum", 4), ("variance", 2))
     refused("adamw", r"has states of .*2.* bytes; the executor keeps .*4.*4.*4.* bytes",
-            state_bytes=odd)  # fmt: skip
+            own={"state_bytes": odd})  # fmt: skip
 
 
 def test_a_state_dtype_that_is_not_known() -> None:

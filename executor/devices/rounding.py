@@ -1,0 +1,50 @@
+"""Stochastic rounding of fp32 values to bf16: to one of both neighbours, so that the mean is the value.
+
+[Note: random bits without a state] The bits of an element are a hash of the number of the tensor's update, the tensor
+and the element's offset in it. So they are the same on every device, and wherever a plan cuts and moves chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["NEAREST", "ROUND_BLOCK", "STOCHASTIC", "round_stochastically"]
+
+NEAREST, STOCHASTIC = "nearest", "stochastic"
+ROUND_BLOCK = 1 << 18  # elements of a piece: its integers stay in cache
+_MASK, _FACTOR = (1 << 32) - 1, 0x45D9F3B  # products of a 32-bit number and the factor have less than 60 bits
+_LOW = 0xFFFF  # bits of fp32 that bf16 lacks
+
+
+def _key(*numbers: int) -> int:
+    """Returns 32 mixed bits of the numbers."""
+    key = 0
+    for number in numbers:
+        key = (key ^ number) & _MASK
+        for _ in range(2):
+            key = (((key >> 16) ^ key) * _FACTOR) & _MASK
+        key ^= key >> 16
+    return key
+
+
+def _bits(first: int, count: int, key: int, device: torch.device) -> torch.Tensor:
+    """Returns int64 [count] of 16 random bits for elements `first` and following ones."""
+    bits = torch.arange(first, first + count, dtype=torch.int64, device=device).bitwise_and_(_MASK).bitwise_xor_(key)
+    for _ in range(2):
+        bits.bitwise_xor_(bits >> 16).mul_(_FACTOR).bitwise_and_(_MASK)
+    return bits.bitwise_xor_(bits >> 16).bitwise_and_(_LOW)
+
+
+def round_stochastically(target: torch.Tensor, value: torch.Tensor, *, update: int, tensor: int, offset: int) -> None:
+    """Write fp32 values into a flat bf16 tensor. A value that bf16 has stays as it is.
+
+    update: number of the tensor's earlier updates.
+    offset: of the first value in its tensor.
+    """
+    key = _key(update, tensor)
+    for start in range(0, value.numel(), ROUND_BLOCK):
+        piece = value[start : start + ROUND_BLOCK]
+        bits = _bits(offset + start, piece.numel(), key, value.device)
+        bits.add_(piece.view(torch.int32)).bitwise_and_(~_LOW)
+        rounded = bits.to(torch.int32).view(torch.float32)
+        target[start : start + ROUND_BLOCK].copy_(torch.where(piece.isfinite(), rounded, piece))

@@ -1,0 +1,112 @@
+"""fp32 weights under autocast, with `torch.autocast` around the model: under a plan, the bits of the plain loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import executor
+
+WIDTH = 48
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return added
+
+
+class Net(nn.Module):
+    """Its embedding is tied to its head, so that one weight has two casts or one from autocast's cache."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 64, bias=False)
+        self.head.weight = self.embedding.weight
+        self.checkpointed = checkpointed
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        loss: torch.Tensor = nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+        return loss
+
+
+def batches() -> Iterator[torch.Tensor]:
+    draw = torch.Generator().manual_seed(5)
+    while True:
+        yield torch.randint(64, (2, 8), generator=draw)
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss: torch.Tensor = model(batch)
+    return loss
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, micro_batches: int, clip: float | None) -> list[float]:
+    losses, rows = [], batches()
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            loss = loss_of(model, next(rows)) / micro_batches
+            loss.backward()
+            losses.append(float(loss.detach()))
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize(
+    ("policy", "micro_batches", "update", "clip"),
+    [
+        ("tide", 1, "step", 0.1),
+        ("tide", 4, "eager", None),
+        ("optimal", 4, "step", 0.1),
+        ("optimal", 1, "eager", None),
+        ("zero_offload", 1, "step", None),
+        ("patrickstar", 4, "step", None),
+    ],
+)
+def test_autocast_over_fp32_weights_is_the_plain_loop(
+    policy: str, micro_batches: int, update: str, clip: float | None, checkpointed: bool
+) -> None:
+    torch.manual_seed(3)
+    reference = Net(checkpointed)
+    model = copy.deepcopy(reference)
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+    losses = train(reference, plain, 5, micro_batches, clip)
+    _, optimizer = executor.offload(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+        torch.zeros(2, 8, dtype=torch.long),
+        gpu_memory="420KB" if policy == "zero_offload" else "260KB",
+        micro_batches=micro_batches,
+        max_grad_norm=clip,
+        update=update,
+        policy=policy,
+        loss=loss_of,
+    )
+    session = optimizer.session
+    assert session.plan.workload.dtype == "fp32"
+    assert train(model, optimizer, 5, micro_batches, None) == losses
+    assert session.deviations == 0 and session.status().links["h2d"].moved_bytes > 0
+    session.close()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters()))
