@@ -15,6 +15,7 @@ whole iterations: they contain its operators and launches, so nothing else takes
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -138,6 +139,9 @@ class Catalog:
     def machine(self, name: str) -> Machine:
         """Raises UnknownName, and CatalogError for a part that is not in any table."""
         name = spelled(name, self.machines)
+        if name not in self.machines and (number := re.fullmatch(r"(\d+) ?[x*] ?(.+)", name)):  # 8xa100-80
+            other = spelled(f"{number[2]}x{number[1]}", self.machines)
+            name = other if other in self.machines else name
         if name not in self.machines:
             raise UnknownName("machine", name, (*self.machines, "here"), _OTHER_MACHINE)
         e = self.machines[name]

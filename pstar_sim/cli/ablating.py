@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pstar_sim.cli import flag_values
 from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.flag_values import policy_names
@@ -25,11 +26,23 @@ def ablate(
     on: MachineFlags,
     setting: SettingFlags,
     policy: Annotated[
-        str, typer.Option(metavar="P", autocompletion=policy_names, help="the policy that the changes lead to")
+        str,
+        typer.Option(
+            parser=flag_values.policy,
+            metavar="P",
+            autocompletion=policy_names,
+            help="the policy that the changes lead to",
+        ),
     ] = "optimal",
     begin: Annotated[
         str,
-        typer.Option("--from", metavar="P", autocompletion=policy_names, help="the policy that the changes begin with"),
+        typer.Option(
+            "--from",
+            parser=flag_values.policy,
+            metavar="P",
+            autocompletion=policy_names,
+            help="the policy that the changes begin with",
+        ),
     ] = "patrickstar",
     lp: Annotated[
         bool, certify("compare all lines with the tighter bound of a linear program, which takes seconds")

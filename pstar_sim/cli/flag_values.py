@@ -28,10 +28,12 @@ __all__ = [
     "new_file",
     "new_page",
     "one_of",
+    "policy",
     "policy_names",
     "port",
     "positive",
     "share",
+    "tokens",
     "ways_of_loading",
 ]
 
@@ -59,6 +61,16 @@ def positive(text: str) -> int:
 @_value
 def natural(text: str) -> int:
     return _whole(text, least=0)
+
+
+@_value
+def tokens(text: str) -> int:
+    """Reads "4096", and "16k" and "1M" as people count them: 16 * 1,024 tokens, 1,024 * 1,024."""
+    factor = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
+    value = _whole(text if factor == 1 else text[:-1], least=1) * factor
+    if not 1 <= value < 10**9:
+        raise typer.BadParameter(f"must be at least 1 and less than a billion, not {text}")
+    return value
 
 
 def _whole(text: str, *, least: int) -> int:
@@ -157,11 +169,25 @@ def factor(text: str) -> float:
     return _within(_number(FACTOR, text), text, 1e-9, 1e9, "a number above 0 such as 4 or 0.5")
 
 
+@_value
+def policy(text: str) -> str:
+    """Reads names that users of other frameworks know."""
+    from pstar_sim.policy.registry import own_words
+
+    return own_words(text)
+
+
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """The known names that begin with `name`, or else resemble it."""
     begin = [one for one in known if len(name) > 2 and one.startswith(name)]
     near = begin or difflib.get_close_matches(name, list(known), n=3, cutoff=0.65)
     return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+_LIGER = "; Liger's kernels are --kernels fused, and its loss is --loss fused"
+_SPREAD = "; stages of a pipeline are --parallel pp=N of `pstar compare` and `pstar plan`"
+ELSEWHERE = {"liger": _LIGER, "--liger": _LIGER, "--pp": _SPREAD, "--pipeline-parallel": _SPREAD}
+"""What other tools call a choice or a flag -> the hint to give."""
 
 
 def one_of(choices: Any) -> Callable[[Any], str]:
@@ -170,9 +196,8 @@ def one_of(choices: Any) -> Callable[[Any], str]:
 
     def parse(text: str) -> str:
         if text not in names:
-            raise typer.BadParameter(
-                f"invalid choice: {text!r} (choose from {', '.join(names)}){did_you_mean(text, names)}"
-            )
+            hint = ELSEWHERE.get(text.lower()) or did_you_mean(text, names)
+            raise typer.BadParameter(f"invalid choice: {text!r} (choose from {', '.join(names)}){hint}")
         return text
 
     return _value(parse)

@@ -16,8 +16,10 @@ from pstar_sim.cli.flag_values import (
     model_names,
     new_file,
     one_of,
+    policy,
     policy_names,
     positive,
+    tokens,
     ways_of_loading,
 )
 from pstar_sim.workload.axes import Axes
@@ -76,6 +78,7 @@ def policies(what: str, default: str) -> Any:
     """The flag may be given several times."""
     return typer.Option(
         "--policy",
+        parser=policy,
         metavar="P",
         autocompletion=policy_names,
         help=f"{what} this policy; may be given several times (default: {default})",
@@ -107,7 +110,7 @@ class OptionalWorkloadFlags(Axes):
     batch: Batch = None
     seq: Annotated[
         int | None,
-        typer.Option(parser=positive, metavar="S", help="tokens per sequence (with --trace: picks a variant)"),
+        typer.Option(parser=tokens, metavar="S", help="tokens per sequence (with --trace: picks a variant)"),
     ] = None
     micro_batches: Annotated[
         int | None,
@@ -137,7 +140,7 @@ class JobFlags(Axes):
 
     SECTION = "workload"
 
-    seq: Annotated[int, typer.Option(parser=positive, metavar="S", help="tokens per sequence")]
+    seq: Annotated[int, typer.Option(parser=tokens, metavar="S", help="tokens per sequence")]
 
 
 MACHINE = typer.Option(

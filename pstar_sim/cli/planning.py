@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from pstar_sim.cli import flag_values
 from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.exit_status import MISTAKE, NO
@@ -159,7 +160,13 @@ def plan(
     setting: SettingFlags,
     global_batch: GlobalBatch = None,
     policy: Annotated[
-        str, typer.Option(metavar="P", autocompletion=policy_names, help="policy, or auto: the fastest that fits")
+        str,
+        typer.Option(
+            parser=flag_values.policy,
+            metavar="P",
+            autocompletion=policy_names,
+            help="policy, or auto: the fastest that fits",
+        ),
     ] = "auto",
     loading: LoadingFlag = None,
     path: Annotated[str, output("the plan file to write")],

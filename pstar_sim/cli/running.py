@@ -10,7 +10,7 @@ import typer
 from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.executor_parts import executor_module
-from pstar_sim.cli.flag_values import model_names, natural, positive
+from pstar_sim.cli.flag_values import model_names, natural, positive, tokens
 from pstar_sim.cli.flags import MicroBatches, output
 from pstar_sim.cli.output import note, say, say_json, tell
 from pstar_sim.cli.recording import trace_snapshots
@@ -41,7 +41,7 @@ class _TraceFlags(Axes):
     batch: Annotated[
         int | None, typer.Option(parser=positive, metavar="B", help="sequences per micro-batch, of one GPU")
     ] = None
-    seq: Annotated[int | None, typer.Option(parser=positive, metavar="S", help="tokens per sequence")] = None
+    seq: Annotated[int | None, typer.Option(parser=tokens, metavar="S", help="tokens per sequence")] = None
     micro_batches: MicroBatches = 1
     variants: Annotated[
         bool,

@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from pstar_sim.bounds.stages import stages_bound_s
 from pstar_sim.catalog.machine import Fabric, Group, Host, Machine, Neighbour, Nvme, Rank
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.core.check_report import CheckReport
@@ -63,6 +65,11 @@ class PlannedStages:
     def iteration_s(self) -> float:
         return max(timeline.iteration_s for timeline in self.timelines)
 
+    @cached_property
+    def lower_bound_s(self) -> float:
+        """Of any plans of these stages (bounds/stages.py)."""
+        return stages_bound_s(self.plans)
+
     @property
     def tokens_per_s(self) -> float:
         first = self.plans.plans[0]
@@ -100,6 +107,8 @@ class StagesRow:
 
     parallel: text of the parallelism.
     batch: sequences per micro-batch, of all ranks of a stage.
+    lower_bound_s: of the iteration, for any plans of these stages.
+    gap: iteration_s / lower_bound_s - 1.
     bubble: share of the iteration in which a GPU computes nothing, in the mean of the stages.
     sums: share of the iteration in which layers wait for sums over the ranks that split them, likewise.
     peak_gpu_bytes, peak_host_bytes: of a rank of each stage.
@@ -115,6 +124,8 @@ class StagesRow:
     fits: bool
     iteration_s: float | None = None
     tokens_per_s: float | None = None
+    lower_bound_s: float | None = None
+    gap: float | None = None
     bubble: float | None = None
     sums: float | None = None
     bound_by: str | None = None
@@ -232,6 +243,8 @@ def _row(said: StagesRow, planned: PlannedStages) -> StagesRow:
         fits=True,
         iteration_s=planned.iteration_s,
         tokens_per_s=planned.tokens_per_s,
+        lower_bound_s=planned.lower_bound_s,
+        gap=planned.iteration_s / planned.lower_bound_s - 1,
         bubble=planned.bubble,
         sums=planned.sums,
         bound_by=planned.bound_by,

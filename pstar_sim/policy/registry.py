@@ -18,12 +18,25 @@ from pstar_sim.policy.shipped import AFTER_OPTIMAL, BEFORE_OPTIMAL, Policy
 from pstar_sim.workload.workload import Workload
 
 __all__ = [
-    "ENTRY_POINTS", "Policy", "built_in", "can", "can_follow", "find_policy", "is_built_in", "named", "policies",
-    "policy_at", "policy_name", "reorders",
+    "ENTRY_POINTS", "Policy", "built_in", "can", "can_follow", "find_policy", "is_built_in", "named", "own_words",
+    "policies", "policy_at", "policy_name", "reorders",
 ]  # fmt: skip
 
 ENTRY_POINTS = "pstar.policies"
 
+
+ELSEWHERE = {
+    "ddp": "all_on_gpu",
+    "fsdp": "zero3_resident",
+    "fsdp2": "zero3_resident",
+    "zero1": "zero3_resident:reshard=off",
+    "zero2": "zero3_resident:reshard=off",
+    "zero3": "zero3_resident",
+}
+"""What users of PyTorch and DeepSpeed call a policy -> its spec, as the readers of their configurations choose it
+(frameworks/). Stages 1 and 2 differ in the bytes of gradients, of which the policy keeps those of stage 2."""
+_SPREAD = {"tp", "pp", "megatron", "tensor", "pipeline", "3d"}
+"""Words for a spread of a job over GPUs, which is not a policy."""
 
 _BUILT_IN: dict[str, Policy] = {**BEFORE_OPTIMAL, "optimal": optimal, **AFTER_OPTIMAL}
 
@@ -96,11 +109,28 @@ def find_policy(spec: str) -> Policy:
     if policy is None:
         known = policies()
         if name not in known:
-            raise UnknownName("policy", name, tuple(known))
+            spread = "tensor and pipeline parallelism are no policies: `pstar compare --parallel auto` spreads a job"
+            raise UnknownName("policy", name, tuple(known), spread if _letters(name) in _SPREAD else "")
         policy = known[name]
     if not options and ":" not in spec:
         return policy
     return specified(name, policy, options)
+
+
+def own_words(spec: str) -> str:
+    """Returns the spec as `find_policy` takes it, for another spelling of a name and for those of ELSEWHERE."""
+    name, options = split_spec(spec)
+    if name in _BUILT_IN:
+        return spec
+    letters = _letters(name)
+    own = ELSEWHERE.get(letters) or next((known for known in _BUILT_IN if _letters(known) == letters), None)
+    if own is None:
+        return spec
+    return own if not options else f"{own}{',' if ':' in own else ':'}{options}"
+
+
+def _letters(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())
 
 
 def policy_name(spec: str | Policy) -> str:

@@ -2,7 +2,7 @@
 
 [Note: how a block is named] The first of these that says something:
 
-1. the category that its recorder gave it (`category`, `user_metadata`);
+1. the category that its recorder gave it (`category`, `user_metadata`); a workspace of cuBLAS by its size, a buffer;
 2. for blocks that were allocated in the recording, the calls that allocated it: those of an optimizer, of a module that
    is built or moved, of a forward; an autograd thread has no Python calls, so no calls mean the backward;
 3. and how long it lives. What an optimizer allocated and never freed is a state; what the backward allocated is a
@@ -41,6 +41,10 @@ _TAGS = (
 )  # fmt: skip
 """Part of a category's name -> kind, in the words of torch's memory profiler and of people."""
 
+_CUBLAS_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
+"""A workspace of cuBLAS per handle and stream, as torch sets it up (":4096:2:16:8"). Its calls are those of the first
+product, whatever that is part of."""
+
 _BUILDS = {"__init__", "reset_parameters", "_apply", "to", "cuda", "to_empty", "load_state_dict", "from_pretrained"}
 _BACKWARD = {"backward", "_engine_run_backward", "grad"}
 
@@ -75,11 +79,14 @@ def kinds_of(history: DeviceHistory, job: Workload | None = None) -> NDArray[np.
     ending = set(blocks.stack[blocks.died < events].tolist()) - {0}
     any_stacks = len(history.stacks) > 1
     kinds = np.full(len(blocks.born), _UNKNOWN, np.int64)
-    rows = zip(*(column.tolist() for column in (blocks.born, blocks.died, blocks.stack, blocks.tag, released)))
-    for row, (born, died, stack, tag, is_released) in enumerate(rows):
+    columns = (blocks.size_bytes, blocks.born, blocks.died, blocks.stack, blocks.tag, released)
+    rows = zip(*(column.tolist() for column in columns))
+    for row, (size, born, died, stack, tag, is_released) in enumerate(rows):
         lasts = died >= events
         if (tagged := tags[tag]) is not None:
             kinds[row] = tagged
+        elif size == _CUBLAS_BYTES:
+            kinds[row] = _BUFFER
         elif (born >= 0 or stack) and any_stacks:
             crosses = any(born < update <= died for update in updates)
             kept = is_released or (crosses and not (lasts and born < last_release))

@@ -23,17 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["stages_figure", "stages_text"]
 
 HEADS = (
-    "parallelism",
-    "policy",
-    "batch",
-    "iteration",
-    "tokens/s",
-    "bubble",
-    "sums",
-    "bound by",
-    "GPU peak",
+    "parallelism", "policy", "batch", "iteration", "tokens/s", "above bound", "bubble", "sums", "bound by", "GPU peak",
     "host peak",
-)
+)  # fmt: skip
 
 
 def stages_text(comparison: StagesComparison, *, width: int | None = None) -> str:
@@ -66,6 +58,7 @@ def _cells(row: StagesRow) -> tuple[str, ...]:
         f"{row.batch} x {row.micro_batches}",
         format_s(row.iteration_s),
         f"{row.tokens_per_s:,.0f}",
+        format_percent(row.gap or 0.0),
         format_percent(row.bubble),
         format_percent(row.sums or 0.0),
         BINDS_NAMES.get(row.bound_by or "", row.bound_by or ""),

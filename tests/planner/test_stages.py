@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pstar_sim.bounds.stages import stages_bound_s
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Fabric, Machine, Neighbour
 from pstar_sim.cli import main
@@ -97,6 +98,7 @@ def test_the_bubble_is_that_of_the_formula(stages: int, micro_batches: int, sche
     """With links that take no time, m + p - 1 turns of three seconds."""
     plans = chain(stages, micro_batches, schedule)
     prove_set(plans)
+    assert stages_bound_s(plans) == pytest.approx(3.0 * (micro_batches + stages - 1))
     assert [t.iteration_s for t in play_stages(plans)] == pytest.approx([3.0 * (micro_batches + stages - 1)] * stages)
 
 
@@ -105,6 +107,15 @@ def test_a_slow_border_adds_its_seconds_where_nothing_hides_them() -> None:
     (one, other) = play_stages(chain(2, 1, seconds=0.5))
     assert one.iteration_s == pytest.approx(7.0) and other.iteration_s == pytest.approx(7.0)
     assert one.stall_s == pytest.approx({"receive": 4.0})
+    assert stages_bound_s(chain(2, 1, seconds=0.5)) == pytest.approx(7.0)
+
+
+def test_without_a_meeting_the_bound_is_the_longest_stage() -> None:
+    """Iterations may then overlap: four micro-batches of three seconds."""
+    plans = chain(3, 4)
+    free = tuple(replace(plan, settings=Settings(clip=False, update="eager")) for plan in plans.plans)
+    eager = replace(plans, plans=free, meetings=plans.meetings[:-1])
+    assert stages_bound_s(eager) == pytest.approx(12.0)
 
 
 def test_a_send_and_its_receive_begin_and_end_together() -> None:
@@ -283,6 +294,7 @@ def test_random_sets_are_proved_and_keep_their_bytes_under_jitter() -> None:
         except DoesNotFit:
             continue
         reports = prove_set(planned.plans)
+        assert planned.lower_bound_s <= planned.iteration_s * (1 + 1e-9)
         for timelines in (planned.timelines, play_stages(planned.plans, jitter=lambda i, k: 0.5 + (i * 7 + k) % 5)):
             for report, timeline in zip(reports, timelines):
                 assert timeline.peak_bytes["gpu"] <= report.peak_bytes["gpu"]

@@ -120,6 +120,15 @@ def test_a_workspace_is_no_gradient(tmp_path: Path) -> None:
     assert [KINDS[k] for k in kinds[history.blocks.size_bytes == 2 * MIB]] == ["buffer"]
 
 
+def test_a_workspace_of_cublas_is_a_buffer(tmp_path: Path) -> None:
+    """Also where the first product runs while a module is built."""
+    recorder = Recorder()
+    recorder.alloc(8_519_680, BUILD)
+    recorder.alloc(8_519_680, AUTOGRAD)
+    history = load_snapshot(recorder.save(tmp_path / "s.pickle")).device()
+    assert [KINDS[k] for k in kinds_of(history)] == ["buffer", "buffer"]
+
+
 @pytest.mark.parametrize(("tag", "kind"), [("PARAMETER", "param"), ("OPTIMIZER_STATE", "states"), ("act", "non-model")])
 def test_a_category_of_the_recorder_counts_first(tmp_path: Path, tag: str, kind: str) -> None:
     recorder = Recorder()

@@ -1,0 +1,311 @@
+"""Random jobs of random parallelism: planned, proved, simulated, replayed by other means, and damaged.
+
+A job is a small GPT or Llama on 2 to 8 GPUs of random memory, with random degrees, schedule, micro-batches, policy and
+settings. Its set of plans is proved. The replay shares no code with simulator and checker: it takes each step's seconds
+and computes when steps begin, as the longest path to them (every step behind the step before it on its queue and behind
+those for which it waits, and a meeting where the last of its steps could begin). The hosts have DRAM without limit, no
+link is shared, and collectives cost no compute, so that nothing but the order decides; then replay and simulation agree
+to rounding. No set is faster than its bound (bounds/stages.py).
+
+A mutant is a set with one mistake. It is accepted if the proof holds. An accepted mutant is played under random
+timings, and none may go over a budget, wait for ever, or use more of a GPU than its proof says.
+
+    python benchmarks/stages.py [--jobs 500] [--mutants 600] [--seed 40]    # writes benchmarks/results/stages.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from _results import write_result
+
+from pstar_sim.catalog.loader import load_machine
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.checker.meetings import prove_set
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.plan_set import Meeting, PlanSet
+from pstar_sim.core.step import Kind, Queue, Step
+from pstar_sim.cost import CostModel
+from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, PstarError
+from pstar_sim.planner.jobs import Job
+from pstar_sim.planner.stages import PlannedStages, plan_stages
+from pstar_sim.sim.play import play_stages
+from pstar_sim.workload.parallelism import Parallelism
+from pstar_sim.workload.pipeline import SCHEDULES
+
+AGREE = 1e-9
+ITERATIONS = 8
+MEMORY = ("1.25GB", "1.5GB", "2GB", "3GB", "40GB")
+
+
+def drawn(rng: random.Random) -> tuple[Job, Machine, Parallelism, str, Settings]:
+    gpus = rng.choice((2, 4, 8))
+    tensor, stages = rng.choice(
+        [(t, p) for t in (1, 2, 4) for p in (1, 2, 3, 4) if t * p <= gpus and gpus % (t * p) == 0]
+    )
+    spread = Parallelism(tensor=tensor, pipeline=stages, schedule=rng.choice(SCHEDULES))
+    machine = load_machine(
+        rng.choice(("a100-40x8", "v100-32x8", "rtx4090x8")), gpus=gpus, gpu_memory=rng.choice(MEMORY)
+    )
+    host = replace(machine.host, dram_bytes_per_s=1e18)
+    ranks = tuple(replace(rank, root=None, link=replace(rank.link, duplex=True)) for rank in machine.ranks)
+    job = Job(
+        model=rng.choice(("gpt2", "gpt2-medium")),
+        batch=gpus // tensor // stages * rng.choice((1, 2)),
+        seq=rng.choice((32, 128)),
+        micro_batches=rng.randint(1, 5),
+        checkpointing=rng.random() < 0.6,
+        kernels=rng.choice(("eager", "fused", "megatron")),
+        lora=rng.choice((None, None, None, 4)),
+        optimizer=rng.choice((None, None, "adamw-8bit")),
+    )
+    settings = Settings(clip=rng.random() < 0.6, update=rng.choice(("step", "eager")))
+    return (
+        job,
+        replace(machine, host=host, ranks=ranks, root_bytes_per_s=None, slowdowns={}),
+        spread,
+        rng.choice(("all_on_gpu", "tide", "tide", "static_partition")),
+        settings,
+    )
+
+
+def replayed(plans: PlanSet) -> float:
+    """Returns the seconds of an iteration, by the longest path to each step."""
+    seconds: dict[tuple[int, int], float] = {}
+    behind: dict[tuple[int, int], list[tuple[tuple[int, int], int]]] = {}  # step -> (step, iterations back)
+    for stage, plan in enumerate(plans.plans):
+        costs = CostModel(plan.workload, plan.machine, plan.layout, rank=0).step_costs(plan).seconds
+        last: dict[Queue, int] = {}
+        firsts: dict[Queue, int] = {}
+        for step, takes_s in zip(plan.steps, costs):
+            me = (stage, step.id)
+            seconds[me] = takes_s
+            behind[me] = [((stage, ref.id), ref.back) for ref in step.after]
+            if step.queue in last:
+                behind[me].append(((stage, last[step.queue]), 0))
+            firsts.setdefault(step.queue, step.id)
+            last[step.queue] = step.id
+        for queue, first in firsts.items():
+            behind[stage, first].append(((stage, last[queue]), 1))
+    group: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {me: (me,) for me in seconds}
+    for meeting in plans.meetings:
+        for member in meeting.steps:
+            group[member] = meeting.steps
+    order = sorted_groups(group, behind)
+    ended: list[dict[tuple[int, int], float]] = []
+    for k in range(ITERATIONS):
+        now: dict[tuple[int, int], float] = {}
+        for members in order:
+            begin = 0.0
+            for me in members:
+                for other, back in behind[me]:
+                    if back == 0:
+                        begin = max(begin, now[other])
+                    elif k:
+                        begin = max(begin, ended[k - 1][other])
+            over = begin + max(seconds[me] for me in members)
+            now.update(dict.fromkeys(members, over))
+        ended.append(now)
+    final = [
+        (stage, next(s.id for s in reversed(p.steps) if s.queue is Queue.COMPUTE))
+        for stage, p in enumerate(plans.plans)
+    ]
+    return max(ended[-1][me] - ended[-2][me] for me in final)
+
+
+def sorted_groups(group, behind):  # type: ignore[no-untyped-def]
+    """Returns the groups of steps that begin together, each behind those for which it waits."""
+    order, state = [], {}
+    for root in group:
+        stack = [(group[root], False)]
+        while stack:
+            members, left = stack.pop()
+            if left:
+                state[members] = 2
+                order.append(members)
+            elif members not in state:
+                state[members] = 1
+                stack.append((members, True))
+                for me in members:
+                    for other, back in behind[me]:
+                        if not back and state.get(group[other]) != 2:
+                            stack.append((group[other], False))
+    return list(dict.fromkeys(order))
+
+
+# -- mutants ----------------------------------------------------------------------------------------------------------
+
+
+def _with_plan(plans: PlanSet, stage: int, plan: Plan) -> PlanSet:
+    return replace(plans, plans=(*plans.plans[:stage], plan, *plans.plans[stage + 1 :]))
+
+
+def _with_step(plans: PlanSet, stage: int, step: Step) -> PlanSet:
+    plan = plans.plans[stage]
+    return _with_plan(plans, stage, replace(plan, steps=tuple(step if s.id == step.id else s for s in plan.steps)))
+
+
+def _trips(plans: PlanSet, *kinds: Kind) -> list[tuple[int, Step]]:
+    return [(n, s) for n, plan in enumerate(plans.plans) for s in plan.steps if s.kind in kinds]
+
+
+def drop_meeting(plans: PlanSet, rng: random.Random) -> PlanSet:
+    left = rng.choice(plans.meetings)
+    return replace(plans, meetings=tuple(m for m in plans.meetings if m is not left))
+
+
+def swap_partners(plans: PlanSet, rng: random.Random) -> PlanSet:
+    a, b = rng.sample([m for m in plans.meetings if len(m.steps) == 2], 2)
+    swapped = {a: Meeting((a.steps[0], b.steps[1])), b: Meeting((b.steps[0], a.steps[1]))}
+    return replace(plans, meetings=tuple(swapped.get(m, m) for m in plans.meetings))
+
+
+def norm_without_a_stage(plans: PlanSet, rng: random.Random) -> PlanSet:
+    norm = next(m for m in plans.meetings if len(m.steps) == len(plans.plans) and m is plans.meetings[-1])
+    left = Meeting(tuple(s for s in norm.steps if s is not rng.choice(norm.steps[:1])))
+    return replace(plans, meetings=(*plans.meetings[:-1], left))
+
+
+def drop_trip(plans: PlanSet, rng: random.Random) -> PlanSet:
+    stage, gone = rng.choice(_trips(plans, Kind.SEND, Kind.RECEIVE))
+    plan = plans.plans[stage]
+    steps = tuple(
+        s.waiting_for(tuple(ref for ref in s.after if ref.id != gone.id)) for s in plan.steps if s.id != gone.id
+    )
+    return _with_plan(plans, stage, replace(plan, steps=steps))
+
+
+def early_receive(plans: PlanSet, rng: random.Random) -> PlanSet:
+    stage, step = rng.choice(_trips(plans, Kind.RECEIVE))
+    return _with_step(plans, stage, step.waiting_for(()))
+
+
+def early_send(plans: PlanSet, rng: random.Random) -> PlanSet:
+    stage, step = rng.choice(_trips(plans, Kind.SEND))
+    return _with_step(plans, stage, step.waiting_for(()))
+
+
+def nothing_waits(plans: PlanSet, rng: random.Random) -> PlanSet:
+    stage, gone = rng.choice(_trips(plans, Kind.SEND, Kind.RECEIVE))
+    plan = plans.plans[stage]
+    steps = tuple(s.waiting_for(tuple(ref for ref in s.after if ref.id != gone.id)) for s in plan.steps)
+    return _with_plan(plans, stage, replace(plan, steps=steps))
+
+
+def cross_on_queue(plans: PlanSet, rng: random.Random) -> PlanSet:
+    stage = rng.randrange(len(plans.plans))
+    plan = plans.plans[stage]
+    queue = rng.choice((Queue.SEND, Queue.RECEIVE))
+    a, b = sorted(rng.sample([n for n, s in enumerate(plan.steps) if s.queue is queue], 2))
+    steps = list(plan.steps)
+    steps[a], steps[b] = steps[b], steps[a]
+    return _with_plan(plans, stage, replace(plan, steps=tuple(steps)))
+
+
+def other_border(plans: PlanSet, rng: random.Random) -> PlanSet:
+    stage, step = rng.choice(_trips(plans, Kind.SEND, Kind.RECEIVE))
+    other = rng.choice([s for n, s in _trips(plans, step.kind) if n == stage and s.id != step.id])
+    return _with_step(plans, stage, replace(step, stash=other.stash))
+
+
+def other_bytes(plans: PlanSet, rng: random.Random) -> PlanSet:
+    stage, step = rng.choice(_trips(plans, Kind.SEND, Kind.RECEIVE))
+    return _with_step(plans, stage, replace(step, bytes=step.bytes + rng.choice((-1, 1))))
+
+
+MUTATIONS: tuple[Callable[[PlanSet, random.Random], PlanSet], ...] = (
+    drop_meeting, swap_partners, norm_without_a_stage, drop_trip, early_receive, early_send, nothing_waits,
+    cross_on_queue, other_border, other_bytes,
+)  # fmt: skip
+
+
+def _factor(factors: list[float], step: int, iteration: int) -> float:
+    return factors[(step * 31 + iteration * 7) % len(factors)]
+
+
+def broken(plans: PlanSet, rng: random.Random) -> str:
+    """Plays an accepted mutant under random timings. Returns what went wrong; "" if nothing did."""
+    reports = prove_set(plans)
+    for _ in range(5):
+        factors = [rng.choice((0.01, 0.3, 1.0, 3.0, 30.0)) for _ in range(97)]
+        try:
+            timelines = play_stages(plans, jitter=partial(_factor, factors))
+        except PlanError as error:
+            return str(error)
+        for stage, (report, timeline) in enumerate(zip(reports, timelines)):
+            if timeline.peak_bytes["gpu"] > report.peak_bytes["gpu"]:
+                return f"stage {stage} takes {timeline.peak_bytes['gpu']} bytes"
+    return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=500)
+    parser.add_argument("--mutants", type=int, default=600)
+    parser.add_argument("--seed", type=int, default=40)
+    asked = parser.parse_args()
+    rng = random.Random(asked.seed)
+    begin = time.process_time()
+    planned: list[PlannedStages] = []
+    refused: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    worst, disagree, below = 0.0, 0, 0
+    while len(planned) < asked.jobs:
+        job, machine, spread, policy, settings = drawn(rng)
+        try:
+            found = plan_stages(job, machine, policy, spread, settings)
+        except (DoesNotFit, CannotPlan) as error:
+            refused[type(error).__name__] += 1
+            continue
+        except PstarError as error:
+            refused[str(error)] += 1
+            continue
+        prove_set(found.plans)
+        apart = abs(replayed(found.plans) / found.iteration_s - 1)
+        worst, disagree = max(worst, apart), disagree + (apart > AGREE)
+        if apart > AGREE:
+            print(f"apart by {apart:.2e}: {policy} {spread} {job} {machine.gpu.memory_bytes} {settings}")
+        below += found.lower_bound_s > found.iteration_s * (1 + AGREE)
+        planned.append(found)
+        kinds[f"{policy}, {spread.pipeline} stages"] += 1
+    print(f"{len(planned)} sets proved; refused {dict(refused)}; {dict(kinds)}")
+    print(
+        f"replay and simulation apart by at most {worst:.2e}; {disagree} by more than {AGREE}; {below} below the bound"
+    )
+    piped = [p.plans for p in planned if len(p.plans.plans) > 1]
+    made, accepted, bad = Counter[str](), Counter[str](), []
+    while sum(made.values()) < asked.mutants:
+        mutation = MUTATIONS[sum(made.values()) % len(MUTATIONS)]
+        try:
+            mutant = mutation(rng.choice(piped), rng)
+        except (ValueError, IndexError, StopIteration):  # this set has no such place
+            continue
+        made[mutation.__name__] += 1
+        try:
+            prove_set(mutant)
+        except PstarError:
+            continue
+        accepted[mutation.__name__] += 1
+        if said := broken(mutant, rng):
+            bad.append(f"{mutation.__name__}: {said}")
+    print(f"{sum(made.values())} mutants, accepted {dict(accepted)}, of these broken {len(bad)}: {bad[:5]}")
+    print(f"{time.process_time() - begin:.0f} s of CPU")
+    figures = {
+        "sets": len(planned), "refused": dict(refused), "kinds": dict(kinds), "apart": worst, "disagree": disagree,
+        "below": below,
+        "mutants": dict(made), "accepted": dict(accepted), "broken": bad,
+    }  # fmt: skip
+    if asked.jobs >= 500:
+        print(write_result("stages", figures))
+    if disagree or below or bad:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

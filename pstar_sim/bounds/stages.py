@@ -1,0 +1,61 @@
+"""A lower bound of the seconds of a pipeline's iteration, for any plans of its stages.
+
+[Note: the bound of stages] The GPUs of a stage compute all its moments in every iteration, one after the other. So no
+iteration is shorter than the moments of the stage that computes longest. If the optimizer steps of all stages meet, no
+moment of an iteration begins before the meeting of the iteration before: on every compute queue it comes behind it.
+Then no iteration is shorter than the longest path from one meeting to the next: through the moments of a stage in their
+order, and through each transfer, which begins when both stages have ended the moments that it follows and for which the
+moments that need it wait. Updates, copies, and the order of transfers on their queues are left out; they only delay.
+The bound is that of the cut, the schedule and the micro-batches: another cut may be faster.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from pstar_sim.core.plan_set import PlanSet
+from pstar_sim.cost import CostModel
+
+__all__ = ["stages_bound_s"]
+
+_Key = tuple[int, int, str, int]
+
+
+def stages_bound_s(plans: PlanSet) -> float:
+    """Returns the seconds of [Note: the bound of stages]."""
+    costs = [CostModel(plan.workload, plan.machine, plan.layout) for plan in plans.plans]
+    longest_s = max(sum(cost.moments_s) for cost in costs)
+    meet = any(len(meeting.steps) == len(costs) for meeting in plans.meetings) and _has_barrier(plans)
+    return max(longest_s, _path_s(plans, costs)) if meet else longest_s
+
+
+def _has_barrier(plans: PlanSet) -> bool:
+    return any(plan.settings.barrier(plan.workload.compute_dtype) is not None for plan in plans.plans)
+
+
+def _path_s(plans: PlanSet, costs: list[CostModel]) -> float:
+    """Returns the end of the last moment of any stage, if all begin at 0."""
+    needs: list[defaultdict[int, list[_Key]]] = [defaultdict(list) for _ in costs]
+    makes: list[defaultdict[int, list[tuple[_Key, float]]]] = [defaultdict(list) for _ in costs]
+    for stage, (plan, cost) in enumerate(zip(plans.plans, costs)):
+        for border in plan.workload.borders:
+            ends = (border.peer, stage) if border.receives else (stage, border.peer)
+            key = (*ends, border.what, border.micro_batch)
+            needs[stage][border.until].append(key)
+            makes[stage][border.behind].append((key, cost.border_s(border)))
+    posted: dict[_Key, float] = {}  # transfer -> when the first of its two stages came to it
+    over_s: dict[_Key, float] = {}
+    clock, at = [0.0] * len(costs), [0] * len(costs)
+    moved = True
+    while moved:
+        moved = False
+        for stage, cost in enumerate(costs):
+            while at[stage] < len(cost.moments_s) and all(key in over_s for key in needs[stage][at[stage]]):
+                m = at[stage]
+                clock[stage] = max([clock[stage], *(over_s[key] for key in needs[stage][m])]) + cost.moments_s[m]
+                for key, seconds in makes[stage][m]:
+                    if key in posted:
+                        over_s[key] = max(posted[key], clock[stage]) + seconds
+                    posted[key] = clock[stage]
+                at[stage], moved = m + 1, True
+    return max(clock)
