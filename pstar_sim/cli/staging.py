@@ -58,7 +58,9 @@ def _asked(
             raise PstarError("--parallel needs --model with --batch and --seq; a trace is of a whole model")
         ways = [Way(parallelism=Parallelism.parse(parallel), batch=one.batch, micro_batches=one.micro_batches or 1)]
     with bar("starting", quiet=quiet) as on_part:
-        return compare_stages(one, machine, policies, ways, left_out=left_out, settings=settings, on_part=on_part)
+        return compare_stages(
+            one, machine, policies, ways, left_out=left_out, every=parallel == "all", settings=settings, on_part=on_part
+        )
 
 
 def compare_spread(

@@ -3,7 +3,10 @@
 [Note: which parallelisms] A question about all ways to spread a model takes every number of stages that divides the
 GPUs, the blocks and the batch, with the micro-batches that are asked for and with the most that the batch allows, one
 sequence each. "auto" leaves out a pipeline whose bubble alone, (p-1)/(m+p-1) of the iteration, costs more than half of
-it; "all" takes those too, and every schedule. What is left out is said.
+it, and plans the others in the order of their bounds: a way whose bound is above the fastest plan so far cannot be the
+fastest. The bound of a way is in closed form. For any stage the first micro-batch has to come through the stages before
+it, the stage computes all micro-batches, and the last one has to go back; where optimizer steps do not meet, iterations
+overlap and the stage alone counts. "all" plans every way, with every schedule. What is left out is said.
 
 A stage has its ranks, and its part of their nodes: of memory and bandwidth of the host, of cores and disks, as much as
 its share of a node's GPUs. Ranks of one stage follow one another, so that neighbours in a pipeline are far apart and
@@ -13,7 +16,7 @@ ranks that share a batch are near (the order of Megatron-LM).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -22,6 +25,7 @@ from pstar_sim.catalog.machine import Fabric, Group, Host, Machine, Neighbour, N
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.checker.meetings import prove_set
+from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.plan_set import PlanSet, meetings_of
 from pstar_sim.core.timeline import Timeline
@@ -33,10 +37,12 @@ from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.stated import SECONDS_AGREE
 from pstar_sim.policy.registry import Policy, find_policy, policy_name
 from pstar_sim.sim.play import play_stages
+from pstar_sim.units import format_s
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.pipeline import SCHEDULES, cells_of, in_schedule
 from pstar_sim.workload.presets import check_blocks, stage_of
 from pstar_sim.workload.presets.shared import Stage
+from pstar_sim.workload.tape import Crossing
 from pstar_sim.workload.workload import Workload
 
 __all__ = [
@@ -142,12 +148,14 @@ class StagesComparison:
     """rows: those that fit, the fastest first, then the others.
 
     left_out: ways that were not planned, with the reason.
+    slower: ways that were not planned because their bounds, in brackets, are above the fastest plan.
     """
 
     job: Job
     machine: Machine
     rows: tuple[StagesRow, ...]
     left_out: tuple[str, ...]
+    slower: tuple[str, ...]
     best: PlannedStages | None
 
 
@@ -204,16 +212,31 @@ def compare_stages(
     ways: Sequence[Way],
     *,
     left_out: Sequence[str] = (),
+    every: bool = False,
     settings: Settings | None = None,
     on_part: OnPart | None = None,
 ) -> StagesComparison:
-    """Plans every way with every policy that can. Raises PstarError for a job that cannot be cut."""
+    """Plans the ways with every policy that can, by [Note: which parallelisms].
+
+    every: also ways that cannot be the fastest.
+
+    Raises PstarError for a job that cannot be cut.
+    """
     tell = teller(on_part)
+    settings = settings or Settings()
     rows: list[StagesRow] = []
     best: PlannedStages | None = None
-    missing = list(left_out)
-    for n, (way, policy) in enumerate((way, policy) for way in ways for policy in policies):
+    missing, slower = list(left_out), list[str]()
+    bounds = [_bound_s(job, machine, way, settings) for way in ways]
+    order = sorted(range(len(ways)), key=bounds.__getitem__)
+    for n, (at, policy) in enumerate((at, policy) for at in order for policy in policies):
+        way = ways[at]
         tell(f"{way.parallelism} {policy}", n, len(ways) * len(policies))
+        if best is not None and not every and bounds[at] > best.iteration_s:
+            if policy == policies[0]:
+                spread = f"{way.parallelism} {way.batch} x {way.micro_batches}"
+                slower.append(f"{spread} ({format_s(bounds[at])})")
+            continue
         own = replace(job, batch=way.batch, micro_batches=way.micro_batches)
         said = StagesRow(
             parallel=str(way.parallelism),
@@ -234,7 +257,23 @@ def compare_stages(
         rows.append(_row(said, planned))
         best = planned if best is None or planned.iteration_s < best.iteration_s else best
     rows.sort(key=lambda row: (not row.fits, row.iteration_s or 0.0))
-    return StagesComparison(job=job, machine=machine, rows=tuple(rows), left_out=tuple(missing), best=best)
+    return StagesComparison(
+        job=job, machine=machine, rows=tuple(rows), left_out=tuple(missing), slower=tuple(slower), best=best
+    )
+
+
+def _bound_s(job: Job, machine: Machine, way: Way, settings: Settings) -> float:
+    """Returns a lower bound of the seconds of a way, by [Note: which parallelisms]."""
+    own = replace(job, batch=way.batch, micro_batches=way.micro_batches)
+    before_s = longest_s = 0.0
+    meet = True
+    for number, (one, _) in enumerate(_micro_batch_of_stages(own, machine, way.parallelism)):
+        cost = CostModel(one, machine_of_stage(machine, way.parallelism, number), build_layout(one))
+        seconds = sum(cost.moments_s)
+        meet = meet and settings.barrier(one.compute_dtype) is not None
+        longest_s = max(longest_s, before_s * meet + way.micro_batches * seconds)
+        before_s += seconds
+    return longest_s
 
 
 def _row(said: StagesRow, planned: PlannedStages) -> StagesRow:
@@ -314,6 +353,17 @@ def stages_of(
 
     shape: the model's, if it is not in the catalog.
     """
+    p, micro_batches = parallelism, job.micro_batches or 1
+    return [
+        in_schedule(one, crossings, cells_of(p.schedule, number, p.pipeline, micro_batches), number, p.pipeline)
+        for number, (one, crossings) in enumerate(_micro_batch_of_stages(job, machine, p, shape=shape))
+    ]
+
+
+def _micro_batch_of_stages(
+    job: Job, machine: Machine, parallelism: Parallelism, *, shape: ModelEntry | None = None
+) -> Iterator[tuple[Workload, Sequence[Crossing]]]:
+    """Yields one micro-batch of each stage, and what crosses its borders."""
     data = parallelism.data_on(machine.world_size)
     if job.model is None or job.batch is None or job.seq is None:
         raise PstarError("a trace is of a whole model; give --model, whose preset is cut into stages")
@@ -322,16 +372,11 @@ def stages_of(
     entry = shape or model_entry(job.model)
     check_blocks(entry, job)
     axes = job.but(dtype=job.dtype_on(machine)).given
-    micro_batches = job.micro_batches or 1
-    workloads = []
     for number, layers in enumerate(_even(entry.layers, parallelism.pipeline, job.model)):
         stage = Stage(
             layers=layers, first=number == 0, last=number == parallelism.pipeline - 1, tensor=parallelism.tensor
         )
-        one, crossings = stage_of(entry, stage, batch=job.batch // data, sequence=job.seq, **axes)
-        cells = cells_of(parallelism.schedule, number, parallelism.pipeline, micro_batches)
-        workloads.append(in_schedule(one, crossings, cells, number, parallelism.pipeline))
-    return workloads
+        yield stage_of(entry, stage, batch=job.batch // data, sequence=job.seq, **axes)
 
 
 def _even(layers: int, stages: int, model: str) -> list[range]:

@@ -45,6 +45,9 @@ def stages_text(comparison: StagesComparison, *, width: int | None = None) -> st
             "",
             *wrap(f"{policy} does not fit: {'; '.join(_lacks(r) for r in unfit if r.policy == policy)}", width),
         ]
+    if comparison.slower:
+        words = "not planned, because no plan of it would be faster than the seconds in brackets"
+        lines += ["", *wrap(f"{words}: {', '.join(comparison.slower)}", width)]
     for words in comparison.left_out:
         lines += ["", *wrap(f"not planned: {words}", width)]
     return "\n".join(lines) + "\n"

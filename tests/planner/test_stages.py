@@ -280,6 +280,16 @@ def test_every_way_is_planned_or_said_to_be_left_out(node: Machine) -> None:
     )
 
 
+def test_a_way_that_cannot_be_the_fastest_is_not_planned() -> None:
+    """Its bound is above the fastest plan: planned all the same, it is slower."""
+    job, machine = replace(JOB, model="gpt2", batch=4), load_machine("rtx4090x8", gpus=4)
+    ways, _ = ways_to_spread(job, machine)
+    few, every = (compare_stages(job, machine, ["all_on_gpu"], ways, every=every) for every in (False, True))
+    assert few.best is not None and every.best is not None and few.slower and not every.slower
+    assert few.best.iteration_s == every.best.iteration_s
+    assert len(few.rows) + len(few.slower) == len(every.rows) == len(ways)
+
+
 def test_random_sets_are_proved_and_keep_their_bytes_under_jitter() -> None:
     rng = random.Random(40)
     for _ in range(6):

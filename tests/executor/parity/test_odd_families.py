@@ -1,0 +1,176 @@
+"""Families with odd tensor sizes: state spaces, linear attention beside experts, windows, queries, convolutions in one
+dimension with weights in two parts. Under a plan, each optimizer has the plain loop's bits."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import executor
+from pstar_sim.errors import DoesNotFit
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.slow
+
+Draw = Callable[[torch.Generator], dict[str, Any]]
+
+
+def text(draw: torch.Generator) -> dict[str, Any]:
+    ids = torch.randint(99, (2, 12), generator=draw)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def zamba2() -> tuple[nn.Module, Draw]:
+    config = transformers.Zamba2Config(
+        vocab_size=99, hidden_size=36, num_hidden_layers=4, layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        num_attention_heads=4, num_key_value_heads=4, attention_head_dim=18, intermediate_size=52, mamba_d_state=10,
+        mamba_headdim=12, n_mamba_heads=6, mamba_ngroups=1, num_mem_blocks=1, chunk_size=4, use_mem_rope=False,
+        use_cache=False,
+    )  # fmt: skip
+    return transformers.Zamba2ForCausalLM(config), text
+
+
+def qwen3_next() -> tuple[nn.Module, Draw]:
+    config = transformers.Qwen3NextConfig(
+        vocab_size=99, hidden_size=36, intermediate_size=50, num_hidden_layers=4, num_attention_heads=3,
+        num_key_value_heads=1, head_dim=16, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+        linear_value_head_dim=12, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+        shared_expert_intermediate_size=28, use_cache=False,
+    )  # fmt: skip
+    return transformers.Qwen3NextForCausalLM(config), text
+
+
+def swin() -> tuple[nn.Module, Draw]:
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=18, depths=[2, 2], num_heads=[3, 6], window_size=4, num_labels=5
+    )
+
+    def images(draw: torch.Generator) -> dict[str, Any]:
+        return {
+            "pixel_values": torch.randn(2, 3, 32, 32, generator=draw),
+            "labels": torch.randint(5, (2,), generator=draw),
+        }
+
+    return transformers.SwinForImageClassification(config), images
+
+
+def detr() -> tuple[nn.Module, Draw]:
+    backbone = transformers.ResNetConfig(
+        embedding_size=10, hidden_sizes=[10, 14], depths=[1, 1], layer_type="basic", out_features=["stage2"]
+    )
+    config = transformers.DetrConfig(
+        use_timm_backbone=False, backbone=None, use_pretrained_backbone=False, backbone_config=backbone, d_model=24,
+        encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=46,
+        decoder_ffn_dim=46, num_queries=7, num_labels=4, dropout=0.0,
+    )  # fmt: skip
+
+    def boxes(draw: torch.Generator) -> dict[str, Any]:
+        found = {"class_labels": torch.tensor([1, 2]), "boxes": torch.rand(2, 4, generator=draw) * 0.4 + 0.2}
+        return {"pixel_values": torch.randn(1, 3, 64, 64, generator=draw), "labels": [found]}
+
+    return transformers.DetrForObjectDetection(config), boxes
+
+
+class Autoencoder(nn.Module):
+    """EnCodec without its codebooks, which learn without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.EncodecConfig(
+            num_filters=6, hidden_size=18, upsampling_ratios=[4, 2], num_lstm_layers=1, codebook_size=16,
+            codebook_dim=18, target_bandwidths=[1.5], num_residual_layers=1,
+        )  # fmt: skip
+        whole = transformers.EncodecModel(config)
+        self.encoder, self.decoder = whole.encoder, whole.decoder
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = ((self.decoder(self.encoder(x)) - x) ** 2).mean()
+        return loss
+
+
+def encodec() -> tuple[nn.Module, Draw]:
+    return Autoencoder(), lambda draw: {"x": torch.randn(2, 1, 64, generator=draw)}
+
+
+def adafactor(parameters: Any) -> torch.optim.Optimizer:
+    from transformers.optimization import Adafactor
+
+    optimizer: torch.optim.Optimizer = Adafactor(parameters, lr=1e-3, relative_step=False, scale_parameter=False)
+    return optimizer
+
+
+def in_8_bits(parameters: Any) -> torch.optim.Optimizer:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        pytest.skip("no bitsandbytes")
+    from bitsandbytes.optim import AdamW8bit
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(parameters, lr=1e-3)
+    return optimizer
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
+    "adafactor": adafactor,
+    "8 bits": in_8_bits,
+}
+
+
+def loss_of(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    output: Any = model(**batch)
+    loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
+    return loss
+
+
+def train(model: nn.Module, optimizer: Any, batch: Draw, micro_batches: int) -> list[float]:
+    torch.manual_seed(1)
+    draw, losses = torch.Generator().manual_seed(5), []
+    for _ in range(3):
+        for _ in range(micro_batches):
+            loss = loss_of(model, batch(draw)) / micro_batches
+            loss.backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("policy", "micro_batches"), [("tide", 2), ("zero_offload", 1)])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("family", [zamba2, qwen3_next, swin, detr, encodec])
+def test_is_the_plain_loop_to_the_bit(
+    family: Callable[[], tuple[nn.Module, Draw]], name: str, policy: str, micro_batches: int
+) -> None:
+    """On one thread: with several, kernels such as those of layer norm sum in another order under a plan."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        torch.manual_seed(0)
+        reference, batch = family()
+        reference.train()
+        model = copy.deepcopy(reference)
+        losses = train(reference, OPTIMIZERS[name](reference.parameters()), batch, micro_batches)
+        size, example = sum(4 * p.numel() for p in model.parameters()), batch(torch.Generator().manual_seed(9))
+        own = OPTIMIZERS[name](model.parameters())
+        for share in (1, 2, 4, 8, 16):
+            try:
+                _, optimizer = executor.offload(
+                    model, own, example, gpu_memory=size * share, micro_batches=micro_batches, policy=policy,
+                    loss=loss_of,
+                )  # fmt: skip
+                break
+            except DoesNotFit:
+                continue
+        assert train(model, optimizer, batch, micro_batches) == losses
+        assert optimizer.session.deviations == 0
+        optimizer.session.close()
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters()))
+    finally:
+        torch.set_num_threads(threads)
