@@ -44,7 +44,7 @@ from pstar_sim.workload.parallelism import Parallelism
 DATA = Path(__file__).parent / "data"
 FILES = {"one node": "vtrain_single.csv", "several nodes": "vtrain_multi.csv"}
 SYSTEMS = {"tr11": "Megatron-DeepSpeed (BigScience)", "Korthikanti": "Megatron-LM (Korthikanti 2022, table 5)"}
-FOLD = 4
+FOLD = 2
 CATALOG = load_catalog()
 VOCABULARY = 51_200
 

@@ -106,7 +106,6 @@ CHANGES: tuple[Change, ...] = (
              a_lead_of_3_chunks=Knobs(lead_chunks=3), nothing_stays=Knobs(stay=0.0), short_stays=Knobs(stay=0.25)),
     *instead("search, sums, large chunks", "policy.family.search.FIRST_STRIDE", 32, 10**6),
     *instead("search, sums, large chunks", "policy.family.search.NEXT_STRIDE", 6, 10**6),
-    *instead("search, small batches, large chunks", "policy.family.search.FEWER_PINS", 0.7, 1.0),
     *instead("many chunks", "policy.family.search.MOST_PAIRS", 2_500),
     *instead("sums", "policy.family.search.POINTS", 11),
     *instead("sums", "policy.family.search.SUMS", 5),
@@ -129,7 +128,6 @@ CHANGES: tuple[Change, ...] = (
     *instead("small batches", "policy.family.searched.WORTH_MORE", 0.0, 0.06),
     *instead("full GPUs", "policy.family.searched.WORTH_MORE_BEHIND_BARRIER", 0.0, 1.0),
     *instead("small batches", "policy.family.search.WANDER", 0.02, 0.08),
-    *instead("small batches", "policy.family.search.OTHER_MODES", 0.0, 0.5),
     *instead("small batches", "policy.family.search.WANDER_LIMIT", 1.0, 1.1),
     *instead("many chunks", "policy.family.searched.OPS", 145_000, 580_000),
     *instead("one size", "policy.family.searched.ALONE", 0.33, 1.0),
@@ -138,6 +136,7 @@ CHANGES: tuple[Change, ...] = (
     *instead("search, plenty", "policy.family.searched.WORTH_A_SIZE_OF_FEW", 0.0, 1.0),
     *instead("many chunks, plenty", "policy.family.searched.WORTH_A_SIZE", 0.0, 1.0),
     *instead("search", "policy.family.searched.COARSE", 0, 200),
+    *instead("experts", "policy.family.searched.VISITS", 2_250, none_coarse=10**9),
     *instead("search, many chunks", "policy.family.searched.MOST_CHUNKS", 200, 10**6),
     *instead("search, sums", "policy.family.course.LINGER_COPIES", 0, 4),
     *instead("tide, stronghold, plenty", "policy.kit.ties.AS_FAST", 0.0),
@@ -368,6 +367,15 @@ def of_ranks() -> dict[str, Job]:
     return {"llama-3-70b, h100-80x8, eager": (gpt("llama-3-70b", 4), ps.machine("h100-80x8"), EAGER)}
 
 
+def of_experts() -> dict[str, Job]:
+    """Returns jobs of many chunks that several micro-batches use."""
+    return {
+        f"qwen3-30b-a3b, h100-80, {batch} x {times}, eager": (gpt("qwen3-30b-a3b", batch, times), machine, EAGER)
+        for machine in (ps.machine("h100-80"),)
+        for batch, times in ((4, 2), (2, 4), (1, 8))
+    }
+
+
 def of_fluid() -> dict[str, Job]:
     """Returns jobs for the fluid bound, some with micro-batches: with as many runs of moments as points, with more, and
     with more than are shown one by one."""
@@ -466,6 +474,7 @@ GROUPS: Mapping[str, tuple[Callable[[], Mapping[str, Any]], Callable[[Any], tupl
     "karma": (of_karma, of_ways),
     "variants": (of_variants, of_race),
     "ranks": (of_ranks, lambda job: own(job, POINT)),
+    "experts": (of_experts, lambda job: own(job, POINT)),
     "fluid": (of_fluid, bounded),
 }
 

@@ -21,8 +21,8 @@ class Clock:
     """
 
     __slots__ = (
-        "_changed", "_columns", "_demand", "_left", "_rates", "_settled_s", "_sharing", "_slow", "_speed", "_until",
-        "now", "running",
+        "_changed", "_columns", "_demand", "_left", "_rates", "_rates_of", "_settled_s", "_sharing", "_slow", "_speed",
+        "_until", "now", "running",
     )  # fmt: skip
 
     def __init__(self, columns: Columns, rates: Rates) -> None:
@@ -36,6 +36,7 @@ class Clock:
         self._changed = False  # whether a step that shares something has started or ended at this instant
         # For queues that share something: nominal seconds still to do since `_settled_s`, speed from then on, and bytes
         # of DRAM per second that the op wants.
+        self._rates_of: dict[tuple[float, ...], list[tuple[int, float]]] = {}
         self._left, self._speed, self._demand = [0.0] * queues, [1.0] * queues, [0.0] * queues
 
     def occupy(self, q: int, op: int, seconds: float) -> None:
@@ -75,12 +76,24 @@ class Clock:
         self._changed = False
         now, running, left, speed, demand = self.now, self.running, self._left, self._speed, self._demand
         elapsed, self._settled_s = now - self._settled_s, now
-        sharing = [q for q in self._columns.on_dram if running[q] >= 0]
-        copies = [q in (H2D, D2H) for q in sharing]
-        for q, rate in zip(sharing, self._rates.speeds((), [demand[q] for q in sharing], copies, ())[0]):
+        together = tuple([demand[q] if running[q] >= 0 else -1.0 for q in self._columns.on_dram])
+        rates = self._rates_of.get(together)
+        if rates is None:
+            rates = self._rates_of[together] = self._rates_together(together)
+        for q, rate in rates:
             left[q] = rest = left[q] - elapsed * speed[q]
             speed[q] = rate
             self._until[q] = now + max(0.0, rest) / rate
+
+    def _rates_together(self, together: Sequence[float]) -> list[tuple[int, float]]:
+        """Returns the speed of each queue that runs a step.
+
+        together: demand of each queue that uses host DRAM; negative where no step runs.
+        """
+        sharing = [q for q, demand in zip(self._columns.on_dram, together) if demand >= 0.0]
+        copies = [q in (H2D, D2H) for q in sharing]
+        demands = [demand for demand in together if demand >= 0.0]
+        return [*zip(sharing, self._rates.speeds((), demands, copies, ())[0])]
 
     def pass_over(self, entries: Sequence[int]) -> bool:
         """Returns whether the steps of these entries end in that order."""

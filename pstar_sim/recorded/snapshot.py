@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,6 +44,7 @@ __all__ = [
 ROUND_BYTES = 512
 LARGEST_BYTES = 8_000_000_000  # of a file: what is read needs about ten times as much memory
 _MOST = 2**62
+_BUILT_IN = "torch/built-in"
 _LIVES = ("active_allocated", "active_pending_free", "active_awaiting_free")
 
 Ints = NDArray[np.int64]
@@ -58,7 +60,7 @@ class Frame:
 
     def __str__(self) -> str:
         parts = self.file.replace("\\", "/").split("/")
-        return f"{'/'.join(parts[-2:])}:{self.line} {self.function}" if self.file else self.function
+        return f"{'/'.join(parts[-2:])}:{self.line} {self.function}" if self.file and self.line else self.function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +311,7 @@ class _Builder:
                 free = event.get("device_free")
                 free_bytes = free if type(free) is int and 0 <= free < _MOST else None
                 self.ooms.append(OutOfMemoryEvent(number, _whole(event, "size", "an event"), free_bytes))
-            time_us = _whole(event, "time_us", "an event", default=0)
+            time_us = _whole(event, "time_us", "an event", default=number)  # a profile's events have none
             self.time_us.append(max(time_us, self.time_us[-1]) if self.time_us else time_us)
             self.reserved.append(change)
 
@@ -402,6 +404,9 @@ class _Builder:
             row = _dict(value, "a frame")
             line = row.get("line")
             file, function = str(row.get("filename", ""))[:1000], str(row.get("name", ""))[:1000]
+            if file == "none":  # of a profile: torch/nn/modules/linear.py(130): forward, or a built-in function
+                inside = re.fullmatch(r"(.*)\((\d+)\): (.*)", function)
+                file, line, function = (inside[1], int(inside[2]), inside[3]) if inside else (_BUILT_IN, 0, function)
             frame = self._frames[id(value)] = Frame(file, line if type(line) is int else 0, function)
         return frame
 

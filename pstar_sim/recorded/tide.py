@@ -41,7 +41,13 @@ def last_step(history: DeviceHistory) -> tuple[int, int]:
 def tide_of(
     history: DeviceHistory, kinds: NDArray[np.int64], job: Workload | None = None, *, label: str = ""
 ) -> Timeline:
-    """Returns the bytes of the last step by kind, with a span per moment where the run has marked the moments."""
+    """Returns the bytes of the last step by kind, with a span per moment where the run has marked the moments. Raises
+    TraceError for a device without events."""
+    if not history.events:
+        raise TraceError(
+            f"device {history.device} has no events, so there is no tide; record them with "
+            "torch.cuda.memory._record_memory_history"
+        )
     first, end = last_step(history)
     table = _by_kind(history, kinds)[:, first : end + 1]
     times = np.concatenate([history.time_us[first : first + 1], history.time_us[first:end]])

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from snapshots import AUTOGRAD, BASE, BUILD, FORWARD, VERSIONS, Recorder, train
+from torch.cuda._memory_viz import _profile_to_snapshot
 
 from pstar_sim.errors import TraceError
 from pstar_sim.recorded.held import held_of_snapshot
@@ -148,6 +150,33 @@ def test_the_tide_of_a_step_by_time(tmp_path: Path) -> None:
     # and the last two go; the update's own temporary comes and goes.
     assert tide == [512, 0, 512, 8704, 16896, 8704, 512, 4608, 512]
     assert timeline.peak_bytes == {"gpu": int(np.max(history.allocated_bytes[slice(*last_step(history))]))}
+
+
+def test_a_profile_that_torch_turned_into_a_snapshot(tmp_path: Path) -> None:
+    """Its events have categories and no times; calls have their file in their name."""
+    model = torch.nn.Linear(64, 128)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(
+        activities=activities, record_shapes=True, profile_memory=True, with_stack=True
+    ) as recorded:
+        model(torch.ones(32, 64)).sum().backward()
+    path = tmp_path / "profile.pickle"
+    path.write_bytes(pickle.dumps(_profile_to_snapshot(recorded)))
+    history = load_snapshot(path).device()
+    kinds = kinds_of(history)
+    weight = history.blocks.size_bytes == 4 * 64 * 128
+    assert "grad" in {KINDS[kind] for kind in kinds[weight]}
+    assert tide_of(history, kinds).iteration_s > 0
+    assert not any("none" in str(frame) for stack in history.stacks for frame in stack)
+
+
+def test_without_events_there_is_no_tide(tmp_path: Path) -> None:
+    recorder = Recorder()
+    recorder.alloc(4096, BUILD)
+    recorder.trace.clear()
+    history = load_snapshot(recorder.save(tmp_path / "s.pickle")).device()
+    with pytest.raises(TraceError, match="device 0 has no events, so there is no tide"):
+        tide_of(history, kinds_of(history))
 
 
 @pytest.mark.parametrize(

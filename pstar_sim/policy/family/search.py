@@ -47,9 +47,6 @@ LARGE, MOST_LARGE = 2.5, 3
 # The first descent begins with changes by the number of chunks divided by FIRST_STRIDE, later descents with changes by
 # the number divided by NEXT_STRIDE. All descents end with changes by 1.
 FIRST_STRIDE, NEXT_STRIDE = 6, 32
-# Share of the roofline's pins that is tried at the start, with streams in place of the other pins. The roofline does
-# not know how much room copies ahead take.
-FEWER_PINS = 0.85
 # Number of streams taken from the chunks used first, which have the least time between their last gradient and their
 # next use.
 FRONT = 2
@@ -66,10 +63,9 @@ SPILLS = (0.0, 0.5, 0.75)
 FLAT = 1.015
 # Changes of (sums on the host, sums that spill) that a descent tries.
 SUMS_TURNS = ((-1, 1), (1, -1), (-1, 0), (1, 0), (0, 1), (0, -1))
-# A random trial changes pins and streams by at most WANDER times the number of chunks, and with probability OTHER_MODES
-# also the modes of the large chunks. The search goes downhill from random trials that are slower than the best by at
-# most the factor WANDER_LIMIT.
-WANDER, OTHER_MODES, WANDER_LIMIT = 0.04, 0.25, 1.02
+# A random trial changes pins and streams by at most WANDER times the number of chunks. The search goes downhill from
+# random trials that are slower than the best by at most the factor WANDER_LIMIT.
+WANDER, WANDER_LIMIT = 0.04, 1.02
 USUAL = Knobs()  # knobs with which a search begins
 
 
@@ -403,7 +399,7 @@ class Search:
                 spills=spills,
                 knobs=replace(best.knobs, linger=random.random() < 0.5, states_first=random.random() < 0.25),
             )
-            if large and trial.streams and random.random() < OTHER_MODES:
+            if large and trial.streams and random.random() < 0.5:
                 trial = self._beside(trial, random.choice(large))
             self.effort_ops -= max(1, self.count)  # so that a search ends that finds no new trial
             self.here = (seconds * WANDER_LIMIT, best)
@@ -563,8 +559,6 @@ class Search:
         yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))
         yield replace(self.best[1], head=0)
         yield replace(self.best[1], head=self.best[1].pins // 2)
-        if not self.job.may_sum:
-            yield self._with_fewer_pins()
         yield from self._turned_large()
 
     def _turned_large(self) -> Iterator[Trial]:
@@ -573,11 +567,6 @@ class Search:
             first = ("stream", *("cpu",) * (len(self.large) - 1))
             for modes in (first,) if self.job.may_sum else self._modes_of_large():
                 yield self._beside(self.best[1], modes)
-
-    def _with_fewer_pins(self) -> Trial:
-        assert self.best is not None
-        now = self.best[1]
-        return _pinning(now, round(FEWER_PINS * now.pins))
 
     def _elsewhere(self, best: Trial) -> Iterator[Trial]:
         knobs = best.knobs
