@@ -515,6 +515,36 @@ def whale() -> str:
     )
 
 
+LAYOUTS = {
+    "one node": "vTrain, 2 to 8 GPUs; every second one fitted, by one figure",
+    "several nodes": "vTrain, 64 to 512 GPUs",
+    "tr11": "BigScience, 8 to 384 GPUs",
+    "Korthikanti": "Korthikanti et al., 8 to 512 GPUs",
+}
+
+
+def layouts() -> str:
+    lines = [
+        "| iterations of Megatron on A100 | rows | mean error | median | 90 % | bias |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, words in LAYOUTS.items():
+        r = result("layouts")[name]
+        errors = " | ".join(f"{100 * r[f'{kind}_error']:.1f} %" for kind in ("mean", "median", "p90"))
+        lines.append(f"| {words} | {r['rows']} | {errors} | {100 * r['bias']:+.1f} % |")
+    return "\n".join(lines)
+
+
+def stages() -> str:
+    r = result("stages")
+    accepted = sum(r["accepted"].values())
+    return (
+        f"of {r['sets']} sets of random jobs replay and simulation differ by at most {r['apart']:.1e}, {r['below']} "
+        f"are below the bound, and of {sum(r['mutants'].values())} damaged sets the proof accepts {accepted}, of which "
+        f"{len(r['broken'])} break under random timings ({link('stages')})"
+    )
+
+
 def calibrated() -> str:
     r = result("calibrated")
     return (
@@ -738,13 +768,14 @@ PHRASES: Mapping[str, Callable[[], str]] = {
         leaks, reserved, mutations, faults, kills, interrupts, oracle, load_weights, checksums, planning, activations,
         calibrated,
         tide_bytes, whale, gemm_carried, gemm_seen, frameworks, captured_peaks, capture_ratio, forms_choice,
-        forms_order,
+        forms_order, stages,
     )
 } | {
     "demo-taken": lambda: link("demo"),
     "forms-taken": lambda: link("gemm_forms"),
     "families-taken": lambda: link("families"),
     "overlap-taken": lambda: link("overlap"),
+    "layouts-taken": lambda: link("layouts"),
     "fit-taken": lambda: link("fit_efficiency"),
     "search-constants-taken": lambda: link("search_constants"),
     "sums-taken": sums_taken,
@@ -769,6 +800,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "gaps": gaps_table,
     "gaps-above": above_goal,
     "gemm": gemm,
+    "layouts": layouts,
     "gemm-figures": gemm_figures,
     "overlap": overlap,
     "peers": peers_resident,

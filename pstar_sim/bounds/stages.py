@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from pstar_sim.core.plan_set import PlanSet
+from pstar_sim.core.plan_set import PlanSet, border_key, has_barrier
 from pstar_sim.cost import CostModel
 
 __all__ = ["stages_bound_s"]
@@ -25,12 +25,7 @@ def stages_bound_s(plans: PlanSet) -> float:
     """Returns the seconds of [Note: the bound of stages]."""
     costs = [CostModel(plan.workload, plan.machine, plan.layout) for plan in plans.plans]
     longest_s = max(sum(cost.moments_s) for cost in costs)
-    meet = any(len(meeting.steps) == len(costs) for meeting in plans.meetings) and _has_barrier(plans)
-    return max(longest_s, _path_s(plans, costs)) if meet else longest_s
-
-
-def _has_barrier(plans: PlanSet) -> bool:
-    return any(plan.settings.barrier(plan.workload.compute_dtype) is not None for plan in plans.plans)
+    return max(longest_s, _path_s(plans, costs)) if has_barrier(plans.plans) else longest_s
 
 
 def _path_s(plans: PlanSet, costs: list[CostModel]) -> float:
@@ -39,8 +34,7 @@ def _path_s(plans: PlanSet, costs: list[CostModel]) -> float:
     makes: list[defaultdict[int, list[tuple[_Key, float]]]] = [defaultdict(list) for _ in costs]
     for stage, (plan, cost) in enumerate(zip(plans.plans, costs)):
         for border in plan.workload.borders:
-            ends = (border.peer, stage) if border.receives else (stage, border.peer)
-            key = (*ends, border.what, border.micro_batch)
+            key = border_key(stage, border)
             needs[stage][border.until].append(key)
             makes[stage][border.behind].append((key, cost.border_s(border)))
     posted: dict[_Key, float] = {}  # transfer -> when the first of its two stages came to it

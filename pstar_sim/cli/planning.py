@@ -98,7 +98,8 @@ def compare(
         job=job, on=on, setting=setting, global_batch=global_batch, loading=loading, certify=lp, quiet=json
     )
     if parallel is not None:
-        _refuse_beside(parallel, global_batch=global_batch, like=like, loading=loading, certify=lp)
+        flags = {"like": like, "loading": loading, "certify": lp, "barrier_costs": barrier_costs}
+        _refuse_beside(parallel, global_batch=global_batch, **flags)
         return compare_spread(job, on, setting, parallel, policy, json=json)
     likes = read_likes(like)
     predictions: tuple[ConfigurationPrediction, ...] = ()
@@ -280,6 +281,10 @@ def check(
 
     plans = read_set(path)
     if plans is not None:
+        if lp:
+            raise PstarError(
+                f"{path}: has the plans of {len(plans.plans)} stages; leave out --certify, which is of one"
+            )
         with named(path):
             return check_set(path, plans, json=json)
     loaded = load_plan(path)

@@ -27,8 +27,8 @@ Parallel = Annotated[
     typer.Option(
         "--parallel",
         metavar="TEXT",
-        help="spread a preset over stages of a pipeline, such as pp=4 or pp=2,schedule=gpipe; auto: the numbers of "
-        "stages that are worth a plan, all: every one",
+        help="spread a preset over tensor ranks and stages, such as tp=2,pp=4 or pp=2,schedule=gpipe; auto: the ways "
+        "that can be the fastest, all: every one",
     ),
 ]
 ASKED = ("auto", "all")
@@ -77,7 +77,7 @@ def compare_spread(
     found = _asked(job, on, setting, parallel, policies or USUAL, quiet=json)
     if json:
         say_json([asdict(row) for row in found.rows])
-        for words in found.left_out:
+        for words in (*found.left_out, *(f"{way}, the least that any plan of it takes" for way in found.slower)):
             note(f"not planned: {words}")
     else:
         say(stages_text(found))
@@ -87,7 +87,8 @@ def compare_spread(
 def _fits(found: StagesComparison) -> int:
     if found.best is not None:
         return 0
-    note(f"no parallelism fits {found.job.model} on {found.machine.name}; the answer on stdout says why")
+    what = "fits" if found.rows else "can be planned for"
+    note(f"no parallelism {what} {found.job.model} on {found.machine.name}; the answer on stdout says why")
     return NO
 
 
@@ -112,6 +113,8 @@ def plan_spread(
         else:
             say(stages_text(found))
         return _fits(found)
+    for words in found.notes:
+        note(f"note: {words}")
     best, row = found.best, found.rows[0]
     save_set(best.plans, Path(path))
     if json:
@@ -139,9 +142,11 @@ def check_set(path: str, plans: PlanSet, *, json: bool) -> int:
     from pstar_sim.planner.stages import examine_set
 
     reports, seconds = examine_set(plans)
+    stated = " as stated" if all("iteration_s" in plan.predictions for plan in plans.plans) else ""
     if json:
         stages = [{"steps": report.steps, "peak_bytes": report.peak_bytes} for report in reports]
-        say_json({"plan": path, "ok": True, "parallel": str(plans.parallelism), "stages": stages})
+        said = {"policy": plans.plans[0].policy, "parallel": str(plans.parallelism), "iteration_s": seconds}
+        say_json({"plan": path, "ok": True, **said, "stages": stages})
         return 0
     first = plans.plans[0]
     lines = [f"{path}: {first.policy} for {first.workload.model} on {len(plans.plans)} stages ({plans.parallelism})"]
@@ -149,7 +154,7 @@ def check_set(path: str, plans: PlanSet, *, json: bool) -> int:
         what, *peaks = report.describe().splitlines()[: 1 + len(report.peak_bytes)]
         lines += [f"stage {n}: {what}", *(f"  {peak}" for peak in peaks)]
     lines.append(
-        f"{len(plans.meetings)} meetings, in no circle; simulated together as stated: {seconds:.6g} s per iteration"
+        f"{len(plans.meetings)} meetings, in no circle; simulated together{stated}: {seconds:.6g} s per iteration"
     )
     tell("\n".join(lines))
     return 0

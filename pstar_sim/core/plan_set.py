@@ -17,7 +17,7 @@ from pstar_sim.errors import PlanError
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.workload import Border
 
-__all__ = ["Meeting", "PlanSet", "meetings_of"]
+__all__ = ["Meeting", "PlanSet", "border_key", "has_barrier", "meetings_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class PlanSet:
 _Key = tuple[int, int, str, int]
 
 
-def _key(stage: int, border: Border) -> _Key:
+def border_key(stage: int, border: Border) -> _Key:
     """(sender, receiver, what, micro-batch), the same at both ends."""
     ends = (border.peer, stage) if border.receives else (stage, border.peer)
     return (*ends, border.what, border.micro_batch)
@@ -57,11 +57,20 @@ def meetings_of(plans: Sequence[Plan]) -> tuple[Meeting, ...]:
     """Returns the meetings of the plans of all stages, those of transfers first. Raises PlanError for a border without
     its other end."""
     ends: dict[_Key, dict[int, int]] = {}
+    sizes: dict[_Key, int] = {}
     for stage, plan in enumerate(plans):
         for step in plan.steps:
             if step.kind in (Kind.SEND, Kind.RECEIVE) and step.stash is not None:
-                key = _key(stage, plan.workload.borders[step.stash])
-                ends.setdefault(key, {})[stage] = step.id
+                border = plan.workload.borders[step.stash]
+                key = border_key(stage, border)
+                if stage in ends.setdefault(key, {}):
+                    raise PlanError(f"stage {stage}: the {border.what} of micro-batch {border.micro_batch} cross twice")
+                ends[key][stage] = step.id
+                if sizes.setdefault(key, border.bytes) != border.bytes:
+                    raise PlanError(
+                        f"the {border.what} of micro-batch {border.micro_batch} have {sizes[key]} bytes at one end and "
+                        f"{border.bytes} at the other, of stage {stage}"
+                    )
     alone = next((key for key, steps in ends.items() if set(steps) != set(key[:2])), None)
     if alone is not None:
         sender, receiver, what, micro_batch = alone
@@ -69,9 +78,14 @@ def meetings_of(plans: Sequence[Plan]) -> tuple[Meeting, ...]:
             f"the {what} of micro-batch {micro_batch} that stage {sender} sends to stage {receiver} have one end only"
         )
     meetings = [Meeting(tuple(sorted(steps.items()))) for steps in ends.values()]
-    if any(plan.settings.barrier(plan.workload.compute_dtype) for plan in plans):
+    if has_barrier(plans):
         meetings.append(Meeting(tuple((stage, _last_moment(plan)) for stage, plan in enumerate(plans))))
     return tuple(meetings)
+
+
+def has_barrier(plans: Sequence[Plan]) -> bool:
+    """Whether an update has to wait for the gradients of all stages."""
+    return any(plan.settings.barrier(plan.workload.compute_dtype) is not None for plan in plans)
 
 
 def _last_moment(plan: Plan) -> int:

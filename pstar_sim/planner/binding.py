@@ -9,7 +9,7 @@ from pstar_sim.core.timeline import Timeline
 
 __all__ = ["BINDS", "bound_by"]
 
-BINDS = ("compute", "adam", "h2d", "d2h", "dram", "barrier", "net", "nvme", "send", "receive")
+BINDS = ("compute", "adam", "h2d", "d2h", "dram", "barrier", "net", "nvme", "send", "receive", "stages")
 
 COMPUTE_BOUND_STALL = 0.02
 """Below this share of the iteration in stalls, the accelerator counts as always busy."""

@@ -51,8 +51,9 @@ _BINDS = {
     "barrier": "CPU Adam behind the barrier: no Adam may run before all gradients are there",
     "net": "the collectives: the accelerator waits for slices of other ranks, or for its gradients to be summed",
     "nvme": "the disks: the accelerator waits for what is on them",
-    "send": "the next stages: the accelerator waits until they take what it made",
-    "receive": "the other stages: the accelerator waits for what they make (the bubble of the pipeline)",
+    "send": "the link to another stage: the accelerator waits until what it made is there",
+    "receive": "the link from another stage: the accelerator waits for what it made",
+    "stages": "the other stages: the accelerator waits for what they compute (the bubble of the pipeline)",
 }
 
 
@@ -65,8 +66,9 @@ WAITS = {
     "compute": "for its own earlier steps",
     "net": "for collectives",
     "nvme": "for the disks",
-    "send": "until another stage takes what this one made",
-    "receive": "for other stages of the pipeline",
+    "send": "for transfers to other stages",
+    "receive": "for transfers from other stages",
+    "stages": "for other stages of the pipeline",
 }
 
 

@@ -1,12 +1,13 @@
 """Stages: a job cut into the stages of a pipeline, each planned as a job of its own, and all simulated together.
 
-[Note: which parallelisms] A question about all ways to spread a model takes every number of stages that divides the
-GPUs, the blocks and the batch, with the micro-batches that are asked for and with the most that the batch allows, one
-sequence each. "auto" leaves out a pipeline whose bubble alone, (p-1)/(m+p-1) of the iteration, costs more than half of
-it, and plans the others in the order of their bounds: a way whose bound is above the fastest plan so far cannot be the
-fastest. The bound of a way is in closed form. For any stage the first micro-batch has to come through the stages before
-it, the stage computes all micro-batches, and the last one has to go back; where optimizer steps do not meet, iterations
-overlap and the stage alone counts. "all" plans every way, with every schedule. What is left out is said.
+[Note: which parallelisms] A question about all ways to spread a model takes every degree that divides the GPUs, the
+layers and the sequences of an iteration, with as many micro-batches as are asked for, or the nearest number that
+divides a rank's sequences, and pipelines also with the most, one sequence each. "auto" leaves out a pipeline whose
+bubble alone, (p-1)/(m+p-1) of the iteration, costs more than half of it, and plans the others in the order of their
+bounds: a way whose bound is above the fastest plan so far cannot be the fastest. The bound of a way is in closed form.
+For any stage the first micro-batch has to come through the stages before it, the stage computes all micro-batches, and
+the last one has to go back; where optimizer steps do not meet, iterations overlap and the stage alone counts. "all"
+plans every way, with every schedule. What is left out is said.
 
 A stage has its ranks, and its part of their nodes: of memory and bandwidth of the host, of cores and disks, as much as
 its share of a node's GPUs. Ranks of one stage follow one another, so that neighbours in a pipeline are far apart and
@@ -34,6 +35,7 @@ from pstar_sim.errors import CannotPlan, DoesNotFit, FalseFigures, ModelError, P
 from pstar_sim.planner.asked import OnPart, teller
 from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.jobs import Job
+from pstar_sim.planner.machine_notes import machine_notes
 from pstar_sim.planner.stated import SECONDS_AGREE
 from pstar_sim.policy.registry import Policy, find_policy, policy_name
 from pstar_sim.sim.play import play_stages
@@ -149,6 +151,7 @@ class StagesComparison:
 
     left_out: ways that were not planned, with the reason.
     slower: ways that were not planned because their bounds, in brackets, are above the fastest plan.
+    notes: on the machine.
     """
 
     job: Job
@@ -156,6 +159,7 @@ class StagesComparison:
     rows: tuple[StagesRow, ...]
     left_out: tuple[str, ...]
     slower: tuple[str, ...]
+    notes: tuple[str, ...]
     best: PlannedStages | None
 
 
@@ -170,6 +174,8 @@ def ways_to_spread(job: Job, machine: Machine, *, every: bool = False) -> tuple[
         raise PstarError("a trace is of a whole model; give --model, whose preset is cut into stages")
     gpus, local, entry = machine.world_size, machine.local_ranks, model_entry(job.model)
     ways, left_out = [], []
+    asked = job.micro_batches or 1
+    sequences = job.batch * asked
     degrees = [(t, p) for t in _divisors(local) for p in _divisors(gpus // t)]
     for tensor, stages in degrees:
         data = gpus // stages // tensor
@@ -183,18 +189,19 @@ def ways_to_spread(job: Job, machine: Machine, *, every: bool = False) -> tuple[
             why = f"{tensor} ranks cannot split {entry.heads} heads, {entry.kv_heads} of keys, and {entry.ffn}"
         elif (data * tensor) % local and local % (data * tensor):
             why = f"stages of {data * tensor} GPUs do not fill nodes of {local}"
-        elif job.batch % data:
-            why = f"{data} ranks cannot share a batch of {job.batch}"
+        elif sequences % data:
+            why = f"{data} ranks cannot share {sequences} sequences"
         if why:
             left_out.append(f"{one}: {why}")
             continue
-        counts = (job.micro_batches or 1, job.batch // data * (job.micro_batches or 1))
-        for micro_batches in dict.fromkeys(counts if stages > 1 else counts[:1]):
+        each = sequences // data
+        usual = min(_divisors(each), key=lambda count: (abs(count - asked), count))
+        for micro_batches in dict.fromkeys((usual, each) if stages > 1 else (usual,)):
             bubble = (stages - 1) / (micro_batches + stages - 1)
             if bubble > MOST_BUBBLE and not every:
                 left_out.append(f"{one} with {micro_batches} micro-batches: a bubble of {bubble:.0%}")
                 continue
-            batch = job.batch * (job.micro_batches or 1) // micro_batches
+            batch = sequences // micro_batches
             for schedule in SCHEDULES if every and stages > 1 else SCHEDULES[:1]:
                 spread = replace(one, schedule=schedule)
                 ways.append(Way(parallelism=spread, batch=batch, micro_batches=micro_batches))
@@ -227,12 +234,13 @@ def compare_stages(
     rows: list[StagesRow] = []
     best: PlannedStages | None = None
     missing, slower = list(left_out), list[str]()
-    bounds = [_bound_s(job, machine, way, settings) for way in ways]
+    prune = not every and len(ways) > 1
+    bounds = [_bound_s(job, machine, way, settings) if prune else 0.0 for way in ways]
     order = sorted(range(len(ways)), key=bounds.__getitem__)
     for n, (at, policy) in enumerate((at, policy) for at in order for policy in policies):
         way = ways[at]
         tell(f"{way.parallelism} {policy}", n, len(ways) * len(policies))
-        if best is not None and not every and bounds[at] > best.iteration_s:
+        if best is not None and bounds[at] > best.iteration_s:
             if policy == policies[0]:
                 spread = f"{way.parallelism} {way.batch} x {way.micro_batches}"
                 slower.append(f"{spread} ({format_s(bounds[at])})")
@@ -258,7 +266,13 @@ def compare_stages(
         best = planned if best is None or planned.iteration_s < best.iteration_s else best
     rows.sort(key=lambda row: (not row.fits, row.iteration_s or 0.0))
     return StagesComparison(
-        job=job, machine=machine, rows=tuple(rows), left_out=tuple(missing), slower=tuple(slower), best=best
+        job=job,
+        machine=machine,
+        rows=tuple(rows),
+        left_out=tuple(missing),
+        slower=tuple(slower),
+        notes=tuple(machine_notes(machine, ())),
+        best=best,
     )
 
 

@@ -53,6 +53,7 @@ BINDS = {
     "nvme": WINE,
     "send": GREY,
     "receive": GREY,
+    "stages": GREY,
 }
 """Resource that binds -> colour."""
 
@@ -79,6 +80,7 @@ WAITS = {
     "compute": GREY,
     "send": "#117733",
     "receive": "#4800C0",
+    "stages": "#332211",
 }
 """Cause of a wait -> colour of the steps that cause such waits."""
 

@@ -48,6 +48,8 @@ def stages_text(comparison: StagesComparison, *, width: int | None = None) -> st
     if comparison.slower:
         words = "not planned, because no plan of it would be faster than the seconds in brackets"
         lines += ["", *wrap(f"{words}: {', '.join(comparison.slower)}", width)]
+    for note in comparison.notes:
+        lines += ["", *wrap(f"note: {note}", width)]
     for words in comparison.left_out:
         lines += ["", *wrap(f"not planned: {words}", width)]
     return "\n".join(lines) + "\n"

@@ -8,7 +8,8 @@ time. The chain begins with the step that ended last. Before each step comes the
 followed on its queue, and so on until the wait began. Every second of the wait counts for the queue of the chain's step
 that ran then: "h2d", "d2h", "adam". If a fetch waited for CPU Adam, the wait for this fetch therefore counts partly for
 Adam and partly for the link. Adam held back by the barrier (it names the optimizer step in `after`, or follows an Adam
-that does) counts as "barrier". The part of a copy or an Adam by which short DRAM bandwidth stretched it counts as
+that does) counts as "barrier". A stage of a pipeline that waits until another stage comes to a transfer, or to the
+optimizer step, waits for "stages". The part of a copy or an Adam by which short DRAM bandwidth stretched it counts as
 "dram". A span carries the cause with the most seconds.
 """
 
@@ -29,6 +30,9 @@ from pstar_sim.sim.bytes_held import Held
 from pstar_sim.workload.workload import Phase
 
 __all__ = ["timeline"]
+
+_BORDERS = (Queue.SEND.value, Queue.RECEIVE.value)
+_OTHER_STAGES = "stages"
 
 
 def timeline(plan: Plan, record: Record, held: Held, moved_bytes: Mapping[str, int] | None = None) -> Timeline:
@@ -113,7 +117,7 @@ class _Waits:
         blame: dict[str, float] = defaultdict(float)
         met_s = self._record.arrival_s[k].get(i, at_s)
         if met_s < at_s:  # the optimizer step of a stage, which other stages share
-            blame[Queue.RECEIVE.value] = at_s - met_s
+            blame[_OTHER_STAGES] = at_s - met_s
             at_s = met_s
         if at_s <= since_s:
             return blame
@@ -122,7 +126,12 @@ class _Waits:
         while at_s > since_s:
             arrived_s = self._record.arrival_s[kj].get(j, self._begin[kj][j])
             start_s = max(arrived_s, since_s)
-            if start_s < at_s:
+            begin_s = min(at_s, self._begin[kj][j])
+            if start_s < begin_s and program.lanes[j] in _BORDERS:  # until the other stage comes to it
+                blame[_OTHER_STAGES] += begin_s - start_s
+                blame[program.lanes[j]] += at_s - begin_s
+                at_s = start_s
+            elif start_s < at_s:
                 whole = self._end[kj][j] - arrived_s
                 lost = dram_loss_s[kj][j] * (at_s - start_s) / whole if dram_loss_s and whole > 0 else 0.0
                 blame[program.lanes[j]] += at_s - start_s - lost

@@ -63,11 +63,11 @@ class Parallelism:
         number of stages that works."""
         data = self.data or max(1, gpus // (self.pipeline * self.tensor))
         if data * self.pipeline * self.tensor != gpus:
-            near = [p for p in range(1, gpus // self.tensor + 1) if gpus % (p * self.tensor) == 0]
+            near = [p for p in range(1, gpus + 1) if gpus % (p * self.tensor * (self.data or 1)) == 0]
             best = min(near, key=lambda p: (abs(p - self.pipeline), p), default=None)
-            hint = f"; pp={best} would be" if best is not None else ""
+            hint = f"pp={best} would be" if best is not None else f"take degrees whose product is {gpus}"
             each = f" of {self.tensor} GPUs" if self.tensor > 1 else ""
             raise PstarError(
-                f"parallelism {self}: {self.pipeline} stages of {data} ranks{each} are not the {gpus} GPUs{hint}"
+                f"parallelism {self}: {self.pipeline} stages of {data} ranks{each} are not the {gpus} GPUs; {hint}"
             )
         return data

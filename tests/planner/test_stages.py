@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,7 +107,7 @@ def test_a_slow_border_adds_its_seconds_where_nothing_hides_them() -> None:
     """Two stages, one micro-batch: forward 1 s, half a second on the way, 1 + 2 s, half a second back, 2 s."""
     (one, other) = play_stages(chain(2, 1, seconds=0.5))
     assert one.iteration_s == pytest.approx(7.0) and other.iteration_s == pytest.approx(7.0)
-    assert one.stall_s == pytest.approx({"receive": 4.0})
+    assert one.stall_s == pytest.approx({"receive": 0.5, "stages": 3.5})
     assert stages_bound_s(chain(2, 1, seconds=0.5)) == pytest.approx(7.0)
 
 
@@ -150,6 +151,43 @@ class TestWrongSets:
     def test_a_border_without_its_other_end(self) -> None:
         with pytest.raises(PlanError, match="of micro-batch 0 that stage 0 sends to stage 1 have one end only"):
             meetings_of(chain(2, 2).plans[:1])
+
+    def test_ends_of_other_sizes(self) -> None:
+        plans = chain(2, 2)
+        wide = plans.plans[1].workload
+        borders = tuple(replace(border, bytes=border.bytes // 2) for border in wide.borders)
+        other = replace(plans.plans[1], workload=replace(wide, borders=borders))
+        with pytest.raises(PlanError, match="micro-batch 0 have 1048576 bytes at one end and 524288 at the other"):
+            meetings_of((plans.plans[0], other))
+
+    def test_a_border_that_is_crossed_twice(self) -> None:
+        plans = chain(2, 2)
+        workloads = [
+            replace(p.workload, borders=tuple(replace(b, micro_batch=0) for b in p.workload.borders))
+            for p in plans.plans
+        ]
+        with pytest.raises(PlanError, match="stage 0: the activations of micro-batch 0 cross twice"):
+            meetings_of([replace(p, workload=w) for p, w in zip(plans.plans, workloads)])
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"settings": Settings(clip=False)}, "stage 1 has other settings than stage 0"),
+            ({"sequence": 7}, "stage 1 has sequence 7, and stage 0 1; the stages are of one job"),
+            ({"spread": "tp=2,pp=2"}, "stage 0 has tp=1 and dp=1; the set is of tp=2,pp=2"),
+        ],
+    )
+    def test_stages_of_two_jobs(self, change: dict[str, Any], message: str) -> None:
+        plans = chain(2, 2)
+        last = plans.plans[1]
+        if "settings" in change:
+            last = replace(last, settings=change["settings"])
+        if "sequence" in change:
+            last = replace(last, workload=replace(last.workload, sequence=change["sequence"]))
+        spread = Parallelism.parse(change["spread"]) if "spread" in change else plans.parallelism
+        with pytest.raises(PlanError) as error:
+            prove_set(replace(plans, parallelism=spread, plans=(plans.plans[0], last)))
+        assert message in str(error.value)
 
     def test_stages_that_wait_for_each_other(self) -> None:
         """The first stage sends the second micro-batch first; the second stage receives the first one first."""
@@ -266,18 +304,30 @@ def test_a_stage_that_does_not_fit_is_named() -> None:
 def test_every_way_is_planned_or_said_to_be_left_out(node: Machine) -> None:
     ways, left_out = ways_to_spread(JOB, node)
     assert [(str(w.parallelism), w.batch, w.micro_batches) for w in ways] == [
+        ("dp=4", 4, 2),
         ("pp=2,dp=2", 2, 4),
         ("tp=2,dp=2", 2, 4),
         ("tp=2,pp=2,dp=1", 2, 4),
         ("tp=2,pp=2,dp=1", 1, 8),
         ("tp=4,dp=1", 2, 4),
     ]
-    assert left_out == ["dp=4: 4 ranks cannot share a batch of 2", "pp=4,dp=1: the model has 2 blocks"]
-    found = compare_stages(JOB, node, ["all_on_gpu", "zero_offload"], ways[:1], left_out=left_out)
+    assert left_out == ["pp=4,dp=1: the model has 2 blocks"]
+    found = compare_stages(JOB, node, ["all_on_gpu", "zero_offload"], ways[1:2], left_out=left_out)
     assert [row.policy for row in found.rows] == ["all_on_gpu"] and found.best is not None
     assert found.left_out[-1].startswith(
         "pp=2,dp=2 by zero_offload: stage 0: zero_offload runs micro-batches one after"
     )
+
+
+def test_the_ways_are_those_of_the_sequences_however_they_are_written(node: Machine) -> None:
+    """Eight sequences of an iteration, in one to eight micro-batches."""
+    ways = [
+        {(str(w.parallelism), w.batch * w.micro_batches) for w in ways_to_spread(job, node)[0]}
+        for job in (replace(JOB, batch=8 // m, micro_batches=m) for m in (1, 2, 8))
+    ]
+    assert ways[0] >= {("dp=4", 8), ("tp=4,dp=1", 8)} and ways[0] == ways[1] == ways[2]
+    _, left_out = ways_to_spread(replace(JOB, batch=3, micro_batches=2), node)
+    assert "dp=4: 4 ranks cannot share 6 sequences" in left_out
 
 
 def test_a_way_that_cannot_be_the_fastest_is_not_planned() -> None:
@@ -341,6 +391,6 @@ class TestCommands:
         args = [*self.ARGS[:-2], "--parallel", "auto"]
         assert main(["compare", *args]) == 0
         text = capsys.readouterr().out
-        assert "pp=2" in text and "bubble" in text and "not planned: dp=2: 2 ranks cannot share a batch of 1" in text
+        assert "dp=2" in text and "bubble" in text and "in brackets: pp=2,dp=1 1 x 4 (" in text
         assert main(["compare", *args, "--global-batch", "4"]) == 2
         assert "--parallel auto does not go with --global-batch" in capsys.readouterr().err

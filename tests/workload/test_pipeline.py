@@ -185,3 +185,7 @@ class TestParallelism:
     def test_degrees_that_are_not_the_gpus_name_the_nearest_that_are(self) -> None:
         with pytest.raises(PstarError, match="3 stages of 2 ranks are not the 8 GPUs; pp=2 would be"):
             Parallelism(pipeline=3).data_on(8)
+        with pytest.raises(PstarError, match="2 stages of 3 ranks are not the 8 GPUs; take degrees whose product is 8"):
+            Parallelism(pipeline=2, data=3).data_on(8)
+        with pytest.raises(PstarError, match="2 stages of 4 ranks of 2 GPUs are not the 8 GPUs; pp=1 would be"):
+            Parallelism(tensor=2, pipeline=2, data=4).data_on(8)

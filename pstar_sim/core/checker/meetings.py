@@ -37,9 +37,28 @@ def prove_set(plans: PlanSet) -> tuple[CheckReport, ...]:
             reports.append(check_plan(plan))
         except PlanError as error:
             raise PlanError(f"stage {stage}: {error}") from None
+    _check_jobs(plans)
     _check_meetings(plans)
     _check_order(plans)
     return tuple(reports)
+
+
+def _check_jobs(plans: PlanSet) -> None:
+    """All stages are of one job, and spread as the set says."""
+    spread, first = plans.parallelism, plans.plans[0]
+    for stage, plan in enumerate(plans.plans):
+        for what in ("model", "dtype", "batch", "sequence", "micro_batches"):
+            if getattr(plan.workload, what) != getattr(first.workload, what):
+                raise PlanError(
+                    f"stage {stage} has {what} {getattr(plan.workload, what)!r}, and stage 0 "
+                    f"{getattr(first.workload, what)!r}; the stages are of one job"
+                )
+        if plan.settings != first.settings:
+            raise PlanError(f"stage {stage} has other settings than stage 0: {plan.settings}")
+        tensor = plan.machine.tensor.ranks if plan.machine.tensor is not None else 1
+        data = plan.machine.data_parallel_size
+        if tensor != spread.tensor or spread.data not in (None, data):
+            raise PlanError(f"stage {stage} has tp={tensor} and dp={data}; the set is of {spread}")
 
 
 def _check_meetings(plans: PlanSet) -> None:

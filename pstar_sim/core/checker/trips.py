@@ -4,8 +4,8 @@ once, in time, in every interleaving.
 [Note: stashes] and [Note: borders] in workload/workload.py say which steps have to wait for which. With these edges the
 gpu holds the bytes only while the tide counts them, so the proof of the budget (worst_case.py) does not mention trips.
 (A stash is out before it comes back, because `gone` is before `back` on the compute queue.) The plan has one buffer on
-the host for stashes, which it holds throughout. The buffer has room for one stash of each block. Two stashes of one
-block cannot need that room at once: micro-batches follow one another (check_workload), so on the compute queue the
+the host for stashes, which it holds throughout, with room for the stashes of a block that are in use at a time
+(`Workload.stash_room`). Where micro-batches follow one another (check_workload) that is one: on the compute queue the
 moment that needs the earlier stash waits until this stash is back, and comes before the moment that makes the later
 stash.
 """
