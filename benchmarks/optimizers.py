@@ -1,0 +1,189 @@
+"""Every optimizer under plans, beside itself in a plain loop: losses, parameters and states after 20 steps, to the bit.
+
+Cells are drawn so that each pair of an optimizer, dtype, policy, update, number of micro-batches and clipping that goes
+together occurs at least once. Policies have budgets of accelerator memory under which chunks leave; `all_on_gpu` keeps
+everything resident. bitsandbytes' optimizers run where the package is installed (on PYTHONPATH).
+
+A cell that a policy or the engine refuses is printed with the reason. The run fails if a cell differs, and where an
+optimizer has no cell that ran.
+
+    python benchmarks/optimizers.py [--seed 41] [--least 80]      # writes benchmarks/results/optimizers.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from itertools import combinations, product
+from typing import Any, NamedTuple
+
+import torch
+from _results import write_result
+from torch import nn
+from transformers.optimization import Adafactor
+
+import executor
+from pstar_sim.errors import PstarError
+
+WIDTH, ROWS, STEPS, CLIP = 96, 4, 20, 0.02
+POLICIES = ("all_on_gpu", "zero_offload", "tide", "optimal", "patrickstar", "stronghold")
+
+
+def matrices_and_rest(model: nn.Module) -> list[torch.optim.Optimizer]:
+    inner = [p for p in model.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if p.ndim != 2]
+    return [torch.optim.Muon(inner, lr=2e-2), torch.optim.AdamW(rest, lr=1e-2, fused=True)]
+
+
+def of(optimizer: Callable[..., torch.optim.Optimizer], **settings: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: optimizer(model.parameters(), **settings)
+
+
+def known() -> dict[str, Callable[[nn.Module], Any]]:
+    found: dict[str, Callable[[nn.Module], Any]] = {
+        "AdamW": of(torch.optim.AdamW, lr=1e-2, fused=True),
+        "Adam": of(torch.optim.Adam, lr=1e-2, weight_decay=0.1, fused=True),
+        "SGD": of(torch.optim.SGD, lr=1e-1, weight_decay=0.1),
+        "SGD, momentum": of(torch.optim.SGD, lr=1e-1, momentum=0.9, weight_decay=0.01),
+        "Adafactor": of(Adafactor, lr=1e-2, relative_step=False, scale_parameter=False),
+    }
+    if hasattr(torch.optim, "Muon"):
+        found["Muon and AdamW"] = matrices_and_rest
+    if find_spec("bitsandbytes") is not None:
+        import bitsandbytes
+
+        found |= {
+            "AdamW, 8 bits": of(bitsandbytes.optim.AdamW8bit, lr=1e-2),
+            "Lion, 8 bits": of(bitsandbytes.optim.Lion8bit, lr=1e-3),
+            "Lion": of(bitsandbytes.optim.Lion32bit, lr=1e-3),
+        }
+    return found
+
+
+class Cell(NamedTuple):
+    optimizer: str
+    dtype: str
+    policy: str
+    update: str
+    micro_batches: int
+    clip: bool
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x.float() ** 2).mean()
+
+
+def net(dtype: torch.dtype) -> Net:
+    torch.manual_seed(3)
+    return Net().to(dtype)
+
+
+def batches(dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    draw = torch.Generator().manual_seed(5)
+    while True:
+        yield torch.randn(ROWS, WIDTH, generator=draw).to(dtype)
+
+
+def train(model: nn.Module, optimizers: list[Any], dtype: torch.dtype, cell: Cell, *, clip: bool) -> list[float]:
+    losses, rows = [], batches(dtype)
+    for _ in range(STEPS):
+        for _ in range(cell.micro_batches):
+            loss = model(next(rows)) / cell.micro_batches
+            loss.backward()
+            losses.append(float(loss.detach()))
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def difference(cell: Cell, make: Callable[[nn.Module], Any]) -> str:
+    """Returns what differs; "" if nothing does. Raises PstarError for a refusal."""
+    dtype = getattr(torch, cell.dtype)
+    reference, model = net(dtype), net(dtype)
+    plain, mine = make(reference), make(model)
+    alone = plain if isinstance(plain, list) else [plain]
+    size = sum(p.numel() * p.element_size() for p in reference.parameters())
+    memory = {"all_on_gpu": 40 * size, "zero_offload": 4 * size}.get(cell.policy, 3 * size // 2)
+    losses = train(reference, alone, dtype, cell, clip=cell.clip)
+    _, optimizer = executor.offload(
+        model, mine, (torch.zeros(ROWS, WIDTH, dtype=dtype),), gpu_memory=f"{memory}B", masters="none",
+        micro_batches=cell.micro_batches, max_grad_norm=CLIP if cell.clip else None, update=cell.update,
+        policy=cell.policy,
+    )  # fmt: skip
+    try:
+        if train(model, [optimizer], dtype, cell, clip=False) != losses:
+            return "losses"
+        moved = optimizer.session.status().links["h2d"].moved_bytes
+        if not moved and cell.policy != "all_on_gpu":
+            return "nothing left the accelerator"
+    finally:
+        optimizer.session.close()
+    names = [name for name, p in model.named_parameters() if not torch.equal(p, reference.get_parameter(name))]
+    return f"parameters {names}" if names else ""
+
+
+def cells(names: list[str], seed: int, least: int) -> list[Cell]:
+    """Returns cells in which each pair of values occurs that goes together, and `least` at least."""
+    rng = random.Random(seed)
+    axes = (names, ("float32", "bfloat16"), POLICIES, ("step", "eager"), (1, 4), (False, True))
+    every = [Cell(*values) for values in product(*axes)]
+    every = [cell for cell in every if not (cell.clip and cell.update == "eager")]
+    rng.shuffle(every)
+    chosen: list[Cell] = []
+    seen: set[tuple[object, ...]] = set()
+    for cell in every:
+        pairs = {(i, j, cell[i], cell[j]) for i, j in combinations(range(len(cell)), 2)}
+        if pairs - seen:
+            chosen.append(cell)
+            seen |= pairs
+    left = [cell for cell in every if cell not in chosen]
+    return chosen + left[: max(0, least - len(chosen))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=41)
+    parser.add_argument("--least", type=int, default=80)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    makers = known()
+    ran: Counter[str] = Counter()
+    refused: Counter[str] = Counter()
+    wrong: list[str] = []
+    begin = time.perf_counter()
+    for cell in cells(list(makers), asked.seed, asked.least):
+        try:
+            said = difference(cell, makers[cell.optimizer])
+        except PstarError as error:
+            refused[f"{cell.optimizer}, {cell.policy}, {cell.update}: {error}"] += 1
+            continue
+        ran[cell.optimizer] += 1
+        if said:
+            wrong.append(f"{cell}: {said}")
+            print(wrong[-1], flush=True)
+    for words, count in refused.items():
+        print(f"refused {count} times: {words}")
+    missing = [name for name in makers if not ran[name]]
+    print(f"{sum(ran.values())} cells ran, {len(wrong)} differ: {dict(ran)}; none of {missing or 'no optimizer'}")
+    print(f"{time.perf_counter() - begin:.0f} s")
+    print(write_result("optimizers", {"ran": dict(ran), "wrong": wrong, "refused": dict(refused), "steps": STEPS}))
+    if wrong or missing:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
