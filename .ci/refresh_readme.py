@@ -545,6 +545,15 @@ def stages() -> str:
     )
 
 
+def optimizers() -> str:
+    r = result("optimizers")
+    return (
+        f"{sum(r['ran'].values())} cells of {len(r['ran'])} optimizers, drawn pairwise over policies, dtypes, updates, "
+        f"micro-batches and clipping: after {r['steps']} steps {len(r['wrong'])} differ from the plain loop in a bit of "
+        f"their losses or parameters ({link('optimizers')})"
+    )
+
+
 def calibrated() -> str:
     r = result("calibrated")
     return (
@@ -768,7 +777,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
         leaks, reserved, mutations, faults, kills, interrupts, oracle, load_weights, checksums, planning, activations,
         calibrated,
         tide_bytes, whale, gemm_carried, gemm_seen, frameworks, captured_peaks, capture_ratio, forms_choice,
-        forms_order, stages,
+        forms_order, stages, optimizers,
     )
 } | {
     "demo-taken": lambda: link("demo"),
