@@ -549,8 +549,8 @@ def optimizers() -> str:
     r = result("optimizers")
     return (
         f"{sum(r['ran'].values())} cells of {len(r['ran'])} optimizers, drawn pairwise over policies, dtypes, updates, "
-        f"micro-batches and clipping: after {r['steps']} steps {len(r['wrong'])} differ from the plain loop in a bit of "
-        f"their losses or parameters ({link('optimizers')})"
+        f"micro-batches and clipping: after {r['steps']} steps {len(r['wrong'])} differ from the plain loop in a bit "
+        f"of their losses or parameters ({link('optimizers')})"
     )
 
 
