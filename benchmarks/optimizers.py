@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +30,10 @@ from transformers.optimization import Adafactor
 
 import executor
 from pstar_sim.errors import PstarError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
+
+from plain_loop import train
 
 WIDTH, ROWS, STEPS, CLIP = 96, 4, 20, 0.02
 POLICIES = ("all_on_gpu", "zero_offload", "tide", "optimal", "patrickstar", "stronghold")
@@ -95,37 +101,21 @@ def batches(dtype: torch.dtype) -> Iterator[torch.Tensor]:
         yield torch.randn(ROWS, WIDTH, generator=draw).to(dtype)
 
 
-def train(model: nn.Module, optimizers: list[Any], dtype: torch.dtype, cell: Cell, *, clip: bool) -> list[float]:
-    losses, rows = [], batches(dtype)
-    for _ in range(STEPS):
-        for _ in range(cell.micro_batches):
-            loss = model(next(rows)) / cell.micro_batches
-            loss.backward()
-            losses.append(float(loss.detach()))
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses
-
-
 def difference(cell: Cell, make: Callable[[nn.Module], Any]) -> str:
     """Returns what differs; "" if nothing does. Raises PstarError for a refusal."""
     dtype = getattr(torch, cell.dtype)
     reference, model = net(dtype), net(dtype)
     plain, mine = make(reference), make(model)
-    alone = plain if isinstance(plain, list) else [plain]
     size = sum(p.numel() * p.element_size() for p in reference.parameters())
     memory = {"all_on_gpu": 40 * size, "zero_offload": 4 * size}.get(cell.policy, 3 * size // 2)
-    losses = train(reference, alone, dtype, cell, clip=cell.clip)
+    losses = train(reference, plain, batches(dtype), STEPS, cell.micro_batches, clip=CLIP if cell.clip else None)
     _, optimizer = executor.offload(
         model, mine, (torch.zeros(ROWS, WIDTH, dtype=dtype),), gpu_memory=f"{memory}B", masters="none",
         micro_batches=cell.micro_batches, max_grad_norm=CLIP if cell.clip else None, update=cell.update,
         policy=cell.policy,
     )  # fmt: skip
     try:
-        if train(model, [optimizer], dtype, cell, clip=False) != losses:
+        if train(model, optimizer, batches(dtype), STEPS, cell.micro_batches) != losses:
             return "losses"
         moved = optimizer.session.status().links["h2d"].moved_bytes
         if not moved and cell.policy != "all_on_gpu":

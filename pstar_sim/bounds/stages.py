@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from pstar_sim.core.plan_set import PlanSet, border_key, has_barrier
-from pstar_sim.cost import CostModel
+from pstar_sim.cost import CostModel, cost_of
 
 __all__ = ["stages_bound_s"]
 
@@ -23,7 +23,7 @@ _Key = tuple[int, int, str, int]
 
 def stages_bound_s(plans: PlanSet) -> float:
     """Returns the seconds of [Note: the bound of stages]."""
-    costs = [CostModel(plan.workload, plan.machine, plan.layout) for plan in plans.plans]
+    costs = [cost_of(plan.workload, plan.machine, plan.layout) for plan in plans.plans]
     longest_s = max(sum(cost.moments_s) for cost in costs)
     return max(longest_s, _path_s(plans, costs)) if has_barrier(plans.plans) else longest_s
 

@@ -30,7 +30,7 @@ from pstar_sim.cli.flags import (
 )
 from pstar_sim.cli.likes import OURS, Like, Likes, read_likes
 from pstar_sim.cli.output import note, picture_kind, save_picture, say, say_json, tell
-from pstar_sim.cli.staging import Parallel, check_set, compare_spread, draw_set, plan_spread, read_set
+from pstar_sim.cli.staging import Parallel, check_set, compare_spread, draw_set, plan_spread
 from pstar_sim.cli.usage import CommandGroup
 from pstar_sim.errors import DoesNotFit, FalseFigures, NothingFits, PlanError, PstarError
 
@@ -276,18 +276,18 @@ def check(
 ) -> int:
     """Prove that a plan file is right: chunks resident when used, no place over its budget in any legal order, every
     parameter updated once."""
-    from pstar_sim.core.plan import load_plan
+    from pstar_sim.core.plan_set import PlanSet
+    from pstar_sim.core.set_file import read_plans
     from pstar_sim.planner.stated import examine
 
-    plans = read_set(path)
-    if plans is not None:
+    loaded = read_plans(Path(path))
+    if isinstance(loaded, PlanSet):
         if lp:
             raise PstarError(
-                f"{path}: has the plans of {len(plans.plans)} stages; leave out --certify, which is of one"
+                f"{path}: has the plans of {len(loaded.plans)} stages; leave out --certify, which is of one"
             )
         with named(path):
-            return check_set(path, plans, json=json)
-    loaded = load_plan(path)
+            return check_set(path, loaded, json=json)
     of = f"{path}: {loaded.policy} for {loaded.workload.model} on {loaded.machine.name}"
     answer: dict[str, object] = {"plan": path, "ok": True, "policy": loaded.policy}
     try:
@@ -387,12 +387,14 @@ def tide(
 @command(plot, "pstar plot stages plan.json -o stages.png")
 def stages(*, path: PlanFile, picture: Annotated[str, output("picture to write")] = "stages.png") -> int:
     """Draw the queues of all stages of a pipeline over one iteration."""
-    picture_kind(Path(picture))
-    plans = read_set(path)
-    if plans is None:
-        raise PstarError(f"{path}: is the plan of one stage; `pstar report` draws its queues")
     from pstar_sim.core.checker.meetings import prove_set
+    from pstar_sim.core.plan_set import PlanSet
+    from pstar_sim.core.set_file import read_plans
 
+    picture_kind(Path(picture))
+    plans = read_plans(Path(path))
+    if not isinstance(plans, PlanSet):
+        raise PstarError(f"{path}: is the plan of one stage; `pstar report` draws its queues")
     with named(path):
         prove_set(plans)
     return draw_set(plans, picture)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pstar_sim.core.plan_set import PlanSet
     from pstar_sim.planner.stages import StagesComparison
 
-__all__ = ["Parallel", "check_set", "compare_spread", "draw_set", "plan_spread", "read_set"]
+__all__ = ["Parallel", "check_set", "compare_spread", "draw_set", "plan_spread"]
 
 Parallel = Annotated[
     str | None,
@@ -102,7 +102,7 @@ def plan_spread(
     *,
     json: bool,
 ) -> int:
-    from pstar_sim.core.plan_file import save_set
+    from pstar_sim.core.set_file import save_set
     from pstar_sim.report.stages import stages_text
     from pstar_sim.units import format_bytes, format_s
 
@@ -127,15 +127,6 @@ def plan_spread(
         f"{sum(len(plan.steps) for plan in best.plans.plans)} steps in {len(best.plans.plans)} stages"
     )
     return 0
-
-
-def read_set(path: str) -> PlanSet | None:
-    """Returns the plans of a pipeline's stages; None for the file of one plan."""
-    from pstar_sim.core.plan_file import read_plans
-    from pstar_sim.core.plan_set import PlanSet
-
-    plans = read_plans(Path(path))
-    return plans if isinstance(plans, PlanSet) else None
 
 
 def check_set(path: str, plans: PlanSet, *, json: bool) -> int:

@@ -72,7 +72,8 @@ def check_step_fields(plan: Plan) -> None:
                 raise PlanError(f"{where}: a compute step needs moment=")
         elif step.kind in TRIPS:
             if (step.kind, step.stash) not in trips:
-                raise PlanError(f"{where}: needs stash=; the workload has {len(trips)} stashes and borders")
+                own = sum(kind is step.kind for kind, _ in trips)
+                raise PlanError(f"{where}: needs stash=; the workload has {own} for a {step.kind.value}")
         elif step.chunk is None:
             raise PlanError(f"{where}: a {step.kind.value} step needs chunk=")
         elif step.list is not None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,6 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.check_fields import check_fields, check_step_fields
 from pstar_sim.core.layout_file import LayoutForm, layout_of
 from pstar_sim.core.plan import Plan, Resident, Settings
-from pstar_sim.core.plan_set import Meeting, PlanSet
 from pstar_sim.core.step import Place, Step, from_text, to_text
 from pstar_sim.errors import PlanError, PstarError
 from pstar_sim.files import write_atomically
@@ -27,10 +27,12 @@ from pstar_sim.schema.parsing import parse_json, without_head
 from pstar_sim.schema.reading import Fault
 from pstar_sim.schema.records import columns, read_record, to_columns
 from pstar_sim.workload.orders import Order
-from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.workload import Border, Moment, Stash, Tensor, Use, Workload
 
-__all__ = ["FORMAT", "VERSION", "read_plan", "read_plans", "save_plan", "save_set"]
+__all__ = [
+    "FORMAT", "HEAD", "VERSION", "PlanFile", "naming", "object_text", "plan_in", "plan_of", "read_body", "read_plan",
+    "save_plan", "text_of", "with_whole_jobs",
+]  # fmt: skip
 
 FORMAT = "pstar-sim plan"
 VERSION = 2
@@ -83,32 +85,16 @@ class PlanFile:
     steps: Annotated[tuple[str, ...], says("the steps, one line of text each, in the order in which they run")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SetFile:
-    """The contents of the file of a pipeline besides its format and version."""
-
-    parallelism: Annotated[str, says("how the model is spread over GPUs, such as pp=2")]
-    meetings: Annotated[
-        tuple[tuple[tuple[int, int], ...], ...], says("[stage, id of its step] of the steps that begin together")
-    ]
-    stages: Annotated[tuple[PlanFile, ...], says("the plan of each stage")]
-
-
 def save_plan(plan: Plan, path: Path) -> None:
-    write_atomically(path, _object({**_HEAD, **_header(plan)}, _steps_text(plan)))
+    write_atomically(path, object_text({**HEAD, **_header(plan)}, _steps_text(plan)))
 
 
-def save_set(plans: PlanSet, path: Path) -> None:
-    header = {
-        **_HEAD,
-        "parallelism": str(plans.parallelism),
-        "meetings": [[list(member) for member in meeting.steps] for meeting in plans.meetings],
-    }
-    bodies = ",\n".join(_object(_header(plan), _steps_text(plan)).rstrip() for plan in plans.plans)
-    write_atomically(path, _object(header, f'"stages": [\n{bodies}\n]'))
+def text_of(plan: Plan) -> str:
+    """Returns the object of a plan in the file of several."""
+    return object_text(_header(plan), _steps_text(plan)).rstrip()
 
 
-_HEAD: dict[str, object] = {"format": FORMAT, "version": VERSION}
+HEAD: dict[str, object] = {"format": FORMAT, "version": VERSION}
 
 
 def _header(plan: Plan) -> dict[str, object]:
@@ -135,7 +121,7 @@ def _steps_text(plan: Plan) -> str:
     return f'"steps": [\n{steps}\n]'
 
 
-def _object(header: Mapping[str, object], last: str) -> str:
+def object_text(header: Mapping[str, object], last: str) -> str:
     parts = []
     for name, value in header.items():
         try:
@@ -188,7 +174,7 @@ def _ranked_to_list(plan: Plan) -> list[dict[str, object]]:
     return rows
 
 
-def _with_whole_jobs(body: dict[str, Any]) -> dict[str, Any]:
+def with_whole_jobs(body: dict[str, Any]) -> dict[str, Any]:
     workload, rows = body.get("workload"), body.get("ranked")
     if not isinstance(workload, dict) or not isinstance(rows, list):
         return body
@@ -203,17 +189,18 @@ def _with_whole_jobs(body: dict[str, Any]) -> dict[str, Any]:
 
 def read_plan(path: Path) -> Plan:
     """Raises PlanError; see the module docstring. The file of a pipeline is refused."""
-    plan = read_plans(path)
-    if isinstance(plan, PlanSet):
+    body, text = read_body(path)
+    stages = body.get("stages")
+    if isinstance(stages, list):
         raise PlanError(
-            f"{path}: has the plans of {len(plan.plans)} stages ({plan.parallelism}); `pstar check` and `pstar plot "
+            f"{path}: has the plans of {len(stages)} stages ({body.get('parallelism')}); `pstar check` and `pstar plot "
             "stages` take it, and stages are planned, not yet run"
         )
-    return plan
+    return plan_in(path, body, text)
 
 
-def read_plans(path: Path) -> Plan | PlanSet:
-    """Returns the plan of a file, or the plans of a pipeline's stages. Raises PlanError; see the module docstring."""
+def read_body(path: Path) -> tuple[dict[str, Any], str]:
+    """Returns the values of a file behind its head, and its text. Raises PlanError; see the module docstring."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -225,38 +212,33 @@ def read_plans(path: Path) -> Plan | PlanSet:
     except Fault as fault:
         what = "is truncated or not JSON" if text.lstrip().startswith("{") else "is not a pstar-sim plan (not JSON)"
         raise PlanError(f"{path}: {what}: {fault.in_json()}") from None
+    with naming(path):
+        return without_head(values, what="a pstar-sim plan", format=FORMAT, version=VERSION, error=PlanError), text
+
+
+def plan_in(path: Path, body: dict[str, Any], text: str) -> Plan:
+    """Returns the plan of a file whose values are read. Raises PlanError."""
+    with naming(path):
+        return plan_of(read_record(PlanFile, with_whole_jobs(body)), text)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of what is read name the file."""
     try:
-        body = without_head(values, what="a pstar-sim plan", format=FORMAT, version=VERSION, error=PlanError)
-        if "stages" in body:
-            return _set(read_record(SetFile, _with_whole_stages(body)), text)
-        return _checked(_plan(read_record(PlanFile, _with_whole_jobs(body)), text))
+        yield
     except Fault as fault:
         raise PlanError(f"{path}: {fault.in_json()}") from None
-    except PlanError as error:
-        raise PlanError(f"{path}: {error}") from None
     except PstarError as error:
         raise PlanError(f"{path}: {error}") from None
 
 
-def _checked(plan: Plan) -> Plan:
+def plan_of(found: PlanFile, text: str) -> Plan:
+    """Raises PlanError for fields that do not go together."""
+    plan = _plan(found, text)
     check_fields(plan)
     check_step_fields(plan)
     return plan
-
-
-def _with_whole_stages(body: dict[str, Any]) -> dict[str, Any]:
-    stages = body["stages"]
-    if not isinstance(stages, list):
-        return body
-    return {**body, "stages": [_with_whole_jobs(each) if isinstance(each, dict) else each for each in stages]}
-
-
-def _set(found: SetFile, text: str) -> PlanSet:
-    return PlanSet(
-        parallelism=Parallelism.parse(found.parallelism),
-        plans=tuple(_checked(_plan(each, text)) for each in found.stages),
-        meetings=tuple(Meeting(steps) for steps in found.meetings),
-    )
 
 
 def _plan(found: PlanFile, text: str) -> Plan:

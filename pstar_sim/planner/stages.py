@@ -30,7 +30,7 @@ from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.plan_set import PlanSet, meetings_of
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.cost import CostModel
+from pstar_sim.cost import CostModel, cost_of
 from pstar_sim.errors import CannotPlan, DoesNotFit, FalseFigures, ModelError, PlanError, PstarError
 from pstar_sim.planner.asked import OnPart, teller
 from pstar_sim.planner.binding import bound_by
@@ -95,7 +95,7 @@ class PlannedStages:
         stages."""
         seconds = 0.0
         for plan in self.plans.plans:
-            cost = CostModel(plan.workload, plan.machine, plan.layout)
+            cost = cost_of(plan.workload, plan.machine, plan.layout)
             seconds += sum(cost.all_reduces_s(m.all_reduces) for m in plan.workload.moments if m.all_reduces)
         return seconds / len(self.plans.plans) / self.iteration_s
 
@@ -236,34 +236,32 @@ def compare_stages(
     missing, slower = list(left_out), list[str]()
     prune = not every and len(ways) > 1
     bounds = [_bound_s(job, machine, way, settings) if prune else 0.0 for way in ways]
-    order = sorted(range(len(ways)), key=bounds.__getitem__)
-    for n, (at, policy) in enumerate((at, policy) for at in order for policy in policies):
+    for n, at in enumerate(sorted(range(len(ways)), key=bounds.__getitem__)):
         way = ways[at]
-        tell(f"{way.parallelism} {policy}", n, len(ways) * len(policies))
         if best is not None and bounds[at] > best.iteration_s:
-            if policy == policies[0]:
-                spread = f"{way.parallelism} {way.batch} x {way.micro_batches}"
-                slower.append(f"{spread} ({format_s(bounds[at])})")
+            slower.append(f"{way.parallelism} {way.batch} x {way.micro_batches} ({format_s(bounds[at])})")
             continue
         own = replace(job, batch=way.batch, micro_batches=way.micro_batches)
-        said = StagesRow(
-            parallel=str(way.parallelism),
-            policy=policy,
-            batch=way.batch,
-            micro_batches=way.micro_batches,
-            fits=False,
-        )
-        try:
-            planned = plan_stages(own, machine, policy, way.parallelism, settings)
-        except DoesNotFit as error:
-            short = replace(said, reason=str(error), short_of=error.place)
-            rows.append(replace(short, needed_bytes=error.needed_bytes, available_bytes=error.available_bytes))
-            continue
-        except CannotPlan as error:
-            missing.append(f"{way.parallelism} by {policy}: {error}")
-            continue
-        rows.append(_row(said, planned))
-        best = planned if best is None or planned.iteration_s < best.iteration_s else best
+        for m, policy in enumerate(policies):
+            tell(f"{way.parallelism} {policy}", n * len(policies) + m, len(ways) * len(policies))
+            said = StagesRow(
+                parallel=str(way.parallelism),
+                policy=policy,
+                batch=way.batch,
+                micro_batches=way.micro_batches,
+                fits=False,
+            )
+            try:
+                planned = plan_stages(own, machine, policy, way.parallelism, settings)
+            except DoesNotFit as error:
+                short = replace(said, reason=str(error), short_of=error.place)
+                rows.append(replace(short, needed_bytes=error.needed_bytes, available_bytes=error.available_bytes))
+                continue
+            except CannotPlan as error:
+                missing.append(f"{way.parallelism} by {policy}: {error}")
+                continue
+            rows.append(_row(said, planned))
+            best = planned if best is None or planned.iteration_s < best.iteration_s else best
     rows.sort(key=lambda row: (not row.fits, row.iteration_s or 0.0))
     return StagesComparison(
         job=job,
@@ -280,11 +278,10 @@ def _bound_s(job: Job, machine: Machine, way: Way, settings: Settings) -> float:
     """Returns a lower bound of the seconds of a way, by [Note: which parallelisms]."""
     own = replace(job, batch=way.batch, micro_batches=way.micro_batches)
     before_s = longest_s = 0.0
-    meet = True
     for number, (one, _) in enumerate(_micro_batch_of_stages(own, machine, way.parallelism)):
         cost = CostModel(one, machine_of_stage(machine, way.parallelism, number), build_layout(one))
         seconds = sum(cost.moments_s)
-        meet = meet and settings.barrier(one.compute_dtype) is not None
+        meet = settings.barrier(one.compute_dtype) is not None
         longest_s = max(longest_s, before_s * meet + way.micro_batches * seconds)
         before_s += seconds
     return longest_s

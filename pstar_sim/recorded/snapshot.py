@@ -127,11 +127,6 @@ class DeviceHistory:
     def events(self) -> int:
         return len(self.time_us)
 
-    @cached_property
-    def peak_event(self) -> int:
-        """Index into `allocated_bytes` of the most allocated bytes; the first of several."""
-        return int(np.argmax(self.allocated_bytes))
-
     def live_at(self, state: int) -> NDArray[np.bool_]:
         """Returns for each block whether it lives after `state` events."""
         return (self.blocks.born < state) & (self.blocks.died >= state)

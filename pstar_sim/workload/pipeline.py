@@ -21,7 +21,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from pstar_sim.errors import ModelError
-from pstar_sim.workload.mixing import levelled, shifted
+from pstar_sim.workload.mixing import levelled
 from pstar_sim.workload.orders import Order
 from pstar_sim.workload.tape import Crossing
 from pstar_sim.workload.workload import Border, Moment, Phase, Use, Workload, copy_moment
@@ -64,11 +64,12 @@ def in_schedule(
     first = list(accumulate((len(row) for row in rows), initial=0))  # moment of each cell, then the optimizer step
     count = 1 + max(cell.micro_batch for cell in cells)
     held = sum(crossing.bytes for crossing in crossings if crossing.counted and crossing.what in _ONCE)
-    moments = levelled([(cell.micro_batch, [body[m] for m in row]) for cell, row in zip(cells, rows)])
-    moments = [shifted(m, (1 - count) * held) for m in moments]  # what all micro-batches share
+    again = (count - 1) * held  # what all micro-batches share is counted once
+    levels = levelled([(cell.micro_batch, [body[m] for m in row]) for cell, row in zip(cells, rows)])
+    owners = (cell.micro_batch for cell, row in zip(cells, rows) for _ in row)
     moments = [
-        copy_moment(m, m.start_bytes, m.peak_bytes, m.end_bytes, cell.micro_batch)
-        for m, cell in zip(moments, (cell for cell, row in zip(cells, rows) for _ in row))
+        copy_moment(m, m.start_bytes - again, m.peak_bytes - again, m.end_bytes - again, own)
+        for m, own in zip(levels, owners)
     ]
     last = moments[-1].end_bytes
     moments.append(copy_moment(workload.moments[-1], last, last, last, count - 1))
@@ -99,6 +100,8 @@ def in_schedule(
 
 _ONCE = {"tied weights": -1, "tied gradients": 1}
 """What crosses once per iteration -> its place beside what crosses behind the same moment."""
+_FORWARD = ("activations", "tied weights")
+"""What an earlier stage sends to a later one."""
 
 
 def _border(
@@ -112,8 +115,7 @@ def _border(
         behind, until = first[n], here + 1
     else:
         behind, until = min(here, first[max(0, n - 1)]), here + 1
-    sender_first = {"activations": True, "gradients": False, "tied weights": True, "tied gradients": False}
-    ahead = sender_first[crossing.what] != crossing.receives  # whether the peer comes behind this stage
+    ahead = (crossing.what in _FORWARD) != crossing.receives  # whether the peer comes behind this stage
     far = stages - 1 if ahead else 0
     return Border(
         peer=far if crossing.what in _ONCE else stage + 1 if ahead else stage - 1,

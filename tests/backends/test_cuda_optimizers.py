@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_loop import train
 from torch import nn
 
 import executor
@@ -43,19 +44,6 @@ def batches(dtype: torch.dtype) -> Iterator[torch.Tensor]:
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = (model(batch).float() ** 2).mean()
     return loss
-
-
-def train(model: nn.Module, optimizers: list[Any], dtype: torch.dtype, micro_batches: int) -> list[float]:
-    losses, rows = [], batches(dtype)
-    for _ in range(4):
-        for _ in range(micro_batches):
-            loss = loss_of(model, next(rows)) / micro_batches
-            loss.backward()
-            losses.append(float(loss.detach()))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses
 
 
 def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -98,14 +86,14 @@ def test_is_the_plain_optimizer(kit: Any, name: str, policy: str, micro_batches:
         pytest.skip("no bitsandbytes, or none of its CUDA kernels")
     make, describe = PLAIN[name]
     reference, model = net(dtype).cuda(), net(dtype)
-    theirs = train(reference, make(reference), dtype, micro_batches)
+    theirs = train(reference, make(reference), batches(dtype), 4, micro_batches, loss_of=loss_of)
     batch = torch.zeros(4, WIDTH, dtype=dtype)
     workload = executor.capture_module(model, batch, groups=describe(), loss=loss_of, device="cuda")
     whole = with_optimizer(repeat_micro_batch(workload, micro_batches), masters="none")
     sums = "16-bit" if dtype is torch.bfloat16 else "32-bit"
     plan = kit.tight_plan(policy, whole, Settings(clip=False, update="step", sums=sums))
     _, optimizer = executor.prepare(model, plan, describe(), device="cuda")
-    mine = train(model, [optimizer], dtype, micro_batches)
+    mine = train(model, optimizer, batches(dtype), 4, micro_batches, loss_of=loss_of)
     session = optimizer.session
     assert session.deviations == 0
     assert policy == "all_on_gpu" or session.status().links["h2d"].moved_bytes > 0
@@ -128,7 +116,7 @@ def test_stochastic_rounding_has_the_same_bits_on_the_device_and_on_the_host(kit
         )
         plan = kit.tight_plan(policy, with_optimizer(workload, masters="none"), Settings(clip=False, update="step"))
         _, optimizer = executor.prepare(model, plan, spec, device="cuda")
-        train(model, [optimizer], dtype, 1)
+        train(model, optimizer, batches(dtype), 4, loss_of=loss_of)
         optimizer.session.close()
         ends.append([p.detach().cpu() for p in model.parameters()])
     assert all(torch.equal(p, q) for p, q in zip(*ends))

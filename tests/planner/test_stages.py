@@ -16,8 +16,8 @@ from pstar_sim.cli import main
 from pstar_sim.core.checker.meetings import prove_set
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.core.plan_file import read_plans, save_set
 from pstar_sim.core.plan_set import Meeting, PlanSet, meetings_of
+from pstar_sim.core.set_file import read_plans, save_set
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import DoesNotFit, PlanError, PstarError

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
 
 from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.checker.check import check_plan
@@ -93,20 +94,9 @@ def _check_order(plans: PlanSet) -> None:
                 waits.add(latest[step.queue])
             before[node] |= waits - {node}
             latest[step.queue] = node
-    left = {node: len(waits) for node, waits in before.items()}
-    behind: defaultdict[_Node, list[_Node]] = defaultdict(list)
-    for node, waits in before.items():
-        for other in waits:
-            behind[other].append(node)
-    ready = [node for node, count in left.items() if not count]
-    while ready:
-        node = ready.pop()
-        del left[node]
-        for other in behind[node]:
-            left[other] -= 1
-            if not left[other]:
-                ready.append(other)
-    if left:
-        stuck = next((n for n in left if isinstance(n, int)), None)
-        steps = plans.meetings[stuck].steps if stuck is not None else [n for n in left if isinstance(n, tuple)][:1]
-        raise PlanError(f"the stages wait for each other in a circle, through {_words(plans.plans, steps)}")
+    try:
+        TopologicalSorter(before).prepare()
+    except CycleError as error:
+        stuck = next((n for n in error.args[1] if isinstance(n, int)), None)
+        steps = plans.meetings[stuck].steps if stuck is not None else error.args[1][:1]
+        raise PlanError(f"the stages wait for each other in a circle, through {_words(plans.plans, steps)}") from None

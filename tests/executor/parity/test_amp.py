@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
+from plain_loop import train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -59,20 +59,6 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def train(model: nn.Module, optimizer: Any, steps: int, micro_batches: int, clip: float | None) -> list[float]:
-    losses, rows = [], batches()
-    for _ in range(steps):
-        for _ in range(micro_batches):
-            loss = loss_of(model, next(rows)) / micro_batches
-            loss.backward()
-            losses.append(float(loss.detach()))
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize(
     ("policy", "micro_batches", "update", "clip"),
@@ -92,7 +78,7 @@ def test_autocast_over_fp32_weights_is_the_plain_loop(
     reference = Net(checkpointed)
     model = copy.deepcopy(reference)
     plain = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
-    losses = train(reference, plain, 5, micro_batches, clip)
+    losses = train(reference, plain, batches(), 5, micro_batches, loss_of=loss_of, clip=clip)
     _, optimizer = executor.offload(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
@@ -106,7 +92,7 @@ def test_autocast_over_fp32_weights_is_the_plain_loop(
     )
     session = optimizer.session
     assert session.plan.workload.dtype == "fp32"
-    assert train(model, optimizer, 5, micro_batches, None) == losses
+    assert train(model, optimizer, batches(), 5, micro_batches, loss_of=loss_of) == losses
     assert session.deviations == 0 and session.status().links["h2d"].moved_bytes > 0
     session.close()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters()))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_loop import train
 from torch import nn
 
 import executor
@@ -59,18 +60,6 @@ def rows() -> Iterator[torch.Tensor]:
     draw = torch.Generator().manual_seed(5)
     while True:
         yield torch.randint(WORDS, (8,), generator=draw)
-
-
-def train(model: nn.Module, optimizer: Any, batches: Iterator[torch.Tensor], steps: int, micro: int = 1) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        for _ in range(micro):
-            loss = model(next(batches)) / micro
-            loss.backward()
-            losses.append(float(loss.detach()))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 def offloaded(

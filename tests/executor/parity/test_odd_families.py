@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from plain_loop import train
 from torch import nn
 
 import executor
@@ -122,23 +123,18 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+def seeded(draw_batch: Draw) -> Iterator[dict[str, Any]]:
+    """Batches from a seed, and the dropout of the models too."""
+    torch.manual_seed(1)
+    draw = torch.Generator().manual_seed(5)
+    while True:
+        yield draw_batch(draw)
+
+
 def loss_of(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     output: Any = model(**batch)
     loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
     return loss
-
-
-def train(model: nn.Module, optimizer: Any, batch: Draw, micro_batches: int) -> list[float]:
-    torch.manual_seed(1)
-    draw, losses = torch.Generator().manual_seed(5), []
-    for _ in range(3):
-        for _ in range(micro_batches):
-            loss = loss_of(model, batch(draw)) / micro_batches
-            loss.backward()
-            losses.append(float(loss.detach()))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -158,7 +154,8 @@ def test_is_the_plain_loop_to_the_bit(
         reference, batch = family()
         reference.train()
         model = copy.deepcopy(reference)
-        losses = train(reference, OPTIMIZERS[name](reference.parameters()), batch, micro_batches)
+        plain = OPTIMIZERS[name](reference.parameters())
+        losses = train(reference, plain, seeded(batch), 3, micro_batches, loss_of=loss_of)
         size, example = sum(4 * p.numel() for p in model.parameters()), batch(torch.Generator().manual_seed(9))
         own = OPTIMIZERS[name](model.parameters())
         for share in (1, 2, 4, 8, 16):
@@ -170,7 +167,7 @@ def test_is_the_plain_loop_to_the_bit(
                 break
             except DoesNotFit:
                 continue
-        assert train(model, optimizer, batch, micro_batches) == losses
+        assert train(model, optimizer, seeded(batch), 3, micro_batches, loss_of=loss_of) == losses
         assert optimizer.session.deviations == 0
         optimizer.session.close()
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters()))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_loop import train
 from torch import nn
 from transformers.optimization import Adafactor
 
@@ -70,20 +71,6 @@ def rows(dtype: torch.dtype) -> Iterator[torch.Tensor]:
     draw = torch.Generator().manual_seed(5)
     while True:
         yield torch.randn(4, WIDTH, generator=draw).to(dtype)
-
-
-def train(
-    model: nn.Module, optimizer: Any, batches: Iterator[torch.Tensor], steps: int, micro_batches: int
-) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        for _ in range(micro_batches):
-            loss = model(next(batches)) / micro_batches
-            loss.backward()
-            losses.append(float(loss.detach()))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 def offloaded(model: nn.Module, optimizer: Any, dtype: torch.dtype, micro_batches: int, policy: str) -> Any:
@@ -220,19 +207,6 @@ def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(matrices, lr=2e-2), torch.optim.AdamW(rest, lr=1e-2, fused=True)]
 
 
-def train_with(model: nn.Module, optimizers: list[Any], batches: Iterator[torch.Tensor], steps: int, micro: int) -> Any:
-    losses = []
-    for _ in range(steps):
-        for _ in range(micro):
-            loss = model(next(batches)) / micro
-            loss.backward()
-            losses.append(float(loss.detach()))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses
-
-
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 
 
@@ -242,7 +216,7 @@ needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this t
 def test_muon_beside_adamw_is_plain_torch_to_the_bit(policy: str, micro_batches: int, dtype: torch.dtype) -> None:
     """Matrices are updated whole, once per step, from the sum over all micro-batches, wherever they are."""
     reference, model = net(dtype), net(dtype)
-    losses = train_with(reference, muon(reference), rows(dtype), 5, micro_batches)
+    losses = train(reference, muon(reference), rows(dtype), 5, micro_batches)
     own = muon(model)
     _, optimizer = executor.offload(
         model,
@@ -265,9 +239,9 @@ def test_states_of_muon_and_adamw_go_on(tmp_path: Path) -> None:
     """Two plain steps, two under a plan, two after a checkpoint, and two plain ones again."""
     dtype = torch.float32
     reference, model = net(dtype), net(dtype)
-    losses = train_with(reference, muon(reference), rows(dtype), 8, 1)
+    losses = train(reference, muon(reference), rows(dtype), 8, 1)
     batches, batch, own = rows(dtype), (torch.zeros(4, WIDTH),), muon(model)
-    found = train_with(model, own, batches, 2, 1)
+    found = train(model, own, batches, 2, 1)
     _, optimizer = executor.offload(model, own, batch, gpu_memory="80KB", policy="tide")
     found += train(model, optimizer, batches, 2, 1)
     folder = optimizer.save(tmp_path / "checkpoint")
@@ -280,7 +254,7 @@ def test_states_of_muon_and_adamw_go_on(tmp_path: Path) -> None:
     optimizer.session.close()
     last = muon(other)
     Joined(last).load_state_dict(states)
-    found += train_with(other, last, batches, 2, 1)
+    found += train(other, last, batches, 2, 1)
     assert found == losses
 
 
@@ -327,7 +301,7 @@ def test_an_empty_group_keeps_its_place_and_one_group_has_both_kinds() -> None:
         groups = [{"params": [], "lr": 0.1, "weight_decay": 0.5}, {"params": rest, "weight_decay": 0.0}]
         return [torch.optim.Muon(matrices), torch.optim.AdamW(groups, lr=1e-2, fused=True)]
 
-    losses = train_with(reference, optimizers(reference), rows(dtype), 3, 1)
+    losses = train(reference, optimizers(reference), rows(dtype), 3, 1)
     _, optimizer = executor.offload(
         model, optimizers(model), (torch.zeros(4, WIDTH),), gpu_memory="80KB", policy="tide"
     )
@@ -343,7 +317,7 @@ def test_an_empty_group_keeps_its_place_and_one_group_has_both_kinds() -> None:
         torch.optim.Muon([p for p in two.parameters() if p.ndim == 2]),
         torch.optim.AdamW([p for p in two.parameters() if p.ndim != 2], lr=1e-2, fused=True),
     ]
-    assert train(one, optimizer, rows(dtype), 3, 1) == train_with(two, theirs, rows(dtype), 3, 1)
+    assert train(one, optimizer, rows(dtype), 3, 1) == train(two, theirs, rows(dtype), 3, 1)
     optimizer.session.close()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_loop import train
 from torch import nn
 
 import executor
@@ -95,25 +96,13 @@ class Plain:
             p.grad = None
 
 
-def train(model: nn.Module, optimizer: Any, steps: int, micro_batches: int) -> list[float]:
-    losses, rows = [], batches()
-    for _ in range(steps):
-        for _ in range(micro_batches):
-            loss = loss_of(model, next(rows)) / micro_batches
-            loss.backward()
-            losses.append(float(loss.detach()))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
 @pytest.mark.parametrize(
     ("policy", "memory", "micro_batches"),
     [("tide", "34KB", 1), ("optimal", "34KB", 4), ("zero_offload", "90KB", 4), ("all_on_gpu", "1MB", 1)],
 )
 def test_every_plan_has_the_bits_of_the_plain_loop(policy: str, memory: str, micro_batches: int) -> None:
     reference, model = net(), net()
-    losses = train(reference, Plain(reference), 10, micro_batches)
+    losses = train(reference, Plain(reference), batches(), 10, micro_batches, loss_of=loss_of)
     _, optimizer = executor.offload(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
@@ -125,7 +114,7 @@ def test_every_plan_has_the_bits_of_the_plain_loop(policy: str, memory: str, mic
         policy=policy,
         loss=loss_of,
     )
-    assert train(model, optimizer, 10, micro_batches) == losses
+    assert train(model, optimizer, batches(), 10, micro_batches, loss_of=loss_of) == losses
     optimizer.session.close()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters()))
 

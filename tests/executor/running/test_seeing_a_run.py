@@ -9,35 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from small_model import MODEL
 
 from pstar_sim.cli import main
 from pstar_sim.cli.progress import plain_line, progress
 from pstar_sim.cli.torchrun import main as of_ranks
 from pstar_sim.core.plan import load_plan
 from pstar_sim.core.run_file import load_run
-
-MODEL = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(256, 32)
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
-        self.head = nn.Linear(32, 256)
-
-    def forward(self, input_ids, labels):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-def net(batch, sequence):
-    torch.manual_seed(0)
-    ids = torch.zeros(batch, sequence, dtype=torch.long)
-    return Net(), {"input_ids": ids, "labels": ids}
-"""
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_model import MODEL
 
 from executor.models import forward_loss
 from executor.run import MAX_GRAD_NORM, Keeping, TrainingJob
@@ -24,28 +25,6 @@ from pstar_sim.cli.torchrun import main as of_ranks
 from pstar_sim.core.plan import load_plan
 from pstar_sim.errors import CheckpointError, PstarError, Stopped
 
-MODEL = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(256, 32)
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
-        self.head = nn.Linear(32, 256)
-
-    def forward(self, input_ids, labels):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-def net(batch, sequence):
-    torch.manual_seed(0)
-    ids = torch.zeros(batch, sequence, dtype=torch.long)
-    return Net(), {"input_ids": ids, "labels": ids}
-"""
 NAME = "py:pstar_watched:net"
 KEYS = [
     "step", "unix_s", "loss", "learning_rate", "grad_norm", "time_s", "tokens_per_s", "waits_s", "adam_share",
