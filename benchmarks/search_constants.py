@@ -11,7 +11,7 @@ Prints a row per change and keeps it at once in results/search_constants.json. E
 that plans depend on has changed since; otherwise the file begins anew. --missing measures only the rows that the file
 lacks, so that an interrupted run can be continued. At the end the script names constants without a row, and rows of
 constants that no longer exist: exit status 1. `.ci/refresh_readme.py` writes the table of
-docs/results/search-constants.md from the file. About 20 minutes of CPU time.
+benchmarks/search_constants.md from the file. About 20 minutes of CPU time.
 """
 
 from __future__ import annotations

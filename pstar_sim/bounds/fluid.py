@@ -63,7 +63,7 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["fluid_bound"]
 
-# docs/results/search-constants.md says what each of these constants buys.
+# benchmarks/search_constants.md says what each of these constants buys.
 MOST_POINTS = 600  # points of an iteration in the program; fewer points give a lower bound sooner
 FAR = 20.0  # longest stall, as a multiple of the joint bound: every variable needs a small upper bound
 TIME_LIMIT_S = 60.0  # time limit of the solver; the joint bound replaces a program that takes longer

@@ -42,7 +42,7 @@ from pstar_sim.errors import PlanError
 __all__ = ["Window", "choose"]
 
 # Limit of the iterations that are run until two agree; if none agree, the last one counts.
-# docs/results/search-constants.md says what a smaller limit costs.
+# benchmarks/search_constants.md says what a smaller limit costs.
 MOST_WINDOWS = 6
 TOLERANCE = 1e-6  # relative difference within which two successive periods agree
 ROUNDING = 1e-9  # relative; far more than the rounding error of the seconds of a window

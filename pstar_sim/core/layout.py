@@ -32,7 +32,7 @@ __all__ = ["Chunk", "Layout", "Slot", "build_layout", "layout_of_parts", "size_n
 PART_ALIGN = 64  # elements
 ALIGN = 16  # elements: 64 bytes in fp32, the alignment of vectorised kernels and copy engines
 ALIGN_BYTES = 4 * ALIGN  # of the masters, which updates work on: pure bf16 has twice as many elements in a vector
-# docs/results/search-constants.md says what each of these constants buys. Plans of small models with smaller chunks are
+# benchmarks/search_constants.md says what each of these constants buys. Plans of small models with smaller chunks are
 # a little faster in the cost model, which ignores the executor's cost of a further step.
 GRANULE_BYTES = 2 * MIB  # chunk sizes are multiples of the granule, as allocators hand out memory
 WANTED_CHUNKS = 24  # no size exceeds the model's bytes over this: fewer chunks leave no choice of order

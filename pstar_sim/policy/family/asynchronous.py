@@ -29,7 +29,7 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["Asynchronous"]
 
 _RIVAL = ("what static_partition chose",)
-# docs/results/search-constants.md says what each of these constants buys.
+# benchmarks/search_constants.md says what each of these constants buys.
 CLOSE_TO_BOUND = 2e-3  # this close to the closed form, no other number of pins is tried; saves effort
 NEIGHBOURS = 2  # pins tried on either side of the closed form's number, which is inexact where chunks are few
 

@@ -34,7 +34,7 @@ __all__ = ["GOOD_ENOUGH", "Search", "Trial"]
 
 T = TypeVar("T")
 
-# [Note: what the constants buy] For each constant of the search, docs/results/search-constants.md says how another
+# [Note: what the constants buy] For each constant of the search, benchmarks/search_constants.md says how another
 # value changes iterations, bytes and effort. The comments here say what the constants are for.
 # The search ends at this relative distance from the floor: the GPU is then busy nearly all the time.
 GOOD_ENOUGH = 1e-3

@@ -16,7 +16,7 @@ from pstar_sim.units import MIB
 __all__ = ["in_parts", "parts_of"]
 
 # A chunk LARGE times as large as the median chunk is updated in parts of about the median chunk's size
-# (docs/results/search-constants.md). There are at most MOST_PARTS of them, of at least LEAST_BYTES of the working list:
+# (benchmarks/search_constants.md). There are at most MOST_PARTS of them, of at least LEAST_BYTES of the working list:
 # limits that no job of the benchmarks reaches.
 LARGE, MOST_PARTS, LEAST_BYTES = 2.0, 8, 16 * MIB
 
