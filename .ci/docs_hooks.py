@@ -5,6 +5,8 @@
 - A line `<!-- help: COMMAND -->` is replaced by what `pstar COMMAND --help` prints.
 - A line `<!-- catalog: TABLE -->` is replaced by every figure of that table (pstar_sim/report/catalog_page.py).
 - A line `<!-- format: NAME -->` is replaced by the reference of that file format (pstar_sim/report/formats.py).
+- A line `::: NAME` without options has those of its page: in the reference the name is the heading, on the page of a
+  system the text of the module stands alone.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 HELP = re.compile(r"^<!-- help: ?(.*?) -->$", re.MULTILINE)
 CATALOG = re.compile(r"^<!-- catalog: (\w+) -->$", re.MULTILINE)
 FORMAT = re.compile(r"^<!-- format: (\w+) -->$", re.MULTILINE)
+NAMED = re.compile(r"^::: (\S+)$(?!\n    options:)", re.MULTILINE)
 WIDTH = "100"
 
 
@@ -62,9 +65,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
     text = "".join(part if part.startswith("```") else LINK.sub(within_site, part) for part in parts)
+    text = NAMED.sub(lambda match: f"{match[0]}\n    options:\n{_options(source, match[1])}", text)
     text = FORMAT.sub(lambda match: format_page(match[1]), text)
     text = CATALOG.sub(lambda match: catalog_page(match[1]), text)
     return HELP.sub(lambda match: f"```text\n{help_of(match[1])}\n```", text)
+
+
+def _options(source: str, name: str) -> str:
+    if source.startswith("explanation/systems/"):
+        options = {"members": "false", "show_root_heading": "false", "show_root_toc_entry": "false"}
+    else:
+        options = {"heading": name, "toc_label": name.rpartition(".")[2]}
+    return "".join(f"      {key}: {value}\n" for key, value in options.items())
 
 
 def help_of(command: str) -> str:

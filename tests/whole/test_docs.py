@@ -113,7 +113,8 @@ def test_every_command_and_every_public_name_has_its_place_in_the_reference(
     for package in (pstar_sim, executor):
         names = Page(site / "reference" / f"{package.__name__}.html").names
         page = (ROOT / "docs" / "reference" / f"{package.__name__}.md").read_text(encoding="utf-8")
-        written = re.findall(rf"^ +heading: {package.__name__}\.(\w+)$", page, re.MULTILINE)
+        name = re.escape(package.__name__)
+        written = re.findall(rf"^(?: +heading:|:::) {name}\.(\w+)$", page, re.MULTILINE)
         assert sorted(written) == sorted([*package.__all__, *by_name.get(package.__name__, [])])
         assert len(names) > len(written)
 
