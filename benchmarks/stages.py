@@ -26,7 +26,7 @@ from functools import partial
 from _results import write_result
 
 from pstar_sim.catalog.loader import load_machine
-from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.machine import BY_COLLECTIVES, Machine
 from pstar_sim.core.checker.meetings import prove_set
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.plan_set import Meeting, PlanSet
@@ -49,7 +49,8 @@ def drawn(rng: random.Random) -> tuple[Job, Machine, Parallelism, str, Settings]
     tensor, stages = rng.choice(
         [(t, p) for t in (1, 2, 4) for p in (1, 2, 3, 4) if t * p <= gpus and gpus % (t * p) == 0]
     )
-    spread = Parallelism(tensor=tensor, pipeline=stages, schedule=rng.choice(SCHEDULES))
+    sequence = tensor > 1 and rng.random() < 0.5
+    spread = Parallelism(tensor=tensor, sequence=sequence, pipeline=stages, schedule=rng.choice(SCHEDULES))
     machine = load_machine(
         rng.choice(("a100-40x8", "v100-32x8", "rtx4090x8")), gpus=gpus, gpu_memory=rng.choice(MEMORY)
     )
@@ -68,7 +69,7 @@ def drawn(rng: random.Random) -> tuple[Job, Machine, Parallelism, str, Settings]
     settings = Settings(clip=rng.random() < 0.6, update=rng.choice(("step", "eager")))
     return (
         job,
-        replace(machine, host=host, ranks=ranks, root_bytes_per_s=None, slowdowns={}),
+        replace(machine, host=host, ranks=ranks, root_bytes_per_s=None, slowdowns={BY_COLLECTIVES: 1.0}),
         spread,
         rng.choice(("all_on_gpu", "tide", "tide", "static_partition")),
         settings,

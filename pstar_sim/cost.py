@@ -11,9 +11,9 @@ runs alone. The simulator decides what happens when copies and CPU Adam want mor
 2. The seconds of every other moment follow from one formula for all machines:
        kernels = products by shape + other flops / rate + other bytes / bandwidth + launch_s
        seconds = max(kernels, framework.seconds(operators)) + framework.wait_s
-   Large products and element-wise operators of a module run one after the other, so their times add. So do sums over
-   the ranks that split a layer, each of which is also an operator. Python runs ahead of the GPU, so only the longer of
-   the two counts. The wait for hooks adds to both.
+   Large products and element-wise operators of a module run one after the other, so their times add. So do
+   collectives of the ranks that split a layer, each of which is also an operator. Python runs ahead of the GPU, so
+   only the longer of the two counts. The wait for hooks adds to both.
    - If the GPU has figures of products by shape (`gpu.products`) and the moment names its products, each product
      lasts the seconds of its shape (catalog/product_shape.py), and each call of fused attention the seconds of its
      kernel (catalog/attention_rates.py). Where fused attention is not named, all other flops run at its share of the
@@ -65,7 +65,7 @@ an iteration at most (benchmarks/overlap.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -80,7 +80,7 @@ from pstar_sim.core.rules import Rates, StepCosts
 from pstar_sim.core.step import PAGEABLE, ROUTES, Kind, Step
 from pstar_sim.dtypes import DTYPES, MASTER, WORKING
 from pstar_sim.errors import PlanError
-from pstar_sim.workload.workload import Border, Product, Workload, product_flops
+from pstar_sim.workload.workload import Border, Collective, Product, Workload, product_flops
 
 __all__ = [
     "VERSION",
@@ -283,7 +283,7 @@ class CostModel:
         rate = _rate_of(gpu, w.compute_dtype)
         out: list[float] = []
         for i, m in enumerate(w.moments):
-            summed_s = self.all_reduces_s(m.all_reduces) if m.all_reduces else 0.0
+            summed_s = self.group_s(m.collectives) if m.collectives else 0.0
             if self._recorded and m.duration_s is not None:
                 out.append(m.duration_s)
             elif gpu.launch_s is None:
@@ -293,21 +293,23 @@ class CostModel:
                 python = self.machine.framework
                 own_s = kernels_s + summed_s
                 if python is not None:
-                    own_s = max(own_s, python.seconds(m.operators + len(m.all_reduces))) + python.wait_s
+                    own_s = max(own_s, python.seconds(m.operators + len(m.collectives))) + python.wait_s
                 out.append(own_s)
             else:
                 out.append(summed_s)
         return tuple(out)
 
-    def all_reduces_s(self, sizes: tuple[int, ...]) -> float:
-        """Returns the seconds of sums over the ranks that split a layer, one after the other: a ring takes twice as
-        long as for a gather. Raises PlanError for a machine that does not say what joins them."""
-        group = self.machine.tensor
-        if group is None:
-            raise PlanError(f"machine {self.machine.name!r} does not say which ranks split the tensors of a layer")
-        hops = 2 * (group.ranks - 1)
-        fabric = group.fabric
-        return sum(hops * (fabric.latency_s + size / group.ranks / fabric.rate_of(size)) for size in sizes)
+    def group_s(self, collectives: Sequence[Collective]) -> float:
+        """Returns the seconds of collectives of a moment, one after the other: each goes round a ring, an all-reduce
+        twice. Raises PlanError for a machine that does not say what joins the ranks."""
+        seconds = 0.0
+        for what, name, size in collectives:
+            group = self.machine.group(name)
+            if group is None:
+                raise PlanError(f"machine {self.machine.name!r} has no {name} group; the job has an {what} over it")
+            hops = (2 if what == "all_reduce" else 1) * (group.ranks - 1)
+            seconds += hops * (group.fabric.latency_s + size / group.ranks / group.fabric.rate_of(size))
+        return seconds
 
     @cached_property
     def gpu_adds(self) -> GpuAdds:

@@ -389,10 +389,12 @@ class Neighbour:
 class Group:
     """Ranks that run the same program beside each other.
 
+    name: of the group in collectives (`Moment.collectives`).
     ranks: their number.
     fabric: what joins them.
     """
 
+    name: str
     ranks: int
     fabric: Fabric
 
@@ -665,7 +667,8 @@ class Machine:
     slowdowns: "compute_while_adam" = 1.2 says that compute takes 1.2 times as long while CPU Adam runs; for pairs of
         "compute", "adam", "h2d" and "d2h", where measured. "compute_while_net" replaces the framework's.
     neighbours: of the ranks of one stage of a pipeline, the other stages with which they share a border.
-    tensor: ranks that split the tensors of each layer with each rank of this machine; None where none do.
+    groups: ranks that work on the same layers and sequences as each rank of this machine, such as those that split the
+        tensors of each layer.
     unified: whether GPU and CPU work in one memory. The GPU may take its usable_bytes of that memory; the rest is the
         host's memory_bytes. The link is a copy inside that memory.
     """
@@ -687,7 +690,7 @@ class Machine:
     unified: bool = False
     framework: Framework | None = None
     neighbours: tuple[Neighbour, ...] = ()
-    tensor: Group | None = None
+    groups: tuple[Group, ...] = ()
 
     def __post_init__(self) -> None:
         where = _check("machine", self)
@@ -713,6 +716,9 @@ class Machine:
 
     def _repr_html_(self) -> str:
         return render_html(self)
+
+    def group(self, name: str) -> Group | None:
+        return next((group for group in self.groups if group.name == name), None)
 
     @cached_property
     def gpu(self) -> Gpu:

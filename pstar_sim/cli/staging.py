@@ -27,8 +27,8 @@ Parallel = Annotated[
     typer.Option(
         "--parallel",
         metavar="TEXT",
-        help="spread a preset over tensor ranks and stages, such as tp=2,pp=4 or pp=2,schedule=gpipe; auto: the ways "
-        "that can be the fastest, all: every one",
+        help="spread a preset over tensor ranks and stages, such as tp=2,sp,pp=4 or pp=2,schedule=gpipe; auto: the "
+        "ways that can be the fastest, all: every one",
     ),
 ]
 ASKED = ("auto", "all")

@@ -2,12 +2,14 @@
 
 [Note: which parallelisms] A question about all ways to spread a model takes every degree that divides the GPUs, the
 layers and the sequences of an iteration, with as many micro-batches as are asked for, or the nearest number that
-divides a rank's sequences, and pipelines also with the most, one sequence each. "auto" leaves out a pipeline whose
-bubble alone, (p-1)/(m+p-1) of the iteration, costs more than half of it, and plans the others in the order of their
-bounds: a way whose bound is above the fastest plan so far cannot be the fastest. The bound of a way is in closed form.
-For any stage the first micro-batch has to come through the stages before it, the stage computes all micro-batches, and
-the last one has to go back; where optimizer steps do not meet, iterations overlap and the stage alone counts. "all"
-plans every way, with every schedule. What is left out is said.
+divides a rank's sequences, and pipelines also with the most, one sequence each. "auto" takes sequence parallelism
+wherever tensor ranks can split the sequence: the same bytes cross the links, and each rank computes and keeps less. It
+leaves out a pipeline whose bubble alone, (p-1)/(m+p-1) of the iteration, costs more than half of it, and plans the
+others in the order of their bounds: a way whose bound is above the fastest plan so far cannot be the fastest. The bound
+of a way is in closed form. For any stage the first micro-batch has to come through the stages before it, the stage
+computes all micro-batches, and the last one has to go back; where optimizer steps do not meet, iterations overlap and
+the stage alone counts. "all" plans every way, with every schedule, with and without sequence parallelism. What is left
+out is said.
 
 A stage has its ranks, and its part of their nodes: of memory and bandwidth of the host, of cores and disks, as much as
 its share of a node's GPUs. Ranks of one stage follow one another, so that neighbours in a pipeline are far apart and
@@ -20,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 from pstar_sim.bounds.stages import stages_bound_s
 from pstar_sim.catalog.machine import Fabric, Group, Host, Machine, Neighbour, Nvme, Rank
@@ -44,7 +47,7 @@ from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.pipeline import SCHEDULES, cells_of, in_schedule
 from pstar_sim.workload.presets import check_blocks, stage_of
 from pstar_sim.workload.presets.shared import Stage
-from pstar_sim.workload.tape import Crossing
+from pstar_sim.workload.tape import TENSOR, Crossing
 from pstar_sim.workload.workload import Workload
 
 __all__ = [
@@ -96,7 +99,7 @@ class PlannedStages:
         seconds = 0.0
         for plan in self.plans.plans:
             cost = cost_of(plan.workload, plan.machine, plan.layout)
-            seconds += sum(cost.all_reduces_s(m.all_reduces) for m in plan.workload.moments if m.all_reduces)
+            seconds += sum(cost.group_s(m.collectives) for m in plan.workload.moments if m.collectives)
         return seconds / len(self.plans.plans) / self.iteration_s
 
 
@@ -194,6 +197,7 @@ def ways_to_spread(job: Job, machine: Machine, *, every: bool = False) -> tuple[
         if why:
             left_out.append(f"{one}: {why}")
             continue
+        splits = tensor > 1 and (job.seq or 0) % tensor == 0 and job.autocast is None
         each = sequences // data
         usual = min(_divisors(each), key=lambda count: (abs(count - asked), count))
         for micro_batches in dict.fromkeys((usual, each) if stages > 1 else (usual,)):
@@ -202,8 +206,9 @@ def ways_to_spread(job: Job, machine: Machine, *, every: bool = False) -> tuple[
                 left_out.append(f"{one} with {micro_batches} micro-batches: a bubble of {bubble:.0%}")
                 continue
             batch = sequences // micro_batches
-            for schedule in SCHEDULES if every and stages > 1 else SCHEDULES[:1]:
-                spread = replace(one, schedule=schedule)
+            schedules = SCHEDULES if every and stages > 1 else SCHEDULES[:1]
+            for schedule, split in product(schedules, (True, False) if splits and every else (splits,)):
+                spread = replace(one, schedule=schedule, sequence=split)
                 ways.append(Way(parallelism=spread, batch=batch, micro_batches=micro_batches))
     return ways, left_out
 
@@ -280,9 +285,10 @@ def _bound_s(job: Job, machine: Machine, way: Way, settings: Settings) -> float:
     before_s = longest_s = 0.0
     for number, (one, _) in enumerate(_micro_batch_of_stages(own, machine, way.parallelism)):
         cost = CostModel(one, machine_of_stage(machine, way.parallelism, number), build_layout(one))
-        seconds = sum(cost.moments_s)
+        *moments_s, step_s = cost.moments_s
+        seconds = sum(moments_s)
         meet = settings.barrier(one.compute_dtype) is not None
-        longest_s = max(longest_s, before_s * meet + way.micro_batches * seconds)
+        longest_s = max(longest_s, before_s * meet + way.micro_batches * seconds + step_s)
         before_s += seconds
     return longest_s
 
@@ -385,7 +391,11 @@ def _micro_batch_of_stages(
     axes = job.but(dtype=job.dtype_on(machine)).given
     for number, layers in enumerate(_even(entry.layers, parallelism.pipeline, job.model)):
         stage = Stage(
-            layers=layers, first=number == 0, last=number == parallelism.pipeline - 1, tensor=parallelism.tensor
+            layers=layers,
+            first=number == 0,
+            last=number == parallelism.pipeline - 1,
+            tensor=parallelism.tensor,
+            sequence=parallelism.sequence,
         )
         yield stage_of(entry, stage, batch=job.batch // data, sequence=job.seq, **axes)
 
@@ -427,7 +437,7 @@ def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> 
         ranks=tuple(replace(rank, batch_share=1 / data) for rank in ranks),
         nodes=data // here,
         network=network if network is None else replace(network, bytes_per_s=network.bytes_per_s / tensor),
-        tensor=Group(ranks=tensor, fabric=_inside(machine)) if tensor > 1 else None,
+        groups=(Group(name=TENSOR, ranks=tensor, fabric=_inside(machine)),) if tensor > 1 else (),
         host=host if part == 1 else _part_of_host(host, part),
         nvme=disks if disks is None or part == 1 else _part_of_disks(disks, part),
         root_bytes_per_s=_part_of_root(machine, ranks[:here]),

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from pstar_sim.arguments import choice, whole
+from pstar_sim.arguments import choice, flag, whole
 from pstar_sim.errors import PstarError
 from pstar_sim.workload.pipeline import SCHEDULES
 
 __all__ = ["Parallelism"]
 
-_KEYS: Mapping[str, str] = {"tp": "tensor", "pp": "pipeline", "dp": "data", "schedule": "schedule"}
-"""Key of a text -> field."""
+_KEYS: Mapping[str, str] = {
+    "tp": "tensor", "sp": "sequence", "pp": "pipeline", "dp": "data", "schedule": "schedule",
+}  # fmt: skip
+"""Key of a text -> field. The key of a switch stands alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +22,7 @@ class Parallelism:
     """Degrees by which a job is split; their product is the number of GPUs.
 
     tensor: ranks that split the tensors of each layer.
+    sequence: beside the products these ranks split the sequence (Megatron's sequence parallelism).
     pipeline: stages, each of which has a part of the model's blocks.
     data: ranks that share the batch of a stage; None: as many as there are GPUs for.
     schedule: of the pipeline, one of SCHEDULES (pipeline.py).
@@ -28,6 +31,7 @@ class Parallelism:
     """
 
     tensor: int = 1
+    sequence: bool = False
     pipeline: int = 1
     data: int | None = None
     schedule: str = SCHEDULES[0]
@@ -38,24 +42,26 @@ class Parallelism:
         if self.data is not None:
             whole("parallelism: dp", self.data)
         choice("parallelism: schedule", self.schedule, SCHEDULES)
+        flag("parallelism: sp", self.sequence)
 
     def __str__(self) -> str:
         """The exact reverse of `parse`, without what is at its default."""
         usual = {field.name: field.default for field in fields(self)}
         said = {key: getattr(self, name) for key, name in _KEYS.items() if getattr(self, name) != usual[name]}
-        return ",".join(f"{key}={value}" for key, value in said.items()) or "pp=1"
+        return ",".join(key if value is True else f"{key}={value}" for key, value in said.items()) or "pp=1"
 
     @classmethod
     def parse(cls, text: str) -> Parallelism:
-        """Reads "pp=4,schedule=gpipe". Raises PstarError, naming the word that is wrong."""
+        """Reads "tp=2,sp,pp=4,schedule=gpipe". Raises PstarError, naming the word that is wrong."""
         given: dict[str, object] = {}
+        switches = {key for key, name in _KEYS.items() if getattr(cls, name) is False}
         for word in text.split(","):
             key, equals, value = word.strip().partition("=")
-            if not equals or key not in _KEYS or _KEYS[key] in given:
-                known = ", ".join(f"{name}=" for name in _KEYS)
+            if key not in _KEYS or bool(equals) == (key in switches) or _KEYS[key] in given:
+                known = ", ".join(name if name in switches else f"{name}=" for name in _KEYS)
                 raise PstarError(f"parallelism {text!r}: {word.strip()!r} is not one of {known} given once")
             number = value.isascii() and value.isdigit()
-            given[_KEYS[key]] = int(value) if number else value
+            given[_KEYS[key]] = True if not equals else int(value) if number else value
         return cls(**given)  # type: ignore[arg-type]
 
     def data_on(self, gpus: int) -> int:

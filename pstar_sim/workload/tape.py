@@ -2,6 +2,12 @@
 
 A family (presets/) calls `open` at the begin of a moment, `op` for each operator that allocates, and `gradient` when a
 parameter's gradient is final. The tape keeps the level of live bytes and cuts it into moments.
+
+[Note: sequence parallelism] Ranks that split the products of a layer have all of its input and, after a sum, all of its
+output; norms and residual sums are computed by each of them. With sequence parallelism each has these for its part of
+the tokens: an all-gather comes before the products, and a reduce-scatter takes the place of the sum. What is kept for
+backward is the part, so the gather is repeated there. The bytes that cross the links are the same.
+Source: Korthikanti et al., 2022.
 """
 
 from __future__ import annotations
@@ -12,9 +18,12 @@ from typing import NamedTuple
 
 from pstar_sim.catalog.attention import AttentionCall, call_flops
 from pstar_sim.dtypes import DTYPES
-from pstar_sim.workload.workload import Moment, Phase, Product, Tensor, Use, UseKind, product_flops
+from pstar_sim.workload.workload import Collective, Moment, Phase, Product, Tensor, Use, UseKind, product_flops
 
-__all__ = ["Crossing", "Tape", "input_gradient", "weight_gradient"]
+__all__ = ["TENSOR", "Crossing", "Tape", "input_gradient", "weight_gradient"]
+
+TENSOR = "tensor"
+"""Group of the ranks that split the tensors of each layer."""
 
 
 class Crossing(NamedTuple):
@@ -53,6 +62,7 @@ class Tape:
     wide: of parameters, their gradients, and activations that autocast leaves alone.
     level: non-model bytes alive now.
     tensor: ranks that split the tensors of a layer.
+    sequence: beside the products these ranks split the tokens of a sequence ([Note: sequence parallelism]).
     saving: autograd keeps what backward needs; False inside a checkpointed segment.
     """
 
@@ -64,12 +74,14 @@ class Tape:
         self.level = 0
         self.saving = True
         self.tensor = 1
+        self.sequence = False
         self.tensors: list[Tensor] = []
         self.moments: list[Moment] = []
         self.uses: list[Use] = []
         self.crossings: list[Crossing] = []
         self._index: dict[str, int] = {}
         self._borrowed: dict[str, Tensor] = {}
+        self._parts = 0  # bytes of `sum_at_end`
         self._casts: dict[str, bool] = {}  # parameter whose copy is there -> whether backward needs it
         self._opened: tuple[str, Phase, str] | None = None
         self._reset()
@@ -79,7 +91,7 @@ class Tape:
         self._flops = self._read = self._written = self._operators = 0
         self._products: list[Product] = []
         self._attentions: list[AttentionCall] = []
-        self._all_reduces: list[int] = []
+        self._collectives: list[Collective] = []
 
     # Parameters
 
@@ -120,6 +132,8 @@ class Tape:
     def close(self) -> None:
         """Adds the optimizer step, which has no bytes of its own."""
         self.open("step", "<root>", Phase.ADAM)
+        if self._parts:
+            self.all_reduce(self._parts)
         self._close()
 
     def _close(self) -> None:
@@ -140,7 +154,7 @@ class Tape:
                     products=tuple(self._products),
                     attentions=tuple(self._attentions),
                     operators=self._operators,
-                    all_reduces=tuple(self._all_reduces),
+                    collectives=tuple(self._collectives),
                 )
             )
         self._reset()
@@ -180,7 +194,32 @@ class Tape:
     def all_reduce(self, *sizes: int) -> None:
         """Sums over the ranks that split the tensors of a layer, in place."""
         if self.tensor > 1:
-            self._all_reduces += sizes
+            self._collectives += [("all_reduce", TENSOR, size) for size in sizes]
+
+    def gather(self, size: int) -> int:
+        """What the ranks have parts of comes together before a product. Returns the bytes, which the caller frees; 0
+        where each rank has all of it."""
+        if not self.sequence:
+            return 0
+        self._collectives.append(("all_gather", TENSOR, size))
+        self.level += size
+        self._peak = max(self._peak, self.level)
+        return size
+
+    def reduce(self, size: int) -> None:
+        """The parts of a product of `size` bytes are added up: in place, or each rank gets its part of the sum."""
+        if not self.sequence:
+            self.all_reduce(size)
+            return
+        self._collectives.append(("reduce_scatter", TENSOR, size))
+        self.level += size // self.tensor
+        self._peak = max(self._peak, self.level)
+        self.level -= size
+
+    def sum_at_end(self, names: Iterable[str]) -> None:
+        """Gradients of parameters that each rank has whole, but computes from its part of the tokens: their sums are
+        one all-reduce before the optimizer step."""
+        self._parts += self.size(names) if self.sequence else 0
 
     def receive(self, what: str, size: int) -> None:
         """What the next moment needs comes from another stage."""

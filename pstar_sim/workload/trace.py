@@ -206,7 +206,7 @@ def _words(w: Workload) -> str:
     return f"batch {w.batch} x {w.sequence}, {micro_batches}, {w.dtype}, {recompute}"
 
 
-_SINCE = {"kernels": 2, "products": 2, "attentions": 3, "operators": 3, "all_reduces": SCHEMA_VERSION + 1}
+_SINCE = {"kernels": 2, "products": 2, "attentions": 3, "operators": 3, "collectives": SCHEMA_VERSION + 1}
 """Fields of a workload or of its moments that files of earlier versions lack. A trace is of a whole model, whose ranks
 split no tensor."""
 

@@ -28,9 +28,11 @@ from pstar_sim.workload.orders import Order
 __all__ = [
     "ACTIVATIONS",
     "ATTENTION_ALONE",
+    "COLLECTIVES",
     "CROSSINGS",
     "MOST_MOMENTS",
     "Border",
+    "Collective",
     "Moment",
     "Phase",
     "Product",
@@ -60,6 +62,12 @@ ATTENTION_ALONE = "attention"
 
 Product = tuple[int, int, int, int]
 """A matrix product that one kernel computes: (batches, m, k, n) is `batches` products of m x k by k x n."""
+
+
+Collective = tuple[str, str, int]
+"""(operation, group, bytes): an exchange between the ranks of a group, for which a moment waits. The operation is one
+of COLLECTIVES, the bytes are those of the whole tensor, and the machine names the ranks (`Machine.groups`)."""
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def product_flops(product: Product) -> int:
@@ -129,7 +137,7 @@ class Moment:
         not known.
     attentions: each call of fused attention; `flops` counts them as `call_flops` does. Empty if they are not known.
     operators: of the framework; 0 if they are not known.
-    all_reduces: bytes of each sum over the ranks that split the tensors of a layer, for which the moment waits.
+    collectives: of the ranks that split layers with this one, one after the other, for which the moment waits.
     """
 
     name: str
@@ -146,7 +154,7 @@ class Moment:
     products: tuple[Product, ...] = ()
     attentions: tuple[AttentionCall, ...] = ()
     operators: int = 0
-    all_reduces: tuple[int, ...] = ()
+    collectives: tuple[Collective, ...] = ()
 
 
 def copy_moment(
@@ -168,7 +176,7 @@ def copy_moment(
         products=moment.products,
         attentions=moment.attentions,
         operators=moment.operators,
-        all_reduces=moment.all_reduces,
+        collectives=moment.collectives,
     )
 
 
@@ -515,9 +523,9 @@ _RULES: tuple[_Rule, ...] = (
         "they have more flops than the moment, {m.flops}",
     ),
     (
-        "all_reduces",
-        lambda w, m: bool(m.all_reduces) and min(m.all_reduces) < 1,
-        "a sum over ranks has bytes",
+        "collectives",
+        lambda w, m: any(what not in COLLECTIVES or size < 1 for what, _, size in m.collectives),
+        f"each is one of {', '.join(COLLECTIVES)}, of a group, and has bytes",
     ),
     (
         "attentions",

@@ -174,7 +174,7 @@ class TestWrongSets:
         [
             ({"settings": Settings(clip=False)}, "stage 1 has other settings than stage 0"),
             ({"sequence": 7}, "stage 1 has sequence 7, and stage 0 1; the stages are of one job"),
-            ({"spread": "tp=2,pp=2"}, "stage 0 has tp=1 and dp=1; the set is of tp=2,pp=2"),
+            ({"spread": "tp=2,pp=2"}, "stage 0 is of dp=1; the set is of tp=2,pp=2"),
         ],
     )
     def test_stages_of_two_jobs(self, change: dict[str, Any], message: str) -> None:
@@ -257,7 +257,8 @@ def test_a_layer_is_not_split_over_nodes() -> None:
 def test_ranks_that_split_a_layer_are_one_in_the_plan(node: Machine) -> None:
     """Two ranks that share the batch, each with one beside it: a quarter of the node's host each."""
     own = machine_of_stage(node, Parallelism(tensor=2), 0)
-    assert own.world_size == 2 and own.tensor is not None and own.tensor.ranks == 2
+    group = own.group("tensor")
+    assert own.world_size == 2 and group is not None and group.ranks == 2
     assert own.host_budget_bytes == pytest.approx(node.host_budget_bytes, rel=1e-9)
     two = machine_of_stage(load_machine("a100-40x8", nodes=2), Parallelism(tensor=4), 0)
     whole = load_machine("a100-40x8", nodes=2).network
@@ -271,15 +272,26 @@ def test_a_sum_over_the_ranks_of_a_layer_is_twice_a_gather(node: Machine) -> Non
     machine = replace(machine_of_stage(node, Parallelism(tensor=4), 0), framework=None)
     (workload,) = stages_of(JOB, node, Parallelism(tensor=4))
     layout = build_layout(workload)
-    alone = replace(workload, moments=tuple(replace(m, all_reduces=()) for m in workload.moments))
+    alone = replace(workload, moments=tuple(replace(m, collectives=()) for m in workload.moments))
     with_sums, without = (CostModel(w, machine, layout).moments_s for w in (workload, alone))
-    fabric = machine.tensor.fabric if machine.tensor is not None else None
-    assert fabric is not None
+    (group,) = machine.groups
+    fabric = group.fabric
     wanted = [
-        sum(6 * (fabric.latency_s + size / 4 / fabric.rate_of(size)) for size in m.all_reduces)
+        sum(6 * (fabric.latency_s + size / 4 / fabric.rate_of(size)) for _, _, size in m.collectives)
         for m in workload.moments
     ]
     assert [a - b for a, b in zip(with_sums, without)] == pytest.approx(wanted, abs=1e-12) and sum(wanted) > 0
+
+
+def test_the_ranks_of_a_layer_wait_as_long_with_sequence_parallelism(node: Machine) -> None:
+    """An all-reduce goes twice round the ring, a gather and a reduce-scatter once each. Backward gathers once more
+    what the products keep, two in each of two layers, and the head."""
+    turns, u = {}, 2 * 64 * 64 * 2  # sequences, tokens, hidden, bytes of bf16
+    for text in ("tp=4", "tp=4,sp"):
+        (workload,) = stages_of(replace(JOB, checkpointing=False), node, Parallelism.parse(text))
+        made = [what for m in workload.moments for what, _, size in m.collectives if size == u]
+        turns[text] = sum({"all_reduce": 2}.get(what, 1) for what in made) / JOB.micro_batches
+    assert turns["tp=4,sp"] - turns["tp=4"] == 2 * 2 + 1
 
 
 def test_jobs_that_cannot_be_cut_say_why(node: Machine) -> None:
@@ -306,10 +318,10 @@ def test_every_way_is_planned_or_said_to_be_left_out(node: Machine) -> None:
     assert [(str(w.parallelism), w.batch, w.micro_batches) for w in ways] == [
         ("dp=4", 4, 2),
         ("pp=2,dp=2", 2, 4),
-        ("tp=2,dp=2", 2, 4),
-        ("tp=2,pp=2,dp=1", 2, 4),
-        ("tp=2,pp=2,dp=1", 1, 8),
-        ("tp=4,dp=1", 2, 4),
+        ("tp=2,sp,dp=2", 2, 4),
+        ("tp=2,sp,pp=2,dp=1", 2, 4),
+        ("tp=2,sp,pp=2,dp=1", 1, 8),
+        ("tp=4,sp,dp=1", 2, 4),
     ]
     assert left_out == ["pp=4,dp=1: the model has 2 blocks"]
     found = compare_stages(JOB, node, ["all_on_gpu", "zero_offload"], ways[1:2], left_out=left_out)
@@ -325,7 +337,7 @@ def test_the_ways_are_those_of_the_sequences_however_they_are_written(node: Mach
         {(str(w.parallelism), w.batch * w.micro_batches) for w in ways_to_spread(job, node)[0]}
         for job in (replace(JOB, batch=8 // m, micro_batches=m) for m in (1, 2, 8))
     ]
-    assert ways[0] >= {("dp=4", 8), ("tp=4,dp=1", 8)} and ways[0] == ways[1] == ways[2]
+    assert ways[0] >= {("dp=4", 8), ("tp=4,sp,dp=1", 8)} and ways[0] == ways[1] == ways[2]
     _, left_out = ways_to_spread(replace(JOB, batch=3, micro_batches=2), node)
     assert "dp=4: 4 ranks cannot share 6 sequences" in left_out
 

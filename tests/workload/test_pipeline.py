@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pstar_sim.catalog.model_shapes import model_entry
@@ -127,16 +129,72 @@ class TestTensorParallel:
         product, and two in backward of each layer; one of the embedding and one of the head. The softmax sums three
         figures of each token."""
         u, tokens = 2 * 64 * 4096 * 2, 2 * 64
-        sums = [size for m in self.share(4).moments for size in m.all_reduces]
+        sums = [size for m in self.share(4).moments for _, _, size in m.collectives]
         assert sums.count(u) == 32 * 5 + 2 and sums.count(4 * tokens) == 3 and len(sums) == 32 * 5 + 5
-        kept = [size for m in self.share(4, checkpointing=False).moments for size in m.all_reduces]
+        kept = [size for m in self.share(4, checkpointing=False).moments for _, _, size in m.collectives]
         assert kept.count(u) == 32 * 4 + 2
-        assert not any(m.all_reduces for m in self.share(1).moments)
+        assert not any(m.collectives for m in self.share(1).moments)
 
     def test_a_part_of_the_activations_is_split(self) -> None:
         """What a layer keeps is a + b / t bytes."""
         one, two, four = (self.share(t, checkpointing=False).peak_non_model_bytes for t in (1, 2, 4))
         assert one - two == 2 * (two - four) > 0
+
+    @pytest.mark.parametrize("model", ["gpt2-medium", "llama-2-7b", "gemma-3-4b"])
+    @pytest.mark.parametrize("kernels", ["eager", "compiled"])
+    @pytest.mark.parametrize("axes", [{}, {"checkpointing": False, "loss": "fused"}, {"loss": "chunked"}])
+    def test_ranks_that_split_the_sequence_wait_for_the_same_bytes(
+        self, model: str, kernels: str, axes: dict[str, Any]
+    ) -> None:
+        """Each sum of an activation becomes a gather before the products and a reduce-scatter after them. All that a
+        stage begins with is there at its end."""
+        one, split = (
+            stage_of(
+                model_entry(model), Stage(layers=range(2), tensor=2, sequence=sequence), batch=2, sequence=64,
+                kernels=kernels, **axes,
+            )[0]
+            for sequence in (False, True)
+        )  # fmt: skip
+        assert split.moments[0].start_bytes == split.moments[-1].end_bytes
+        assert split.flops == one.flops
+        u = max(size for m in one.moments for _, _, size in m.collectives)
+        sums = [what for m in one.moments for what, _, size in m.collectives if size == u]
+        parts = [what for m in split.moments for what, _, size in m.collectives if size == u]
+        assert parts.count("reduce_scatter") == len(sums) and "all_reduce" not in parts
+
+    def test_what_a_layer_keeps_is_korthikantis(self) -> None:
+        """s b h (10 + 24 / t), and 34 / t with sequence parallelism, without the byte of each of two masks of dropout,
+        which presets do not have, and without scores, which flash attention does not keep: it has a log-sum for each
+        query and head, and each norm two figures of 16 bits for each token."""
+        entry, tokens = model_entry("gpt2-medium"), 2 * 64
+
+        def kept(ranks: int, sequence: bool) -> int:
+            ends = []
+            for layers in (1, 2):
+                part = Stage(layers=range(layers), tensor=ranks, sequence=sequence)
+                axes = {"kernels": "megatron", "checkpointing": False}
+                w, _ = stage_of(entry, part, batch=2, sequence=64, **axes)
+                ends.append(next(m.start_bytes for m in w.moments if m.name == "begin:transformer.ln_f"))
+            return ends[1] - ends[0]
+
+        for t in (1, 2, 4, 8):
+            sums = tokens * 4 * entry.heads // t
+            assert kept(t, False) == tokens * entry.hidden * (8 + 24 / t) + sums + 2 * 2 * 2 * tokens
+            if t > 1:
+                assert kept(t, True) == tokens * entry.hidden * 32 / t + sums + 2 * 2 * 2 * tokens / t
+
+    @pytest.mark.parametrize(
+        ("stage", "axes", "message"),
+        [
+            (Stage(layers=range(2), sequence=True), {}, "give tp of 2 or more, or leave sp out"),
+            (Stage(layers=range(2), tensor=3, sequence=True), {}, "sequence is 64; 3 ranks split it (sp); 63 would do"),
+            (Stage(layers=range(2), tensor=2, sequence=True), {"autocast": "bf16"}, "leave the autocast or sp out"),
+        ],
+    )
+    def test_a_sequence_that_is_not_split_says_why(self, stage: Stage, axes: dict[str, Any], message: str) -> None:
+        with pytest.raises(ModelError) as error:
+            stage_of(model_entry("gpt2"), stage, batch=1, sequence=64, **axes)
+        assert message in str(error.value)
 
     @pytest.mark.parametrize(
         ("model", "ranks", "message"),
@@ -163,16 +221,17 @@ def test_families_that_are_not_cut_say_so() -> None:
 
 
 class TestParallelism:
-    @pytest.mark.parametrize("text", ["pp=1", "tp=2", "tp=2,pp=4", "pp=2,schedule=gpipe", "pp=2,dp=3"])
+    @pytest.mark.parametrize("text", ["pp=1", "tp=2", "tp=2,sp,pp=4", "pp=2,schedule=gpipe", "pp=2,dp=3"])
     def test_a_text_and_its_value_are_each_others_reverse(self, text: str) -> None:
         assert str(Parallelism.parse(text)) == text
 
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("zz=4", "'zz=4' is not one of tp=, pp=, dp=, schedule= given once"),
+            ("zz=4", "'zz=4' is not one of tp=, sp, pp=, dp=, schedule= given once"),
             ("pp=2,pp=4", "'pp=4' is not one of"),
             ("pp=0", "parallelism: pp = 0"),
+            ("tp=2,sp=2", "'sp=2' is not one of tp=, sp, pp=,"),
             ("pp=many", "parallelism: pp = 'many'"),
             ("schedule=zb", "parallelism: schedule"),
         ],

@@ -22,6 +22,8 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.plan_set import PlanSet, meetings_of
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import PlanError
+from pstar_sim.workload.parallelism import Parallelism
+from pstar_sim.workload.tape import TENSOR
 
 __all__ = ["prove_set"]
 
@@ -56,10 +58,12 @@ def _check_jobs(plans: PlanSet) -> None:
                 )
         if plan.settings != first.settings:
             raise PlanError(f"stage {stage} has other settings than stage 0: {plan.settings}")
-        tensor = plan.machine.tensor.ranks if plan.machine.tensor is not None else 1
-        data = plan.machine.data_parallel_size
-        if tensor != spread.tensor or spread.data not in (None, data):
-            raise PlanError(f"stage {stage} has tp={tensor} and dp={data}; the set is of {spread}")
+        group, data = plan.machine.group(TENSOR), plan.machine.data_parallel_size
+        tensor = 1 if group is None else group.ranks
+        sequence = any(what == "reduce_scatter" for m in plan.workload.moments for what, _, _ in m.collectives)
+        if (tensor, sequence) != (spread.tensor, spread.sequence) or spread.data not in (None, data):
+            here = Parallelism(tensor=tensor, sequence=sequence, data=data)
+            raise PlanError(f"stage {stage} is of {here}; the set is of {spread}")
 
 
 def _check_meetings(plans: PlanSet) -> None:

@@ -196,13 +196,16 @@ def _written(
     lora = None if axes.lora is None else adapter(axes.lora)
     adapted = None if lora is None else AdaptedTape(dtype, lora, family=entry.family, tokens=batch * sequence)
     tape = adapted or Tape(dtype, axes.autocast)
-    tape.tensor = 1 if stage is None else stage.tensor
+    if stage is not None:
+        tape.tensor, tape.sequence = stage.tensor, stage.sequence
     if not axes.language_head and entry.family != "gpt":
         raise refuse("language_head", axes.language_head, "only a gpt can leave it out")
     if axes.loss != LOSSES[0] and not entry.causal:
         raise refuse("loss", axes.loss, f"only language models have their logits cut; leave it {LOSSES[0]}")
     if axes.autocast is not None:
         _check_autocast(refuse, entry, axes)
+    if stage is not None and stage.sequence:
+        _check_sequence_split(refuse, stage.tensor, sequence, axes)
     if not axes.early_stop and entry.family not in ("gpt", "llama"):
         raise refuse("early_stop", axes.early_stop, "only a gpt or llama can leave it out")
     shape = Shape(model=entry, batch=batch, sequence=sequence, axes=axes, stage=stage)
@@ -316,6 +319,18 @@ def _check_autocast(refuse: Callable[[str, object, str], ModelError], entry: Mod
     if what := without_autocast(entry, axes):
         want = "it is written for BERT and for dense GPT and Llama models that are trained whole"
         raise refuse("autocast", axes.autocast, f"{want}, not for {what}; trace the model under autocast instead")
+
+
+def _check_sequence_split(
+    refuse: Callable[[str, object, str], ModelError], ranks: int, sequence: int, axes: Axes
+) -> None:
+    if ranks == 1:
+        raise refuse("sp", True, "the ranks of tp split the sequence; give tp of 2 or more, or leave sp out")
+    if axes.autocast is not None:
+        raise refuse("sp", True, "sequence parallelism is written for weights in 16 bits; leave the autocast or sp out")
+    if sequence % ranks:
+        best = sequence - sequence % ranks or ranks
+        raise refuse("sequence", sequence, f"{ranks} ranks split it (sp); {best} would do, or leave sp out")
 
 
 def _check_sequence(model: str, entry: ModelEntry, sequence: int) -> None:

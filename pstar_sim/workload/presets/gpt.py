@@ -36,13 +36,14 @@ def write_gpt(t: Tape, s: Shape) -> None:
     flavour = s.flavour
     h, w = m.hidden, t.width
     u, f = s.tokens * h * w, s.tokens * m.ffn * w
+    v = s.part_of(u)
     a = s.attention_width
     q = s.tokens * a * w
     # Under autocast the residual stream is fp32, and so are outputs of norm and activation unless they are fused.
-    r, wide = s.tokens * h * t.wide, s.tokens * m.ffn * t.wide
-    n, copied, copied_f = (r, u, f) if s.casts else (u, 0, 0)
-    low = u if t.autocast else 0  # a gradient of the residual stream, in 16 bits
-    stats = 2 * s.tokens * t.wide
+    r, wide = s.rows * h * t.wide, s.tokens * m.ffn * t.wide
+    n, copied, copied_f = (r, v, f) if s.casts else (v, 0, 0)
+    low = v if t.autocast else 0  # a gradient of the residual stream, in 16 bits
+    stats = 2 * s.rows * t.wide
     wte, wpe, ln_f = "transformer.wte.weight", "transformer.wpe.weight", norm("transformer.ln_f")
     if s.part.first:
         t.parameter(wte, m.vocab, h)
@@ -63,7 +64,7 @@ def write_gpt(t: Tape, s: Shape) -> None:
     table = wte if s.part.first else head
 
     # Bytes of outputs of a norm and of an activation that are not kept, because backward computes them again.
-    normed, again = (u, f) if flavour.recomputed else (0, 0)
+    normed, again = (v, f) if flavour.recomputed else (0, 0)
 
     def activate(phase: Phase) -> None:
         """Write the activation: from the product's output (f) to the input of the next product (f)."""
@@ -108,18 +109,20 @@ def write_gpt(t: Tape, s: Shape) -> None:
         t.op(n + stats, unsaved=stats)
         t.op(copied, read=copied and n)
         t.cast(linear(f"{block}.attn.c_attn"))
-        t.op(3 * q, products=[s.product(h, 3 * a)], dead=normed, read=u)
+        gathered = t.gather(u)
+        t.op(3 * q, products=[s.product(h, 3 * a)], dead=normed + gathered, read=u)
         t.open("end", f"{block}.attn.c_attn", phase, linear(f"{block}.attn.c_proj"))
         kept = attend(t, s, 3 * q)
         t.cast(linear(f"{block}.attn.c_proj"))
         t.op(u, unsaved=4 * q - normed, products=[s.product(a, h)], read=q)
-        t.all_reduce(u)
-        t.op(r, dead=copied and n, unsaved=u, read=u + r)
+        t.reduce(u)
+        t.op(r, dead=copied and n, unsaved=v, read=v + r)
         t.open("begin", f"{block}.ln_2", phase, [*norm(f"{block}.ln_2"), *linear(f"{block}.mlp.c_fc")])
         t.op(n + stats, unsaved=stats)
         t.op(copied, read=copied and n)
         t.cast(linear(f"{block}.mlp.c_fc"))
-        t.op(f, products=[s.product(h, m.ffn)], dead=normed, read=u)
+        gathered = t.gather(u)
+        t.op(f, products=[s.product(h, m.ffn)], dead=normed + gathered, read=u)
         t.open("end", f"{block}.mlp.c_fc", phase, linear(f"{block}.mlp.c_proj"))
         activate(phase)
         t.op(copied_f, read=copied_f and wide)
@@ -127,13 +130,12 @@ def write_gpt(t: Tape, s: Shape) -> None:
         if phase is Phase.RECOMPUTE:
             if not s.axes.early_stop:
                 last_product_again(t, s, u, f)
-                t.all_reduce(u)
-            gone = u + (copied and n) + (copied_f and wide)
+            gone = v + (copied and n) + (copied_f and wide)
             t.op(dead=gone)  # [Note: early stop]; the attention's output ends with its frame
         else:
             t.op(u, dead=again + (copied_f and wide), unsaved=f - again, products=[s.product(m.ffn, h)], read=f)
-            t.all_reduce(u)
-            t.op(r, dead=2 * u + (copied and n), unsaved=u + r - normed, read=u + r)
+            t.reduce(u)
+            t.op(r, dead=2 * v + (copied and n), unsaved=v + r - normed, read=v + r)
         return kept
 
     def backward(i: int, kept: int) -> None:
@@ -142,27 +144,33 @@ def write_gpt(t: Tape, s: Shape) -> None:
         names = linear(f"{block}.mlp.c_proj")
         t.op(low, read=low and r)
         t.op(again)
-        t.linear_backward(names, grad_in=f, grad_out=u, saved=f, product=s.product(m.ffn, h), dead=f + low)
+        gone = f + low + t.gather(u)
+        t.linear_backward(names, grad_in=f, grad_out=u, saved=f, product=s.product(m.ffn, h), dead=gone)
+        t.sum_at_end(names[1:])
         t.op(copied_f and wide, dead=copied_f, read=copied_f)
         activate_backward()
         t.open("grad", f"{block}.mlp.c_fc", Phase.BWD, [*linear(f"{block}.mlp.c_fc"), *norm(f"{block}.ln_2")])
         names = linear(f"{block}.mlp.c_fc")
         t.op(normed)
-        t.linear_backward(names, grad_in=u, grad_out=f, saved=u, product=s.product(h, m.ffn), dead=f + u)
-        t.all_reduce(u)
+        gone = f + v + t.gather(u)
+        t.linear_backward(names, grad_in=u, grad_out=f, saved=u, product=s.product(h, m.ffn), dead=gone)
+        t.reduce(u)
         t.op(copied and r, dead=copied, read=copied)
         layer_norm_backward(t, f"{block}.ln_2", r, stats, grad=n)
         t.open("grad", f"{block}.attn.c_proj", Phase.BWD, linear(f"{block}.attn.c_proj"))
         names = linear(f"{block}.attn.c_proj")
         t.op(low, read=low and r)
-        t.linear_backward(names, grad_in=q, grad_out=u, saved=q, product=s.product(a, h), dead=low)
+        gone = low + t.gather(u)
+        t.linear_backward(names, grad_in=q, grad_out=u, saved=q, product=s.product(a, h), dead=gone)
+        t.sum_at_end(names[1:])
         attend_backward(t, s, 3 * q, kept)
         t.op(3 * q, dead=3 * q)
         t.open("grad", f"{block}.attn.c_attn", Phase.BWD, [*linear(f"{block}.attn.c_attn"), *norm(f"{block}.ln_1")])
         names = linear(f"{block}.attn.c_attn")
         t.op(normed)
-        t.linear_backward(names, grad_in=u, grad_out=3 * q, saved=u, product=s.product(h, 3 * a), dead=3 * q + u)
-        t.all_reduce(u)
+        gone = 3 * q + v + t.gather(u)
+        t.linear_backward(names, grad_in=u, grad_out=3 * q, saved=u, product=s.product(h, 3 * a), dead=gone)
+        t.reduce(u)
         t.op(copied and r, dead=copied, read=copied)
         layer_norm_backward(t, f"{block}.ln_1", r, stats, grad=n)
 
@@ -177,7 +185,6 @@ def write_gpt(t: Tape, s: Shape) -> None:
             t.op(dead=copied and n)
             t.end_autocast()
             language_loss_backward(t, s, "lm_head", head, u, tied=s.tied)
-            t.all_reduce(u)
             t.op(copied and r, dead=copied, read=copied)
         else:
             t.open("grad", ROOT, Phase.BWD)
@@ -186,13 +193,13 @@ def write_gpt(t: Tape, s: Shape) -> None:
         t.open("grad", "transformer.ln_f", Phase.BWD, ln_f)
         layer_norm_backward(t, "transformer.ln_f", r, stats, residual=False, grad=n)
 
-    positions = s.sequence * h * t.wide
+    positions, table_out = s.part_of(s.sequence * h * t.wide), s.tokens * h * t.wide
     embedded = r + positions if s.part.first else 0  # bytes that end with the model's forward
     begin(t, s, received=r, table=table)
     if s.part.first:
         t.open("begin", "transformer.wte", Phase.FWD, [wte, wpe])
-        t.op(r)
-        t.all_reduce(r)
+        t.op(table_out)
+        t.reduce(table_out)
         t.op(positions)
         t.op(r, read=r + positions)
     kept = layers_forward(t, s, forward)
@@ -207,6 +214,9 @@ def write_gpt(t: Tape, s: Shape) -> None:
         t.open("grad", "transformer.wte", Phase.BWD)
         t.op(positions, read=r)
         t.gradient([wpe], allocated=False)
+        t.sum_at_end([wpe])
         t.op(dead=positions)
+        gathered = t.gather(table_out)
         embedding_backward(t, [wte], wte if s.tied and s.axes.language_head else None, r)
+        t.op(dead=gathered)
     end(t, s, r, table=table)

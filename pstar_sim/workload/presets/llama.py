@@ -33,7 +33,8 @@ __all__ = ["write_llama"]
 def write_llama(t: Tape, s: Shape) -> None:
     """Write a model of the llama family: rotary positions, RMSNorm in fp32, gated feed-forward layers or experts."""
     m = s.model
-    u, r = s.tokens * m.hidden * t.width, s.tokens * m.hidden * t.wide
+    u, r = s.tokens * m.hidden * t.width, s.rows * m.hidden * t.wide
+    v, table_out = s.part_of(u), s.tokens * m.hidden * t.wide
     layers = _LayerWriter(t, s)
     norms = layers.norms
     embedding, norm, head = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -47,21 +48,21 @@ def write_llama(t: Tape, s: Shape) -> None:
     table = embedding if s.part.first else head
 
     rotary = 2 * s.sequence * layers.attention.rotary_dim * t.wide
-    held = u if norms.upcast and not s.recomputes(s.part.layers[0]) else 0  # the first layer's input: no norm keeps it
+    held = v if norms.upcast and not s.recomputes(s.part.layers[0]) else 0  # the first layer's input: no norm keeps it
     embedded = held if s.part.first else 0  # which ends with the model's forward
     begin(t, s, received=r, table=table)
     if s.part.first:
         t.open("begin", "model.embed_tokens", Phase.FWD, [embedding])
-        t.op(r)
-        t.all_reduce(r)
+        t.op(table_out)
+        t.reduce(table_out)
     t.op(rotary, read=0)
     kept = layers_forward(t, s, layers.forward)
     if s.part.last:
         t.open("begin", "model.norm", Phase.FWD, [norm])
-        norms.forward(r, s.tokens)
+        norms.forward(r, s.rows)
         if norms.upcast:
-            t.op(dead=u + embedded)
-        copied = s.casts * u
+            t.op(dead=v + embedded)
+        copied = s.casts * v
         t.op(copied, read=s.casts * r)
         head_comes(t, s, head)
         language_loss(t, s, "lm_head", head, u)
@@ -69,10 +70,9 @@ def write_llama(t: Tape, s: Shape) -> None:
         t.op(dead=s.casts * r)
         t.end_autocast()
         language_loss_backward(t, s, "lm_head", head, u, tied=s.tied)
-        t.all_reduce(u)
         t.op(s.casts * r, dead=copied, read=copied)
         t.open("grad", "model.norm", Phase.BWD, [norm])
-        norms.backward(norm, r, s.tokens, residual=False)
+        norms.backward(norm, r, s.rows, residual=False)
     else:
         t.op(dead=embedded)
         hand_on(t, r)
@@ -82,20 +82,23 @@ def write_llama(t: Tape, s: Shape) -> None:
         t.open("grad", "model.embed_tokens", Phase.BWD)
     t.op(dead=rotary)
     if s.part.first:
+        gathered = t.gather(table_out)
         embedding_backward(t, [embedding], embedding if s.tied else None, r)
+        t.op(dead=gathered)
     end(t, s, r, held=held, table=table)
 
 
 class _LayerWriter:
     def __init__(self, t: Tape, s: Shape) -> None:
         self.t, self.s = t, s
-        self.u, self.r = s.tokens * s.model.hidden * t.width, s.tokens * s.model.hidden * t.wide
+        self.u, self.r = s.tokens * s.model.hidden * t.width, s.rows * s.model.hidden * t.wide
+        self.v = s.part_of(self.u)
         self.norms = Norms(t, s)
         part = GroupedAttention if s.model.latent is None else LatentAttention
         self.attention: GroupedAttention | LatentAttention = part(t, s, self.norms)
         self._dense = GatedMlp(t, s, ffn=s.model.ffn)
         self._experts = None if s.model.experts is None else Experts(t, s)
-        self.normed = self.u if s.flavour.recomputed else 0
+        self.normed = self.v if s.flavour.recomputed else 0
         self.post = s.model.post_norms
 
     def mlp(self, i: int) -> GatedMlp | Experts:
@@ -118,71 +121,70 @@ class _LayerWriter:
 
     def forward(self, i: int, phase: Phase) -> int:
         """Returns the bytes that attention keeps besides q, k, v and its output."""
-        t, s, u, r, norms = self.t, self.s, self.u, self.r, self.norms
+        t, s, u, v, r, norms = self.t, self.s, self.u, self.v, self.r, self.norms
         block, mlp = f"model.layers.{i}", self.mlp(i)
         first, behind, second, last = self._names(i)
         t.open("begin", first, phase, [f"{first}.weight", *self.attention.first(block)])
-        norms.forward(r, s.tokens)
+        norms.forward(r, s.rows)
         kept = self.attention.forward(block, phase, s.model.window_of(i))
-        t.all_reduce(u)
+        t.reduce(u)
         if self.post:
             t.open("begin", behind, phase, [f"{behind}.weight"])
-            norms.forward(u, s.tokens, inner=True)
-        t.op(r, dead=u, unsaved=self.attention.out_bytes, read=u + r)
+            norms.forward(v, s.rows, inner=True)
+        t.op(r, dead=v, unsaved=self.attention.out_bytes, read=v + r)
         t.open("begin", second, phase, [f"{second}.weight", *mlp.first(block)])
-        norms.forward(r, s.tokens)
+        norms.forward(r, s.rows)
         mlp.forward(block, phase)
         if phase is Phase.RECOMPUTE:
             self._recompute_ends(mlp, last)
             return kept
         mlp.finish(phase)
-        t.all_reduce(u)
+        t.reduce(u)
         if self.post:
             t.open("begin", last, phase, [f"{last}.weight"])
-            norms.forward(u, s.tokens, inner=True)
+            norms.forward(v, s.rows, inner=True)
         entered = (
             i > s.part.layers[0] and not s.recomputes(i) and norms.upcast
         )  # then no operator keeps the layer's input
-        gone = u + (u if norms.upcast else 0) + (u if entered else 0)
+        gone = v + (v if norms.upcast else 0) + (v if entered else 0)
         held = (
-            0 if isinstance(mlp, Experts) else u + s.casts * u - self.normed
+            0 if isinstance(mlp, Experts) else v + s.casts * v - self.normed
         )  # experts let go of the norm's output themselves
-        t.op(r, dead=gone, unsaved=held + (0 if norms.upcast else r), read=u + r)
+        t.op(r, dead=gone, unsaved=held + (0 if norms.upcast else r), read=v + r)
         return kept
 
     def _recompute_ends(self, mlp: GatedMlp | Experts, last: str) -> None:
         """Write the end of a recompute, by [Note: early stop]. The residual is freed with its frame."""
-        t, s, u = self.t, self.s, self.u
+        t, s, u, v = self.t, self.s, self.u, self.v
         if mlp.whole or self.post:
             mlp.finish(Phase.RECOMPUTE)
-            t.all_reduce(u)
+            t.reduce(u)
             if self.post:
                 t.open("begin", last, Phase.RECOMPUTE, [f"{last}.weight"])
-                self.norms.forward(u, s.tokens, inner=True)
-            t.op(dead=u)
+                self.norms.forward(v, s.rows, inner=True)
+            t.op(dead=v)
         elif not s.axes.early_stop:
             last_product_again(t, s, u, s.tokens * s.model.ffn * t.width)
-            t.all_reduce(u)
-        t.op(dead=u if self.norms.upcast else s.casts * self.r)
+        t.op(dead=v if self.norms.upcast else s.casts * self.r)
 
     def backward(self, i: int, kept: int) -> None:
         """Write the backward of layer i: from the gradient of its output (1 u) to that of its input."""
-        t, s, u, r, norms = self.t, self.s, self.u, self.r, self.norms
+        t, s, u, v, r, norms = self.t, self.s, self.u, self.v, self.r, self.norms
         block = f"model.layers.{i}"
         first, behind, second, last = self._names(i)
         if self.post:
             t.open("grad", last, Phase.BWD, [f"{last}.weight"])
-            norms.backward(f"{last}.weight", u, s.tokens, residual=False, shared=True)
+            norms.backward(f"{last}.weight", v, s.rows, residual=False, shared=True)
         self.mlp(i).backward(block, own=self.post)
-        t.all_reduce(u)
+        t.reduce(u)
         t.open("grad", second, Phase.BWD, [f"{second}.weight"])
-        norms.backward(f"{second}.weight", r, s.tokens)
+        norms.backward(f"{second}.weight", r, s.rows)
         if self.post:
             t.open("grad", behind, Phase.BWD, [f"{behind}.weight"])
-            norms.backward(f"{behind}.weight", u, s.tokens, residual=False, shared=True)
+            norms.backward(f"{behind}.weight", v, s.rows, residual=False, shared=True)
         reads = [f"{first}.weight"]
         self.attention.backward(block, kept, s.model.window_of(i), reads=reads, own=self.post)
-        t.all_reduce(u)
-        norms.backward(f"{first}.weight", r, s.tokens)
+        t.reduce(u)
+        norms.backward(f"{first}.weight", r, s.rows)
         if s.recomputes(i) and norms.upcast:
-            t.op(dead=u)  # the checkpoint: in bf16 no norm kept it
+            t.op(dead=v)  # the checkpoint: in bf16 no norm kept it

@@ -25,9 +25,10 @@ class GroupedAttention:
         m = s.model
         self.q_width, self.kv_width = m.heads * m.head_dim, m.kv_heads * m.head_dim
         self.u = s.tokens * m.hidden * t.width
-        self.r, self.copied = s.tokens * m.hidden * t.wide, s.casts * self.u
+        self.v = s.part_of(self.u)
+        self.r, self.copied = s.rows * m.hidden * t.wide, s.casts * self.v
         self.out_bytes, self.kv = s.tokens * self.q_width * t.width, s.tokens * self.kv_width * t.width
-        self.normed = self.u if s.flavour.recomputed else 0
+        self.normed = self.v if s.flavour.recomputed else 0
         self.rotary_dim = m.head_dim
 
     def declare(self, block: str) -> None:
@@ -56,13 +57,14 @@ class GroupedAttention:
         return self._weights(block, "qkv")
 
     def forward(self, block: str, phase: Phase, window: int) -> int:
-        """Write the forward: from the output of the layer's norm to that of attention (1 u). Returns the bytes that the
-        kernel keeps in addition to q, k, v and its output."""
+        """Write the forward: from the output of the layer's norm (of a rank's tokens) to that of attention (1 u).
+        Returns the bytes that the kernel keeps in addition to q, k, v and its output."""
         t, s, m, u, q, kv = self.t, self.s, self.s.model, self.u, self.out_bytes, self.kv
         widths = (self.q_width, self.kv_width, self.kv_width)
         t.op(3 * self.copied, read=s.casts * self.r)
         t.cast(self._weights(block, "qkv"))
-        t.op(q + 2 * kv, products=[s.product(m.hidden, n) for n in widths], dead=self.normed, read=3 * u)
+        gone = self.normed + t.gather(u)
+        t.op(q + 2 * kv, products=[s.product(m.hidden, n) for n in widths], dead=gone, read=3 * u)
         t.open("end", f"{block}.self_attn.v_proj", phase, [*self._weights(block, "o"), *self._late(block)])
         if m.qk_norm:
             self.norms.forward(q, s.tokens * m.heads, inner=True)
@@ -72,7 +74,7 @@ class GroupedAttention:
         t.op(s.casts * (q + kv), read=s.casts * rotated)
         kept = attend(t, s, q + 2 * kv, window=window)
         t.cast(self._weights(block, "o"))
-        saved = (3 if s.casts else 1) * u + q + 2 * kv - self.normed
+        saved = (3 if s.casts else 1) * self.v + q + 2 * kv - self.normed
         product = s.product(self.q_width, m.hidden)
         t.op(u, dead=s.casts * (rotated + self.r), unsaved=saved, products=[product], read=u)
         return kept
@@ -87,9 +89,10 @@ class GroupedAttention:
         o, q, k, v = (self._weights(block, x) for x in "oqkv")
         t.open("grad", f"{block}.self_attn.o_proj", Phase.BWD, [*o, *self._late(block)])
         product = s.product(self.q_width, m.hidden)
-        low = u if t.autocast else 0
+        low = self.v if t.autocast else 0
         t.op(low, read=low and self.r)
-        t.linear_backward(o, grad_in=q_bytes, grad_out=u, saved=q_bytes, product=product, dead=u if own else low)
+        gone = (self.v if own else low) + t.gather(u)
+        t.linear_backward(o, grad_in=q_bytes, grad_out=u, saved=q_bytes, product=product, dead=gone)
         attend_backward(t, s, q_bytes + 2 * kv, kept, window=window)
         if m.sinks:
             t.gradient([f"{block}.self_attn.sinks"], allocated=False)
@@ -101,6 +104,7 @@ class GroupedAttention:
             self.norms.backward(q_norm, q_bytes, s.tokens * m.heads, residual=False)
         t.open("grad", f"{block}.self_attn.v_proj", Phase.BWD, [*v, *k, *q, *reads])
         t.op(self.normed)
+        gone = self.v - self.copied + t.gather(u)  # the norm's output
         narrow = s.product(m.hidden, self.kv_width)
         product = s.product(m.hidden, self.q_width)
         r, copied = self.r if s.casts else u, self.copied
@@ -108,7 +112,7 @@ class GroupedAttention:
             t.linear_backward(names, grad_in=u, grad_out=out, saved=u, product=of, dead=out + copied)
             t.op(s.casts * r, dead=copied, read=copied)
             t.op(others * r, dead=others * 2 * r)
-        t.op(dead=u - copied)  # the norm's output
+        t.op(dead=gone)
 
 
 class LatentAttention:

@@ -28,9 +28,10 @@ class GatedMlp:
     def __init__(self, t: Tape, s: Shape, *, ffn: int, name: str = "mlp", alone: bool = True) -> None:
         self.t, self.s, self.ffn, self.name, self.alone = t, s, ffn, name, alone
         self.u, self.f = s.tokens * s.model.hidden * t.width, s.tokens * ffn * t.width
-        self.r, self.copied = s.tokens * s.model.hidden * t.wide, s.casts * self.u
+        self.v = s.part_of(self.u)
+        self.r, self.copied = s.rows * s.model.hidden * t.wide, s.casts * self.v
         # Bytes of outputs of a norm and of an activation that are not kept, because backward computes them again.
-        self.normed = self.u if s.flavour.recomputed and alone else 0
+        self.normed = self.v if s.flavour.recomputed and alone else 0
         self.again = self.f if s.flavour.recomputed else 0
 
     def declare(self, block: str) -> None:
@@ -50,12 +51,13 @@ class GatedMlp:
         up = s.product(s.model.hidden, self.ffn)
         t.op(self.copied, read=s.casts * self.r)
         t.cast([self._weight(block, "gate")])
+        gone = self.normed + t.gather(u)
         t.op(f, products=[up], read=u)
         if not fused:
             t.op(f, unsaved=f)
         t.op(self.copied, read=s.casts * self.r)
         t.cast([self._weight(block, "up")])
-        t.op(f, products=[up], dead=self.normed, read=u)
+        t.op(f, products=[up], dead=gone, read=u)
         t.open("end", f"{block}.{self.name}.up_proj", phase, [self._weight(block, "down")])
         if not (s.flavour.recomputed and phase is Phase.RECOMPUTE):
             t.op(f, unsaved=2 * f, read=2 * f)
@@ -77,23 +79,25 @@ class GatedMlp:
         t, s, u, f, fused = self.t, self.s, self.u, self.f, self.s.flavour.fused
         down, up, gate = (self._weight(block, x) for x in ("down", "up", "gate"))
         t.open("grad", f"{block}.{self.name}.down_proj", Phase.BWD, [down, up, gate])
-        low = u if t.autocast else 0
+        low = self.v if t.autocast else 0
         t.op(low, read=low and self.r)
         t.op(self.again)
         product = s.product(self.ffn, s.model.hidden)
-        t.linear_backward([down], grad_in=f, grad_out=u, saved=f, product=product, dead=f + (u if own else low))
+        gone = f + (self.v if own else low) + t.gather(u)
+        t.linear_backward([down], grad_in=f, grad_out=u, saved=f, product=product, dead=gone)
         if fused:
             t.op(2 * f, dead=3 * f, read=3 * f)
         else:
             t.op(f)
             t.op(f, dead=3 * f)
         t.op(self.normed)
+        gone = f + (self.v if self.alone else 0) + t.gather(u)
         product = s.product(s.model.hidden, self.ffn)
         t.linear_backward([up], grad_in=u, grad_out=f, saved=u, product=product, dead=f + self.copied)
         t.op(s.casts * self.r, dead=self.copied, read=self.copied)
         if not fused:
             t.op(f, dead=2 * f)
-        t.linear_backward([gate], grad_in=u, grad_out=f, saved=u, product=product, dead=f + (u if self.alone else 0))
+        t.linear_backward([gate], grad_in=u, grad_out=f, saved=u, product=product, dead=gone)
         t.op(s.casts * self.r, dead=self.copied, read=self.copied)
         summed = self.r if s.casts else u
         t.op(summed, dead=2 * summed)

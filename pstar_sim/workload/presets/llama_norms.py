@@ -60,6 +60,7 @@ class Norms:
         """
         t, row, wide = self.t, rows * 4, self._wide(size)
         stays = size if shared else 0
+        t.sum_at_end([name])
         if self.fused:
             grad = size * t.width // t.wide
             t.op(size + t.size([name]), dead=size + grad + row - stays, read=size + grad)

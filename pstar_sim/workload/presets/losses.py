@@ -26,6 +26,7 @@ def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
     """
     t.open("begin", module, Phase.FWD, [weight])
     t.cast([weight])
+    gathered = t.gather(u)
     labels = s.tokens * 8
     if s.axes.loss == "whole":
         _whole_loss(t, s, module, u)
@@ -45,8 +46,9 @@ def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
             t.op(size, products=_gradients(t, product), read=2 * logits)
             t.op(size32, read=size if size32 else 0)
             t.op(dead=logits + size + size32, read=size + (size32 or size))  # added to the sum
-        t.op(dead=u + labels)
+        t.op(dead=s.part_of(u) + labels)
         t.open("end", module, Phase.FWD)
+    t.op(dead=gathered)
 
 
 def loss_sums(t: Tape, s: Shape) -> None:
@@ -56,15 +58,17 @@ def loss_sums(t: Tape, s: Shape) -> None:
 
 
 def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, *, tied: bool) -> None:
-    """Write the backward of the loss, up to the gradient of the last hidden state (1 u). The gradient of a tied weight
-    waits for the embedding's gradient."""
+    """Write the backward of the loss, up to the gradient of the last hidden state (1 u, of which ranks that split the
+    sequence have a part). The gradient of a tied weight waits for the embedding's gradient."""
     t.open("grad", ROOT, Phase.BWD)
     if s.axes.loss == "whole":
         _whole_loss_backward(t, s, module, weight, u, tied=tied)
+        t.reduce(u)
         return
     t.open("grad", module, Phase.BWD, [weight])
     if s.axes.loss == "chunked":
         size = t.size([weight])
+        gathered = t.gather(u)
         t.op(u + size, read=0)
         for product in _pieces(s):
             kept = _piece_of_loss(t, product)
@@ -73,9 +77,10 @@ def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, 
             if t.width < 4:
                 t.op(logits, dead=logits32, read=logits32)
             t.op(size, dead=size + logits, products=_gradients(t, product), read=2 * logits + 2 * size)
-        t.op(dead=u + s.tokens * 8)
+        t.op(dead=s.part_of(u) + gathered + s.tokens * 8)
     if not tied:
         t.gradient([weight])
+    t.reduce(u)
 
 
 def _pieces(s: Shape) -> Iterator[Product]:
@@ -147,10 +152,11 @@ def _whole_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, *,
         if t.width < 4:
             t.op(logits, dead=logits32, read=logits32)
     t.open("grad", module, Phase.BWD, [weight])
+    saved = s.part_of(u) + t.gather(u)
     product = s.product(m.hidden, m.vocab)
     if tied:
         products = [input_gradient(product), *t.weight_products(weight_gradient(product))]
-        t.op(t.grown([weight]) + u, dead=logits + u, products=products, read=2 * logits + u)
+        t.op(t.grown([weight]) + u, dead=logits + saved, products=products, read=2 * logits + u)
         t.uncast([weight])
     else:
-        t.linear_backward([weight], grad_in=u, grad_out=logits, saved=u, product=product, dead=logits + u)
+        t.linear_backward([weight], grad_in=u, grad_out=logits, saved=u, product=product, dead=logits + saved)

@@ -47,12 +47,14 @@ class Stage:
     """A part of a model: `layers`, with the embedding if `first`, and with the head and the loss if `last`.
 
     tensor: ranks that split the tensors of each layer: heads, width of the feed-forward layer, and vocabulary.
+    sequence: whether these ranks split the tokens beside the products ([Note: sequence parallelism] in tape.py).
     """
 
     layers: range
     first: bool = True
     last: bool = True
     tensor: int = 1
+    sequence: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,15 @@ class Shape:
     @property
     def tokens(self) -> int:
         return self.batch * self.sequence
+
+    @property
+    def rows(self) -> int:
+        """Tokens of one rank beside the products."""
+        return self.tokens // (self.part.tensor if self.part.sequence else 1)
+
+    def part_of(self, size: int) -> int:
+        """Returns the bytes of one rank, beside the products, of an activation that has `size` bytes."""
+        return size * self.rows // self.tokens
 
     def product(self, rows: int, columns: int) -> Product:
         """Returns the product of every token with a rows x columns matrix."""
@@ -231,6 +242,7 @@ def layer_norm_backward(
     names = norm(module)
     grad = r if grad is None else grad
     t.op(r + t.size(names), dead=r + grad + stats, read=r + grad)
+    t.sum_at_end(names)
     if residual:
         t.op(r, dead=2 * r, read=2 * r)
     t.gradient(names)
@@ -331,7 +343,9 @@ def layers_backward(
 def last_product_again(t: Tape, s: Shape, u: int, f: int) -> None:
     """The last matmul and its residual sum, which a recompute runs again although no operator needs them."""
     t.op(u, products=[s.product(s.model.ffn, s.model.hidden)], read=f)
-    t.op(u, dead=2 * u, read=2 * u)
+    t.reduce(u)
+    v = s.part_of(u)
+    t.op(v, dead=2 * v, read=2 * v)
 
 
 def separate_qkv_backward(t: Tape, s: Shape, module: str, order: tuple[str, str, str], u: int) -> None:
