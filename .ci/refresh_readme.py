@@ -317,12 +317,17 @@ def peers_offloading() -> str:
         for peer, name in PEERS.items()
         if peer in peers and (pair := f"{mine} / {peer}") in compared["ratios"][clip]
     ]  # fmt: skip
-    return (
-        "Ours with room for half of the model data beside activations, and with the least memory "
-        "in which it can train; ZeRO-2 leaves gradients and optimizer states on the host, ZeRO-3 and FSDP2 everything. "
-        "Copies go at the speed of memory for all. For ours the table says what the plan keeps on the host between two "
-        f"steps. {', '.join(said)} ({'not ' * (clip == 'unclipped')}clipped; {link('peers')})."
-    )
+    return f"{', '.join(said)} ({'not ' * (clip == 'unclipped')}clipped; {link('peers')})."
+
+
+def peers_memory() -> str:
+    """The host's peak in bytes per parameter, least and most of each kind of contender."""
+    rows = [row for compared in result("peers")["tables"].values() for row in compared["rows"]]
+    said = []
+    for kind in ("ours", "plain PyTorch", "DeepSpeed", "FSDP2"):
+        peaks = sorted({round(row["host_bytes_per_param"]) for row in rows if row["contender"].startswith(kind)})
+        said.append(f"{kind} {' to '.join(map(str, peaks[:: max(len(peaks) - 1, 1)]))}")
+    return f"{', '.join(said)} bytes per parameter ({link('peers')})"
 
 
 def semantics(name: str = "semantics") -> str:
@@ -773,11 +778,10 @@ def _change(part: float, digits: int = 2) -> str:
 PHRASES: Mapping[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
     for f in (
-        accuracy, overhead, event_cost, capture, peers, peers_offloading, semantics, architectures, interleavings,
-        leaks, reserved, mutations, faults, kills, interrupts, oracle, load_weights, checksums, planning, activations,
-        calibrated,
-        tide_bytes, whale, gemm_carried, gemm_seen, frameworks, captured_peaks, capture_ratio, forms_choice,
-        forms_order, stages, optimizers,
+        accuracy, overhead, event_cost, capture, peers, peers_memory, peers_offloading, semantics, architectures,
+        interleavings, leaks, reserved, mutations, faults, kills, interrupts, oracle, load_weights, checksums, planning,
+        activations, calibrated, tide_bytes, whale, gemm_carried, gemm_seen, frameworks, captured_peaks,
+        capture_ratio, forms_choice, forms_order, stages, optimizers,
     )
 } | {
     "demo-taken": lambda: link("demo"),
