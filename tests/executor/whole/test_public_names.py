@@ -18,8 +18,8 @@ BY_NAME = {"executor.lightning", "executor.axolotl", "executor.axolotl.OffloadPl
 def texts() -> list[str]:
     """README, SKILL.md, docs/, and every sentence in a string of the code that is no docstring: what users are told."""
     documents = [ROOT / "README.md", ROOT / "SKILL.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    # Without where links lead and where a docstring is.
-    found = [re.sub(r"\]\([^)]*\)|^::: .*$", "", path.read_text(), flags=re.MULTILINE) for path in documents]
+    # Without where links lead and where a docstring is that has another heading.
+    found = [re.sub(r"\]\([^)]*\)|^::: .*\n +options:", "", path.read_text(), flags=re.MULTILINE) for path in documents]
     for file in sorted([*(ROOT / "executor").rglob("*.py"), *(ROOT / "pstar_sim").rglob("*.py")]):
         if "executor." not in (text := file.read_text()):
             continue
