@@ -4,8 +4,11 @@ Cells are drawn so that each pair of an optimizer, dtype, policy, update, number
 together occurs at least once. Policies have budgets of accelerator memory under which chunks leave; `all_on_gpu` keeps
 everything resident. bitsandbytes' optimizers run where the package is installed (on PYTHONPATH).
 
+On two ranks over gloo, each optimizer runs under plans whose slices cut tensors, and under all_on_gpu; the plain loop
+takes the mean of both ranks' gradients. Updates of whole tensors (Muon, Adafactor) run under all_on_gpu alone.
+
 A cell that a policy or the engine refuses is printed with the reason. The run fails if a cell differs, and where an
-optimizer has no cell that ran.
+optimizer has no cell that ran, on one rank or on two.
 
     python benchmarks/optimizers.py [--seed 41] [--least 80]      # writes benchmarks/results/optimizers.json
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from _results import write_result
 from torch import nn
 from transformers.optimization import Adafactor
@@ -144,6 +149,85 @@ def cells(names: list[str], seed: int, least: int) -> list[Cell]:
     return chosen + left[: max(0, least - len(chosen))]
 
 
+RANKS = 2
+CELLS_OF_RANKS = [
+    Cell("", dtype, policy, "step", micro_batches, clip=False)
+    for dtype, policy, micro_batches in (
+        ("float32", "tide", 1),
+        ("float32", "zero_offload", 1),
+        ("float32", "zero3_offload", 4),
+        ("float32", "all_on_gpu", 4),
+        ("bfloat16", "tide", 1),
+        ("bfloat16", "all_on_gpu", 1),
+    )
+]
+"""With each optimizer. In bf16 one micro-batch: on several ranks gradients of several are added up in fp32."""
+
+
+def difference_on_ranks(cell: Cell, make: Callable[[nn.Module], Any], rank: int) -> str:
+    """As `difference`, on this rank of a process group."""
+    dtype = getattr(torch, cell.dtype)
+    reference, model = net(dtype), net(dtype)
+    plain, mine = make(reference), make(model)
+    size = sum(p.numel() * p.element_size() for p in reference.parameters())
+    memory = {"all_on_gpu": 40 * size, "zero_offload": 8 * size, "zero3_offload": 3 * size}
+    _, optimizer = executor.offload(
+        model, mine, (torch.zeros(ROWS, WIDTH, dtype=dtype),), gpu_memory=memory.get(cell.policy, 3 * size // 2),
+        masters="none", micro_batches=cell.micro_batches, policy=cell.policy,
+    )  # fmt: skip
+    rows = batches(dtype)
+    try:
+        for _ in range(STEPS):
+            sums: list[list[torch.Tensor]] = []  # of each rank, or of all ranks where each micro-batch is exchanged
+            for _ in range(cell.micro_batches):
+                of_ranks = [next(rows) for _ in range(RANKS)]
+                loss = model(of_ranks[rank]) / cell.micro_batches
+                loss.backward()
+                losses = [reference(batch) / cell.micro_batches for batch in of_ranks]
+                if loss.item() != losses[rank].item():
+                    return "losses"
+                gradients = [torch.autograd.grad(each / RANKS, list(reference.parameters())) for each in losses]
+                parts = gradients if cell.policy == "all_on_gpu" else [map(sum, zip(*gradients))]
+                sums = [[*map(sum, zip(*pair))] for pair in zip(sums, parts)] if sums else [[*part] for part in parts]
+            for p, *parts_of_p in zip(reference.parameters(), *sums):
+                p.grad = sum(parts_of_p)
+            for each in plain if isinstance(plain, list) else [plain]:
+                each.step()
+                each.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        values = model.state_dict()
+        names = [name for name, p in reference.named_parameters() if not torch.equal(values[name], p)]
+    finally:
+        optimizer.session.close(restore=False)
+    return f"parameters {names}" if names else ""
+
+
+def of_rank(rank: int, folder: str) -> None:
+    """Run the cells of ranks; the first rank writes optimizer, cell and what came of it."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    lines = []
+    for (name, make), cell in product(known().items(), CELLS_OF_RANKS):
+        named = cell._replace(optimizer=name)
+        try:
+            said = difference_on_ranks(named, make, rank)
+        except PstarError as error:
+            said = f"refused: {error}"
+        lines.append(f"{name}\t{cell.dtype}, {cell.policy}, {cell.micro_batches}\t{said}\n")
+    if rank == 0:
+        Path(folder, "lines").write_text("".join(lines))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_ranks() -> list[list[str]]:
+    """Returns (optimizer, cell, what differs or why it is refused) on two ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(of_rank, (folder,), nprocs=RANKS)
+        return [line.split("\t") for line in Path(folder, "lines").read_text().splitlines()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=41)
@@ -164,13 +248,22 @@ def main() -> None:
         ran[cell.optimizer] += 1
         if said:
             wrong.append(f"{cell}: {said}")
-            print(wrong[-1], flush=True)
-    for words, count in refused.items():
-        print(f"refused {count} times: {words}")
     missing = [name for name in makers if not ran[name]]
     print(f"{sum(ran.values())} cells ran, {len(wrong)} differ: {dict(ran)}; none of {missing or 'no optimizer'}")
+    ran_on_ranks: Counter[str] = Counter()
+    for name, cell, said in on_ranks():
+        if said.startswith("refused"):
+            refused[f"{name} on {RANKS} ranks: {said.removeprefix('refused: ')}"] += 1
+            continue
+        ran_on_ranks[name] += 1
+        if said:
+            wrong.append(f"{name} on {RANKS} ranks, {cell}: {said}")
+    print(f"{sum(ran_on_ranks.values())} cells ran on {RANKS} ranks: {dict(ran_on_ranks)}")
+    print("\n".join([*wrong, *(f"refused {count} times: {words}" for words, count in refused.items())]))
+    missing += [name for name in makers if not ran_on_ranks[name]]
     print(f"{time.perf_counter() - begin:.0f} s")
-    print(write_result("optimizers", {"ran": dict(ran), "wrong": wrong, "refused": dict(refused), "steps": STEPS}))
+    result = {"ran": dict(ran), "ran_on_ranks": dict(ran_on_ranks), "wrong": wrong, "refused": dict(refused)}
+    print(write_result("optimizers", {**result, "steps": STEPS}))
     if wrong or missing:
         raise SystemExit(1)
 

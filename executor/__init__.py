@@ -11,7 +11,7 @@ Folders and files, lowest first (each imports only from its own row and the rows
     queues        execution of a plan's steps, and logs of it
     moments       hooks on the user's model, counts of operators and live bytes, a workload made of them
     activations   blocks that are recomputed or offloaded; beside it calibration, contract, models, scaling
-    adamw, capture, compatibility
+    descriptions, capture, compatibility
     distributed   the other ranks
     session       the state of a run, an iteration on plan, reads by user code
     off_plan      an iteration without a plan; warm-up; the ladder when memory runs out
@@ -20,7 +20,7 @@ Folders and files, lowest first (each imports only from its own row and the rows
     lifetime      a session's begin, its change to another plan, its end
     engine        Session: puts the parts above together
     saving        weights and checkpoints; beside it training, the loop of `pstar run`
-    optimizer, prepare
+    optimizer, describing, prepare
     recording     a real iteration as a workload, and the cost of its moments
     offloading    one call: capture or record, plan, prepare; beside it longest_rows of a data set
     hf, lightning, axolotl    the same for their trainers; below hf trainer_capture
@@ -35,8 +35,8 @@ if find_spec("torch") is None:  # raised here, with a hint, before any other fil
     )
 
 from executor import hf
-from executor.adamw import SGD, Adafactor, Adam, AdamW, BnbAdamW, BnbLion, Lion, Muon
 from executor.capture import capture, capture_module
+from executor.descriptions import SGD, Adafactor, Adam, AdamW, BnbAdamW, BnbLion, Lion, Muon
 from executor.devices.backend import Backend, VirtualBackend
 from executor.devices.on_meta import parameters_on_meta
 from executor.devices.virtual_streams import VirtualStreams
@@ -48,7 +48,7 @@ from executor.moments.marks import mark_moments
 from executor.off_plan.ladder import Ladder
 from executor.off_plan.rungs import Rung
 from executor.offloading import offload
-from executor.optimizer import OffloadedAdamW
+from executor.optimizer import OffloadedOptimizer
 from executor.prepare import prepare
 from executor.queues.serial import SerialQueues, follow
 from executor.queues.streams import StreamQueues
@@ -71,7 +71,7 @@ __all__ = [
     "LossScale",
     "Measured",
     "Muon",
-    "OffloadedAdamW",
+    "OffloadedOptimizer",
     "Rung",
     "SerialQueues",
     "Session",

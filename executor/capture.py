@@ -31,8 +31,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from executor.adamw import AdamW, Optimizer, check_groups, group_of
 from executor.contract import changes_nothing
+from executor.descriptions import AdamW, Optimizer, check_groups, group_of
 from executor.devices.dtypes import TORCH_DTYPES
 from executor.devices.torch_private import (
     GROUPED_MM,

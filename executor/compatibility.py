@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from executor.adamw import DESCRIPTIONS, Optimizer, check_groups, described
+from executor.descriptions import DESCRIPTIONS, Optimizer, check_groups, described
 from executor.devices.rounding import STOCHASTIC
 from executor.devices.rules import RULES
 from executor.moments.recorder import working_dtype
@@ -34,7 +34,7 @@ def check_model(
 ) -> None:
     """Check that the plan was made for this model: same parameters, dtypes, ties, freezing and groups.
 
-    groups: see `adamw.group_of`.
+    groups: see `descriptions.group_of`.
     """
     w = plan.workload
     mine, theirs = {t.name: t for t in tensors}, {t.name: t for t in w.tensors}
@@ -158,10 +158,11 @@ def check_optimizer(plan: Plan) -> None:
             f"{plan.workload.dtype} without fp32 masters: scaled gradients are unscaled in 16 bits, where small ones "
             "become 0; keep the masters, or train in bf16"
         )
-    ranks = plan.machine.data_parallel_size
+    ranks = plan.layout.ranks
     if ranks > 1 and any(states.whole for states in planned.all_states):
         raise PlanError(
-            f"{planned.name} updates whole tensors, which the slices of {ranks} ranks cut; run the plan on one GPU"
+            f"{planned.name} updates whole tensors, which the slices of {ranks} ranks cut; run it on one GPU, or with "
+            "policy all_on_gpu, under which each rank has the whole model"
         )
     spec = OPTIMIZERS[planned.name]
     if planned not in (spec, spec.without_masters(DTYPES[plan.workload.dtype].bytes)):

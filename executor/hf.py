@@ -40,9 +40,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from executor.describing import description_of
 from executor.engine import Session
-from executor.offloading import Request, begin, converted, description_of, form_seen, plan_for
-from executor.optimizer import OffloadedAdamW
+from executor.offloading import Request, begin, converted, form_seen, plan_for
+from executor.optimizer import OffloadedOptimizer
 from executor.saving.manifest import find_checkpoint, is_checkpoint
 from executor.saving.plain_states import write_plain_states
 from executor.session.spelling import TRAINER
@@ -79,7 +80,7 @@ def connect(trainer: Any) -> Any:
     `load_best_model_at_end`.
     """
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # after train(), accelerate has wrapped it
-    if not isinstance(optimizer, OffloadedAdamW):
+    if not isinstance(optimizer, OffloadedOptimizer):
         raise ContractError(
             f"executor.hf.connect: the Trainer's optimizer is {type(trainer.optimizer).__name__}; give it what "
             "executor.prepare returned: Trainer(model=model, optimizers=(optimizer, scheduler))"
@@ -103,7 +104,7 @@ def connect(trainer: Any) -> Any:
     return trainer
 
 
-def _join(trainer: Any, optimizer: OffloadedAdamW) -> _RunFiles:
+def _join(trainer: Any, optimizer: OffloadedOptimizer) -> _RunFiles:
     """Connect the Trainer's clipping and logged norm to the session ([Note: clipping]). Returns what saves and loads
     the run in its place."""
     accelerator = trainer.accelerator
@@ -159,7 +160,7 @@ def _check_arguments(args: Any, session: Session) -> None:
 class _RunFiles:
     """Saves and loads a run in place of the Trainer, which would save copies of all states at once."""
 
-    def __init__(self, trainer: Any, optimizer: OffloadedAdamW) -> None:
+    def __init__(self, trainer: Any, optimizer: OffloadedOptimizer) -> None:
         self._trainer = trainer
         self._optimizer = optimizer
 
@@ -423,7 +424,7 @@ class OffloadTrainerMixin:
         """Make the Trainer's own optimizer, and return the plan's in its place."""
         super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         made: Any = self.optimizer  # type: ignore[has-type]  # a class of its own may return nothing
-        if not isinstance(getattr(made, "optimizer", made), OffloadedAdamW):
+        if not isinstance(getattr(made, "optimizer", made), OffloadedOptimizer):
             self._offload = _begin(self, made)
             self.optimizer = made = self._offload.optimizer
         return made  # type: ignore[no-any-return]
@@ -499,7 +500,7 @@ class _Joined:
     kept: saves and loads the run in place of the Trainer.
     """
 
-    optimizer: OffloadedAdamW
+    optimizer: OffloadedOptimizer
     kept: _RunFiles
 
 

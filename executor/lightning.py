@@ -36,9 +36,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torchmetrics import Metric, MetricCollection  # Lightning requires it
 
 from executor.capture import capture_module
+from executor.describing import description_of
 from executor.engine import Session
-from executor.offloading import Request, begin, converted, description_of, form_seen, plan_for
-from executor.optimizer import OffloadedAdamW
+from executor.offloading import Request, begin, converted, form_seen, plan_for
+from executor.optimizer import OffloadedOptimizer
 from executor.session.spelling import LIGHTNING
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
@@ -106,7 +107,7 @@ class OffloadStrategy(SingleDeviceStrategy):
         on_plan: Callable[[Plan], None] | None = None,
     ) -> None:
         self.request = Request(gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, on_plan=on_plan)
-        self.offloaded: OffloadedAdamW | None = None
+        self.offloaded: OffloadedOptimizer | None = None
         self._root: _StepModule | None = None
         where = self.request.where
         super().__init__(device="cpu" if where == "virtual" else where)

@@ -1,7 +1,7 @@
-"""The torch optimizer that `prepare` makes of an `Optimizer` (adamw.py).
+"""The torch optimizer that `prepare` makes of an `Optimizer` (descriptions.py).
 
-`OffloadedAdamW` is a torch.optim.Optimizer over the model's parameters, so that schedulers and checkpoints work. Its
-`step` calls the session's.
+`OffloadedOptimizer` is a torch.optim.Optimizer over the model's parameters, so that schedulers and checkpoints work.
+Its `step` calls the session's.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from executor.adamw import REST, REST_RULE, Optimizer
 from executor.contract import tensor_of
+from executor.descriptions import REST, REST_RULE, Optimizer
 from executor.devices.rules import RULES, STEP, Rule, Settings
 from executor.saving.checkpoint import save
 from executor.saving.restoring import Restored, load
@@ -24,14 +24,14 @@ from pstar_sim.workload.optimizers import MASTER_LIST, OPTIMIZERS
 if TYPE_CHECKING:
     from executor.engine import Session
 
-__all__ = ["OffloadedAdamW"]
+__all__ = ["OffloadedOptimizer"]
 
 
 _WRAPPED = "__bnb_optimizer_quant_state__"
 """Key under which bitsandbytes' state dict has what it keeps of a parameter."""
 
 
-class OffloadedAdamW(torch.optim.Optimizer):
+class OffloadedOptimizer(torch.optim.Optimizer):
     """The optimizer of a prepared model."""
 
     session: Session

@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from executor.activations.planned import RunOfBlocks, carry_out, check_activations
-from executor.adamw import Optimizer, group_of
 from executor.capture import capture_module
 from executor.compatibility import check_model, check_settings
 from executor.contract import reader_left, tensor_of
+from executor.descriptions import Optimizer, group_of
 from executor.devices.backend import Backend, available_host_bytes, keep_freed_pages
 from executor.devices.opening import DeviceOptions, check_placement, move_buffers, open_backend
 from executor.devices.rounding import STOCHASTIC
@@ -35,7 +35,7 @@ from executor.lifetime.on_model import guard_model, watch_batches
 from executor.lifetime.resources import ask_torch_threads
 from executor.memory.arena import Arena, check_gpu_memory, check_host_memory
 from executor.moments.recorder import describe_parameters, named_modules, unused_modules
-from executor.optimizer import OffloadedAdamW
+from executor.optimizer import OffloadedOptimizer
 from executor.queues.interface import Queues
 from executor.queues.streams import StreamQueues, queues_for
 from executor.queues.threads import ThreadQueues
@@ -72,7 +72,7 @@ def prepare(
     group: Any = None,
     count: CountOf = count_of,
     timeout_s: float = 600.0,
-) -> tuple[nn.Module, OffloadedAdamW]:
+) -> tuple[nn.Module, OffloadedOptimizer]:
     """Run `model` under `plan` from now on. Returns the same model, and the optimizer whose `step` the loop calls.
 
     device: "virtual", "cuda" or "cuda:N". The model is on the CPU (or on meta, with weights), or on that device. Its
@@ -121,7 +121,7 @@ def prepare(
             share_values(ranks, model)
         take_threads_back = _set_up_process(made, threads)
         undo.callback(take_threads_back)
-        torch_optimizer = OffloadedAdamW(given.groups, optimizer)
+        torch_optimizer = OffloadedOptimizer(given.groups, optimizer)
         settings = _session_options(
             given, torch_optimizer, device=made.device.type, replan_after=replan_after, count=count
         )
@@ -290,7 +290,7 @@ def _set_up_process(backend: Backend, threads: int | None) -> Callable[[], None]
 
 
 def _session_options(
-    given: _Given, optimizer: OffloadedAdamW, *, device: str, replan_after: int, count: CountOf
+    given: _Given, optimizer: OffloadedOptimizer, *, device: str, replan_after: int, count: CountOf
 ) -> SessionOptions:
     """device: type of the backend's device."""
     plan, scale = given.plan, loss_scale_for(given.optimizer.loss_scale, given.tensors)

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.adamw import DESCRIPTIONS, AdamW, Optimizer
 from executor.compatibility import check_optimizer, check_processes
+from executor.descriptions import DESCRIPTIONS, AdamW, Optimizer
 from executor.devices.cuda import CudaBackend, cuda_device
 from executor.devices.opening import is_cuda
 from executor.measuring.first import TideReport
 from executor.measuring.measured import Measured, with_tide
 from executor.measuring.status import Status
 from executor.models import BuiltModel, build, map_batch, named_failures
-from executor.optimizer import OffloadedAdamW
+from executor.optimizer import OffloadedOptimizer
 from executor.prepare import prepare
 from executor.recording.record import record
 from executor.running.data import ByteText, batches_like, open_data
@@ -360,7 +360,7 @@ class TrainingJob(Axes):
 
 def _look_back(
     model: nn.Module,
-    optimizer: OffloadedAdamW,
+    optimizer: OffloadedOptimizer,
     batches: Iterator[Any],
     micro_batches: int,
     order: Callable[[Plan], Timeline] | None,

@@ -97,7 +97,8 @@ def scratch_bytes(plan: Plan) -> int:
         if (room := RULES[layout.states_of(c).name].room) is not None:
             whole_bytes = max(whole_bytes, *(room(slot.shape) for slot in layout.chunks[c].slots))
             continue
-        widths = [DTYPES[layout.chunks[c].dtype].bytes, *(size for _, size in layout.optimizer.state_bytes)]
+        of_chunk = layout.optimizer.of_width(DTYPES[layout.chunks[c].dtype].bytes)
+        widths = [DTYPES[layout.chunks[c].dtype].bytes, *(size for _, size in of_chunk.state_bytes)]
         alike = len({*widths, *([layout.sum_width(c)] if several else ())}) == 1
         pieces = max(pieces, 0 if alike else sum(size < 4 for size in widths))
     rounded = _ROUND_BYTES if layout.optimizer.masters == MASTERS[1] else 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from executor import AdamW, OffloadedAdamW, capture_module, prepare
+from executor import AdamW, OffloadedOptimizer, capture_module, prepare
 from executor.hf import connect
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.plan import Settings
@@ -77,7 +77,7 @@ def train(
 def session_of(trainer: Trainer) -> Any:
     optimizer: Any = trainer.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
-    assert isinstance(inner, OffloadedAdamW)
+    assert isinstance(inner, OffloadedOptimizer)
     return inner.session
 
 

@@ -272,7 +272,7 @@ class Updating:
             settings=update.hyper[row.group][arena.layout.states_of(chunk).name],
             scale=scale,
             scratch=self._scratch[place],
-            rounding=self._rounded(parts) if update.stochastic else None,
+            rounding=self._rounded(parts) if update.stochastic and master.itemsize < 4 else None,
         )
 
     def _rounded(self, parts: Sequence[tuple[int, SlicePart]]) -> Rounding:

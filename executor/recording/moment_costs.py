@@ -23,9 +23,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from executor.adamw import AdamW
 from executor.calibration.bench import Bench
 from executor.calibration.measured_device import Device
+from executor.descriptions import AdamW
 from executor.prepare import prepare
 from executor.recording.record import record
 from pstar_sim.catalog.machine import Machine

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.adamw import AdamW, Optimizer, group_of
+from executor.descriptions import AdamW, Optimizer, group_of
 from executor.devices.opening import synchronized
 from executor.engine import Session
 from executor.models import forward_loss, map_batch

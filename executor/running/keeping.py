@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from executor.optimizer import OffloadedAdamW
+from executor.optimizer import OffloadedOptimizer
 from executor.running.stopping import StopRequest
 from executor.saving.manifest import find_checkpoint, is_checkpoint
 from executor.saving.restoring import Restored, stored_extra
@@ -118,13 +118,13 @@ class Keeping:
         """The folder with the model's values; None for a job that begins."""
         return None if self.resume is None else newest_checkpoint(self.resume)
 
-    def load(self, optimizer: OffloadedAdamW) -> None:
+    def load(self, optimizer: OffloadedOptimizer) -> None:
         if self.resume is not None:
             optimizer.load(newest_checkpoint(self.resume))
 
     def saving(
         self,
-        optimizer: OffloadedAdamW,
+        optimizer: OffloadedOptimizer,
         *,
         last: int,
         extra: Callable[[int], Any],

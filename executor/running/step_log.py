@@ -14,7 +14,7 @@ from typing import IO, Any, Protocol
 
 from executor.measuring.status import Status
 from executor.memory.update import Update
-from executor.optimizer import OffloadedAdamW
+from executor.optimizer import OffloadedOptimizer
 from pstar_sim.errors import PstarError
 from pstar_sim.files import check_writable
 
@@ -132,7 +132,7 @@ class StepLog:
 
     def __init__(
         self,
-        optimizer: OffloadedAdamW,
+        optimizer: OffloadedOptimizer,
         *targets: str | StepSink,
         append: bool = False,
         clock: Callable[[], float] = time.time,

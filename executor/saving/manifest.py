@@ -101,7 +101,7 @@ class Manifest:
 
 
 class Trained(Protocol):
-    """The part of an optimizer that saving and loading use; `optimizer.OffloadedAdamW` is above this floor."""
+    """The part of an optimizer that saving and loading use; `optimizer.OffloadedOptimizer` is above this floor."""
 
     session: Session
     param_groups: list[dict[str, Any]]

@@ -118,17 +118,21 @@ class Layout:
         return self.optimizer.lists
 
     @cached_property
-    def _states(self) -> tuple[States, ...]:
-        return self.optimizer.all_states
+    def _states(self) -> dict[str, tuple[States, ...]]:
+        return {c.dtype: self._optimizer_of(c).all_states for c in self.chunks}
+
+    def _optimizer_of(self, chunk: Chunk) -> OptimizerSpec:
+        return self.optimizer.of_width(DTYPES[chunk.dtype].bytes)
 
     def states_of(self, chunk: int) -> States:
         """What the chunk keeps for its updates. A frozen chunk has no such lists."""
-        return self._states[self.chunks[chunk].kind]
+        c = self.chunks[chunk]
+        return self._states[c.dtype][c.kind]
 
     def is_own_master(self, chunk: int) -> bool:
         """Whether the chunk's parameters are as wide as their masters: fp32, or without fp32 masters."""
         c = self.chunks[chunk]
-        return c.frozen or DTYPES[c.dtype].bytes == self.optimizer.master_bytes
+        return c.frozen or DTYPES[c.dtype].bytes == self._optimizer_of(c).master_bytes
 
     @cached_property
     def own_params(self) -> tuple[int, ...]:
@@ -422,7 +426,10 @@ def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
             first[use.tensor] = use.moment
     order = sorted(range(len(first)), key=lambda i: (first[i], i))
     optimizer = workload.optimizer
-    aligns = [_alignment(states) for states in optimizer.all_states]
+    aligns = {
+        name: [_alignment(states) for states in optimizer.of_width(DTYPES[name].bytes).all_states]
+        for name in {t.dtype for t in workload.tensors} & DTYPES.keys()
+    }
     classes: dict[_Class, list[_Item]] = {}
     for index in order:
         tensor = workload.tensors[index]
@@ -432,7 +439,7 @@ def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
             raise PlanError(f"tensor {tensor.name!r} has dtype {tensor.dtype!r}; chunks can hold {', '.join(DTYPES)}")
         kind = 0 if tensor.frozen else optimizer.kind_of(tensor.name, tensor.shape)
         key = _Class(tensor.frozen, tensor.dtype, tensor.group, kind)
-        align, numel = aligns[kind], tensor.numel
+        align, numel = aligns[tensor.dtype][kind], tensor.numel
         item = _Item(first[index], index, numel, -(-numel // align) * align, tensor.shape)
         classes.setdefault(key, []).append(item)
     return classes

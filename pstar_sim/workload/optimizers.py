@@ -9,7 +9,8 @@ list: it is the parameter itself. A gradient overwrites the working list, so no 
 
 [Note: granularity] An update may need more than one element at a time: a block of 8-bit states shares a scale, and Muon
 and Adafactor need a whole matrix. No block reaches over the end of a tensor, of a rank's slice or of a part of an
-update. Slices of several ranks do cut matrices: such a plan has the right bytes, and the executor refuses it.
+update. Slices of several ranks do cut matrices: such a plan has the right bytes, and the executor refuses it. Where
+each rank has the whole model (all_on_gpu) nothing is cut.
 
 [Note: traffic] In an update each state is read and written, the 2-byte gradient is read and the 2-byte parameter is
 written. With two fp32 moments and the master that is 2 * (4 + 4 + 4) + 2 + 2 = 28 bytes per parameter.
@@ -172,6 +173,11 @@ class OptimizerSpec:
     def masters(self) -> str:
         """One of MASTERS. An fp32 parameter is its own master."""
         return MASTERS[1] if self.master_bytes < 4 else MASTERS[0]
+
+    def of_width(self, width: int) -> OptimizerSpec:
+        """Returns the optimizer of a tensor of `width` bytes. One wider than the masters is its own: fp32 norms of a
+        bf16 model."""
+        return OPTIMIZERS[self.name] if width > self.master_bytes else self
 
     @property
     def words(self) -> str:

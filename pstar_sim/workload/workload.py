@@ -343,10 +343,13 @@ class Workload:
     @cached_property
     def states_bytes_per_param(self) -> float:
         """Mean bytes of optimizer states per trainable parameter; without any, those of a tensor of no kind."""
-        kinds, numel, size = self.optimizer.all_states, 0, 0
+        kinds = {
+            name: self.optimizer.of_width(DTYPES[name].bytes).all_states for name in {t.dtype for t in self.tensors}
+        }
+        numel, size = 0, 0
         for t in self.tensors:
             if not t.frozen and t.tied_to is None:
-                states = kinds[self.optimizer.kind_of(t.name, t.shape)]
+                states = kinds[t.dtype][self.optimizer.kind_of(t.name, t.shape)]
                 numel += t.numel
                 size += sum(states.list_bytes(t.numel, [t.shape]).values())
         return size / numel if numel else sum(size for _, size in self.optimizer.state_bytes)

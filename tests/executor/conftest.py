@@ -296,7 +296,7 @@ class Run:
     """A prepared model beside its reference."""
 
     model: nn.Module
-    optimizer: executor.OffloadedAdamW
+    optimizer: executor.OffloadedOptimizer
     reference: Reference
     plan: Plan
     batches: Iterator[Any]

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,10 @@ def refusal_of(action: Callable[[], object]) -> str:
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 48) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -56,17 +57,58 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def looped(model: nn.Module, optimizer: Any, rank: int) -> list[float]:
+def looped(model: nn.Module, optimizer: Any, rank: int, width: int = 48) -> list[float]:
     """Losses of steps on this rank's own rows."""
     torch.manual_seed(7 + rank)
     losses = []
     for _ in range(STEPS):
-        loss = model(torch.randn(4, 48))
+        loss = model(torch.randn(4, width))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return losses
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    from transformers.optimization import Adafactor
+
+    optimizer: torch.optim.Optimizer = Adafactor(
+        model.parameters(), lr=1e-3, relative_step=False, scale_parameter=False
+    )
+    return optimizer
+
+
+def in_8_bits(model: nn.Module) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(model.parameters(), lr=1e-3, eps=1e-3)
+    return optimizer
+
+
+def others() -> list[tuple[str, Callable[[nn.Module], torch.optim.Optimizer], str]]:
+    """Optimizers of each granularity: elements and blocks in slices, whole tensors where nothing is cut."""
+    found: list[tuple[str, Callable[[nn.Module], torch.optim.Optimizer], str]] = [
+        ("sgd", lambda model: torch.optim.SGD(model.parameters(), lr=1e-1, momentum=0.9), "tide"),
+        ("adafactor", adafactor, "all_on_gpu"),
+    ]
+    if find_spec("bitsandbytes") is not None:
+        found.append(("8 bits", in_8_bits, "tide"))
+    return found
+
+
+def beside(make: Callable[[nn.Module], torch.optim.Optimizer], policy: str, rank: int) -> float:
+    """Returns how far the parameters of a plan are from those under DistributedDataParallel."""
+    width = 80  # 6,400 elements: slices of two ranks end inside a matrix
+    replica, model = nn.parallel.DistributedDataParallel(Net(width)), Net(width)
+    losses = looped(replica, make(replica), rank, width)
+    size = 4 * sum(p.numel() for p in model.parameters())
+    memory, own = 40 * size if policy == "all_on_gpu" else 3 * size // 2, make(model)
+    _, optimizer = executor.offload(model, own, (torch.zeros(4, width),), gpu_memory=memory, policy=policy)
+    assert looped(model, optimizer, rank, width) == losses
+    difference = apart(weights(model), weights(replica.module))
+    optimizer.session.close()
+    return difference
 
 
 def loop(folder: Path) -> dict[str, Any]:
@@ -78,7 +120,12 @@ def loop(folder: Path) -> dict[str, Any]:
     model, optimizer = executor.offload(model, own, (torch.zeros(4, 48),), gpu_memory="40KB", policy="tide")
     losses = looped(model, optimizer, rank)
     session = optimizer.session
+    other = Net()
+    cut = refusal_of(
+        lambda: executor.offload(other, adafactor(other), (torch.zeros(4, 48),), gpu_memory="80KB", policy="tide")
+    )
     return {
+        "others": {f"{name}, {policy}": beside(make, policy, rank) for name, make, policy in others()}, "cut": cut,
         "plain": plain, "losses": losses, "apart": apart(weights(model), weights(replica.module)),
         "ranks": len(session.plan.machine.ranks), "deviations": list(session.deviation_log),
         "renewed": refusal_of(lambda: session.renew(session.plan)),

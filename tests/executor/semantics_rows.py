@@ -184,7 +184,7 @@ def plan_for(case: Case, model: nn.Module, batch: Any, policy: str, spec: execut
         w = executor.capture_module(model, batch, name="row", loss=loss, **sizes)
         w = kit.repeat_micro_batch(w, case.micro_batches)
     if case.groups is not None:
-        groups = executor.adamw.group_of(spec.groups(model))
+        groups = executor.descriptions.group_of(spec.groups(model))
         w = replace(w, tensors=executor.moments.recorder.describe_parameters(model, groups)[0])
     w = with_optimizer(w, case.optimizer)
     settings = Settings(update=case.update, clip=case.clip is not None)

@@ -47,7 +47,7 @@ EXECUTOR_FLOORS = (
     ("queues",),
     ("moments",),
     ("activations", "calibration", "contract", "models", "scaling"),
-    ("adamw",),
+    ("descriptions",),
     ("capture", "compatibility"),
     ("distributed",),
     ("session",),
@@ -59,7 +59,7 @@ EXECUTOR_FLOORS = (
     ("saving", "training"),
     ("optimizer",),
     # what puts one together
-    ("prepare",),
+    ("describing", "prepare"),
     ("recording",),
     ("longest_rows", "offloading"),
     ("trainer_capture",),

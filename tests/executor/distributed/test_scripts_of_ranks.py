@@ -40,6 +40,8 @@ def test_a_loop_under_torchrun(tmp_path: Path) -> None:
         assert said["losses"] == pytest.approx(said["plain"], rel=1e-6) and len(said["losses"]) == 3
         assert said["apart"] < 1e-6 and said["ranks"] == 2
         assert said["moved"] > 0 and not said["deviations"]
+        assert set(said["others"].values()) == {0.0} and len(said["others"]) >= 2  # other optimizers: to the bit
+        assert said["cut"].startswith("adafactor updates whole tensors, which the slices of 2 ranks cut")
         assert said["renewed"].startswith("session.renew on several ranks: each rank holds slices")
     assert first["losses"] != second["losses"]
 

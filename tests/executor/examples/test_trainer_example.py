@@ -188,4 +188,4 @@ def test_to_where_the_model_is_changes_nothing(start: Callable[..., Any]) -> Non
     ):
         with pytest.raises(ContractError, match="cannot move"):
             move()
-    assert isinstance(run.optimizer, executor.OffloadedAdamW)
+    assert isinstance(run.optimizer, executor.OffloadedOptimizer)

@@ -73,7 +73,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def prepared(plan: Plan, **options: Any) -> tuple[nn.Module, executor.OffloadedAdamW]:
+def prepared(plan: Plan, **options: Any) -> tuple[nn.Module, executor.OffloadedOptimizer]:
     return executor.prepare(Wide(), plan, executor.AdamW(), check=False, **options)
 
 

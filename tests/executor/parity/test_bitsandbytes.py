@@ -13,7 +13,7 @@ from plain_loop import train
 from torch import nn
 
 import executor
-from executor.optimizer import OffloadedAdamW
+from executor.optimizer import OffloadedOptimizer
 from executor.saving.plain_states import write_plain_states
 from pstar_sim.errors import CheckpointError, ContractError
 
@@ -64,7 +64,7 @@ def rows() -> Iterator[torch.Tensor]:
 
 def offloaded(
     model: nn.Module, optimizer: Any, policy: str = "tide", micro: int = 1, memory: str = "150KB"
-) -> OffloadedAdamW:
+) -> OffloadedOptimizer:
     batch = (torch.zeros(8, dtype=torch.long),)
     return executor.offload(
         model, optimizer, batch, gpu_memory=memory, micro_batches=micro, masters="none", policy=policy
@@ -76,7 +76,7 @@ def flat(state: dict[str, Any]) -> dict[str, Any]:
     return {**rest, **state.get("__bnb_optimizer_quant_state__", {})}
 
 
-def check_states(optimizer: OffloadedAdamW, plain: torch.optim.Optimizer) -> None:
+def check_states(optimizer: OffloadedOptimizer, plain: torch.optim.Optimizer) -> None:
     """Check that codes, scales, code tables and step counts are equal."""
     states = optimizer.state_dict()["state"]
     for n, row in plain.state_dict()["state"].items():

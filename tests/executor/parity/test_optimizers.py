@@ -14,8 +14,8 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 import executor
+from executor.describing import Joined
 from executor.devices.rules import RULES
-from executor.offloading import Joined
 from pstar_sim.errors import CheckpointError, ContractError, PlanError
 from pstar_sim.policy.registry import find_policy
 
@@ -398,3 +398,43 @@ def test_what_is_given_wrongly() -> None:
         executor.offload(half, OPTIMIZERS["sgd"](half.parameters()), batch, masters="none", gpu_memory="90KB")
     with pytest.raises(PlanError, match=r"Lion: betas=\(0.9, 1\) is out of range"):
         executor.Lion(betas=(0.9, 1))
+
+
+class Normed(nn.Module):
+    """A bf16 model whose norms and last layer stay in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6)).to(torch.bfloat16)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(6))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, self.norms):
+            x = torch.tanh(layer(norm(x.float()).to(torch.bfloat16)))
+        return (self.last(x.float()) ** 2).mean()
+
+
+@pytest.mark.parametrize(("name", "policy", "micro_batches"), [("adamw", "tide", 4), ("adafactor", "zero_offload", 1)])
+def test_parameters_in_fp32_stay_so_in_pure_bf16(name: str, policy: str, micro_batches: int, tmp_path: Path) -> None:
+    """Each parameter and its moments have their own width; a checkpoint goes on in another plan."""
+    torch.manual_seed(3)
+    reference = Normed()
+    model, other = copy.deepcopy(reference), copy.deepcopy(reference)
+    plain, own, last = (OPTIMIZERS[name](each.parameters()) for each in (reference, model, other))
+    losses = train(reference, plain, rows(torch.bfloat16), 6, micro_batches)
+    batches, found = rows(torch.bfloat16), list[float]()
+    for each, its_optimizer, memory in ((model, own, "80KB"), (other, last, "400KB")):
+        _, optimizer = executor.offload(
+            each, its_optimizer, (torch.zeros(4, WIDTH, dtype=torch.bfloat16),), gpu_memory=memory,
+            micro_batches=micro_batches, masters="none", policy=policy if each is model else "all_on_gpu",
+        )  # fmt: skip
+        if each is other:
+            optimizer.load(tmp_path / "checkpoint")
+        found += train(each, optimizer, batches, 3, micro_batches)
+        if each is model:
+            optimizer.save(tmp_path / "checkpoint")
+        optimizer.session.close()
+    assert found == losses
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(other.parameters(), reference.parameters()))
+    assert other.norms[0].weight.dtype == torch.float32

@@ -19,7 +19,8 @@ from torch import nn
 
 import executor
 from executor.capture import capture_module
-from executor.offloading import Refused, cuda_devices, description_of
+from executor.describing import description_of
+from executor.offloading import Refused, cuda_devices
 from executor.session.spelling import TRAINER
 from pstar_sim.catalog.here import this_machine
 from pstar_sim.catalog.loader import load_catalog, load_machine

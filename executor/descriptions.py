@@ -19,24 +19,6 @@ from pstar_sim.errors import PlanError
 from pstar_sim.workload.optimizers import OPTIMIZERS
 from pstar_sim.workload.workload import Tensor
 
-__all__ = [
-    "DESCRIPTIONS",
-    "REST",
-    "REST_RULE",
-    "SGD",
-    "Adafactor",
-    "Adam",
-    "AdamW",
-    "BnbAdamW",
-    "BnbLion",
-    "Lion",
-    "Muon",
-    "Optimizer",
-    "check_groups",
-    "described",
-    "group_of",
-]
-
 AS_PLANNED = "plan"
 """max_grad_norm=AS_PLANNED: the plan's setting decides whether gradients are clipped."""
 REST, REST_RULE = "rest", "adamw"
