@@ -187,11 +187,16 @@ def torchrun_line(plan: Plan, file: str = "PLAN", model: str = "MODEL") -> str:
 
 
 def check_processes(plan: Plan, found: int, *, file: str = "PLAN", model: str = "MODEL") -> None:
-    """Check that the job's number of processes is the plan's number of ranks.
+    """Check that the job's number of processes is the plan's number of ranks, among all of which chunks are sliced.
 
     file, model: for the message.
     """
-    wanted = plan.machine.world_size
+    wanted, slices = plan.machine.world_size, plan.layout.ranks
+    if 1 < slices < wanted:
+        raise PlanError(
+            f"the plan slices parameters over {slices} of its {wanted} GPUs (replicas), which FSDP does: "
+            "pstar export --fsdp2, or make a plan without replicas"
+        )
     if found == wanted:
         return
     if found == 1:

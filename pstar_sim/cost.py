@@ -55,7 +55,10 @@ switch that is left when all ranks on the switch copy at once.
 each node, then between the nodes. Every rank sends and receives (P-1)/P of S, the part that it does not have, so
     seconds = (L-1) * latency inside + (N-1) * latency between + (P-1)/P * S / (rate of the slowest hop)
 with N nodes of L ranks. A ring enters and leaves each node once, so the hop between two nodes has the node's whole
-network rate. A hop whose rate was measured by size (`Fabric.table`) has the rate of S. Without a peer link the hops
+network rate. The P ranks are those among which the layout slices a chunk; where these are fewer than the machine has
+(hybrid sharding), they are neighbours, and each group of them is a replica. A reduce-scatter then also adds up each
+slice over the R replicas, which takes twice a ring over R ranks. All ranks of a node that have other slices do so at
+the same time, in equal parts of the node's network rate. A hop whose rate was measured by size (`Fabric.table`) has the rate of S. Without a peer link the hops
 inside a node use the GPUs' links (and the PCIe switch, if they share one), at the GPU's `peer_share`. The model leaves
 out that such traffic also slows down the copies to the host. A collective takes a part of the GPU from compute ([Note:
 compute beside collectives] in core/rules.py); lower bounds leave that out. Copies slow no kernel down: they take 1 % of
@@ -72,7 +75,7 @@ from typing import NamedTuple
 
 from pstar_sim.catalog.attention import USUAL, call_flops
 from pstar_sim.catalog.curves import best_rate, rate_at
-from pstar_sim.catalog.machine import ADAM_BYTES_PER_PARAM, BY_COLLECTIVES, Fabric, Gpu, Link, Machine
+from pstar_sim.catalog.machine import ADAM_BYTES_PER_PARAM, BY_COLLECTIVES, Gpu, Link, Machine
 from pstar_sim.core.effects import folded_lists, gradient_list
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan
@@ -411,45 +414,60 @@ class CostModel:
         return link.latency_s + fixed_s + size_bytes / rate
 
     def collective_s(self, size_bytes: int) -> float:
-        """Returns the seconds of a gather or reduce-scatter over all ranks ([Note: collectives]).
+        """Returns the seconds of a gather of a chunk's slices, or of a reduce-scatter within one replica ([Note:
+        collectives]).
 
         size_bytes: all slices together.
         """
-        if size_bytes == 0:
-            return 0.0
-        latency_s, bytes_per_s, fabrics = self._ring
-        bytes_per_s = min([bytes_per_s, *(fabric.rate_of(size_bytes) for fabric in fabrics)])
-        ranks = self.machine.data_parallel_size
-        return latency_s + size_bytes * (ranks - 1) / ranks / bytes_per_s
+        return self._ring_s(size_bytes, *self._slices)
+
+    def reduce_s(self, size_bytes: int) -> float:
+        """Returns the seconds of a reduce-scatter whose slices are sums over all ranks ([Note: collectives]).
+
+        size_bytes: all slices together.
+        """
+        inside, nodes = self._slices
+        summed = (self.machine.local_ranks // inside, self.machine.nodes // nodes)
+        if summed == (1, 1):
+            return self.collective_s(size_bytes)
+        return self.collective_s(size_bytes) + 2 * self._ring_s(size_bytes // nodes, *summed, beside=inside)
 
     @cached_property
-    def _ring(self) -> tuple[float, float, tuple[Fabric, ...]]:
-        """Latency of all hops in seconds, bytes per second of the slowest for large collectives, and the fabrics whose
-        rate depends on the size."""
+    def _slices(self) -> tuple[int, int]:
+        """Ranks of a node and nodes among which a chunk is sliced; those of the machine for a layout that is not."""
         m = self.machine
         if m.data_parallel_size == 1:
             raise PlanError(f"machine {m.name!r} has one gpu; collectives need several")
-        rates: list[float] = []
-        fabrics: list[Fabric] = []
-        latency_s = 0.0
-        if m.local_ranks > 1:
-            if m.peer is not None:
-                fabrics.append(m.peer)
-                latency_s += (m.local_ranks - 1) * m.peer.latency_s
-            else:
-                rates += [min(m.link.h2d_bytes_per_s, m.link.d2h_bytes_per_s) * m.gpu.peer_share]
-                if m.root_bytes_per_s is not None:
-                    rates.append(m.root_bytes_per_s)
-                latency_s += (m.local_ranks - 1) * m.link.latency_s
-        if m.nodes > 1:
+        ranks = self.layout.ranks if self.layout.ranks > 1 else m.data_parallel_size
+        inside = min(ranks, m.local_ranks)
+        return inside, ranks // inside
+
+    def _ring_s(self, size_bytes: int, inside: int, nodes: int, *, beside: int = 1) -> float:
+        """Returns the seconds in which rings over `inside` ranks of each of `nodes` nodes move their slices.
+
+        size_bytes: of all rings that pass a node together.
+        beside: rings that pass a node, each over ranks of its own.
+        """
+        if size_bytes == 0:
+            return 0.0
+        m, rates, latency_s = self.machine, [], 0.0
+        if inside > 1 and m.peer is not None:
+            rates.append(beside * m.peer.rate_of(size_bytes / beside))
+            latency_s += (inside - 1) * m.peer.latency_s
+        elif inside > 1:
+            rates.append(beside * min(m.link.h2d_bytes_per_s, m.link.d2h_bytes_per_s) * m.gpu.peer_share)
+            if m.root_bytes_per_s is not None:
+                rates.append(m.root_bytes_per_s)
+            latency_s += (inside - 1) * m.link.latency_s
+        if nodes > 1:
             if m.network is None:
                 raise PlanError(
                     f"machine {m.name!r} has {m.nodes} nodes and no network; give network = NAME in a machine file"
                 )
-            fabrics.append(m.network)
-            latency_s += (m.nodes - 1) * m.network.latency_s
-        rates += [fabric.bytes_per_s for fabric in fabrics]
-        return latency_s, min(rates), tuple(fabric for fabric in fabrics if fabric.table)
+            rates.append(m.network.rate_of(size_bytes))
+            latency_s += (nodes - 1) * m.network.latency_s
+        ranks = inside * nodes
+        return latency_s + size_bytes * (ranks - 1) / ranks / min(rates)
 
     def border_s(self, border: Border) -> float:
         """Returns the seconds in which what crosses the border of a stage moves, once both stages are ready. Raises
@@ -532,7 +550,7 @@ class CostModel:
         if route == "h2d" or route == "d2h":
             return self.transfer_s(step.bytes, route, step.via)
         if route == "net":
-            return self.collective_s(step.bytes)
+            return self.reduce_s(step.bytes) if kind is Kind.REDUCE_SCATTER else self.collective_s(step.bytes)
         if route in _OF_GPUS:
             assert step.stash is not None
             return self.border_s(self.workload.borders[step.stash])

@@ -134,4 +134,4 @@ def _held_by(machine: Machine, layout: Layout) -> str:
     count = machine.world_size
     if count == 1:
         return ""
-    return f" sliced over {count} GPUs" if layout.ranks > 1 else f" whole on each of {count} GPUs"
+    return f" sliced over {layout.ranks} GPUs" if layout.ranks > 1 else f" whole on each of {count} GPUs"

@@ -81,7 +81,8 @@ class NetFacts:
         once_s = {c: cost.collective_s(layout.whole_bytes(c)) if together else 0.0 for c in chunks}
         sliced = layout.ranks > 1
         each = np.array([once_s[c] for c in job.trained], dtype=float)
-        self.reduce_s: Array = each if sliced else 2 * each
+        summed = [cost.reduce_s(layout.whole_bytes(c)) if together else 0.0 for c in job.trained]
+        self.reduce_s: Array = np.array(summed, dtype=float) if sliced else 2 * each
         self.gather_s: Array = each if sliced else 0 * each
         times = [len(job.spans[c]) if sliced else 1 for c in job.trained]
         self.updates_s = float((self.reduce_s * np.array(times, dtype=float) + self.gather_s).sum())

@@ -20,8 +20,8 @@ def check_fields(plan: Plan) -> None:
     if plan.nvme_budget_bytes < 0:
         raise PlanError(f"field 'nvme_budget_bytes' is {plan.nvme_budget_bytes}; it must not be negative")
     ranks = plan.machine.data_parallel_size
-    if plan.layout.ranks not in (1, ranks):
-        raise PlanError(f"field 'layout.ranks' is {plan.layout.ranks}; it must be 1 or the machine's {ranks} ranks")
+    if plan.layout.ranks < 1 or ranks % plan.layout.ranks:
+        raise PlanError(f"field 'layout.ranks' is {plan.layout.ranks}; it must divide the machine's {ranks} ranks")
     width = sum_bytes_of(plan.workload, plan.settings.sums)
     if plan.layout.sum_bytes != width:
         raise PlanError(

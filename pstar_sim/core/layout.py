@@ -89,8 +89,9 @@ class Layout:
     """All chunks of a model, in order of first use; small chunks first.
 
     chunk_bytes: payload of the working list of a uniform chunk.
-    ranks: equal slices of each list, one per rank. Payloads are those of one rank. With several ranks there are also
-        the lists "remote" and "grad_remote", the slices of all other ranks.
+    ranks: equal slices of each list, one per rank; fewer than the machine has ranks where each of several replicas has
+        all slices. Payloads are those of one rank. With several slices there are also the lists "remote" and
+        "grad_remote", the slices of all other ranks.
     sum_bytes: bytes per parameter of "grad32": 4, or 2 if it has the dtype of a 2-byte chunk.
     """
 

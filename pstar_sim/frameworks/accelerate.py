@@ -29,6 +29,7 @@ __all__ = ["ACCELERATE", "KEYS", "express", "read", "write"]
 ACCELERATE = "accelerate"
 _FSDP = "fsdp_config"
 _DS = "deepspeed_config"
+_PARALLEL = "parallelism_config.parallelism_config"
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _StateDict = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"]
 _DTYPES = {"no" if dtype == MASTER else dtype: dtype for dtype in DTYPES}
@@ -41,6 +42,8 @@ KEYS = (
     used(f"{_FSDP}.fsdp_offload_params", "offload", bool, False),
     used(f"{_FSDP}.fsdp_reshard_after_forward", "reshard", None),
     used(f"{_FSDP}.fsdp_sharding_strategy", "strategy", None),
+    used(f"{_PARALLEL}_dp_replicate_size", "replicas", Count, 1),
+    used(f"{_PARALLEL}_dp_shard_size", "slices", None),
     used(f"{_FSDP}.fsdp_cpu_ram_efficient_loading", "loads_once", bool, False),
     used(f"{_FSDP}.fsdp_state_dict_type", "saves", _StateDict),
     used(f"{_FSDP}.fsdp_activation_checkpointing", "checkpointing", bool, False),
@@ -141,14 +144,14 @@ def read(content: object, file: str) -> Configuration:
             notes=tuple(notes),
             without_effect=found.without_effect,
         )
-    reshard, said = _reshard(found, file)
+    reshard, replicas, said = _sharding(found, file)
     notes += said
     if found["wrap"] == "NO_WRAP":
         notes.append("not modelled: NO_WRAP gathers the whole model at once; predicted block by block")
     version = found.usual("version", 1)
     return Configuration(
         framework=ACCELERATE,
-        policy=fsdp_policy(offload=found.usual("offload", False), reshard=reshard),
+        policy=fsdp_policy(offload=found.usual("offload", False), reshard=reshard, replicas=replicas),
         dtype=_dtype(found),
         checkpointing=found.known("checkpointing") if "checkpointing" in found.named else None,
         loading="whole" if found.usual("loads_once", False) else "each",
@@ -178,10 +181,10 @@ def _details(found: KeyReading, details: dict[str, object]) -> tuple[tuple[str, 
     return tuple(sorted(details.items()))
 
 
-def _reshard(found: KeyReading, file: str) -> tuple[bool, list[str]]:
-    """Returns whether parameters are given up after forward, and notes on settings that are not modelled. accelerate
-    reads this from the sharding strategy (a word or its number) with FSDP 1, and from fsdp_reshard_after_forward with
-    FSDP 2."""
+def _sharding(found: KeyReading, file: str) -> tuple[bool, int | str, list[str]]:
+    """Returns whether parameters are given up after forward, the replicas, and notes on settings that are not modelled.
+    accelerate reads the first from the sharding strategy (a word or its number) with FSDP 1, and from
+    fsdp_reshard_after_forward with FSDP 2. A hybrid strategy has a replica in each node."""
     one = found.usual("version", 1) == 1
     notes = []
     if found["reshard" if one else "strategy"] not in (None, AUTO):
@@ -189,20 +192,20 @@ def _reshard(found: KeyReading, file: str) -> tuple[bool, list[str]]:
         without, taken = keys if one else keys[::-1]
         notes.append(f"{_FSDP}.{without} has no effect with FSDP {2 - one}: accelerate takes {taken}")
     value = found["strategy" if one else "reshard"]
+    replicas = 1 if one else found.usual("replicas", 1)
     if value in (None, AUTO) or isinstance(value, bool):
-        return value is not False, notes
+        return value is not False, replicas, notes
     if isinstance(value, int) and 1 <= value <= len(_STRATEGIES):
         value = _STRATEGIES[value - 1]
     word = str(value).upper()
     if word in ("TRUE", "FALSE"):
-        return word == "TRUE", notes
+        return word == "TRUE", replicas, notes
     if word not in _STRATEGIES:
         raise PstarError(f"{file}: {_FSDP}: sharding strategy {brief(value)} is not known; {_hint(word, _STRATEGIES)}")
-    if word.startswith("HYBRID"):
-        notes.append(f"not modelled: {word}: slices are taken to be spread over all ranks")
     if word == "NO_SHARD":
         notes.append("not modelled: NO_SHARD: predicted as SHARD_GRAD_OP, which holds less on several GPUs")
-    return word not in ("SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD_ZERO2"), notes
+    replicas = "nodes" if word.startswith("HYBRID") else replicas
+    return word not in ("SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD_ZERO2"), replicas, notes
 
 
 def _as_deepspeed(found: KeyReading, file: str, notes: list[str]) -> Configuration:
@@ -266,13 +269,19 @@ def values_of(configuration: Configuration) -> dict[str, object]:
     if detail["type"] != "FSDP":
         return values
     two = detail["version"] == 2
-    reshard = reshards(c)
+    reshard: bool | str = reshards(c)
+    if not two or c.replicas == "nodes":
+        reshard = _STRATEGIES[(3 if c.replicas == "nodes" else 0) + (not reshard)]
+    replicas = c.replicas if isinstance(c.replicas, int) and c.replicas > 1 else None
+    processes = detail.get("processes")
     return {
         **values,
         "version": detail["version"],
         "offload": offloads(c),
         "reshard": reshard if two else None,
-        "strategy": None if two else ("FULL_SHARD" if reshard else "SHARD_GRAD_OP"),
+        "strategy": None if two else reshard,
+        "replicas": replicas,
+        "slices": processes // replicas if replicas and isinstance(processes, int) else None,
         "loads_once": c.loading == "whole",
         "saves": detail.get("saves"),
         "checkpointing": c.checkpointing,

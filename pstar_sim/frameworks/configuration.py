@@ -69,6 +69,13 @@ class Configuration:
         return in_full(self.policy)
 
     @property
+    def replicas(self) -> int | str:
+        """Groups of GPUs with a whole model each, or "nodes"."""
+        replicas = self.options.get("replicas", 1)
+        assert isinstance(replicas, int | str)
+        return replicas
+
+    @property
     def detail(self) -> Mapping[str, object]:
         return dict(self.details)
 

@@ -41,11 +41,12 @@ OWN = ("zero3_resident", "zero_infinity")
 """Policies that stand for FSDP."""
 
 
-def fsdp_policy(*, offload: bool, reshard: bool) -> str:
+def fsdp_policy(*, offload: bool, reshard: bool, replicas: int | str = 1) -> str:
     """reshard: parameters are given up after forward, and gathered again for backward."""
     if not offload:
-        return spec("zero3_resident", {"reshard": reshard})
-    return spec("zero_infinity", {"bucket": 0, "reuse": 0 if reshard else MAX_REUSE_PARAMS})
+        return spec("zero3_resident", {"reshard": reshard, "replicas": replicas})
+    options = {"bucket": 0, "reuse": 0 if reshard else MAX_REUSE_PARAMS, "replicas": replicas}
+    return spec("zero_infinity", options)
 
 
 def offloads(configuration: Configuration) -> bool:
@@ -127,6 +128,8 @@ def express_as(
     where = whereabouts(plan)
     offload = min(where.params_on_gpu, where.states_on_gpu) < 1
     reshard = _gives_up(plan)
+    own = split_spec(plan.policy)[0] in OWN
+    replicas = plan.machine.data_parallel_size // plan.layout.ranks if own else 1
     w = plan.workload
     dtype = w.compute_dtype if trains_scaled or not DTYPES[w.compute_dtype].scaled else WORKING
     cannot = common_limits(plan, framework, *OWN) + [
@@ -138,7 +141,7 @@ def express_as(
     ]
     configuration = Configuration(
         framework=framework,
-        policy=fsdp_policy(offload=offload, reshard=reshard),
+        policy=fsdp_policy(offload=offload, reshard=reshard, replicas=replicas),
         dtype=dtype,
         checkpointing=w.checkpointing if w.checkpointing or w.recompute else None,
         details=tuple(sorted(details.items())),
@@ -148,6 +151,8 @@ def express_as(
         "parameters, gradients and optimizer states on the host" if offload else "everything on the GPUs, in slices",
         f"parameters {'given up' if reshard else 'kept'} after forward",
     ]
+    if replicas > 1:
+        says.append(f"{replicas} replicas")
     if w.checkpointing:
         says.append("activations recomputed")
     return Expressed(configuration=configuration, says=tuple(says), cannot=tuple(cannot))

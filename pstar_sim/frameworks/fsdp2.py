@@ -23,7 +23,8 @@ Parameters are fp32, each its own master; blocks compute in {dtype}.
 from functools import partial
 
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -31,6 +32,7 @@ DTYPE = torch.{torch_dtype}
 OFFLOAD = {offload}
 PIN = {pin}
 RESHARD = {reshard}
+REPLICAS = {replicas}
 CHECKPOINTING = {checkpointing}
 
 
@@ -60,6 +62,9 @@ def shard(model: nn.Module) -> nn.Module:
         "offload_policy": CPUOffloadPolicy(pin_memory=pin) if OFFLOAD else OffloadPolicy(),
         "reshard_after_forward": RESHARD,
     }}
+    if REPLICAS > 1:
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        options["mesh"] = init_device_mesh(kind, (REPLICAS, distributed.get_world_size() // REPLICAS))
     if DTYPE is not torch.float32:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=DTYPE, reduce_dtype=torch.float32)
     for block in blocks(model):
@@ -77,6 +82,7 @@ def write(configuration: Configuration) -> str:
         offload=offloads(configuration),
         pin=configuration.pinned_params,
         reshard=reshards(configuration),
+        replicas=configuration.replicas,
         checkpointing=bool(configuration.checkpointing),
     )
 

@@ -16,6 +16,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.planner.memory_needs import Phase
+from pstar_sim.policy.systems.sharded import slices_on
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.workload import Tensor, Workload
@@ -211,13 +212,13 @@ class MemoryRules:
 
     def host_need(self, configuration: Configuration, workload: Workload, machine: Machine) -> HostNeed:
         loading = self.loading(configuration)
+        slices = slices_on(machine, configuration.replicas)
         return HostNeed(
-            allocations=self.allocations(configuration, workload, machine.data_parallel_size),
+            allocations=self.allocations(configuration, workload, slices),
             startup_bytes=loading.startup_bytes(workload, machine.local_ranks),
             loading=loading.words(machine.local_ranks),
             stash_bytes=sum(size for _, size in workload.stash_room),
-            copies=self.copies
-            and self.copies(configuration, workload, machine.data_parallel_size, machine.local_ranks),
+            copies=self.copies and self.copies(configuration, workload, slices, machine.local_ranks),
         )
 
 

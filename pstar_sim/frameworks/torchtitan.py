@@ -21,7 +21,6 @@ __all__ = ["KEYS", "TORCHTITAN", "express", "read", "write"]
 
 TORCHTITAN = "torchtitan"
 _Dtype = Literal["bfloat16", "float32"]
-_SLICES = "slices are taken to be spread over all ranks"
 
 KEYS = (
     used("training.local_batch_size", "batch_per_gpu", Count, 8),
@@ -31,13 +30,13 @@ KEYS = (
     used("training.enable_cpu_offload", "offload", bool, False),
     used("training.mixed_precision_param", "dtype", _Dtype, "bfloat16"),
     used("parallelism.fsdp_reshard_after_forward", "reshard", Literal["default", "always", "never"], "default"),
+    used("parallelism.data_parallel_replicate_degree", "replicas", Count, 1),
     used("activation_checkpoint.mode", "recompute", Literal["none", "selective", "full", "memory_budget"], "selective"),
     used("activation_checkpoint.selective_ac_option", "every", str, "2"),
     used("optimizer.name", "optimizer", Literal["Adam", "AdamW"], "AdamW"),
     unmodelled("training.dtype", "parameters are taken to be fp32", off="float32"),
     unmodelled("optimizer.early_step_in_backward", "all updates are taken to run in optimizer.step()"),
-    unmodelled("parallelism.data_parallel_shard_degree", _SLICES, off=-1),
-    unmodelled("parallelism.data_parallel_replicate_degree", _SLICES, off=1),
+    unmodelled("parallelism.data_parallel_shard_degree", "each replica is taken to slice over all its ranks", off=-1),
     unmodelled("parallelism.tensor_parallel_degree", PARALLELISM, off=1),
     unmodelled("parallelism.pipeline_parallel_degree", PARALLELISM, off=1),
     unmodelled("parallelism.context_parallel_degree", PARALLELISM, off=1),
@@ -87,7 +86,7 @@ def read(content: object, file: str) -> Configuration:
         )
     return Configuration(
         framework=TORCHTITAN,
-        policy=fsdp_policy(offload=found["offload"], reshard=found["reshard"] != "never"),
+        policy=fsdp_policy(offload=found["offload"], reshard=found["reshard"] != "never", replicas=found["replicas"]),
         dtype=_DTYPES[found["dtype"]],
         batch_per_gpu=found["batch_per_gpu"],
         train_batch=found["train_batch"] if found["train_batch"] > 0 else None,
@@ -113,6 +112,7 @@ def write(configuration: Configuration) -> str:
         "offload": offloads(c),
         "dtype": DTYPES[c.dtype or WORKING].torch_name,
         "reshard": "always" if reshards(c) else "never",
+        "replicas": None if c.replicas == 1 else c.replicas,
         "recompute": "selective" if c.recompute else "full" if c.checkpointing else "none",
         "every": c.recompute and c.recompute.removeprefix("every-"),
         "optimizer": "AdamW",

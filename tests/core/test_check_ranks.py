@@ -293,5 +293,5 @@ def test_the_file_of_a_plan(two: Machine, tmp_path) -> None:  # type: ignore[no-
     text = path.read_text()
     assert '"ranks": 2' in text
     path.write_text(text.replace('"ranks": 2', '"ranks": 3'))
-    with pytest.raises(PlanError, match=r"layout\.ranks' is 3; it must be 1 or the machine's 2 ranks"):
+    with pytest.raises(PlanError, match=r"layout\.ranks' is 3; it must divide the machine's 2 ranks"):
         load_plan(path)

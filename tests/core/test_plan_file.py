@@ -170,7 +170,7 @@ def again(field: str) -> Callable[[dict[str, Any]], None]:
             put("workload", "moments", "peak_bytes", 1, value=2**62),
             r"moments.1..peak_bytes is 4611686018427387904; more",
         ),
-        (put("layout", "ranks", value=0), "field 'layout.ranks' is 0; it must be 1 or the machine's 1 ranks"),
+        (put("layout", "ranks", value=0), "field 'layout.ranks' is 0; it must divide the machine's 1 ranks"),
         (put("settings", "update", value="never"), "field 'settings': update must be .*, not 'never'"),
         (put("settings", "clip", value=1), "field 'settings.clip' is 1; it must be true or false"),
         (put("settings", "speed", value=1), "field 'settings.speed' is not known"),

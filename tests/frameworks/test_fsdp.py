@@ -135,8 +135,14 @@ def test_other_types_and_what_is_not_modelled() -> None:
     hybrid = read(
         "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 4, fsdp_backward_prefetch: NO_PREFETCH}"
     )
-    assert hybrid.policy == "zero3_resident" and len(hybrid.notes) == 2
-    assert "HYBRID_SHARD" in hybrid.notes[1] and "fsdp_backward_prefetch" in hybrid.notes[0]
+    assert hybrid.policy == "zero3_resident:replicas=nodes" and len(hybrid.notes) == 1
+    assert "fsdp_backward_prefetch" in hybrid.notes[0]
+    degrees = "parallelism_config: {parallelism_config_dp_replicate_size: 4, parallelism_config_dp_shard_size: 2}"
+    two = read(f"distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {{fsdp_version: 2}}\n{degrees}")
+    assert two.policy == "zero3_resident:replicas=4"
+    for found in (hybrid, two):
+        assert read(accelerate.write(found)) == found
+    assert "parallelism_config_dp_shard_size: 2" in accelerate.write(two)
 
 
 def test_a_whole_model_on_each_gpu_has_gradients_of_its_own() -> None:
@@ -279,7 +285,8 @@ def test_the_code_says_the_configuration(plan: Plan) -> None:
     model.layers = nn.ModuleList([nn.Linear(2, 2), layer])
     assert names["blocks"](model) == [inner[0], layer, model.layers[0]], "blocks within a block come first"
     assert said == {
-        "DTYPE": "torch.bfloat16", "OFFLOAD": "True", "PIN": "True", "RESHARD": "True", "CHECKPOINTING": "False",
+        "DTYPE": "torch.bfloat16", "OFFLOAD": "True", "PIN": "True", "RESHARD": "True", "REPLICAS": "1",
+        "CHECKPOINTING": "False",
     }  # fmt: skip
 
 

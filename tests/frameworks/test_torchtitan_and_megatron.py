@@ -24,10 +24,16 @@ def test_torchtitan_is_read_as_it_is_written() -> None:
     for configuration in (found, whole):
         assert torchtitan.read(toml_loads(torchtitan.write(configuration)), "x.toml") == configuration
     named = torchtitan.read(
-        {"parallelism": {"tensor_parallel_degree": 2, "fsdp_reshard_after_forward": "never"}, "model": {"name": "x"}},
+        {
+            "parallelism": {
+                "tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2, "fsdp_reshard_after_forward": "never"
+            },
+            "model": {"name": "x"},
+        },
         "x.toml",
-    )
-    assert named.policy == "zero3_resident:reshard=off" and named.without_effect == ("model.name",)
+    )  # fmt: skip
+    assert named.policy == "zero3_resident:reshard=off,replicas=2" and named.without_effect == ("model.name",)
+    assert "data_parallel_replicate_degree = 2" in torchtitan.write(named)
     assert "tensor_parallel_degree = 2" in named.notes[0]
     with pytest.raises(PstarError, match=r"x\.toml: trainin is not a known key .* did you mean training\?"):
         torchtitan.read({"trainin": {}}, "x.toml")

@@ -12,11 +12,12 @@ from itertools import pairwise
 
 import pytest
 
-from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.machine import Fabric, Machine
 from pstar_sim.core.checker.check import check_plan
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import PAGEABLE, Kind, Place, Queue, Step
 from pstar_sim.core.timeline import Timeline
+from pstar_sim.cost import cost_of
 from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, PstarError
 from pstar_sim.policy import find_policy
 from pstar_sim.policy.kit.visits import Visit
@@ -129,6 +130,28 @@ def test_sub_groups_are_counted_in_a_ranks_own_parameters() -> None:
 
 
 # zero3_resident
+
+
+def test_replicas_slice_among_themselves_and_add_up_between() -> None:
+    """Two nodes of two GPUs with a replica each, which has the slices that two GPUs have. A gather goes over the node's link: 1/2 x 2 / 6 s. Then both nodes add up 2 MiB at 1 MiB/s, twice 1/2 of it."""
+    between = Fabric(name="between", bytes_per_s=MIB, latency_s=0.0, measured=True, source="by hand")
+    two = replace(machine(4), nodes=2, network=between)
+    plan = planned("zero3_resident:replicas=nodes", two)
+    check_plan(plan)
+    assert plan.layout.ranks == 2 and plan.initial == planned("zero3_resident", machine(2)).initial
+    cost = cost_of(plan.workload, two, plan.layout)
+    assert cost.collective_s(2 * MIB) == pytest.approx(1 / 6)
+    assert cost.reduce_s(2 * MIB) == pytest.approx(1 / 6 + 2)
+    # The last scatter ends 1/6 + 2 s after the backward pass if the others are over: each takes longer than B, 2 s.
+    # Scatters begin at 1/6 + 4 + 2 and follow each other; the gathers of B1 and B0 go between them.
+    ends = 1 / 6 + 4 + 2 + 4 * (2 + 1 / 6) + 2 / 6
+    assert play(plan).iteration_s == pytest.approx(ends + 4 * cost.gpu_adam_s(0))
+    inside = planned("zero3_resident:replicas=2", machine(4))  # of four GPUs in one node: 2 x 1/2 x 1 MiB / 6
+    assert cost_of(inside.workload, inside.machine, inside.layout).reduce_s(2 * MIB) == pytest.approx(1 / 6 + 1 / 6)
+    assert planned("zero_infinity:replicas=2", two).layout.ranks == 2
+    for count in ("3", "4"):
+        with pytest.raises(CannotPlan, match=f"replicas={count}: 4 GPUs in nodes of 2 .*; replicas can be 1, 2$"):
+            planned(f"zero3_resident:replicas={count}", two)
 
 
 def test_resident_gathers_twice_and_scatters_once() -> None:

@@ -43,7 +43,8 @@ class Builder:
     A policy may fill in `modes` (per chunk), `initial`, `buffers`, `choices` and `predictions`, and may read `ranks`,
     `layout`, `uses` (Facts), `cost` (CostModel) and `whole` (lists of a chunk that is whole on a GPU).
 
-    layout: None: what follows from the settings and the machine's ranks.
+    layout: None: what follows from the settings and `slices`.
+    slices: ranks among which the layout slices chunks; None: all of the machine.
     trips: whether `compute` also writes the workload's trips (core/trips.py). False for a policy that writes them
         itself. The buffers contain their room on the host in both cases.
     stash_via: "pageable" for copies from and to host memory that is not pinned: the next moment waits for each, as in a
@@ -58,6 +59,7 @@ class Builder:
         settings: Settings,
         *,
         layout: Layout | None = None,
+        slices: int | None = None,
         trips: bool = True,
         stash_via: str | None = None,
     ) -> None:
@@ -69,7 +71,7 @@ class Builder:
         if settings.sums == "16-bit" and self.ranks > 1:
             raise CannotPlan(f"{policy}: sums in 16 bits are for one GPU, not for {self.ranks}; leave sums at 32-bit")
         self.layout = layout or build_layout(
-            workload, chunk_bytes=settings.chunk_bytes, ranks=self.ranks, sums=settings.sums
+            workload, chunk_bytes=settings.chunk_bytes, ranks=slices or self.ranks, sums=settings.sums
         )
         self.whole = ("param", "remote") if self.layout.ranks > 1 else ("param",)
         self.uses = facts_of(workload, self.layout)

@@ -7,14 +7,21 @@ so successive iterations do not overlap. Each policy writes its own optimizer st
 `copy_up`, `stage`, `finish`).
 
 With one rank there are no collectives, and chunks that live on the GPU do not move.
+
+Hybrid sharding (HSDP) slices chunks over the GPUs of a replica alone, by default of a node. Every replica has all
+slices, gathers them within itself, and adds its gradients to those of the others. So the ranks of the layout are fewer
+than those of the machine; all other parts of a plan follow from the layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.step import Place, Queue, Ref
 from pstar_sim.dtypes import DTYPES
+from pstar_sim.errors import CannotPlan
+from pstar_sim.policy.kit.options import Option, either, one_of, whole_number
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.passes.step_by_step.checks import check_beside_tide
 from pstar_sim.policy.systems.buckets import Buckets
@@ -22,13 +29,42 @@ from pstar_sim.policy.systems.gathers import Gathers
 from pstar_sim.policy.systems.shards import Scheme, Shards
 from pstar_sim.units import format_bytes
 
-__all__ = ["MAX_REUSE_PARAMS", "PREFETCH_PARAMS", "REDUCE_BUCKET_PARAMS", "SUB_GROUP_PARAMS", "Sharded"]
+__all__ = [
+    "MAX_REUSE_PARAMS",
+    "PREFETCH_PARAMS",
+    "REDUCE_BUCKET_PARAMS",
+    "REPLICAS",
+    "SUB_GROUP_PARAMS",
+    "Sharded",
+    "slices_on",
+]
 
 # DeepSpeed's defaults, in parameters (deepspeed/runtime/zero/config.py).
 REDUCE_BUCKET_PARAMS = 500_000_000
 PREFETCH_PARAMS = 50_000_000
 MAX_REUSE_PARAMS = 1_000_000_000
 SUB_GROUP_PARAMS = 1_000_000_000
+
+REPLICAS = Option(
+    either(one_of("nodes"), whole_number(least=1)),
+    "groups of GPUs with all slices each (HSDP); nodes: every node is one",
+    1,
+)
+
+
+def slices_on(machine: Machine, replicas: int | str) -> int:
+    """Returns the number of GPUs over which each replica slices a chunk. Raises CannotPlan for replicas that are not
+    equal groups of neighbours, each within a node or of whole nodes, of two GPUs or more."""
+    ranks, local = machine.data_parallel_size, machine.local_ranks
+    count = machine.nodes if isinstance(replicas, str) else replicas
+    slices = ranks // count
+    if slices * count != ranks or (local % slices if 0 < slices < local else 0) or (slices == 1 < ranks):
+        each = [n for n in range(1, ranks) if ranks % n == 0 and (local % (ranks // n) == 0 or local * n <= ranks)]
+        raise CannotPlan(
+            f"replicas={replicas}: {ranks} GPUs in nodes of {local} are no {count} equal groups of two or more; "
+            f"replicas can be {', '.join(map(str, each))}"
+        )
+    return slices
 
 
 class Sharded:
@@ -139,6 +175,6 @@ class Sharded:
         if ranks == 1:
             return "one rank: no collectives"
         return (
-            f"{ranks} ranks: each holds 1/{ranks} of every chunk; {format_bytes(self.gathers.bytes_gathered)} are "
-            "gathered per iteration"
+            f"{self.b.ranks} ranks: each holds 1/{ranks} of every chunk; {format_bytes(self.gathers.bytes_gathered)} "
+            "are gathered per iteration"
         )

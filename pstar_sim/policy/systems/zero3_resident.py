@@ -15,7 +15,7 @@ from pstar_sim.core.step import Place
 from pstar_sim.policy.kit.options import Option, switch
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.systems.gpu_optimizers import ADAM, check_adam, hold_copy
-from pstar_sim.policy.systems.sharded import Sharded
+from pstar_sim.policy.systems.sharded import REPLICAS, Sharded, slices_on
 from pstar_sim.policy.systems.sharded_visits import block_visits, operators_before, traced_visits
 from pstar_sim.policy.systems.shards import Scheme
 from pstar_sim.policy.systems.zero3_offload import GRADIENT_BYTES_PER_PARAM
@@ -27,22 +27,29 @@ __all__ = ["OPTIONS", "zero3_resident"]
 OPTIONS = {
     "reshard": Option(switch(), "give parameters up after forward and gather them again for backward", True),
     "adam": ADAM,
+    "replicas": REPLICAS,
 }
 
 
 def zero3_resident(
-    workload: Workload, machine: Machine, settings: Settings, *, reshard: bool = True, adam: str = "fused"
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    *,
+    reshard: bool = True,
+    adam: str = "fused",
+    replicas: int | str = 1,
 ) -> Plan:
-    """Returns the plan. GPU bytes per rank: 18 N / P, the whole parameters of a block and of the next block, the
-    block's gradients, and the tide.
+    """Returns the plan. GPU bytes per rank: 18 N / P for the P ranks of a replica, the whole parameters of a block and
+    of the next block, the block's gradients, and the tide.
 
     reshard: False keeps the chunks that forward has gathered until backward (FSDP's SHARD_GRAD_OP).
 
     adam: kernels of each rank's optimizer (gpu_optimizers.py).
 
-    Raises CannotPlan as `check_adam` does. Raises DoesNotFit if this exceeds the GPU.
+    Raises CannotPlan as `check_adam` and `slices_on` do. Raises DoesNotFit if this exceeds the GPU.
     """
-    b = Builder("zero3_resident", workload, machine, settings)
+    b = Builder("zero3_resident", workload, machine, settings, slices=slices_on(machine, replicas))
     updated = frozenset(c.index for c in b.layout.chunks if b.uses.updated(c.index))
     visits = block_visits(b.uses) if reshard else traced_visits(b.uses, workload.params * len(workload.moments))
     ahead = operators_before(visits, 1)

@@ -24,8 +24,10 @@ from pstar_sim.policy.passes.step_by_step.disks import read_in, write_out
 from pstar_sim.policy.systems.sharded import (
     MAX_REUSE_PARAMS,
     REDUCE_BUCKET_PARAMS,
+    REPLICAS,
     SUB_GROUP_PARAMS,
     Sharded,
+    slices_on,
 )
 from pstar_sim.policy.systems.sharded_visits import operators_before, sub_groups, traced_visits
 from pstar_sim.policy.systems.shards import Scheme
@@ -44,6 +46,7 @@ OPTIONS = {
     "subgroup": Option(whole_number(least=1), "parameters (of one rank) that are updated at a time", SUB_GROUP_PARAMS),
     "bucket": Option(whole_number(), "parameters whose gradients leave together", REDUCE_BUCKET_PARAMS),
     "reuse": Option(whole_number(), "keep parameters that are used again within this many", MAX_REUSE_PARAMS),
+    "replicas": REPLICAS,
 }
 
 
@@ -58,17 +61,18 @@ def zero_infinity(
     subgroup: int = SUB_GROUP_PARAMS,
     bucket: int = REDUCE_BUCKET_PARAMS,
     reuse: int = MAX_REUSE_PARAMS,
+    replicas: int | str = 1,
 ) -> Plan:
     """Returns the plan. GPU bytes per rank: the operators under way, the parameters reused soon, the gradient bucket,
     the tide. Host bytes per rank: (16 + 2) x 1.5 = 27 per parameter of its own slices, by DeepSpeed's estimator (the
     paper itself counts 20). Lists on the disks take host memory only while they are on their way.
 
-    Raises PlanError if lists should live on disks that the machine does not have. Raises DoesNotFit if the GPU, the
-    host or the disks are too small.
+    Raises PlanError if lists should live on disks that the machine does not have, CannotPlan as `slices_on` does, and
+    DoesNotFit if the GPU, the host or the disks are too small.
     """
     if "nvme" in (params, states) and machine.nvme is None:
         raise PlanError(f"machine {machine.name!r} has no disks; give disks = NAME in a machine file")
-    b = Builder("zero_infinity", workload, machine, settings)
+    b = Builder("zero_infinity", workload, machine, settings, slices=slices_on(machine, replicas))
     visits = traced_visits(b.uses, reuse)
     gather, fetch, read = (operators_before(visits, n if overlap else 0) for n in (1, 2, 3))
     scheme = Scheme(

@@ -220,6 +220,14 @@ def test_a_plan_of_several_gpus_says_how_it_is_run(tmp_path: Path, capsys: pytes
     said = complaint(capsys, "run", str(plan), "--model", "py:pstar_bad_models:net")
     assert "for 2 GPUs (two) and this is a single process; start 2: torchrun --nproc-per-node 2 -m executor" in said
     assert f"{plan} --model py:pstar_bad_models:net" in said
+    four = tmp_path / "four.json"
+    file.write_text(file.read_text(encoding="utf-8").replace("gpus = 2", "gpus = 4"), encoding="utf-8")
+    argv += ["--machine", str(file), "--policy", "zero3_resident:replicas=2", "-o", str(four)]
+    argv[argv.index("--batch") + 1] = "4"
+    assert main(argv) == 0
+    capsys.readouterr()
+    said = complaint(capsys, "run", str(four), "--model", "py:pstar_bad_models:net")
+    assert "slices parameters over 2 of its 4 GPUs (replicas), which FSDP does: pstar export --fsdp2" in said
 
 
 def test_host_memory_too_small_is_found_before_anything_is_allocated(
