@@ -58,11 +58,11 @@ with N nodes of L ranks. A ring enters and leaves each node once, so the hop bet
 network rate. The P ranks are those among which the layout slices a chunk; where these are fewer than the machine has
 (hybrid sharding), they are neighbours, and each group of them is a replica. A reduce-scatter then also adds up each
 slice over the R replicas, which takes twice a ring over R ranks. All ranks of a node that have other slices do so at
-the same time, in equal parts of the node's network rate. A hop whose rate was measured by size (`Fabric.table`) has the rate of S. Without a peer link the hops
-inside a node use the GPUs' links (and the PCIe switch, if they share one), at the GPU's `peer_share`. The model leaves
-out that such traffic also slows down the copies to the host. A collective takes a part of the GPU from compute ([Note:
-compute beside collectives] in core/rules.py); lower bounds leave that out. Copies slow no kernel down: they take 1 % of
-an iteration at most (benchmarks/overlap.py).
+the same time, in equal parts of the node's network rate. A hop whose rate was measured by size (`Fabric.table`) has
+the rate of S. Without a peer link the hops inside a node use the GPUs' links (and the PCIe switch, if they share one),
+at the GPU's `peer_share`. The model leaves out that such traffic also slows down the copies to the host. A collective
+takes a part of the GPU from compute ([Note: compute beside collectives] in core/rules.py); lower bounds leave that
+out. Copies slow no kernel down: they take 1 % of an iteration at most (benchmarks/overlap.py).
 """
 
 from __future__ import annotations

@@ -133,7 +133,8 @@ def test_sub_groups_are_counted_in_a_ranks_own_parameters() -> None:
 
 
 def test_replicas_slice_among_themselves_and_add_up_between() -> None:
-    """Two nodes of two GPUs with a replica each, which has the slices that two GPUs have. A gather goes over the node's link: 1/2 x 2 / 6 s. Then both nodes add up 2 MiB at 1 MiB/s, twice 1/2 of it."""
+    """Two nodes of two GPUs with a replica each, which has the slices that two GPUs have. A gather goes over the
+    node's link: 1/2 x 2 / 6 s. Then both nodes add up 2 MiB at 1 MiB/s, twice 1/2 of it."""
     between = Fabric(name="between", bytes_per_s=MIB, latency_s=0.0, measured=True, source="by hand")
     two = replace(machine(4), nodes=2, network=between)
     plan = planned("zero3_resident:replicas=nodes", two)
