@@ -80,7 +80,7 @@ from pstar_sim.core.effects import folded_lists, gradient_list
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.rules import Rates, StepCosts
-from pstar_sim.core.step import PAGEABLE, ROUTES, Kind, Step
+from pstar_sim.core.step import PAGEABLE, ROUTES, UNFUSED, Kind, Step
 from pstar_sim.dtypes import DTYPES, MASTER, WORKING
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Border, Collective, Product, Workload, product_flops
@@ -106,6 +106,10 @@ VERSION = 9
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})
 CPU_CORE_FLOPS = 30e9
 """Matrix products of one core of a host, in flops per second (assumed: a third of eight-wide fp32 units at 3 GHz)."""
+UNFUSED_TRAFFIC = 3
+"""Traffic of an AdamW with a kernel per operation over that of a fused one. Reads and writes of an element in
+torch/optim/adam.py, _multi_tensor_adam: mul_ (weight decay) 2, lerp_ 3, mul_ 2, addcmul_ 4, sqrt, div_ and add_ 2 each,
+addcdiv_ 4; together 21. Fused: 7."""
 _OF_GPUS = ("net", "sent", "received")
 _ON_HOST = {kind for kind, route in ROUTES.items() if route not in _OF_GPUS} | {Kind.CPU_UPDATE, Kind.CPU_ADD}
 
@@ -561,7 +565,7 @@ class CostModel:
             raise PlanError(f"step {step.id}: {kind} needs a chunk")
         if step.part is not None:
             return step.bytes / self.adam_bytes_per_s
-        return seconds(self, step.chunk)
+        return seconds(self, step.chunk) * (UNFUSED_TRAFFIC if step.via == UNFUSED else 1)
 
     def duty(self, step: Step) -> float:
         """Share of the nominal seconds in which a step keeps the shared resources busy: below 1 for a copy over a link

@@ -616,6 +616,15 @@ class Framework:
             0.0,
         ),
     ] = 0.0
+    kept_bytes: Annotated[
+        int,
+        Figure(
+            "kept_gb",
+            Annotated[float, between(0, 1000)],
+            "GPU memory that torch keeps beside tensors and context, where it is free",
+            0.0,
+        ),
+    ] = 0
     source: _Source = field(compare=False)
     known: Annotated[_KnownAs, Figure("known", Known, "how the figures are known", "assumed")] = "assumed"
 
@@ -783,6 +792,11 @@ class Machine:
     def gpu_budget_bytes(self) -> int:
         """Bytes of each GPU that a plan may use."""
         return self.gpu.budget_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that torch keeps on a GPU beside tensors and context, where they are free (`Framework.kept_bytes`)."""
+        return 0 if self.framework is None else self.framework.kept_bytes
 
     @property
     def host_budget_bytes(self) -> int:

@@ -62,6 +62,7 @@ __all__ = [
     "OTHERS",
     "PAGEABLE",
     "ROUTES",
+    "UNFUSED",
     "UPDATES",
     "Effect",
     "Kind",
@@ -235,6 +236,7 @@ class Step:
         stash_out, stash_in, send and receive, the moment that makes or needs what moves.
     after: what has to end first.
     via: "pageable" for a copy of host memory that is not pinned; None for pinned memory, which is asynchronous.
+        "unfused" for an update on the GPU with a kernel per operation.
     stash: index into the workload's stashes; of a send or a receive, into its borders.
     part: None for all of the operation ([Note: parts of a step]).
     """
@@ -307,6 +309,9 @@ def part_counts(steps: Iterable[Step]) -> dict[int, int]:
 
 
 PAGEABLE = "pageable"
+"""`Step.via` of a copy from or to host memory that is not pinned."""
+UNFUSED = "unfused"
+"""`Step.via` of an update on the GPU by kernels of one operation each."""
 
 
 def to_text(step: Step) -> str:
@@ -354,8 +359,8 @@ def _list_name(name: str, text: str) -> str:
 
 
 def _via(name: str, text: str) -> str:
-    if text != PAGEABLE:
-        raise _WrongWord(text, f"is not a way to copy; via= takes {PAGEABLE!r} alone")
+    if text not in (PAGEABLE, UNFUSED):
+        raise _WrongWord(text, f"is not a way to copy or to update; via= takes {PAGEABLE!r} or {UNFUSED!r}")
     return text
 
 

@@ -13,7 +13,7 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.frameworks.configuration import Configuration
-from pstar_sim.frameworks.follows import Follows
+from pstar_sim.frameworks.follows import Follows, as_run
 from pstar_sim.frameworks.host_memory import HostNeed
 from pstar_sim.frameworks.targets import target_of
 from pstar_sim.planner.batch_shares import share_out
@@ -78,6 +78,7 @@ class ConfigurationPrediction:
             gpu_needed_bytes=self.gpu_needed_bytes,
             gpu_available_bytes=self.gpu_available_bytes,
             gpu_reserve_bytes=self.machine.gpu.context_bytes,
+            gpu_kept_bytes=as_run(self.machine, self.configuration).kept_bytes,
             host_needed_bytes=self.host.host_bytes,
             host_available_bytes=self.host_available_bytes,
             host_payload_bytes=self.host.asked_bytes,

@@ -43,6 +43,7 @@ class Fit:
     gpu_needed_bytes: least GPU budget with which the policy fits on this host. If the policy does not fit, the bytes of
         the GPU that it needs when the place that is short has just enough.
     gpu_reserve_bytes: what a plan leaves of the card, for the context and the allocator's fragments.
+    gpu_kept_bytes: what torch keeps beside both, where the card has room (`Framework.kept_bytes`).
     host_needed_bytes: payloads, pinned rounding and start-up, with as few chunks pinned as the host allows. If the
         policy does not fit, as for the GPU.
     host_payload_bytes, host_rounding_bytes (pinning adds it): parts of host_needed_bytes.
@@ -65,6 +66,7 @@ class Fit:
     gpu_needed_bytes: int | None = None
     gpu_available_bytes: int
     gpu_reserve_bytes: int = 0
+    gpu_kept_bytes: int = 0
     host_needed_bytes: int | None = None
     host_available_bytes: int
     host_payload_bytes: int | None = None
@@ -90,9 +92,12 @@ class Fit:
 
     @property
     def gpu_shown_bytes(self) -> int | None:
-        """What nvidia-smi shows at least: tensors and the reserve. torch keeps what it took at any time, which adds to
-        this where the card has room."""
-        return None if self.gpu_needed_bytes is None else self.gpu_needed_bytes + self.gpu_reserve_bytes
+        """What nvidia-smi shows at least: tensors, the reserve, and what torch keeps of a framework's runs. Where the
+        card has room, torch keeps what it took at any time, which adds to this."""
+        needed, available = self.gpu_needed_bytes, self.gpu_available_bytes
+        if needed is None:
+            return None
+        return max(needed, min(needed + self.gpu_kept_bytes, available)) + self.gpu_reserve_bytes
 
     @property
     def host_headroom_bytes(self) -> int | None:
@@ -287,6 +292,7 @@ def _unknown(name: str, job: Asked) -> Fit:
         fits=False,
         gpu_available_bytes=machine.gpu_budget_bytes,
         gpu_reserve_bytes=machine.gpu.context_bytes,
+        gpu_kept_bytes=machine.kept_bytes,
         host_available_bytes=machine.host_budget_bytes,
     )
 

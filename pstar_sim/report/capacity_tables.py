@@ -165,8 +165,9 @@ def shown_on_card(row: Fit) -> list[str]:
     if row.gpu_shown_bytes is None or not row.gpu_reserve_bytes:
         return []
     shown, beside = format_size(row.gpu_shown_bytes), format_size(row.gpu_reserve_bytes)
+    kept = f"{format_size(row.gpu_kept_bytes)} (where they are free) that" if row.gpu_kept_bytes else "what"
     return [
-        f"The card will show at least {shown}: the tensors, {beside} of context and fragments, and what torch keeps."
+        f"The card will show at least {shown}: the tensors, {beside} of context and fragments, and {kept} torch keeps."
     ]
 
 

@@ -139,8 +139,10 @@ def predict(experiment: Experiment, plan: Plan, timeline: Timeline, batch: int) 
     tokens = ranks * batch * experiment.sequence * experiment.micro_batches
     params = experiment.sizes[0].params
     gpu, host = timeline.peak_bytes["gpu"], timeline.peak_bytes["host"]
-    shown = gpu + experiment.machine.gpu.context_bytes  # on the card; about half of the reserve is the context
-    reserved = (gpu + shown) / 2
+    card = experiment.machine.gpu
+    kept = max(gpu, min(gpu + experiment.machine.kept_bytes, card.budget_bytes))
+    shown = kept + card.context_bytes  # on the card; about half of the reserve is the context
+    reserved = (kept + shown) / 2
     seconds = {
         "fwd": phases.forward_s,
         "bwd": phases.backward_s,

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 import pstar_sim as ps
+from pstar_sim.catalog.loader import load_catalog
 from pstar_sim.catalog.overrides import override
 from pstar_sim.core.plan import ANY_PLAN
 from pstar_sim.core.slabs import host_payloads, pack_slabs
@@ -410,6 +411,15 @@ def test_what_the_card_will_show_is_the_tensors_and_the_one_reserve() -> None:
     assert answer.to_json()[0]["gpu_shown_bytes"] == row.gpu_shown_bytes
     said = "The card will show at least 1.0 GB: the tensors, 1.0 GB of context and fragments, and what torch keeps."
     assert said in fits_text(answer, width=200).splitlines()
+    t4 = ps.machine("t4")
+    for gpu, shown in (
+        (t4.gpu, row.gpu_shown_bytes + 6_460_000_000),
+        (replace(t4.gpu, usable_bytes=3 * 10**9), 3 * 10**9),
+    ):
+        zero = replace(t4, framework=load_catalog().framework("deepspeed"), ranks=(replace(t4.ranks[0], gpu=gpu),))
+        answer = fits(w, zero, policies=["all_on_gpu"])
+        assert answer.rows[0].gpu_shown_bytes == shown
+        assert "and 6.5 GB (where they are free) that torch keeps." in fits_text(answer, width=200)
     (first, *_) = fits_text(fits(w, ps.machine("t4", gpu_memory="24GiB"), policies=["all_on_gpu"])).splitlines()
     assert "on t4 with 25.77 GB of GPU memory under" in first
     assert "card will show" not in repr(fits(w, ps.machine("virtual"), policies=["all_on_gpu"])), "it has no context"

@@ -49,6 +49,18 @@ def test_of_sharded_ranks_each_copies_its_own_slices_when_no_block_is_whole() ->
     assert "foreach, a copy of 4.194 MB at the step" in str(foreach.choices["adam"])
 
 
+def test_a_loop_copies_no_list() -> None:
+    assert peak(planned("all_on_gpu:adam=loop", PARAMS)) == peak(planned("all_on_gpu", PARAMS))
+
+
+@pytest.mark.parametrize("adam", ["foreach", "loop"])
+@pytest.mark.parametrize("policy", ["all_on_gpu", "zero3_resident"])
+def test_kernels_of_one_operation_each_take_three_times_as_long(policy: str, adam: str) -> None:
+    """Four layers of 2**20 parameters, whose fused update takes a second each."""
+    fused, unfused = (play(planned(f"{policy}{option}", 0)).iteration_s for option in ("", f":adam={adam}"))
+    assert unfused - fused == pytest.approx(2 * 4)
+
+
 def test_an_update_behind_each_gradient_copies_no_list_of_all() -> None:
     assert not planned("all_on_gpu", 0, update="eager", clip=False).buffers
     with pytest.raises(CannotPlan, match=r"adam=foreach updates all parameters in optimizer.step\(\), not each behind"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -11,7 +13,9 @@ from pstar_sim.catalog.attention_rates import attention_rates
 from pstar_sim.catalog.efficiency import fitted
 from pstar_sim.catalog.loader import load_catalog
 from pstar_sim.validation.experiments import experiment_of, runs_of
+from pstar_sim.validation.replay import replay, row_value
 from pstar_sim.validation.rows import published_rows
+from pstar_sim.validation.scope import published_scope, rule_of
 from pstar_sim.validation.setups import published_machine
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "fit_efficiency.json"
@@ -47,3 +51,19 @@ def test_every_fitted_figure_is_what_the_fit_gives() -> None:
     assert {name: of["fit"] for name, of in numbers.items()} == pytest.approx(shipped)
     assert {name: of["shipped"] for name, of in numbers.items()} == pytest.approx(shipped), "the fit has not settled"
     assert [name for name, of in numbers.items() if of["held"]] == ["hbm", "launch_us"]
+
+
+def test_what_torch_keeps_is_the_median_of_the_fitted_runs() -> None:
+    """Qwen 1.8B with DeepSpeed's ZeRO-3, six lengths: what the card showed beside tensors and context."""
+    rules, kept = published_scope(), []
+    rows = [r for r in published_rows() if r.metric == "gpu_peak_GB" and rule_of(r, rules).use == "fitted"]
+    for run in runs_of(rows):
+        made = experiment_of(run)
+        assert made.machine.framework is not None
+        if made.machine.framework.name == "deepspeed":
+            none = replace(made.machine, framework=replace(made.machine.framework, kept_bytes=0))
+            predicted = row_value(run[0], replay(replace(made, machine=none)))
+            assert predicted is not None
+            kept.append(run[0].value - predicted)
+    assert len(kept) == 6
+    assert load_catalog().framework("deepspeed").kept_bytes / 1e9 == pytest.approx(median(kept), abs=0.01)

@@ -9,7 +9,7 @@ from pstar_sim.core.checker.order import legal_order
 from pstar_sim.core.checker.trips import check_trip_step
 from pstar_sim.core.checker.unrolled import OTHERS, label
 from pstar_sim.core.plan import Plan, Resident
-from pstar_sim.core.step import Kind, Place, Queue, Step
+from pstar_sim.core.step import PAGEABLE, UNFUSED, Kind, Place, Queue, Step
 from pstar_sim.core.trips import TRIPS
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import PlanError
@@ -68,7 +68,9 @@ def check_structure(plan: Plan) -> list[int]:
 def _check_step(plan: Plan, step: Step) -> None:
     """Check the fields of one step alone. Raises PlanError."""
     queues = _QUEUES[step.kind]
-    if step.via is not None and step.kind not in (Kind.FETCH, Kind.WRITEBACK, Kind.STASH_OUT, Kind.STASH_IN):
+    if step.via == UNFUSED and step.kind is not Kind.GPU_UPDATE:
+        raise PlanError(f"{label(step)} has via={step.via}; only updates on the gpu can")
+    if step.via == PAGEABLE and step.kind not in (Kind.FETCH, Kind.WRITEBACK, Kind.STASH_OUT, Kind.STASH_IN):
         raise PlanError(f"{label(step)} has via={step.via}; only copies between host and gpu can go another way")
     if step.queue not in queues:
         raise PlanError(f"{label(step)} is on queue {step.queue.value}; it belongs on {', '.join(queues)}")

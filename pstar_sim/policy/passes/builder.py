@@ -252,9 +252,9 @@ class Builder:
         moment = self.uses.last_gradient(chunk)
         return self.add(Queue.ADAM, Kind.CPU_UPDATE, chunk=chunk, moment=moment, after=after)
 
-    def gpu_adam(self, chunk: int, after: After = ()) -> int:
+    def gpu_adam(self, chunk: int, after: After = (), via: str | None = None) -> int:
         moment = self.uses.last_gradient(chunk)
-        return self.add(Queue.COMPUTE, Kind.GPU_UPDATE, chunk=chunk, moment=moment, after=after)
+        return self.add(Queue.COMPUTE, Kind.GPU_UPDATE, chunk=chunk, moment=moment, after=after, via=via)
 
     def check_room(self, place: Place, needed_bytes: int, what: str) -> None:
         """Raises DoesNotFit if `needed_bytes` exceed the place's budget."""

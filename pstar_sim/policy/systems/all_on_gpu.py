@@ -45,7 +45,8 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings, *, adam
         b.live(chunk.index, Place.GPU)
     barrier = settings.barrier(workload.compute_dtype)
     at_once = barrier is None and b.ranks == 1  # on several ranks, an eager update would wait for the all-reduce
-    copied = hold_copy(b) if check_adam(adam, b.policy, workload, at_once=at_once) else ""
+    via = check_adam(adam, b.policy, workload, at_once=at_once)
+    copied = hold_copy(b, adam)
     model = b.held_bytes(Place.GPU)
     check_beside_tide(b, model, f"{format_bytes(model)} of parameters, gradients and optimizer states")
     final: dict[int, list[int]] = {}  # moment -> chunks whose last gradient arrives in it
@@ -55,7 +56,7 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings, *, adam
     summed = _moments(b, final, update_at_once=at_once)
     if not at_once:
         chunks = [c for row in final.values() for c in row]
-        _optimizer_step(b, chunks if b.ranks > 1 else sorted(chunks), summed)
+        _optimizer_step(b, chunks if b.ranks > 1 else sorted(chunks), summed, via)
     b.choices["capacity"] = f"everything is resident: {format_bytes(model)} and the tide's peak"
     b.choices["adam"] = "on the GPU, " + (
         "behind each last gradient"
@@ -81,7 +82,7 @@ def _moments(b: Builder, final: Mapping[int, Iterable[int]], *, update_at_once: 
     return summed
 
 
-def _optimizer_step(b: Builder, chunks: Iterable[int], summed: Mapping[int, Sequence[int]]) -> None:
+def _optimizer_step(b: Builder, chunks: Iterable[int], summed: Mapping[int, Sequence[int]], via: str | None) -> None:
     norm = list(summed.values())[-1] if summed and b.settings.clip else []
     for c in chunks:
-        b.gpu_adam(c, after=[*summed[c], *norm])
+        b.gpu_adam(c, after=[*summed[c], *norm], via=via)

@@ -2,15 +2,17 @@
 
 torch.optim.AdamW and Adam are "foreach" on CUDA unless they are made with fused=True. A foreach Adam takes the square
 roots of all second moments before it uses the first (torch/optim/adam.py, _multi_tensor_adam: torch._foreach_sqrt of
-exp_avg_sqs), so that a copy of this list is alive at the step, in one parameter group. A fused one works in place, as
-do DeepSpeed's and Apex's; plans assume it. Only the memory of the copy is modelled, not the seconds of its kernels.
+exp_avg_sqs), so that a copy of this list is alive at the step, in one parameter group. A loop over the parameters
+(foreach=False, transformers' own AdamW) copies one tensor at a time. Both have a kernel for each operation, which
+reads and writes whole tensors, so that the update takes three times as long (`cost.UNFUSED_TRAFFIC`). A fused one
+works in place, as do DeepSpeed's and Apex's; plans assume it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pstar_sim.core.step import Place
+from pstar_sim.core.step import UNFUSED, Place
 from pstar_sim.errors import CannotPlan
 from pstar_sim.policy.kit.options import Option, one_of
 from pstar_sim.policy.kit.visits import Visit
@@ -21,39 +23,42 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["ADAM", "check_adam", "hold_copy"]
 
 ADAM = Option(
-    one_of("fused", "foreach"), "kernels of AdamW or Adam; foreach, torch's default, copies a moment", "fused"
+    one_of("fused", "foreach", "loop"), "kernels of AdamW or Adam; foreach, torch's default, copies a moment", "fused"
 )
 _COPIED = "variance"
-_FOREACH = ("adamw", "adamw-bf16-states", "adam")
+_HAVE_KERNELS = ("adamw", "adamw-bf16-states", "adam")
 
 
-def check_adam(adam: str, policy: str, workload: Workload, *, at_once: bool = False) -> bool:
-    """Returns whether the kernels are foreach.
+def check_adam(adam: str, policy: str, workload: Workload, *, at_once: bool = False) -> str | None:
+    """Returns `Step.via` of the updates.
 
     at_once: each chunk is updated behind its last gradient.
 
-    Raises CannotPlan for foreach where no such kernels update all parameters in one step.
+    Raises CannotPlan for kernels that are not fused where none such update all parameters in one step.
     """
-    if adam != "foreach":
-        return False
-    if (name := workload.optimizer.name) not in _FOREACH:
-        raise CannotPlan(f"{policy}: adam=foreach is of {', '.join(_FOREACH)}, not of {name}; leave it out")
+    if adam == "fused":
+        return None
+    if (name := workload.optimizer.name) not in _HAVE_KERNELS:
+        raise CannotPlan(f"{policy}: adam={adam} is of {', '.join(_HAVE_KERNELS)}, not of {name}; leave it out")
     if at_once:
         raise CannotPlan(
-            f"{policy}: adam=foreach updates all parameters in optimizer.step(), not each behind its last gradient; "
+            f"{policy}: adam={adam} updates all parameters in optimizer.step(), not each behind its last gradient; "
             "leave it out, or plan with --update step"
         )
-    return True
+    return UNFUSED
 
 
-def hold_copy(b: Builder, visits: Sequence[Visit] = (), idle_bytes: int = 0) -> str:
-    """Add the bytes by which the copy exceeds what else is free at the step. Returns words for `choices`.
+def hold_copy(b: Builder, adam: str, visits: Sequence[Visit] = (), idle_bytes: int = 0) -> str:
+    """Add the bytes by which a foreach optimizer's copy exceeds what else is free at the step. Returns words for
+    `choices`.
 
     The bytes are held throughout the plan, whose peak they raise to that of the step.
 
     visits: chunks are whole during these, the gathers included, and gone at the step.
     idle_bytes: of buffers that are empty at the step.
     """
+    if adam != "foreach":
+        return "; tensor by tensor" if adam == "loop" else ""
     layout = b.layout
     chunks = [c for c in range(len(layout.chunks)) if b.uses.updated(c) and _COPIED in layout.states_of(c).names]
     copied = sum(layout.payload_bytes(c, _COPIED) for c in chunks)

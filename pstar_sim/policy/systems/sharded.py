@@ -94,9 +94,10 @@ class Sharded:
         """Write the CPU Adam of a chunk whose states are on the host, after all gradients that the norm needs."""
         return self.b.cpu_adam(c, after=[*self.before_update(c), *self.buckets.lists.all_there(), *after])
 
-    def gpu_adam(self, c: int, after: Iterable[int] = ()) -> int:
+    def gpu_adam(self, c: int, after: Iterable[int] = (), via: str | None = None) -> int:
         """Write the GPU Adam of a chunk whose states are on the GPU, after all gradients that the norm needs."""
-        return self.b.gpu_adam(c, after=[*self.before_update(c), *self.buckets.lists.all_there(), *after])
+        ready = [*self.before_update(c), *self.buckets.lists.all_there(), *after]
+        return self.b.gpu_adam(c, after=ready, via=via)
 
     def update_resident(self, c: int) -> list[int]:
         """Update a chunk whose states are on the GPU. Returns the steps that bring its parameters home."""

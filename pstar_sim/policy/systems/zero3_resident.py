@@ -49,12 +49,13 @@ def zero3_resident(
 
     Raises CannotPlan as `check_adam` and `slices_on` do. Raises DoesNotFit if this exceeds the GPU.
     """
+    via = check_adam(adam, "zero3_resident", workload)
     b = Builder("zero3_resident", workload, machine, settings, slices=slices_on(machine, replicas))
     updated = frozenset(c.index for c in b.layout.chunks if b.uses.updated(c.index))
     visits = block_visits(b.uses) if reshard else traced_visits(b.uses, workload.params * len(workload.moments))
     ahead = operators_before(visits, 1)
     s = Sharded(b, Scheme(visits=visits, gather_at=ahead, fetch_at=ahead, resident=updated, bucket_params=0))
-    ends = {c: [s.gpu_adam(c)] for c in sorted(updated)}
+    ends = {c: [s.gpu_adam(c, via=via)] for c in sorted(updated)}
     s.finish([i for row in ends.values() for i in row], ends)
 
     gradients = sum(b.layout.slice_numel(c) for c in updated) * GRADIENT_BYTES_PER_PARAM
@@ -64,7 +65,7 @@ def zero3_resident(
     block = 0 if s.buckets.lists.chunks else _largest_block_bytes(b)
     s.hold("whole gradients of a block", Place.GPU, block)
     whole = [v._replace(first=ahead[v.first]) for v in visits] if s.shards.ranks > 1 else []
-    copied = hold_copy(b, whole, block) if check_adam(adam, b.policy, workload) else ""
+    copied = hold_copy(b, adam, whole, block)
     b.choices["capacity"] = (
         f"everything on the GPU, {format_bytes(b.held_bytes(Place.GPU))} of slices and gradients, blocks gathered one "
         "ahead"
