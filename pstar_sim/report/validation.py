@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from pstar_sim.terminal import table_text, terminal_width, wrap
-from pstar_sim.validation.expected_errors import binomial_interval, quoted_bars
+from pstar_sim.validation.expected_errors import binomial_interval, inside_by_source, quoted_bars
 from pstar_sim.validation.experiments import NOTES, UNEXPLAINED
 from pstar_sim.validation.results import FAR, NEAR, Errors, Result, Validation, errors_of
 from pstar_sim.validation.scope import published_scope
@@ -121,13 +121,13 @@ def _inside(v: Validation) -> list[str]:
         return []
     lines = ["iterations inside the bar (one standard deviation) that the other sources alone would quote for them"]
     for own, name in ((True, "a bar of the class"), (False, "the bar of all rows")):
-        inside = [abs(one.row.error) <= one.bar for one in quoted if one.of_class is own]
-        if inside:
-            low, high = binomial_interval(len(inside))
+        rows = [one for one in quoted if one.of_class is own]
+        if rows:
+            inside = sum(abs(one.row.error) <= one.bar for one in rows)
+            low, high = binomial_interval(len(rows))
             wanted = f"{low} to {high}" if own else f"at least {low}"
-            lines.append(
-                f"  {name}: {sum(inside)} of {len(inside)}, {_share(sum(inside) / len(inside))} ({wanted} wanted)"
-            )
+            alike = f"{_share(inside_by_source(rows))} with the same weight for every source"
+            lines.append(f"  {name}: {inside} of {len(rows)}, {_share(inside / len(rows))} ({wanted} wanted), {alike}")
     return lines
 
 

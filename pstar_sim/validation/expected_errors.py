@@ -20,7 +20,10 @@ from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.validation.results import WHOLE, Result, Validation, errors_of
 from pstar_sim.validation.rows import published_rows
 
-__all__ = ["ERRORS_FILE", "INSIDE", "Quoted", "binomial_interval", "errors_by_class", "quoted_bars", "write_errors"]
+__all__ = [
+    "ERRORS_FILE", "INSIDE", "Quoted", "binomial_interval", "errors_by_class", "inside_by_source", "quoted_bars",
+    "write_errors",
+]  # fmt: skip
 
 ERRORS_FILE = Path(str(FILE))
 INSIDE = 0.683
@@ -75,6 +78,14 @@ def _quoted(r: Result, groups: Mapping[str, Mapping[str, list[Result]]]) -> Quot
             return Quoted(r, _bar(rows), of_class=True)
     same = [_bar(of[ANY]) for other, of in groups.items() if tells_of(other, name)]
     return Quoted(r, max([_bar(groups[ANY_CLASS][ANY]), *same]), of_class=False)
+
+
+def inside_by_source(quoted: Iterable[Quoted]) -> float:
+    """Returns the share of rows inside their bars, where every source has the same weight, as in a bar."""
+    of: dict[str, list[bool]] = {}
+    for row, bar, _ in quoted:
+        of.setdefault(row.publisher, []).append(abs(row.error) <= bar)
+    return sum(sum(inside) / len(inside) for inside in of.values()) / len(of)
 
 
 def binomial_interval(rows: int) -> tuple[int, int]:
