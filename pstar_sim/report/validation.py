@@ -126,7 +126,7 @@ def _inside(v: Validation) -> list[str]:
             inside = sum(abs(one.row.error) <= one.bar for one in rows)
             low, high = binomial_interval(len(rows))
             wanted = f"{low} to {high}" if own else f"at least {low}"
-            alike = f"{_share(inside_by_source(rows))} with the same weight for every source"
+            alike = f"{_share(inside_by_source(rows))} by source"
             lines.append(f"  {name}: {inside} of {len(rows)}, {_share(inside / len(rows))} ({wanted} wanted), {alike}")
     return lines
 

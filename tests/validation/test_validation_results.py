@@ -225,7 +225,7 @@ def test_a_row_is_held_against_the_bar_of_the_other_sources() -> None:
     found = [(one.row.publisher, round(one.bar, 2), one.of_class) for one in quoted_bars([*rows, lone])]
     assert found[::2] == [("a", 0.4, True), ("b", 0.4, True), ("c", 0.2, True), ("d", 0.32, False)]
     text = validation_text(Validation(counts={}, results=(*rows, lone)), width=120)
-    assert "a bar of the class: 4 of 6, 66.7% (2 to 6 wanted), 66.7% with the same weight for every source" in text
+    assert "a bar of the class: 4 of 6, 66.7% (2 to 6 wanted), 66.7% by source" in text
     assert "the bar of all rows: 0 of 1, 0.0% (at least 0 wanted)" in text
     assert binomial_interval(100) == (60, 76)
 
