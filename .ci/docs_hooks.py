@@ -2,7 +2,11 @@
 
 - A link from a page to a file of the repository outside docs/ works on a code host as it is written. In the site the
   file is copied to repository/, and the link leads there, so that it is checked like any other.
-- A line `<!-- help: COMMAND -->` is replaced by what `pstar COMMAND --help` prints.
+- A line `<!-- help: COMMAND -->` is replaced by what `pstar COMMAND --help` prints, but for flags that
+  `<!-- shared flags -->` has explained: these are named.
+- A terminal session becomes a block per command, so that it can be copied, and one per output.
+- A picture of docs/images/ has a second form in docs/images/dark/, which is shown on dark pages.
+- A name within a sentence or a table is not broken at its hyphens.
 - A line `<!-- catalog: TABLE -->` is replaced by every figure of that table (pstar_sim/report/catalog_page.py).
 - A line `<!-- format: NAME -->` is replaced by the reference of that file format (pstar_sim/report/formats.py).
 - A line `::: NAME` without options has those of its page: in the reference the name is the heading, on the page of a
@@ -17,6 +21,7 @@ import os
 import posixpath
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +39,15 @@ LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 HELP = re.compile(r"^<!-- help: ?(.*?) -->$", re.MULTILINE)
 CATALOG = re.compile(r"^<!-- catalog: (\w+) -->$", re.MULTILINE)
 FORMAT = re.compile(r"^<!-- format: (\w+) -->$", re.MULTILINE)
+SHARED = "<!-- shared flags -->"
+SHARED_OF = "compare"
+SECTION = re.compile(r"^(workload|machine|setting)\b(.*):\n((?: .*\n?)+)", re.MULTILINE)
+FLAG = re.compile(r"^  -.*\n?(?: {3,}.*\n?)*", re.MULTILINE)
+SESSION = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
+PICTURE = re.compile(r"<img ([^>]*)src=\"([^\"]*images/)(\w+\.png)\"([^>]*)>")
+NAME = re.compile(r"(?<!<pre>)(?<!</span>)<code>([^<\n]+)</code>")
+LONGEST_NAME = 32  # characters; a longer one is broken on a phone
 NAMED = re.compile(r"^::: (\S+)$(?!\n    options:)", re.MULTILINE)
 WIDTH = "100"
 
@@ -65,10 +79,47 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
     text = "".join(part if part.startswith("```") else LINK.sub(within_site, part) for part in parts)
+    text = SESSION.sub(lambda match: COMMAND.sub(_copied, match[1]).strip(), text)
     text = NAMED.sub(lambda match: f"{match[0]}\n    options:\n{_options(source, match[1])}", text)
     text = FORMAT.sub(lambda match: format_page(match[1]), text)
     text = CATALOG.sub(lambda match: catalog_page(match[1]), text)
-    return HELP.sub(lambda match: f"```text\n{help_of(match[1])}\n```", text)
+    shared = SECTION.findall(help_of(SHARED_OF)) if SHARED in text else []
+    text = text.replace(SHARED, "\n\n".join(f"### {name}\n\n```text\n{flags}```" for name, _, flags in shared))
+    known = {_words(flag) for _, _, flags in shared for flag in FLAG.findall(flags)}
+    return HELP.sub(lambda match: f"```text\n{_without(known, help_of(match[1]))}\n```", text)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    forms = (("on-light", ""), ("on-dark", "dark/"))
+    both = "".join(rf'<img class="{name}" loading="lazy" \1src="\2{folder}\3"\4>' for name, folder in forms)
+    html = PICTURE.sub(both, html)
+    return NAME.sub(lambda match: f"<code>{' '.join(map(_whole, match[1].split(' ')))}</code>", html)
+
+
+def _whole(name: str) -> str:
+    return f'<span class="whole">{name}</span>' if "-" in name and len(name) <= LONGEST_NAME else name
+
+
+def _copied(session: re.Match[str]) -> str:
+    command, output = session.groups()
+    return f"```bash\n{command}\n```\n\n```text\n{output.strip(chr(10))}\n```\n\n"
+
+
+def _words(flag: str) -> str:
+    return " ".join(flag.replace("[required]", "").split())
+
+
+def _without(known: set[str], text: str) -> str:
+    """The help of a command, where flags with a known explanation stand by their names alone."""
+
+    def section(match: re.Match[str]) -> str:
+        flags = FLAG.findall(match[3])
+        again = [flag for flag in flags if _words(flag) in known]
+        named = f"  shared: {' '.join(flag.split()[0] for flag in again)}\n" if again else ""
+        others = "".join(flag for flag in flags if flag not in again)
+        return f"{match[1]}{match[2]}:\n{textwrap.fill(named, int(WIDTH), subsequent_indent=' ' * 10)}\n{others}"
+
+    return SECTION.sub(section, text)
 
 
 def _options(source: str, name: str) -> str:

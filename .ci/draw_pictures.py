@@ -2,6 +2,8 @@
 
 python .ci/draw_pictures.py   draws all of them again; .ci/refresh_readme.py draws those whose plans have changed.
 
+Each is drawn twice: for light pages, and in docs/images/dark for dark ones.
+
 A picture carries the digest of the timelines that it shows, so a test sees when it no longer shows today's plans.
 """
 
@@ -15,6 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from matplotlib import style
 from matplotlib.figure import Figure
 from PIL import Image, PngImagePlugin
 
@@ -35,6 +38,12 @@ from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+DARK = IMAGES / "dark"
+PAPER = "#1e2129"  # of a dark page of the documentation
+STYLES: Mapping[Path, Any] = {
+    IMAGES: {},
+    DARK: ["dark_background", {f"{part}.facecolor": PAPER for part in ("figure", "axes", "savefig")}],
+}
 KEY = "timelines"
 
 WIDTH = 7.6  # inches; a page shows 750 pixels, in which letters of 9 points are 12 pixels high
@@ -247,20 +256,21 @@ def figure_of(name: str, timelines: Sequence[Timeline]) -> Figure:
 
 def draw(name: str, timelines: Sequence[Timeline]) -> None:
     """A palette of 256 colours makes the file a third as large. With fewer colours, thin bars lost theirs."""
-    figure = figure_of(name, timelines)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=DPI)
     about = PngImagePlugin.PngInfo()
     about.add_text(KEY, digest(timelines))
-    IMAGES.mkdir(parents=True, exist_ok=True)
-    image = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    image.save(IMAGES / f"{name}.png", optimize=True, pnginfo=about)
+    for folder, styles in STYLES.items():
+        drawn = io.BytesIO()
+        with style.context(styles):
+            figure_of(name, timelines).savefig(drawn, format="png", dpi=DPI)
+        folder.mkdir(parents=True, exist_ok=True)
+        image = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        image.save(folder / f"{name}.png", optimize=True, pnginfo=about)
 
 
 def draw_changed() -> None:
     for name, shown in SHOWN.items():
         timelines = shown()
-        if digest(timelines) != digest_in(IMAGES / f"{name}.png"):
+        if any(digest(timelines) != digest_in(folder / f"{name}.png") for folder in STYLES):
             draw(name, timelines)
 
 
