@@ -1,8 +1,8 @@
 """Docstrings of this project as Markdown: an extension of griffe (mkdocs.yml names it).
 
 A docstring explains arguments and attributes in its text, `name: what it is.`, several in a paragraph. Where `name` is
-one of the signature or of the class, the site shows a list with an item each; a sentence that begins with "Raises" or
-"Returns" begins a paragraph.
+one of the signature or of the class, or an axis of a job that the function takes, the site shows a list with an item
+each; a sentence that begins with "Raises" or "Returns" begins a paragraph.
 """
 
 from __future__ import annotations
@@ -12,13 +12,18 @@ from typing import Any
 
 from griffe import Class, Extension, Function
 
+from pstar_sim.workload.axes import all_axes
+
 END = re.compile(r"(?<=[.)!?\"`])[ \n](?=(?:Raises|Returns) )")
 
 
 class Docstrings(Extension):
     def on_function_instance(self, *, func: Function, **_: Any) -> None:
         if func.docstring is not None:
-            func.docstring.value = as_lists(func.docstring.value, {p.name for p in func.parameters})
+            names = {p.name for p in func.parameters}
+            func.docstring.value = as_lists(
+                func.docstring.value, names | all_axes().keys() if "axes" in names else names
+            )
 
     def on_class_members(self, *, cls: Class, **_: Any) -> None:
         if cls.docstring is not None:

@@ -6,7 +6,7 @@
   `<!-- shared flags -->` has explained: these are named.
 - A terminal session becomes a block per command, so that it can be copied, and one per output.
 - A picture of docs/images/ has a second form in docs/images/dark/, which is shown on dark pages.
-- A name within a sentence or a table is not broken at its hyphens.
+- A name within a sentence, a table or a command is not broken.
 - A line `<!-- catalog: TABLE -->` is replaced by every figure of that table (pstar_sim/report/catalog_page.py).
 - A line `<!-- format: NAME -->` is replaced by the reference of that file format (pstar_sim/report/formats.py).
 - A line `::: NAME` without options has those of its page: in the reference the name is the heading, on the page of a
@@ -47,6 +47,7 @@ SESSION = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
 PICTURE = re.compile(r"<img ([^>]*)src=\"([^\"]*images/)(\w+\.png)\"([^>]*)>")
 NAME = re.compile(r"(?<!<pre>)(?<!</span>)<code>([^<\n]+)</code>")
+BASH = re.compile(r'<div class="language-bash highlight">.*?</div>', re.DOTALL)
 LONGEST_NAME = 32  # characters; a longer one is broken on a phone
 NAMED = re.compile(r"^::: (\S+)$(?!\n    options:)", re.MULTILINE)
 WIDTH = "100"
@@ -93,11 +94,12 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     forms = (("on-light", ""), ("on-dark", "dark/"))
     both = "".join(rf'<img class="{name}" loading="lazy" \1src="\2{folder}\3"\4>' for name, folder in forms)
     html = PICTURE.sub(both, html)
+    html = BASH.sub(lambda match: re.sub(r"(?<=>)[^<>\s]+(?=<)", lambda name: _whole(name[0]), match[0]), html)
     return NAME.sub(lambda match: f"<code>{' '.join(map(_whole, match[1].split(' ')))}</code>", html)
 
 
 def _whole(name: str) -> str:
-    return f'<span class="whole">{name}</span>' if "-" in name and len(name) <= LONGEST_NAME else name
+    return name if name.isalnum() or len(name) > LONGEST_NAME else f'<span class="whole">{name}</span>'
 
 
 def _copied(session: re.Match[str]) -> str:
@@ -115,9 +117,10 @@ def _without(known: set[str], text: str) -> str:
     def section(match: re.Match[str]) -> str:
         flags = FLAG.findall(match[3])
         again = [flag for flag in flags if _words(flag) in known]
-        named = f"  shared: {' '.join(flag.split()[0] for flag in again)}\n" if again else ""
+        names = f"  shared: {' '.join(flag.split()[0] for flag in again)}" if again else ""
+        lines = textwrap.wrap(names, int(WIDTH), subsequent_indent=" " * 10, break_on_hyphens=False)
         others = "".join(flag for flag in flags if flag not in again)
-        return f"{match[1]}{match[2]}:\n{textwrap.fill(named, int(WIDTH), subsequent_indent=' ' * 10)}\n{others}"
+        return "\n".join([f"{match[1]}{match[2]}:", *lines, others])
 
     return SECTION.sub(section, text)
 
