@@ -26,6 +26,7 @@ from pstar_sim.cli.flags import (
 )
 from pstar_sim.cli.likes import Like, read_likes
 from pstar_sim.cli.output import note, say, say_json, tell
+from pstar_sim.cli.staging import Parallel, compare_spread, refuse_beside
 from pstar_sim.errors import PstarError
 
 if TYPE_CHECKING:
@@ -59,12 +60,16 @@ def fits(
     phases: Annotated[
         bool, typer.Option("--phases", help="also say what the host needs while loading, saving and resuming")
     ] = False,
+    parallel: Parallel = None,
 ) -> int:
     """Say whether a job fits a machine, by policy: with how much room to spare, or what is short and what would do."""
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.fits import fits as ask
     from pstar_sim.report.capacity_tables import fits_text
 
+    if parallel is not None:
+        refuse_beside(parallel, like=like, loading=asked.loading, why=why, phases=phases)
+        return compare_spread(job, on, setting, parallel, asked.policy, json=asked.json)
     machine = machine_of(on)
     likes = read_likes(like)
     named, loading = asked.policy, asked.loading
@@ -133,6 +138,7 @@ def max_model(
     on: MachineFlags,
     setting: SettingFlags,
     asked: AskedFlags,
+    parallel: Parallel = None,
 ) -> int:
     """Find the largest model a machine can train, by policy: of the catalog, and of a family by its depth."""
     from pstar_sim.cli.inputs import axes_of, machine_of, settings_of
@@ -151,6 +157,7 @@ def max_model(
             settings=settings_of(setting),
             micro_batches=micro_batches,
             loading=asked.loading,
+            parallel=parallel,
             on_policy=on_policy,
             **axes_of(job),
         )
@@ -248,6 +255,7 @@ def cheapest(
     setting: SettingFlags,
     policy: Annotated[list[str] | None, policies("use", "optimal")] = None,
     loading: LoadingFlag = None,
+    parallel: Parallel = None,
     json: JsonList = False,
 ) -> int:
     """Find the cheapest machine that trains a model on a number of tokens by a deadline."""
@@ -273,6 +281,7 @@ def cheapest(
             loading=loading,
             prices=prices,
             most_nodes=most_nodes,
+            parallel=parallel,
             on_part=on_part,
             **axes_of(job),
         )

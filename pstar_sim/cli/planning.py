@@ -30,7 +30,7 @@ from pstar_sim.cli.flags import (
 )
 from pstar_sim.cli.likes import OURS, Like, Likes, read_likes
 from pstar_sim.cli.output import note, picture_kind, save_picture, say, say_json, tell
-from pstar_sim.cli.staging import Parallel, check_set, compare_spread, draw_set, plan_spread
+from pstar_sim.cli.staging import Parallel, check_set, compare_spread, draw_set, plan_spread, refuse_beside
 from pstar_sim.cli.usage import CommandGroup
 from pstar_sim.errors import DoesNotFit, FalseFigures, NothingFits, PlanError, PstarError
 
@@ -99,7 +99,7 @@ def compare(
     )
     if parallel is not None:
         flags = {"like": like, "loading": loading, "certify": lp, "barrier_costs": barrier_costs}
-        _refuse_beside(parallel, global_batch=global_batch, **flags)
+        refuse_beside(parallel, global_batch=global_batch, **flags)
         return compare_spread(job, on, setting, parallel, policy, json=json)
     likes = read_likes(like)
     predictions: tuple[ConfigurationPrediction, ...] = ()
@@ -177,7 +177,7 @@ def plan(
 ) -> int:
     """Make a plan and write it to a file."""
     if parallel is not None:
-        _refuse_beside(parallel, global_batch=global_batch, loading=loading, certify=lp)
+        refuse_beside(parallel, global_batch=global_batch, loading=loading, certify=lp)
         return plan_spread(job, on, setting, parallel, policy, path, json=json)
     asked = _PlanningQuestion(
         job=job, on=on, setting=setting, global_batch=global_batch, loading=loading, certify=lp, quiet=json
@@ -223,13 +223,6 @@ def plan(
     if result.workload.notes:
         tell(f"note: {result.workload.notes}")
     return 0
-
-
-def _refuse_beside(parallel: str, **flags: object) -> None:
-    """Raise PstarError for a flag of which a question about parallelism knows nothing."""
-    given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value]
-    if given:
-        raise PstarError(f"--parallel {parallel} does not go with {', '.join(given)}; leave one of them out")
 
 
 def say_notes(result: Comparison) -> None:

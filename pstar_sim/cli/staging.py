@@ -1,5 +1,5 @@
-"""Stages of a pipeline on the command line: `--parallel` of plan and compare, and what check and plot do with the file
-of a set of plans."""
+"""Stages of a pipeline on the command line: `--parallel` of plan, compare and fits, and what check and plot do with the
+file of a set of plans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pstar_sim.core.plan_set import PlanSet
     from pstar_sim.planner.stages import StagesComparison
 
-__all__ = ["Parallel", "check_set", "compare_spread", "draw_set", "plan_spread"]
+__all__ = ["Parallel", "check_set", "compare_spread", "draw_set", "plan_spread", "refuse_beside"]
 
 Parallel = Annotated[
     str | None,
@@ -31,9 +31,13 @@ Parallel = Annotated[
         "ways that can be the fastest, all: every one",
     ),
 ]
-ASKED = ("auto", "all")
-USUAL = ("all_on_gpu", "tide")
-"""Policies of a question about parallelism that names none: everything on the GPUs, and what leaves them."""
+
+
+def refuse_beside(parallel: str, **flags: object) -> None:
+    """Raise PstarError for a flag of which a question about parallelism knows nothing."""
+    given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value]
+    if given:
+        raise PstarError(f"--parallel {parallel} does not go with {', '.join(given)}; leave one of them out")
 
 
 def _asked(
@@ -46,17 +50,10 @@ def _asked(
     quiet: bool,
 ) -> StagesComparison:
     from pstar_sim.cli.inputs import job_of, machine_of, settings_of
-    from pstar_sim.planner.stages import Way, compare_stages, ways_to_spread
-    from pstar_sim.workload.parallelism import Parallelism
+    from pstar_sim.planner.stages import compare_stages, ways_of
 
     machine, settings, one = machine_of(on), settings_of(setting), job_of(job)
-    left_out: list[str] = []
-    if parallel in ASKED:
-        ways, left_out = ways_to_spread(one, machine, every=parallel == "all")
-    else:
-        if one.batch is None:
-            raise PstarError("--parallel needs --model with --batch and --seq; a trace is of a whole model")
-        ways = [Way(parallelism=Parallelism.parse(parallel), batch=one.batch, micro_batches=one.micro_batches or 1)]
+    ways, left_out = ways_of(one, machine, parallel)
     with bar("starting", quiet=quiet) as on_part:
         return compare_stages(
             one, machine, policies, ways, left_out=left_out, every=parallel == "all", settings=settings, on_part=on_part
@@ -72,9 +69,10 @@ def compare_spread(
     *,
     json: bool,
 ) -> int:
+    from pstar_sim.policy.registry import STAGED
     from pstar_sim.report.stages import stages_text
 
-    found = _asked(job, on, setting, parallel, policies or USUAL, quiet=json)
+    found = _asked(job, on, setting, parallel, policies or STAGED, quiet=json)
     if json:
         say_json([asdict(row) for row in found.rows])
         for words in (*found.left_out, *(f"{way}, the least that any plan of it takes" for way in found.slower)):
@@ -103,10 +101,11 @@ def plan_spread(
     json: bool,
 ) -> int:
     from pstar_sim.core.set_file import save_set
+    from pstar_sim.policy.registry import STAGED
     from pstar_sim.report.stages import stages_text
     from pstar_sim.units import format_bytes, format_s
 
-    found = _asked(job, on, setting, parallel, USUAL if policy == "auto" else [policy], quiet=json)
+    found = _asked(job, on, setting, parallel, STAGED if policy == "auto" else [policy], quiet=json)
     if found.best is None:
         if json:
             say_json({"fits": False, "rows": [asdict(row) for row in found.rows]})

@@ -31,8 +31,8 @@ __all__ = [
 ]
 
 UNMODELLED = (
-    "every GPU has the whole model and a share of the batch; tensor and pipeline parallelism are another question "
-    "(pstar compare --parallel auto), sequence and expert parallelism are not modelled"
+    "every GPU has the whole model and a share of the batch; tensor, sequence and pipeline parallelism are another "
+    "question (--parallel auto), expert parallelism is not modelled"
 )
 WAITING = 0.25
 """From this share of an iteration that GPUs wait, splitting layers or depth instead of data may be faster."""

@@ -2,10 +2,9 @@
 
 Every machine with a price is tried: one node and, if a network joins its nodes, as many nodes as the deadline requires
 (numbers that double, then bisection). The ranks share the sequences of an iteration, cut into the largest micro-batches
-that fit under some policy; the fastest policy counts. Only data parallelism is modelled, with the simulated cost of
-communication between nodes. Several machines without a network between them are not counted together. Tensor, pipeline
-or expert parallelism, the likely choice for models that fill many nodes, is not modelled. Idle time, failures,
-evaluation and storage cost extra and are left out.
+that fit under some policy; the fastest policy counts. Unless the question asks for other parallelism (stages.py) that
+is data parallelism alone, with the simulated cost of communication between nodes. Several machines without a network
+between them are not counted together. Idle time, failures, evaluation and storage cost extra and are left out.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Row, compare
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.memory_needs import shortage
-from pstar_sim.policy.registry import named
+from pstar_sim.planner.stages import ASKED, StagesRow, compare_stages, ways_of
+from pstar_sim.policy.registry import STAGED, named
 from pstar_sim.python310 import Unpack
 from pstar_sim.workload.axes import AxesGiven
 from pstar_sim.workload.loading import Loading, loading_of
@@ -72,6 +72,7 @@ class Offer:
     in_time_is_sure: whether the deadline lies outside of the error of `days`; True without one.
     usd_per_hour: price of all nodes.
     batch: sequences per micro-batch, of all GPUs together.
+    parallel: text of the parallelism, if the question asks for it.
     price_of: the offer from which the price comes, and its date.
     expected_error, trust: of tokens_per_s, as in `Fit`.
     least_days: days of the matmuls alone; if these miss the deadline, nothing is planned.
@@ -87,6 +88,7 @@ class Offer:
     in_time: bool = False
     in_time_is_sure: bool = True
     policy: str | None = None
+    parallel: str | None = None
     batch: int | None = None
     micro_batches: int | None = None
     tokens_per_s: float | None = None
@@ -141,6 +143,7 @@ def cheapest(
     loading: Loading | str | None = None,
     prices: str | None = None,
     most_nodes: int = MOST_NODES,
+    parallel: str | None = None,
     on_part: OnPart | None = None,
     **axes: Unpack[AxesGiven],
 ) -> Cheapest:
@@ -153,6 +156,7 @@ def cheapest(
     policies: None: all_on_gpu, zero_offload and tide.
     settings, loading: as in `fits`.
     prices: a price file that takes precedence over the shipped list.
+    parallel: as in `max_model`.
     on_part: called with the machine that is asked next, the number of machines done and the number of all machines.
     axes: as in `preset`; without dtype, that of each machine's GPU.
 
@@ -173,6 +177,7 @@ def cheapest(
         loading=loading_of(loading),
         settings=settings,
         policies=None if policies is None else tuple(asked_names(policies)),
+        parallel=parallel,
     )
     wanted = known if machines is None else listed("machines", machines, "machines or names of machines")
     chosen = [machine_of(m) for m in wanted]  # type: ignore[arg-type]
@@ -206,6 +211,7 @@ class _Question:
     loading: Loading
     settings: Settings
     policies: tuple[str, ...] | None
+    parallel: str | None = None
 
     def workloads(self, machine: Machine, micro_batches: int) -> tuple[Workload, ...]:
         """Raises PstarError if the ranks cannot share a micro-batch."""
@@ -303,12 +309,17 @@ def _so_many(
         price_of=what,
     )
     try:
-        least_s = _least_s(machine, asked, tokens)
-        if deadline_s is not None and least_s > deadline_s:
-            days = least_s / DAY_S
-            reason = f"too slow: {days:.1f} days if it never waited for anything"
-            return replace(base, least_days=days, reason=reason), False
-        row, batch, micro_batches = _fastest(machine, asked)
+        row: Row | StagesRow
+        if asked.parallel is None:
+            least_s = _least_s(machine, asked, tokens)
+            if deadline_s is not None and least_s > deadline_s:
+                days = least_s / DAY_S
+                reason = f"too slow: {days:.1f} days if it never waited for anything"
+                return replace(base, least_days=days, reason=reason), False
+            row, batch, micro_batches = _fastest(machine, asked)
+        else:
+            row = _fastest_way(machine, asked, asked.parallel)
+            batch, micro_batches = row.batch, row.micro_batches
     except (DoesNotFit, CannotPlan) as error:
         return replace(base, reason=str(error)), False
     except (ModelError, UnknownName):
@@ -317,19 +328,21 @@ def _so_many(
         return replace(base, reason=str(error)), True
     assert row.tokens_per_s is not None
     cost = bill(tokens, row.tokens_per_s, usd * machine.nodes)
+    uncertainty, why = (row.expected_error, row.trust) if isinstance(row, Row) else (None, None)
     offer = replace(
         base,
         in_time=deadline_s is None or cost.days * DAY_S <= deadline_s,
-        in_time_is_sure=deadline_s is None or abs(deadline_s / (cost.days * DAY_S) - 1) > (row.expected_error or 0.0),
+        in_time_is_sure=deadline_s is None or abs(deadline_s / (cost.days * DAY_S) - 1) > (uncertainty or 0.0),
         policy=row.policy,
+        parallel=None if isinstance(row, Row) else row.parallel,
         batch=batch,
         micro_batches=micro_batches,
         tokens_per_s=row.tokens_per_s,
         days=cost.days,
         usd=cost.usd,
         usd_per_million_tokens=cost.usd_per_million_tokens,
-        expected_error=row.expected_error,
-        trust=row.trust,
+        expected_error=uncertainty,
+        trust=why,
     )
     return offer, False
 
@@ -383,6 +396,24 @@ def _fastest(machine: Machine, asked: _Question) -> tuple[Row, int, int]:
             return answer.best().row, answer.batch, micro_batches
     assert worst is not None
     raise worst
+
+
+def _fastest_way(machine: Machine, asked: _Question, parallel: str) -> StagesRow:
+    """Returns the fastest way to spread the job, with an iteration in one micro-batch or in micro-batches of one
+    sequence per rank. If none fits, raises CannotPlan with the reason of the way that lacks least."""
+    job = replace(asked.job, batch=asked.batch, micro_batches=1)
+    ways, left_out = ways_of(job, machine, parallel)
+    if parallel not in ASKED:
+        data = ways[0].parallelism.data_on(machine.world_size)
+        ways += [replace(ways[0], batch=data, micro_batches=asked.batch // data)] if asked.batch > data else []
+    answer = compare_stages(job, machine, asked.policies or STAGED, ways, left_out=left_out, settings=asked.settings)
+    if answer.best is not None:
+        return answer.rows[0]
+    short = [row for row in answer.rows if row.needed_bytes is not None]
+    if not short:
+        raise CannotPlan("; ".join(answer.left_out) or "no way to spread the job is left")
+    row = min(short, key=lambda row: (row.needed_bytes or 0) - (row.available_bytes or 0))
+    raise CannotPlan(f"{row.parallel}: {row.reason}")
 
 
 def _with_room(

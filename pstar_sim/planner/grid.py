@@ -34,6 +34,7 @@ from pstar_sim.catalog.overrides import override, override_paths
 from pstar_sim.core.plan import LOOPS, SUMS, Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.jobs import Job
+from pstar_sim.planner.stages import ASKED
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.schema.fields import (
     Natural,
@@ -53,7 +54,7 @@ from pstar_sim.schema.reading import Fault, convert, nearest
 from pstar_sim.version import __version__
 from pstar_sim.workload.axes import Axis, all_axes
 from pstar_sim.workload.optimizers import optimizer_spec
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.parallelism import Parallelism
 
 __all__ = ["AXES", "Grid", "Group", "job_of", "load_grid", "machine_of", "point_hash"]
 
@@ -75,6 +76,7 @@ class _Work(Table, frozen=True, kw_only=True):
     batch: Annotated[_Count | None, says("sequences per micro-batch, all ranks together")] = None
     seq: Annotated[_Count | None, says("tokens per sequence")] = None
     micro_batches: Annotated[_Count, says("micro-batches per iteration")] = 1
+    parallel: Annotated[str | None, says("auto, all, or a parallelism such as tp=2,pp=4")] = None
 
 
 class _Training(Table, frozen=True, kw_only=True):
@@ -265,6 +267,7 @@ _LOOK_UP: dict[str, Callable[[str], object]] = {
     "optimizer": optimizer_spec,
     "chunk": parse_bytes,
     "trace": _file_of,
+    "parallel": lambda value: value in ASKED or Parallelism.parse(value),
 }
 """Axis -> function that raises PstarError for a value that the axis does not take."""
 
@@ -304,11 +307,8 @@ def machine_of(name: str, overrides: tuple[tuple[str, Value], ...]) -> Machine:
     return override(machine, {path.removeprefix("set."): value for path, value in overrides})
 
 
-def job_of(group: Group) -> tuple[list[Workload], Machine, Settings]:
-    """Returns a workload for each rank, with the machine and settings.
-
-    Raises PstarError for values that make no sense together.
-    """
+def job_of(group: Group) -> tuple[Job, Machine, Settings]:
+    """Raises PstarError for values that make no sense together."""
     given = dict(group.values)
     machine = machine_of(str(given["machine"]), tuple((k, v) for k, v in group.values if k.startswith("set.")))
     chunk = parse_bytes(str(given["chunk"])) if "chunk" in given else None
@@ -321,7 +321,7 @@ def job_of(group: Group) -> tuple[list[Workload], Machine, Settings]:
         effort=float(given.get("effort", 1.0)),
     )
     axes = {name: given[name] for name in _OF_JOB if name in given and (name, given[name]) != ("lora", 0)}
-    return list(Job(**axes).of(machine)), machine, settings  # type: ignore[arg-type]
+    return Job(**axes), machine, settings  # type: ignore[arg-type]
 
 
 _OF_JOB = {field.name for field in fields(Job)} & set(AXES)

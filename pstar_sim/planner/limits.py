@@ -32,6 +32,7 @@ from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.nearest import Elsewhere, nearest
+from pstar_sim.planner.stages import stages_shortage, ways_of
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, is_built_in, policy_name
 from pstar_sim.python310 import Unpack
@@ -152,6 +153,7 @@ def max_model(
     loading: Loading | str | None = None,
     catalog: bool = True,
     near: Mapping[str, int] | None = None,
+    parallel: str | None = None,
     on_policy: Callable[[str, int, int], None] | None = None,
     **axes: Unpack[AxesGiven],
 ) -> Limits:
@@ -166,6 +168,8 @@ def max_model(
     loading: as in `fits`.
     catalog: whether to find the largest model of the catalog, too.
     near: policy -> the number of layers at which the search begins, such as the limit of a similar machine.
+    parallel: "auto" or "all" for the ways to spread a model over the GPUs, or one of them, such as "tp=2,pp=4"; None:
+        data parallelism alone.
     on_policy: called before each policy, with the policy, its number and the number of policies.
     axes: as in `preset`; without dtype, that of the machine's GPU.
 
@@ -187,7 +191,7 @@ def max_model(
     entry = model_entry(like)
     _check_positions(entry, seq, job)
     flavour = kernels_of(entry, job.kernels)
-    shares = shares_of_batch(batch, machine)
+    shares = shares_of_batch(batch, machine) if parallel is None else []
     working, adapter = job.dtype_on(machine), job.adapter
     models = _Models(
         machine=machine,
@@ -200,19 +204,30 @@ def max_model(
         least_bytes=DTYPES[working].bytes + (0 if adapter else job.states.least_bytes_per_param),
     )
     ask = _asker(machine, settings, loading)
+
+    def room(policy: str | Policy, shape: ModelEntry) -> Refusal | None:
+        if parallel is None:
+            return ask(policy, models.of(shape, policy))
+        ways, left_out = ways_of(job, machine, parallel, shape=shape)
+        if not ways:
+            return CannotPlan("; ".join(left_out))
+        if shape.layers < (least := min(way.parallelism.pipeline for way in ways)):
+            shape = models.shape(least)  # a shallower model has the limits of one with a layer per stage
+        return stages_shortage(job, machine, policy, ways, settings, shape=shape, loading=loading)
+
     found = _limits(
         asked,
-        lambda policy, n: ask(policy, models.deep(n, policy)),
+        lambda policy, n: room(policy, models.shape(n)),
         models.most_layers,
-        first=MOST_LAYERS,
+        first=MOST_LAYERS if parallel is None else entry.layers,
         near=near,
         on_policy=on_policy,
     )
     names = _known_models(seq, job) if catalog else []
-    rows = [_depth_row(policy, layers, error, models, names, ask) for policy, (layers, error) in zip(asked, found)]
+    rows = [_depth_row(policy, layers, error, models, names, room) for policy, (layers, error) in zip(asked, found)]
     shape = models.shape(1)
-    if not all(row.value for row in rows):
-        rows = _with_nearest_yes(rows, asked, found, models.deep(1), machine, settings, loading, shape)
+    if parallel is None and not all(row.value for row in rows):
+        rows = _with_nearest_yes(rows, asked, found, models.of(shape), machine, settings, loading, shape)
     return Limits(
         what="layers",
         of=f"{shape.family} models of hidden size {shape.hidden}, {shape.heads} heads, sequence {seq}, batch {batch}"
@@ -221,13 +236,15 @@ def max_model(
         + (", no checkpointing" if job.checkpointing is False else "")
         + f", {kernels_text(flavour)}"
         + (f", LoRA r={adapter.rank}" if adapter else "")
+        + (f", parallel {parallel}" if parallel else "")
         + "".join(f", {note}" for note in ([job.states.name] if job.states.name != "adamw" else []) + job.notes),
         machine=machine,
         settings=settings,
         rows=tuple(rows),
         kernels=flavour,
         most_params=models.within(disks=False),
-        job={"seq": seq, "batch": batch, "micro_batches": micro_batches, "dtype": working, "loading": str(loading)},
+        job={"seq": seq, "batch": batch, "micro_batches": micro_batches, "dtype": working, "loading": str(loading)}
+        | ({} if parallel is None else {"parallel": parallel}),
     )
 
 
@@ -250,9 +267,6 @@ class _Models:
 
     def shape(self, layers: int) -> ModelEntry:
         return deeper(self.entry, layers, hidden=self.hidden, heads=self.heads)
-
-    def deep(self, layers: int, policy: str | Policy | None = None) -> Workload:
-        return self.of(self.shape(layers), policy)
 
     def of(self, shape: ModelEntry, policy: str | Policy | None = None) -> Workload:
         """Returns the workload of the shape, of the rank with the hardest share of the batch. A policy that does not
@@ -289,7 +303,7 @@ def _depth_row(
     error: Refusal | None,
     models: _Models,
     names: Sequence[str],
-    ask: Callable[[str | Policy, Workload], Refusal | None],
+    room: Callable[[str | Policy, ModelEntry], Refusal | None],
 ) -> Limit:
     """error: why one more layer has no room.
     names: models of the catalog, the largest first.
@@ -298,7 +312,7 @@ def _depth_row(
     if layers:
         row = replace(row, params=models.shape(layers).params)
     small = (name for name in names if model_entry(name).params <= models.most_params(policy))
-    best = next((name for name in small if ask(policy, models.of(model_entry(name), policy)) is None), None)
+    best = next((name for name in small if room(policy, model_entry(name)) is None), None)
     return row if best is None else replace(row, catalog_model=best, catalog_params=model_entry(best).params)
 
 

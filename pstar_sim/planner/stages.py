@@ -2,7 +2,8 @@
 
 [Note: which parallelisms] A question about all ways to spread a model takes every degree that divides the GPUs, the
 layers and the sequences of an iteration, with as many micro-batches as are asked for, or the nearest number that
-divides a rank's sequences, and pipelines also with the most, one sequence each. "auto" takes sequence parallelism
+divides a rank's sequences, and with the most, one sequence each: a pipeline has its smallest bubble with these, and all
+other ways keep the fewest activations. "auto" takes sequence parallelism
 wherever tensor ranks can split the sequence: the same bytes cross the links, and each rank computes and keeps less. It
 leaves out a pipeline whose bubble alone, (p-1)/(m+p-1) of the iteration, costs more than half of it, and plans the
 others in the order of their bounds: a way whose bound is above the fastest plan so far cannot be the fastest. The bound
@@ -19,10 +20,11 @@ ranks that share a batch are near (the order of Megatron-LM).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import inf
 
 from pstar_sim.bounds.stages import stages_bound_s
 from pstar_sim.catalog.machine import Fabric, Group, Host, Machine, Neighbour, Nvme, Rank
@@ -39,10 +41,12 @@ from pstar_sim.planner.asked import OnPart, teller
 from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.machine_notes import machine_notes
+from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.stated import SECONDS_AGREE
-from pstar_sim.policy.registry import Policy, find_policy, policy_name
+from pstar_sim.policy.registry import Policy, find_policy
 from pstar_sim.sim.play import play_stages
 from pstar_sim.units import format_s
+from pstar_sim.workload.loading import WHOLE, Loading
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.pipeline import SCHEDULES, cells_of, in_schedule
 from pstar_sim.workload.presets import check_blocks, stage_of
@@ -51,10 +55,12 @@ from pstar_sim.workload.tape import TENSOR, Crossing
 from pstar_sim.workload.workload import Workload
 
 __all__ = [
-    "MOST_BUBBLE", "PlannedStages", "StagesComparison", "StagesRow", "Way", "compare_stages", "examine_set",
-    "machine_of_stage", "plan_stages", "stages_of", "ways_to_spread",
+    "ASKED", "MOST_BUBBLE", "PlannedStages", "StagesComparison", "StagesRow", "Way", "compare_stages",
+    "examine_set", "machine_of_stage", "plan_stages", "stages_of", "stages_shortage", "ways_of", "ways_to_spread",
 ]  # fmt: skip
 
+ASKED = ("auto", "all")
+"""Questions about parallelism: the ways that can be the fastest, and every way."""
 MOST_BUBBLE = 0.5
 """Largest bubble, by its closed form, of a pipeline that "auto" plans."""
 
@@ -166,16 +172,37 @@ class StagesComparison:
     best: PlannedStages | None
 
 
-def ways_to_spread(job: Job, machine: Machine, *, every: bool = False) -> tuple[list[Way], list[str]]:
+def ways_of(
+    job: Job, machine: Machine, parallel: str, *, shape: ModelEntry | None = None
+) -> tuple[list[Way], list[str]]:
+    """Returns the ways that a question names, and what is left out.
+
+    parallel: one of ASKED, or the text of a parallelism.
+    shape: the model's, if it is not in the catalog.
+
+    Raises PstarError for a text that names none, and for a job of no preset.
+    """
+    if parallel in ASKED:
+        return ways_to_spread(job, machine, every=parallel == ASKED[1], shape=shape)
+    if job.model is None or job.batch is None:
+        raise PstarError("a trace is of a whole model; give a model, whose preset is spread, with batch and seq")
+    one = Way(parallelism=Parallelism.parse(parallel), batch=job.batch, micro_batches=job.micro_batches or 1)
+    return [one], []
+
+
+def ways_to_spread(
+    job: Job, machine: Machine, *, every: bool = False, shape: ModelEntry | None = None
+) -> tuple[list[Way], list[str]]:
     """Returns the ways of [Note: which parallelisms], and what is left out.
 
     every: with all schedules, and without a limit on the bubble.
+    shape: as in `ways_of`.
 
     Raises PstarError for a job of no preset.
     """
     if job.model is None or job.batch is None:
         raise PstarError("a trace is of a whole model; give --model, whose preset is cut into stages")
-    gpus, local, entry = machine.world_size, machine.local_ranks, model_entry(job.model)
+    gpus, local, entry = machine.world_size, machine.local_ranks, shape or model_entry(job.model)
     ways, left_out = [], []
     asked = job.micro_batches or 1
     sequences = job.batch * asked
@@ -200,7 +227,7 @@ def ways_to_spread(job: Job, machine: Machine, *, every: bool = False) -> tuple[
         splits = tensor > 1 and (job.seq or 0) % tensor == 0 and job.autocast is None
         each = sequences // data
         usual = min(_divisors(each), key=lambda count: (abs(count - asked), count))
-        for micro_batches in dict.fromkeys((usual, each) if stages > 1 else (usual,)):
+        for micro_batches in dict.fromkeys((usual, each)):
             bubble = (stages - 1) / (micro_batches + stages - 1)
             if bubble > MOST_BUBBLE and not every:
                 left_out.append(f"{one} with {micro_batches} micro-batches: a bubble of {bubble:.0%}")
@@ -326,20 +353,14 @@ def plan_stages(
     stage.
     """
     settings = settings or Settings()
-    name, function = policy_name(policy), find_policy(policy) if isinstance(policy, str) else policy
+    function = find_policy(policy) if isinstance(policy, str) else policy
     plans = []
     for stage, workload in enumerate(stages_of(job, machine, parallelism, shape=shape)):
         own = machine_of_stage(machine, parallelism, stage)
         try:
             plans.append(function(workload, own, settings))
         except DoesNotFit as error:
-            raise DoesNotFit(
-                policy=name,
-                place=error.place,
-                needed_bytes=error.needed_bytes,
-                available_bytes=error.available_bytes,
-                what=f"stage {stage}: {error.what}",
-            ) from error
+            raise _in_stage(error, f"stage {stage}") from error
         except (CannotPlan, PlanError) as error:
             raise CannotPlan(f"stage {stage}: {error}") from error
     made = PlanSet(parallelism=parallelism, plans=tuple(plans), meetings=meetings_of(plans))
@@ -347,6 +368,54 @@ def plan_stages(
     seconds = max(timeline.iteration_s for timeline in timelines)
     stated = tuple(replace(plan, predictions={"iteration_s": seconds}) for plan in plans)
     return PlannedStages(plans=replace(made, plans=stated), timelines=timelines)
+
+
+def stages_shortage(
+    job: Job,
+    machine: Machine,
+    policy: str | Policy,
+    ways: Iterable[Way],
+    settings: Settings,
+    *,
+    shape: ModelEntry | None = None,
+    loading: Loading = WHOLE,
+) -> DoesNotFit | CannotPlan | None:
+    """Returns why the policy has no room for the job in any of the ways, by the way that lacks least; None if it has
+    room in one. The first and the last stage decide: any other has no more layers than the first, fewer micro-batches
+    in flight, and neither embedding nor head.
+
+    shape: as in `ways_of`.
+    loading: as in `fits`.
+    """
+    refusals: list[DoesNotFit | CannotPlan] = []
+    for way in ways:
+        own, spread = replace(job, batch=way.batch, micro_batches=way.micro_batches), way.parallelism
+        workloads = stages_of(own, machine, spread, shape=shape)
+        for stage in sorted({0, len(workloads) - 1}):
+            part = machine_of_stage(machine, spread, stage)
+            try:
+                short = shortage(policy, workloads[stage], part, settings, loading=loading, others=False)
+            except CannotPlan as error:
+                refusals.append(CannotPlan(f"{spread}, stage {stage}: {error}"))
+                break
+            if short is not None:
+                refusals.append(_in_stage(short, f"{spread}, stage {stage}"))
+                break
+        else:
+            return None
+    if not refusals:
+        return CannotPlan("no way to spread the model over the GPUs is left")
+    return min(refusals, key=lambda r: r.short_bytes if isinstance(r, DoesNotFit) else inf)
+
+
+def _in_stage(error: DoesNotFit, stage: str) -> DoesNotFit:
+    return DoesNotFit(
+        policy=error.policy,
+        place=error.place,
+        needed_bytes=error.needed_bytes,
+        available_bytes=error.available_bytes,
+        what=f"{stage}: {error.what}",
+    )
 
 
 def examine_set(plans: PlanSet) -> tuple[tuple[CheckReport, ...], float]:

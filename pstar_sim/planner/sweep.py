@@ -29,17 +29,21 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pstar_sim.arguments import file_path, function, refused, text
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
+from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.files import check_writable, replaced_atomically, write_atomically
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import compare
 from pstar_sim.planner.grid import Grid, Group, job_of, load_grid, point_hash
+from pstar_sim.planner.jobs import Job
+from pstar_sim.planner.stages import compare_stages, ways_of
 from pstar_sim.version import __version__
 
 if TYPE_CHECKING:
@@ -211,14 +215,27 @@ def evaluate(group: Group) -> Done:
 def _computed(group: Group) -> list[dict[str, object]]:
     """A policy that has no plan for such a machine takes no other along."""
     policies = [policy for _, policy in group.policies]
+    parallel = dict(group.values).get("parallel")
     try:
-        workload, machine, settings = job_of(group)
-        answer = compare(workload, machine, policies=policies, settings=settings, barrier_cost=False, near=False)
+        job, machine, settings = job_of(group)
+        if parallel is not None:
+            return [_spread(job, machine, policy, settings, str(parallel)) for policy in policies]
+        answer = compare(job.of(machine), machine, policies=policies, settings=settings, barrier_cost=False, near=False)
     except PstarError as error:
         if len(policies) == 1:
             return [{"fits": None, "reason": str(error)}]
         return [row for one in group.policies for row in _computed(replace(group, policies=(one,)))]
     return [row.to_json() for row in answer.rows]
+
+
+def _spread(job: Job, machine: Machine, policy: str, settings: Settings, parallel: str) -> dict[str, object]:
+    """Returns the point of the fastest way to spread the job; peaks are those of the stage with the highest."""
+    ways, left_out = ways_of(job, machine, parallel)
+    answer = compare_stages(job, machine, [policy], ways, left_out=left_out, settings=settings)
+    if not answer.rows:
+        return {"fits": None, "reason": "; ".join(answer.left_out)}
+    row = asdict(answer.rows[0])
+    return row | {name: max(row[name], default=None) for name in ("peak_gpu_bytes", "peak_host_bytes")}
 
 
 def _results(groups: Sequence[Group], jobs: int | None, backend: str | None) -> Generator[Done, None, None]:

@@ -18,7 +18,7 @@ from pstar_sim.policy.shipped import AFTER_OPTIMAL, BEFORE_OPTIMAL, Policy
 from pstar_sim.workload.workload import Workload
 
 __all__ = [
-    "ENTRY_POINTS", "Policy", "built_in", "can", "can_follow", "find_policy", "is_built_in", "named", "own_words",
+    "ENTRY_POINTS", "STAGED", "Policy", "built_in", "can", "can_follow", "find_policy", "is_built_in", "named", "own_words",
     "policies", "policy_at", "policy_name", "reorders",
 ]  # fmt: skip
 
@@ -35,6 +35,8 @@ ELSEWHERE = {
 }
 """What users of PyTorch and DeepSpeed call a policy -> its spec, as the readers of their configurations choose it
 (frameworks/). Stages 1 and 2 differ in the bytes of gradients, of which the policy keeps those of stage 2."""
+STAGED = ("all_on_gpu", "tide")
+"""Policies of a question about parallelism that names none: everything on the GPUs, and what leaves them."""
 _SPREAD = {"tp", "pp", "megatron", "tensor", "pipeline", "3d"}
 """Words for a spread of a job over GPUs, which is not a policy."""
 

@@ -42,8 +42,8 @@ def _notes(texts: Sequence[str], width: int) -> list[str]:
 
 
 _DATA_PARALLEL = (
-    "data parallel only: tensor and pipeline parallelism (pstar compare --parallel auto) are the likely choice where "
-    "many GPUs are needed; expert parallelism is not modelled"
+    "data parallel only: tensor and pipeline parallelism (--parallel auto) are the likely choice where many GPUs are "
+    "needed; expert parallelism is not modelled"
 )
 
 
@@ -280,7 +280,11 @@ def limits_text(answer: Limits, *, width: int | None = None) -> str:
         texts = [f"{p.system} {_params(p.params)}: {p.source}" for p in published]
         lines += _notes(["published: " + "; ".join(texts)], width)
     lines += _notes([row.reason for row in answer.rows if row.value == 0 and row.reason], width)
-    notes = [*([UNMODELLED] if m.data_parallel_size > 1 else []), *added_gpus_notes(m), *thread_notes(m)]
+    notes = [
+        *([UNMODELLED] if m.data_parallel_size > 1 and "parallel" not in answer.job else []),
+        *added_gpus_notes(m),
+        *thread_notes(m),
+    ]
     lines += _notes([f"note: {note}" for note in notes], width)
     return "\n".join(lines) + "\n"
 
@@ -342,7 +346,7 @@ def _offer_notes(answer: Cheapest, shown: Sequence[Offer]) -> Iterator[str]:
             yield "in time, within ± ...: the deadline is nearer to the days than their error, and may be missed or met"
         unknown = [(row.machine, row.trust) for row in shown if row.trust is not None and NOT_NEAR in row.trust]
         yield from (f"error of {line}" for line in trust_lines(unknown))
-    if any(row.gpus > 1 for row in answer.rows):
+    if any(row.gpus > 1 for row in answer.rows) and not any(row.parallel for row in answer.rows):
         yield f"note: {_DATA_PARALLEL}"
 
 
@@ -375,7 +379,7 @@ def _offer_cells(row: Offer) -> tuple[str, ...]:
         str(row.nodes),
         ("yes" if row.in_time else "no")
         + ("" if row.in_time_is_sure else f", within {format_error(row.expected_error)}"),
-        row.policy or "",
+        ", ".join(filter(None, (row.policy, row.parallel))),
         f"{row.batch} x {row.micro_batches}",
         "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
         format_error(row.expected_error),

@@ -21,16 +21,22 @@ from pstar_sim.core.set_file import read_plans, save_set
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import DoesNotFit, PlanError, PstarError
+from pstar_sim.planner.cheapest import cheapest
+from pstar_sim.planner.grid import load_grid
 from pstar_sim.planner.jobs import Job
+from pstar_sim.planner.limits import Limit, deeper, max_model
 from pstar_sim.planner.stages import (
     compare_stages,
     examine_set,
     machine_of_stage,
     plan_stages,
     stages_of,
+    ways_of,
     ways_to_spread,
 )
+from pstar_sim.planner.sweep import sweep
 from pstar_sim.policy.registry import find_policy
+from pstar_sim.report.capacity_tables import cheapest_text
 from pstar_sim.sim.play import play_stages
 from pstar_sim.testing import round_machine
 from pstar_sim.workload.parallelism import Parallelism
@@ -322,6 +328,7 @@ def test_every_way_is_planned_or_said_to_be_left_out(node: Machine) -> None:
         ("tp=2,sp,pp=2,dp=1", 2, 4),
         ("tp=2,sp,pp=2,dp=1", 1, 8),
         ("tp=4,sp,dp=1", 2, 4),
+        ("tp=4,sp,dp=1", 1, 8),
     ]
     assert left_out == ["pp=4,dp=1: the model has 2 blocks"]
     found = compare_stages(JOB, node, ["all_on_gpu", "zero_offload"], ways[1:2], left_out=left_out)
@@ -340,6 +347,56 @@ def test_the_ways_are_those_of_the_sequences_however_they_are_written(node: Mach
     assert ways[0] >= {("dp=4", 8), ("tp=4,sp,dp=1", 8)} and ways[0] == ways[1] == ways[2]
     _, left_out = ways_to_spread(replace(JOB, batch=3, micro_batches=2), node)
     assert "dp=4: 4 ranks cannot share 6 sequences" in left_out
+
+
+class TestOtherQuestions:
+    """Each question that takes a parallelism answers with what `compare` plans."""
+
+    def test_the_deepest_model_of_a_pipeline(self) -> None:
+        """Two stages have room for more than one GPU; one more layer does not fit, and a policy that plans no
+        pipelines says so."""
+        small, job = load_machine("a100-40x8", gpus=2, gpu_memory="2.5GB"), Job(model="gpt2", batch=2, seq=64)
+
+        def limit(policy: str, parallel: str) -> Limit:
+            asked = {"like": "gpt2", "policies": [policy], "parallel": parallel, "catalog": False}
+            return max_model(small, batch=2, seq=64, **asked)[policy]  # type: ignore[arg-type]
+
+        alone, two, loop = limit("all_on_gpu", "dp=2"), limit("all_on_gpu", "pp=2"), limit("zero_offload", "pp=2")
+        assert alone.value < two.value and "pp=2, stage 0" in str(two.reason)
+        assert loop.value == 0 and "zero_offload runs micro-batches one after" in str(loop.reason)
+        plan_stages(job, small, "all_on_gpu", Parallelism(pipeline=2), shape=deeper("gpt2", two.value))
+        with pytest.raises(DoesNotFit):
+            plan_stages(job, small, "all_on_gpu", Parallelism(pipeline=2), shape=deeper("gpt2", two.value + 1))
+
+    def test_the_cheapest_machine_with_the_fastest_way(self) -> None:
+        machine = replace(load_machine("a100-40x8", gpus=4), price_usd_per_hour=8.0)
+        answer = cheapest("tiny-gpt2", tokens=1e9, batch=8, seq=64, machines=[machine], parallel="auto", most_nodes=1)
+        best = compare_stages(
+            replace(JOB, batch=8, micro_batches=1), machine, ["all_on_gpu", "tide"],
+            ways_of(replace(JOB, batch=8, micro_batches=1), machine, "auto")[0],
+        ).rows[0]  # fmt: skip
+        (row,) = answer.rows
+        assert (row.parallel, row.policy, row.tokens_per_s) == (best.parallel, best.policy, best.tokens_per_s)
+        assert f"{best.policy}, {best.parallel}" in cheapest_text(answer, width=200)
+
+    def test_a_sweep_over_parallelism(self) -> None:
+        grid = {
+            "model": "tiny-gpt2", "machine": "a100-40x8", "batch": 8, "seq": 64, "policy": ["all_on_gpu"],
+            "parallel": ["dp=8", "tp=2,sp,dp=4", "pp=3"],
+        }  # fmt: skip
+        rows = sweep(grid, jobs=1).rows
+        assert [row["fits"] for row in rows] == [True, True, None]
+        assert "3 stages of 2 ranks are not the 8 GPUs" in str(rows[2]["reason"])
+        assert isinstance(rows[1]["peak_gpu_bytes"], int)
+        with pytest.raises(PstarError, match="parallel = 'pp=x': parallelism: pp = 'x'"):
+            load_grid(grid | {"parallel": "pp=x"})
+
+    def test_fits_prints_the_comparison(self, capsys: pytest.CaptureFixture[str]) -> None:
+        args = ["--model", "tiny-gpt2", "--batch", "2", "--seq", "64", "--machine", "a100-40", "--gpus", "2"]
+        assert main(["fits", *args, "--parallel", "pp=2", "--policy", "all_on_gpu"]) == 0
+        assert "pp=2" in capsys.readouterr().out
+        assert main(["fits", *args, "--parallel", "pp=2", "--why"]) == 2
+        assert "--parallel pp=2 does not go with --why" in capsys.readouterr().err
 
 
 def test_a_way_that_cannot_be_the_fastest_is_not_planned() -> None:
