@@ -18,8 +18,8 @@ from pstar_sim.policy.shipped import AFTER_OPTIMAL, BEFORE_OPTIMAL, Policy
 from pstar_sim.workload.workload import Workload
 
 __all__ = [
-    "ENTRY_POINTS", "STAGED", "Policy", "built_in", "can", "can_follow", "find_policy", "is_built_in", "named", "own_words",
-    "policies", "policy_at", "policy_name", "reorders",
+    "ENTRY_POINTS", "STAGED", "Policy", "built_in", "can", "can_follow", "find_policy", "is_built_in", "named",
+    "own_words", "policies", "policy_at", "policy_name", "reorders",
 ]  # fmt: skip
 
 ENTRY_POINTS = "pstar.policies"
