@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,10 +21,13 @@ from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.testing import random_machine, random_ranks, random_settings, random_workload
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["TIME_TO_SHRINK", "Drawn", "chances", "jobs", "planned", "seeds", "workloads"]
+__all__ = ["LITTLE_EFFORT", "TIME_TO_SHRINK", "Drawn", "chances", "jobs", "planned", "seeds", "workloads"]
 
 TIME_TO_SHRINK = pytest.mark.timeout(900)
 """Hypothesis shrinks a failure for up to five minutes; a test that passes takes nowhere near as long."""
+
+LITTLE_EFFORT = 0.1
+"""`Settings.effort` for what holds of every plan, however long it was sought."""
 
 
 class Chance(random.Random):
@@ -100,7 +104,7 @@ def jobs(draw: st.DrawFn, *, ranks: tuple[int, ...] = (1,), **settled: Any) -> D
     chance = draw(chances())
     workload = random_workload(chance, **settled)
     machine = random_ranks(chance, random_machine(chance, workload), chance.choice(ranks))
-    return Drawn(workload, machine, random_settings(chance))
+    return Drawn(workload, machine, replace(random_settings(chance), effort=LITTLE_EFFORT))
 
 
 def planned(policy: Callable[[Workload, Machine, Settings], Plan], job: Drawn) -> Plan | None:

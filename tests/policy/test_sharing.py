@@ -12,7 +12,7 @@ from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.kit.sharing import plan_once, plans_shared
 from pstar_sim.policy.registry import find_policy
 
-EAGER = Settings(update="eager", clip=False)
+EAGER = Settings(update="eager", clip=False, effort=0.2)
 
 
 def test_inside_a_plan_is_made_once_and_outside_always_anew() -> None:

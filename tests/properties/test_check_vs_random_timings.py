@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
-from drawn import TIME_TO_SHRINK, Drawn, chances, planned, seeds, workloads
+from drawn import LITTLE_EFFORT, TIME_TO_SHRINK, Drawn, chances, planned, seeds, workloads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +49,7 @@ def plans(workload: Workload, asked: Settings, share: float, names: Iterable[str
     """What each policy makes of it, with room for the tide and `share` of the working lists."""
     m = machine(gpu_memory_bytes=workload.peak_non_model_bytes + int(share * workload.params * 2))
     for name in policies() if names is None else names:
-        plan = planned(policies()[name], Drawn(workload, m, asked))
+        plan = planned(policies()[name], Drawn(workload, m, replace(asked, effort=LITTLE_EFFORT)))
         if plan is not None:
             yield plan
 

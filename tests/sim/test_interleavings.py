@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from drawn import TIME_TO_SHRINK, Drawn, chances, planned, seeds
+from drawn import LITTLE_EFFORT, TIME_TO_SHRINK, Drawn, chances, planned, seeds
 from hypothesis import given, settings
 
 from pstar_sim.catalog.machine import Machine
@@ -52,7 +52,7 @@ def test_many_timings_keep_every_plan_within_its_room(name: str, whole: bool) ->
     def holds(chance: random.Random, shake: random.Random) -> None:
         nonlocal played, moved
         w = random_workload(chance)
-        asked = Settings(update=chance.choice(("step", "eager")), clip=chance.random() < 0.3)
+        asked = Settings(update=chance.choice(("step", "eager")), clip=chance.random() < 0.3, effort=LITTLE_EFFORT)
         plan = planned(policies()[name], Drawn(w, tight(w, chance), asked))
         if plan is None or played >= 200:
             return
@@ -64,5 +64,5 @@ def test_many_timings_keep_every_plan_within_its_room(name: str, whole: bool) ->
         moved += bool(t.moved_bytes["h2d"])
 
     holds()
-    assert played >= examples * (0.3 if name in ("all_on_gpu", "zero3_resident") else 1.5)
+    assert played >= examples * (0.3 if name in ("all_on_gpu", "zero3_resident") else 1.2)
     assert moved or name in ("all_on_gpu", "zero3_resident")

@@ -166,7 +166,7 @@ def _valid(tmp_path: Path) -> dict[str, dict[str, Any]]:
     planned.timeline.save(tmp_path / "timeline.json")
     save_trace(w, tmp_path / "t.parquet")
     ablation = ps.ablate(w, m, policy="static_partition")
-    small = ps.machine("v100-32", gpu_memory="1.02GB")
+    small = ps.machine("v100-32", gpu_memory="1.003GB", overrides={"host.memory": "20MB", "host.reserved": "1MB"})
     job = {"batch": 1, "seq": 8}
     priced = replace(m, price_usd_per_hour=1.0)
     grid = {"machine": "v100-32", "model": "tiny-gpt2", "policy": "all_on_gpu", **job}
