@@ -109,6 +109,7 @@ def test_every_command_and_every_public_name_has_its_place_in_the_reference(
     groups = {"plot": "plot-tide"}  # a command of commands
     assert not [name for name in listed if f"pstar-{groups.get(name, name)}" not in commands.names]
     assert "--gpu-memory" in text and "help: " not in text
+    assert text.count("another GPU memory, such as 8GB") == 1 < text.count("shared: --machine ")
     by_name = {"executor": ["lightning", "axolotl"]}  # for packages of others: imported by name, not with executor
     for package in (pstar_sim, executor):
         names = Page(site / "reference" / f"{package.__name__}.html").names
@@ -117,6 +118,15 @@ def test_every_command_and_every_public_name_has_its_place_in_the_reference(
         written = re.findall(rf"^(?: +heading:|:::) {name}\.(\w+)$", page, re.MULTILINE)
         assert sorted(written) == sorted([*package.__all__, *by_name.get(package.__name__, [])])
         assert len(names) > len(written)
+
+
+def test_commands_can_be_copied_and_pictures_have_a_dark_form(site: Path) -> None:
+    """A block that is copied has no prompt; a name is not broken."""
+    shown = [attrs for _, page in pages(site) for tag, attrs in page.elements if tag == "img" and "class" in attrs]
+    light, dark = ([a["src"] for a in shown if a["class"] == form] for form in ("on-light", "on-dark"))
+    assert len(light) > 15 and dark == [src.replace("images/", "images/dark/") for src in light]
+    text = (site / "how-to" / "plan-for-my-machine.html").read_text(encoding="utf-8")
+    assert "$ pstar" not in text and '<span class="whole">max-batch</span>' in text
 
 
 def test_the_pictures_show_the_plans_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
