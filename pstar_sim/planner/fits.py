@@ -35,6 +35,8 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["Fit", "Fits", "SmallestChange", "fits"]
 
+EFFORT = 0.5  # share of `Settings.effort` with which plans are searched: memory is asked for, and seconds within a bar
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
@@ -172,7 +174,8 @@ def fits(
     workload, machine, settings: as in `compare`.
     loading: the way in which the weights are loaded ([Note: what the host really has to give] in memory_needs.py);
         None: whole, once per node. The answer then says where another way would decide.
-    times: whether to simulate the policies that fit.
+    times: whether to simulate the policies that fit. A search takes EFFORT of the effort that `compare` spends, so its
+        seconds may be a little more.
     near: whether to look for changes that would make the others fit, and for their needs in the place that is not
         short.
     on_part: as in `compare`.
@@ -261,8 +264,8 @@ class Asked:
         short = shortage(need.policy, w, m, self.settings, loading=EACH_FP32)
         return None if short is None else short.short_bytes
 
-    def least_gpu_bytes(self, policy: str, machine: Machine, *, others: bool = True) -> int | None:
-        """Returns the least GPU budget with which the policy fits the machine; None if the policy does not fit now."""
+    def least_gpu_bytes(self, policy: str, machine: Machine, *, others: bool = True) -> int:
+        """Returns the least GPU budget with which the policy, which fits the machine, still fits it."""
         ask = self.of(policy, others=others)
         return least_gpu_bytes(lambda where: ask(self.workload, where, self.settings), machine)
 
@@ -309,7 +312,8 @@ def _short(row: Fit, error: DoesNotFit) -> Fit:
 
 
 def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, DoesNotFit | None]:
-    workload, machine, settings = job.workload, job.machine, job.settings
+    workload, machine = job.workload, job.machine
+    settings = replace(job.settings, effort=EFFORT * job.settings.effort)
     row = _unknown(name, job)
     plan: Plan | None = None
     try:

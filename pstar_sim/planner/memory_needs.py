@@ -433,21 +433,19 @@ def need_with_room(
 # The GPU's side.
 
 
-def least_gpu_bytes(ask: Callable[[Machine], DoesNotFit | None], machine: Machine) -> int | None:
-    """Returns the smallest budget of each GPU with which a job still fits this host; None if it does not fit now.
+def least_gpu_bytes(ask: Callable[[Machine], DoesNotFit | None], machine: Machine) -> int:
+    """Returns the smallest budget of each GPU with which a job that fits still fits this host.
 
-    Asked with almost no GPU memory, a policy names its bytes at its worst moment. If these are too few (chunks have to
-    be pinned, because the host is short), bisection finds the budget, to a hundredth of a GB.
+    A refusal names the bytes of the GPU that a policy needs at least, so the next question is about these. If the host
+    is short (chunks have to be pinned), bisection finds the budget, to a hundredth of a GB.
     """
-    if ask(machine) is not None:
-        return None
-    error = ask(_with_gpu_budget(machine, 1))
-    if error is None:
-        return 1
     low, high = 1, machine.gpu_budget_bytes
-    if error.place == "gpu" and error.needed_bytes <= high:
-        if ask(_with_gpu_budget(machine, error.needed_bytes)) is None:
-            return error.needed_bytes
+    for _ in range(MOST_SHORT):
+        error = ask(_with_gpu_budget(machine, low))
+        if error is None:
+            return low
+        if error.place != "gpu" or not low < error.needed_bytes <= high:
+            break
         low = error.needed_bytes
     while high - low > 10**7:
         middle = (low + high) // 2

@@ -144,13 +144,14 @@ def test_start_up_by_hand_and_what_it_can_break() -> None:
     assert memory_need("zero_offload", w, tight, ps.Settings(), loading=IN_PLACE).startup_bytes == 0
 
 
-def test_the_least_gpu_budget_does_and_one_byte_less_does_not() -> None:
+@pytest.mark.parametrize("policy", ["tide", "l2l", "zero_infinity"])
+def test_the_least_gpu_budget_does_and_one_byte_less_does_not(policy: str) -> None:
+    """tide names its need when it is refused; the others are refused with what they name first, and then name more."""
     w = preset("gpt2", batch=1, seq=64)
-    m = ps.machine("virtual", gpu_memory="1GB")
-    least = least_gpu_bytes(lambda where: shortage("tide", w, where, ps.Settings()), m)
-    assert least is not None
-    assert shortage("tide", w, ps.machine("virtual", gpu_memory=least), ps.Settings()) is None
-    assert shortage("tide", w, ps.machine("virtual", gpu_memory=least - 1), ps.Settings()) is not None
+    m = ps.machine("virtual", gpu_memory="4GB")
+    least = least_gpu_bytes(lambda where: shortage(policy, w, where, ps.Settings()), m)
+    assert shortage(policy, w, ps.machine("virtual", gpu_memory=least), ps.Settings()) is None
+    assert shortage(policy, w, ps.machine("virtual", gpu_memory=least - 1), ps.Settings()) is not None
 
 
 def test_where_the_host_is_short_chunks_are_pinned() -> None:
