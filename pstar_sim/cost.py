@@ -61,8 +61,8 @@ slice over the R replicas, which takes twice a ring over R ranks. All ranks of a
 the same time, in equal parts of the node's network rate. A hop whose rate was measured by size (`Fabric.table`) has
 the rate of S. Without a peer link the hops inside a node use the GPUs' links (and the PCIe switch, if they share one),
 at the GPU's `peer_share`. The model leaves out that such traffic also slows down the copies to the host. A collective
-takes a part of the GPU from compute ([Note: compute beside collectives] in core/rules.py); lower bounds leave that
-out. Copies slow no kernel down: they take 1 % of an iteration at most (benchmarks/overlap.py).
+takes a part of the GPU from compute ([Note: compute beside collectives] in core/rules.py). Copies slow no kernel down:
+they take 1 % of an iteration at most (benchmarks/overlap.py).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ __all__ = [
 
 _COST = ("cost",)  # key of `Workload.derived`
 
-VERSION = 9
+VERSION = 10
 """Version of the model, by [Note: versions of the model]."""
 
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})

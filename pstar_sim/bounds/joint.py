@@ -335,7 +335,7 @@ class _JointProgram:
             self._sums()
         self._turns()
         lp.add(job.w * (self.s - self.whole) <= self.kept + self.gone, unit=self.all_bytes)
-        self._compute_and_adam()
+        compute_s = self._compute_and_adam()
         if job.total:
             self._windows()
             self._compute_queue()
@@ -343,7 +343,7 @@ class _JointProgram:
                 self._barrier()
         self._copies()
         if job.facts.net.byte_s or job.facts.net.updates_s:
-            self._collectives()
+            self._collectives(compute_s)
 
     def _params(self, most: float, *, count: int = 1) -> Expression:
         return self.lp.variables(count, most=most / self.all_params) * self.all_params
@@ -416,13 +416,16 @@ class _JointProgram:
         the last, and without the last but one if that gradient waits."""
         return (self.job.u - 1) * (self.s - self.gpu_sum) - self.waits
 
-    def _compute_and_adam(self) -> None:
+    def _compute_and_adam(self) -> Expression:
+        """Returns the seconds of the compute queue."""
         job = self.job
         adds_s = (self.cpu_sum + self.gpu_sum) * job.gpu_add_s
-        self.terms.append(("compute", float(job.facts.clock[-1]) + self.s * job.facts.gpu_update_s + adds_s))
+        compute_s = float(job.facts.clock[-1]) + self.s * job.facts.gpu_update_s + adds_s
+        self.terms.append(("compute", compute_s))
         if job.total:
             adds_s = self._added() * job.add_s
             self.terms.append(("adam", (job.total - self.s) * job.per_param_s + adds_s))
+        return compute_s
 
     def _windows(self) -> None:
         """Add the terms of all windows: those of eager updates, those behind a barrier, and border windows."""
@@ -536,12 +539,13 @@ class _JointProgram:
             down += self.sum_bytes * self.spilt.sum() + job.w * (self._own_lists() + self.waits_on_host + self.whole)
         return down
 
-    def _collectives(self) -> None:
-        """Terms: all collectives follow one another ([Note: the bound of several ranks]). With clipping no update comes
-        before the last sum."""
+    def _collectives(self, compute_s: Expression) -> None:
+        """Terms: all collectives follow one another, and compute loses a part of them ([Note: the bound of several
+        ranks]). With clipping no update comes before the last sum."""
         job, facts, net = self.job, self.job.facts, self.job.facts.net
         again = self.gathered.sum() + net.frozen_bytes - self.others_kept
-        self.terms.append(("net", net.updates_s + again * net.byte_s))
+        net_s = net.updates_s + again * net.byte_s
+        self.terms += [("net", net_s), ("net", compute_s + net.lost * net_s)]
         if job.barrier:
             self.terms.append(("barrier", facts.barrier_s(clip=job.clip) + self.s * facts.gpu_update_s))
 

@@ -88,6 +88,8 @@ def _lines(facts: BoundFacts, barrier: bool, x_max: float, *, clip: bool) -> lis
     lines = [_BoundLine("compute", float(facts.clock[-1]), gpu_s)]
     if barrier and facts.net.updates_s:
         lines.append(_BoundLine("barrier", facts.barrier_s(clip=clip), gpu_s))
+    if facts.net.updates_s:
+        lines.append(_BoundLine("net", float(facts.clock[-1]) + facts.net.lost * facts.net.updates_s, gpu_s))
     if facts.params.sum():
         lines += _update_lines(facts, barrier, clip=clip)
     return lines + _byte_lines(facts, x_max)

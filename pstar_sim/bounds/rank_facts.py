@@ -19,6 +19,9 @@ unshared. Every row of pinned.py, joint.py and fluid.py holds for the slices. Se
   the first copy down, and the shortest gather after the last copy up. Wherever the chunks are updated, all their last
   sums and all their gathers follow one another in the window. An update on the GPU comes after the shortest sum and
   before the shortest gather.
+- compute and net: compute takes `Rates.compute_while_net` times as long while a collective runs ([Note: compute beside
+  collectives] in core/rules.py). So of the seconds of the collectives the part 1 - 1 / compute_while_net is lost to
+  compute: T >= compute + that part of net. A machine with other measured factors has no such term.
 - clipping: no update begins before all sums.
 
 The bound holds for every plan that the checker accepts for the layout. All policies that slice their chunks make such
@@ -65,6 +68,7 @@ class NetFacts:
     gather_s: per chunk in `job.trained`, of the gather after the update.
     updates_s: per iteration, of all updated chunks.
     byte_s: per byte of others' slices gathered once more.
+    lost: part of the seconds of collectives that compute loses.
     others: chunk -> bytes, without padding.
     most_others: largest share of a chunk.
     frozen_bytes: others' slices of all chunks that are only read.
@@ -86,4 +90,5 @@ class NetFacts:
         self.gather_s: Array = each if sliced else 0 * each
         times = [len(job.spans[c]) if sliced else 1 for c in job.trained]
         self.updates_s = float((self.reduce_s * np.array(times, dtype=float) + self.gather_s).sum())
+        self.lost = 1 - 1 / cost.rates().compute_while_net
         self.byte_s = min((once_s[c] / size for c, size in self.others.items() if size), default=0.0)

@@ -11,7 +11,7 @@ from hypothesis import given
 
 from pstar_sim.bounds.bounds import lower_bound, relative_to
 from pstar_sim.bounds.fluid import fluid_bound
-from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.machine import BY_COLLECTIVES, Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.policy import find_policy
@@ -27,15 +27,21 @@ two = partial(round_machine, ranks=2, gpu_memory_bytes=2**40, host_memory_bytes=
 
 
 @pytest.mark.parametrize(
-    ("settings", "peer_s", "seconds", "binding"),
-    [(EAGER, 0.1, 10.5, "compute"), (EAGER, 1, 11.5, "net"), (CLIP, 1, 11.5, "barrier")],
+    ("settings", "peer_s", "slower", "seconds", "binding"),
+    [
+        (EAGER, 0.1, 1.0, 10.5, "compute"),
+        (EAGER, 1, 1.0, 11.5, "net"),
+        (CLIP, 1, 1.0, 11.5, "barrier"),
+        (EAGER, 0.1, 5.0, 10.98, "net"),
+    ],
 )
-def test_three_layers_that_fit(settings: Settings, peer_s: float, seconds: float, binding: str) -> None:
+def test_three_layers_that_fit(settings: Settings, peer_s: float, slower: float, seconds: float, binding: str) -> None:
     """3 layers of 2 MiB: moments of 3 * 1 + 3 * 2 = 9 s, and Adam of the slices on the GPU, 3 * 0.5 s: 10.5 s. With
     collectives of 1 s the first layer's gradient, final after 9 s, is summed, updated and gathered before the next
-    iteration: 9 + 1 + 0.5 + 1 = 11.5 s. With clipping no update comes before 10 s: 10 + 0.5 + 1 and 10 + 3 * 0.5."""
+    iteration: 9 + 1 + 0.5 + 1 = 11.5 s. With clipping no update comes before 10 s: 10 + 0.5 + 1 and 10 + 3 * 0.5. If
+    compute takes five times as long beside collectives, it loses 0.8 of the seconds of these six: 10.5 + 0.8 * 0.6."""
     w = chain_workload(3, MIB, forward_s=1.0)
-    m = two(peer_bytes_per_s=MIB / peer_s)
+    m = replace(two(peer_bytes_per_s=MIB / peer_s), slowdowns={BY_COLLECTIVES: slower})
     layout = build_layout(w, ranks=2)
     for bound in (lower_bound(w, m, settings, layout), lower_bound(w, m, settings, layout, stream=False)):
         assert (bound.seconds, bound.binding) == (pytest.approx(seconds, rel=1e-6), binding)
@@ -91,7 +97,8 @@ def test_the_slowest_rank_decides() -> None:
 
 
 def test_no_plan_is_faster() -> None:
-    """Equal ranks and ranks that differ, on switches, with and without a peer link, on one node and two."""
+    """Equal ranks and ranks that differ, on switches, with and without a peer link, on one node and two; compute may be
+    slower beside collectives."""
     played = 0
 
     @hypothesis.settings(max_examples=8)
@@ -100,6 +107,8 @@ def test_no_plan_is_faster() -> None:
         nonlocal played
         if chance.random() < 0.4:
             job = job._replace(machine=_with(job.machine, *(chance.choice((1.0, 2.0)) for _ in job.machine.ranks)))
+        slower = {BY_COLLECTIVES: chance.choice((1.0, 5.0))}
+        job = job._replace(machine=replace(job.machine, slowdowns=slower))
         for policy in ("tide:streams=on", "all_on_gpu", "zero_offload", "zero3_offload", "zero3_resident"):
             plan = planned(find_policy(policy), job)
             if plan is None:

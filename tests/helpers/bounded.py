@@ -11,7 +11,7 @@ from itertools import count
 
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.fluid import fluid_bound
-from pstar_sim.catalog.machine import Machine, Rank
+from pstar_sim.catalog.machine import BY_COLLECTIVES, Machine, Rank
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import LOOPS, Plan, Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
@@ -148,7 +148,7 @@ def random_job(rng: random.Random) -> tuple[Workload, Machine, Settings]:
 
 def several(rng: random.Random, machine: Machine, count: int) -> Machine:
     """Returns a machine with `count` of the machine's GPU, each with as much of the host as it has alone. Sometimes
-    some of the GPUs are slower, or have a slower link."""
+    some of the GPUs are slower, or have a slower link, or compute is slower beside collectives."""
     ranks = random_ranks(rng, machine, count)
     host, local = ranks.host, ranks.local_ranks
     host = replace(
@@ -156,7 +156,8 @@ def several(rng: random.Random, machine: Machine, count: int) -> Machine:
     )
     slower = rng.choice((1.0, 1.0, 2.0))
     mixed = [_slowed(r, slower if rng.random() < 0.5 else 1.0) for r in ranks.ranks]
-    return replace(ranks, host=host, ranks=tuple(mixed))
+    slowdowns = {BY_COLLECTIVES: rng.choice((1.0, 2.0, 5.0))}
+    return replace(ranks, host=host, ranks=tuple(mixed), slowdowns=slowdowns)
 
 
 def _slowed(rank: Rank, by: float) -> Rank:
