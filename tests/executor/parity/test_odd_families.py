@@ -1,5 +1,6 @@
-"""Families with odd tensor sizes: state spaces, linear attention beside experts, windows, queries, convolutions in one
-dimension with weights in two parts. Under a plan, each optimizer has the plain loop's bits."""
+"""Families with odd tensor sizes: state spaces, linear attention beside experts, matrix memories, windows, queries,
+convolutions in one dimension with weights in two parts and in two. Under a plan, each optimizer has the plain loop's
+bits. The autoencoder of diffusers runs where that package is installed (on PYTHONPATH)."""
 
 from __future__ import annotations
 
@@ -100,6 +101,34 @@ def encodec() -> tuple[nn.Module, Draw]:
     return Autoencoder(), lambda draw: {"x": torch.randn(2, 1, 64, generator=draw)}
 
 
+def xlstm() -> tuple[nn.Module, Draw]:
+    config = transformers.xLSTMConfig(
+        vocab_size=99, hidden_size=36, embedding_dim=36, num_hidden_layers=2, num_blocks=2, num_heads=2, chunk_size=4,
+        ffn_round_up_to_multiple_of=2, max_inference_chunksize=12, use_cache=False,
+    )  # fmt: skip
+    return transformers.xLSTMForCausalLM(config), text
+
+
+class Images(nn.Module):
+    """The autoencoder of a latent diffusion model, of which a loop takes the mean of the latents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vae = pytest.importorskip("diffusers").AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=3,
+            block_out_channels=(6, 10), layers_per_block=1, norm_num_groups=2, sample_size=16,
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        latents = self.vae.encode(x).latent_dist
+        loss: torch.Tensor = ((self.vae.decode(latents.mode()).sample - x) ** 2).mean() + 1e-3 * latents.kl().mean()
+        return loss
+
+
+def vae() -> tuple[nn.Module, Draw]:
+    return Images(), lambda draw: {"x": torch.randn(2, 3, 16, 16, generator=draw)}
+
+
 def adafactor(parameters: Any) -> torch.optim.Optimizer:
     from transformers.optimization import Adafactor
 
@@ -142,7 +171,7 @@ def loss_of(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     ("name", "policy", "micro_batches"),
     [("adamw", "tide", 2), ("adafactor", "zero_offload", 1), ("8 bits", "tide", 2)],
 )
-@pytest.mark.parametrize("family", [zamba2, qwen3_next, swin, detr, encodec])
+@pytest.mark.parametrize("family", [zamba2, qwen3_next, xlstm, swin, detr, encodec, vae])
 def test_is_the_plain_loop_to_the_bit(
     family: Callable[[], tuple[nn.Module, Draw]], name: str, policy: str, micro_batches: int
 ) -> None:
