@@ -111,7 +111,7 @@ def offload(
     micro_batches: int = 1,
     max_grad_norm: float | None = None,
     dtype: str | None = None,
-    masters: str = MASTERS[0],
+    masters: str | None = None,
     update: str = Settings.update,
     rounding: str = NEAREST,
     loss: Callable[[nn.Module, Any], torch.Tensor] = forward_loss,
@@ -133,7 +133,7 @@ def offload(
     dtype: bf16 or fp16: train in it, by [Note: mixed precision]; None: the model's own dtypes. The plan has room for a
         loop under autocast.
     masters: "fp32": 16-bit parameters have masters of 4 bytes each; "none": updates are made in the parameters' dtype,
-        as plain torch makes them.
+        as plain torch makes them; None: "fp32", and a warning says so where the model's own parameters have 16 bits.
     update: "step"; or "eager": each chunk is updated inside the backward as soon as its gradients are there (LOMO,
         torch's optimizer in backward). The loop still calls `step()`.
     rounding: "nearest"; or "stochastic", for bf16 without masters: parameters are rounded to one of their neighbours,
@@ -149,6 +149,7 @@ def offload(
     if micro_batches < 1:
         raise ContractError(f"executor.offload: micro_batches={micro_batches} must be at least 1")
     request = Request(gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, on_plan=on_plan)
+    asked, masters = masters is not None, MASTERS[0] if masters is None else masters
     choice("masters", masters, MASTERS, error=ContractError)
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = Joined(optimizer if isinstance(optimizer, Sequence) else ())
@@ -168,6 +169,7 @@ def offload(
             request,
             optimizer=optimizer,
             masters=values if masters == MASTERS[0] else {},
+            asked=asked,
             spelling=LOOP,
             form=form[0],
         )
@@ -350,6 +352,7 @@ def begin(
     *,
     optimizer: torch.optim.Optimizer,
     masters: Mapping[nn.Parameter, torch.Tensor],
+    asked: bool = False,
     spelling: Spelling,
     count: Callable[[Any, Any], float] | None = None,
     form: Form | None = None,
@@ -357,6 +360,7 @@ def begin(
     """Prepare the model. Returns the optimizer for the user's loop.
 
     masters: fp32 values of converted parameters.
+    asked: whether the user chose masters or none.
     spelling: names of the plan's settings in the user's program.
     count: as for `prepare`.
     form: that of the plan's batch, if known; smaller batches then run without a capture.
@@ -367,6 +371,13 @@ def begin(
     offloaded.session.shapes.planned = form
     offloaded.session.state.spelling = spelling
     _take_masters(offloaded, masters)
+    if not (asked or masters or all(plan.layout.is_own_master(c.index) for c in plan.layout.chunks)):
+        log.warning(
+            "%s has %s parameters, to which the plan adds fp32 masters: updates are made in fp32, and take more bytes; "
+            'executor.offload(..., masters="none") updates them as plain torch does, masters="fp32" says that masters '
+            "are wanted",
+            plan.workload.model, plan.workload.dtype,
+        )  # fmt: skip
     if optimizer.state:
         offloaded.load_state_dict(optimizer.state_dict())
     offloaded.share_groups(optimizer)

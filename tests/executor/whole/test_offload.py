@@ -959,3 +959,20 @@ def test_a_trainer_that_generates_within_its_step_is_refused(tmp_path: Path) -> 
     with pytest.raises(ContractError, match=r"^GRPOTrainer generates within its steps"):
         executor.hf.offload(grpo, "2MB", policy="tide").train()
     assert "generate" not in vars(grpo.model)
+
+
+@pytest.mark.parametrize(
+    ("masters", "dtype", "said"), [(None, None, 1), ("fp32", None, 0), ("none", None, 0), (None, "bf16", 0)]
+)
+def test_masters_that_nobody_asked_for_are_said(
+    masters: str | None, dtype: str | None, said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a model in bf16. One that the call itself converts keeps its fp32 values as masters."""
+    model = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 1)).to(torch.float32 if dtype else torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.zeros(2, 48, dtype=torch.bfloat16)
+    _, offloaded = executor.offload(
+        model, optimizer, (batch,), gpu_memory="1MB", masters=masters, dtype=dtype, loss=lambda m, b: m(*b).mean()
+    )
+    offloaded.session.close()
+    assert sum("to which the plan adds fp32 masters" in record.message for record in caplog.records) == said
