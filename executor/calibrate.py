@@ -53,6 +53,7 @@ class Findings:
     constant_s: the constant of [Note: seconds of a moment].
     operator_bytes_per_s: the bandwidth of [Note: seconds of a moment].
     adam: curve of parameters/s over threads.
+    updates: rule -> its parameters/s over AdamW's.
     network: (backend, curve of bytes/s over the bytes of a collective, latency in s).
     numa: numbers of NUMA nodes: (of the cores that this process may use, of the machine); None: not known.
     disks: (read, write, bytes of the disk).
@@ -75,6 +76,7 @@ class Findings:
     numa: tuple[int, int] | None = None
     disks: tuple[float, float, int] | None = None
     slowdowns: dict[str, float] = field(default_factory=dict)
+    updates: dict[str, float] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     taken_by_others: float = 0.0
 
@@ -164,6 +166,9 @@ def measure(
     def adam() -> None:
         found.adam = tuple((float(count), rate) for count, rate in host.adam_rates(bench, threads))
 
+    def updates() -> None:
+        found.updates = host.update_shares(bench)
+
     def dram() -> None:
         found.dram_bytes_per_s = host.dram_rate(bench, threads)
 
@@ -193,6 +198,7 @@ def measure(
         ("copies to the host", to_host),
         ("pinned against pageable", pageable),
         ("CPU Adam by threads", adam),
+        ("updates of other optimizers", updates),
         ("host memory", dram),
         ("things that run at once", beside),
         ("disk", disks),
@@ -360,6 +366,7 @@ def machine_of(
         peer=peer,
         nvme=nvme,
         slowdowns=found.slowdowns,
+        updates=found.updates,
         framework=Framework(
             name=f"{name}-python",
             python_s=found.python_s,

@@ -500,12 +500,16 @@ class CostModel:
         return self.layout.updates_bytes[chunk]
 
     def cpu_adam_s(self, chunk: int) -> float:
-        """Params / rate, scaled by traffic and by the optimizer's slowness beside AdamW with its 28 bytes per
-        parameter, and the matrix products of the update."""
-        slowness = self.layout.states_of(chunk).cpu_slowness
+        """Seconds of the elements, by the rate of the optimizer's update beside AdamW's or else by its traffic beside
+        AdamW's 28 bytes per parameter, and of the matrix products of the update."""
+        states = self.layout.states_of(chunk)
+        share = self.machine.updates.get(states.name, states.cpu_rate)
+        traffic = self.cpu_adam_bytes(chunk)
+        if share is not None:
+            traffic = round(self.layout.trained_params[chunk] * ADAM_BYTES_PER_PARAM / share)
         flops = sum(map(product_flops, self._update_products(chunk)))
         rate = CPU_CORE_FLOPS * self.machine.host.cores / self.machine.local_ranks
-        return self.cpu_adam_bytes(chunk) * slowness / self.adam_bytes_per_s + flops / self.layout.ranks / rate
+        return traffic / self.adam_bytes_per_s + flops / self.layout.ranks / rate
 
     def cpu_add_bytes(self, chunk: int) -> int:
         """Returns the host memory traffic of grad32 += grad: read the gradient (working dtype), read and write the

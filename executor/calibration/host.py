@@ -1,7 +1,8 @@
-"""The host: CPU Adam by threads as the executor runs it, and DRAM bandwidth."""
+"""The host: CPU Adam by threads as the executor runs it, updates of other optimizers beside it, and DRAM bandwidth."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -12,13 +13,20 @@ import torch
 from executor.calibration.bench import Bench
 from executor.calibration.measured_device import torch_threads
 from executor.devices.rules import RULES
-from executor.devices.updates import UpdateRange, update
+from executor.devices.updates import Span, UpdateRange, update
+from executor.memory.slots import COLUMN, ROW, SCALE, list_of
+from pstar_sim.workload.optimizers import OPTIMIZERS, States
 
-__all__ = ["adam_rates", "adam_update", "dram_rate", "thread_counts"]
+__all__ = ["adam_rates", "adam_update", "dram_rate", "thread_counts", "update_shares"]
 
-_CHUNK_PARAMS = 2 << 20
+_SHAPE = (2048, 1024)
+_CHUNK_PARAMS = 2048 * 1024
 _ADAM_BYTES = 20  # bytes per parameter in fp32: param32, momentum, variance, the working copy with the gradient in it
-_SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+_SETTINGS = {
+    "lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "dampening": 0.0,
+    "nesterov": False, "clip_threshold": 1.0, "decay_rate": -0.8, "scale_parameter": False, "relative_step": False,
+    "warmup_init": False,
+}  # fmt: skip
 _DRAM_BYTES = 64 << 20
 
 
@@ -30,21 +38,64 @@ def thread_counts(cores: int) -> list[int]:
     return counts if cores == 1 else [*counts, cores]
 
 
-def adam_update(memory_bytes: int) -> tuple[int, Callable[[], None]]:
+def adam_update(memory_bytes: int, states: States | None = None) -> tuple[int, Callable[[], None]]:
     """Returns (parameters of one chunk, an action). It updates the next of several fp32 chunks, as `Contents.adam`
-    does: the gradient in the working list is scaled (clipping), and the list is rewritten at the end."""
+    does: the gradient in the working list is scaled (clipping), and the list is rewritten at the end.
+
+    states: of the chunks; None: AdamW's.
+    """
+    states = states or OPTIMIZERS["adamw"].all_states[0]
+    rule, block = RULES[states.name], states.block
     count = max(1, memory_bytes // (_CHUNK_PARAMS * _ADAM_BYTES))
-    chunks = cycle([[torch.full((_CHUNK_PARAMS,), 1e-3) for _ in range(4)] for _ in range(count)])
-    scale = torch.ones(())
-    runs = [UpdateRange(0, _CHUNK_PARAMS, 1)]
+    lengths = {SCALE: _CHUNK_PARAMS // block, ROW: _SHAPE[0], COLUMN: _SHAPE[1]}
+
+    def state(field: str) -> torch.Tensor:
+        numel = next((numel for end, numel in lengths.items() if field.endswith(end)), _CHUNK_PARAMS)
+        codes = numel == _CHUNK_PARAMS and any(row.per_block for row in states.lists if row.name == list_of(field))
+        return torch.full((numel,), 100, dtype=torch.uint8) if codes else torch.full((numel,), 1e-3)
+
+    def span(field: str) -> Span:
+        if field.endswith((ROW, COLUMN)):
+            return lambda start, stop: (0, lengths[field[field.rindex(".") :]])
+        unit = block if field.endswith(SCALE) else 1
+        return lambda start, stop: (start // unit, -(-stop // unit))
+
+    fields = tuple(rule.states.values())
+    lists = [
+        [*(torch.full((_CHUNK_PARAMS,), 1e-3) for _ in range(2)), *(state(each) for each in fields)]
+        for _ in range(count)
+    ]
+    chunks, spans, scale = cycle(lists), [span(each) for each in fields], torch.ones(())
+    settings = {**_SETTINGS, "momentum": 0.9 if fields else 0.0, **({"eps": (1e-30, 1e-3)} if rule.room else {})}
+    runs = [UpdateRange(0, _CHUNK_PARAMS, 1, _SHAPE if rule.room else ())]
 
     def action() -> None:
-        param32, param, momentum, variance = next(chunks)
-        moments, rule = (momentum, variance), RULES["adamw"]
-        update(rule, runs, param=param32, grad=param, moments=moments, settings=_SETTINGS, scale=scale)
+        param32, param, *moments = next(chunks)
+        update(rule, runs, param=param32, grad=param, moments=moments, spans=spans, settings=settings, scale=scale)
         param.copy_(param32)
 
     return _CHUNK_PARAMS, action
+
+
+def update_shares(bench: Bench, *, clock: Callable[[], float] = time.thread_time) -> dict[str, float]:
+    """Returns rule -> parameters/s of its update over those of AdamW, on one thread, of each rule that has a share of
+    its own and whose package is installed."""
+    known = {states.name: states for spec in OPTIMIZERS.values() for states in spec.all_states}
+    rules = [
+        states
+        for name, states in known.items()
+        if name == "adamw" or (states.cpu_rate is not None and (not RULES[name].needs or RULES[name].has_plain))
+    ]
+
+    def timed(action: Callable[[], object]) -> float:
+        start_s = clock()
+        action()
+        return clock() - start_s
+
+    with torch_threads(1):
+        actions = {states.name: adam_update(bench.effort.memory_bytes // 8, states)[1] for states in rules}
+        seconds = bench.medians(actions, timed, longest_s=math.inf)  # a first call may import a package
+    return {name: seconds["adamw"] / s for name, s in seconds.items() if name != "adamw"}
 
 
 def adam_rates(

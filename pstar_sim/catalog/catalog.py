@@ -167,6 +167,7 @@ class Catalog:
             host=host,
             notes=given.notes or "",
             slowdowns=_factors(given),
+            updates=given.updates or {},
             price_usd_per_hour=given.price_usd_per_hour,
             peer=peer,
             network=self._joined(e, "network", "node-node"),

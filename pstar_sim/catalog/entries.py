@@ -79,6 +79,10 @@ class MachineEntry(Origin, frozen=True, kw_only=True):
     slowdowns: Annotated[_Slowdowns | None, says("compute_while_adam = 1.2: compute takes 1.2 times as long then")] = (
         None
     )
+    updates: Annotated[
+        dict[str, Annotated[float, between(1e-4, 100)]] | None,
+        says("lion = 0.4: the CPU updates by that rule 0.4 times as many parameters per second as by fused AdamW"),
+    ] = None
 
 
 TABLES: dict[str, type[Table]] = {

@@ -675,6 +675,8 @@ class Machine:
     framework: Python that drives the GPUs; None where no moment waits for it, or where the GPU's launch_s includes it.
     slowdowns: "compute_while_adam" = 1.2 says that compute takes 1.2 times as long while CPU Adam runs; for pairs of
         "compute", "adam", "h2d" and "d2h", where measured. "compute_while_net" replaces the framework's.
+    updates: "lion" = 0.4 says that the CPU updates by that rule 0.4 times as many parameters per second as by fused
+        AdamW. A rule that was not measured has the share in workload/optimizers.py.
     neighbours: of the ranks of one stage of a pipeline, the other stages with which they share a border.
     groups: ranks that work on the same layers and sequences as each rank of this machine, such as those that split the
         tensors of each layer.
@@ -696,6 +698,7 @@ class Machine:
     root_bytes_per_s: Annotated[float | None, Figure("root_gb_per_s", LinkRate, path="root.bandwidth")] = None
     nvme: Nvme | None = None
     slowdowns: Mapping[str, float] = field(default_factory=dict)
+    updates: Mapping[str, float] = field(default_factory=dict)
     unified: bool = False
     framework: Framework | None = None
     neighbours: tuple[Neighbour, ...] = ()

@@ -32,6 +32,8 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
     tables = [*_tables(machine, checked), (name, {**whole, "source": "written by pstar", "checked": checked})]
     if machine.slowdowns:
         tables.append((f"{name}.slowdowns", dict(machine.slowdowns)))
+    if machine.updates:
+        tables.append((f"{name}.updates", dict(machine.updates)))
     texts = [f"machine = {json.dumps(machine.name)}", *(_table(name, values) for name, values in tables)]
     return "\n\n".join(texts) + "\n"
 

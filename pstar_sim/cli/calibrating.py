@@ -167,6 +167,7 @@ def _rows(machine: Machine) -> list[tuple[str, str, str]]:
         rows.append(("either way, not pinned", _gb(link.pageable_bytes_per_s), ""))
     threads = ", ".join(f"{rate / 1e9:.3g} on {count:g}" for count, rate in host.adam_table)
     rows.append(("CPU Adam", f"{host.adam_params_per_s / 1e9:.3g} Gparam/s", f"{threads} threads"))
+    rows += [(f"update by {rule}", f"{share:.2g} of AdamW's rate", "") for rule, share in machine.updates.items()]
     rows.append(("host memory", _gb(host.dram_bytes_per_s), ""))
     if machine.nvme is not None:
         rows.append(("disk, read", _gb(machine.nvme.read_bytes_per_s), ""))
@@ -209,6 +210,7 @@ def _facts(machine: Machine, path: str, skipped: list[str]) -> dict[str, object]
         "pageable_bytes_per_s": link.pageable_bytes_per_s,
         "adam_params_per_s": host.adam_params_per_s,
         "adam_table": list(host.adam_table),
+        "updates": dict(machine.updates),
         "dram_bytes_per_s": host.dram_bytes_per_s,
         "disk_read_bytes_per_s": None if machine.nvme is None else machine.nvme.read_bytes_per_s,
         "disk_write_bytes_per_s": None if machine.nvme is None else machine.nvme.write_bytes_per_s,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 from pstar_sim.core.plan import Plan
-from pstar_sim.dtypes import DTYPES, MASTER
+from pstar_sim.dtypes import DTYPES, MASTER, WORKING
 from pstar_sim.errors import PstarError
 from pstar_sim.frameworks.configuration import Configuration, in_full, spec
 from pstar_sim.frameworks.express import (
@@ -621,7 +621,8 @@ def express(plan: Plan) -> Expressed:
     if params == "cpu" and (kept := whereabouts(plan).params_on_gpu) > 0:
         cannot.append(f"the {kept:.0%} of the parameters that stay on the GPU: with offload_param none stay")
     near = "sgd-momentum" if w.optimizer.name == "sgd" else w.optimizer.name
-    optimizer = near if near in _OPTIMIZERS.values() else "adamw"
+    in_bf16 = ("adamw-bf16-states",) if states == "cpu" and w.compute_dtype == WORKING else ()
+    optimizer = near if near in (*_OPTIMIZERS.values(), *in_bf16) else "adamw"
     if w.optimizer != OPTIMIZERS[optimizer]:
         cannot.append(f"the states of {w.optimizer.words}: predicted with {optimizer}")
     if w.checkpointing or w.recompute:

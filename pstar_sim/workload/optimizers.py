@@ -42,7 +42,12 @@ MASTERS = (MASTER, "none")
 _IN_AND_OUT = 2 + 2  # bytes of the gradient that an update reads, and of the parameter that it writes
 _BLOCK = 256  # elements of 8-bit states that share a scale (bitsandbytes, torchao)
 _LEAST_8_BIT = 4096  # elements; smaller tensors keep fp32 moments (bitsandbytes' min_8bit_size)
-_CPU_8_BIT = 0.88 / 0.043  # one thread, in billions of parameters per second: torch's fused AdamW, bitsandbytes 0.50
+_CPU_RATES = {
+    "adamw-8bit": 0.05, "lion-8bit": 0.07, "adamw-bnb": 0.12, "lion-bnb": 0.18, "lion": 0.43, "adafactor": 0.2,
+    "adafactor-vectors": 0.29, "sgd-momentum": 0.63, "sgd": 1.0,
+}  # fmt: skip
+"""Rule -> parameters per second of its update on the CPU over those of torch's fused AdamW, one thread each: of
+bitsandbytes 0.50, and of rules that torch computes operator by operator. `pstar calibrate` measures them."""
 _NS_STEPS = 5  # Newton-Schulz iterations of torch.optim.Muon
 
 
@@ -68,7 +73,8 @@ class States:
     name: of the rule of the update.
     block: elements that are updated together, and whole: tensors are updated whole ([Note: granularity]).
     traffic_per_param: bytes of one update through memory; None: as in [Note: traffic].
-    cpu_slowness: seconds of an update on the CPU over those of fused AdamW with the same traffic.
+    cpu_rate: parameters per second of an update on the CPU over those of fused AdamW, as the executor runs both; None:
+        by the traffic of both.
     products: (batches, m, k, n) of the matrix products of an update in bf16, by the tensor's shape.
     """
 
@@ -77,8 +83,11 @@ class States:
     block: int = 1
     whole: bool = False
     traffic_per_param: int | None = None
-    cpu_slowness: float = 1.0
     products: Callable[[Shape], Sequence[tuple[int, int, int, int]]] | None = None
+
+    @property
+    def cpu_rate(self) -> float | None:
+        return _CPU_RATES.get(self.name)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -248,7 +257,7 @@ def _states(name: str, *moments: StateList, **how: Any) -> States:
 def _in_8_bits(name: str, *moments: str) -> States:
     """Returns bitsandbytes' states: a byte per element and an fp32 scale per block in each moment."""
     lists = [StateList(name=each, per_element=1, per_block=4) for each in moments]
-    return _states(name, *lists, block=_BLOCK, cpu_slowness=_CPU_8_BIT)
+    return _states(name, *lists, block=_BLOCK)
 
 
 _FP32 = (("momentum", 4), ("variance", 4))

@@ -96,7 +96,7 @@ def test_adam_on_host_and_gpu() -> None:
 
 
 def test_an_optimizer_with_half_the_traffic_takes_half_the_time() -> None:
-    w = replace(chain_workload(1, MPARAM), optimizer=OptimizerSpec(name="lion", dram_bytes_per_param=14))
+    w = replace(chain_workload(1, MPARAM), optimizer=OptimizerSpec(name="mine", dram_bytes_per_param=14))
     assert model(w).cpu_adam_s(0) == pytest.approx(1.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,17 @@ def test_seconds_of_an_update_by_muon() -> None:
     cores = ps.machine("v100-16").host.cores
     assert cost.cpu_adam_s(chunk.index) == pytest.approx(elementwise_s + flops / (CPU_CORE_FLOPS * cores))
     assert cost.gpu_adam_s(chunk.index) > flops / max(cost.gpu.flops_per_s.values())
+
+
+def test_seconds_of_an_update_by_its_own_rate() -> None:
+    """The share of AdamW's rate, of this machine where it was measured; else that of the table."""
+    w, m = preset("gpt2", batch=1, seq=64, optimizer="lion"), ps.machine("v100-16")
+    layout = build_layout(w)
+    chunk = next(c.index for c in layout.chunks if not c.small)
+    adamw_s = layout.trained_params[chunk] / m.adam_params_per_s
+    assert cost_of(w, m, layout).cpu_adam_s(chunk) == pytest.approx(adamw_s / 0.43)
+    measured = replace(m, updates={"lion": 0.5})
+    assert cost_of(w, measured, layout).cpu_adam_s(chunk) == pytest.approx(adamw_s / 0.5)
 
 
 @pytest.mark.parametrize(("name", "masters"), [("adamw-8bit", "none"), ("adafactor", "fp32"), ("muon", "fp32")])

@@ -234,6 +234,16 @@ def test_adam_by_threads_reads_two_clocks() -> None:
     assert torch.get_num_threads() >= 1
 
 
+def test_updates_of_other_optimizers_beside_adamw() -> None:
+    """With a clock that ticks evenly all take as long."""
+    rare = Bench(Effort(point_s=0.0, rounds=1, least=1, most=1, memory_bytes=1))
+    shares = host.update_shares(rare, clock=Ticks(0.002))
+    assert {"lion", "sgd", "sgd-momentum", "adafactor", "adafactor-vectors"} <= shares.keys()
+    assert (
+        all(share == pytest.approx(1.0) for share in shares.values()) and "muon" not in shares
+    )  # its products are counted
+
+
 def test_one_adam_update_is_the_executors() -> None:
     params, update = host.adam_update(1)
     before = torch.get_num_threads()
@@ -589,7 +599,7 @@ def test_a_short_calibration_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = calibration.measure(
         device, effort, cores=2, folder=tmp_path, on_part=lambda name, number, of: parts.append(name)
     )
-    assert len(parts) == 12
+    assert len(parts) == 13
     file = tmp_path / "my.toml"
     calibration.write_machine(calibration.machine_of(found, device, name="my", cores=2), found, file)
     assert [p.name for p in tmp_path.iterdir()] == ["my.toml"]
