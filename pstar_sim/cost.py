@@ -100,7 +100,7 @@ __all__ = [
 
 _COST = ("cost",)  # key of `Workload.derived`
 
-VERSION = 10
+VERSION = 11
 """Version of the model, by [Note: versions of the model]."""
 
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})
