@@ -38,6 +38,7 @@ from pstar_sim.policy.registry import STAGED, named
 from pstar_sim.python310 import Unpack
 from pstar_sim.workload.axes import AxesGiven
 from pstar_sim.workload.loading import Loading, loading_of
+from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.presets import kernels_of
 from pstar_sim.workload.workload import MOST_MOMENTS, Workload
 
@@ -143,7 +144,7 @@ def cheapest(
     loading: Loading | str | None = None,
     prices: str | None = None,
     most_nodes: int = MOST_NODES,
-    parallel: str | None = None,
+    parallel: str | Parallelism | None = None,
     on_part: OnPart | None = None,
     **axes: Unpack[AxesGiven],
 ) -> Cheapest:
@@ -211,7 +212,7 @@ class _Question:
     loading: Loading
     settings: Settings
     policies: tuple[str, ...] | None
-    parallel: str | None = None
+    parallel: str | Parallelism | None = None
 
     def workloads(self, machine: Machine, micro_batches: int) -> tuple[Workload, ...]:
         """Raises PstarError if the ranks cannot share a micro-batch."""
@@ -398,7 +399,7 @@ def _fastest(machine: Machine, asked: _Question) -> tuple[Row, int, int]:
     raise worst
 
 
-def _fastest_way(machine: Machine, asked: _Question, parallel: str) -> StagesRow:
+def _fastest_way(machine: Machine, asked: _Question, parallel: str | Parallelism) -> StagesRow:
     """Returns the fastest way to spread the job, with an iteration in one micro-batch or in micro-batches of one
     sequence per rank. If none fits, raises CannotPlan with the reason of the way that lacks least."""
     job = replace(asked.job, batch=asked.batch, micro_batches=1)

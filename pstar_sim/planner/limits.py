@@ -39,6 +39,7 @@ from pstar_sim.python310 import Unpack
 from pstar_sim.workload.axes import Axes, AxesGiven
 from pstar_sim.workload.kernels import kernels_text
 from pstar_sim.workload.loading import Loading, loading_of
+from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.presets import has_kernels, kernels_of, without_autocast
 from pstar_sim.workload.workload import Workload
 
@@ -153,7 +154,7 @@ def max_model(
     loading: Loading | str | None = None,
     catalog: bool = True,
     near: Mapping[str, int] | None = None,
-    parallel: str | None = None,
+    parallel: str | Parallelism | None = None,
     on_policy: Callable[[str, int, int], None] | None = None,
     **axes: Unpack[AxesGiven],
 ) -> Limits:
@@ -244,7 +245,7 @@ def max_model(
         kernels=flavour,
         most_params=models.within(disks=False),
         job={"seq": seq, "batch": batch, "micro_batches": micro_batches, "dtype": working, "loading": str(loading)}
-        | ({} if parallel is None else {"parallel": parallel}),
+        | ({} if parallel is None else {"parallel": str(parallel)}),
     )
 
 

@@ -173,11 +173,11 @@ class StagesComparison:
 
 
 def ways_of(
-    job: Job, machine: Machine, parallel: str, *, shape: ModelEntry | None = None
+    job: Job, machine: Machine, parallel: str | Parallelism, *, shape: ModelEntry | None = None
 ) -> tuple[list[Way], list[str]]:
     """Returns the ways that a question names, and what is left out.
 
-    parallel: one of ASKED, or the text of a parallelism.
+    parallel: one of ASKED, a parallelism, or its text.
     shape: the model's, if it is not in the catalog.
 
     Raises PstarError for a text that names none, and for a job of no preset.
@@ -186,7 +186,8 @@ def ways_of(
         return ways_to_spread(job, machine, every=parallel == ASKED[1], shape=shape)
     if job.model is None or job.batch is None:
         raise PstarError("a trace is of a whole model; give a model, whose preset is spread, with batch and seq")
-    one = Way(parallelism=Parallelism.parse(parallel), batch=job.batch, micro_batches=job.micro_batches or 1)
+    spread = parallel if isinstance(parallel, Parallelism) else Parallelism.parse(parallel)
+    one = Way(parallelism=spread, batch=job.batch, micro_batches=job.micro_batches or 1)
     return [one], []
 
 

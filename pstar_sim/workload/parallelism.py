@@ -1,15 +1,19 @@
-"""Parallelism: how a model is spread over GPUs (how parameters are packed into chunks is the layout)."""
+"""Parallelism: how a model is spread over GPUs (how parameters are packed into chunks is the layout).
+
+It is written as a text, "tp=2,pp=2,dp=4", or composed of Whale's four primitives:
+`replica(pipeline(stage(split(2)), stage(split(2))), count=4)`. Each is the exact reverse of the other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from pstar_sim.arguments import choice, flag, whole
 from pstar_sim.errors import PstarError
 from pstar_sim.workload.pipeline import SCHEDULES
 
-__all__ = ["Parallelism"]
+__all__ = ["Parallelism", "pipeline", "replica", "split", "stage"]
 
 _KEYS: Mapping[str, str] = {
     "tp": "tensor", "sp": "sequence", "pp": "pipeline", "dp": "data", "schedule": "schedule",
@@ -64,6 +68,17 @@ class Parallelism:
             given[_KEYS[key]] = True if not equals else int(value) if number else value
         return cls(**given)  # type: ignore[arg-type]
 
+    @property
+    def composed(self) -> str:
+        """The parallelism as Python writes it with `replica`, `pipeline`, `stage` and `split`."""
+        inner = "stage()"
+        if self.tensor > 1 or self.sequence:
+            inner = f"stage(split({self.tensor}{', sequence=True' if self.sequence else ''}))"
+        schedule = "" if self.schedule == SCHEDULES[0] else f', schedule="{self.schedule}"'
+        if self.pipeline > 1 or schedule:
+            inner = f"pipeline({', '.join([inner] * self.pipeline)}{schedule})"
+        return f"replica({inner})" if self.data is None else f"replica({inner}, count={self.data})"
+
     def data_on(self, gpus: int) -> int:
         """Returns the ranks of each stage that share its batch, on so many GPUs. Raises PstarError, with the nearest
         number of stages that works."""
@@ -77,3 +92,39 @@ class Parallelism:
                 f"parallelism {self}: {self.pipeline} stages of {data} ranks{each} are not the {gpus} GPUs; {hint}"
             )
         return data
+
+
+def split(ranks: int, *, sequence: bool = False) -> Parallelism:
+    """Ranks that split the tensors of each layer and, with `sequence`, the tokens beside the products."""
+    return Parallelism(tensor=ranks, sequence=sequence)
+
+
+def stage(inner: Parallelism | None = None) -> Parallelism:
+    """A part of the model's blocks, on one GPU or on those of a `split`. Raises PstarError for any other content."""
+    inner = inner or Parallelism()
+    if inner != split(inner.tensor, sequence=inner.sequence):
+        raise PstarError(
+            f"stage({inner.composed}): a stage holds a split or nothing; put it around, as in replica(...)"
+        )
+    return inner
+
+
+def pipeline(*stages: Parallelism, schedule: str = SCHEDULES[0]) -> Parallelism:
+    """The stages one behind the other. Raises PstarError for none, and for stages that differ."""
+    if not stages:
+        raise PstarError("pipeline(): give its stages, such as pipeline(stage(), stage())")
+    for number, other in enumerate(stages):
+        if stage(other) != stages[0]:
+            raise PstarError(
+                f"pipeline: stage {number} is of {other} and stage 0 of {stages[0]}; stages are split alike, so give "
+                f"each split({max(one.tensor for one in stages)})"
+            )
+    return replace(stages[0], pipeline=len(stages), schedule=schedule)
+
+
+def replica(inner: Parallelism, *, count: int | None = None) -> Parallelism:
+    """So many ranks of each stage share its batch; None: as many as there are GPUs for. Raises PstarError for replicas
+    of replicas."""
+    if inner.data is not None:
+        raise PstarError(f"replica({inner.composed}): replicas of replicas are one replica, of the product of counts")
+    return replace(inner, data=count)

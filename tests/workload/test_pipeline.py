@@ -9,7 +9,8 @@ import pytest
 from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.workload.orders import Order
-from pstar_sim.workload.parallelism import Parallelism
+from pstar_sim.workload.parallelism import Parallelism, pipeline, replica, split
+from pstar_sim.workload.parallelism import stage as stage_part
 from pstar_sim.workload.pipeline import SCHEDULES, cells_of, in_schedule
 from pstar_sim.workload.presets import stage_of, workload_of
 from pstar_sim.workload.presets.shared import Stage
@@ -224,6 +225,32 @@ class TestParallelism:
     @pytest.mark.parametrize("text", ["pp=1", "tp=2", "tp=2,sp,pp=4", "pp=2,schedule=gpipe", "pp=2,dp=3"])
     def test_a_text_and_its_value_are_each_others_reverse(self, text: str) -> None:
         assert str(Parallelism.parse(text)) == text
+
+    @pytest.mark.parametrize(
+        ("text", "composed"),
+        [
+            ("pp=1", "replica(stage())"),
+            ("tp=4,sp,dp=2", "replica(stage(split(4, sequence=True)), count=2)"),
+            ("pp=2", "replica(pipeline(stage(), stage()))"),
+            ("tp=2,pp=2,dp=4", "replica(pipeline(stage(split(2)), stage(split(2))), count=4)"),
+            ("pp=3,schedule=gpipe", 'replica(pipeline(stage(), stage(), stage(), schedule="gpipe"))'),
+            ("schedule=gpipe", 'replica(pipeline(stage(), schedule="gpipe"))'),
+        ],
+    )
+    def test_a_text_and_whales_primitives_are_each_others_reverse(self, text: str, composed: str) -> None:
+        names = {"replica": replica, "pipeline": pipeline, "stage": stage_part, "split": split}
+        made = eval(composed, names)
+        assert made == Parallelism.parse(text) and str(made) == text and made.composed == composed
+
+    def test_primitives_that_do_not_nest_say_why(self) -> None:
+        with pytest.raises(PstarError, match=r"stage 1 is of pp=1 and stage 0 of tp=2; .* so give each split\(2\)"):
+            pipeline(stage_part(split(2)), stage_part())
+        with pytest.raises(PstarError, match="a stage holds a split or nothing"):
+            stage_part(replica(stage_part(), count=2))
+        with pytest.raises(PstarError, match="replicas of replicas are one replica"):
+            replica(replica(stage_part(), count=2), count=2)
+        with pytest.raises(PstarError, match="give its stages"):
+            pipeline()
 
     @pytest.mark.parametrize(
         ("text", "message"),
