@@ -12,6 +12,11 @@ computes all micro-batches, and the last one has to go back; where optimizer ste
 the stage alone counts. "all" plans every way, with every schedule, with and without sequence parallelism. What is left
 out is said.
 
+[Note: cut by speed] Whale's rule for stages: each layer goes to the stage that then ends first, by the seconds of the
+cost model for its GPUs, with embedding and head where they are. A stage that has no room for its layers under the
+policy gives one to the others, until all have room. The stages in front are on the GPUs with more memory, because they
+hold the activations of more micro-batches. Even and by speed are both planned where GPUs differ.
+
 A stage has its ranks, and its part of their nodes: of memory and bandwidth of the host, of cores and disks, as much as
 its share of a node's GPUs. Ranks of one stage follow one another, so that neighbours in a pipeline are far apart and
 ranks that share a batch are near (the order of Megatron-LM).
@@ -19,11 +24,12 @@ ranks that share a batch are near (the order of Megatron-LM).
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, pairwise, product
 from math import inf
 
 from pstar_sim.bounds.stages import stages_bound_s
@@ -32,7 +38,7 @@ from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.checker.meetings import prove_set
 from pstar_sim.core.layout import build_layout
-from pstar_sim.core.plan import Settings
+from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.plan_set import PlanSet, meetings_of
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel, cost_of
@@ -47,7 +53,7 @@ from pstar_sim.policy.registry import Policy, find_policy
 from pstar_sim.sim.play import play_stages
 from pstar_sim.units import format_s
 from pstar_sim.workload.loading import WHOLE, Loading
-from pstar_sim.workload.parallelism import Parallelism
+from pstar_sim.workload.parallelism import CUTS, Parallelism
 from pstar_sim.workload.pipeline import SCHEDULES, cells_of, in_schedule
 from pstar_sim.workload.presets import check_blocks, stage_of
 from pstar_sim.workload.presets.shared import Stage
@@ -153,6 +159,12 @@ class StagesRow:
     needed_bytes: int | None = None
     available_bytes: int | None = None
 
+    @property
+    def cut(self) -> str | None:
+        """Of the layers into stages; None for one stage."""
+        spread = Parallelism.parse(self.parallel)
+        return spread.cut if spread.pipeline > 1 else None
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StagesComparison:
@@ -170,6 +182,17 @@ class StagesComparison:
     slower: tuple[str, ...]
     notes: tuple[str, ...]
     best: PlannedStages | None
+
+    @property
+    def gain_of_cut(self) -> float | None:
+        """How many times as fast the fastest plan is that is cut by speed beside the fastest one that is cut evenly;
+        None without both."""
+        fastest = {
+            cut: min((row.iteration_s for row in self.rows if row.iteration_s and row.cut == cut), default=None)
+            for cut in CUTS
+        }
+        even_s, speed_s = (fastest[cut] for cut in CUTS)
+        return even_s / speed_s if even_s and speed_s else None
 
 
 def ways_of(
@@ -222,6 +245,8 @@ def ways_to_spread(
             why = f"stages of {data * tensor} GPUs do not fill nodes of {local}"
         elif sequences % data:
             why = f"{data} ranks cannot share {sequences} sequences"
+        elif machine.mixed and (unlike := _unlike(machine, one)):
+            why = unlike
         if why:
             left_out.append(f"{one}: {why}")
             continue
@@ -235,10 +260,20 @@ def ways_to_spread(
                 continue
             batch = sequences // micro_batches
             schedules = SCHEDULES if every and stages > 1 else SCHEDULES[:1]
-            for schedule, split in product(schedules, (True, False) if splits and every else (splits,)):
-                spread = replace(one, schedule=schedule, sequence=split)
+            cuts = CUTS if machine.mixed and stages > 1 else CUTS[:1]
+            for schedule, split, cut in product(schedules, (True, False) if splits and every else (splits,), cuts):
+                spread = replace(one, schedule=schedule, sequence=split, cut=cut)
                 ways.append(Way(parallelism=spread, batch=batch, micro_batches=micro_batches))
     return ways, left_out
+
+
+def _unlike(machine: Machine, parallelism: Parallelism) -> str:
+    try:
+        for stage in range(parallelism.pipeline):
+            machine_of_stage(machine, parallelism, stage)
+    except PstarError as error:
+        return str(error)
+    return ""
 
 
 def _divisors(number: int) -> list[int]:
@@ -355,15 +390,21 @@ def plan_stages(
     """
     settings = settings or Settings()
     function = find_policy(policy) if isinstance(policy, str) else policy
-    plans = []
-    for stage, workload in enumerate(stages_of(job, machine, parallelism, shape=shape)):
-        own = machine_of_stage(machine, parallelism, stage)
+    most = [sys.maxsize] * parallelism.pipeline  # layers of each stage
+    while True:
+        plans: list[Plan] = []
+        workloads = stages_of(job, machine, parallelism, shape=shape, most=most)
         try:
-            plans.append(function(workload, own, settings))
+            plans += (function(w, machine_of_stage(machine, parallelism, n), settings) for n, w in enumerate(workloads))
+            break
         except DoesNotFit as error:
-            raise _in_stage(error, f"stage {stage}") from error
+            stage = len(plans)
+            cut = _layers_of(job, machine, parallelism, shape=shape, most=most)
+            most[stage] = len(cut[stage]) - 1
+            if parallelism.cut == CUTS[0] or error.place != "gpu" or not most[stage] or sum(most) < cut[-1].stop:
+                raise _in_stage(error, f"stage {stage}") from error
         except (CannotPlan, PlanError) as error:
-            raise CannotPlan(f"stage {stage}: {error}") from error
+            raise CannotPlan(f"stage {len(plans)}: {error}") from error
     made = PlanSet(parallelism=parallelism, plans=tuple(plans), meetings=meetings_of(plans))
     timelines = play_stages(made)
     seconds = max(timeline.iteration_s for timeline in timelines)
@@ -382,8 +423,8 @@ def stages_shortage(
     loading: Loading = WHOLE,
 ) -> DoesNotFit | CannotPlan | None:
     """Returns why the policy has no room for the job in any of the ways, by the way that lacks least; None if it has
-    room in one. The first and the last stage decide: any other has no more layers than the first, fewer micro-batches
-    in flight, and neither embedding nor head.
+    room in one. Of an even cut the first and the last stage decide: any other has no more layers than the first, fewer
+    micro-batches in flight, and neither embedding nor head.
 
     shape: as in `ways_of`.
     loading: as in `fits`.
@@ -392,7 +433,7 @@ def stages_shortage(
     for way in ways:
         own, spread = replace(job, batch=way.batch, micro_batches=way.micro_batches), way.parallelism
         workloads = stages_of(own, machine, spread, shape=shape)
-        for stage in sorted({0, len(workloads) - 1}):
+        for stage in range(len(workloads)) if spread.cut != CUTS[0] else sorted({0, len(workloads) - 1}):
             part = machine_of_stage(machine, spread, stage)
             try:
                 short = shortage(policy, workloads[stage], part, settings, loading=loading, others=False)
@@ -434,21 +475,32 @@ def examine_set(plans: PlanSet) -> tuple[tuple[CheckReport, ...], float]:
 
 
 def stages_of(
-    job: Job, machine: Machine, parallelism: Parallelism, *, shape: ModelEntry | None = None
+    job: Job,
+    machine: Machine,
+    parallelism: Parallelism,
+    *,
+    shape: ModelEntry | None = None,
+    most: Sequence[int] = (),
 ) -> list[Workload]:
     """Returns the workload of one rank of each stage. Raises PstarError for a job that cannot be cut so.
 
     shape: the model's, if it is not in the catalog.
+    most: layers of each stage that is cut by speed; () without limits.
     """
     p, micro_batches = parallelism, job.micro_batches or 1
     return [
         in_schedule(one, crossings, cells_of(p.schedule, number, p.pipeline, micro_batches), number, p.pipeline)
-        for number, (one, crossings) in enumerate(_micro_batch_of_stages(job, machine, p, shape=shape))
+        for number, (one, crossings) in enumerate(_micro_batch_of_stages(job, machine, p, shape=shape, most=most))
     ]
 
 
 def _micro_batch_of_stages(
-    job: Job, machine: Machine, parallelism: Parallelism, *, shape: ModelEntry | None = None
+    job: Job,
+    machine: Machine,
+    parallelism: Parallelism,
+    *,
+    shape: ModelEntry | None = None,
+    most: Sequence[int] = (),
 ) -> Iterator[tuple[Workload, Sequence[Crossing]]]:
     """Yields one micro-batch of each stage, and what crosses its borders."""
     data = parallelism.data_on(machine.world_size)
@@ -459,15 +511,46 @@ def _micro_batch_of_stages(
     entry = shape or model_entry(job.model)
     check_blocks(entry, job)
     axes = job.but(dtype=job.dtype_on(machine)).given
-    for number, layers in enumerate(_even(entry.layers, parallelism.pipeline, job.model)):
-        stage = Stage(
-            layers=layers,
-            first=number == 0,
-            last=number == parallelism.pipeline - 1,
-            tensor=parallelism.tensor,
-            sequence=parallelism.sequence,
-        )
+    for number, layers in enumerate(_layers_of(job, machine, parallelism, shape=shape, most=most)):
+        stage = _part(parallelism, number, layers)
         yield stage_of(entry, stage, batch=job.batch // data, sequence=job.seq, **axes)
+
+
+def _part(parallelism: Parallelism, number: int, layers: range) -> Stage:
+    return Stage(
+        layers=layers,
+        first=number == 0,
+        last=number == parallelism.pipeline - 1,
+        tensor=parallelism.tensor,
+        sequence=parallelism.sequence,
+    )
+
+
+def _layers_of(
+    job: Job, machine: Machine, parallelism: Parallelism, *, shape: ModelEntry | None, most: Sequence[int]
+) -> list[range]:
+    """Returns the layers of each stage: as many for each, or by [Note: cut by speed]."""
+    assert job.model is not None and job.batch is not None and job.seq is not None
+    entry, stages = shape or model_entry(job.model), parallelism.pipeline
+    even = _even(entry.layers, stages, job.model)
+    if parallelism.cut == CUTS[0] or stages == 1:
+        return even
+    axes = job.but(dtype=job.dtype_on(machine)).given
+    batch = job.batch // parallelism.data_on(machine.world_size)
+    each_s, ends_s = [], []
+    for number in range(stages):
+        own, seconds = machine_of_stage(machine, parallelism, number), []
+        for layers in (1, 2):
+            part = _part(parallelism, number, range(layers))
+            one, _ = stage_of(entry, part, batch=batch, sequence=job.seq, **axes)
+            seconds.append(sum(CostModel(one, own, build_layout(one)).moments_s))
+        each_s.append(seconds[1] - seconds[0])
+        ends_s.append(seconds[0])
+    counts = [1] * stages
+    for _ in range(entry.layers - stages):
+        able = [n for n in range(stages) if not most or counts[n] < most[n]]
+        counts[min(able, key=lambda n: ends_s[n] + counts[n] * each_s[n])] += 1
+    return [range(begin, end) for begin, end in pairwise(accumulate(counts, initial=0))]
 
 
 def _even(layers: int, stages: int, model: str) -> list[range]:
@@ -481,9 +564,7 @@ def _even(layers: int, stages: int, model: str) -> list[range]:
 
 def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> Machine:
     """Returns the ranks of a stage with their part of the nodes, and what joins them with its neighbours. Raises
-    PstarError for GPUs that differ, and for ranks that do not fill nodes."""
-    if machine.mixed:
-        raise PstarError(f"{machine.name} has different GPUs; the stages of a pipeline are planned for equal ones")
+    PstarError for ranks of a stage that differ, and for ranks that do not fill nodes."""
     data, local, tensor = parallelism.data_on(machine.world_size), machine.local_ranks, parallelism.tensor
     gpus = data * tensor
     if local % tensor:
@@ -499,7 +580,13 @@ def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> 
     here = min(gpus, local) // tensor  # ranks of a node that are planned: one stands for all that split its tensors
     part = here / local
     host, disks, network = machine.host, machine.nvme, machine.network
-    ranks = machine.ranks[stage * gpus : (stage + 1) * gpus : tensor]
+    ranks = _roomy_first(machine)[stage * gpus : (stage + 1) * gpus : tensor]
+    if any((rank.gpu, rank.link) != (ranks[0].gpu, ranks[0].link) for rank in ranks):
+        kinds = " and ".join(dict.fromkeys(rank.gpu.name for rank in ranks))
+        raise PstarError(
+            f"{machine.name}: stage {stage} would have GPUs that differ, {kinds}; take so many stages that the GPUs of "
+            "each are equal"
+        )
     price = machine.price_usd_per_hour
     return replace(
         machine,
@@ -518,6 +605,14 @@ def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> 
             if 0 <= other < parallelism.pipeline
         ),
     )
+
+
+def _roomy_first(machine: Machine) -> tuple[Rank, ...]:
+    """Returns the ranks of a node of unlike GPUs with those first that have more memory: the first stages hold the
+    activations of more micro-batches."""
+    if not machine.mixed or machine.nodes > 1:
+        return machine.ranks
+    return tuple(sorted(machine.ranks, key=lambda rank: -rank.gpu.memory_bytes))
 
 
 def _between(machine: Machine, rank: int, other: int, together: int) -> Fabric:

@@ -48,6 +48,8 @@ def stages_text(comparison: StagesComparison, *, width: int | None = None) -> st
     if comparison.slower:
         words = "not planned, because no plan of it would be faster than the seconds in brackets"
         lines += ["", *wrap(f"{words}: {', '.join(comparison.slower)}", width)]
+    if comparison.gain_of_cut is not None:
+        lines += ["", f"stages cut by speed: {comparison.gain_of_cut:.2f} times as fast as stages of equal depth"]
     for note in comparison.notes:
         lines += ["", *wrap(f"note: {note}", width)]
     for words in comparison.left_out:

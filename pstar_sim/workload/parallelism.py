@@ -13,12 +13,15 @@ from pstar_sim.arguments import choice, flag, whole
 from pstar_sim.errors import PstarError
 from pstar_sim.workload.pipeline import SCHEDULES
 
-__all__ = ["Parallelism", "pipeline", "replica", "split", "stage"]
+__all__ = ["CUTS", "Parallelism", "pipeline", "replica", "split", "stage"]
 
 _KEYS: Mapping[str, str] = {
-    "tp": "tensor", "sp": "sequence", "pp": "pipeline", "dp": "data", "schedule": "schedule",
+    "tp": "tensor", "sp": "sequence", "pp": "pipeline", "dp": "data", "schedule": "schedule", "cut": "cut",
 }  # fmt: skip
 """Key of a text -> field. The key of a switch stands alone."""
+
+
+CUTS = ("even", "speed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,7 @@ class Parallelism:
     pipeline: stages, each of which has a part of the model's blocks.
     data: ranks that share the batch of a stage; None: as many as there are GPUs for.
     schedule: of the pipeline, one of SCHEDULES (pipeline.py).
+    cut: of the layers into stages, one of CUTS: the same number for each, or by the speed of its GPUs.
 
     Raises PstarError for other values.
     """
@@ -39,6 +43,7 @@ class Parallelism:
     pipeline: int = 1
     data: int | None = None
     schedule: str = SCHEDULES[0]
+    cut: str = CUTS[0]
 
     def __post_init__(self) -> None:
         whole("parallelism: tp", self.tensor)
@@ -46,6 +51,7 @@ class Parallelism:
         if self.data is not None:
             whole("parallelism: dp", self.data)
         choice("parallelism: schedule", self.schedule, SCHEDULES)
+        choice("parallelism: cut", self.cut, CUTS)
         flag("parallelism: sp", self.sequence)
 
     def __str__(self) -> str:
@@ -74,9 +80,10 @@ class Parallelism:
         inner = "stage()"
         if self.tensor > 1 or self.sequence:
             inner = f"stage(split({self.tensor}{', sequence=True' if self.sequence else ''}))"
-        schedule = "" if self.schedule == SCHEDULES[0] else f', schedule="{self.schedule}"'
-        if self.pipeline > 1 or schedule:
-            inner = f"pipeline({', '.join([inner] * self.pipeline)}{schedule})"
+        named = ((what, getattr(self, what), usual) for what, usual in (("schedule", SCHEDULES[0]), ("cut", CUTS[0])))
+        said = "".join(f', {what}="{value}"' for what, value, usual in named if value != usual)
+        if self.pipeline > 1 or said:
+            inner = f"pipeline({', '.join([inner] * self.pipeline)}{said})"
         return f"replica({inner})" if self.data is None else f"replica({inner}, count={self.data})"
 
     def data_on(self, gpus: int) -> int:
@@ -109,7 +116,7 @@ def stage(inner: Parallelism | None = None) -> Parallelism:
     return inner
 
 
-def pipeline(*stages: Parallelism, schedule: str = SCHEDULES[0]) -> Parallelism:
+def pipeline(*stages: Parallelism, schedule: str = SCHEDULES[0], cut: str = CUTS[0]) -> Parallelism:
     """The stages one behind the other. Raises PstarError for none, and for stages that differ."""
     if not stages:
         raise PstarError("pipeline(): give its stages, such as pipeline(stage(), stage())")
@@ -119,7 +126,7 @@ def pipeline(*stages: Parallelism, schedule: str = SCHEDULES[0]) -> Parallelism:
                 f"pipeline: stage {number} is of {other} and stage 0 of {stages[0]}; stages are split alike, so give "
                 f"each split({max(one.tensor for one in stages)})"
             )
-    return replace(stages[0], pipeline=len(stages), schedule=schedule)
+    return replace(stages[0], pipeline=len(stages), schedule=schedule, cut=cut)
 
 
 def replica(inner: Parallelism, *, count: int | None = None) -> Parallelism:

@@ -37,6 +37,7 @@ from pstar_sim.planner.stages import (
 from pstar_sim.planner.sweep import sweep
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.report.capacity_tables import cheapest_text
+from pstar_sim.report.stages import stages_text
 from pstar_sim.sim.play import play_stages
 from pstar_sim.testing import round_machine
 from pstar_sim.workload.parallelism import Parallelism
@@ -306,11 +307,66 @@ def test_jobs_that_cannot_be_cut_say_why(node: Machine) -> None:
         (replace(JOB, batch=3), node, "pp=2", "batch is 3; the 2 ranks of a stage share it, so give a multiple of 2"),
         (JOB, node, "pp=3", "3 stages of 1 ranks are not the 4 GPUs; pp=2 would be"),
         (JOB, node, "pp=4", "the model has 2 blocks, so at most 2 stages"),
-        (JOB, mixed, "pp=2", "different GPUs; the stages of a pipeline are planned for equal ones"),
+        (
+            replace(JOB, batch=4),
+            mixed,
+            "pp=1",
+            "stage 0 would have GPUs that differ, a100-40 and v100-32; take so many stages",
+        ),
     ):
         with pytest.raises(PstarError) as error:
             plan_stages(job, machine, "tide", Parallelism.parse(text))
         assert message in str(error.value)
+
+
+class TestUnequalGpus:
+    """Twelve layers of gpt2 over a GPU that is about three times as fast as the other."""
+
+    JOB = Job(model="gpt2", batch=1, seq=512, micro_batches=4, dtype="fp16")
+    SPEED = Parallelism(pipeline=2, cut="speed")
+
+    def layers(self, planned: Any) -> list[int]:
+        names = [{t.name.split(".")[2] for t in plan.workload.tensors if ".h." in t.name} for plan in planned]
+        return [len(each) for each in names]
+
+    def test_stages_are_cut_by_speed(self) -> None:
+        """Each layer once, more on the faster GPU; one layer more or less there would make the slower of both stages
+        slower."""
+        machine = load_machine("a100-40+v100-32")
+        even, speed = (
+            plan_stages(self.JOB, machine, "all_on_gpu", Parallelism(pipeline=2, cut=cut)) for cut in ("even", "speed")
+        )
+        assert self.layers(even.plans.plans) == [6, 6]
+        first, last = self.layers(speed.plans.plans)
+        assert first + last == 12 and first > last and speed.iteration_s < even.iteration_s
+        busy = [t.busy_s["compute"] for t in speed.timelines]
+        assert max(busy) / min(busy) < 1.5
+        prove_set(speed.plans)
+
+    def test_a_stage_without_room_gives_layers_to_the_others(self) -> None:
+        machine = load_machine("a100-40+v100-32")
+        fast, slow = machine.ranks
+        small = replace(fast, gpu=replace(fast.gpu, memory_bytes=2 * 10**9, usable_bytes=2 * 10**9))
+        tight = replace(machine, ranks=(small, slow))
+        planned = plan_stages(self.JOB, tight, "all_on_gpu", self.SPEED)
+        assert [plan.machine.gpu.name for plan in planned.plans.plans] == ["v100-32", "a100-40"]  # by memory
+        free = plan_stages(
+            self.JOB, replace(tight, ranks=(replace(small, gpu=fast.gpu), slow)), "all_on_gpu", self.SPEED
+        )
+        assert self.layers(planned.plans.plans)[1] < self.layers(free.plans.plans)[0]
+        tiny = replace(small, gpu=replace(fast.gpu, memory_bytes=1_100_000_000, usable_bytes=1_100_000_000))
+        with pytest.raises(DoesNotFit, match="stage 1: "):
+            plan_stages(self.JOB, replace(machine, ranks=(tiny, slow)), "all_on_gpu", self.SPEED)
+
+    def test_both_cuts_are_compared(self) -> None:
+        machine = load_machine("a100-40+v100-32")
+        ways, left_out = ways_to_spread(replace(self.JOB, batch=2), machine)
+        assert {w.parallelism.cut for w in ways} == {"even", "speed"}
+        assert any("stage 0 would have GPUs that differ" in words for words in left_out)
+        ways = [way for way in ways if way.micro_batches == 8]
+        found = compare_stages(replace(self.JOB, batch=2), machine, ["all_on_gpu"], ways, every=True)
+        assert found.gain_of_cut is not None and found.gain_of_cut > 1.1
+        assert f"stages cut by speed: {found.gain_of_cut:.2f} times as fast" in stages_text(found)
 
 
 def test_a_stage_that_does_not_fit_is_named() -> None:

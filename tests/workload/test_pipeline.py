@@ -235,6 +235,7 @@ class TestParallelism:
             ("tp=2,pp=2,dp=4", "replica(pipeline(stage(split(2)), stage(split(2))), count=4)"),
             ("pp=3,schedule=gpipe", 'replica(pipeline(stage(), stage(), stage(), schedule="gpipe"))'),
             ("schedule=gpipe", 'replica(pipeline(stage(), schedule="gpipe"))'),
+            ("pp=2,cut=speed", 'replica(pipeline(stage(), stage(), cut="speed"))'),
         ],
     )
     def test_a_text_and_whales_primitives_are_each_others_reverse(self, text: str, composed: str) -> None:
@@ -255,7 +256,7 @@ class TestParallelism:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("zz=4", "'zz=4' is not one of tp=, sp, pp=, dp=, schedule= given once"),
+            ("zz=4", "'zz=4' is not one of tp=, sp, pp=, dp=, schedule=, cut= given once"),
             ("pp=2,pp=4", "'pp=4' is not one of"),
             ("pp=0", "parallelism: pp = 0"),
             ("tp=2,sp=2", "'sp=2' is not one of tp=, sp, pp=,"),
