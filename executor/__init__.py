@@ -6,7 +6,7 @@ model under fake tensors, `record` traces a real warm-up iteration. `hf.connect`
 
 Folders and files, lowest first (each imports only from its own row and the rows above it):
 
-    devices       memory, copies, the arithmetic of updates
+    devices       memory, copies, the arithmetic of updates; beside it disks, files with slots for lists of chunks
     memory        payloads of chunks, their values, gradients and updates
     queues        execution of a plan's steps, and logs of it
     moments       hooks on the user's model, counts of operators and live bytes, a workload made of them

@@ -28,6 +28,7 @@ from executor.devices.backend import Backend, available_host_bytes, keep_freed_p
 from executor.devices.opening import DeviceOptions, check_placement, move_buffers, open_backend
 from executor.devices.rounding import STOCHASTIC
 from executor.devices.torch_private import storage_key
+from executor.disks.folders import DiskFolders
 from executor.distributed.ranks import CountOf, Ranks, count_of, join, share_values
 from executor.engine import Session, SessionOptions
 from executor.lifetime.loading import load_parameters, unload_parameters
@@ -44,6 +45,7 @@ from executor.scaling import LossScaling, loss_scale_for
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.checker.check import check_plan
 from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Place
 from pstar_sim.errors import ContractError, PlanError
 from pstar_sim.workload.workload import Tensor
 
@@ -66,6 +68,7 @@ def prepare(
     threads: int | None = 1,
     adam_threads: int | None = None,
     gpu_memory: int | None = None,
+    disks: Sequence[str | Path] = (),
     watchdog_s: float = 30.0,
     replan_after: int = 3,
     check: bool = True,
@@ -84,6 +87,7 @@ def prepare(
     queues: "threads", or a queues object.
     backend: an open accelerator, in place of the one that `device` names.
     threads: torch threads of the virtual accelerator's compute queue until the session is closed (None leaves them).
+    disks: folders on disks for what the plan keeps there; see docs/how-to/disks.md.
     watchdog_s: see ThreadQueues.
     replan_after: iterations off plan in a row after which a new plan is made (0: never).
     check: run the plan's independent checker first, and compare the first iteration's tide with the plan's (a higher
@@ -114,7 +118,10 @@ def prepare(
     with _announced_on_error(ranks), _given_back_on_error(mine, sessions, given.source), contextlib.ExitStack() as undo:
         if ranks is not None:
             _require_same(ranks, given)
-        arena = _arena_that_fits(given, made, ranks)
+        folders = _folders(plan, disks, ranks)
+        if folders is not None:
+            undo.callback(folders.close)
+        arena = _arena_that_fits(given, made, ranks, folders)
         driven = _queues_on(made, queues, watchdog_s=watchdog_s)
         # Nothing has been changed up to here.
         if ranks is not None and given.source is None:
@@ -134,6 +141,8 @@ def prepare(
         )
         sessions.append(session)
         undo.pop_all()  # the session gives these back from here on
+        if folders is not None:
+            session.resources.at_end.append(folders.close)
         session.listen()
         session.resources.at_end.append(take_threads_back)
         on_close, state = session.ending.on_close, session.state
@@ -241,9 +250,26 @@ def _warn_of_stateless(plan: Plan) -> None:
 # -- parts of the session ---------------------------------------------------------------------------------------------
 
 
-def _arena_that_fits(given: _Given, backend: Backend, ranks: Ranks | None) -> Arena:
+def _folders(plan: Plan, disks: Sequence[str | Path], ranks: Ranks | None) -> DiskFolders | None:
+    """Returns the folders for what the plan keeps on disks; None if it keeps nothing there. Raises DiskError, and
+    PlanError if folders are needed and none is given."""
+    if not any(resident.place is Place.NVME for resident in plan.initial):
+        return None
+    if not disks:
+        raise PlanError(
+            f"the plan by {plan.policy} keeps lists on disks and no folder is given for them; give --disks FOLDER "
+            "(prepare(..., disks=[FOLDER])), a folder on a disk"
+        )
+    rank, count = (0, 1) if ranks is None else (ranks.rank, ranks.count)
+    folders = DiskFolders(folders=[Path(folder) for folder in disks], rank=rank, ranks=count)
+    for note in folders.notes:
+        log.warning("disks: %s, where transfers go through the page cache: its memory, or memory itself", note)
+    return folders
+
+
+def _arena_that_fits(given: _Given, backend: Backend, ranks: Ranks | None, folders: DiskFolders | None) -> Arena:
     """Returns the plan's arena, before it takes memory. Raises DoesNotFit where the host has too little."""
-    arena = Arena(given.plan, backend, rank=0 if ranks is None else ranks.rank)
+    arena = Arena(given.plan, backend, rank=0 if ranks is None else ranks.rank, disks=folders)
     check_host_memory(
         given.plan,
         arena.slabs.room,

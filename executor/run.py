@@ -242,11 +242,12 @@ class TrainingJob(Axes):
         keeping: Keeping | None = None,
         on_step: Callable[[StepReport, Status], None] | None = None,
         logs: Sequence[str] = (),
+        disks: Sequence[str] = (),
     ) -> RunResult:
         """Train by the plan. Returns the steps' reports and the measured figures.
 
         steps: in all, those before the checkpoint included.
-        bandwidth, gpu_memory: as for `prepare`.
+        bandwidth, gpu_memory, disks: as for `prepare`.
         order: predicts a plan's timeline. With it, one more iteration runs untimed, in the order predicted for the last
             plan, to measure bytes.
         logs: targets of a row per step (`running.step_log.open_sink`). A job that goes on adds to a file's rows.
@@ -268,6 +269,7 @@ class TrainingJob(Axes):
             device=device,
             bandwidth=bandwidth,
             gpu_memory=gpu_memory,
+            disks=disks,
             weights=keeping.weights or self.weights,
         )
         session = optimizer.session

@@ -491,7 +491,9 @@ class CostModel:
         """
         disks = self.machine.nvme
         if disks is None:
-            raise PlanError(f"machine {self.machine.name!r} has no disks; give disks = NAME in a machine file")
+            raise PlanError(
+                f"machine {self.machine.name!r} has no disks; give --disks FOLDER, or disks = NAME in a machine file"
+            )
         rate = disks.read_bytes_per_s if direction == "read" else disks.write_bytes_per_s
         return disks.latency_s + size_bytes * self.machine.local_ranks / rate if size_bytes else 0.0
 

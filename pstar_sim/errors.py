@@ -14,6 +14,7 @@ __all__ = [
     "CatalogError",
     "CheckpointError",
     "ContractError",
+    "DiskError",
     "DoesNotFit",
     "FalseFigures",
     "Interrupted",
@@ -77,6 +78,11 @@ class WeightsError(PstarError):
 
 class CheckpointError(PstarError):
     """A checkpoint that is incomplete, for another model, from a newer version, or that could not be written."""
+
+
+class DiskError(PstarError):
+    """A folder of disks that cannot be used, or a transfer to or from it that failed; the text names folder and
+    list."""
 
 
 class Interrupted(PstarError):

@@ -26,6 +26,7 @@ import torch
 from executor.devices.copied import Copied
 from executor.devices.gate import Gate
 from pstar_sim.core.plan import Plan
+from pstar_sim.core.slabs import PAGE_BYTES
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import OutOfMemory
 
@@ -277,7 +278,9 @@ class VirtualBackend:
         return None
 
     def host_slab(self, size_bytes: int) -> torch.Tensor:
-        return torch.zeros(size_bytes, dtype=torch.uint8)
+        raw = torch.zeros(size_bytes + PAGE_BYTES - 1, dtype=torch.uint8)
+        first = -raw.data_ptr() % PAGE_BYTES  # as pinned memory begins, for transfers past the page cache
+        return raw[first : first + size_bytes]
 
     def gpu_payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         payload = torch.empty(numel, dtype=dtype)

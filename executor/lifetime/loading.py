@@ -38,7 +38,7 @@ def load_parameters(
             arena.take(resident.place, resident.chunk, resident.list)
             if resident.list in OTHERS:  # the other ranks' slices are not a list of their own, but the rest of a list
                 arena.payloads.whole(resident.chunk, OTHERS[resident.list]).zero_()
-            else:
+            elif resident.place is not Place.NVME:  # there a list that was never written is zero
                 arena.at(resident.place, resident.chunk, resident.list).zero_()
     for chunk in plan.layout.chunks:
         for slot, view in views_of(arena, chunk, parameters):

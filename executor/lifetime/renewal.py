@@ -14,7 +14,7 @@ from executor.memory.slots import fields_of, list_of
 from executor.queues.interface import Queues
 from executor.session.reader import Reader
 from pstar_sim.core.plan import Plan
-from pstar_sim.errors import DoesNotFit, PlanError
+from pstar_sim.errors import DiskError, DoesNotFit, PlanError
 
 __all__ = ["renew"]
 
@@ -35,7 +35,7 @@ def renew(
     trained = {t for tensors in run.plan.workload.gradients for t in tensors}
     if any(plan.modes[plan.layout.chunk_of[t]] == "frozen" for t in trained):
         raise PlanError("its iteration leaves out layers that the present plan trains, and would lose their states")
-    arena = Arena(plan, backend)
+    arena = Arena(plan, backend, disks=arena_before.disks.folders)
     layout = run.plan.layout
     moving = sum(layout.payload_bytes(c.index, "param") + layout.states_bytes(c.index) for c in layout.chunks)
     check_host_memory(
@@ -49,7 +49,7 @@ def renew(
         reader.standstill.drain()
         try:
             arena.allocate_slabs()
-        except DoesNotFit:
+        except (DiskError, DoesNotFit):
             backend.begin(run.plan)
             if not state.held:
                 queues.resume()

@@ -18,9 +18,10 @@ import torch
 
 from executor.devices.backend import Backend
 from executor.devices.updates import scratch_bytes
+from executor.disks.folders import DiskFolders
 from executor.memory.byte_log import ByteLog
 from executor.memory.categories import Categories
-from executor.memory.payloads import GpuPayloads, HostSlabs, dtype_of
+from executor.memory.payloads import DiskPayloads, GpuPayloads, HostSlabs, dtype_of
 from pstar_sim.core.ledger import Ledger
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.slabs import HostRoom
@@ -31,10 +32,10 @@ from pstar_sim.workload.optimizers import MASTER_LIST
 
 __all__ = ["PLACES", "TOWARDS", "Arena", "check_gpu_memory", "check_host_memory"]
 
-PLACES = (Place.HOST, Place.GPU)
+PLACES = (Place.HOST, Place.GPU, Place.NVME)
 """Places of payloads, in the order in which a value is looked for."""
-TOWARDS = {Place.GPU: Queue.H2D, Place.HOST: Queue.D2H}
-"""Place -> queue whose copies end there."""
+TOWARDS = {Place.GPU: Queue.H2D, Place.HOST: Queue.D2H, Place.NVME: Queue.D2H}
+"""Place -> queue whose copies across the link end there."""
 
 
 class Arena:
@@ -46,7 +47,13 @@ class Arena:
     """
 
     def __init__(
-        self, plan: Plan, backend: Backend, *, rank: int = 0, clock: Callable[[], float] = time.perf_counter
+        self,
+        plan: Plan,
+        backend: Backend,
+        *,
+        rank: int = 0,
+        disks: DiskFolders | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.plan = plan
         self.rank = rank
@@ -55,7 +62,12 @@ class Arena:
         self.backend = backend
         self.slabs = HostSlabs(plan, backend)
         self.payloads = GpuPayloads(plan.layout, backend, rank)
-        self._stores: dict[Place, GpuPayloads | HostSlabs] = {Place.GPU: self.payloads, Place.HOST: self.slabs}
+        self.disks = DiskPayloads(plan, disks)
+        self._stores: dict[Place, GpuPayloads | HostSlabs | DiskPayloads] = {
+            Place.GPU: self.payloads,
+            Place.HOST: self.slabs,
+            Place.NVME: self.disks,
+        }
         self._ledger = Ledger(plan)
         self._lock = threading.Lock()
         self.log = ByteLog(self._ledger, self._lock, clock)
@@ -64,10 +76,15 @@ class Arena:
         self.unsettled: dict[int, weakref.WeakMethod[Callable[[int], None]]] = {}
 
     def allocate_slabs(self) -> None:
-        """Allocate all host memory at once; call `check_host_memory` before. Raises DoesNotFit, and gives the rest
-        back, if the system still refuses some."""
+        """Allocate all host memory and all room on disks at once; call `check_host_memory` before. Raises DoesNotFit,
+        and gives the rest back, if the system still refuses some memory; DiskError where a folder has no room."""
         self.backend.begin(self.plan)
-        self.slabs.allocate()
+        self.disks.allocate()
+        try:
+            self.slabs.allocate()
+        except DoesNotFit:
+            self.disks.give_all()
+            raise
 
     # -- addresses ----------------------------------------------------------------------------------------------------
 
@@ -205,6 +222,7 @@ class Arena:
         with self._lock:
             self._ledger.clear()
             self.slabs.give_all()
+        self.disks.give_all()
 
 
 def check_gpu_memory(plan: Plan, backend: Backend, worst_bytes: int) -> None:

@@ -38,6 +38,7 @@ class ChunkState:
 
     current: places whose copy of the working list holds the current values.
     ahead: lists that are newer on the gpu than on the host: updated states, and sums to which gradients were added.
+    unsaved: lists that are newer on the host than on the disks: updated states.
     whole: whether the gpu has the other ranks' slices of the working list as well.
     gradients: see [Note: where a gradient is].
     lent: tensors whose slot of param32 on the gpu holds a gradient, new or spent.
@@ -49,6 +50,7 @@ class ChunkState:
 
     current: set[Place] = field(default_factory=set)
     ahead: set[str] = field(default_factory=set)
+    unsaved: set[str] = field(default_factory=set)
     whole: bool = False
     adding: bool = False
     updating: bool = False

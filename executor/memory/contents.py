@@ -27,7 +27,7 @@ from pstar_sim.workload.optimizers import MASTER_LIST
 
 __all__ = ["Contents"]
 
-GPU, HOST = Place.GPU, Place.HOST
+GPU, HOST, NVME = Place.GPU, Place.HOST, Place.NVME
 _UPDATED = {kind: place for kind in UPDATES if (place := EFFECTS[kind].reads) is not None}
 """Kind of Adam -> the place where it updates."""
 
@@ -71,6 +71,10 @@ class Contents:
             self.fetch(chunk, self._list(step), elements, in_fp32=self._in_fp32(step))
         elif kind is Kind.WRITEBACK:
             self.write_back(chunk, self._list(step), elements, in_fp32=self._in_fp32(step))
+        elif kind is Kind.NVME_READ:
+            self.read_in(chunk, self._list(step))
+        elif kind is Kind.NVME_WRITE:
+            self.write_out(chunk, self._list(step))
         elif kind is Kind.ALLOC:
             self._zero(step)
         elif kind is Kind.GATHER:
@@ -243,6 +247,46 @@ class Contents:
         state.ahead.discard(list_name)
         leaving.clear()
 
+    def read_in(self, chunk: int, list_name: str) -> None:
+        """Read a list from the disks to the host."""
+        state = self.chunks[chunk]
+        self._require(NVME, chunk, list_name, "read")
+        if state.where(HOST, list_name):
+            raise PlanError(f"read of {list_name} of chunk {chunk} would overwrite gradients on the host")
+        if list_name in state.unsaved:
+            raise PlanError(f"read of {list_name} of chunk {chunk} would overwrite an update that is on the host alone")
+        self.arena.disks.read(chunk, list_name, self.arena.at(HOST, chunk, list_name))
+        self._same(NVME, HOST, chunk, list_name)
+
+    def write_out(self, chunk: int, list_name: str) -> None:
+        """Write a list from the host to the disks."""
+        state = self.chunks[chunk]
+        self._require(HOST, chunk, list_name, "write")
+        if state.where(NVME, list_name):
+            raise PlanError(f"write of {list_name} of chunk {chunk} would overwrite gradients on the disks")
+        if list_name == "param":
+            state.current.discard(NVME)
+        elif list_name == "grad32" or list_name == "grad":
+            self.gradients.note_norms(chunk, list_name)
+        self.arena.disks.write(chunk, list_name, self.arena.at(HOST, chunk, list_name))
+        self._same(HOST, NVME, chunk, list_name)
+        state.unsaved.discard(list_name)
+
+    def _require(self, place: Place, chunk: int, list_name: str, what: str) -> None:
+        if not self.arena.has(place, chunk, list_name):
+            raise PlanError(f"{what} of {list_name} of chunk {chunk}: the {place.value} does not hold it")
+
+    def _same(self, source: Place, target: Place, chunk: int, list_name: str) -> None:
+        """Note that a list was copied between host and disks. Its gradients belong to the target from now on."""
+        state = self.chunks[chunk]
+        self.arena.categories.copied(source, target, chunk, list_name)
+        leaving = state.where(source, list_name)
+        state.where(target, list_name).update(leaving)
+        leaving.clear()
+        if list_name == "param" and source in state.current:
+            state.current.add(target)
+            self._changed(chunk)
+
     def adam(
         self, chunk: int, place: Place, update: Update, norms: Norms, elements: tuple[int, int] | None = None
     ) -> None:
@@ -282,6 +326,10 @@ class Contents:
             self._changed(chunk)
         if place is GPU:
             state.ahead.discard(list_name)
+        if place is HOST and list_name in state.unsaved:
+            raise PlanError(
+                f"{list_name} of chunk {chunk} would be freed on the host before its update is on the disks"
+            )
         self.arena.free(place, chunk, list_name)
 
     def free_hollow(self, chunk: int) -> None:

@@ -21,7 +21,7 @@ from pstar_sim.workload.optimizers import MASTER_LIST, MASTERS
 
 __all__ = ["ChunkGradients"]
 
-GPU, HOST = Place.GPU, Place.HOST
+GPU, HOST, NVME = Place.GPU, Place.HOST, Place.NVME
 GRADIENT_LISTS = ("param", "grad", "grad32")
 
 
@@ -40,6 +40,7 @@ class ChunkGradients:
         # As torch takes it; the masters' dtype where they are wider than a gradient.
         pure = arena.layout.optimizer.masters == MASTERS[1] and not arena.sliced
         self.norm_dtype = None if pure else torch.float32
+        self._norms: dict[int, torch.Tensor] = {}  # of gradients on disks
         self._slots: dict[tuple[int, str], torch.Tensor] = {}  # slots on the gpu that receive gradients
         chunk_of = arena.layout.chunk_of
         # Tensors of each chunk that get a gradient.
@@ -144,11 +145,20 @@ class ChunkGradients:
         if len(parts) > 1:
             raise PlanError(f"the norm of tensor {tensor}'s gradient is asked for before its parts {parts} are added")
         for place, list_name in parts:
+            if place is NVME:
+                return self._norms[tensor]
             lent = tensor in state.lent and (place, list_name) == (GPU, "param")
             slot = self._slot(tensor, MASTER_LIST).view(-1) if lent else self.slots.at(place, tensor, list_name)
             norm: torch.Tensor = torch.linalg.vector_norm(slot, dtype=self.norm_dtype)
             return norm
         raise PlanError(f"tensor {tensor} has no gradient")
+
+    def note_norms(self, chunk: int, list_name: str) -> None:
+        """Take the norms of gradients on the host that are about to go to the disks."""
+        for tensor in self.chunks[chunk].where(HOST, list_name) if self.arena.plan.settings.clip else ():
+            self._norms[tensor] = torch.linalg.vector_norm(
+                self.slots.at(HOST, tensor, list_name), dtype=self.norm_dtype
+            )
 
     def fold_on_gpu(self) -> None:
         """Join gradients on the gpu that are in two lists into one list."""

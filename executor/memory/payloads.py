@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import OrderedDict
+from typing import Any
 
 import torch
 
 from executor.devices.backend import Backend
 from executor.devices.dtypes import TORCH_DTYPES
+from executor.disks.folders import DiskFolders
+from executor.disks.store import DiskStore
 from executor.memory.slices import OTHERS_OF, GpuPayload, Steady
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.slabs import host_room
-from pstar_sim.core.step import OTHERS
-from pstar_sim.errors import DoesNotFit
+from pstar_sim.core.slabs import Pool, host_room, pool_rooms, pooled_payloads
+from pstar_sim.core.step import OTHERS, Place
+from pstar_sim.errors import DoesNotFit, PlanError
 
-__all__ = ["STATE_DTYPES", "GpuPayloads", "HostSlabs", "dtype_of", "numel_of"]
+__all__ = ["STATE_DTYPES", "DiskPayloads", "GpuPayloads", "HostSlabs", "dtype_of", "numel_of"]
 
 STATE_DTYPES = {4: torch.float32, 2: torch.bfloat16}  # bytes per element -> dtype
 
@@ -131,7 +135,8 @@ class GpuPayloads:
 
 
 class HostSlabs:
-    """Host payloads, carved from power-of-two slabs that are allocated once."""
+    """Host payloads, carved from power-of-two slabs that are allocated once. Takes and gives may come from any
+    thread."""
 
     def __init__(self, plan: Plan, backend: Backend) -> None:
         self.plan = plan
@@ -139,6 +144,13 @@ class HostSlabs:
         self.room = host_room(plan)
         self.slabs: list[torch.Tensor] = []
         self._payloads: dict[tuple[int, str], torch.Tensor] = {}
+        self._pooled = pooled_payloads(plan)
+        largest = max((plan.layout.payload_bytes(*key) for key in self._pooled), default=0)
+        self._pool = Pool(pool_rooms(plan).values(), largest)
+        self._rooms: list[torch.Tensor] = []
+        self._in_pool: dict[tuple[int, str], tuple[int, int]] = {}  # payload -> (room, first byte)
+        self._lock = threading.Lock()
+        self._read_by: list[Any] = []  # events behind copies to the gpu out of what was given back
 
     def allocate(self) -> None:
         """Allocate all slabs: see `Arena.allocate_slabs`."""
@@ -158,6 +170,7 @@ class HostSlabs:
                 f"({str(error).splitlines()[0]})",
             ) from error
         self.slabs = slabs
+        self._rooms = [self.first_bytes(key, size) for key, size in pool_rooms(self.plan).items()]
 
     def at(self, chunk: int, list_name: str) -> torch.Tensor:
         """Returns the payload as a flat tensor [numel]. Off the plan, a payload without room in the slabs gets memory
@@ -176,9 +189,35 @@ class HostSlabs:
         return payload
 
     def take(self, chunk: int, list_name: str) -> None:
-        """Does nothing, like `give`: the memory is there for good."""
+        """Give the payload a room of the pool ([Note: the pool] in core/slabs.py). The memory of others is there for
+        good."""
+        key = (chunk, list_name)
+        if key in self._pooled:
+            size = self.plan.layout.payload_bytes(chunk, list_name)
+            with self._lock:
+                self._wait_for_copies()
+                room, first = self._in_pool[key] = self._pool.take(size)
+                if room == len(self._rooms):
+                    self._rooms.append(self.backend.host_slab(self._pool.more_bytes))
+                memory = self._rooms[room][first : first + size]
+                self._payloads[key] = memory.view(dtype_of(self.plan.layout, chunk, list_name))
 
-    give = take
+    def give(self, chunk: int, list_name: str) -> None:
+        key = (chunk, list_name)
+        with self._lock:
+            if key in self._in_pool:
+                del self._payloads[key]
+                streams = self.backend.streams
+                if streams is not None and streams.queue not in streams.host_queues:
+                    self._read_by.append(streams.record(streams.queue))
+                self._pool.give(*self._in_pool.pop(key), self.plan.layout.payload_bytes(chunk, list_name))
+
+    def _wait_for_copies(self) -> None:
+        """Wait for copies that are issued and may still read what the pool has given back."""
+        for event in self._read_by:
+            assert self.backend.streams is not None
+            self.backend.streams.synchronize(event)
+        self._read_by.clear()
 
     def first_bytes(self, key: tuple[int, str], size_bytes: int) -> torch.Tensor:
         """Returns the first bytes of a room that does not belong to a list of a chunk (`core.slabs.stash_key`)."""
@@ -187,4 +226,89 @@ class HostSlabs:
 
     def give_all(self) -> None:
         self._payloads.clear()
+        self._rooms.clear()
         self.slabs.clear()
+
+
+class DiskPayloads:
+    """Payloads on disks, in slots of files that are made once.
+
+    folders: None where the plan keeps nothing on disks.
+
+    [Note: windows] A step of a plan reads or writes a whole list. All other code (loading, checkpoints, reads by the
+    user) wants views of single tensors. `at` gives it a view of a window: the whole list, read into host memory of its
+    own. What was changed in a window is written when the window leaves, for another one or before the next step; its
+    checksum says whether it was changed. Nothing but steps moves while steps run, so no view outlives its window.
+    """
+
+    WINDOWS = 3
+
+    def __init__(self, plan: Plan, folders: DiskFolders | None) -> None:
+        self.plan = plan
+        self.folders = folders
+        self._store: DiskStore[tuple[int, str]] | None = None
+        self._windows: OrderedDict[tuple[int, str], torch.Tensor] = OrderedDict()
+        self._lock = threading.RLock()
+
+    @property
+    def moved_bytes(self) -> dict[str, int]:
+        return {} if self._store is None else self._store.moved_bytes
+
+    def allocate(self) -> None:
+        """Make the files. Raises DiskError where a folder has no room."""
+        layout, rows = self.plan.layout, [r for r in self.plan.initial if r.place is Place.NVME and r.chunk >= 0]
+        if not rows:
+            return
+        if self.folders is None:
+            raise PlanError(f"the plan by {self.plan.policy} keeps lists on disks, and the run has no folder for them")
+        sizes = {(r.chunk, r.list): layout.payload_bytes(r.chunk, r.list) for r in sorted(rows)}
+        self._store = DiskStore(self.folders, sizes, lambda key: f"{key[1]} of chunk {key[0]}")
+
+    def _open(self) -> DiskStore[tuple[int, str]]:
+        assert self._store is not None, "a list moved to disks, and the plan has none there"
+        return self._store
+
+    def at(self, chunk: int, list_name: str) -> torch.Tensor:
+        """Returns the payload in a window: [Note: windows]."""
+        key = (chunk, list_name)
+        with self._lock:
+            if key not in self._windows:
+                while len(self._windows) >= self.WINDOWS:
+                    self._leave(*self._windows.popitem(last=False))
+                layout = self.plan.layout
+                window = torch.empty(numel_of(layout, chunk, list_name), dtype=dtype_of(layout, chunk, list_name))
+                self._open().read(key, window)
+                self._windows[key] = window
+            self._windows.move_to_end(key)
+            return self._windows[key]
+
+    def _leave(self, key: tuple[int, str], window: torch.Tensor) -> None:
+        if not self._open().holds(key, window):
+            self._open().write(key, window)
+
+    def close_windows(self) -> None:
+        with self._lock:
+            while self._windows:
+                self._leave(*self._windows.popitem())
+
+    def read(self, chunk: int, list_name: str, target: torch.Tensor) -> None:
+        """Read the payload for a step."""
+        self.close_windows()
+        self._open().read((chunk, list_name), target)
+
+    def write(self, chunk: int, list_name: str, source: torch.Tensor) -> None:
+        """Write the payload for a step."""
+        self.close_windows()
+        self._open().write((chunk, list_name), source)
+
+    def take(self, chunk: int, list_name: str) -> None:
+        """Does nothing, like `give`: the room is there for good."""
+
+    give = take
+
+    def give_all(self) -> None:
+        """Remove the files."""
+        self._windows.clear()
+        if self._store is not None:
+            self._store.close()
+            self._store = None

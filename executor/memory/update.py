@@ -36,7 +36,7 @@ from pstar_sim.workload.optimizers import MASTER_LIST
 
 __all__ = ["Norms", "Update", "Updating"]
 
-GPU, HOST = Place.GPU, Place.HOST
+GPU, HOST, NVME = Place.GPU, Place.HOST, Place.NVME
 Norms = Callable[[], Iterable[torch.Tensor]]
 """Returns the norms of all gradients of an iteration; called by the first update that needs them."""
 
@@ -197,8 +197,11 @@ class Updating:
             self.arena.at(place, chunk, "param").copy_(self.arena.at(place, chunk, MASTER_LIST))
         state.current = {place}
         state.whole = False
+        names = self.arena.layout.states_of(chunk).names
         if place is GPU:
-            state.ahead = set(self.arena.layout.states_of(chunk).names)
+            state.ahead = set(names)
+        else:
+            state.unsaved = {name for name in names if self.arena.has(NVME, chunk, name)}
         state.updating = False
 
     def _adam_part(self, chunk: int, elements: tuple[int, int], update: Update, norms: Norms) -> None:

@@ -78,7 +78,7 @@ class ParameterValues:
         if source is None:
             raise PlanError(f"the parameters of chunk {chunk} are lost: no place holds them")
         target, value = at(place, "param"), at(source, MASTER_LIST)
-        if source is place:
+        if source is place or GPU not in (source, place):
             target.copy_(value)
         else:
             arena.backend.copy(target, value, TOWARDS[place])

@@ -22,9 +22,13 @@ from pstar_sim.errors import PlanError, PstarError
 
 __all__ = ["Inline"]
 
-GPU, HOST = Place.GPU, Place.HOST
+GPU, HOST, NVME = Place.GPU, Place.HOST, Place.NVME
 NO_ID = -1
-_COPIES = {GPU: (Queue.H2D, Kind.FETCH), HOST: (Queue.D2H, Kind.WRITEBACK)}
+_COPIES = {
+    GPU: (Queue.H2D, Kind.FETCH),
+    HOST: (Queue.D2H, Kind.WRITEBACK),
+    NVME: (Queue.NVME, Kind.NVME_WRITE),
+}
 """Place -> queue and kind of the step that copies a list there."""
 _UPDATES = {GPU: (Queue.COMPUTE, Kind.GPU_UPDATE), HOST: (Queue.ADAM, Kind.CPU_UPDATE)}
 """Place -> queue and kind of the step that updates there."""
@@ -43,8 +47,15 @@ class Inline:
         return self._step(Queue.COMPUTE, Kind.ALLOC, chunk, list_name, place)
 
     def copy(self, place: Place, chunk: int, list_name: str) -> Step:
-        """Returns the step that copies a list to the place from another place."""
+        """Returns the step that copies a list to the place from another place; to the host from the disks where the gpu
+        does not have it."""
+        if place is HOST and not self._on_gpu(chunk, list_name):
+            return self._step(Queue.NVME, Kind.NVME_READ, chunk, list_name)
         return self._step(*_COPIES[place], chunk, list_name)
+
+    def _on_gpu(self, chunk: int, list_name: str) -> bool:
+        current = list_name != "param" or GPU in self.contents.chunks[chunk].current
+        return not self.arena.has(NVME, chunk, list_name) or (current and self.arena.has(GPU, chunk, list_name))
 
     def drop(self, place: Place, chunk: int, list_name: str) -> Step:
         if place is GPU:
@@ -125,7 +136,10 @@ class Inline:
             self.perform(self.alloc(place, chunk, list_name))
         elif list_name == "param":
             state = self.contents.chunks[chunk]
-            if any(p is not place and not state.where(p, "param") for p in state.current):
+            sources = {p for p in state.current if p is not place and not state.where(p, "param")}
+            if place is not HOST and sources and HOST not in sources and NVME in (place, *sources):
+                self._bring_by_host(place, chunk)
+            elif sources:
                 self.perform(self.copy(place, chunk, "param"))
             else:
                 self._fill(Resident(chunk, "param", place), lambda: self.contents.values.rewrite(place, chunk))
@@ -133,6 +147,14 @@ class Inline:
             self.perform(self.copy(place, chunk, list_name))
         else:
             raise PlanError(f"{list_name} of chunk {chunk} is lost: neither place holds it")
+
+    def _bring_by_host(self, place: Place, chunk: int) -> None:
+        """Bring a working list from the gpu to the disks or back: no step does it at once."""
+        passes = not self.arena.has(HOST, chunk, "param")
+        self.bring(HOST, chunk, "param")
+        self.perform(self.copy(place, chunk, "param"))
+        if passes:
+            self.perform(self.drop(HOST, chunk, "param"))
 
     def join(self, chunk: int) -> None:
         """Gather the other ranks' slices of the working list. See [Note: evaluations that differ] in

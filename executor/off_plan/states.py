@@ -5,6 +5,8 @@ A chunk is updated where its states are: on the gpu if they are pinned there, el
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from executor.memory.shares import Shares
@@ -15,7 +17,7 @@ from pstar_sim.workload.optimizers import MASTER_LIST
 
 __all__ = ["States"]
 
-GPU, HOST = Place.GPU, Place.HOST
+GPU, HOST, NVME = Place.GPU, Place.HOST, Place.NVME
 
 
 class States:
@@ -34,11 +36,23 @@ class States:
         return GPU if self.pinned(chunk) else HOST
 
     def leave(self, place: Place, chunk: int, list_name: str) -> None:
-        """Drop the list at the place. A list that was updated on the gpu is copied to the host before it leaves."""
-        perform, inline = self.inline.perform, self.inline
-        if place is GPU and list_name in self.contents.chunks[chunk].ahead:
+        """Drop the list at the place. A list that was updated on the gpu is copied to the host before it leaves, and
+        one that was updated on the host to the disks, where it lives there."""
+        perform, inline, state = self.inline.perform, self.inline, self.contents.chunks[chunk]
+        if place is GPU and list_name in state.ahead:
             perform(inline.copy(HOST, chunk, list_name))
+        newer = list_name == "param" and HOST in state.current and NVME not in state.current
+        if place is HOST and self.arena.has(NVME, chunk, list_name) and (newer or list_name in state.unsaved):
+            perform(inline.copy(NVME, chunk, list_name))
         perform(inline.drop(place, chunk, list_name))
+
+    def bring_from_disks(self, chunk: int, lists: Iterable[str]) -> list[str]:
+        """Read those of the lists to the host that are on disks and not there. Returns them."""
+        has = self.arena.has
+        absent = [name for name in lists if has(NVME, chunk, name) and not has(HOST, chunk, name)]
+        for name in absent:
+            self.inline.perform(self.inline.copy(HOST, chunk, name))
+        return absent
 
     def send_streams_home(self) -> None:
         """Copy the states that came to the gpu for one update back to the host, updated or not."""

@@ -17,7 +17,7 @@ from pstar_sim.core.step import Place
 
 __all__ = ["Stepping"]
 
-GPU = Place.GPU
+GPU, HOST = Place.GPU, Place.HOST
 
 
 class Stepping:
@@ -59,6 +59,12 @@ class Stepping:
             arrived = sorted(t for c in chunks for t in contents.chunks[c.index].with_gradient())
             return [contents.gradients.norm(t) for t in arrived]
 
+        read = {
+            c.index: self.states.bring_from_disks(
+                c.index, [name for (_, name), mine in contents.chunks[c.index].gradients.items() if mine]
+            )
+            for c in chunks
+        }
         for c in chunks if not update.skip else ():
             contents.gradients.fold(c.index, self.states.home(c.index))
         if self.updates.max_grad_norm is not None and update.norm is None:
@@ -71,7 +77,11 @@ class Stepping:
                 self._take(c.index)
                 if not update.skip:
                     contents.gradients.fold(c.index, self.states.home(c.index))
+            if self.states.home(c.index) is HOST:
+                read[c.index] += self.states.bring_from_disks(c.index, layout.states_of(c.index).names)
             self.inline.perform(self.inline.adam(self.states.home(c.index), c.index), update, norms)
+            for name in read[c.index]:
+                self.states.leave(HOST, c.index, name)
         self.cut.return_to()
 
     def _take_kept_back(self) -> None:

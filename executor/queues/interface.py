@@ -33,7 +33,7 @@ __all__ = [
     "without_locals",
 ]
 
-SIDE_QUEUES = (Queue.H2D, Queue.D2H, Queue.ADAM, Queue.NET)
+SIDE_QUEUES = (Queue.H2D, Queue.D2H, Queue.ADAM, Queue.NET, Queue.NVME)
 """The queues besides compute."""
 
 

@@ -39,7 +39,8 @@ def movable(arena: Arena, chunk: int) -> bool:
     """Returns whether the chunk's working list may leave the gpu, because its values can be restored."""
     if arena.has(Place.GPU, chunk, MASTER_LIST):
         return False
-    return arena.has(Place.HOST, chunk, "param") or arena.has(Place.HOST, chunk, MASTER_LIST)
+    below = (Place.HOST, Place.NVME)
+    return any(arena.has(place, chunk, name) for place in below for name in ("param", MASTER_LIST))
 
 
 class Capture(Protocol):

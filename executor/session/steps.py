@@ -17,7 +17,7 @@ from executor.queues.measured_timeline import build_timeline
 from executor.queues.moved import Moved
 from executor.session.reader import Reader
 from executor.session.state import PlanBytes, RunState
-from pstar_sim.core.step import COPIES, UPDATES, Kind, Queue
+from pstar_sim.core.step import COPIES, DISK_COPIES, UPDATES, Kind, Queue
 from pstar_sim.core.timeline import Timeline
 
 __all__ = ["Steps"]
@@ -84,6 +84,8 @@ class Steps:
         ahead_bytes = 0
         if step.kind in COPIES:
             before = stashes.copied_bytes(step.queue)
+        elif step.kind in DISK_COPIES:
+            before = self.run.arena.disks.moved_bytes[step.kind]
         with torch.no_grad():
             now = self.state.now  # the user's thread may begin the next iteration between two lines
             if updates.eager and step.kind in UPDATES and iteration == now.number and step.chunk is not None:
@@ -97,6 +99,8 @@ class Steps:
             copied_bytes = stashes.copied_bytes(step.queue) - before
             self._copied[i] = copied_bytes + ahead_bytes
             self.moved.step(iteration, step.queue.value, copied_bytes + ahead_bytes)
+        elif step.kind in DISK_COPIES:
+            self._copied[i] = self.run.arena.disks.moved_bytes[step.kind] - before
 
     def finish(self, i: int, iteration: int) -> None:
         step = self._plan_steps[i]

@@ -6,20 +6,32 @@ catalog.py explains the files, and how a user's file goes over the shipped files
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from pstar_sim.arguments import file_path, parse_bytes, refused, size_bytes
 from pstar_sim.catalog.catalog import Catalog, load_catalog, with_nodes
-from pstar_sim.catalog.machine import Machine, Rank
+from pstar_sim.catalog.machine import Machine, Nvme, Rank
 from pstar_sim.catalog.mixed import mixed_machine, names_parts
 from pstar_sim.catalog.overrides import override, parse_settings
 from pstar_sim.catalog.pool import share_pool
 from pstar_sim.errors import CatalogError, PstarError
 from pstar_sim.units import format_bytes
 
-__all__ = ["Catalog", "as_listed", "load_catalog", "load_machine", "machine_names", "resize", "with_nodes"]
+ASSUMED_READ_BYTES_PER_S, ASSUMED_WRITE_BYTES_PER_S = 3e9, 1.5e9  # of each file system
+
+__all__ = [
+    "Catalog",
+    "as_listed",
+    "load_catalog",
+    "load_machine",
+    "machine_names",
+    "resize",
+    "with_disks",
+    "with_nodes",
+]
 
 
 def machine_names(user_file: str | Path | None = None) -> tuple[str, ...]:
@@ -35,6 +47,7 @@ def load_machine(
     nodes: int | None = None,
     gpus: int | None = None,
     cpu_threads: int | None = None,
+    disks: Sequence[str | Path] = (),
     overrides: Mapping[str, str | int | float | bool] | Iterable[str] | None = None,
     user_file: str | Path | None = None,
 ) -> Machine:
@@ -46,6 +59,7 @@ def load_machine(
     nodes: all like the first (see `with_nodes`).
     gpus: per node.
     cpu_threads: of each process in CPU Adam (host.threads).
+    disks: folders of this machine, whose free room is the disks' (see `with_disks`).
     overrides: by path, {"link.bandwidth": "25GB/s"} or ["link.bandwidth=25GB/s"] (see overrides.py).
     user_file: a file that extends or overrides the catalog.
 
@@ -74,7 +88,7 @@ def load_machine(
         machine = override(machine, {"gpus": gpus})
     if cpu_threads is not None:
         machine = override(machine, {"host.threads": cpu_threads})
-    machine = resize(machine, gpu_memory=gpu_memory, host_memory=host_memory)
+    machine = with_disks(resize(machine, gpu_memory=gpu_memory, host_memory=host_memory), disks)
     if overrides is None:
         return machine
     if not isinstance(overrides, (Mapping, list, tuple)):
@@ -134,6 +148,35 @@ def resize(machine: Machine, *, gpu_memory: str | int | None = None, host_memory
     if pool_bytes is None:
         return machine
     return share_pool(machine, pool_bytes, gpu_given=gpu_memory is not None, host_given=host_memory is not None)
+
+
+def with_disks(machine: Machine, folders: Sequence[str | Path]) -> Machine:
+    """Returns the machine with disks that have the free room of these folders, at the rates of the machine's own disks,
+    or at assumed rates if it has none. Raises CatalogError for a folder that cannot be read."""
+    if not isinstance(folders, (list, tuple)) or not all(isinstance(each, (str, Path)) for each in folders):
+        raise refused("disks", folders, "folders, such as ['/nvme/run']", CatalogError)
+    if not folders:
+        return machine
+    room: dict[int, int] = {}  # file system -> bytes that are free
+    for folder in folders:
+        path = Path(folder).expanduser()
+        try:
+            room[path.stat().st_dev] = shutil.disk_usage(path).free
+        except OSError as error:
+            raise CatalogError(
+                f"disks folder {path} cannot be used ({error.strerror}); give one that exists"
+            ) from error
+    free = sum(room.values())
+    disks = machine.nvme or Nvme(
+        name="disks",
+        memory_bytes=free,
+        read_bytes_per_s=ASSUMED_READ_BYTES_PER_S * len(room),
+        write_bytes_per_s=ASSUMED_WRITE_BYTES_PER_S * len(room),
+        latency_s=1e-4,
+        measured=False,
+        source="rates assumed; pstar calibrate --disks FOLDER measures them",
+    )
+    return replace(machine, nvme=replace(disks, memory_bytes=free))
 
 
 def _with_memory(ranks: Iterable[Rank], size_bytes: int) -> Iterable[Rank]:

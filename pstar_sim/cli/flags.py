@@ -25,6 +25,7 @@ from pstar_sim.cli.flag_values import (
 from pstar_sim.workload.axes import Axes
 
 __all__ = [
+    "DisksFlag",
     "JobFlags",
     "JsonList",
     "JsonObject",
@@ -152,7 +153,23 @@ MACHINE = typer.Option(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _MachineChanges:
+class DisksFlag:
+    disks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER[,FOLDER]",
+            help="folders for what a plan keeps on disks: a plan is made for the room that they have, a run writes "
+            "there",
+        ),
+    ] = None
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        return tuple(self.disks.split(",")) if self.disks else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MachineChanges(DisksFlag):
     SECTION = "machine"
 
     nodes: Annotated[

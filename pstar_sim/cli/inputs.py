@@ -33,7 +33,7 @@ MOST_SPLITS, LARGE_BATCH = 5, 64  # splits to try at most; larger micro-batches 
 
 
 def machine_of(flags: MachineFlags | OptionalMachineFlags) -> Machine:
-    """Applies --nodes, --gpus, --gpu-memory, --host-memory, --cpu-threads and --set to --machine."""
+    """Applies --nodes, --gpus, --gpu-memory, --host-memory, --disks, --cpu-threads and --set to --machine."""
     if flags.machine is None:
         raise PstarError("--machine is needed (see `pstar machines`)")
     return load_machine(
@@ -44,6 +44,7 @@ def machine_of(flags: MachineFlags | OptionalMachineFlags) -> Machine:
         gpus=flags.gpus,
         cpu_threads=flags.cpu_threads,
         overrides=flags.changes or (),
+        disks=flags.folders,
     )
 
 

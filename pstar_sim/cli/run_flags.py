@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from pstar_sim.cli.flag_values import learning_rate, natural, positive
-from pstar_sim.cli.flags import Quiet
+from pstar_sim.cli.flags import DisksFlag, Quiet
 
 __all__ = ["RunFlags"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFlags:
+class RunFlags(DisksFlag):
     """Flags of `pstar run` and of `torchrun -m executor`. The rank that will write a file checks that it can be
     written."""
 

@@ -287,6 +287,7 @@ def run(*, flags: RunFlags) -> int:
             keeping=keeping,
             on_step=on_step,
             logs=flags.log or (),
+            disks=flags.folders,
         )
     plan, predicted = result.plan, predict(result.plan)
     run_report.write_timelines(flags, plan, predicted, result)

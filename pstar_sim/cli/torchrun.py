@@ -116,6 +116,7 @@ def _run(flags: RunFlags, plan: Plan, processes: Processes) -> None:
             keeping=keeping,
             on_step=on_step,
             logs=flags.log or (),
+            disks=flags.folders,
         )
     plan, predicted = result.plan, predict(result.plan)
     write_timelines(mine, plan, predicted, result)

@@ -3,29 +3,39 @@
 The pinned allocator rounds every request up to a power of two (1.78 times the requested size in a measured run). So
 payloads are carved from a few slabs whose sizes are powers of two, and a plan needs the sum of its slabs from the host,
 not the sum of its payloads.
+
+[Note: the pool] What passes through the host on its way to or from disks has no address of its own: such payloads share
+rooms of a slab each, the last as large as is needed while the steps run in the order of the plan. Where the disks fall
+behind, the executor adds rooms, within the plan's budget of the host.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pstar_sim.core.effects import takes
-from pstar_sim.core.plan import Plan
+from pstar_sim.core.effects import frees, takes
+from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.step import Place
 
 __all__ = [
     "ALIGN_BYTES",
     "LARGEST_SLAB_BYTES",
+    "PAGE_BYTES",
     "HostRoom",
+    "Pool",
     "host_payloads",
     "host_room",
     "pack_slabs",
-    "passing_payloads",
+    "pool_key",
+    "pool_rooms",
+    "pooled_payloads",
     "stash_key",
 ]
 
 ALIGN_BYTES = 256
+PAGE_BYTES = 4096
 LARGEST_SLAB_BYTES = 1 << 30
 
 
@@ -110,24 +120,94 @@ def stash_key(block: str) -> tuple[int, str]:
     return -1, f"stash of {block}"
 
 
-def passing_payloads(plan: Plan) -> set[tuple[int, str]]:
+def _passing(plan: Plan) -> set[tuple[int, str]]:
     """Returns the (chunk, list) that steps take on the host."""
     taken = (takes(step) for step in plan.steps if step.chunk is not None)
     residents = (touched.resident for touched in taken if touched is not None)
     return {(r.chunk, r.list) for r in residents if r.place is Place.HOST}
 
 
+def _at_cut(plan: Plan) -> set[tuple[int, str]]:
+    return {(r.chunk, r.list) for r in plan.initial if r.chunk >= 0 and r.place is Place.HOST}
+
+
+def pooled_payloads(plan: Plan) -> set[tuple[int, str]]:
+    """Returns the (chunk, list) that take rooms from the pool: [Note: the pool]."""
+    return _passing(plan) - _at_cut(plan) if plan.nvme_budget_bytes else set()
+
+
+class Pool:
+    """Rooms, and what is taken of each: [Note: the pool].
+
+    room_bytes: of each room.
+    more_bytes: of a room that is added; at least.
+
+    Attributes:
+        ends: behind the last byte that was ever taken of each room.
+    """
+
+    def __init__(self, room_bytes: Iterable[int], more_bytes: int) -> None:
+        self.more_bytes = _in_pages(more_bytes)
+        self._free = [(room, 0, size) for room, size in enumerate(room_bytes)]  # (room, first byte, bytes), ascending
+        self.ends = [0] * len(self._free)
+
+    def take(self, size_bytes: int) -> tuple[int, int]:
+        """Returns (room, first byte) of the first place with so many bytes; adds a room where there is none."""
+        size = _in_pages(size_bytes)
+        at = next((i for i, (_, _, left) in enumerate(self._free) if left >= size), None)
+        if at is None:
+            at = len(self._free)
+            self._free.append((len(self.ends), 0, max(size, self.more_bytes)))
+            self.ends.append(0)
+        room, first, left = self._free.pop(at)
+        if left > size:
+            insort(self._free, (room, first + size, left - size))
+        self.ends[room] = max(self.ends[room], first + size)
+        return room, first
+
+    def give(self, room: int, first: int, size_bytes: int) -> None:
+        end = first + _in_pages(size_bytes)
+        beside = [row for row in self._free if row[0] == room and (row[1] == end or row[1] + row[2] == first)]
+        for row in beside:
+            self._free.remove(row)
+        start = min([first, *(row[1] for row in beside)])
+        insort(self._free, (room, start, max([end, *(row[1] + row[2] for row in beside)]) - start))
+
+
+def _in_pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def pool_rooms(plan: Plan) -> dict[tuple[int, str], int]:
+    """Returns key -> bytes of each room of the pool."""
+    passing, layout = pooled_payloads(plan), plan.layout
+    pool = Pool((), LARGEST_SLAB_BYTES)
+    held: dict[Resident, tuple[int, int]] = {}
+    for step in plan.steps if passing else ():
+        taken, freed = takes(step), frees(step)
+        row = None if taken is None else taken.resident
+        if row is not None and row.place is Place.HOST and (row.chunk, row.list) in passing and row not in held:
+            held[row] = pool.take(layout.payload_bytes(row.chunk, row.list))
+        row = None if freed is None else freed.resident
+        if row is not None and row in held:
+            pool.give(*held.pop(row), layout.payload_bytes(row.chunk, row.list))
+    return {pool_key(number): size for number, size in enumerate(pool.ends)}
+
+
+def pool_key(number: int) -> tuple[int, str]:
+    return -2 - number, "passing"
+
+
 def host_payloads(plan: Plan) -> dict[tuple[int, str], int]:
-    """Returns (chunk, list) -> bytes of every payload that the plan ever has on the host, including room for stashes
-    (`stash_key`)."""
-    sizes = {stash_key(block): size for block, size in plan.workload.stash_room}
-    at_cut = {(r.chunk, r.list) for r in plan.initial if r.chunk >= 0 and r.place is Place.HOST}
-    for chunk, list_name in sorted(at_cut | passing_payloads(plan)):
+    """Returns (chunk, list) -> bytes of every payload that has an address of its own on the host, including room for
+    stashes (`stash_key`) and the rooms of the pool."""
+    sizes = {stash_key(block): size for block, size in plan.workload.stash_room} | pool_rooms(plan)
+    for chunk, list_name in sorted((_at_cut(plan) | _passing(plan)) - pooled_payloads(plan)):
         sizes[chunk, list_name] = plan.layout.payload_bytes(chunk, list_name)
     return sizes
 
 
 def host_room(plan: Plan) -> HostRoom:
-    """Permanent and passing payloads each have an address of their own, so that every order of the queues finds
-    room."""
+    """Permanent payloads, and passing payloads that do not go to disks, each have an address of their own, so that
+    every order of the queues finds room."""
     return pack_slabs(host_payloads(plan).items())

@@ -58,6 +58,7 @@ from pstar_sim.python310 import StrEnum
 
 __all__ = [
     "COPIES",
+    "DISK_COPIES",
     "EFFECTS",
     "OTHERS",
     "PAGEABLE",
@@ -131,7 +132,9 @@ ROUTES = {
 """Kinds that move bytes -> the route of the bytes."""
 
 COPIES = frozenset(kind for kind, route in ROUTES.items() if route in ("h2d", "d2h"))
-"""Kinds that cross the link between host and gpu. Copies from and to the disks do not."""
+"""Kinds that cross the link between host and gpu."""
+
+DISK_COPIES = frozenset({Kind.NVME_READ, Kind.NVME_WRITE})
 
 UPDATES = frozenset({Kind.CPU_UPDATE, Kind.GPU_UPDATE})
 """Kinds of Adam. Each runs at the place where it reads the states."""

@@ -16,11 +16,10 @@ A policy plans with payloads alone, so its first plan may take too much. It then
 
 [Note: payloads that pass through the host] With disks most payloads only pass through the host. A place of its own for
 each payload would take as much memory as lies on the disks. So a plan that uses disks needs slabs for the payloads that
-never leave the host, and a pool of buffers that the passing payloads take in turns. Each buffer is as large as the
-largest passing payload. Together the buffers hold the most bytes of passing payloads that a simulation has on the host
-at once, rounded up to whole buffers. (These bytes are its peak of the host, less the permanent payloads and the
-policy's own host buffers.) If a place for each payload takes less, that counts instead. Every other plan needs a place
-for each payload, as the executor gives it.
+never leave the host, and the pool of core/slabs.py, to which the executor adds rooms where the disks fall behind. What
+a simulation has on the host at once beyond the pool counts as such rooms. (These bytes are its peak of the host, less
+the permanent payloads, the policy's own host buffers and the pool.) Every other plan needs a place for each payload, as
+the executor gives it.
 
 The asynchronous policies (tide, static_partition) know what they need before they plan, so their own checks are asked
 (policy/kit/job.py). These policies choose the number of pinned chunks. If the host is short, the policies pin exactly
@@ -35,7 +34,7 @@ from dataclasses import dataclass, replace
 
 from pstar_sim.catalog.machine import Gpu, Machine
 from pstar_sim.core.plan import ANY_PLAN, STASHES, Plan, Settings
-from pstar_sim.core.slabs import host_payloads, pack_slabs, passing_payloads, stash_key
+from pstar_sim.core.slabs import host_payloads, pack_slabs, pool_key, pool_rooms, stash_key
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.family.pins import most_pins_of
@@ -269,16 +268,10 @@ def _need(
 def _host_sizes(plan: Plan) -> dict[tuple[int, str], int]:
     """Returns the payloads, or [Note: payloads that pass through the host]."""
     sizes = host_payloads(plan)
-    if not plan.nvme_budget_bytes:
+    if not (pool := pool_rooms(plan)):
         return sizes
-    passing = passing_payloads(plan)
-    slot = max((sizes[key] for key in passing), default=0)
-    if not slot:
-        return sizes
-    permanent = {key: size for key, size in sizes.items() if key not in passing}
-    most = play(plan).peak_bytes["host"] - _buffer_bytes(plan) - sum(permanent.values())
-    pool = permanent | {(-1 - i, "passing"): slot for i in range(-(-most // slot))}
-    return min(pool, sizes, key=lambda places: sum(places.values()))
+    most = play(plan).peak_bytes["host"] - _buffer_bytes(plan) - sum(sizes.values())
+    return sizes | {pool_key(len(pool)): max(0, most)}
 
 
 def _buffer_bytes(plan: Plan) -> int:

@@ -27,7 +27,7 @@ from torch import nn
 import executor
 from executor.capture import capture_module
 from executor.models import enable_checkpointing
-from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.machine import Machine, Nvme
 from pstar_sim.core.effects import CATEGORIES, NON_MODEL, category_of
 from pstar_sim.core.ledger import PLACES, WIDTH, Moves
 from pstar_sim.core.plan import Plan, Settings
@@ -54,6 +54,12 @@ def small_machine(gpu_bytes: int, host_bytes: int = 2 * 10**9) -> Machine:
         adam_params_per_s=1e9,
         measured=False,
     )
+
+
+DISKS = Nvme(
+    name="test", memory_bytes=10**9, read_bytes_per_s=2e9, write_bytes_per_s=1e9, latency_s=1e-4, measured=False,
+    source="test",
+)  # fmt: skip
 
 
 class Mlp(nn.Module):

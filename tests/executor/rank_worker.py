@@ -64,6 +64,7 @@ def tight_plan(policy: str, w: Workload, settings: Settings, ranks: int, sequenc
     for share in SHARES:
         try:
             machine = machine_of(w.peak_non_model_bytes + int(share * params), ranks, sequences)
+            machine = replace(machine, nvme=kit.DISKS if "nvme" in policy else None)
             return find_policy(policy)(w, machine, settings)
         except DoesNotFit:
             continue
@@ -147,7 +148,9 @@ def train(case: dict[str, Any], plan: Plan, rank: int, group: Any) -> dict[str, 
     backend = streams_of(rank) if case.get("streams") else None
     device = f"cuda:{rank}" if case.get("cuda") else "virtual"
     place = torch.device(device if case.get("cuda") else "cpu")
-    model, optimizer = executor.prepare(model, plan, spec, group=group, watchdog_s=5.0, backend=backend, device=device)
+    model, optimizer = executor.prepare(
+        model, plan, spec, group=group, watchdog_s=5.0, backend=backend, device=device, disks=[sys.argv[2]]
+    )
     session = optimizer.session
     generator = torch.Generator().manual_seed(1)
     reference = kit.Reference(twin, LR, 0.1, clip, eps=EPS)

@@ -42,7 +42,7 @@ DOOR = "pstar_sim"  # the front door names what is public and who shows an answe
 
 # Of the executor, lowest first, in the same way; its front door and what `python -m` starts lie above all.
 EXECUTOR_FLOORS = (
-    ("devices",),
+    ("devices", "disks"),
     ("memory",),
     ("queues",),
     ("moments",),

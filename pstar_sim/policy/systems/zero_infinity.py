@@ -71,7 +71,9 @@ def zero_infinity(
     DoesNotFit if the GPU, the host or the disks are too small.
     """
     if "nvme" in (params, states) and machine.nvme is None:
-        raise PlanError(f"machine {machine.name!r} has no disks; give disks = NAME in a machine file")
+        raise PlanError(
+            f"machine {machine.name!r} has no disks; give --disks FOLDER, or disks = NAME in a machine file"
+        )
     b = Builder("zero_infinity", workload, machine, settings, slices=slices_on(machine, replicas))
     visits = traced_visits(b.uses, reuse)
     gather, fetch, read = (operators_before(visits, n if overlap else 0) for n in (1, 2, 3))

@@ -22,6 +22,7 @@ POLICIES = {
     "zero3_resident": "zero3_resident",
     "zero3_offload": f"zero3_offload:{SMALL}",
     "deep_optimizer_states": f"deep_optimizer_states:{SMALL}",
+    "zero_infinity": "zero_infinity:params=nvme,states=nvme,bucket=2000,reuse=2000,subgroup=3000",
     "tide": "tide",
     "optimal": "optimal",
 }

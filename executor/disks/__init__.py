@@ -1,0 +1,1 @@
+"""Disks: lists of chunks in files of one or several folders."""

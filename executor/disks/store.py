@@ -1,0 +1,222 @@
+"""DiskStore: a slot in preallocated files for each payload of a plan that lives on disks.
+
+[Note: pieces] A payload is cut into pieces of 4 MiB, which are spread over the folders in turn and moved by a few
+threads for each folder: one thread does not reach the rate of a disk. `os.preadv` and `os.pwritev` let other threads of
+Python run. Every piece begins at a multiple of 4,096 bytes of its file, as O_DIRECT wants it. Where O_DIRECT passes the
+page cache (`folders.DIRECT`), memory that is not aligned goes through a buffer of the thread that is.
+
+[Note: nothing lost on disks] The length of every transfer is checked. Every piece has a checksum, taken of the memory
+that is written, and verified of the memory that was read. The checksums are XXH3 of 64 bits (saving/tensor_files.py
+says why) and stay in memory: the files are for one run.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import xxhash
+
+from executor.disks.folders import DIRECT, DiskFolders, file_system
+from pstar_sim.errors import DiskError
+from pstar_sim.units import format_bytes
+
+__all__ = ["ALIGN_BYTES", "PIECE_BYTES", "DiskStore"]
+
+Key = TypeVar("Key", bound=Hashable)
+PIECE_BYTES = 4 << 20
+ALIGN_BYTES = 4096
+
+
+class _Piece(NamedTuple):
+    """Bytes [start, stop) of a payload, at `offset` of file number `file`."""
+
+    start: int
+    stop: int
+    file: int
+    offset: int
+
+
+class _File:
+    def __init__(self, path: Path, size_bytes: int) -> None:
+        """Make the file, with all its room. Raises DiskError."""
+        self.path, self.direct = path, file_system(path.parent) in DIRECT
+        free = shutil.disk_usage(path.parent).free
+        short = (
+            f"disks folder {path.parent} has no room: the plan puts {format_bytes(size_bytes)} there, "
+            f"{format_bytes(free)} are free; make room, or give more folders"
+        )
+        if size_bytes > free:
+            raise DiskError(short)
+        try:
+            self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise DiskError(f"{path} cannot be made ({error.strerror}); give another folder") from error
+        try:
+            os.posix_fallocate(self.descriptor, 0, max(size_bytes, 1))
+            if self.direct:
+                self._pass_the_cache()
+        except OSError as error:
+            self.close()
+            raise DiskError(short if error.errno == errno.ENOSPC else f"{path}: {error.strerror}; {short}") from error
+
+    def _pass_the_cache(self) -> None:
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+        os.close(self.descriptor)
+        self.descriptor = descriptor
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        self.path.unlink(missing_ok=True)
+
+
+class DiskStore(Generic[Key]):
+    """The payloads of one plan on disks. Moves come from one thread at a time.
+
+    sizes: key -> bytes. A payload that was never written is read as zeros.
+    named: key -> words for messages.
+
+    Attributes:
+        moved_bytes: by direction ("nvme_read", "nvme_write").
+
+    Raises DiskError where a folder has no room.
+    """
+
+    def __init__(self, folders: DiskFolders, sizes: Mapping[Key, int], named: Callable[[Key], str]) -> None:
+        self.folders = folders
+        self.named = named
+        self.moved_bytes = {"nvme_read": 0, "nvme_write": 0}
+        self._pieces: dict[Key, list[_Piece]] = {}
+        self._sums: dict[Key, list[int] | None] = dict.fromkeys(sizes)
+        self._files: list[_File] = []
+        self._buffers = threading.local()
+        ends = [0] * len(folders.folders)
+        for key, size in sizes.items():
+            pieces = self._pieces[key] = []
+            for start in range(0, size, PIECE_BYTES):
+                file, stop = min(range(len(ends)), key=ends.__getitem__), min(start + PIECE_BYTES, size)
+                pieces.append(_Piece(start, stop, file, ends[file]))
+                ends[file] += _aligned(stop - start)
+        try:
+            for folder, end in zip(folders.folders, ends):
+                self._files.append(_File(folders.new_file(folder), end))
+        except BaseException:
+            self.close()
+            raise
+        self._threads = ThreadPoolExecutor(folders.threads * len(ends), thread_name_prefix="executor-disk")
+
+    def close(self) -> None:
+        if hasattr(self, "_threads"):
+            self._threads.shutdown()
+        for file in self._files:
+            file.close()
+        self._files.clear()
+
+    def write(self, key: Key, source: torch.Tensor) -> None:
+        """Write the payload from contiguous memory of the host. Raises DiskError; the payload is then lost."""
+        memory = _bytes_of(source)
+        self._sums[key] = self._each(key, lambda piece: self._write(key, piece, memory[piece.start : piece.stop]))
+        self.moved_bytes["nvme_write"] += len(memory)
+
+    def read(self, key: Key, target: torch.Tensor) -> None:
+        """Read the payload into contiguous memory of the host. Raises DiskError where its bytes are not those that were
+        written."""
+        memory, sums = _bytes_of(target), self._sums[key]
+        if sums is None:
+            target.zero_()
+            return
+        found = self._each(key, lambda piece: self._read(key, piece, memory[piece.start : piece.stop]))
+        self.moved_bytes["nvme_read"] += len(memory)
+        for piece, was, is_now in zip(self._pieces[key], sums, found):
+            if was != is_now:
+                raise DiskError(
+                    f"{self._words(key, piece)} is not what was written there (checksum {is_now:016x} instead of "
+                    f"{was:016x}): the disk, or another program, has changed it; continue from the last checkpoint, "
+                    "with another folder"
+                )
+
+    def holds(self, key: Key, source: torch.Tensor) -> bool:
+        """Returns whether the payload is what this memory has, by their checksums."""
+        memory, sums = _bytes_of(source), self._sums[key]
+        if sums is None:
+            return not source.any()
+        return sums == [xxhash.xxh3_64_intdigest(memory[piece.start : piece.stop]) for piece in self._pieces[key]]
+
+    def _each(self, key: Key, move: Callable[[_Piece], int]) -> list[int]:
+        pieces = self._pieces[key]
+        return list(self._threads.map(move, pieces) if len(pieces) > 1 else map(move, pieces))
+
+    def _write(self, key: Key, piece: _Piece, memory: memoryview) -> int:
+        file, checksum = self._file(key, piece), xxhash.xxh3_64_intdigest(memory)
+        given = memory
+        if file.direct and not _may_pass(memory):
+            given = self._buffer()[: _aligned(len(memory))]
+            given[: len(memory)] = memory
+        self._whole(os.pwritev, "written", key, piece, given)
+        return checksum
+
+    def _read(self, key: Key, piece: _Piece, memory: memoryview) -> int:
+        file, given = self._file(key, piece), memory
+        if file.direct and not _may_pass(memory):
+            given = self._buffer()[: _aligned(len(memory))]
+        self._whole(os.preadv, "read", key, piece, given)
+        if given is not memory:
+            memory[:] = given[: len(memory)]
+        return xxhash.xxh3_64_intdigest(memory)
+
+    def _whole(self, move: Callable[..., int], word: str, key: Key, piece: _Piece, memory: memoryview) -> None:
+        """Move all of the memory. The system may move less than it was asked for."""
+        at, file = piece.offset, self._files[piece.file]
+        while memory:
+            try:
+                count = move(file.descriptor, [memory], at)
+                if count <= 0 or (file.direct and count % ALIGN_BYTES):
+                    raise OSError(errno.EIO, f"{count} of {len(memory)} bytes moved")
+            except OSError as error:
+                raise DiskError(
+                    f"{self._words(key, piece)} cannot be {word} ({error.strerror}); "
+                    + ("make room in the folder" if error.errno == errno.ENOSPC else "give another folder")
+                    + ", and continue from the last checkpoint"
+                ) from error
+            memory, at = memory[count:], at + count
+
+    def _file(self, key: Key, piece: _Piece) -> _File:
+        file = self._files[piece.file]
+        if os.fstat(file.descriptor).st_nlink == 0:
+            raise DiskError(
+                f"{self._words(key, piece)} is gone: somebody has removed {file.path}; continue from the last "
+                "checkpoint"
+            )
+        return file
+
+    def _words(self, key: Key, piece: _Piece) -> str:
+        return f"disks folder {self._files[piece.file].path.parent}: {self.named(key)}"
+
+    def _buffer(self) -> memoryview:
+        """Returns this thread's buffer, which begins at a page."""
+        if not hasattr(self._buffers, "memory"):
+            self._buffers.memory = memoryview(mmap.mmap(-1, PIECE_BYTES))
+        memory: memoryview = self._buffers.memory
+        return memory
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _may_pass(memory: memoryview) -> bool:
+    """Returns whether O_DIRECT takes this memory."""
+    return len(memory) % ALIGN_BYTES == 0 and np.frombuffer(memory, np.uint8).ctypes.data % ALIGN_BYTES == 0

@@ -1,0 +1,164 @@
+"""Slots in files: every byte comes back, and what goes wrong is said."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from executor.disks.folders import DiskFolders, file_system
+from executor.disks.store import PIECE_BYTES, DiskStore
+from pstar_sim.errors import DiskError
+
+SIZES = {"large": 2 * PIECE_BYTES + 5000, "small": 12, "page": 4096}
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., DiskStore[str]]]:
+    """opened(*folders): a store with SIZES there. All are closed at the end, and leave nothing."""
+    made: list[tuple[DiskStore[str], DiskFolders]] = []
+    threads, descriptors = threading.active_count(), len([*Path("/proc/self/fd").iterdir()])
+
+    def begin(*given: Path, sizes: dict[str, int] = SIZES) -> DiskStore[str]:
+        folders = DiskFolders(folders=given)
+        made.append((DiskStore(folders, sizes, lambda key: f"list {key}"), folders))
+        return made[0][0]
+
+    yield begin
+    for store, folders in made:
+        store.close()
+        folders.close()
+        assert not [path for folder in folders.folders for path in folder.glob("pstar-rank*")]
+    assert (threading.active_count(), len([*Path("/proc/self/fd").iterdir()])) == (threads, descriptors)
+
+
+def drawn(size: int, skip: int = 0) -> torch.Tensor:
+    """Bytes in memory that begins `skip` bytes behind an aligned address, or nearly so."""
+    return torch.randint(0, 256, (size + skip,), dtype=torch.uint8)[skip:]
+
+
+@pytest.mark.parametrize("where", ["disk", "two", "memory"])
+def test_every_byte_comes_back(opened: Callable[..., DiskStore[str]], tmp_path: Path, where: str) -> None:
+    (tmp_path / "b").mkdir()
+    shared = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    folders = {"disk": [tmp_path], "two": [tmp_path, tmp_path / "b"], "memory": [shared]}[where]
+    store = opened(*folders)
+    written = {key: drawn(size, skip) for skip, (key, size) in enumerate(SIZES.items())}
+    for key in ("small", "large"):
+        store.write(key, written[key])
+    back = {key: drawn(size, 3) for key, size in SIZES.items()}
+    for key in SIZES:
+        store.read(key, back[key])
+    assert torch.equal(back["large"], written["large"]) and torch.equal(back["small"], written["small"])
+    assert not back["page"].any()  # never written
+    assert store.moved_bytes == dict.fromkeys(("nvme_read", "nvme_write"), SIZES["large"] + SIZES["small"])
+    held = [sum(path.stat().st_size for path in folder.glob("*.slots")) for folder in folders]
+    assert sum(held) == 2 * PIECE_BYTES + 8192 + 4096 + 4096
+    assert where != "two" or min(held) >= PIECE_BYTES
+    assert store.folders.notes == ((f"{shared} is on tmpfs",) if where == "memory" else ())
+    shutil.rmtree(shared)
+
+
+def test_a_changed_byte_is_found(opened: Callable[..., DiskStore[str]], tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.write("large", drawn(SIZES["large"]))
+    (path,) = tmp_path.glob("*.slots")
+    with path.open("r+b") as file:
+        file.seek(PIECE_BYTES + 100)
+        byte = file.read(1)[0]
+        file.seek(PIECE_BYTES + 100)
+        file.write(bytes([byte ^ 1]))
+        os.fsync(file.fileno())
+    with pytest.raises(DiskError, match=rf"folder {tmp_path}: list large is not what was written .* last checkpoint"):
+        store.read("large", drawn(SIZES["large"]))
+
+
+@pytest.mark.parametrize(
+    ("moves", "said"),
+    [
+        (lambda fd, memory, at: 0, "list small cannot be written (0 of"),
+        (OSError(errno.ENOSPC, "No space left on device"), "(No space left on device); make room in the folder, and"),
+        (OSError(errno.EIO, "Input/output error"), "(Input/output error); give another folder, and continue from the"),
+    ],
+)
+def test_a_failed_transfer_names_folder_and_list(
+    opened: Callable[..., DiskStore[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: Any, said: str
+) -> None:
+    def fail(fd: int, memory: Any, at: int) -> int:
+        if isinstance(moves, OSError):
+            raise moves
+        count: int = moves(fd, memory, at)
+        return count
+
+    store = opened(tmp_path)
+    monkeypatch.setattr(os, "pwritev", fail)
+    with pytest.raises(DiskError) as error:
+        store.write("small", drawn(12))
+    assert str(tmp_path) in str(error.value) and said in str(error.value)
+
+
+def test_a_short_write_is_continued(
+    opened: Callable[..., DiskStore[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, plain = opened(tmp_path), os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda fd, memory, at: plain(fd, [memory[0][:8192]], at))
+    written, back = drawn(SIZES["large"]), drawn(SIZES["large"])
+    store.write("large", written)
+    store.read("large", back)
+    assert torch.equal(written, back)
+
+
+def test_a_removed_file_is_found(opened: Callable[..., DiskStore[str]], tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    next(tmp_path.glob("*.slots")).unlink()
+    with pytest.raises(DiskError, match=r"list small is gone: somebody has removed .*slots; continue from the last"):
+        store.write("small", drawn(12))
+
+
+def test_folders_that_cannot_be_used(tmp_path: Path, opened: Callable[..., DiskStore[str]]) -> None:
+    with pytest.raises(DiskError, match=r"missing cannot be used \(No such file or directory\); give a folder that"):
+        DiskFolders(folders=[tmp_path / "missing"])
+    with pytest.raises(DiskError, match="give one or more folders, each once"):
+        DiskFolders(folders=[tmp_path, tmp_path])
+    opened(tmp_path, sizes={})
+    with pytest.raises(DiskError, match=rf"{tmp_path} is in use by another run \(process {os.getpid()}\); give ano"):
+        DiskFolders(folders=[tmp_path])
+
+
+def test_a_folder_without_room_is_refused_before_the_run(tmp_path: Path) -> None:
+    """More than the file system has."""
+    folders = DiskFolders(folders=[tmp_path])
+    needed = shutil.disk_usage(tmp_path).free + 10**9
+    with pytest.raises(DiskError, match=r"has no room: the plan puts .* there, .* are free; make room, or give more"):
+        DiskStore(folders, {"all": needed}, str)
+    folders.close()
+
+
+def test_remains_of_a_killed_run_are_removed(tmp_path: Path, opened: Callable[..., DiskStore[str]]) -> None:
+    child = os.fork()
+    if child == 0:
+        held = [DiskFolders(folders=[tmp_path], rank=rank, ranks=2) for rank in (0, 1)]
+        for folders in held:
+            folders.new_file(tmp_path).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    remains = ["pstar-rank0.0.slots", "pstar-rank0.lock", "pstar-rank1.0.slots", "pstar-rank1.lock"]
+    assert sorted(path.name for path in tmp_path.glob("*")) == remains
+    (tmp_path / "mine.txt").touch()
+    folders = DiskFolders(folders=[tmp_path])
+    assert sorted(path.name for path in tmp_path.glob("*")) == ["mine.txt", "pstar-rank0.lock"]
+    folders.close()
+    assert [path.name for path in tmp_path.glob("*")] == ["mine.txt"]
+
+
+def test_the_file_system_is_known_by_name() -> None:
+    assert file_system(Path("/dev/shm")) == "tmpfs" and file_system(Path("/proc/self")) == "proc"

@@ -1,0 +1,149 @@
+"""Plans that keep lists on disks: the same bits as without disks, and as plain AdamW's."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.errors import DiskError, PlanError
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.workload.workload import repeat_micro_batch
+
+STEPS = 3
+SMALL = "subgroup=30000,bucket=20000,reuse=20000"
+
+
+def plan_on_disks(
+    kit: Any, name: str, options: str, *, micro_batches: int, clip: bool, dtype: torch.dtype = torch.float32
+) -> Plan:
+    model, draw = kit.build(name, checkpointing=True)
+    model.to(dtype)
+    w = repeat_micro_batch(kit.workload_of(model, draw(torch.Generator().manual_seed(9)), name=name), micro_batches)
+    params = sum(t.bytes for t in w.tensors if t.tied_to is None)
+    machine = replace(kit.small_machine(w.peak_non_model_bytes + int(3.0 * params)), nvme=kit.DISKS)
+    return find_policy(f"zero_infinity:{options},{SMALL}")(w, machine, Settings(clip=clip))
+
+
+CASES = {
+    "states": ("mlp", "states=nvme", 1, None, torch.float32),
+    "parameters": ("mlp", "params=nvme", 3, 0.5, torch.float32),
+    "both, in bf16": ("llama", "params=nvme,states=nvme", 2, 0.5, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trains_to_the_bit_as_without_disks(kit: Any, start: Callable[..., Any], tmp_path: Path, case: str) -> None:
+    name, options, micro_batches, clip, dtype = CASES[case]
+    about: dict[str, Any] = {"micro_batches": micro_batches, "clip": clip, "dtype": dtype, "checkpointing": True}
+    plans = [
+        plan_on_disks(kit, name, where, micro_batches=micro_batches, clip=clip is not None, dtype=dtype)
+        for where in (options, "params=cpu")
+    ]
+    runs = [start(name, "zero_infinity", plan=plan, disks=[tmp_path], **about) for plan in plans]
+    for run in runs:
+        mine, theirs = kit.train_both(
+            run.model, run.reference, run.optimizer, run.batches, steps=STEPS, micro_batches=micro_batches
+        )
+        assert mine == theirs
+    values = [run.model.state_dict() for run in runs]
+    for key, parameter in runs[0].reference.model.named_parameters():
+        assert torch.equal(values[0][key], values[1][key]) and torch.equal(values[0][key], parameter.detach()), key
+    session = runs[0].session
+    assert session.deviations == 0
+    moved = session.timeline().moved_bytes
+    assert moved == {lane: plans[0].moved_bytes[lane] for lane in moved}
+    assert moved["nvme_read"] and moved["nvme_write"]
+    logged, booked = kit.byte_changes(session)
+    assert logged == booked
+    session.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_leaves_the_plan_is_right_on_disks_too(kit: Any, start: Callable[..., Any], tmp_path: Path) -> None:
+    """An evaluation, a backward that is dropped, and a larger batch, alone and behind a micro-batch on plan."""
+    plan = plan_on_disks(kit, "mlp", "params=nvme,states=nvme", micro_batches=2, clip=True)
+    run = start("mlp", "zero_infinity", plan=plan, disks=[tmp_path], micro_batches=2, clip=0.5, checkpointing=True)
+    model, twin = run.model, run.reference.model
+
+    def both(batch: Any) -> None:
+        for one in (model, twin):
+            kit.loss_of(one, batch).backward()
+
+    for rows in ((1, 1), (1, 2), (2, 2), (1, 1)):
+        batch = next(run.batches)
+        with torch.no_grad():
+            assert float(kit.loss_of(model, batch)) == float(kit.loss_of(twin, batch))
+        both(batch)
+        run.optimizer.zero_grad()
+        twin.zero_grad()
+        for times in rows:
+            both({key: torch.cat([value] * times) for key, value in next(run.batches).items()})
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.reference.step()
+    assert run.session.deviations >= 2
+    values = model.state_dict()
+    for key, parameter in twin.named_parameters():
+        assert kit.distance(values[key], parameter.detach()) <= 1e-6, key
+
+
+def test_a_plan_on_disks_needs_a_folder(kit: Any, start: Callable[..., Any]) -> None:
+    plan = plan_on_disks(kit, "mlp", "states=nvme", micro_batches=1, clip=False)
+    with pytest.raises(PlanError, match=r"zero_infinity.* keeps lists on disks and no folder .* give --disks FOLDER"):
+        start("mlp", "zero_infinity", plan=plan)
+
+
+def test_a_transfer_that_fails_ends_the_run(
+    kit: Any, start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_on_disks(kit, "mlp", "states=nvme", micro_batches=1, clip=False)
+    run = start("mlp", "zero_infinity", plan=plan, disks=[tmp_path], checkpointing=True)
+    kit.train_alone(run.model, run.optimizer, run.batches, 1)
+    with run.session.still():
+        pass
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(DiskError, match=rf"folder {tmp_path}: \w+ of chunk \d+ cannot be written \(No space left"):
+        for _ in range(3):
+            kit.train_alone(run.model, run.optimizer, run.batches, 1)
+    run.session.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_holds_what_is_on_disks(kit: Any, start: Callable[..., Any], tmp_path: Path) -> None:
+    """It continues on disks and without them, each as if it had not been interrupted."""
+    plans = [
+        plan_on_disks(kit, "mlp", where, micro_batches=1, clip=True)
+        for where in ("params=nvme,states=nvme", "params=cpu", "states=nvme")
+    ]
+    about = {"clip": 0.5, "checkpointing": True}
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    for folder in folders:
+        folder.mkdir()
+    first, *others = [
+        start("mlp", "zero_infinity", plan=plan, disks=[folder], **about) for plan, folder in zip(plans, folders)
+    ]
+    for _ in range(2):
+        kit.train_alone(first.model, first.optimizer, first.batches, 1)
+    first.optimizer.save(tmp_path / "checkpoint")
+    for other in others:
+        other.optimizer.load(tmp_path / "checkpoint")
+    ahead = [next(first.batches) for _ in range(2)]
+    for run in (first, *others):
+        for batch in ahead:
+            kit.train_alone(run.model, run.optimizer, iter([batch]), 1)
+    states = [(run.model.state_dict(), run.optimizer.state_dict()["state"]) for run in (first, *others)]
+    for values, kept in states[1:]:
+        assert all(torch.equal(values[key], value) for key, value in states[0][0].items())
+        assert all(torch.equal(kept[i][key], value) for i, row in states[0][1].items() for key, value in row.items())
