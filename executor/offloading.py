@@ -20,6 +20,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from executor.session.spelling import LOOP, Spelling
 from pstar_sim.arguments import choice, parse_bytes
 from pstar_sim.catalog.catalog import load_catalog
 from pstar_sim.catalog.here import nvidia_smi, this_machine
-from pstar_sim.catalog.loader import load_machine, resize
+from pstar_sim.catalog.loader import load_machine, resize, with_disks
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.overrides import override
 from pstar_sim.core.plan import Plan, Settings
@@ -78,6 +79,7 @@ class Request:
     gpu_memory: accelerator memory that each process may use, "24GB" or bytes; None: all free memory.
     device: "virtual", "cuda" or "cuda:N"; None: "cuda" where torch has a CUDA device, else "virtual".
     machine: a machine or its name, as for `pstar_sim.machine`; "here": the machine that this runs on.
+    disks: folders for what a plan keeps on disks; their free room is the machine's disks.
     on_plan: called with the plan before the run begins.
     """
 
@@ -85,6 +87,7 @@ class Request:
     device: str | None = None
     machine: Machine | str = "here"
     policy: str = "optimal"
+    disks: Sequence[str | Path] = ()
     on_plan: Callable[[Plan], None] | None = None
 
     @property
@@ -118,6 +121,7 @@ def offload(
     device: str | None = None,
     machine: Machine | str = "here",
     policy: str = "optimal",
+    disks: Sequence[str | Path] = (),
     on_plan: Callable[[Plan], None] | None = None,
 ) -> tuple[nn.Module, OffloadedOptimizer]:
     """Run the model of a training loop by a plan for this machine. Returns the same model, and the optimizer for the
@@ -139,7 +143,7 @@ def offload(
     rounding: "nearest"; or "stochastic", for bf16 without masters: parameters are rounded to one of their neighbours,
         so that small updates are kept in the mean. A run has the same bits under every plan.
     loss: loss(model, batch) -> the scalar on which the loop calls `backward()`. By default the model's own loss.
-    gpu_memory, device, machine, policy, on_plan: see `Request`.
+    gpu_memory, device, machine, policy, disks, on_plan: see `Request`.
 
     Where the model cannot run on fake tensors, an iteration is recorded on the device, as by `record`; the log says so.
 
@@ -148,7 +152,9 @@ def offload(
     """
     if micro_batches < 1:
         raise ContractError(f"executor.offload: micro_batches={micro_batches} must be at least 1")
-    request = Request(gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, on_plan=on_plan)
+    request = Request(
+        gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, disks=disks, on_plan=on_plan
+    )
     asked, masters = masters is not None, MASTERS[0] if masters is None else masters
     choice("masters", masters, MASTERS, error=ContractError)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -236,7 +242,7 @@ def plan_for(workload: Workload, request: Request, *, micro_batches: int, settin
     made: list[Any] = [None]
     if count == 1 or dist.get_rank() == 0:
         try:
-            machine = _machine(request, gpus=count)
+            machine = with_disks(_machine(request, gpus=count), request.disks)
             plain = count == 1 and whole.optimizer.masters == MASTERS[1] and DTYPES[whole.dtype].can_sum
             settings = replace(settings, sums="16-bit" if plain else Settings.sums)  # as torch adds gradients up
             made[0] = find_policy(request.policy)(whole, machine, settings)
@@ -367,7 +373,7 @@ def begin(
     """
     more = {} if count is None else {"count": count}
     limit = request.limit_bytes if is_cuda(request.where) else None
-    _, offloaded = prepare(model, plan, spec, device=request.where, gpu_memory=limit, **more)  # type: ignore[arg-type]
+    _, offloaded = prepare(model, plan, spec, device=request.where, gpu_memory=limit, disks=request.disks, **more)  # type: ignore[arg-type]
     offloaded.session.shapes.planned = form
     offloaded.session.state.spelling = spelling
     _take_masters(offloaded, masters)

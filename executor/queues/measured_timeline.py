@@ -14,7 +14,7 @@ from executor.memory.byte_log import ByteChange
 from executor.queues.logs import IterationLog, StepLog
 from pstar_sim.core.effects import CATEGORIES
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.step import COPIES, DISK_COPIES, ROUTES, Place, Queue
+from pstar_sim.core.step import COUNTED, ROUTES, Place, Queue
 from pstar_sim.core.timeline import ByteSample, Span, Timeline
 from pstar_sim.errors import PlanError
 
@@ -60,15 +60,15 @@ def build_timeline(
     start_s, end_s = starts[-1], last.end_s
     stall_s: dict[str, float] = {}
     busy_s: dict[str, float] = {}
-    moved = dict.fromkeys(plan.moved_bytes.keys() & {ROUTES[kind] for kind in (*COPIES, *DISK_COPIES)}, 0)
+    moved = dict.fromkeys((way for way in plan.moved_bytes if way in COUNTED), 0)
     for step in rows:
         if step.iteration != last.number:
             continue
         busy_s[step.step.queue.value] = busy_s.get(step.step.queue.value, 0.0) + step.end_s - step.start_s
         if step.step.queue is Queue.COMPUTE and step.start_s > step.ready_s and step.cause:
             stall_s[step.cause] = stall_s.get(step.cause, 0.0) + step.start_s - step.ready_s
-        if step.step.kind in (*COPIES, *DISK_COPIES):
-            moved[ROUTES[step.step.kind]] += step.copied_bytes
+        if (way := ROUTES.get(step.step.kind)) in COUNTED:
+            moved[way] += step.copied_bytes
     samples, peaks = _samples(plan, changes, start_s, end_s)
     return Timeline(
         source="measured",

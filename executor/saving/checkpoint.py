@@ -339,14 +339,15 @@ def stored_fields(plan: Plan) -> tuple[str, ...]:
 
 
 def _state_rows(session: Session) -> list[TensorToStore]:
-    """Returns every optimizer state, chunk by chunk. Parameters that are their own masters are with the weights."""
+    """Returns every optimizer state, list by list of each chunk, so that a list on disks is read once. Parameters that
+    are their own masters are with the weights."""
     rows = []
     for chunk in session.plan.layout.chunks:
-        for slot in () if chunk.frozen else chunk.slots:
-            t = session.plan.workload.tensors[slot.tensor]
-            for field in fields_of(session.plan.layout.states_of(chunk.index)):
-                if field == MASTER_LIST and session.plan.layout.is_own_master(chunk.index):
-                    continue
+        for field in () if chunk.frozen else fields_of(session.plan.layout.states_of(chunk.index)):
+            if field == MASTER_LIST and session.plan.layout.is_own_master(chunk.index):
+                continue
+            for slot in chunk.slots:
+                t = session.plan.workload.tensors[slot.tensor]
                 slots = session.contents.slots
                 part, shape = slots.part(slot.tensor, field), slots.shape(slot.tensor, field)
                 whole = part.numel == prod(shape)

@@ -455,6 +455,7 @@ class Nvme:
             "TB that may be written to all disks, by the maker's rating",
             None,
             "datasheet",
+            path="life",
         ),
     ] = None
 

@@ -186,8 +186,9 @@ def compare_with_run(plan: Plan, predicted: Timeline, result: RunResult) -> list
     if result.timeline is not None:
         if (again_s := retimed_s(plan, result.timeline)) is not None:
             wanted["re-timed_s"], found["re-timed_s"] = again_s, step_s
-        wanted |= {"h2d_bytes": predicted.moved_bytes["h2d"], "d2h_bytes": predicted.moved_bytes["d2h"]}
-        found |= {"h2d_bytes": result.timeline.moved_bytes["h2d"], "d2h_bytes": result.timeline.moved_bytes["d2h"]}
+        moved = result.timeline.moved_bytes
+        wanted |= {f"{way}_bytes": predicted.moved_bytes[way] for way in moved}
+        found |= {f"{way}_bytes": moved[way] for way in moved}
     if result.measured is not None and result.measured.on_plan:
         wanted |= {"GPU peak_bytes": predicted.peak_bytes["gpu"], "host peak_bytes": predicted.peak_bytes["host"]}
         found |= {"GPU peak_bytes": result.measured.peak_gpu_bytes, "host peak_bytes": result.measured.peak_host_bytes}
@@ -346,6 +347,10 @@ def explain_run(plan: Plan, machine: Machine, result: RunResult) -> str:
             "re-timed: the same plan simulated with the seconds that its steps took in this run; the rest of the "
             "difference above is the machine's (rates that changed since they were measured)"
         )
+    from pstar_sim.planner.machine_notes import disk_life
+
+    if life := disk_life(plan, measured_s(result)):
+        lines.append(life)
     lines.append(others_words(result.taken_by_others))
     if result.deviations:
         lines.append(f"the run left the plan {len(result.deviations)} times, first: {result.deviations[0]}")

@@ -58,6 +58,7 @@ from pstar_sim.python310 import StrEnum
 
 __all__ = [
     "COPIES",
+    "COUNTED",
     "DISK_COPIES",
     "EFFECTS",
     "OTHERS",
@@ -135,6 +136,9 @@ COPIES = frozenset(kind for kind, route in ROUTES.items() if route in ("h2d", "d
 """Kinds that cross the link between host and gpu."""
 
 DISK_COPIES = frozenset({Kind.NVME_READ, Kind.NVME_WRITE})
+
+COUNTED = frozenset(ROUTES[kind] for kind in COPIES | DISK_COPIES)
+"""Routes of copies that the executor counts where it makes them."""
 
 UPDATES = frozenset({Kind.CPU_UPDATE, Kind.GPU_UPDATE})
 """Kinds of Adam. Each runs at the place where it reads the states."""

@@ -22,7 +22,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
 from pstar_sim.planner.binding import bound_by as binding
 from pstar_sim.planner.expert_chunks import chunk_use
-from pstar_sim.planner.machine_notes import NO_DISKS
+from pstar_sim.planner.machine_notes import NO_DISKS, disk_life
 from pstar_sim.planner.tried import tried_of, tried_text
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.kit.options import options_of, split_spec
@@ -456,6 +456,8 @@ def _binds(plan: Plan, timeline: Timeline, bound: str | None, barrier_cost_s: fl
     )
     moved = {k: v for k, v in timeline.moved_bytes.items() if v}
     lines.append("  moved: " + (", ".join(f"{format_bytes(v)} {k}" for k, v in moved.items()) or "nothing"))
+    if life := disk_life(plan, total):
+        lines.append(f"  {life}")
     bound_s = plan.predictions.get("lower_bound_s")
     if bound_s and moves_on_disks(timeline.moved_bytes):
         lines.append(f"  lower bound of this setting: {format_s(bound_s)}; {NO_DISKS}")

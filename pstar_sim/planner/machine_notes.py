@@ -26,6 +26,8 @@ __all__ = [
 
 NO_DISKS = "the lower bound counts no disks, so no distance from it is given"
 """The reason why a plan that moves lists on disks has no gap."""
+ASSUMED_FILLS = 600
+"""How often the disks of a node may be filled, where their rating is not known: 600 TB of 1 TB is usual."""
 _DAY_S = 86_400.0
 _DAYS_OF_A_YEAR = 365.25
 
@@ -102,15 +104,23 @@ def thread_notes(machine: Machine) -> list[str]:
 
 
 def disk_life(plan: Plan, iteration_s: float) -> str:
-    """Returns words for the bytes that a plan writes to a node's disks per day, and for their life by their rating;
-    empty if it writes none."""
-    disks, written = plan.machine.nvme, plan.moved_bytes.get("nvme_write", 0) * plan.machine.local_ranks
+    """Returns words for the bytes that a plan writes to a node's disks, and for their life by their rating, or by an
+    assumed one; empty if it writes none."""
+    machine = plan.machine
+    disks, written = machine.nvme, plan.moved_bytes.get("nvme_write", 0) * machine.local_ranks
     if disks is None or not written:
         return ""
+    million = 1e6 * written * machine.world_size / machine.local_ranks / plan.tokens
     per_day = written / iteration_s * _DAY_S
-    said = f"{plan.policy} writes {per_day / 1e12:,.1f} TB per day to the disks of a node"
-    if disks.life_bytes is None:
-        return f"{said}; how much may be written to {disks.name} is not known"
-    days = disks.life_bytes / per_day
-    life = f"{days / _DAYS_OF_A_YEAR:.1f} years" if days >= _DAYS_OF_A_YEAR else f"{days:,.0f} days"
-    return f"{said}; {disks.name} is rated for {disks.life_bytes / 1e12:,.0f} TB, which lasts {life}"
+    rated = disks.life_bytes or ASSUMED_FILLS * disks.memory_bytes
+    days = rated / per_day
+    life = f"{days / _DAYS_OF_A_YEAR:.1f} years" if days >= _DAYS_OF_A_YEAR else f"{days:,.1f} days"
+    by = (
+        f"{disks.name} is rated for {rated / 1e12:,.0f} TB"
+        if disks.life_bytes
+        else f"a rating of {rated / 1e12:,.0f} TB is assumed, {ASSUMED_FILLS} times their room (--set nvme.life=)"
+    )
+    return (
+        f"{plan.policy} writes {format_bytes(written)} per iteration to the disks of a node, {format_bytes(million)} "
+        f"per million tokens, {per_day / 1e12:,.1f} TB per day; {by}, which lasts {life}"
+    )

@@ -16,9 +16,10 @@ from pstar_sim.cost import CostModel
 from pstar_sim.errors import CatalogError
 from pstar_sim.planner.compare import compare
 from pstar_sim.planner.fits import fits
+from pstar_sim.planner.machine_notes import disk_life
 from pstar_sim.policy.systems.zero_infinity import zero_infinity
 from pstar_sim.sim.play import play
-from pstar_sim.units import GB
+from pstar_sim.units import GB, format_bytes
 from pstar_sim.workload.presets import preset
 from pstar_sim.workload.workload import Workload
 
@@ -111,9 +112,13 @@ def test_what_is_written_to_disks_stands_beside_their_life() -> None:
     (plan,) = (p.plan for p in answer.planned.values())
     per_day = plan.moved_bytes["nvme_write"] / answer.best().row.iteration_s * 86400
     (note,) = (n for n in answer.notes if "per day" in n)
-    assert f"writes {per_day / 1e12:,.1f} TB per day to the disks of a node" in note
+    written = plan.moved_bytes["nvme_write"]
+    assert f"writes {format_bytes(written)} per iteration to the disks of a node" in note
+    assert f"{format_bytes(written / (4 * 256) * 1e6)} per million tokens, {per_day / 1e12:,.1f} TB per day" in note
     assert "nvme-gen4 is rated for 1,200 TB, which lasts " in note
-    assert f"{1.2e15 / per_day:,.0f} days" in note
+    assert f"{1.2e15 / per_day:,.1f} days" in note
+    unknown = replace(plan, machine=replace(machine, nvme=replace(machine.nvme, life_bytes=None)))
+    assert "a rating of 1,200 TB is assumed, 600 times their room" in disk_life(unknown, 1.0)
 
 
 def test_host_memory_is_advised_as_a_share_of_one_memory() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Place
 from pstar_sim.errors import DiskError, PlanError
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.workload.workload import repeat_micro_batch
@@ -136,7 +137,16 @@ def test_a_checkpoint_holds_what_is_on_disks(kit: Any, start: Callable[..., Any]
     ]
     for _ in range(2):
         kit.train_alone(first.model, first.optimizer, first.batches, 1)
-    first.optimizer.save(tmp_path / "checkpoint")
+    on_disks = {row.list: 0 for row in plans[0].initial if row.place is Place.NVME}
+    for row in plans[0].initial:
+        on_disks[row.list] += plans[0].layout.payload_bytes(row.chunk, row.list) if row.place is Place.NVME else 0
+    with first.session.still():
+        before = dict(first.session.arena.disks.moved_bytes)
+        first.optimizer.save(tmp_path / "checkpoint")
+        after = first.session.arena.disks.moved_bytes
+    assert after["nvme_write"] == before["nvme_write"]
+    moments = on_disks["momentum"] + on_disks["variance"]  # each list once; of parameters, some are on the gpu
+    assert moments <= after["nvme_read"] - before["nvme_read"] <= moments + on_disks["param"]
     for other in others:
         other.optimizer.load(tmp_path / "checkpoint")
     ahead = [next(first.batches) for _ in range(2)]
