@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,9 +15,10 @@ from pstar_sim.cli.flag_values import one_of
 from pstar_sim.cli.flags import output
 from pstar_sim.cli.output import check_apart, say_json, say_table, tell
 from pstar_sim.errors import PstarError
-from pstar_sim.units import GB
+from pstar_sim.units import GB, format_count
 
 if TYPE_CHECKING:
+    from executor.calibration.folders import DiskPoint
     from pstar_sim.catalog.curves import Curve
     from pstar_sim.catalog.machine import Machine
     from pstar_sim.recorded.profile import Profile
@@ -57,8 +58,16 @@ def calibrate(
         str | None,
         typer.Option(
             metavar="NAME|FILE.toml",
-            help="with --from-profile: the machine whose other figures stay (default: the catalog's with the GPU that "
-            "the trace names)",
+            help="with --from-profile or --disks: the machine whose other figures stay (default: that of the trace's "
+            "GPU, or here)",
+        ),
+    ] = None,
+    disks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER[,FOLDER]",
+            help="measure these folders alone, in half a minute: reads and writes as plans make them, by size and "
+            "threads",
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="what was measured as a JSON object")] = False,
@@ -67,10 +76,14 @@ def calibrate(
     from a profiler's trace."""
     if not path.endswith(".toml"):
         raise PstarError(f"{path!r}: the name of a machine file must end in .toml, by which --machine recognises it")
+    if from_profile is not None and disks is not None:
+        raise PstarError("--from-profile and --disks of `pstar calibrate` are two ways to measure; give one")
     if from_profile is not None:
         return _from_profile(from_profile, machine, path, as_json=json)
+    if disks is not None:
+        return _disks(tuple(disks.split(",")), machine or "here", path, as_json=json)
     if machine is not None:
-        raise PstarError("--machine of `pstar calibrate` goes with --from-profile")
+        raise PstarError("--machine of `pstar calibrate` goes with --from-profile or --disks")
     measure = executor_module("calibrate").calibrate
     with bar("starting", quiet=json) as on_part:
         measured, found = measure(path, device=device, quick=quick, on_part=on_part)
@@ -86,6 +99,47 @@ def calibrate(
         )
     tell(f"{path}: use it with --machine {path}")
     return 0
+
+
+def _disks(folders: tuple[str, ...], base: str, path: str, *, as_json: bool) -> int:
+    from pstar_sim.catalog.loader import load_machine
+    from pstar_sim.catalog.writing import save_machine
+
+    rates = executor_module("calibration.folders").folder_rates(folders)
+    known = load_machine(base, disks=folders)
+    assert known.nvme is not None
+    machine = replace(
+        known,
+        name=Path(path).stem,
+        nvme=replace(
+            known.nvme,
+            name=f"{Path(path).stem}-disks",
+            read_bytes_per_s=rates.usual.read_bytes_per_s,
+            write_bytes_per_s=rates.usual.write_bytes_per_s,
+            latency_s=rates.latency_s,
+            measured=True,
+            source=f"pstar calibrate --disks {','.join(folders)}",
+        ),
+    )
+    save_machine(machine, path)
+    if as_json:
+        say_json({**_facts(machine, path, []), **asdict(rates)})
+        return 0
+    rows = [
+        (
+            f"lists of {point.size_bytes >> 20} MiB, {format_count(point.threads, 'thread')} per folder",
+            *map(_gb, _both(point)),
+        )
+        for point in rates.points
+    ]
+    together = tuple(map(_gb, rates.together))
+    say_table(("measured", "read", "write"), [*rows, ("reads and writes at the same time", *together)])
+    tell(f"all other figures are those of {base}; {path}: use it with --machine {path}")
+    return 0
+
+
+def _both(point: DiskPoint) -> tuple[float, float]:
+    return point.read_bytes_per_s, point.write_bytes_per_s
 
 
 def _from_profile(trace: str, base: str | None, path: str, *, as_json: bool) -> int:

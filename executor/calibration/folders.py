@@ -1,0 +1,106 @@
+"""Folders of disks: rates of transfers as a plan's steps make them (`disks.store`), by size and threads."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from executor.disks.folders import DiskFolders
+from executor.disks.store import DiskStore
+from pstar_sim.errors import DiskError
+
+__all__ = ["DiskPoint", "FolderRates", "folder_rates"]
+
+THREADS = (1, DiskFolders.threads, 8)
+SIZES = (4 << 20, 32 << 20)
+PAGE = 4096
+_LISTS = 4  # of each size
+_LONGEST_S = 1.5  # of one direction of a point
+
+
+@dataclass(frozen=True)
+class DiskPoint:
+    """Bytes/s of lists of one size, moved by some threads for each folder."""
+
+    threads: int
+    size_bytes: int
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class FolderRates:
+    """points: the last has the largest size; `usual` is that of the executor's threads.
+
+    together: bytes/s of reads and of writes at the same time, by the executor's threads.
+    """
+
+    points: tuple[DiskPoint, ...]
+    usual: DiskPoint
+    together: tuple[float, float]
+    latency_s: float
+
+
+def folder_rates(folders: Sequence[str | Path], *, clock: Callable[[], float] = time.perf_counter) -> FolderRates:
+    """Measure, in at most 20 seconds and with 0.3 GB of room. Raises DiskError for folders that cannot be used, and
+    where transfers go through the page cache, whose rate would be memory's."""
+    points: list[DiskPoint] = []
+    for threads in THREADS:
+        opened = DiskFolders(folders=[Path(folder) for folder in folders], threads=threads)
+        try:
+            if opened.notes:
+                raise DiskError(
+                    f"{opened.notes[0]}, where transfers go through memory, so that no rate of a disk can be measured; "
+                    "give a folder on ext4, xfs, btrfs or f2fs"
+                )
+            sizes = {(size, number): size for size in (*SIZES, PAGE) for number in range(_LISTS)}
+            store = DiskStore(opened, sizes, lambda key: f"list {key[1]} of {key[0]} bytes")
+            try:
+                points += [_point(store, threads, size, clock) for size in SIZES]
+                if threads == DiskFolders.threads:
+                    usual, together = points[-1], _together(store, clock)
+                    _rate(store.write, PAGE, clock)
+                    latency_s = PAGE / _rate(store.read, PAGE, clock)
+            finally:
+                store.close()
+        finally:
+            opened.close()
+    return FolderRates(tuple(points), usual, together, latency_s)
+
+
+Move = Callable[[tuple[int, int], torch.Tensor], None]
+
+
+def _point(store: DiskStore[tuple[int, int]], threads: int, size: int, clock: Callable[[], float]) -> DiskPoint:
+    _rate(store.write, size, clock)  # a file system may write a slot more slowly the first time
+    write = _rate(store.write, size, clock)
+    return DiskPoint(threads, size, _rate(store.read, size, clock), write)
+
+
+def _rate(move: Move, size: int, clock: Callable[[], float], lists: Sequence[int] = range(_LISTS)) -> float:
+    """Returns bytes/s of the median list."""
+    memory = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    seconds: list[float] = []
+    for number in lists:
+        if sum(seconds) < _LONGEST_S or not seconds:
+            begun_s = clock()
+            move((size, number), memory)
+            seconds.append(clock() - begun_s)
+    return size / max(statistics.median(seconds), 1e-9)
+
+
+def _together(store: DiskStore[tuple[int, int]], clock: Callable[[], float]) -> tuple[float, float]:
+    """Returns bytes/s of reads of half of the lists, and of writes of the others meanwhile."""
+    size, half = SIZES[-1], _LISTS // 2
+    written: list[float] = []
+    writer = threading.Thread(target=lambda: written.append(_rate(store.write, size, clock, range(half))))
+    writer.start()
+    read = _rate(store.read, size, clock, range(half, _LISTS))
+    writer.join()
+    return read, written[0]
