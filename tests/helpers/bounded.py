@@ -13,7 +13,7 @@ from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.fluid import fluid_bound
 from pstar_sim.catalog.machine import BY_COLLECTIVES, Machine, Rank
 from pstar_sim.core.layout import build_layout
-from pstar_sim.core.plan import LOOPS, Plan, Settings
+from pstar_sim.core.plan import LOOPS, SUMS, Plan, Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
 from pstar_sim.policy.kit.options import options_of
 from pstar_sim.policy.registry import find_policy, named
@@ -218,6 +218,8 @@ def held_plans(
             return
         rng = random.Random(f"{drawn} {number}")
         w, machine, settings = random_job(rng)
+        if w.dtype == "bf16":
+            settings = replace(settings, sums=rng.choice(SUMS))
         if gpus:
             machine = several(rng, machine, rng.choice(gpus))
         spec = random_spec(rng)
