@@ -54,7 +54,11 @@ def load_configuration(path: str) -> Configuration:
         )
     for trainer, keys in _TRAINERS.items():
         if isinstance(content, dict) and keys & content.keys():
-            raise PstarError(f"{path}: is a configuration of {trainer}, which is not read; {_launched_with(content)}")
+            optim = content.get("optim", content.get("optimizer"))
+            also = f", and --optimizer {optim} for its optim" if isinstance(optim, str) else ""
+            raise PstarError(
+                f"{path}: is a configuration of {trainer}, which is not read; {_launched_with(content)}{also}"
+            )
     return read(content, path)
 
 

@@ -1,7 +1,7 @@
 """Optimizers on a CUDA device: the numbers of the plain ones there, updated on the device and on the host. Needs a GPU.
 
-On the emulated device (tests/cuda_emulation) operators are the CPU's, so that all is equal to the bit. bitsandbytes has
-CUDA kernels of its own, which the emulated device lacks: there its updates run on the host alone.
+On the emulated device (tests/cuda_emulation) operators are the CPU's, so that all is equal to the bit. bitsandbytes'
+CUDA library does not load there: it wants cudaMemPrefetchAsync, and has kernels of its own.
 """
 
 from __future__ import annotations

@@ -442,9 +442,11 @@ def test_optimizers_by_their_types(kind: str, name: str) -> None:
     assert not [note for note in configuration.notes if "optimizer.type" in note]
 
 
-def test_a_plan_for_lion_is_written_as_lion() -> None:
-    w = preset("gpt2", batch=1, seq=64, optimizer="lion")
-    plan = find_policy("zero_offload")(w, load_machine("v100-16"), Settings(clip=True))
+@pytest.mark.parametrize("name", ["lion", "adamw-bf16-states"])
+def test_a_plan_for_an_optimizer_of_deepspeed_is_written_as_it(name: str) -> None:
+    w = preset("gpt2", batch=1, seq=64, optimizer=name)
+    plan = find_policy("zero_offload")(w, load_machine("a100-40"), Settings(clip=True))
     expressed = deepspeed.express(plan)
-    assert expressed.configuration.optimizer == "lion"
+    assert expressed.configuration.optimizer == name
+    assert deepspeed.read(json.loads(deepspeed.write(expressed.configuration)), "ds.json").optimizer == name
     assert not [note for note in expressed.cannot if "states of" in note]

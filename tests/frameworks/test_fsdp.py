@@ -165,8 +165,11 @@ _LAUNCHED = "give --like the DeepSpeed file (JSON) or the accelerate file (YAML)
     ("text", "said"),
     [
         (
-            "base_model: m\nsequence_len: 512\ndeepspeed: zero3.json",
-            "axolotl, which is not read; give --like the DeepSpeed file that its key deepspeed names, zero3.json",
+            "base_model: m\nsequence_len: 512\noptimizer: adamw_bnb_8bit\ndeepspeed: zero3.json",
+            (
+                "axolotl, which is not read; give --like the DeepSpeed file that its key deepspeed names, zero3.json, "
+                "and --optimizer adamw_bnb_8bit for its optim"
+            ),
         ),
         (
             "base_model: m\nfsdp_config: {offload_params: true}",
