@@ -75,6 +75,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "sums": EXECUTED,
     "table_policies": PLANNED,
     "tide_bytes": PLANNED,
+    "mixed_stages": PLANNED,
     "whale": EXECUTED,
     "validation": (*PLANNED, "pstar_sim/validation/**"),
 }  # fmt: skip
