@@ -32,6 +32,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise, product
 from math import inf
 
+from pstar_sim.arguments import text
 from pstar_sim.bounds.stages import stages_bound_s
 from pstar_sim.catalog.machine import Fabric, Group, Host, Machine, Neighbour, Nvme, Rank
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
@@ -209,8 +210,9 @@ def ways_of(
         return ways_to_spread(job, machine, every=parallel == ASKED[1], shape=shape)
     if job.model is None or job.batch is None:
         raise PstarError("a trace is of a whole model; give a model, whose preset is spread, with batch and seq")
-    spread = parallel if isinstance(parallel, Parallelism) else Parallelism.parse(parallel)
-    one = Way(parallelism=spread, batch=job.batch, micro_batches=job.micro_batches or 1)
+    if not isinstance(parallel, Parallelism):
+        parallel = Parallelism.parse(text("parallel", parallel, "auto, all, or a parallelism such as tp=2,pp=4"))
+    one = Way(parallelism=parallel, batch=job.batch, micro_batches=job.micro_batches or 1)
     return [one], []
 
 
