@@ -511,6 +511,19 @@ def whale() -> str:
     )
 
 
+def mixed_stages() -> str:
+    lines = [
+        "| GPUs | model | layers, even and by speed | even | by speed | gain | batch shared by speed |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
+    for row in result("mixed_stages")["rows"]:
+        even, speed = ("+".join(map(str, row[cut])) for cut in ("even", "speed"))
+        seconds = f"{row['even_s']:.2f} s | {row['speed_s']:.2f} s | {row['gain']:.2f} | {row['shared_s']:.2f} s"
+        model = f"{row['model']}, {row['dtype']}, {row['batch']} x {row['micro_batches']}"
+        lines.append(f"| `{row['machine']}` | {model} | {even}, {speed} | {seconds} |")
+    return "\n".join(lines)
+
+
 LAYOUTS = {
     "one node": "vTrain, 2 to 8 GPUs; every second one fitted, by one figure",
     "several nodes": "vTrain, 64 to 512 GPUs",
@@ -780,6 +793,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
     "families-taken": lambda: link("families"),
     "overlap-taken": lambda: link("overlap"),
     "layouts-taken": lambda: link("layouts"),
+    "mixed-stages-taken": lambda: link("mixed_stages"),
     "fit-taken": lambda: link("fit_efficiency"),
     "search-constants-taken": lambda: link("search_constants"),
     "sums-taken": sums_taken,
@@ -804,6 +818,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "gaps": gaps_table,
     "gemm": gemm,
     "layouts": layouts,
+    "mixed-stages": mixed_stages,
     "gemm-figures": gemm_figures,
     "overlap": overlap,
     "peers": peers_resident,
