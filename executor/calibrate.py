@@ -167,7 +167,7 @@ def measure(
         found.adam = tuple((float(count), rate) for count, rate in host.adam_rates(bench, threads))
 
     def updates() -> None:
-        found.updates = host.update_shares(bench)
+        found.updates = host.update_shares(bench, threads[-1])
 
     def dram() -> None:
         found.dram_bytes_per_s = host.dram_rate(bench, threads)

@@ -100,7 +100,7 @@ __all__ = [
 
 _COST = ("cost",)  # key of `Workload.derived`
 
-VERSION = 11
+VERSION = 12
 """Version of the model, by [Note: versions of the model]."""
 
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})
@@ -503,15 +503,18 @@ class CostModel:
 
     def cpu_adam_s(self, chunk: int) -> float:
         """Seconds of the elements, by the rate of the optimizer's update beside AdamW's or else by its traffic beside
-        AdamW's 28 bytes per parameter, and of the matrix products of the update."""
-        states = self.layout.states_of(chunk)
-        share = self.machine.updates.get(states.name, states.cpu_rate)
-        traffic = self.cpu_adam_bytes(chunk)
+        AdamW's 28 bytes per parameter, no less than its arithmetic on the rank's threads; and of the matrix products of
+        the update."""
+        m, states, params = self.machine, self.layout.states_of(chunk), self.params[chunk]
+        share = m.updates.get(states.name, states.cpu_share)
         if share is not None:
-            traffic = round(self.layout.trained_params[chunk] * ADAM_BYTES_PER_PARAM / share)
+            elements_s = params / (m.adam_params_per_s * share)
+        else:
+            elements_s = self.cpu_adam_bytes(chunk) / self.adam_bytes_per_s
+            if states.cpu_core_params_per_s is not None:
+                elements_s = max(elements_s, params / (m.update_threads * states.cpu_core_params_per_s))
         flops = sum(map(product_flops, self._update_products(chunk)))
-        rate = CPU_CORE_FLOPS * self.machine.host.cores / self.machine.local_ranks
-        return traffic / self.adam_bytes_per_s + flops / self.layout.ranks / rate
+        return elements_s + flops / self.layout.ranks / (CPU_CORE_FLOPS * m.host.cores / m.local_ranks)
 
     def cpu_add_bytes(self, chunk: int) -> int:
         """Returns the host memory traffic of grad32 += grad: read the gradient (working dtype), read and write the

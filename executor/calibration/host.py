@@ -77,14 +77,15 @@ def adam_update(memory_bytes: int, states: States | None = None) -> tuple[int, C
     return _CHUNK_PARAMS, action
 
 
-def update_shares(bench: Bench, *, clock: Callable[[], float] = time.thread_time) -> dict[str, float]:
-    """Returns rule -> parameters/s of its update over those of AdamW, on one thread, of each rule that has a share of
-    its own and whose package is installed."""
+def update_shares(bench: Bench, threads: int, *, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
+    """Returns rule -> parameters/s of its update over those of AdamW, on so many threads, of each rule that has a rate
+    of its own and whose package is installed."""
     known = {states.name: states for spec in OPTIMIZERS.values() for states in spec.all_states}
     rules = [
         states
         for name, states in known.items()
-        if name == "adamw" or (states.cpu_rate is not None and (not RULES[name].needs or RULES[name].has_plain))
+        if name == "adamw"
+        or ((states.cpu_share or states.cpu_core_params_per_s) and (not RULES[name].needs or RULES[name].has_plain))
     ]
 
     def timed(action: Callable[[], object]) -> float:
@@ -92,7 +93,7 @@ def update_shares(bench: Bench, *, clock: Callable[[], float] = time.thread_time
         action()
         return clock() - start_s
 
-    with torch_threads(1):
+    with torch_threads(threads):
         actions = {states.name: adam_update(bench.effort.memory_bytes // 8, states)[1] for states in rules}
         seconds = bench.medians(actions, timed, longest_s=math.inf)  # a first call may import a package
     return {name: seconds["adamw"] / s for name, s in seconds.items() if name != "adamw"}

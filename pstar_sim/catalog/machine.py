@@ -677,7 +677,7 @@ class Machine:
     slowdowns: "compute_while_adam" = 1.2 says that compute takes 1.2 times as long while CPU Adam runs; for pairs of
         "compute", "adam", "h2d" and "d2h", where measured. "compute_while_net" replaces the framework's.
     updates: "lion" = 0.4 says that the CPU updates by that rule 0.4 times as many parameters per second as by fused
-        AdamW. A rule that was not measured has the share in workload/optimizers.py.
+        AdamW. A rule that was not measured has the rate in workload/optimizers.py.
     neighbours: of the ranks of one stage of a pipeline, the other stages with which they share a border.
     groups: ranks that work on the same layers and sequences as each rank of this machine, such as those that split the
         tensors of each layer.
@@ -816,6 +816,12 @@ class Machine:
     def nvme_budget_bytes(self) -> int:
         """Bytes of the disks that a plan may use on each rank: its part of the node; 0 without disks."""
         return 0 if self.nvme is None else self.nvme.memory_bytes // self.local_ranks
+
+    @property
+    def update_threads(self) -> float:
+        """Threads of one rank's updates on the CPU: its part of the node's cores, or those that it has of them."""
+        part = self.host.cores / self.local_ranks
+        return part if self.host.threads is None else min(part, self.host.threads)
 
     @property
     def adam_params_per_s(self) -> float:

@@ -42,12 +42,12 @@ MASTERS = (MASTER, "none")
 _IN_AND_OUT = 2 + 2  # bytes of the gradient that an update reads, and of the parameter that it writes
 _BLOCK = 256  # elements of 8-bit states that share a scale (bitsandbytes, torchao)
 _LEAST_8_BIT = 4096  # elements; smaller tensors keep fp32 moments (bitsandbytes' min_8bit_size)
-_CPU_RATES = {
-    "adamw-8bit": 0.05, "lion-8bit": 0.07, "adamw-bnb": 0.12, "lion-bnb": 0.18, "lion": 0.43, "adafactor": 0.2,
-    "adafactor-vectors": 0.29, "sgd-momentum": 0.63, "sgd": 1.0,
-}  # fmt: skip
-"""Rule -> parameters per second of its update on the CPU over those of torch's fused AdamW, one thread each: of
-bitsandbytes 0.50, and of rules that torch computes operator by operator. `pstar calibrate` measures them."""
+_CPU_SHARES = {"lion": 0.43, "adafactor": 0.2, "adafactor-vectors": 0.29, "sgd-momentum": 0.63, "sgd": 1.0}
+"""Rule -> parameters per second of its update on the CPU over those of torch's fused AdamW, where torch computes it
+operator by operator, each a pass over memory. `pstar calibrate` measures them."""
+_CPU_CORE_RATES = {"adamw-8bit": 0.043e9, "lion-8bit": 0.06e9, "adamw-bnb": 0.11e9, "lion-bnb": 0.16e9}
+"""Rule -> parameters per second of its update on one thread, which computes longer than it waits for memory:
+bitsandbytes 0.50."""
 _NS_STEPS = 5  # Newton-Schulz iterations of torch.optim.Muon
 
 
@@ -73,8 +73,9 @@ class States:
     name: of the rule of the update.
     block: elements that are updated together, and whole: tensors are updated whole ([Note: granularity]).
     traffic_per_param: bytes of one update through memory; None: as in [Note: traffic].
-    cpu_rate: parameters per second of an update on the CPU over those of fused AdamW, as the executor runs both; None:
-        by the traffic of both.
+    cpu_share: parameters per second of an update on the CPU over those of fused AdamW, as the executor runs both.
+    cpu_core_params_per_s: of an update on one thread, where it is bound by arithmetic. None for both: an update takes
+        as long as its traffic.
     products: (batches, m, k, n) of the matrix products of an update in bf16, by the tensor's shape.
     """
 
@@ -86,8 +87,12 @@ class States:
     products: Callable[[Shape], Sequence[tuple[int, int, int, int]]] | None = None
 
     @property
-    def cpu_rate(self) -> float | None:
-        return _CPU_RATES.get(self.name)
+    def cpu_share(self) -> float | None:
+        return _CPU_SHARES.get(self.name)
+
+    @property
+    def cpu_core_params_per_s(self) -> float | None:
+        return _CPU_CORE_RATES.get(self.name)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import pytest
 
 import pstar_sim as ps
 from pstar_sim.bounds.bounds import lower_bound
+from pstar_sim.catalog.machine import Host
 from pstar_sim.cli import main
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.step import Part
@@ -167,6 +168,26 @@ def test_seconds_of_an_update_by_its_own_rate() -> None:
     assert cost_of(w, m, layout).cpu_adam_s(chunk) == pytest.approx(adamw_s / 0.43)
     measured = replace(m, updates={"lion": 0.5})
     assert cost_of(w, measured, layout).cpu_adam_s(chunk) == pytest.approx(adamw_s / 0.5)
+
+
+def test_arithmetic_of_an_update_is_shared_by_the_threads_of_a_rank() -> None:
+    """bitsandbytes' 8 bits: 0.043 billion parameters per second and thread, of all cores, of a rank's part of them, or
+    of its threads; many threads are bound by memory."""
+    w, m = preset("gpt2", batch=8, seq=64, optimizer="adamw-8bit"), ps.machine("v100-16")
+    layout = build_layout(w)
+    chunk = next(c.index for c in layout.chunks if layout.states_of(c.index).name == "adamw-8bit")
+    params = layout.trained_params[chunk]
+
+    def seconds(host: Host) -> float:
+        return cost_of(w, replace(m, host=host), layout).cpu_adam_s(chunk)
+
+    eight = replace(m.host, cores=8)
+    assert seconds(eight) == pytest.approx(params / (8 * 0.043e9))
+    assert seconds(replace(eight, threads=1)) == pytest.approx(params / 0.043e9)
+    many = replace(m.host, cores=4096)
+    assert seconds(many) == pytest.approx(layout.updates_bytes[chunk] / (28 * many.adam_params_per_s))
+    node = ps.machine("v100-32x8")
+    assert node.update_threads == node.host.cores / 8
 
 
 @pytest.mark.parametrize(("name", "masters"), [("adamw-8bit", "none"), ("adafactor", "fp32"), ("muon", "fp32")])
