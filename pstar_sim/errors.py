@@ -130,9 +130,12 @@ class UnknownName(PstarError):
     """A name that no catalog, policy table or file knows; the text lists the nearest known names.
 
     otherwise: what to do if none of the known names is meant, at the end of the text.
+    guess: whether a name that is alike may be meant. NAdam is not Adam: all known names are listed.
     """
 
-    def __init__(self, kind: str, name: str, known: tuple[str, ...], otherwise: str = "") -> None:
+    def __init__(
+        self, kind: str, name: str, known: tuple[str, ...], otherwise: str = "", *, guess: bool = True
+    ) -> None:
         import difflib
 
         lower = {other.lower(): other for other in known}
@@ -140,7 +143,7 @@ class UnknownName(PstarError):
         begin = sorted(other for other in lower if asked and other.startswith(asked))
         inside = sorted((other for other in lower if len(asked) > 2 and asked in other), key=len)
         alike = difflib.get_close_matches(asked, lower, n=3, cutoff=0.4)
-        near = [lower[n] for n in (begin or [*dict.fromkeys([*inside, *alike])])[:3]]
+        near = [lower[n] for n in (begin or [*dict.fromkeys([*inside, *alike])])[:3]] if guess else []
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(sorted(known)[:20])}"
         super().__init__(f"unknown {kind} {name!r}; {hint}" + (f" ({otherwise})" if otherwise else ""))
         self.kind = kind

@@ -15,7 +15,7 @@ from pstar_sim.dtypes import AUTOCAST, DTYPES, MASTER, WORKING
 from pstar_sim.errors import PstarError
 from pstar_sim.frameworks import deepspeed, fsdp
 from pstar_sim.frameworks.configuration import Configuration
-from pstar_sim.frameworks.express import Expressed, common_limits
+from pstar_sim.frameworks.express import Expressed, common_limits, optimizer_limits
 from pstar_sim.frameworks.fsdp import express_as, fsdp_policy, offloads, reshards
 from pstar_sim.frameworks.host_memory import Copies
 from pstar_sim.frameworks.keys import AUTO, PARALLELISM, Count, KeyReading, ignored, nested, read_keys, unmodelled, used
@@ -315,8 +315,7 @@ def _express_whole(plan: Plan) -> Expressed:
     cannot.append(fsdp.batch_limit(w))
     if w.checkpointing or w.recompute:
         cannot.append(f"recomputed activations ({w.recompute or 'all blocks'}): the script switches them on")
-    if w.optimizer.words:
-        cannot.append(f"the states of {w.optimizer.words}: the script makes the optimizer")
+    cannot += optimizer_limits(w, ACCELERATE, None)
     configuration = Configuration(
         framework=ACCELERATE,
         policy="all_on_gpu",

@@ -21,6 +21,7 @@ from pstar_sim.frameworks.express import (
     Expressed,
     common_limits,
     common_says,
+    optimizer_limits,
     options_of_plan,
     placed,
     whereabouts,
@@ -45,7 +46,6 @@ from pstar_sim.policy.systems.sharded import (
     SUB_GROUP_PARAMS,
 )
 from pstar_sim.schema.fields import between, least
-from pstar_sim.workload.optimizers import OPTIMIZERS
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["DEEPSPEED", "KEYS", "MEMORY", "express", "read", "write"]
@@ -103,6 +103,9 @@ KEYS = (
         also=(f"{_ZERO}.prefetch_bucket_size",),
     ),
     used("optimizer.type", "optimizer", str),
+    used("optimizer.params.adam_w_mode", "decoupled", bool, True),
+    used("optimizer.params.momentum", "momentum", Annotated[float, least(0)], 0.0),
+    used("zero_allow_untested_optimizer", "untested", bool, False),
     used("activation_checkpointing.cpu_checkpointing", "checkpoints_on_host", bool, False),
     unmodelled(
         f"{_ZERO}.overlap_comm",
@@ -227,7 +230,6 @@ KEYS = (
         "prescale_gradients",
         "gradient_predivide_factor",
         "gradient_allreduce_op",
-        "zero_allow_untested_optimizer",
         "dataloader_drop_last",
         "vocabulary_size",
         "checkpoint.*",
@@ -246,8 +248,16 @@ KEYS = (
     ),
 )
 
-_OPTIMIZERS = {"AdamW": "adamw", "SGD": "sgd-momentum", "Lion": "lion", "Muon": "muon"}
-"""optimizer.type, as it is written -> pstar_sim's name. DeepSpeed's Adam is AdamW too (adam_w_mode)."""
+_OPTIMIZERS: dict[str, dict[str, object]] = {
+    "adamw": {"optimizer": "AdamW"},
+    "adamw-bf16-states": {"optimizer": "AdamW", "bf16_states": True},
+    "adam": {"optimizer": "Adam", "decoupled": False},
+    "lion": {"optimizer": "Lion"},
+    "muon": {"optimizer": "Muon"},
+    "sgd-momentum": {"optimizer": "SGD", "momentum": 0.9, "untested": True},
+    "sgd": {"optimizer": "SGD", "untested": True},
+}
+"""pstar_sim's name -> the values that say it. ZeRO takes SGD as an untested optimizer alone."""
 _GROUPS = 20
 """Least number of sub-groups with which a ratio is exported."""
 _NVME_PATH = "/local_nvme"
@@ -331,15 +341,21 @@ def _optimizer(found: KeyReading) -> tuple[str | None, list[str]]:
     written = found.known("optimizer")
     if written is None:
         return None, []
-    names = {"adam": "adamw", **{kind.lower(): name for kind, name in _OPTIMIZERS.items()}}
+    sgd = "sgd-momentum" if found.usual("momentum", 0.0) else "sgd"
+    names = {
+        "adamw": "adamw",
+        "muadamw": "adamw",
+        "adam": "adamw" if found.usual("decoupled", True) else "adam",
+        "muadam": "adam",
+        "lion": "lion",
+        "muon": "muon",
+        "sgd": sgd,
+        "musgd": sgd,
+    }
     name = names.get(str(written).lower())
     if name is None:
         return "adamw", [f"not modelled: optimizer.type = {written}: predicted as AdamW"]
     return name, []
-
-
-def _written(optimizer: str) -> str:
-    return next((kind for kind, name in _OPTIMIZERS.items() if name == optimizer), "AdamW")
 
 
 def _policy(found: KeyReading, stage: int, states: str, params: str) -> str:
@@ -430,14 +446,12 @@ def values_of(configuration: Configuration) -> dict[str, object]:
         "train_batch": c.train_batch,
         "clip": AUTO if c.clip is None else 1.0 if c.clip else 0.0,
         "stage": detail["stage"],
-        "optimizer": None if c.optimizer is None else _written(c.optimizer),
+        **_OPTIMIZERS.get(c.optimizer or "", {}),
         "sums": detail.get("sums"),
         "gathers": detail.get("gathers"),
     }
     if c.dtype is not None:
         values |= {dtype: c.dtype == dtype for dtype in _HALF}
-    if c.optimizer == "adamw-bf16-states":
-        values["bf16_states"] = True
     values |= _values_of_places(c)
     if options.get("checkpoints") == "host":
         values["checkpoints_on_host"] = True
@@ -620,11 +634,10 @@ def express(plan: Plan) -> Expressed:
         base, options = "all_on_gpu", {}
     if params == "cpu" and (kept := whereabouts(plan).params_on_gpu) > 0:
         cannot.append(f"the {kept:.0%} of the parameters that stay on the GPU: with offload_param none stay")
-    near = "sgd-momentum" if w.optimizer.name == "sgd" else w.optimizer.name
-    in_bf16 = ("adamw-bf16-states",) if states == "cpu" and w.compute_dtype == WORKING else ()
-    optimizer = near if near in (*_OPTIMIZERS.values(), *in_bf16) else "adamw"
-    if w.optimizer != OPTIMIZERS[optimizer]:
-        cannot.append(f"the states of {w.optimizer.words}: predicted with {optimizer}")
+    optimizer = w.optimizer.name if w.optimizer.name in _OPTIMIZERS else "adamw"
+    if optimizer == "adamw-bf16-states" and (states != "cpu" or w.compute_dtype != WORKING):
+        optimizer = "adamw"
+    cannot += optimizer_limits(w, DEEPSPEED, optimizer)
     if w.checkpointing or w.recompute:
         what = f" ({w.recompute})" if w.recompute else ""
         cannot.append(f"recomputed activations{what}: the script switches them on (gradient_checkpointing_enable)")

@@ -16,12 +16,13 @@ from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.registry import built_in, can
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.axes import AxesGiven
+from pstar_sim.workload.optimizers import MASTERS
 from pstar_sim.workload.presets import variant
-from pstar_sim.workload.workload import Workload, activations_text
+from pstar_sim.workload.workload import Workload, activations_text, with_optimizer
 
 __all__ = [
-    "NOT_PINNED", "Expressed", "Whereabouts", "common_limits", "common_says", "job_left", "options_of_plan", "placed",
-    "whereabouts",
+    "NOT_PINNED", "Expressed", "Whereabouts", "common_limits", "common_says", "job_left", "optimizer_limits",
+    "options_of_plan", "placed", "whereabouts",
 ]  # fmt: skip
 
 NOT_PINNED = "host memory not pinned: the host cannot pin as much"
@@ -83,8 +84,8 @@ def whereabouts(plan: Plan) -> Whereabouts:
 
 def job_left(plan: Plan, configuration: Configuration) -> tuple[Workload, Settings]:
     """Returns the job that a framework runs in place of the plan's: depth-first, updated in optimizer.step(), with the
-    activations of all blocks kept or all recomputed, in the precision and with the recomputation that the configuration
-    states. A traced workload stays as it is."""
+    activations of all blocks kept or all recomputed, in the precision, with the recomputation and by the optimizer that
+    the configuration states, with fp32 masters. A traced workload otherwise stays as it is."""
     settings = replace(plan.settings, update="step", loop="own")
     w, c = plan.workload, configuration
     changes: AxesGiven = {}
@@ -92,10 +93,10 @@ def job_left(plan: Plan, configuration: Configuration) -> tuple[Workload, Settin
         changes["dtype"] = c.dtype
     if w.recompute != c.recompute and c.checkpointing is not None:
         changes["checkpointing"] = c.checkpointing
-    if not changes and not w.activations and not w.relayed:
-        return w, settings
+    optimizer = None if c.optimizer == w.optimizer.name else c.optimizer
     try:
-        return variant(w, **changes), settings
+        w = with_optimizer(w, optimizer, None if w.optimizer.masters == MASTERS[0] else MASTERS[0])
+        return variant(w, **changes) if changes or w.activations or w.relayed else w, settings
     except (ModelError, UnknownName):
         return w, settings
 
@@ -134,6 +135,21 @@ def common_limits(plan: Plan, framework: str, *own: str, autocast: bool = False)
     if settings.sums == "16-bit" and w.micro_batches > 1:
         said.append("sums of gradients in 16 bits")
     said.append(f"chunks of {format_bytes(plan.layout.chunk_bytes)}: {framework} has units of its own")
+    return said
+
+
+def optimizer_limits(w: Workload, framework: str, written: str | None) -> list[str]:
+    """What a file cannot say of the optimizer, one per line.
+
+    written: name here of the optimizer that the file names; None: the script makes it.
+    """
+    said = []
+    if written is None:
+        said.append(f"the optimizer {w.optimizer.name}: the script makes {w.optimizer.script}")
+    elif w.optimizer.name != written:
+        said.append(f"the optimizer {w.optimizer.name}: the file names {written} instead; predicted with {written}")
+    if w.optimizer.masters != MASTERS[0]:
+        said.append(f"training without fp32 masters: predicted with those of {framework}")
     return said
 
 

@@ -19,6 +19,7 @@ from pstar_sim.frameworks.express import (
     Whereabouts,
     common_limits,
     common_says,
+    optimizer_limits,
     options_of_plan,
     whereabouts,
 )
@@ -120,9 +121,11 @@ def express_as(
     says_batch: bool = True,
     trains_scaled: bool = True,
     recomputes_blocks: bool = False,
+    optimizer: str | None = None,
 ) -> Expressed:
     """The nearest FSDP configuration, with offloading if the plan keeps anything off the GPU.
 
+    optimizer: that of the file, as for `optimizer_limits`.
     recomputes_blocks: the file can say which blocks are recomputed (every-N).
     """
     where = whereabouts(plan)
@@ -139,11 +142,13 @@ def express_as(
         ).items()
         if applies
     ]
+    cannot += optimizer_limits(w, framework, optimizer)
     configuration = Configuration(
         framework=framework,
         policy=fsdp_policy(offload=offload, reshard=reshard, replicas=replicas),
         dtype=dtype,
         checkpointing=w.checkpointing if w.checkpointing or w.recompute else None,
+        optimizer=optimizer,
         details=tuple(sorted(details.items())),
     )
     says = [
@@ -194,6 +199,5 @@ def _limits(
         f"{w.recompute} recompute: the file says {'all blocks' if w.checkpointing else 'none'}": (
             w.recompute is not None and not (recomputes_blocks and w.checkpointing)
         ),
-        f"the states of {w.optimizer.words}: the script makes the optimizer": bool(w.optimizer.words),
         batch_limit(w): not says_batch,
     }

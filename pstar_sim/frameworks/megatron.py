@@ -7,7 +7,7 @@ from __future__ import annotations
 from pstar_sim.core.plan import Plan
 from pstar_sim.dtypes import MASTER
 from pstar_sim.frameworks.configuration import Configuration, spec
-from pstar_sim.frameworks.express import Expressed, common_limits, common_says, whereabouts
+from pstar_sim.frameworks.express import Expressed, common_limits, common_says, optimizer_limits, whereabouts
 from pstar_sim.frameworks.host_memory import (
     Allocation,
     MemoryRules,
@@ -63,8 +63,7 @@ def express(plan: Plan) -> Expressed:
         )
     if where.states_on_disks or where.params_on_disks:
         cannot.append("disks: Megatron has none; predicted with the states on the host")
-    if w.optimizer.words:
-        cannot.append(f"the states of {w.optimizer.words}: predicted with AdamW's fp32 states")
+    cannot += optimizer_limits(w, MEGATRON, "adamw")
     if w.recompute and w.checkpointing:
         cannot.append(f"blocks of which {w.recompute} recomputes: the flags say all of them")
     several = share < 1 and plan.machine.data_parallel_size > 1

@@ -33,7 +33,7 @@ KEYS = (
     used("parallelism.data_parallel_replicate_degree", "replicas", Count, 1),
     used("activation_checkpoint.mode", "recompute", Literal["none", "selective", "full", "memory_budget"], "selective"),
     used("activation_checkpoint.selective_ac_option", "every", str, "2"),
-    used("optimizer.name", "optimizer", Literal["Adam", "AdamW"], "AdamW"),
+    used("optimizer.name", "optimizer", str, "AdamW"),
     unmodelled("training.dtype", "parameters are taken to be fp32", off="float32"),
     unmodelled("optimizer.early_step_in_backward", "all updates are taken to run in optimizer.step()"),
     unmodelled("parallelism.data_parallel_shard_degree", "each replica is taken to slice over all its ranks", off=-1),
@@ -66,6 +66,8 @@ KEYS = (
     ),
 )
 
+_OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam", "Muon": "muon"}
+"""optimizer.name -> pstar_sim's name. Muon comes with branches of torchtitan; releases make the other two."""
 _DTYPES = {DTYPES[dtype].torch_name: dtype for dtype in (WORKING, MASTER)}
 
 
@@ -84,6 +86,8 @@ def read(content: object, file: str) -> Configuration:
         notes.append(
             f"not modelled: activation_checkpoint.mode = {found['recompute']}{option}; --checkpointing decides"
         )
+    if found["optimizer"] not in _OPTIMIZERS:
+        notes.append(f"not modelled: optimizer.name = {found['optimizer']}: predicted as AdamW")
     return Configuration(
         framework=TORCHTITAN,
         policy=fsdp_policy(offload=found["offload"], reshard=found["reshard"] != "never", replicas=found["replicas"]),
@@ -94,7 +98,7 @@ def read(content: object, file: str) -> Configuration:
         clip=found["clip"] > 0,
         checkpointing=True if every else {"full": True, "none": False}.get(found["recompute"]),
         recompute=every,
-        optimizer="adamw",
+        optimizer=_OPTIMIZERS.get(found["optimizer"], "adamw"),
         details=(("sequence", found["sequence"]), ("version", 2)),
         notes=tuple(notes),
         without_effect=found.without_effect,
@@ -115,7 +119,7 @@ def write(configuration: Configuration) -> str:
         "replicas": None if c.replicas == 1 else c.replicas,
         "recompute": "selective" if c.recompute else "full" if c.checkpointing else "none",
         "every": c.recompute and c.recompute.removeprefix("every-"),
-        "optimizer": "AdamW",
+        "optimizer": next(name for name, here in _OPTIMIZERS.items() if here == (c.optimizer or "adamw")),
     }
     lines = []
     for table, keys in nested(KEYS, values).items():
@@ -126,7 +130,12 @@ def write(configuration: Configuration) -> str:
 def express(plan: Plan) -> Expressed:
     w = plan.workload
     found = express_as(
-        plan, TORCHTITAN, {"version": 2, "sequence": w.sequence}, trains_scaled=False, recomputes_blocks=True
+        plan,
+        TORCHTITAN,
+        {"version": 2, "sequence": w.sequence},
+        trains_scaled=False,
+        recomputes_blocks=True,
+        optimizer="adam" if w.optimizer.name == "adam" else "adamw",
     )
     configuration = replace(
         found.configuration,
@@ -135,6 +144,5 @@ def express(plan: Plan) -> Expressed:
         clip=plan.settings.clip,
         checkpointing=w.checkpointing,
         recompute=w.recompute if w.checkpointing else None,
-        optimizer="adamw",
     )
     return replace(found, configuration=configuration)

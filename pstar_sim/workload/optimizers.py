@@ -194,6 +194,12 @@ class OptimizerSpec:
         return OPTIMIZERS[self.name] if width > self.master_bytes else self
 
     @property
+    def script(self) -> str:
+        """What a script makes, in words."""
+        made, optim = _SCRIPTS.get(self.name, (self.name, ""))
+        return made + (f' (a Trainer: optim="{optim}")' if optim else "")
+
+    @property
     def words(self) -> str:
         """For answers; "" for AdamW with fp32 states."""
         if self == OptimizerSpec():
@@ -312,24 +318,64 @@ _WHOLE = ("adafactor",)
 _OWN_WIDTH = ("adamw-8bit", "adamw-8bit-all", "adamw-bnb", "lion-8bit", "lion-8bit-all", "lion-bnb", "adafactor")
 """Optimizers whose moments keep their width beside a narrower parameter."""
 
+_SCRIPTS = {
+    "adamw": ("torch.optim.AdamW(fused=True)", "adamw_torch_fused"),
+    "adamw-bf16-states": ("an AdamW with moments in bf16, which torch has not", ""),
+    "adamw-8bit": ("bitsandbytes.optim.AdamW8bit with embeddings in 32 bits", "adamw_bnb_8bit"),
+    "adamw-8bit-all": ("bitsandbytes.optim.AdamW8bit", ""),
+    "adamw-bnb": ("bitsandbytes.optim.AdamW", "paged_adamw_32bit"),
+    "adam": ("torch.optim.Adam", ""),
+    "lion": ("lion_pytorch.Lion", ""),
+    "lion-8bit": ("bitsandbytes.optim.Lion8bit with embeddings in 32 bits", "lion_8bit"),
+    "lion-8bit-all": ("bitsandbytes.optim.Lion8bit", ""),
+    "lion-bnb": ("bitsandbytes.optim.Lion", "lion_32bit"),
+    "adafactor": ("transformers.Adafactor", "adafactor"),
+    "muon": ("torch.optim.Muon for matrices and torch.optim.AdamW for the rest", ""),
+    "sgd-momentum": ("torch.optim.SGD(momentum=0.9)", ""),
+    "sgd": ("torch.optim.SGD", "sgd"),
+}
+"""Optimizer -> what a script makes, and optim= of transformers' Trainer; "" where it has none."""
+
+_BITSANDBYTES = {
+    f"{paged}{kind}{bits}": f"{kind}-{states}"
+    for kind in ("adamw", "lion")
+    for paged in ("", "paged")
+    for bits, states in (("", "bnb"), ("32bit", "bnb"), ("8bit", "8bit-all"))
+}
+"""Classes of bitsandbytes, in lower case, as a loop makes them."""
+_LIBRARIES = ("torch", "transformers", "lion_pytorch", "deepspeed", "apex")
+"""Those whose classes have names of `ALIASES` or `OPTIMIZERS`."""
+
 ALIASES = {
-    "adamw_8bit": "adamw-8bit",
+    **_BITSANDBYTES,
+    "adamw": "adamw",
+    "lion": "lion",
+    "fusedadam": "adamw",  # of DeepSpeed and apex, adam_w_mode by default
+    "deepspeedcpuadam": "adamw",
+    "fusedlion": "lion",
+    "deepspeedcpulion": "lion",
     "adamw_bnb_8bit": "adamw-8bit",
-    "adamw8bit": "adamw-8bit",
     "paged_adamw_8bit": "adamw-8bit",
     "paged_adamw_32bit": "adamw-bnb",
     "adamw_hf": "adamw",
     "adamw_apex_fused": "adamw",
     "paged_lion_8bit": "lion-8bit",
     "paged_lion_32bit": "lion-bnb",
-    "lion_8bit": "lion-8bit",
     "lion_bnb_8bit": "lion-8bit",
-    "lion8bit": "lion-8bit",
     "lion_32bit": "lion-bnb",
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
 }
-"""Names of frameworks and libraries."""
+"""Names of frameworks and libraries, in lower case."""
+
+
+def _name_here(name: str) -> str:
+    """Returns the name in `OPTIMIZERS` of an optimizer, also by its class with its library: bnb.optim.AdamW."""
+    library, _, word = name.lower().rpartition(".")
+    library = library.partition(".")[0]
+    if library in ("bnb", "bitsandbytes"):
+        return _BITSANDBYTES.get(word, "")
+    return ALIASES.get(word, word.replace("_", "-")) if library in ("", *_LIBRARIES) else ""
 
 
 def optimizer_spec(name: str, *, masters: str | None = None, width: int = 4) -> OptimizerSpec:
@@ -341,9 +387,7 @@ def optimizer_spec(name: str, *, masters: str | None = None, width: int = 4) -> 
     Raises UnknownName.
     """
     text("optimizer", name, f"one of {', '.join(OPTIMIZERS)}")
-    key = name.lower()
-    key = ALIASES.get(key, key)
-    if key not in OPTIMIZERS:
-        raise UnknownName("optimizer", name, tuple(OPTIMIZERS))
-    spec = OPTIMIZERS[key]
+    spec = OPTIMIZERS.get(_name_here(name))
+    if spec is None:
+        raise UnknownName("optimizer", name, tuple(OPTIMIZERS), "others are not modelled", guess=False)
     return spec.without_masters(width) if masters == MASTERS[1] else spec

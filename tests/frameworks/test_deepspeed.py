@@ -15,9 +15,11 @@ from pstar_sim.catalog.efficiency import fitted
 from pstar_sim.catalog.loader import load_catalog, load_machine
 from pstar_sim.core.step import COPIES, PAGEABLE, Place, Queue
 from pstar_sim.frameworks import accelerate, deepspeed
+from pstar_sim.frameworks.express import job_left
 from pstar_sim.frameworks.keys import KeyEffect
 from pstar_sim.frameworks.load import load_configuration
 from pstar_sim.frameworks.prediction import predict
+from pstar_sim.frameworks.targets import TARGETS
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
@@ -432,21 +434,50 @@ def test_twin_flow_with_offloaded_parameters_keeps_none_of_them_on_the_gpu() -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("Adam", "adamw"), ("Lion", "lion"), ("Muon", "muon"), ("SGD", "sgd-momentum")]
+    ("kind", "params", "name"),
+    [
+        ("Adam", {}, "adamw"),
+        ("Adam", {"adam_w_mode": False}, "adam"),
+        ("AdamW", {"adam_w_mode": False}, "adamw"),
+        ("Lion", {}, "lion"),
+        ("Muon", {"momentum": 0.95}, "muon"),
+        ("SGD", {}, "sgd"),
+        ("SGD", {"momentum": 0.9}, "sgd-momentum"),
+        ("MuAdam", {}, "adam"),
+        ("OneBitAdam", {}, None),
+        ("Adagrad", {}, None),
+    ],
 )
-def test_optimizers_by_their_types(kind: str, name: str) -> None:
+def test_optimizers_by_their_types(kind: str, params: dict[str, object], name: str | None) -> None:
     """DeepSpeed's Adam is AdamW unless adam_w_mode is off."""
-    content = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": kind}, "zero_optimization": {"stage": 3}}
+    content = {"optimizer": {"type": kind, "params": params}, "zero_optimization": {"stage": 3}}
     configuration = deepspeed.read(content, "ds.json")
-    assert configuration.optimizer == name
-    assert not [note for note in configuration.notes if "optimizer.type" in note]
+    assert configuration.optimizer == (name or "adamw")
+    notes = [note for note in configuration.notes if "optimizer.type" in note]
+    assert notes == ([] if name else [f"not modelled: optimizer.type = {kind}: predicted as AdamW"])
 
 
-@pytest.mark.parametrize("name", ["lion", "adamw-bf16-states"])
+@pytest.mark.parametrize("name", ["adamw", "adam", "lion", "adamw-bf16-states", "muon", "sgd", "sgd-momentum"])
 def test_a_plan_for_an_optimizer_of_deepspeed_is_written_as_it(name: str) -> None:
     w = preset("gpt2", batch=1, seq=64, optimizer=name)
     plan = find_policy("zero_offload")(w, load_machine("a100-40"), Settings(clip=True))
     expressed = deepspeed.express(plan)
     assert expressed.configuration.optimizer == name
     assert deepspeed.read(json.loads(deepspeed.write(expressed.configuration)), "ds.json").optimizer == name
-    assert not [note for note in expressed.cannot if "states of" in note]
+    assert not [limit for limit in expressed.cannot if "optimizer" in limit]
+
+
+@pytest.mark.parametrize("name", ["adamw-8bit", "adafactor", "muon"])
+def test_each_file_names_the_optimizer_or_says_which_it_names_instead(name: str) -> None:
+    """What is predicted is the optimizer of the file; where the script makes the optimizer, that of the plan."""
+    w = preset("gpt2", batch=1, seq=64, optimizer=name, masters="none")
+    plan = find_policy("zero_offload")(w, load_machine("a100-40"), Settings(clip=True))
+    for target in TARGETS.values():
+        expressed = target.express(plan)
+        written = expressed.configuration.optimizer
+        limits = [limit for limit in expressed.cannot if limit.startswith(f"the optimizer {name}: ")]
+        assert len(limits) == (written != name)
+        assert all(f"{written} instead" in limit or "the script makes" in limit for limit in limits)
+        assert f"training without fp32 masters: predicted with those of {target.name}" in expressed.cannot
+        job, _ = job_left(plan, expressed.configuration)
+        assert (job.optimizer.name, job.optimizer.masters) == (written or name, "fp32")

@@ -35,6 +35,11 @@ def test_torchtitan_is_read_as_it_is_written() -> None:
     assert named.policy == "zero3_resident:reshard=off,replicas=2" and named.without_effect == ("model.name",)
     assert "data_parallel_replicate_degree = 2" in torchtitan.write(named)
     assert "tensor_parallel_degree = 2" in named.notes[0]
+    for name, optimizer in {"Adam": "adam", "AdamW": "adamw", "Muon": "muon"}.items():
+        named = torchtitan.read({"optimizer": {"name": name}}, "x.toml")
+        assert named.optimizer == optimizer and f'name = "{name}"' in torchtitan.write(named)
+    other = torchtitan.read({"optimizer": {"name": "Dion"}}, "x.toml")
+    assert "not modelled: optimizer.name = Dion: predicted as AdamW" in other.notes
     with pytest.raises(PstarError, match=r"x\.toml: trainin is not a known key .* did you mean training\?"):
         torchtitan.read({"trainin": {}}, "x.toml")
 

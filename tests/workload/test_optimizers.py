@@ -14,7 +14,7 @@ from pstar_sim.cli import main
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.step import Part
 from pstar_sim.cost import CPU_CORE_FLOPS, cost_of
-from pstar_sim.errors import CannotPlan
+from pstar_sim.errors import CannotPlan, UnknownName
 from pstar_sim.policy.passes.parts import parts_of
 from pstar_sim.policy.registry import policies
 from pstar_sim.workload.optimizers import OPTIMIZERS, OptimizerSpec, optimizer_spec
@@ -27,6 +27,42 @@ MATRIX = (1000, 500)
 
 def states(name: str, masters: str | None = None) -> OptimizerSpec:
     return optimizer_spec(name, masters=masters, width=2)
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("torch.optim.AdamW", "adamw"),
+        ("torch.optim.adam.Adam", "adam"),
+        ("torch.optim.Muon", "muon"),
+        ("bnb.optim.AdamW", "adamw-bnb"),
+        ("bitsandbytes.optim.PagedAdamW8bit", "adamw-8bit-all"),
+        ("AdamW8bit", "adamw-8bit-all"),
+        ("adamw_8bit", "adamw-8bit"),
+        ("bnb.optim.Lion", "lion-bnb"),
+        ("lion_pytorch.Lion", "lion"),
+        ("transformers.Adafactor", "adafactor"),
+        ("DeepSpeedCPUAdam", "adamw"),
+        ("deepspeed.ops.adam.FusedAdam", "adamw"),
+        ("bnb.optim.Adam", None),  # adds weight decay to the gradient; bitsandbytes' AdamW does not
+        ("mine.optim.AdamW", None),
+        ("amsgrad", None),
+    ],
+)
+def test_names_of_libraries(written: str, name: str | None) -> None:
+    if name is not None:
+        assert optimizer_spec(written).name == name
+        return
+    with pytest.raises(UnknownName, match=r"known: adafactor, .*sgd-momentum \(others are not modelled\)$"):
+        optimizer_spec(written)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_a_trainer_is_told_is_read_as_the_same_optimizer(name: str) -> None:
+    made, _, optim = OPTIMIZERS[name].script.partition(' (a Trainer: optim="')
+    assert made
+    if optim:
+        assert optimizer_spec(optim.removesuffix('")')).name == name
 
 
 def test_bytes_and_traffic_of_a_tensor_of_no_kind() -> None:
@@ -243,6 +279,9 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "adamw-8bit without fp32 masters" in capsys.readouterr().out
     assert main([*job, "--optimizer", "shampoo"]) == 2
     assert "unknown optimizer 'shampoo'; known: adafactor, adam, adamw," in capsys.readouterr().err
+    assert main([*job, "--optimizer", "nadam"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert "unknown optimizer 'nadam'; known: adafactor, adam," in line and "(others are not modelled)" in line
     trace = ["fits", "--trace", "traces/gpt2.parquet", "--machine", "v100-16", "--policy", "all_on_gpu"]
     assert main([*trace, "--optimizer", "muon"]) == 0
     assert "muon" in capsys.readouterr().out
