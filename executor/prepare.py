@@ -24,7 +24,7 @@ from executor.capture import capture_module
 from executor.compatibility import check_model, check_settings
 from executor.contract import reader_left, tensor_of
 from executor.descriptions import Optimizer, group_of
-from executor.devices.backend import Backend, available_host_bytes, keep_freed_pages
+from executor.devices.backend import Backend, available_host_bytes, keep_freed_pages, map_large_blocks
 from executor.devices.opening import DeviceOptions, check_placement, move_buffers, open_backend
 from executor.devices.rounding import STOCHASTIC
 from executor.devices.torch_private import storage_key
@@ -126,7 +126,7 @@ def prepare(
         # Nothing has been changed up to here.
         if ranks is not None and given.source is None:
             share_values(ranks, model)
-        take_threads_back = _set_up_process(made, threads)
+        take_threads_back = _set_up_process(made, threads, plan)
         undo.callback(take_threads_back)
         torch_optimizer = OffloadedOptimizer(given.groups, optimizer)
         settings = _session_options(
@@ -305,12 +305,12 @@ def _queues_on(backend: Backend, queues: Queues | str, *, watchdog_s: float) -> 
     return queues
 
 
-def _set_up_process(backend: Backend, threads: int | None) -> Callable[[], None]:
-    """Where the host computes for the accelerator, keep freed pages and give torch `threads` threads (None: no change).
-    Returns a function that gives them back."""
+def _set_up_process(backend: Backend, threads: int | None, plan: Plan) -> Callable[[], None]:
+    """Where the host computes for the accelerator, set up its memory ([Note: glibc and eviction] in backend.py) and
+    give torch `threads` threads (None: no change). Returns a function that gives them back."""
     if backend.device.type != "cpu":
         return lambda: None
-    if not keep_freed_pages():
+    if not (map_large_blocks if plan.nvme_budget_bytes else keep_freed_pages)():
         log.info("the C library is not glibc: evicted memory may go back to the system each time")
     return ask_torch_threads(threads) if threads is not None else lambda: None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import ctypes
 import itertools
 import logging
 import signal
@@ -18,13 +19,19 @@ import torch
 from torch import nn
 
 import executor
-from executor.devices.backend import VirtualBackend, available_host_bytes, keep_freed_pages
+from executor.devices.backend import (
+    VirtualBackend,
+    available_host_bytes,
+    give_freed_pages_back,
+    keep_freed_pages,
+    map_large_blocks,
+)
 from executor.devices.rules import RULES
 from executor.devices.updates import Scratch, UpdateRange, clip_coefficient, ranges_of, update
 from executor.memory import arena as arena_module
 from executor.memory.arena import Arena
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.core.slabs import pack_slabs
+from pstar_sim.core.slabs import PAGE_BYTES, pack_slabs
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import ContractError, DoesNotFit, PlanError
 
@@ -212,8 +219,22 @@ class TestVirtualBackend:
         assert slept == [pytest.approx(0.5 + 400 / 1000)]
         assert backend.copied_bytes == {"h2d": 400, "d2h": 100}
 
-    def test_malloc_keeps_pages(self) -> None:
-        assert keep_freed_pages() in (True, False)
+    @pytest.mark.parametrize("large_are_mapped", [True, False])
+    def test_malloc_keeps_pages_or_maps_large_blocks(self, large_are_mapped: bool) -> None:
+        """A mapped block begins behind a header of 16 bytes at the beginning of a page."""
+        try:
+            set_up = map_large_blocks() if large_are_mapped else keep_freed_pages()
+            give_freed_pages_back()
+            libc = ctypes.CDLL(None)
+            libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+            libc.free.argtypes = [ctypes.c_void_p]
+            blocks = [libc.malloc(size) for size in (400 << 20, 401 << 20)]  # untouched, and larger than any hole
+            for block in blocks:
+                libc.free(block)
+            assert not set_up or all(block % PAGE_BYTES == 16 for block in blocks) is large_are_mapped
+        finally:
+            keep_freed_pages()
+            give_freed_pages_back()
         assert available_host_bytes() > 0
 
 
