@@ -146,6 +146,24 @@ class Reading(Net):
         return super().forward(x[: int((x[:, 0] < 9).sum())])
 
 
+def test_states_live_in_a_folder_that_is_given(tmp_path: Path) -> None:
+    one, other = net(), net()
+    plain, plain_schedule = adamw(one)
+    mine, schedule = adamw(other)
+    model, optimizer = executor.offload(
+        other, mine, (torch.zeros(4, 48),), policy="zero_infinity:states=nvme,subgroup=3000", disks=[tmp_path]
+    )
+    try:
+        losses = steps(model, optimizer, schedule, batches(), 3)
+        assert losses == steps(one, plain, plain_schedule, batches(), 3)
+        assert all(torch.equal(p, q) for p, q in zip(model.state_dict().values(), one.state_dict().values()))
+        moved = optimizer.session.timeline().moved_bytes
+        assert moved["nvme_write"] and [*tmp_path.glob("*.slots")]
+    finally:
+        optimizer.session.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_fake_tensors_cannot_run_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
     """4 layers of 9,408 B and their states are 150,528 B: chunks come and go in 60 kB."""
     one, other = Reading(), Reading()
