@@ -16,6 +16,7 @@ from pstar_sim.planner.asked import OnPart, asked_names, settings_of, teller
 from pstar_sim.planner.balance import all_balance, balances
 from pstar_sim.planner.batch_shares import Share, machine_of, share_out
 from pstar_sim.planner.collection import Collection
+from pstar_sim.planner.machine_notes import disk_life
 from pstar_sim.planner.memory_needs import (
     Need,
     Phase,
@@ -61,6 +62,7 @@ class Fit:
     expected_error, trust: as in `Row`.
     shares: sequences of each GPU in a micro-batch, if the policy does not take the shares of the machine.
     phases: host memory over the job's life; none where no need is known.
+    disk_life: what the plan writes to disks, and how long they last, in words; None if it writes none.
     """
 
     policy: str
@@ -86,6 +88,7 @@ class Fit:
     trust: str | None = None
     shares: str | None = None
     phases: tuple[Phase, ...] = ()
+    disk_life: str | None = None
 
     @property
     def gpu_headroom_bytes(self) -> int | None:
@@ -342,6 +345,7 @@ def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, Does
             tokens_per_s=share.tokens / seconds,
             expected_error=belief.error,
             trust=belief.label,
+            disk_life=disk_life(plan, seconds) or None,
         )
     return row, None
 

@@ -123,6 +123,7 @@ def _fit_notes(answer: Fits, *, why: bool) -> Iterator[str]:
     notes = (*notes, *attention_notes(machine, answer.workload.attention))
     if any(row.fits and row.host_payload_bytes for row in answer.rows):
         notes = (*notes, *pinned_notes(answer.machine))
+    notes = (*notes, *(row.disk_life for row in answer.rows if row.disk_life))
     yield from (f"note: {note}" for note in notes)
 
 

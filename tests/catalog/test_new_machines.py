@@ -18,6 +18,7 @@ from pstar_sim.planner.compare import compare
 from pstar_sim.planner.fits import fits
 from pstar_sim.planner.machine_notes import disk_life
 from pstar_sim.policy.systems.zero_infinity import zero_infinity
+from pstar_sim.report.capacity_tables import fits_text
 from pstar_sim.sim.play import play
 from pstar_sim.units import GB, format_bytes
 from pstar_sim.workload.presets import preset
@@ -117,6 +118,9 @@ def test_what_is_written_to_disks_stands_beside_their_life() -> None:
     assert f"{format_bytes(written / (4 * 256) * 1e6)} per million tokens, {per_day / 1e12:,.1f} TB per day" in note
     assert "nvme-gen4 is rated for 1,200 TB, which lasts " in note
     assert f"{1.2e15 / per_day:,.1f} days" in note
+    fit = fits(small, machine, policies=["zero_infinity:states=nvme", "zero_offload"], settings=Settings(clip=True))
+    assert [row.disk_life for row in fit.rows] == [note, None]
+    assert f"note: {note}" in fits_text(fit, width=1000)
     unknown = replace(plan, machine=replace(machine, nvme=replace(machine.nvme, life_bytes=None)))
     assert "a rating of 1,200 TB is assumed, 600 times their room" in disk_life(unknown, 1.0)
 
