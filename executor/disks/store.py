@@ -67,7 +67,13 @@ class _File:
                 self._pass_the_cache()
         except OSError as error:
             self.close()
-            raise DiskError(short if error.errno == errno.ENOSPC else f"{path}: {error.strerror}; {short}") from error
+            if error.errno == errno.ENOSPC:
+                raise DiskError(short) from error
+            limit = "raise the limit on files (ulimit -f), or " if error.errno == errno.EFBIG else ""
+            raise DiskError(
+                f"disks folder {path.parent}: a file of {format_bytes(size_bytes)} cannot be made ({error.strerror}); "
+                f"{limit}give more folders, or others"
+            ) from error
 
     def _pass_the_cache(self) -> None:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)

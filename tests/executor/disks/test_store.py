@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 import signal
 import tempfile
@@ -141,6 +142,23 @@ def test_a_folder_without_room_is_refused_before_the_run(tmp_path: Path) -> None
     with pytest.raises(DiskError, match=r"has no room: the plan puts .* there, .* are free; make room, or give more"):
         DiskStore(folders, {"all": needed}, str)
     folders.close()
+
+
+def test_a_limit_on_files_is_not_called_a_lack_of_room(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    folders = DiskFolders(folders=[tmp_path])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        with pytest.raises(DiskError) as error:
+            DiskStore(folders, {"all": 500 * 4096}, str)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        folders.close()
+    assert str(error.value) == (
+        f"disks folder {tmp_path}: a file of 2.048 MB cannot be made (File too large); raise the limit on files "
+        "(ulimit -f), or give more folders, or others"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_remains_of_a_killed_run_are_removed(tmp_path: Path, opened: Callable[..., DiskStore[str]]) -> None:
