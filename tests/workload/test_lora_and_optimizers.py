@@ -76,7 +76,7 @@ def test_what_cannot_be_is_refused() -> None:
         preset("gpt2", batch=1, seq=64, lora=Adapter(targets=("nothing",)))
     with pytest.raises(ModelError, match="lora: rank = 0"):
         preset("gpt2", batch=1, seq=64, lora=Adapter(rank=0))
-    with pytest.raises(UnknownName, match="unknown optimizer 'adamv'; did you mean adam, adamw"):
+    with pytest.raises(UnknownName, match="unknown optimizer 'adamv'; known: adafactor, adam, adamw"):
         preset("gpt2", batch=1, seq=64, optimizer="adamv")
 
 
