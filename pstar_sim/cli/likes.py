@@ -56,7 +56,7 @@ class Likes:
     def fill(self, job: Any, setting: SettingFlags, machine: Machine) -> tuple[Any, SettingFlags]:
         """Flags that are not given get the configurations' values. Raises PstarError if two configurations, or a
         configuration and a flag, contradict each other."""
-        ranks, world = machine.data_parallel_size, machine.world_size
+        ranks = machine.data_parallel_size
         given = {name: getattr(job, name) for name in _JOB}
         asked = {name: say(ranks) for name, say in _JOB.items()}
         if given["dtype"] not in (None, MASTER) or getattr(job, "trace", None) is not None:
@@ -67,12 +67,7 @@ class Likes:
         clip = self._answer("clip", lambda c: c.clip, setting.clip)
         for label, c in self.configurations:
             _check_train_batch(label, c, filled, ranks)
-            processes = c.detail.get("processes", world)
-            if processes != world:
-                raise PstarError(
-                    f"{label}: num_processes = {processes}, but {machine.name} has "
-                    f"{format_count(world, 'GPU')}; give --gpus"
-                )
+            _check_processes(label, c, machine)
         return replace(job, **filled), replace(setting, clip=clip)
 
     def loaded(self, flag: str | None) -> tuple[Likes, str | None]:
@@ -171,6 +166,20 @@ def _check_train_batch(label: str, c: Configuration, filled: dict[str, Any], ran
             f"{format_count(batch // ranks, 'sequence')} per GPU x {format_count(micro_batches, 'micro-batch')} x "
             f"{format_count(ranks, 'GPU')} make {batch * micro_batches}; {c.framework} refuses it"
         )
+
+
+def _check_processes(label: str, c: Configuration, machine: Machine) -> None:
+    detail: dict[str, Any] = dict(c.details)
+    said = " on ".join(f"num_{name} = {detail[name]}" for name in ("processes", "machines") if name in detail)
+    nodes = detail.get("machines", machine.nodes)
+    local_ranks, uneven = divmod(detail.get("processes", nodes * machine.local_ranks), nodes)
+    if uneven:
+        raise PstarError(f"{label}: {said}: every machine must have the same number of processes")
+    flags = [f"--nodes {nodes}"] if nodes != machine.nodes else []
+    flags += [f"--gpus {local_ranks}"] if local_ranks != machine.local_ranks else []
+    if flags:
+        there = f"{format_count(machine.world_size, 'GPU')} in {format_count(machine.nodes, 'node')}"
+        raise PstarError(f"{label}: {said}, but {machine.name} has {there}; give {' '.join(flags)}")
 
 
 def _words(name: str, value: Any) -> str:

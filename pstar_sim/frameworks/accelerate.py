@@ -31,6 +31,7 @@ _FSDP = "fsdp_config"
 _DS = "deepspeed_config"
 _PARALLEL = "parallelism_config.parallelism_config"
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_NAMES_OF_TORCH = {"_HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2"}
 _StateDict = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"]
 _DTYPES = {"no" if dtype == MASTER else dtype: dtype for dtype in DTYPES}
 
@@ -38,6 +39,7 @@ KEYS = (
     used("distributed_type", "type", str, "NO"),
     used("mixed_precision", "precision", Literal["no", "bf16", "fp16", "fp8"]),
     used("num_processes", "processes", Count),
+    used("num_machines", "machines", Count),
     used(f"{_FSDP}.fsdp_version", "version", Literal[1, 2], 1),
     used(f"{_FSDP}.fsdp_offload_params", "offload", bool, False),
     used(f"{_FSDP}.fsdp_reshard_after_forward", "reshard", None),
@@ -97,7 +99,6 @@ KEYS = (
         "main_process_port",
         "main_training_function",
         "mpirun_config.*",
-        "num_machines",
         "rdzv_backend",
         "same_network",
         "tpu_env",
@@ -176,8 +177,8 @@ def _dtype(found: KeyReading) -> str | None:
 
 
 def _details(found: KeyReading, details: dict[str, object]) -> tuple[tuple[str, object], ...]:
-    if found.known("processes") is not None:
-        details["processes"] = found["processes"]
+    counts = {name: found[name] for name in ("machines", "processes") if found.known(name) is not None}
+    details.update(counts)
     return tuple(sorted(details.items()))
 
 
@@ -197,7 +198,7 @@ def _sharding(found: KeyReading, file: str) -> tuple[bool, int | str, list[str]]
         return value is not False, replicas, notes
     if isinstance(value, int) and 1 <= value <= len(_STRATEGIES):
         value = _STRATEGIES[value - 1]
-    word = str(value).upper()
+    word = _NAMES_OF_TORCH.get(str(value).upper(), str(value).upper())
     if word in ("TRUE", "FALSE"):
         return word == "TRUE", replicas, notes
     if word not in _STRATEGIES:
@@ -265,6 +266,7 @@ def values_of(configuration: Configuration) -> dict[str, object]:
         "type": detail["type"],
         "precision": c.autocast or (None if c.dtype is None else precision[c.dtype]),
         "processes": detail.get("processes"),
+        "machines": detail.get("machines"),
     }
     if detail["type"] != "FSDP":
         return values
@@ -303,6 +305,7 @@ def express(plan: Plan) -> Expressed:
         "type": "FSDP",
         "version": 2,
         "processes": plan.machine.world_size,
+        "machines": plan.machine.nodes,
     }
     found = express_as(plan, ACCELERATE, details, says_batch=False)
     found = replace(found, configuration=replace(found.configuration, loading="whole"))
@@ -320,7 +323,11 @@ def _express_whole(plan: Plan) -> Expressed:
         framework=ACCELERATE,
         policy="all_on_gpu",
         autocast=w.autocast,
-        details=(("processes", ranks), ("type", "NO" if ranks == 1 else "MULTI_GPU")),
+        details=(
+            ("machines", plan.machine.nodes),
+            ("processes", ranks),
+            ("type", "NO" if ranks == 1 else "MULTI_GPU"),
+        ),
     )
     says = (f"{w.autocast} autocast over fp32 weights", "everything whole on every GPU")
     return Expressed(configuration=configuration, says=says, cannot=(*cannot, *_clipping(plan)))

@@ -157,6 +157,33 @@ def test_a_file_that_the_machine_cannot_run_is_named(ds: Path, capsys: pytest.Ca
     assert out == "" and "ds.json: machine 'v100-32' has no disks" in err
 
 
+@pytest.mark.parametrize(
+    ("counts", "flags", "said"),
+    [
+        (
+            "num_processes: 16\nnum_machines: 2",
+            "",
+            "num_processes = 16 on num_machines = 2, but h100-80x8 has 8 GPUs in 1 node; give --nodes 2",
+        ),
+        ("num_machines: 2", "", "num_machines = 2, but h100-80x8 has 8 GPUs in 1 node; give --nodes 2"),
+        ("num_processes: 8\nnum_machines: 2", "", "in 1 node; give --nodes 2 --gpus 4"),
+        ("num_processes: 4", "", "num_processes = 4, but h100-80x8 has 8 GPUs in 1 node; give --gpus 4"),
+        ("num_processes: 16\nnum_machines: 1", "--nodes=2", "has 16 GPUs in 2 nodes; give --nodes 1 --gpus 16"),
+        ("num_processes: 9\nnum_machines: 2", "", "every machine must have the same number of processes"),
+        ("num_processes: 16\nnum_machines: 2", "--nodes=2", ""),
+    ],
+)
+def test_processes_and_machines_of_a_file_are_those_of_the_machine(
+    counts: str, flags: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "hsdp.yaml"
+    path.write_text(f"distributed_type: FSDP\nfsdp_config: {{fsdp_sharding_strategy: HYBRID_SHARD}}\n{counts}\n")
+    job = ["fits", "--model", "gpt2", "--batch", "16", "--seq", "64", "--machine", "h100-80x8", "--like", str(path)]
+    assert main([*job, *flags.split()]) == (2 if said else 0)
+    out, err = capsys.readouterr()
+    assert said in err and "without effect" not in out
+
+
 def test_where_no_preset_runs_under_autocast_the_weights_are_narrow_and_the_answer_says_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

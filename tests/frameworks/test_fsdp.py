@@ -137,6 +137,9 @@ def test_other_types_and_what_is_not_modelled() -> None:
     )
     assert hybrid.policy == "zero3_resident:replicas=nodes" and len(hybrid.notes) == 1
     assert "fsdp_backward_prefetch" in hybrid.notes[0]
+    for name in ("_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2", "5"):  # torch's name, accelerate's and its number
+        zero2 = read(f"distributed_type: FSDP\nfsdp_config: {{fsdp_sharding_strategy: {name}}}")
+        assert zero2.policy == "zero3_resident:reshard=off,replicas=nodes"
     degrees = "parallelism_config: {parallelism_config_dp_replicate_size: 4, parallelism_config_dp_shard_size: 2}"
     two = read(f"distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {{fsdp_version: 2}}\n{degrees}")
     assert two.policy == "zero3_resident:replicas=4"
