@@ -159,7 +159,7 @@ def check_optimizer(plan: Plan) -> None:
             "become 0; keep the masters, or train in bf16"
         )
     ranks = plan.layout.ranks
-    if ranks > 1 and any(states.whole for states in planned.all_states):
+    if ranks > 1 and planned.whole:
         raise PlanError(
             f"{planned.name} updates whole tensors, which the slices of {ranks} ranks cut; run it on one GPU, or with "
             "policy all_on_gpu, under which each rank has the whole model"

@@ -104,9 +104,12 @@ class OffloadStrategy(SingleDeviceStrategy):
         device: str | None = None,
         machine: Machine | str = "here",
         policy: str = "optimal",
+        masters: str | None = None,
         on_plan: Callable[[Plan], None] | None = None,
     ) -> None:
-        self.request = Request(gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, on_plan=on_plan)
+        self.request = Request(
+            gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, masters=masters, on_plan=on_plan
+        )
         self.offloaded: OffloadedOptimizer | None = None
         self._root: _StepModule | None = None
         where = self.request.where

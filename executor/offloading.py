@@ -79,6 +79,9 @@ class Request:
     gpu_memory: accelerator memory that each process may use, "24GB" or bytes; None: all free memory.
     device: "virtual", "cuda" or "cuda:N"; None: "cuda" where torch has a CUDA device, else "virtual".
     machine: a machine or its name, as for `pstar_sim.machine`; "here": the machine that this runs on.
+    masters: "fp32": 16-bit parameters have masters of 4 bytes each; "none": updates are made in the parameters' dtype,
+        as plain torch makes them, and so are those of an fp32 model that the plan's dtype converts; None: "fp32", with
+        a warning where plain torch has none.
     disks: folders for what a plan keeps on disks; their free room is the machine's disks.
     on_plan: called with the plan before the run begins.
     """
@@ -87,8 +90,13 @@ class Request:
     device: str | None = None
     machine: Machine | str = "here"
     policy: str = "optimal"
+    masters: str | None = None
     disks: Sequence[str | Path] = ()
     on_plan: Callable[[Plan], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.masters is not None:
+            choice("masters", self.masters, MASTERS, error=ContractError)
 
     @property
     def where(self) -> str:
@@ -153,10 +161,9 @@ def offload(
     if micro_batches < 1:
         raise ContractError(f"executor.offload: micro_batches={micro_batches} must be at least 1")
     request = Request(
-        gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, disks=disks, on_plan=on_plan
-    )
-    asked, masters = masters is not None, MASTERS[0] if masters is None else masters
-    choice("masters", masters, MASTERS, error=ContractError)
+        gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, masters=masters, disks=disks,
+        on_plan=on_plan,
+    )  # fmt: skip
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = Joined(optimizer if isinstance(optimizer, Sequence) else ())
     settings = Settings(clip=max_grad_norm is not None, update=update)
@@ -166,7 +173,7 @@ def offload(
     with converted(model, dtype) as values:
         with form_seen(model) as form:
             loss = under_autocast(loss, request.kind, dtype)
-            workload = with_optimizer(traced(model, example_batch, spec, request, loss=loss), masters=masters)
+            workload = traced(model, example_batch, spec, request, loss=loss)
         plan = plan_for(workload, request, micro_batches=micro_batches, settings=settings)
         return model, begin(
             model,
@@ -174,8 +181,7 @@ def offload(
             spec,
             request,
             optimizer=optimizer,
-            masters=values if masters == MASTERS[0] else {},
-            asked=asked,
+            masters=values,
             spelling=LOOP,
             form=form[0],
         )
@@ -238,6 +244,7 @@ def plan_for(workload: Workload, request: Request, *, micro_batches: int, settin
     """Returns the plan for `micro_batches` times the workload per step, which the first process makes for all. Raises
     DoesNotFit, on all processes, where nothing fits."""
     count = _processes()
+    workload = with_optimizer(workload, masters=request.masters)
     whole = repeat_micro_batch(workload, micro_batches) if micro_batches > 1 else workload
     made: list[Any] = [None]
     if count == 1 or dist.get_rank() == 0:
@@ -358,15 +365,13 @@ def begin(
     *,
     optimizer: torch.optim.Optimizer,
     masters: Mapping[nn.Parameter, torch.Tensor],
-    asked: bool = False,
     spelling: Spelling,
     count: Callable[[Any, Any], float] | None = None,
     form: Form | None = None,
 ) -> OffloadedOptimizer:
     """Prepare the model. Returns the optimizer for the user's loop.
 
-    masters: fp32 values of converted parameters.
-    asked: whether the user chose masters or none.
+    masters: fp32 values of converted parameters, which become masters where the plan has them.
     spelling: names of the plan's settings in the user's program.
     count: as for `prepare`.
     form: that of the plan's batch, if known; smaller batches then run without a capture.
@@ -376,12 +381,13 @@ def begin(
     _, offloaded = prepare(model, plan, spec, device=request.where, gpu_memory=limit, disks=request.disks, **more)  # type: ignore[arg-type]
     offloaded.session.shapes.planned = form
     offloaded.session.state.spelling = spelling
-    _take_masters(offloaded, masters)
-    if not (asked or masters or all(plan.layout.is_own_master(c.index) for c in plan.layout.chunks)):
+    if request.masters != MASTERS[1]:
+        _take_masters(offloaded, masters)
+    if request.masters is None and not (masters or all(plan.layout.is_own_master(c.index) for c in plan.layout.chunks)):
         log.warning(
             "%s has %s parameters, to which the plan adds fp32 masters: updates are made in fp32, and take more bytes; "
-            'executor.offload(..., masters="none") updates them as plain torch does, masters="fp32" says that masters '
-            "are wanted",
+            'masters="none" (pstar launch --masters none) updates them as plain torch does, masters="fp32" says that '
+            "masters are wanted",
             plan.workload.model, plan.workload.dtype,
         )  # fmt: skip
     if optimizer.state:

@@ -60,6 +60,13 @@ class _LaunchFlags:
         typer.Option(metavar="NAME|FILE.toml", help="the machine to plan for (see pstar calibrate)"),
     ] = "here"
     policy: Annotated[str, typer.Option(metavar="NAME", help="policy that plans")] = "optimal"
+    masters: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<fp32|none>",
+            help="masters of 16-bit parameters: fp32 (default), or none, as plain PyTorch trains a 16-bit model",
+        ),
+    ] = None
     quiet: Quiet = False
 
 
@@ -90,6 +97,7 @@ def launch(*, asked: _LaunchFlags) -> int:
         device=asked.device,
         machine=asked.machine,
         policy=asked.policy,
+        masters=asked.masters,
         on_plan=report.announce,
     )
     with hf.trainers_offloaded(request, report.compare) as begun:

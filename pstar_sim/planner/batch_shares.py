@@ -170,6 +170,11 @@ def unmodelled_notes(
     if machine.data_parallel_size == 1:
         return ()
     notes = [UNMODELLED]
+    if workload.optimizer.whole:
+        notes.append(
+            f"{workload.optimizer.name} updates whole tensors, which slices of several GPUs cut: plans for it run under "
+            "all_on_gpu, and are answers about time and memory alone under other policies"
+        )
     if not timelines:
         if short_of_gpu:
             notes.append(

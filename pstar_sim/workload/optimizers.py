@@ -170,6 +170,11 @@ class OptimizerSpec:
         return tuple(dict.fromkeys(name for states in self.all_states for name in states.names))
 
     @property
+    def whole(self) -> bool:
+        """Whether some tensors are updated whole ([Note: granularity])."""
+        return any(states.whole for states in self.all_states)
+
+    @property
     def least_bytes_per_param(self) -> float:
         """Bytes of states of the tensors that keep least, rows and columns left out."""
         return min(sum(row.per_element + row.per_block / s.block for row in s.lists) for s in self.all_states)

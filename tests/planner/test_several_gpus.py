@@ -20,7 +20,7 @@ from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
 from pstar_sim.planner.compare import compare
 from pstar_sim.planner.machine_notes import added_gpus_notes
 from pstar_sim.workload.presets import preset
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.workload import Workload, with_optimizer
 
 GB = 10**9
 MIXED = """
@@ -195,6 +195,8 @@ def test_where_what_is_not_modelled_may_win() -> None:
     said = unmodelled_notes(w, node, {}, short_of_gpu=True)
     assert "each layer would have to be split" in said[1]
     assert unmodelled_notes(w, node, {}, short_of_gpu=False) == (UNMODELLED,)
+    whole = unmodelled_notes(with_optimizer(w, "muon"), node, {}, short_of_gpu=False)
+    assert "muon updates whole tensors, which slices of several GPUs cut" in whole[1]
 
 
 def test_gpus_are_not_to_blame_where_a_policy_lacks_host_memory_alone() -> None:

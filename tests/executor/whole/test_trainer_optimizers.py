@@ -14,7 +14,7 @@ from torch import nn
 
 import executor
 from pstar_sim.cli import main
-from pstar_sim.errors import PlanError
+from pstar_sim.errors import ContractError, PlanError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -87,6 +87,23 @@ def test_a_trainer_is_the_plain_one_to_the_bit(
     resumed = trainer(optim=name)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert losses_of(resumed) == losses_of(plain)
+
+
+def test_a_trainer_of_a_model_in_bf16_has_no_masters_where_none_are_wanted(trainer: Callable[..., Any]) -> None:
+    """As LLaMA-Factory trains with pure_bf16: the model is in bf16, and the Trainer casts nothing."""
+    plain = trainer()
+    plain.model.to(torch.bfloat16)
+    plain.train()
+    mine = trainer()  # it seeds torch's generator
+    mine.model.to(torch.bfloat16)
+    executor.hf.offload(mine, "220KB", policy="tide", masters="none").train()
+    assert mine.offload_session.plan.workload.optimizer.masters == "none"
+    assert mine.offload_session.status().links["h2d"].moved_bytes > 0
+    assert losses_of(mine) == losses_of(plain) and len(losses_of(plain)) == 4
+    named = dict(mine.model.named_parameters())
+    assert all(torch.equal(p.detach(), named[n].detach().clone()) for n, p in plain.model.named_parameters())
+    with pytest.raises(ContractError, match="masters = 'both': it must be one of fp32, none"):
+        executor.hf.offload(trainer(), masters="both")
 
 
 ADAFACTOR = """
