@@ -172,7 +172,7 @@ def unmodelled_notes(
     notes = [UNMODELLED]
     if workload.optimizer.whole:
         notes.append(
-            f"{workload.optimizer.name} updates whole tensors, which slices of several GPUs cut: plans for it run under "
+            f"{workload.optimizer.name} updates whole tensors, which slices of several GPUs cut: its plans run under "
             "all_on_gpu, and are answers about time and memory alone under other policies"
         )
     if not timelines:

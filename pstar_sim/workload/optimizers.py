@@ -42,7 +42,7 @@ MASTERS = (MASTER, "none")
 _IN_AND_OUT = 2 + 2  # bytes of the gradient that an update reads, and of the parameter that it writes
 _BLOCK = 256  # elements of 8-bit states that share a scale (bitsandbytes, torchao)
 _LEAST_8_BIT = 4096  # elements; smaller tensors keep fp32 moments (bitsandbytes' min_8bit_size)
-_CPU_SHARES = {"lion": 0.43, "adafactor": 0.2, "adafactor-vectors": 0.29, "sgd-momentum": 0.63, "sgd": 1.0}
+_CPU_SHARES = {"lion": 0.43, "adafactor": 0.2, "adafactor-vectors": 0.29, "sgd-momentum": 0.63}
 """Rule -> parameters per second of its update on the CPU over those of torch's fused AdamW, where torch computes it
 operator by operator, each a pass over memory. `pstar calibrate` measures them."""
 _CPU_CORE_RATES = {"adamw-8bit": 0.043e9, "lion-8bit": 0.06e9, "adamw-bnb": 0.11e9, "lion-bnb": 0.16e9}
