@@ -558,8 +558,9 @@ def optimizers() -> str:
     r = result("optimizers")
     return (
         f"{sum(r['ran'].values())} cells of {len(r['ran'])} optimizers, drawn pairwise over policies, dtypes, updates, "
-        f"micro-batches and clipping: after {r['steps']} steps {len(r['wrong'])} differ from the plain loop in a bit "
-        f"of their losses or parameters ({link('optimizers')})"
+        f"micro-batches and clipping, and {sum(r['ran_on_ranks'].values())} cells on two ranks without clipping: after "
+        f"{r['steps']} steps {len(r['wrong'])} differ from the plain loop in a bit of their losses or parameters "
+        f"({link('optimizers')})"
     )
 
 
