@@ -18,7 +18,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -102,7 +102,7 @@ class DiskStore(Generic[Key]):
         self.named = named
         self.moved_bytes = {"nvme_read": 0, "nvme_write": 0}
         self._pieces: dict[Key, list[_Piece]] = {}
-        self._sums: dict[Key, list[int] | None] = dict.fromkeys(sizes)
+        self._sums: dict[Key, list[int] | None] = dict.fromkeys(sizes)  # without payloads whose write failed
         self._files: list[_File] = []
         self._buffers = threading.local()
         ends = [0] * len(folders.folders)
@@ -130,12 +130,15 @@ class DiskStore(Generic[Key]):
     def write(self, key: Key, source: torch.Tensor) -> None:
         """Write the payload from contiguous memory of the host. Raises DiskError; the payload is then lost."""
         memory = _bytes_of(source)
+        self._sums.pop(key, None)
         self._sums[key] = self._each(key, lambda piece: self._write(key, piece, memory[piece.start : piece.stop]))
         self.moved_bytes["nvme_write"] += len(memory)
 
     def read(self, key: Key, target: torch.Tensor) -> None:
         """Read the payload into contiguous memory of the host. Raises DiskError where its bytes are not those that were
-        written."""
+        written, or the last write failed."""
+        if key not in self._sums:
+            raise DiskError(f"{self.named(key)} is lost: its write to disks failed; continue from the last checkpoint")
         memory, sums = _bytes_of(target), self._sums[key]
         if sums is None:
             target.zero_()
@@ -152,14 +155,26 @@ class DiskStore(Generic[Key]):
 
     def holds(self, key: Key, source: torch.Tensor) -> bool:
         """Returns whether the payload is what this memory has, by their checksums."""
+        if key not in self._sums:
+            return False
         memory, sums = _bytes_of(source), self._sums[key]
         if sums is None:
-            return not source.any()
+            return not source.detach().view(torch.uint8).any()  # -0.0 equals zero and has other bytes
         return sums == [xxhash.xxh3_64_intdigest(memory[piece.start : piece.stop]) for piece in self._pieces[key]]
 
     def _each(self, key: Key, move: Callable[[_Piece], int]) -> list[int]:
+        """Move all pieces. No piece moves any more when this returns or raises."""
         pieces = self._pieces[key]
-        return list(self._threads.map(move, pieces) if len(pieces) > 1 else map(move, pieces))
+        if len(pieces) == 1:
+            return [move(pieces[0])]
+        moves: list[Future[int]] = []
+        try:
+            moves.extend(self._threads.submit(move, piece) for piece in pieces)
+            return [one.result() for one in moves]
+        finally:
+            for one in moves:
+                one.cancel()
+            wait(moves)
 
     def _write(self, key: Key, piece: _Piece, memory: memoryview) -> int:
         file, checksum = self._file(key, piece), xxhash.xxh3_64_intdigest(memory)

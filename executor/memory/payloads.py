@@ -274,7 +274,7 @@ class DiskPayloads:
         with self._lock:
             if key not in self._windows:
                 while len(self._windows) >= self.WINDOWS:
-                    self._leave(*self._windows.popitem(last=False))
+                    self._leave(next(iter(self._windows)))
                 layout = self.plan.layout
                 window = torch.empty(numel_of(layout, chunk, list_name), dtype=dtype_of(layout, chunk, list_name))
                 self._open().read(key, window)
@@ -282,14 +282,15 @@ class DiskPayloads:
             self._windows.move_to_end(key)
             return self._windows[key]
 
-    def _leave(self, key: tuple[int, str], window: torch.Tensor) -> None:
-        if not self._open().holds(key, window):
-            self._open().write(key, window)
+    def _leave(self, key: tuple[int, str]) -> None:
+        if not self._open().holds(key, self._windows[key]):
+            self._open().write(key, self._windows[key])
+        del self._windows[key]  # written, or the window stays
 
     def close_windows(self) -> None:
         with self._lock:
             while self._windows:
-                self._leave(*self._windows.popitem())
+                self._leave(next(iter(self._windows)))
 
     def read(self, chunk: int, list_name: str, target: torch.Tensor) -> None:
         """Read the payload for a step."""

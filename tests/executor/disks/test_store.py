@@ -118,6 +118,41 @@ def test_a_short_write_is_continued(
     assert torch.equal(written, back)
 
 
+def test_a_payload_whose_write_failed_is_lost_until_it_is_written(
+    opened: Callable[..., DiskStore[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other pieces come to rest before the error does: their memory is the caller's again."""
+    store, plain, begun, ended = opened(tmp_path), os.pwritev, threading.Event(), threading.Event()
+
+    def fail(fd: int, memory: Any, at: int) -> int:
+        if at == 0:
+            begun.wait(10)
+            raise OSError(errno.EIO, "Input/output error")
+        begun.set()
+        ended.wait(0.3)  # longer than an error takes
+        ended.set()
+        return plain(fd, memory, at)
+
+    first, second = drawn(SIZES["large"]), drawn(SIZES["large"])
+    store.write("large", first)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", fail)
+        with pytest.raises(DiskError, match="Input/output error"):
+            store.write("large", second)
+    assert ended.is_set()
+    with pytest.raises(DiskError, match="list large is lost: its write to disks failed; continue from the last check"):
+        store.read("large", first)
+    assert not store.holds("large", second)
+    store.write("large", second)
+    store.read("large", first)
+    assert torch.equal(first, second)
+
+
+def test_a_minus_zero_is_not_what_was_never_written(opened: Callable[..., DiskStore[str]], tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    assert store.holds("small", torch.zeros(3)) and not store.holds("small", torch.tensor([0.0, -0.0, 0.0]))
+
+
 def test_a_removed_file_is_found(opened: Callable[..., DiskStore[str]], tmp_path: Path) -> None:
     store = opened(tmp_path)
     next(tmp_path.glob("*.slots")).unlink()

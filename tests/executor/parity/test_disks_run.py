@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from executor.disks.folders import DiskFolders
+from executor.memory.payloads import DiskPayloads
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DiskError, PlanError
@@ -120,6 +122,31 @@ def test_a_transfer_that_fails_ends_the_run(
             kit.train_alone(run.model, run.optimizer, run.batches, 1)
     run.session.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_window_stays_until_it_is_written(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_on_disks(kit, "mlp", "states=nvme", micro_batches=1, clip=False)
+    folders = DiskFolders(folders=[tmp_path])
+    payloads = DiskPayloads(plan, folders)
+    payloads.allocate()
+    rows = [(row.chunk, row.list) for row in plan.initial if row.place is Place.NVME and row.chunk >= 0][:4]
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    payloads.at(*rows[0]).fill_(3)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", full)
+        with pytest.raises(DiskError, match="No space left"):
+            payloads.close_windows()
+        with pytest.raises(DiskError, match="No space left"):
+            for row in rows[1:]:
+                payloads.at(*row)
+    assert torch.all(payloads.at(*rows[0]) == 3)
+    payloads.close_windows()
+    assert torch.all(payloads.at(*rows[0]) == 3)
+    payloads.give_all()
+    folders.close()
 
 
 def test_a_checkpoint_holds_what_is_on_disks(kit: Any, start: Callable[..., Any], tmp_path: Path) -> None:
