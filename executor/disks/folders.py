@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import time
 import weakref
 from collections.abc import Sequence
@@ -41,86 +42,138 @@ class DiskFolders:
     ranks: int = 1
     threads: int = 4
     notes: tuple[str, ...] = field(init=False)
-    _files: list[int] = field(default_factory=list, init=False)  # count of files made so far
+    _slots: list[OwnFile] = field(default_factory=list, init=False)  # files made so far
 
     def __post_init__(self) -> None:
         folders = tuple(Path(folder).expanduser().absolute() for folder in self.folders)
         object.__setattr__(self, "folders", folders)
         if not folders or len({folder.resolve() for folder in folders}) < len(folders):
             raise DiskError(f"disks {', '.join(map(str, folders)) or 'none'}: give one or more folders, each once")
-        locks: list[tuple[Path, int]] = []
+        locks: list[OwnFile] = []
         try:
             for folder in folders:
                 locks.append(_locked(folder, self.rank))
                 _remove_remains(folder, self.rank, self.ranks)
         except BaseException:
-            _release(locks, os.getpid())
+            _release(self._slots, locks)
             raise
         kinds = {folder: file_system(folder) for folder in folders}
         notes = tuple(f"{folder} is on {kind}" for folder, kind in kinds.items() if kind not in DIRECT)
         object.__setattr__(self, "notes", notes)
-        object.__setattr__(self, "_close", weakref.finalize(self, _release, locks, os.getpid()))
+        object.__setattr__(self, "_close", weakref.finalize(self, _release, self._slots, locks))
 
-    def new_file(self, folder: Path) -> Path:
-        """Returns the name of a file that does not exist yet."""
-        self._files.append(len(self._files))
-        return folder / f"pstar-rank{self.rank}.{self._files[-1]}.slots"
+    def new_file(self, folder: Path) -> OwnFile:
+        """Returns a new file, which `close` removes. Raises OSError."""
+        path = folder / f"pstar-rank{self.rank}.{len(self._slots)}.slots"
+        self._slots.append(OwnFile(path, os.O_CREAT | os.O_EXCL, 0o600))
+        return self._slots[-1]
 
     def close(self) -> None:
-        """Remove the run's files, and let other runs use the folders."""
+        """Remove the run's files, then let other runs use the folders."""
         self._close()  # type: ignore[attr-defined]
 
 
-def _locked(folder: Path, rank: int) -> tuple[Path, int]:
-    """Returns the lock of a rank, and its open descriptor."""
+class OwnFile:
+    """An open file that belongs to this process alone. Processes that are forked from it do not keep the descriptor,
+    and so neither a lock nor the room of a removed file."""
+
+    def __init__(self, path: Path, flags: int, mode: int = 0) -> None:
+        self.path, self.descriptor = path, os.open(path, os.O_RDWR | flags, mode)
+        _own_files.add(self)
+
+    def is_at_path(self) -> bool:
+        """Returns whether the path still leads to this file, not to that of another run."""
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), self.path.stat())
+        except FileNotFoundError:
+            return False
+
+    def remove(self) -> None:
+        """Remove and close the file. Does nothing where it is closed."""
+        if self.descriptor >= 0:
+            with contextlib.suppress(OSError):  # the folder may be gone
+                if self.is_at_path():
+                    self.path.unlink()
+        self.close()
+
+    def close(self) -> None:
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+_own_files: weakref.WeakSet[OwnFile] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for file in list(_own_files):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _locked(folder: Path, rank: int) -> OwnFile:
+    """Returns the lock of a rank, which this process holds."""
     path = folder / f"pstar-rank{rank}.lock"
     give_up_s = time.monotonic() + _PATIENCE_S
     while True:
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            file = OwnFile(path, os.O_CREAT, 0o666)
         except OSError as error:
             raise DiskError(
                 f"disks folder {folder} cannot be used ({error.strerror}); give a folder that exists and can be written"
             ) from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(descriptor, path):  # else another run has removed it meanwhile
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, f"process {os.getpid()}".encode())
-                return path, descriptor
-        except OSError as error:
+            fcntl.flock(file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.is_at_path():  # else another run has removed it meanwhile
+                os.ftruncate(file.descriptor, 0)
+                os.write(file.descriptor, f"process {os.getpid()}".encode())
+                return file
+        except BlockingIOError as error:
             if time.monotonic() > give_up_s:
-                who = os.pread(descriptor, 100, 0).decode(errors="replace")
-                os.close(descriptor)
+                who = os.pread(file.descriptor, 100, 0).decode(errors="replace")
+                file.close()
                 raise DiskError(
                     f"disks folder {folder} is in use by another run ({who or error.strerror}); give another folder, "
                     "or wait until that run has ended"
                 ) from error
-        os.close(descriptor)
+        except OSError as error:
+            file.remove()
+            raise DiskError(
+                f"disks folder {folder} cannot be used (no lock there: {error.strerror}); give another folder"
+            ) from error
+        file.close()
         time.sleep(0.02)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _remove_remains(folder: Path, rank: int, ranks: int) -> None:
     """Remove the files of killed runs: those of this rank, whose lock is held, and by the first rank also those of
-    ranks that this run does not have and whose lock nobody holds."""
-    _remove_files(folder, rank)
-    for path in folder.glob("pstar-rank*.lock") if rank == 0 else ():
-        other = path.name.removeprefix("pstar-rank").removesuffix(".lock")
-        if not other.isdigit() or int(other) < ranks:
-            continue
-        descriptor = os.open(path, os.O_RDWR)
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove_files(folder, int(other))
-            path.unlink(missing_ok=True)
-        os.close(descriptor)
+    ranks that this run does not have and whose lock nobody holds. Raises DiskError."""
+    try:
+        _remove_files(folder, rank)
+        for path in folder.glob("pstar-rank*.lock") if rank == 0 else ():
+            other = path.name.removeprefix("pstar-rank").removesuffix(".lock")
+            if other.isdigit() and int(other) >= ranks:
+                with contextlib.suppress(FileNotFoundError):  # its run has ended meanwhile
+                    _remove_rank(OwnFile(path, 0), int(other))
+    except OSError as error:
+        raise DiskError(
+            f"disks folder {folder} has files of a run that was killed, which cannot be removed "
+            f"({error.filename or folder}: {error.strerror}); remove them, or give another folder"
+        ) from error
+
+
+def _remove_rank(lock: OwnFile, rank: int) -> None:
+    try:
+        fcntl.flock(lock.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if lock.is_at_path():
+            _remove_files(lock.path.parent, rank)
+            lock.remove()
+    except BlockingIOError:
+        pass  # in use
+    finally:
+        lock.close()
 
 
 def _remove_files(folder: Path, rank: int) -> None:
@@ -128,29 +181,27 @@ def _remove_files(folder: Path, rank: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def _release(locks: Sequence[tuple[Path, int]], process: int) -> None:
-    """Also called at the end of the process, and of processes forked from it, which do nothing."""
-    if os.getpid() != process:
-        return
-    for path, descriptor in locks:
-        rank = int(path.stem.removeprefix("pstar-rank"))
-        with contextlib.suppress(OSError):  # the folder may be gone
-            _remove_files(path.parent, rank)
-            path.unlink(missing_ok=True)
-        os.close(descriptor)
+def _release(slots: Sequence[OwnFile], locks: Sequence[OwnFile]) -> None:
+    """Also called at the end of the process, and of processes forked from it, which have none of the files."""
+    for file in (*slots, *locks):
+        file.remove()
 
 
-def file_system(folder: Path) -> str:
-    """Returns the type of the file system under a folder ("ext4", "tmpfs"); "" where the system does not say."""
+def file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """Returns the type of the file system under a folder ("ext4", "tmpfs"); "" where the system does not say.
+
+    mounts: rows of mounts, a later one above the earlier ones at its point.
+    """
     try:
-        rows = Path("/proc/self/mountinfo").read_text().splitlines()
+        rows = mounts.read_bytes().splitlines()
     except OSError:
         return ""
     under: tuple[int, str] = (0, "")
     real = folder.resolve()
     for row in rows:
-        mount, _, about = row.partition(" - ")
-        point = Path(mount.split()[4].encode().decode("unicode_escape"))
-        if real.is_relative_to(point):
-            under = max(under, (len(point.parts), about.split()[0]), key=lambda pair: pair[0])
+        mount, _, about = row.partition(b" - ")
+        name = re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), mount.split()[4])
+        point = Path(os.fsdecode(name))
+        if real.is_relative_to(point) and len(point.parts) >= under[0]:
+            under = (len(point.parts), os.fsdecode(about.split()[0]))
     return under[1]

@@ -13,6 +13,7 @@ says why) and stay in memory: the files are for one run.
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import shutil
@@ -47,42 +48,33 @@ class _Piece(NamedTuple):
 
 
 class _File:
-    def __init__(self, path: Path, size_bytes: int) -> None:
+    def __init__(self, folders: DiskFolders, folder: Path, size_bytes: int) -> None:
         """Make the file, with all its room. Raises DiskError."""
-        self.path, self.direct = path, file_system(path.parent) in DIRECT
-        free = shutil.disk_usage(path.parent).free
+        self.direct = file_system(folder) in DIRECT
+        free = shutil.disk_usage(folder).free
         short = (
-            f"disks folder {path.parent} has no room: the plan puts {format_bytes(size_bytes)} there, "
+            f"disks folder {folder} has no room: the plan puts {format_bytes(size_bytes)} there, "
             f"{format_bytes(free)} are free; make room, or give more folders"
         )
         if size_bytes > free:
             raise DiskError(short)
         try:
-            self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self.own = folders.new_file(folder)
         except OSError as error:
-            raise DiskError(f"{path} cannot be made ({error.strerror}); give another folder") from error
+            raise DiskError(f"{error.filename} cannot be made ({error.strerror}); give another folder") from error
         try:
-            os.posix_fallocate(self.descriptor, 0, max(size_bytes, 1))
+            os.posix_fallocate(self.own.descriptor, 0, max(size_bytes, 1))
             if self.direct:
-                self._pass_the_cache()
+                fcntl.fcntl(self.own.descriptor, fcntl.F_SETFL, os.O_DIRECT)
         except OSError as error:
-            self.close()
+            self.own.remove()
             if error.errno == errno.ENOSPC:
                 raise DiskError(short) from error
             limit = "raise the limit on files (ulimit -f), or " if error.errno == errno.EFBIG else ""
             raise DiskError(
-                f"disks folder {path.parent}: a file of {format_bytes(size_bytes)} cannot be made ({error.strerror}); "
+                f"disks folder {folder}: a file of {format_bytes(size_bytes)} cannot be made ({error.strerror}); "
                 f"{limit}give more folders, or others"
             ) from error
-
-    def _pass_the_cache(self) -> None:
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
-        os.close(self.descriptor)
-        self.descriptor = descriptor
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-        self.path.unlink(missing_ok=True)
 
 
 class DiskStore(Generic[Key]):
@@ -114,7 +106,7 @@ class DiskStore(Generic[Key]):
                 ends[file] += _aligned(stop - start)
         try:
             for folder, end in zip(folders.folders, ends):
-                self._files.append(_File(folders.new_file(folder), end))
+                self._files.append(_File(folders, folder, end))
         except BaseException:
             self.close()
             raise
@@ -124,7 +116,7 @@ class DiskStore(Generic[Key]):
         if hasattr(self, "_threads"):
             self._threads.shutdown()
         for file in self._files:
-            file.close()
+            file.own.remove()
         self._files.clear()
 
     def write(self, key: Key, source: torch.Tensor) -> None:
@@ -199,7 +191,7 @@ class DiskStore(Generic[Key]):
         at, file = piece.offset, self._files[piece.file]
         while memory:
             try:
-                count = move(file.descriptor, [memory], at)
+                count = move(file.own.descriptor, [memory], at)
                 if count <= 0 or (file.direct and count % ALIGN_BYTES):
                     raise OSError(errno.EIO, f"{count} of {len(memory)} bytes moved")
             except OSError as error:
@@ -212,15 +204,15 @@ class DiskStore(Generic[Key]):
 
     def _file(self, key: Key, piece: _Piece) -> _File:
         file = self._files[piece.file]
-        if os.fstat(file.descriptor).st_nlink == 0:
+        if os.fstat(file.own.descriptor).st_nlink == 0:
             raise DiskError(
-                f"{self._words(key, piece)} is gone: somebody has removed {file.path}; continue from the last "
+                f"{self._words(key, piece)} is gone: somebody has removed {file.own.path}; continue from the last "
                 "checkpoint"
             )
         return file
 
     def _words(self, key: Key, piece: _Piece) -> str:
-        return f"disks folder {self._files[piece.file].path.parent}: {self.named(key)}"
+        return f"disks folder {self._files[piece.file].own.path.parent}: {self.named(key)}"
 
     def _buffer(self) -> memoryview:
         """Returns this thread's buffer, which begins at a page."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import shutil
@@ -201,7 +202,7 @@ def test_remains_of_a_killed_run_are_removed(tmp_path: Path, opened: Callable[..
     if child == 0:
         held = [DiskFolders(folders=[tmp_path], rank=rank, ranks=2) for rank in (0, 1)]
         for folders in held:
-            folders.new_file(tmp_path).touch()
+            folders.new_file(tmp_path)
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     remains = ["pstar-rank0.0.slots", "pstar-rank0.lock", "pstar-rank1.0.slots", "pstar-rank1.lock"]
@@ -213,5 +214,63 @@ def test_remains_of_a_killed_run_are_removed(tmp_path: Path, opened: Callable[..
     assert [path.name for path in tmp_path.glob("*")] == ["mine.txt"]
 
 
-def test_the_file_system_is_known_by_name() -> None:
+@pytest.mark.parametrize("how", ["ended", "lock removed"])
+def test_the_end_of_a_run_leaves_the_files_of_the_next(
+    opened: Callable[..., DiskStore[str]], tmp_path: Path, how: str
+) -> None:
+    first = DiskFolders(folders=[tmp_path])
+    former = DiskStore(first, SIZES, str)
+    if how == "ended":
+        first.close()
+    else:
+        (tmp_path / "pstar-rank0.lock").unlink()
+    store, written, back = opened(tmp_path), drawn(12), drawn(12)
+    store.write("small", written)
+    first.close()
+    former.close()
+    store.read("small", back)
+    assert torch.equal(written, back) and (tmp_path / "pstar-rank0.lock").exists()
+
+
+def test_a_process_forked_from_a_killed_run_keeps_no_lock(tmp_path: Path) -> None:
+    """As workers of a DataLoader may outlive a run that got SIGKILL."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _held = DiskFolders(folders=[tmp_path])
+        if os.fork() == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    try:
+        DiskFolders(folders=[tmp_path]).close()
+    finally:
+        os.close(write)
+        os.close(read)
+
+
+def test_what_hinders_the_start_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as without:
+        without.setattr(fcntl, "flock", refuse)
+        with pytest.raises(DiskError, match=r"cannot be used \(no lock there: No locks available\); give another fol"):
+            DiskFolders(folders=[tmp_path])
+    assert not [*tmp_path.iterdir()]
+    (tmp_path / "pstar-rank5.lock").symlink_to("gone")  # as a lock that is removed while the folder is read
+    DiskFolders(folders=[tmp_path]).close()
+    (tmp_path / "pstar-rank0.7.slots").mkdir()
+    with pytest.raises(DiskError, match=rf"cannot be removed \({tmp_path}/pstar-rank0.7.slots: Is a dir.* remove them"):
+        DiskFolders(folders=[tmp_path])
+
+
+def test_the_file_system_is_known_by_name(tmp_path: Path) -> None:
+    (folder := tmp_path / "é b").mkdir()
+    point, mounts = str(folder).replace(" ", r"\040"), tmp_path / "mounts"
+    kinds = [("ext4", "/"), ("xfs", point), ("tmpfs", point)]  # the last on a point counts
+    mounts.write_text("".join(f"1 0 8:1 / {at} rw - {kind} a rw\n" for kind, at in kinds), encoding="utf-8")
+    assert file_system(folder, mounts) == "tmpfs" and file_system(tmp_path, mounts) == "ext4"
     assert file_system(Path("/dev/shm")) == "tmpfs" and file_system(Path("/proc/self")) == "proc"
