@@ -9,6 +9,7 @@ Each row is a model on a machine of two kinds of GPUs, as predicted: two stages 
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import asdict, dataclass
 
 from _results import write_result
@@ -78,6 +79,7 @@ def row_of(case: Case) -> dict[str, object]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows = []
     for case in CASES:
         try:
