@@ -53,7 +53,7 @@ def two_mixed_nodes() -> Machine:
 
 def with_disks() -> Machine:
     return round_machine(
-        gpu_memory_bytes=400 * MIB, host_memory_bytes=2**30, nvme_memory_bytes=2**31, h2d_bytes_per_s=2**30
+        gpu_memory_bytes=400 * MIB, host_memory_bytes=5 * 2**28, nvme_memory_bytes=2**31, h2d_bytes_per_s=2**30
     )
 
 
