@@ -144,14 +144,12 @@ def offload(
     max_grad_norm: clip at this global norm inside `step()`, instead of `torch.nn.utils.clip_grad_norm_`.
     dtype: bf16 or fp16: train in it, by [Note: mixed precision]; None: the model's own dtypes. The plan has room for a
         loop under autocast.
-    masters: "fp32": 16-bit parameters have masters of 4 bytes each; "none": updates are made in the parameters' dtype,
-        as plain torch makes them; None: "fp32", and a warning says so where the model's own parameters have 16 bits.
     update: "step"; or "eager": each chunk is updated inside the backward as soon as its gradients are there (LOMO,
         torch's optimizer in backward). The loop still calls `step()`.
     rounding: "nearest"; or "stochastic", for bf16 without masters: parameters are rounded to one of their neighbours,
         so that small updates are kept in the mean. A run has the same bits under every plan.
     loss: loss(model, batch) -> the scalar on which the loop calls `backward()`. By default the model's own loss.
-    gpu_memory, device, machine, policy, disks, on_plan: see `Request`.
+    gpu_memory, device, machine, policy, masters, disks, on_plan: see `Request`.
 
     Where the model cannot run on fake tensors, an iteration is recorded on the device, as by `record`; the log says so.
 

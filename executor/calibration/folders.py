@@ -12,14 +12,13 @@ from pathlib import Path
 import torch
 
 from executor.disks.folders import DiskFolders
-from executor.disks.store import DiskStore
+from executor.disks.store import ALIGN_BYTES, DiskStore
 from pstar_sim.errors import DiskError
 
 __all__ = ["DiskPoint", "FolderRates", "folder_rates"]
 
 THREADS = (1, DiskFolders.threads, 8)
 SIZES = (4 << 20, 32 << 20)
-PAGE = 4096
 _LISTS = 4  # of each size
 _LONGEST_S = 1.5  # of one direction of a point
 
@@ -59,14 +58,14 @@ def folder_rates(folders: Sequence[str | Path], *, clock: Callable[[], float] = 
                     f"{opened.notes[0]}, where transfers go through memory, so that no rate of a disk can be measured; "
                     "give a folder on ext4, xfs, btrfs or f2fs"
                 )
-            sizes = {(size, number): size for size in (*SIZES, PAGE) for number in range(_LISTS)}
+            sizes = {(size, number): size for size in (*SIZES, ALIGN_BYTES) for number in range(_LISTS)}
             store = DiskStore(opened, sizes, lambda key: f"list {key[1]} of {key[0]} bytes")
             try:
                 points += [_point(store, threads, size, clock) for size in SIZES]
                 if threads == DiskFolders.threads:
                     usual, together = points[-1], _together(store, clock)
-                    _rate(store.write, PAGE, clock)
-                    latency_s = PAGE / _rate(store.read, PAGE, clock)
+                    _rate(store.write, ALIGN_BYTES, clock)
+                    latency_s = ALIGN_BYTES / _rate(store.read, ALIGN_BYTES, clock)
             finally:
                 store.close()
         finally:

@@ -19,8 +19,9 @@ from executor.memory.arena import PLACES, Arena
 from executor.moments.listener import Listener
 from executor.moments.live_bytes import LiveStorages
 from executor.queues.interface import Queues
+from executor.queues.logs import counted_bytes
 from executor.queues.serial import QueueEvent, SerialQueues, follow
-from pstar_sim.core.step import COUNTED, ROUTES, Place
+from pstar_sim.core.step import Place
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PlanError
 
@@ -73,10 +74,7 @@ def measure_iteration(
         changes = log.changes[log_at:]
         state.listeners.remove(watch)
         run.queues.settle(first)  # the iteration's last steps run on into the next forward
-        moved = dict.fromkeys((way for way in run.plan.moved_bytes if way in COUNTED), 0)
-        for step in run.steps.span_log:  # before the threads continue and add to it
-            if step.iteration == first and (way := ROUTES.get(step.step.kind)) in COUNTED:
-                moved[way] += step.copied_bytes
+        moved = counted_bytes(run.plan, run.steps.span_log, first)  # before the threads continue and add to it
     finally:
         if watch is not None and watch in state.listeners:
             state.listeners.remove(watch)

@@ -141,8 +141,7 @@ class Contents:
         what = f"chunk {chunk}" if list_name == "param" else f"{list_name} of chunk {chunk}"
         if elements is not None:
             what = f"elements {elements[0]} to {elements[1]} of {what}"
-        if not self.arena.has(HOST, chunk, list_name):
-            raise PlanError(f"fetch of {list_name} of chunk {chunk}: the host does not hold it")
+        self._require(HOST, chunk, list_name, "fetch")
         stale = state.updated < elements[1] if elements is not None else not state.where(HOST, "param")
         if list_name == "param" and HOST not in state.current and stale:
             raise PlanError(f"fetch of {what}: the host's copy does not hold current parameters")
@@ -217,8 +216,7 @@ class Contents:
         elements: as for `fetch`.
         """
         arena, state = self.arena, self.chunks[chunk]
-        if not arena.has(GPU, chunk, list_name):
-            raise PlanError(f"write-back of {list_name} of chunk {chunk}: the gpu does not hold it")
+        self._require(GPU, chunk, list_name, "write-back")
         if state.where(HOST, list_name):
             raise PlanError(f"write-back of {list_name} of chunk {chunk} would overwrite gradients on the host")
         if list_name == "param" and state.where(GPU, "param"):

@@ -146,7 +146,8 @@ class HostSlabs:
         self._payloads: dict[tuple[int, str], torch.Tensor] = {}
         self._pooled = pooled_payloads(plan)
         largest = max((plan.layout.payload_bytes(*key) for key in self._pooled), default=0)
-        self._pool = Pool(pool_rooms(plan).values(), largest)
+        self._pool_rooms = pool_rooms(plan)
+        self._pool = Pool(self._pool_rooms.values(), largest)
         self._rooms: list[torch.Tensor] = []
         self._in_pool: dict[tuple[int, str], tuple[int, int]] = {}  # payload -> (room, first byte)
         self._lock = threading.Lock()
@@ -170,7 +171,7 @@ class HostSlabs:
                 f"({str(error).splitlines()[0]})",
             ) from error
         self.slabs = slabs
-        self._rooms = [self.first_bytes(key, size) for key, size in pool_rooms(self.plan).items()]
+        self._rooms = [self.first_bytes(key, size) for key, size in self._pool_rooms.items()]
 
     def at(self, chunk: int, list_name: str) -> torch.Tensor:
         """Returns the payload as a flat tensor [numel]. Off the plan, a payload without room in the slabs gets memory

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pstar_sim.core.step import Step
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import COUNTED, ROUTES, Step
 
 __all__ = ["IterationLog", "StepLog"]
 
@@ -31,6 +33,15 @@ class StepLog(NamedTuple):
     def after_wait(self, ready_s: float, cause: str) -> StepLog:
         """Returns the log as ready at `ready_s` and delayed from then on by `cause`."""
         return self._replace(ready_s=ready_s, cause=cause)
+
+
+def counted_bytes(plan: Plan, log: Iterable[StepLog], iteration: int) -> dict[str, int]:
+    """Returns route -> bytes that the copies of an iteration moved, of the routes that the plan uses."""
+    moved = dict.fromkeys((route for route in plan.moved_bytes if route in COUNTED), 0)
+    for row in log:
+        if row.iteration == iteration and (route := ROUTES.get(row.step.kind)) in COUNTED:
+            moved[route] += row.copied_bytes
+    return moved
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 
 from executor.memory.arena import PLACES
 from executor.memory.byte_log import ByteChange
-from executor.queues.logs import IterationLog, StepLog
+from executor.queues.logs import IterationLog, StepLog, counted_bytes
 from pstar_sim.core.effects import CATEGORIES
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.step import COUNTED, ROUTES, Place, Queue
+from pstar_sim.core.step import Place, Queue
 from pstar_sim.core.timeline import ByteSample, Span, Timeline
 from pstar_sim.errors import PlanError
 
@@ -60,15 +60,12 @@ def build_timeline(
     start_s, end_s = starts[-1], last.end_s
     stall_s: dict[str, float] = {}
     busy_s: dict[str, float] = {}
-    moved = dict.fromkeys((way for way in plan.moved_bytes if way in COUNTED), 0)
     for step in rows:
         if step.iteration != last.number:
             continue
         busy_s[step.step.queue.value] = busy_s.get(step.step.queue.value, 0.0) + step.end_s - step.start_s
         if step.step.queue is Queue.COMPUTE and step.start_s > step.ready_s and step.cause:
             stall_s[step.cause] = stall_s.get(step.cause, 0.0) + step.start_s - step.ready_s
-        if (way := ROUTES.get(step.step.kind)) in COUNTED:
-            moved[way] += step.copied_bytes
     samples, peaks = _samples(plan, changes, start_s, end_s)
     return Timeline(
         source="measured",
@@ -77,7 +74,7 @@ def build_timeline(
         spans=spans,
         samples=samples,
         peak_bytes=peaks,
-        moved_bytes=moved,
+        moved_bytes=counted_bytes(plan, rows, last.number),
         stall_s=stall_s,
         busy_s=busy_s,
         label=plan.policy,

@@ -20,8 +20,6 @@ from pstar_sim.catalog.pool import share_pool
 from pstar_sim.errors import CatalogError, PstarError
 from pstar_sim.units import format_bytes
 
-ASSUMED_READ_BYTES_PER_S, ASSUMED_WRITE_BYTES_PER_S = 3e9, 1.5e9  # of each file system
-
 __all__ = [
     "Catalog",
     "as_listed",
@@ -32,6 +30,8 @@ __all__ = [
     "with_disks",
     "with_nodes",
 ]
+
+ASSUMED_READ_BYTES_PER_S, ASSUMED_WRITE_BYTES_PER_S = 3e9, 1.5e9  # of each file system
 
 
 def machine_names(user_file: str | Path | None = None) -> tuple[str, ...]:

@@ -120,7 +120,7 @@ class Layout:
 
     @cached_property
     def _states(self) -> dict[str, tuple[States, ...]]:
-        return {c.dtype: self._optimizer_of(c).all_states for c in self.chunks}
+        return self.optimizer.states_by_dtype(c.dtype for c in self.chunks)
 
     def _optimizer_of(self, chunk: Chunk) -> OptimizerSpec:
         return self.optimizer.of_width(DTYPES[chunk.dtype].bytes)
@@ -427,10 +427,8 @@ def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
             first[use.tensor] = use.moment
     order = sorted(range(len(first)), key=lambda i: (first[i], i))
     optimizer = workload.optimizer
-    aligns = {
-        name: [_alignment(states) for states in optimizer.of_width(DTYPES[name].bytes).all_states]
-        for name in {t.dtype for t in workload.tensors} & DTYPES.keys()
-    }
+    kinds = optimizer.states_by_dtype({t.dtype for t in workload.tensors} & DTYPES.keys())
+    aligns = {name: [_alignment(states) for states in kinds[name]] for name in kinds}
     classes: dict[_Class, list[_Item]] = {}
     for index in order:
         tensor = workload.tensors[index]

@@ -34,7 +34,7 @@ from pstar_sim.sim.play import play
 from pstar_sim.workload.loading import EACH_FP32, Loading, loading_of
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Fit", "Fits", "SmallestChange", "fits"]
+__all__ = ["Fit", "Fits", "SmallestChange", "fits", "with_kept"]
 
 EFFORT = 0.5  # share of `Settings.effort` with which plans are searched: memory is asked for, and seconds within a bar
 
@@ -99,10 +99,10 @@ class Fit:
     def gpu_shown_bytes(self) -> int | None:
         """What nvidia-smi shows at least: tensors, the reserve, and what torch keeps of a framework's runs. Where the
         card has room, torch keeps what it took at any time, which adds to this."""
-        needed, available = self.gpu_needed_bytes, self.gpu_available_bytes
-        if needed is None:
+        if self.gpu_needed_bytes is None:
             return None
-        return max(needed, min(needed + self.gpu_kept_bytes, available)) + self.gpu_reserve_bytes
+        kept = with_kept(self.gpu_needed_bytes, self.gpu_kept_bytes, self.gpu_available_bytes)
+        return kept + self.gpu_reserve_bytes
 
     @property
     def host_headroom_bytes(self) -> int | None:
@@ -116,6 +116,11 @@ class Fit:
             "gpu_shown_bytes": self.gpu_shown_bytes,
             "host_headroom_bytes": self.host_headroom_bytes,
         }
+
+
+def with_kept(tensor_bytes: int, kept_bytes: int, available_bytes: int) -> int:
+    """Returns the bytes of tensors and of what torch keeps of a framework's runs beside them, where they are free."""
+    return max(tensor_bytes, min(tensor_bytes + kept_bytes, available_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -404,7 +404,7 @@ def plan_stages(
             cut = _layers_of(job, machine, parallelism, shape=shape, most=most)
             most[stage] = len(cut[stage]) - 1
             if parallelism.cut == CUTS[0] or error.place != "gpu" or not most[stage] or sum(most) < cut[-1].stop:
-                raise _in_stage(error, f"stage {stage}") from error
+                raise error.restated(what=f"stage {stage}: {error.what}") from error
         except (CannotPlan, PlanError) as error:
             raise CannotPlan(f"stage {len(plans)}: {error}") from error
     made = PlanSet(parallelism=parallelism, plans=tuple(plans), meetings=meetings_of(plans))
@@ -443,23 +443,13 @@ def stages_shortage(
                 refusals.append(CannotPlan(f"{spread}, stage {stage}: {error}"))
                 break
             if short is not None:
-                refusals.append(_in_stage(short, f"{spread}, stage {stage}"))
+                refusals.append(short.restated(what=f"{spread}, stage {stage}: {short.what}"))
                 break
         else:
             return None
     if not refusals:
         return CannotPlan("no way to spread the model over the GPUs is left")
     return min(refusals, key=lambda r: r.short_bytes if isinstance(r, DoesNotFit) else inf)
-
-
-def _in_stage(error: DoesNotFit, stage: str) -> DoesNotFit:
-    return DoesNotFit(
-        policy=error.policy,
-        place=error.place,
-        needed_bytes=error.needed_bytes,
-        available_bytes=error.available_bytes,
-        what=f"{stage}: {error.what}",
-    )
 
 
 def examine_set(plans: PlanSet) -> tuple[tuple[CheckReport, ...], float]:

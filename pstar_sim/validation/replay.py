@@ -15,6 +15,7 @@ from pstar_sim.core.step import UPDATES, Kind, Queue
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.planner.compare import plan_and_play
+from pstar_sim.planner.fits import with_kept
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.units import GIB, MIB
 from pstar_sim.validation.rows import PublishedRow
@@ -140,7 +141,7 @@ def predict(experiment: Experiment, plan: Plan, timeline: Timeline, batch: int) 
     params = experiment.sizes[0].params
     gpu, host = timeline.peak_bytes["gpu"], timeline.peak_bytes["host"]
     card = experiment.machine.gpu
-    kept = max(gpu, min(gpu + experiment.machine.kept_bytes, card.budget_bytes))
+    kept = with_kept(gpu, experiment.machine.kept_bytes, card.budget_bytes)
     shown = kept + card.context_bytes  # on the card; about half of the reserve is the context
     reserved = (kept + shown) / 2
     seconds = {

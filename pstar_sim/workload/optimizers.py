@@ -28,7 +28,7 @@ from typing import Any
 
 from pstar_sim.arguments import text
 from pstar_sim.catalog.machine import ADAM_BYTES_PER_PARAM
-from pstar_sim.dtypes import MASTER
+from pstar_sim.dtypes import DTYPES, MASTER
 from pstar_sim.errors import UnknownName
 
 __all__ = ["MASTERS", "MASTER_LIST", "OPTIMIZERS", "OptimizerSpec", "StateList", "States", "optimizer_spec"]
@@ -197,6 +197,10 @@ class OptimizerSpec:
         """Returns the optimizer of a tensor of `width` bytes. One wider than the masters is its own: fp32 norms of a
         bf16 model."""
         return OPTIMIZERS[self.name] if width > self.master_bytes else self
+
+    def states_by_dtype(self, dtypes: Iterable[str]) -> dict[str, tuple[States, ...]]:
+        """Returns dtype -> `all_states` of the optimizer of its tensors (`of_width`)."""
+        return {name: self.of_width(DTYPES[name].bytes).all_states for name in set(dtypes)}
 
     @property
     def script(self) -> str:

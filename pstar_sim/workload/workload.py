@@ -343,9 +343,7 @@ class Workload:
     @cached_property
     def states_bytes_per_param(self) -> float:
         """Mean bytes of optimizer states per trainable parameter; without any, those of a tensor of no kind."""
-        kinds = {
-            name: self.optimizer.of_width(DTYPES[name].bytes).all_states for name in {t.dtype for t in self.tensors}
-        }
+        kinds = self.optimizer.states_by_dtype(t.dtype for t in self.tensors)
         numel, size = 0, 0
         for t in self.tensors:
             if not t.frozen and t.tied_to is None:

@@ -35,6 +35,11 @@ def plan_on_disks(
     return find_policy(f"zero_infinity:{options},{SMALL}")(w, machine, Settings(clip=clip))
 
 
+def full(*_: Any) -> int:
+    """In place of os.pwritev: no room."""
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 CASES = {
     "states": ("mlp", "states=nvme", 1, None, torch.float32),
     "parameters": ("mlp", "params=nvme", 3, 0.5, torch.float32),
@@ -113,9 +118,6 @@ def test_a_transfer_that_fails_ends_the_run(
     with run.session.still():
         pass
 
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(DiskError, match=rf"folder {tmp_path}: \w+ of chunk \d+ cannot be written \(No space left"):
         for _ in range(3):
@@ -130,9 +132,6 @@ def test_a_window_stays_until_it_is_written(kit: Any, tmp_path: Path, monkeypatc
     payloads = DiskPayloads(plan, folders)
     payloads.allocate()
     rows = [(row.chunk, row.list) for row in plan.initial if row.place is Place.NVME and row.chunk >= 0][:4]
-
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
     payloads.at(*rows[0]).fill_(3)
     with monkeypatch.context() as broken:
