@@ -13,6 +13,7 @@ import itertools
 import random
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,11 +28,12 @@ from torch import nn
 import executor
 from executor.capture import capture_module
 from executor.models import enable_checkpointing
+from executor.queues.threads import ThreadQueues
 from pstar_sim.catalog.machine import Machine, Nvme
 from pstar_sim.core.effects import CATEGORIES, NON_MODEL, category_of
 from pstar_sim.core.ledger import PLACES, WIDTH, Moves
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.core.step import Place
+from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.testing import round_machine
@@ -345,6 +347,23 @@ def waits_of_training(monkeypatch: pytest.MonkeyPatch, owners: Sequence[tuple[An
 
         monkeypatch.setattr(owner, "synchronize", noted)
     return waits
+
+
+def stands_still(queues: ThreadQueues, *, but: Queue) -> bool:
+    """Return True when the training thread waits and no queue `but` one can start a step; False after a minute."""
+    until_s = time.monotonic() + 60.0
+    while time.monotonic() < until_s:
+        with queues._lock:
+            progress = queues._progress
+            ready = [
+                queue
+                for queue, (iteration, at) in queues._at.items()
+                if iteration <= queues._limit(queue) and progress.ready(progress.order[queue][at], iteration)
+            ]
+            if Queue.COMPUTE in queues._waiting and not {*ready, *queues._busy} - {but}:
+                return True
+        time.sleep(0.002)
+    return False
 
 
 def byte_changes(session: executor.Session) -> tuple[Counter[tuple[Place, str, int]], ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -87,7 +86,7 @@ class TestAdamThatComesLast:
         self, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         run = start("mlp", "tide", clip=0.5, backend=VirtualStreams())
-        held = self._hold_one(run, monkeypatch)
+        held = self._hold_one(kit, run, monkeypatch)
         same(kit, run)
         assert held == [True]
         queues = run.session.queues
@@ -99,7 +98,7 @@ class TestAdamThatComesLast:
     ) -> None:
         """The harness's teeth: host steps are announced when they are issued, as if an event stood for them."""
         run = start("mlp", "tide", clip=0.5, backend=VirtualStreams())
-        held = self._hold_one(run, monkeypatch)
+        held = self._hold_one(kit, run, monkeypatch)
         plain = StreamQueues._arrive
 
         def too_early(queues: Any, queue: Queue, i: int, iteration: int) -> None:
@@ -113,13 +112,13 @@ class TestAdamThatComesLast:
         assert held == [True]
 
     @staticmethod
-    def _hold_one(run: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    def _hold_one(kit: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         """Whether all else stood still, once the first update has begun."""
         session, plain, held = run.session, run.session.contents.adam, []
 
         def last(chunk: int, place: Place, *rest: Any) -> None:
             if not held and place is Place.HOST:
-                held.append(stands_still(session.queues, but=Queue.ADAM))
+                held.append(kit.stands_still(session.queues, but=Queue.ADAM))
                 session.backend.synchronize(session.backend.record(Queue.H2D))
             plain(chunk, place, *rest)
 
@@ -130,23 +129,6 @@ class TestAdamThatComesLast:
 def held(free: threading.Event) -> bool:
     """Return when the event is set: True, or False after LIMIT_S."""
     return free.wait(LIMIT_S)
-
-
-def stands_still(queues: StreamQueues, *, but: Queue) -> bool:
-    """Return True when the training thread waits and no queue `but` one can start a step; False after LIMIT_S."""
-    until_s = time.monotonic() + LIMIT_S
-    while time.monotonic() < until_s:
-        with queues._lock:
-            progress = queues._progress
-            ready = [
-                queue
-                for queue, (iteration, at) in queues._at.items()
-                if iteration <= queues._limit(queue) and progress.ready(progress.order[queue][at], iteration)
-            ]
-            if Queue.COMPUTE in queues._waiting and not {*ready, *queues._busy} - {but}:
-                return True
-        time.sleep(0.002)
-    return False
 
 
 def spoiled(kit: Any, run: Any) -> None:
