@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pstar_sim.cli import main as pstar
-from pstar_sim.planner.trust import enough
+from pstar_sim.planner.trust import borrowed_bar, enough
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -635,7 +635,7 @@ def error_classes() -> str:
     order = sorted(kept, key=lambda name: (name == "any class", -kept[name]["any policy"]["sources"], name))
     for name in order:
         e = kept[name]["any policy"]
-        bar = f"{e['bar']:.1%}" if enough(e["rows"], e["sources"]) else "of all rows"
+        bar = f"{e['bar']:.1%}" if enough(e["rows"], e["sources"]) else f"({borrowed_bar(name):.1%})"
         label = "all rows" if name == "any class" else name
         rows.append(f"| {label} | {e['sources']} | {e['rows']} | {e['median']:.1%} | {e['p90']:.1%} | {bar} |")
     return "\n".join(rows).replace("%", " %")

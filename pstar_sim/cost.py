@@ -96,6 +96,7 @@ __all__ = [
     "flops_rate",
     "gradient_traffic_bytes",
     "slowest_of",
+    "timed_as",
 ]
 
 _COST = ("cost",)  # key of `Workload.derived`
@@ -121,9 +122,15 @@ def flops_rate(machine: Machine, dtype: str) -> float:
 
 
 def _rate_of(gpu: Gpu, dtype: str) -> float:
+    return gpu.flops_per_s[timed_as(gpu, dtype)]
+
+
+def timed_as(gpu: Gpu, dtype: str) -> str:
+    """Returns the dtype whose matrix rate stands for that of `dtype`: another one if the GPU has no units for it.
+    Raises PlanError if it has none for either."""
     for name in DTYPES[dtype].products if dtype in DTYPES else (dtype,):
         if name in gpu.flops_per_s:
-            return gpu.flops_per_s[name]
+            return name
     raise PlanError(f"gpu {gpu.name!r} has no rate for {dtype!r}; it has {', '.join(gpu.flops_per_s)}")
 
 

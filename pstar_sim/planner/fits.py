@@ -105,6 +105,11 @@ class Fit:
         return kept + self.gpu_reserve_bytes
 
     @property
+    def is_tight(self) -> bool:
+        """Whether tensors leave less room than torch keeps of a framework's runs (`Framework.kept_bytes`)."""
+        return self.fits and 0 <= (self.gpu_headroom_bytes or 0) < min(self.gpu_kept_bytes, self.gpu_needed_bytes or 0)
+
+    @property
     def host_headroom_bytes(self) -> int | None:
         """Negative if the host is short."""
         return None if self.host_needed_bytes is None else self.host_available_bytes - self.host_needed_bytes
@@ -119,8 +124,9 @@ class Fit:
 
 
 def with_kept(tensor_bytes: int, kept_bytes: int, available_bytes: int) -> int:
-    """Returns the bytes of tensors and of what torch keeps of a framework's runs beside them, where they are free."""
-    return max(tensor_bytes, min(tensor_bytes + kept_bytes, available_bytes))
+    """Returns the bytes of tensors and of what torch keeps of a framework's runs beside them, where they are free: at
+    most as much again as the tensors."""
+    return max(tensor_bytes, min(tensor_bytes + min(kept_bytes, tensor_bytes), available_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.figures import moves_on_disks
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
+from pstar_sim.cost import timed_as
 from pstar_sim.units import format_bytes, format_count
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "machine_notes",
     "pinned_notes",
     "thread_notes",
+    "units_notes",
 ]
 
 NO_DISKS = "the lower bound counts no disks, so no distance from it is given"
@@ -49,6 +51,14 @@ def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> l
     if on_disks:
         notes.append(f"{', '.join(on_disks)}: {NO_DISKS}")
     return [*notes, *(line for plan, timeline in plans if (line := disk_life(plan, timeline.iteration_s)))]
+
+
+def units_notes(machine: Machine, dtype: str) -> list[str]:
+    """Returns the note on matrix products of a dtype that the GPU has no units for."""
+    timed = timed_as(machine.gpu, dtype)
+    if timed == dtype:
+        return []
+    return [f"{dtype} is forced: {machine.gpu.name} has no {dtype} units; timed at the rate of {timed}"]
 
 
 def attention_notes(machine: Machine, kernel: str) -> list[str]:

@@ -2,11 +2,12 @@
 
 [Note: classes] A class is a kind of GPU (the first part of its catalog name: "v100", "a100", "h100"), the number of
 GPUs ("one GPU", "node" for several in one node, or "nodes"), the flavour of the kernels (workload/kernels.py), whether
-the model has experts, is in fp32 or has adapters, and whether the threads of CPU Adam are as a launcher leaves them
-("as found"). Captured modules run their operators one by one, as eager
-kernels do. The errors of a class are those of the rows of whole iterations to which nothing is fitted ("tested"), and
-from which no rule of the model is inferred (`inferred` in scope.toml). They are kept in catalog/expected_errors.json,
-which `pstar validate --write` makes. A policy without published runs has the errors of its class.
+the model has experts, is in fp32, in a dtype that the GPU lacks units for ("forced dtype") or has adapters, and whether
+the threads of CPU Adam are as a launcher leaves them ("as found"). Captured modules run their operators one by one, as
+eager kernels do. The errors of a class are those of the rows of whole iterations to which nothing is fitted ("tested"),
+and from which no rule of the model is inferred (`inferred` in scope.toml). They are kept in
+catalog/expected_errors.json, which `pstar validate --write` makes. A policy without published runs has the errors of
+its class.
 
 [Note: bars] The bar of an answer is one standard deviation: 68 % of the rows of its class and policy had at most this
 error, where every source (who published the rows) has the same weight. A bar has at least FEWEST_SOURCES sources and
@@ -33,6 +34,7 @@ from functools import cache
 from importlib.resources import files
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.cost import timed_as
 from pstar_sim.dtypes import MASTER
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.units import format_error
@@ -40,9 +42,9 @@ from pstar_sim.workload.kernels import FLAVOURS
 from pstar_sim.workload.workload import Workload
 
 __all__ = [
-    "ANY", "ANY_CLASS", "FEWEST_ROWS", "FEWEST_SOURCES", "FILE", "NOT_NEAR", "ExpectedError", "Trust", "class_name",
-    "class_of", "enough", "error_of_change", "error_of_ratio", "expected_error", "tells_of", "trust", "untuned",
-    "validation_digest",
+    "ANY", "ANY_CLASS", "FEWEST_ROWS", "FEWEST_SOURCES", "FILE", "NOT_NEAR", "ExpectedError", "Trust", "borrowed_bar",
+    "class_name", "class_of", "enough", "error_of_change", "error_of_ratio", "expected_error", "tells_of", "trust",
+    "untuned", "validation_digest",
 ]  # fmt: skip
 
 FILE = files("pstar_sim.catalog") / "expected_errors.json"
@@ -119,6 +121,7 @@ def class_of(machine: Machine, workload: Workload) -> str:
         fp32=workload.compute_dtype == MASTER,
         autocast=workload.autocast is not None,
         lora=any(t.frozen for t in workload.tensors),
+        forced_dtype=any(timed_as(r.gpu, workload.compute_dtype) != workload.compute_dtype for r in machine.ranks),
         as_found=machine.host.as_found,
     )
 
@@ -133,11 +136,12 @@ def class_name(
     fp32: bool = False,
     autocast: bool = False,
     lora: bool = False,
+    forced_dtype: bool = False,
     as_found: bool = False,
 ) -> str:
     """Returns words such as "h100 node" (eager kernels) or "h100 node with fused kernels" ([Note: classes])."""
     flavour = [f"{kernels} kernels"] if kernels in FLAVOURS and kernels != "eager" else []
-    facts = {"experts": experts, "fp32": fp32, "autocast": autocast, "LoRA": lora}
+    facts = {"experts": experts, "fp32": fp32, "autocast": autocast, "LoRA": lora, "forced dtype": forced_dtype}
     rest = " and ".join(flavour + [name for name, holds in facts.items() if holds])
     machines = f"{generation} {'nodes' if nodes > 1 else 'node' if ranks > 1 else 'one GPU'}"
     return f"{machines}{rest and f' with {rest}'}{_AS_FOUND if as_found else ''}"
@@ -174,8 +178,13 @@ def expected_error(machine: Machine, policy: str, workload: Workload) -> Expecte
 
 
 def untuned() -> float:
-    """Returns the bar of a class without enough sources: that of all rows."""
+    """Returns the bar of all rows."""
     return _shipped()[ANY_CLASS][ANY]["bar"]
+
+
+def borrowed_bar(name: str) -> float:
+    """Returns the bar of a class without enough sources: that of all rows, or a larger one of the same machines."""
+    return max([untuned(), *(c[ANY]["bar"] for other, c in _shipped().items() if tells_of(other, name))])
 
 
 def enough(rows: float, sources: float) -> bool:
@@ -189,8 +198,7 @@ def trust(machine: Machine, policy: str, workload: Workload) -> Trust:
     if found is not None:
         return Trust(found.bar, found.label)
     name = class_of(machine, workload)
-    same = [c[ANY]["bar"] for other, c in _shipped().items() if tells_of(other, name)]
-    bar = max([untuned(), *same])
+    bar = borrowed_bar(name)
     known = _shipped().get(name, {}).get(ANY, {"rows": 0, "sources": 0})
     runs, sources = (int(known[key]) for key in ("rows", "sources"))
     counted = (

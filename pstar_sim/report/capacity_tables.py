@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.loader import as_listed
 from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
-from pstar_sim.planner.machine_notes import added_gpus_notes, attention_notes, pinned_notes, thread_notes
+from pstar_sim.planner.machine_notes import added_gpus_notes, attention_notes, pinned_notes, thread_notes, units_notes
 from pstar_sim.planner.trust import NOT_NEAR
 from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import can_follow
@@ -120,6 +120,7 @@ def _fit_notes(answer: Fits, *, why: bool) -> Iterator[str]:
     yield from (f"{row.policy}: sequences per GPU {row.shares}" for row in answer.rows if row.fits and row.shares)
     machine = answer.machine
     notes = (*notes, *added_gpus_notes(machine), *thread_notes(machine))
+    notes = (*notes, *units_notes(machine, answer.workload.compute_dtype))
     notes = (*notes, *attention_notes(machine, answer.workload.attention))
     if any(row.fits and row.host_payload_bytes for row in answer.rows):
         notes = (*notes, *pinned_notes(answer.machine))
@@ -166,9 +167,14 @@ def shown_on_card(row: Fit) -> list[str]:
     if row.gpu_shown_bytes is None or not row.gpu_reserve_bytes:
         return []
     shown, beside = format_size(row.gpu_shown_bytes), format_size(row.gpu_reserve_bytes)
-    kept = f"{format_size(row.gpu_kept_bytes)} (where they are free) that" if row.gpu_kept_bytes else "what"
-    return [
+    most = format_size(min(row.gpu_kept_bytes, row.gpu_needed_bytes or 0))
+    kept = f"{most} (where they are free) that" if row.gpu_kept_bytes else "what"
+    said = (
         f"The card will show at least {shown}: the tensors, {beside} of context and fragments, and {kept} torch keeps."
+    )
+    return [
+        said,
+        *(["A part of what torch keeps is in use at the step: this yes is not certain."] if row.is_tight else []),
     ]
 
 

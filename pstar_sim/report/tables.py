@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pstar_sim.core.figures import BINDS_NAMES
 from pstar_sim.planner.confidence import confidence, confidence_line, worst_known
+from pstar_sim.planner.machine_notes import units_notes
 from pstar_sim.planner.trust import error_of_change
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_params, format_s
@@ -78,9 +79,7 @@ def heading(answer: TableAnswer) -> str:
         "memory"
     )
     lines = [", ".join(parts), f"on {where} ({worst_known(confidence(w, m))})"]
-    if w.compute_dtype not in m.gpu.flops_per_s:
-        forced = w.compute_dtype
-        lines.append(f"{forced} is forced: {m.gpu.name} has no {forced} units; timed at the rate of another type")
+    lines += units_notes(m, w.compute_dtype)
     if m.name == "here" and m.notes:
         lines.append(f"here: {m.notes}")
     return "\n".join(lines)

@@ -9,7 +9,9 @@ import pytest
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.cli import main
 from pstar_sim.errors import PstarError
+from pstar_sim.planner.fits import fits
 from pstar_sim.planner.trust import FEWEST_ROWS, class_of, expected_error, tells_of, trust, untuned
+from pstar_sim.report.capacity_tables import fits_text
 from pstar_sim.report.validation import validation_text
 from pstar_sim.report.web import whatif
 from pstar_sim.validation import expected_errors
@@ -240,6 +242,16 @@ def test_fp32_and_adapters_are_classes_of_their_own() -> None:
     assert class_of(card, preset("1B", batch=1, seq=128, lora=8, dtype="fp32")) == "a100 one GPU with fp32 and LoRA"
 
 
+def test_no_run_of_fp16_tells_of_bf16_on_a_card_without_units_for_it() -> None:
+    old = load_machine("v100-32")
+    assert class_of(old, preset("1B", batch=1, seq=128, dtype="fp16")) == "v100 one GPU"
+    forced = preset("1B", batch=1, seq=128, dtype="bf16")
+    assert class_of(old, forced) == "v100 one GPU with forced dtype"
+    assert trust(old, "tide", forced).error > trust(old, "tide", preset("1B", batch=1, seq=128, dtype="fp16")).error
+    text = fits_text(fits(forced, old, policies=["all_on_gpu"]), width=200)
+    assert "bf16 is forced: v100-32 has no bf16 units; timed at the rate of fp16" in text
+
+
 def test_steps_on_the_cpu_as_users_find_them_are_a_class_of_their_own() -> None:
     found = errors_by_class([result(100, 110), result(100, 300, as_found=True)])
     assert found["h100 node"]["any policy"]["rows"] == 1
@@ -257,7 +269,7 @@ def test_rows_from_which_a_rule_is_inferred_count_in_no_bar() -> None:
 
 def test_where_nothing_was_measured_the_bar_is_no_smaller_than_where_something_was() -> None:
     """A class without rows, or with one source, has at least the bar of all rows."""
-    t4, workload = load_machine("t4"), preset("1B", batch=1, seq=128)
+    t4, workload = load_machine("t4"), preset("1B", batch=1, seq=128, dtype="fp16")
     far = trust(t4, "tide", workload)
     assert far.error == untuned()
     assert far.label == (
@@ -286,24 +298,24 @@ def test_an_expected_error_names_its_class() -> None:
 def test_kernels_and_experts_that_no_row_has_are_not_near() -> None:
     """The bar is no smaller than any of the same machines."""
     card = load_machine("v100-32")
-    near = expected_error(card, "tide", preset("1B", batch=1, seq=128))
+    near = expected_error(card, "tide", preset("1B", batch=1, seq=128, dtype="fp16"))
     assert near is not None
     for workload, with_ in (
-        (preset("1B", batch=1, seq=128, kernels="compiled"), "compiled kernels"),
-        (preset("1B", batch=1, seq=128, kernels="megatron"), "megatron kernels"),
-        (preset("Qwen3-30B-A3B", batch=1, seq=128), "experts"),
-        (preset("Qwen3-30B-A3B", batch=1, seq=128, kernels="fused"), "fused kernels and experts"),
+        (preset("1B", batch=1, seq=128, dtype="fp16", kernels="compiled"), "compiled kernels"),
+        (preset("1B", batch=1, seq=128, dtype="fp16", kernels="megatron"), "megatron kernels"),
+        (preset("Qwen3-30B-A3B", batch=1, seq=128, dtype="fp16"), "experts"),
+        (preset("Qwen3-30B-A3B", batch=1, seq=128, dtype="fp16", kernels="fused"), "fused kernels and experts"),
     ):
         assert expected_error(card, "tide", workload) is None
         far = trust(card, "tide", workload)
         assert f"not validated for class v100 one GPU with {with_} (no published run counts" in far.label
         assert far.error >= near.bar
-    by_hand = replace(preset("1B", batch=1, seq=128), kernels="captured")
+    by_hand = replace(preset("1B", batch=1, seq=128, dtype="fp16"), kernels="captured")
     assert expected_error(card, "tide", by_hand) == near  # its operators run one by one
 
 
 def test_few_rows_of_a_policy_say_nothing_of_it() -> None:
-    card, w = load_machine("v100-32"), preset("1B", batch=1, seq=128)
+    card, w = load_machine("v100-32"), preset("1B", batch=1, seq=128, dtype="fp16")
     infinity, class_ = expected_error(card, "zero_infinity", w), expected_error(card, "tide", w)  # two of the former
     assert infinity is not None and infinity == class_ and infinity.rows >= FEWEST_ROWS
 
