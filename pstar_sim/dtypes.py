@@ -2,13 +2,30 @@
 
 A workload and its tensors name their dtype, so that files are plain text. Whoever needs a property of a dtype asks its
 row here. The optimizer keeps its own states in `MASTER`, or as the optimizer says.
+
+[Note: storage] A frozen matrix may be stored in a dtype of `BASES`, with scales. Its elements are then bytes, of which
+`Dtype.stored` gives the number. No operator computes in such a dtype. Each linear layer dequantises its matrix to the
+working dtype, one at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
-__all__ = ["AUTOCAST", "DTYPES", "MASTER", "NATIVE", "WORKING", "Dtype", "same_size", "unscaled"]
+__all__ = [
+    "AUTOCAST",
+    "BASES",
+    "DTYPES",
+    "MASTER",
+    "NATIVE",
+    "STORAGE",
+    "WORKING",
+    "Dtype",
+    "same_size",
+    "unscaled",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,9 +33,10 @@ class Dtype:
     """A number format.
 
     name: in files and flags.
-    bytes: width of an element.
+    bytes: width of a stored element.
     products: dtypes by whose rate the GPU multiplies it; the first known rate counts.
     scaled: gradients need loss scaling, because small ones are lost and sums may overflow.
+    packed: (rows, columns) -> stored elements of a matrix ([Note: storage]); None: one for each element.
     """
 
     name: str
@@ -26,6 +44,15 @@ class Dtype:
     torch_name: str
     products: tuple[str, ...]
     scaled: bool = False
+    packed: Callable[[int, int], int] | None = None
+
+    def stored(self, shape: Sequence[int]) -> int:
+        """Returns the elements of `bytes` in which a tensor is stored. One of more than two dimensions is a stack of
+        matrices."""
+        if self.packed is None:
+            return prod(shape)
+        *stack, columns = shape
+        return prod(stack[:-1]) * self.packed(prod(stack[-1:]), columns)
 
     @property
     def is_master(self) -> bool:
@@ -36,6 +63,12 @@ class Dtype:
     def can_sum(self) -> bool:
         """Whether gradients may be summed in this dtype instead of `MASTER`."""
         return not self.is_master and not self.scaled
+
+    @property
+    def bytes_per_param(self) -> float:
+        """Bytes of an element of a large matrix."""
+        side = 2**14
+        return self.bytes * self.stored((side, side)) / side**2
 
 
 MASTER = "fp32"
@@ -52,6 +85,33 @@ DTYPES = {
     )
 }
 """Name -> dtype."""
+
+
+def _nf4(rows: int, columns: int) -> int:
+    """4 bits, an 8-bit scale for each 64 elements, and an fp32 scale for each 256 of these: double quantisation.
+    Source: Dettmers et al., QLoRA, 2023."""
+    elements = rows * columns
+    scales = -(-elements // 64)
+    return -(-elements // 2) + scales + 4 * -(-scales // 256)
+
+
+def _int8(rows: int, columns: int) -> int:
+    """8 bits, and an fp32 scale for each row. Source: Dettmers et al., LLM.int8(), 2022."""
+    return rows * (columns + 4)
+
+
+def _fp8(rows: int, columns: int) -> int:
+    """8 bits, and an fp32 scale for each block of 128 x 128. Source: DeepSeek-V3, 2024."""
+    return rows * columns + 4 * -(-rows // 128) * -(-columns // 128)
+
+
+BASES = {
+    name: Dtype(name=name, bytes=1, torch_name="uint8", products=(), packed=packed)
+    for name, packed in (("int8", _int8), ("nf4", _nf4), ("fp8", _fp8))
+}
+"""Name -> dtype of frozen matrices ([Note: storage])."""
+STORAGE = DTYPES | BASES
+"""Name -> dtype of a tensor or a chunk."""
 
 NATIVE = DTYPES[WORKING].products
 """Dtypes in the order in which a job takes them, the first that a GPU has natively."""

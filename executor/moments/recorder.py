@@ -64,7 +64,7 @@ def describe_parameters(
             Tensor(
                 name=name,
                 shape=tuple(int(extent) for extent in parameter.shape),
-                dtype=DTYPE_NAMES.get(parameter.dtype, str(parameter.dtype).removeprefix("torch.")),
+                dtype=DTYPE_NAMES.get(parameter.dtype, str(parameter.dtype)),
                 bytes=parameter.numel() * parameter.element_size(),
                 frozen=not parameter.requires_grad,
                 tied_to=tied_to,

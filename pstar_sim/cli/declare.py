@@ -94,7 +94,7 @@ def _as_flag(kind: Any, name: str, annotation: Any) -> Any:
     if not axis.names:
         return Annotated[str | None, typer.Option(metavar=axis.metavar, help=help_)]
     names: Any = Literal[axis.names]
-    return Annotated[names | None, typer.Option(parser=one_of(names), metavar=axis.metavar, help=help_)]
+    return Annotated[names | None, typer.Option(parser=one_of(names, axis.words), metavar=axis.metavar, help=help_)]
 
 
 def _in_section(annotation: Any, section: str | None) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -190,11 +190,12 @@ ELSEWHERE = {"liger": _LIGER, "--liger": _LIGER, "--pp": _SPREAD, "--pipeline-pa
 """What other tools call a choice or a flag -> the hint to give."""
 
 
-def one_of(choices: Any) -> Callable[[Any], str]:
-    """Accepts the texts of a Literal."""
+def one_of(choices: Any, words: Mapping[str, str] | None = None) -> Callable[[Any], str]:
+    """Accepts the texts of a Literal, and other words for these."""
     names = get_args(choices)
 
     def parse(text: str) -> str:
+        text = (words or {}).get(text.lower(), text)
         if text not in names:
             hint = ELSEWHERE.get(text.lower()) or did_you_mean(text, names)
             raise typer.BadParameter(f"invalid choice: {text!r} (choose from {', '.join(names)}){hint}")

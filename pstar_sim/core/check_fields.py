@@ -7,6 +7,7 @@ from pstar_sim.core.layout import sum_bytes_of
 from pstar_sim.core.plan import MODES, Plan
 from pstar_sim.core.step import Kind, to_text
 from pstar_sim.core.trips import TRIPS, trips_of
+from pstar_sim.dtypes import STORAGE
 from pstar_sim.errors import PlanError
 
 __all__ = ["check_fields", "check_step_fields"]
@@ -103,7 +104,8 @@ def _check_layout(plan: Plan) -> None:
             t = w.tensors[s.tensor]
             seen.add(s.tensor)
             kind = 0 if t.frozen else w.optimizer.kind_of(t.name, t.shape)
-            if (t.numel, t.dtype, t.frozen, t.group, kind) != (s.numel, c.dtype, c.frozen, c.group, c.kind):
+            size = STORAGE[c.dtype].stored(t.shape)
+            if (size, t.dtype, t.frozen, t.group, kind) != (s.numel, c.dtype, c.frozen, c.group, c.kind):
                 want = "in size, dtype, freezing, group or states"
                 raise PlanError(f"field '{where}' does not fit tensor {t.name!r} {want}")
             if s.offset < end or s.offset + s.numel > c.numel:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pstar_sim.core.step import Part
-from pstar_sim.dtypes import DTYPES, MASTER
+from pstar_sim.dtypes import MASTER, STORAGE
 from pstar_sim.errors import PlanError
 from pstar_sim.units import KIB, MIB
 from pstar_sim.workload.optimizers import MASTER_LIST, OptimizerSpec, States
@@ -52,7 +52,7 @@ MOST_SMALL = 0.05  # unless all of them exceed this share: 600 thin layers must 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """A tensor (index in the workload) at elements [offset, offset + numel) of its chunk."""
+    """A tensor (index in the workload) at stored elements [offset, offset + numel) of its chunk."""
 
     tensor: int
     offset: int
@@ -80,7 +80,7 @@ class Chunk:
 
     @property
     def params(self) -> int:
-        """Number of parameters that the chunk holds, without padding."""
+        """Number of parameters that the chunk holds, without padding; of quantised ones, their stored elements."""
         return sum(slot.numel for slot in self.slots)
 
 
@@ -123,7 +123,7 @@ class Layout:
         return self.optimizer.states_by_dtype(c.dtype for c in self.chunks)
 
     def _optimizer_of(self, chunk: Chunk) -> OptimizerSpec:
-        return self.optimizer.of_width(DTYPES[chunk.dtype].bytes)
+        return self.optimizer.of_width(STORAGE[chunk.dtype].bytes)
 
     def states_of(self, chunk: int) -> States:
         """What the chunk keeps for its updates. A frozen chunk has no such lists."""
@@ -133,7 +133,7 @@ class Layout:
     def is_own_master(self, chunk: int) -> bool:
         """Whether the chunk's parameters are as wide as their masters: fp32, or without fp32 masters."""
         c = self.chunks[chunk]
-        return c.frozen or DTYPES[c.dtype].bytes == self._optimizer_of(c).master_bytes
+        return c.frozen or STORAGE[c.dtype].bytes == self._optimizer_of(c).master_bytes
 
     @cached_property
     def own_params(self) -> tuple[int, ...]:
@@ -171,7 +171,7 @@ class Layout:
     def _payloads(self) -> dict[tuple[int, str], int]:
         table: dict[tuple[int, str], int] = {}
         for c in self.chunks:
-            numel, width = self.slice_numel(c.index), DTYPES[c.dtype].bytes
+            numel, width = self.slice_numel(c.index), STORAGE[c.dtype].bytes
             table[c.index, "param"] = numel * width
             if self.ranks > 1:
                 table[c.index, "remote"] = numel * width * (self.ranks - 1)
@@ -191,7 +191,7 @@ class Layout:
 
     def sum_width(self, chunk: int) -> int:
         """Returns the bytes per parameter of the chunk's sum of gradients."""
-        return max(self.sum_bytes, DTYPES[self.chunks[chunk].dtype].bytes)
+        return max(self.sum_bytes, STORAGE[self.chunks[chunk].dtype].bytes)
 
     def slice_numel(self, chunk: int) -> int:
         """Returns the number of elements of one rank's slice of a list, rounded up so that all slices are equal and
@@ -285,7 +285,7 @@ class _Class(NamedTuple):
 
     @property
     def width(self) -> int:
-        return DTYPES[self.dtype].bytes
+        return STORAGE[self.dtype].bytes
 
 
 def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: int = 1, sums: str = "32-bit") -> Layout:
@@ -322,8 +322,8 @@ def sum_bytes_of(workload: Workload, sums: str) -> int:
     Raises PlanError for 16-bit sums of a model that is not bf16.
     """
     if sums == "32-bit":
-        return DTYPES[MASTER].bytes
-    dtype = DTYPES[workload.dtype]
+        return STORAGE[MASTER].bytes
+    dtype = STORAGE[workload.dtype]
     if not dtype.can_sum:
         why = "its gradients have 32 bits" if dtype.is_master else "a sum of its gradients may overflow unseen"
         raise PlanError(f"sums in 16 bits are for bf16 models; {workload.model} is {workload.dtype}, and {why}")
@@ -414,7 +414,7 @@ def _chunk(index: int, key: _Class, items: Iterable[_Item], numel: int, small: b
 
 def _alignment(states: States) -> int:
     """Returns the elements at whose multiples tensors and slices begin."""
-    width = next((row.per_element for row in states.lists if row.name == MASTER_LIST), DTYPES[MASTER].bytes)
+    width = next((row.per_element for row in states.lists if row.name == MASTER_LIST), STORAGE[MASTER].bytes)
     return max(ALIGN_BYTES // width, states.block)
 
 
@@ -427,18 +427,18 @@ def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
             first[use.tensor] = use.moment
     order = sorted(range(len(first)), key=lambda i: (first[i], i))
     optimizer = workload.optimizer
-    kinds = optimizer.states_by_dtype({t.dtype for t in workload.tensors} & DTYPES.keys())
+    kinds = optimizer.states_by_dtype({t.dtype for t in workload.tensors} & STORAGE.keys())
     aligns = {name: [_alignment(states) for states in kinds[name]] for name in kinds}
     classes: dict[_Class, list[_Item]] = {}
     for index in order:
         tensor = workload.tensors[index]
         if tensor.tied_to is not None:
             continue
-        if tensor.dtype not in DTYPES:
-            raise PlanError(f"tensor {tensor.name!r} has dtype {tensor.dtype!r}; chunks can hold {', '.join(DTYPES)}")
+        if tensor.dtype not in STORAGE:
+            raise PlanError(f"tensor {tensor.name!r} has dtype {tensor.dtype!r}; chunks can hold {', '.join(STORAGE)}")
         kind = 0 if tensor.frozen else optimizer.kind_of(tensor.name, tensor.shape)
         key = _Class(tensor.frozen, tensor.dtype, tensor.group, kind)
-        align, numel = aligns[tensor.dtype][kind], tensor.numel
+        align, numel = aligns[tensor.dtype][kind], STORAGE[tensor.dtype].stored(tensor.shape)
         item = _Item(first[index], index, numel, -(-numel // align) * align, tensor.shape)
         classes.setdefault(key, []).append(item)
     return classes

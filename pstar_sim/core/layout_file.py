@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from pstar_sim.core.layout import Chunk, Layout, Slot
-from pstar_sim.dtypes import DTYPES
+from pstar_sim.dtypes import STORAGE
 from pstar_sim.errors import PlanError
 from pstar_sim.schema.fields import Natural, Table, choice, says
 from pstar_sim.workload.workload import Workload
@@ -18,7 +18,7 @@ _SlotForm = tuple[Natural, Natural, Natural]
 class ChunkForm(Table, frozen=True, kw_only=True):
     """One chunk. Its index is its place in the list."""
 
-    dtype: Annotated[str, choice(DTYPES), says("of all its parameters")]
+    dtype: Annotated[str, choice(STORAGE), says("of all its parameters")]
     numel: Annotated[Natural, says("elements of the payload, padding included")]
     frozen: Annotated[bool, says("whether its parameters are frozen")]
     small: Annotated[bool, says("holds tensors too small to be worth moving; stays on the GPU")]

@@ -45,7 +45,7 @@ class Job(Axes):
             if needed or getattr(self, name) is not None:
                 whole(name, getattr(self, name))
         for name, axis in all_axes().items():
-            value = getattr(self, name)
+            value = self.given.get(name)
             if value is None:
                 continue
             if axis.names:

@@ -23,7 +23,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import MOST_WIDTH, ModelEntry, count_params, model_entry, model_names
 from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.plan import Settings
-from pstar_sim.dtypes import DTYPES
+from pstar_sim.dtypes import BASES, STORAGE
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError, UnknownName
 from pstar_sim.planner.asked import asked_policies, settings_of
 from pstar_sim.planner.balance import chooses, roomiest_job
@@ -194,6 +194,7 @@ def max_model(
     flavour = kernels_of(entry, job.kernels)
     shares = shares_of_batch(batch, machine) if parallel is None else []
     working, adapter = job.dtype_on(machine), job.adapter
+    base = next((base for base in BASES if base == job.given.get("base")), None)
     models = _Models(
         machine=machine,
         entry=entry,
@@ -202,7 +203,7 @@ def max_model(
         shares=tuple(shares),
         job=job,
         dtype=working,
-        least_bytes=DTYPES[working].bytes + (0 if adapter else job.states.least_bytes_per_param),
+        least_bytes=STORAGE[base or working].bytes_per_param + (0 if adapter else job.states.least_bytes_per_param),
     )
     ask = _asker(machine, settings, loading)
 
@@ -237,6 +238,7 @@ def max_model(
         + (", no checkpointing" if job.checkpointing is False else "")
         + f", {kernels_text(flavour)}"
         + (f", LoRA r={adapter.rank}" if adapter else "")
+        + (f", base in {base}" if base else "")
         + (f", parallel {parallel}" if parallel else "")
         + "".join(f", {note}" for note in ([job.states.name] if job.states.name != "adamw" else []) + job.notes),
         machine=machine,

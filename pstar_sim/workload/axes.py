@@ -4,13 +4,13 @@ presets, captures and published runs take their axes from there. (`AxesGiven` re
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, TypedDict, get_type_hints
 
 from pstar_sim.catalog.attention import ATTENTION, USUAL
-from pstar_sim.dtypes import AUTOCAST, DTYPES
+from pstar_sim.dtypes import AUTOCAST, BASES, DTYPES
 from pstar_sim.python310 import Unpack
 from pstar_sim.workload.adapter import Adapter
 from pstar_sim.workload.kernels import KERNELS, LOSSES
@@ -30,6 +30,7 @@ class Axis:
     default: of a preset.
     noted: answers say the value if it is not the default; all others have words of their own there.
     of_modules: the help where a module is captured or run; "" if a module does not take it.
+    words: others for its names.
     not_of_traces: what would do where the job is a trace, which cannot take the axis; "" if it can.
     """
 
@@ -42,6 +43,7 @@ class Axis:
     noted: bool = False
     of_modules: str = ""
     not_of_traces: str = ""
+    words: Mapping[str, str] = field(default_factory=dict)
 
 
 def _words(names: Iterable[str]) -> str:
@@ -53,6 +55,10 @@ _RECOMPUTE = "recompute activations in the backward pass"
 _LORA = "freeze the model and train adapters of rank R, such as r=16 or r=8,targets=all-linear (presets only)"
 _KERNELS = "kernels of a preset, attention aside: eager, fused, compiled or megatron (default: the usual)"
 _OPTIMIZERS = _words(OPTIMIZERS)
+_BASES = ("bf16", *BASES)
+_BASE_WORDS = dict.fromkeys(("qlora", "4bit", "4-bit", "load_in_4bit"), "nf4") | dict.fromkeys(
+    ("8bit", "8-bit", "load_in_8bit"), "int8"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +143,20 @@ class Axes:
             "(nn.Module, example batch)",
         ),
     ] = None
+    base: Annotated[
+        str | None,
+        Axis(
+            help="what the frozen matrices beside --lora are stored in: bf16 (the working dtype, default), int8, nf4 "
+            "(QLoRA: 4 bits, double quantisation) or fp8",
+            metavar="B",
+            values=_words(_BASES),
+            names=_BASES,
+            plural="bases",
+            default=_BASES[0],
+            words=_BASE_WORDS,
+            not_of_traces="trace a model that has its adapters and is quantised: pstar trace py:MODULE:FACTORY",
+        ),
+    ] = None
     optimizer: Annotated[
         str | None,
         Axis(help=f"{_OPTIMIZERS} (default: adamw, or the trace's)", metavar="O", values=_OPTIMIZERS, default="adamw"),
@@ -168,8 +188,9 @@ class Axes:
 
     @property
     def given(self) -> AxesGiven:
-        """The axes of which something was said."""
-        values = {name: getattr(self, name) for name in all_axes()}
+        """The axes of which something was said, names by the words used here."""
+        said = [(name, getattr(self, name), axis) for name, axis in all_axes().items()]
+        values = {name: axis.words.get(str(value).lower(), value) for name, value, axis in said}
         return {name: value for name, value in values.items() if value is not None}  # type: ignore[return-value]
 
     def but(self, **changes: Unpack[AxesGiven]) -> Axes:
@@ -198,6 +219,7 @@ class AxesGiven(TypedDict, total=False):
     attention: str | None
     kernels: str | None
     lora: Adapter | str | int | None
+    base: str | None
     optimizer: str | None
     masters: str | None
     loss: str | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pstar_sim.arguments import choice
-from pstar_sim.dtypes import DTYPES, MASTER
+from pstar_sim.dtypes import BASES, DTYPES, MASTER
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["EACH_FP32", "LOADING", "WHOLE", "Loading", "loading_of"]
@@ -20,7 +20,8 @@ class Loading:
 
     way: `whole`, once per node, for all processes; `each`, whole by every process; `in-place`, never whole, as where a
         model is initialised chunk by chunk.
-    dtype: in the host's memory; None: the working dtype.
+    dtype: in the host's memory; None: the working dtype. Matrices of a quantised base (dtypes.py) have their own,
+        because each is quantised as it comes, as in transformers.
     """
 
     way: str = LOADING[0]
@@ -33,7 +34,9 @@ class Loading:
         """Returns the bytes of weights while they are loaded: the part of each of the node's ranks."""
         if self.way == "in-place":
             return 0
-        weights = workload.params * DTYPES[self.dtype or workload.dtype].bytes
+        base = [t for t in workload.tensors if t.dtype in BASES]
+        others = workload.params - sum(t.numel for t in base)
+        weights = sum(t.bytes for t in base) + others * DTYPES[self.dtype or workload.dtype].bytes
         return weights if self.way == "each" else -(-weights // local_ranks)
 
     def words(self, local_ranks: int) -> str:

@@ -14,8 +14,15 @@ in, B is out x rank. The workload differs from training the whole model in these
   that backward needs last, A x, comes after it.
 
 The workload is an upper bound in two places. Inputs that autograd keeps only for a frozen matrix's gradient still count
-as kept. The backward pass still goes down to the embedding, though nothing below the lowest adapter is needed. Weights
-quantized to less than the working dtype (QLoRA) are not modelled. Source: Hu et al., LoRA, 2021; peft's Linear layer.
+as kept. The backward pass still goes down to the embedding, though nothing below the lowest adapter is needed. Source:
+Hu et al., LoRA, 2021; peft's Linear layer.
+
+[Note: quantised base] With a base of `BASES` the frozen matrices of the layers' linear modules, adapted or not, are
+stored in it. Embeddings, head, norms, biases and routers keep the working dtype. Forward, recompute and backward each
+dequantise a matrix in front of its product: stored bytes are read, the matrix is written and read in the working dtype,
+and it is alive until the product ends. The matrices of all experts of a layer are dequantised together, as their
+grouped product needs them. Source: bitsandbytes' MatMul4Bit. Its 8-bit product multiplies 8-bit inputs in the forward
+pass and needs no dequantised matrix there, so that int8 is an upper bound.
 """
 
 from __future__ import annotations
@@ -24,12 +31,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pstar_sim.catalog.attention import AttentionCall
+from pstar_sim.dtypes import BASES
 from pstar_sim.errors import ModelError
 from pstar_sim.workload.adapter import Adapter
 from pstar_sim.workload.tape import Tape, input_gradient, weight_gradient
-from pstar_sim.workload.workload import Phase, Product, Use, UseKind, Workload, product_flops
+from pstar_sim.workload.workload import Phase, Product, Tensor, Use, UseKind, Workload, product_flops
 
-__all__ = ["ALL_LINEAR", "AdaptedTape", "adapter_of", "default_targets"]
+__all__ = ["ALL_LINEAR", "AdaptedTape", "adapter_of", "base_of", "default_targets", "quantised_params"]
 
 ALL_LINEAR = "all-linear"
 _DEFAULT = {
@@ -54,6 +62,15 @@ def adapter_of(workload: Workload) -> Adapter | None:
     return Adapter(rank=found[0].shape[0], targets=tuple(names))
 
 
+def base_of(workload: Workload) -> str | None:
+    """Returns the dtype of `BASES` in which frozen matrices are stored; None if they have the working dtype."""
+    return next((t.dtype for t in workload.tensors if t.dtype in BASES), None)
+
+
+def quantised_params(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel for t in tensors if t.dtype in BASES)
+
+
 @dataclass(frozen=True)
 class _AdaptedWeight:
     a: str
@@ -66,12 +83,14 @@ class _AdaptedWeight:
 class AdaptedTape(Tape):
     """A tape on which every parameter is frozen and every target matrix has an adapter.
 
+    base: dtype of `BASES` in which the matrices of linear modules are stored; None: the working dtype.
     tokens: rows of every matmul.
     input_first: matrices are declared in x out (as in GPT-2).
     """
 
-    def __init__(self, dtype: str, adapter: Adapter, *, family: str, tokens: int) -> None:
+    def __init__(self, dtype: str, adapter: Adapter, *, base: str | None, family: str, tokens: int) -> None:
         super().__init__(dtype)
+        self.base = BASES.get(base or "")
         self.adapter = adapter
         self.tokens = tokens
         self.names = adapter.targets if adapter.targets is not None else default_targets(family)
@@ -79,6 +98,7 @@ class AdaptedTape(Tape):
         self._targets: dict[str, _AdaptedWeight] = {}  # weight -> its adapter
         self._matrices: set[str] = set()
         self._pending: list[str] = []  # matrices read in this forward moment whose matmul has not come yet
+        self._stacks: list[str] = []  # quantised matrices of experts, likewise
         self._phase = Phase.FWD
         self._inside = False
 
@@ -92,11 +112,15 @@ class AdaptedTape(Tape):
         super().parameter(name, *shape)
         self.tensors[-1] = replace(self.tensors[-1], frozen=True)
         module, _, kind = name.rpartition(".")
+        parts = module.split(".")
+        inside = any(part.isdigit() for part in parts)
+        if self.base is not None and inside and _is_quantised(name, shape):
+            stored = shape[::-1] if self.input_first else shape
+            size = self.base.stored(stored)
+            self.tensors[-1] = replace(self.tensors[-1], dtype=self.base.name, shape=stored, bytes=size)
         if kind != "weight" or len(shape) != 2:
             return
         self._matrices.add(name)
-        parts = module.split(".")
-        inside = any(part.isdigit() for part in parts)
         if inside and (parts[-1] in self.names or ALL_LINEAR in self.names):
             inputs, outputs = shape if self.input_first else shape[::-1]
             if self.adapter.rank >= min(shape):
@@ -129,6 +153,7 @@ class AdaptedTape(Tape):
         self._phase = phase
         if phase in (Phase.FWD, Phase.RECOMPUTE):
             self._pending = [name for name in reads if name in self._matrices]
+            self._stacks = [name for name in reads if self._is_stored(name) and name not in self._matrices]
 
     def _adapters(self, name: str) -> tuple[str, str]:
         target = self._targets[name]
@@ -137,13 +162,15 @@ class AdaptedTape(Tape):
     def _settle(self) -> None:
         """Add the matmuls of matrices that the moment read but did not multiply. A recompute would have ended before
         these, but an adapter needs the matmul before it."""
-        left, self._pending = self._pending, []
+        left, self._pending, self._stacks = self._pending, [], []
         for name in left:
             if name in self._targets and self._phase is Phase.RECOMPUTE:
                 target = self._targets[name]
                 out = self.tokens * target.outputs * self.width
                 whole = (1, self.tokens, target.inputs, target.outputs)
+                room = self._dequantise([name])
                 super().op(out, products=[whole], read=self.tokens * target.inputs * self.width)
+                super().op(dead=room)
                 self._forward(target)
                 super().op(dead=out)
 
@@ -159,19 +186,42 @@ class AdaptedTape(Tape):
         attention: AttentionCall | None = None,
         read: int | None = None,
     ) -> None:
+        done = [] if not products or self._inside else self._multiplied(products)
+        room = self._dequantise(done)
         super().op(out, dead=dead, unsaved=unsaved, products=products, attention=attention, read=read)
-        if not products or not self._pending or self._inside:
-            return
-        # The matmul of the first pending matrix, or of several at once (q, k and v of one input).
+        super().op(dead=room)
+        for each in done:
+            if each in self._targets:
+                self._forward(self._targets[each])
+
+    def _multiplied(self, products: Sequence[Product]) -> list[str]:
+        """Returns the first pending matrix if these are its products, several (q, k and v of one input), or the
+        matrices of all experts."""
         total = 0
         for count, name in enumerate(self._pending, start=1):
             total += self._numel(name)
             if sum(map(product_flops, products)) == 2 * self.tokens * total:
                 done, self._pending = self._pending[:count], self._pending[count:]
-                for each in done:
-                    if each in self._targets:
-                        self._forward(self._targets[each])
-                return
+                return done
+        of_experts = {product[:1:-1] for product in products}  # (columns, rows)
+        done = [name for name in self._stacks if self.tensors[self._index[name]].shape[1:] in of_experts]
+        self._stacks = [name for name in self._stacks if name not in done]
+        return done
+
+    def _is_stored(self, name: str) -> bool:
+        return self.base is not None and name in self._index and self.tensors[self._index[name]].dtype in BASES
+
+    def _dequantise(self, names: Iterable[str]) -> int:
+        """Write the dequantised matrices, one after the other, those of all experts together. Returns the bytes that
+        are alive while the product runs, which the caller frees."""
+        names = [name for name in names if self._is_stored(name)]
+        alone = [self._numel(name) * self.width for name in names if name in self._matrices]
+        together = sum(self._numel(name) * self.width for name in names if name not in self._matrices)
+        *others, largest = sorted((together, *alone))
+        for size in filter(None, others):
+            super().op(size, dead=size)
+        super().op(largest)
+        return largest
 
     def _numel(self, name: str) -> int:
         return self.tensors[self._index[name]].numel
@@ -192,7 +242,9 @@ class AdaptedTape(Tape):
     def linear_backward(
         self, names: Sequence[str], *, grad_in: int, grad_out: int, saved: int, product: Product, dead: int = 0
     ) -> None:
-        self.op(grad_in, products=[input_gradient(product)], read=grad_out)
+        room = self._dequantise(names)
+        super().op(grad_in, products=[input_gradient(product)], read=grad_out)
+        super().op(dead=room)
         rank, w, tokens = self.adapter.rank, self.width, self.tokens
         for name in names:
             target = self._targets.get(name)
@@ -213,3 +265,11 @@ class AdaptedTape(Tape):
     def _final(self, name: str, size: int) -> None:
         self.uses.append(Use(moment=len(self.moments), tensor=self._index[name], kind=UseKind.GRADIENT))
         self.level -= size
+
+
+def _is_quantised(name: str, shape: Sequence[int]) -> bool:
+    """Returns whether a parameter of a layer is the matrix of a linear module, or of an expert ([Note: quantised
+    base])."""
+    if len(shape) == 3:
+        return ".experts." in name
+    return len(shape) == 2 and name.endswith(".weight") and not name.endswith(".mlp.gate.weight")

@@ -28,7 +28,7 @@ from typing import Any
 
 from pstar_sim.arguments import text
 from pstar_sim.catalog.machine import ADAM_BYTES_PER_PARAM
-from pstar_sim.dtypes import DTYPES, MASTER
+from pstar_sim.dtypes import MASTER, STORAGE
 from pstar_sim.errors import UnknownName
 
 __all__ = ["MASTERS", "MASTER_LIST", "OPTIMIZERS", "OptimizerSpec", "StateList", "States", "optimizer_spec"]
@@ -200,7 +200,7 @@ class OptimizerSpec:
 
     def states_by_dtype(self, dtypes: Iterable[str]) -> dict[str, tuple[States, ...]]:
         """Returns dtype -> `all_states` of the optimizer of its tensors (`of_width`)."""
-        return {name: self.of_width(DTYPES[name].bytes).all_states for name in set(dtypes)}
+        return {name: self.of_width(STORAGE[name].bytes).all_states for name in set(dtypes)}
 
     @property
     def script(self) -> str:

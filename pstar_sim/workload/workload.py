@@ -17,7 +17,7 @@ from typing import Protocol
 
 from pstar_sim.arguments import MOST, instance, whole
 from pstar_sim.catalog.attention import ATTENTION, AttentionCall, call_flops
-from pstar_sim.dtypes import AUTOCAST, DTYPES, MASTER, same_size
+from pstar_sim.dtypes import AUTOCAST, BASES, DTYPES, MASTER, STORAGE, same_size
 from pstar_sim.errors import TraceError
 from pstar_sim.python310 import StrEnum
 from pstar_sim.renderers import render_html
@@ -567,12 +567,11 @@ def _check_tensor(w: Workload, i: int, t: Tensor, bad: _Bad) -> None:
         raise bad(f"tensors[{i}].bytes", t.bytes, f"a tensor has at most {_MOST_BYTES}")
     if t.bytes < 0 or any(extent < 0 for extent in t.shape):
         raise bad(f"tensors[{i}].bytes", t.bytes, f"bytes and shape ({list(t.shape)}) must not be negative")
-    if t.tied_to is None and t.dtype in DTYPES and t.bytes != t.numel * DTYPES[t.dtype].bytes:
-        raise bad(
-            f"tensors[{i}].bytes",
-            t.bytes,
-            f"shape {list(t.shape)} of {t.dtype} has {t.numel * DTYPES[t.dtype].bytes}",
-        )
+    dtype = STORAGE.get(t.dtype)
+    if t.tied_to is None and dtype is not None and t.bytes != (size := dtype.stored(t.shape) * dtype.bytes):
+        raise bad(f"tensors[{i}].bytes", t.bytes, f"shape {list(t.shape)} of {t.dtype} has {size}")
+    if t.dtype in BASES and not t.frozen:
+        raise bad(f"tensors[{i}].frozen", t.frozen, f"a tensor of {t.dtype} is not trained")
     if t.group < 0:
         raise bad(f"tensors[{i}].group", t.group, "it must be the number of an optimizer group, from 0")
     if t.tied_to is not None and not (0 <= t.tied_to < len(w.tensors) and w.tensors[t.tied_to].tied_to is None):

@@ -199,8 +199,8 @@ def test_bad_sizes_and_dtypes_are_named():
     w = reads([(64,)])
     with pytest.raises(PlanError, match="chunk_bytes is 0; a chunk needs a positive number"):
         build_layout(w, chunk_bytes=0)
-    odd = replace(w, tensors=(replace(w.tensors[0], name="scale", dtype="int8"),))
-    with pytest.raises(PlanError, match="tensor 'scale' has dtype 'int8'"):
+    odd = replace(w, tensors=(replace(w.tensors[0], name="scale", dtype="torch.int8"),))
+    with pytest.raises(PlanError, match=r"tensor 'scale' has dtype 'torch\.int8'"):
         build_layout(odd)
 
 

@@ -1,16 +1,21 @@
-"""LoRA adapters and other optimizers: counts and flops by hand, and plans of every policy that pass the checker."""
+"""LoRA, quantised bases and other optimizers: figures by hand, and plans of every policy that pass the checker."""
 
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 import pstar_sim as ps
+from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.cli import main
+from pstar_sim.core.layout import build_layout
+from pstar_sim.dtypes import BASES
 from pstar_sim.errors import CannotPlan, ModelError, UnknownName
 from pstar_sim.policy.registry import policies
 from pstar_sim.workload.adapter import Adapter
-from pstar_sim.workload.lora import adapter_of
-from pstar_sim.workload.presets import preset, variant
+from pstar_sim.workload.loading import WHOLE
+from pstar_sim.workload.lora import adapter_of, base_of, quantised_params
+from pstar_sim.workload.presets import axes_of, preset, variant, workload_of
 from pstar_sim.workload.workload import Phase, UseKind, Workload, with_optimizer
 
 
@@ -62,7 +67,48 @@ def test_a_last_matrix_with_an_adapter_is_recomputed_too() -> None:
     assert recompute(all_of_it) - recompute(w) == 12 * (2 * 64 * 3072 * 768 + adapters)
 
 
-def test_a_variant_keeps_adapter_and_optimizer() -> None:
+def test_bytes_of_a_quantised_base_by_hand() -> None:
+    w = preset("gpt2", batch=1, seq=64, lora="r=8", base="nf4")
+    matrices = (768, 2304), (768, 768), (768, 3072), (3072, 768)
+    quantised = [t for t in w.tensors if t.dtype == "nf4"]
+    assert quantised_params(w.tensors) == sum(t.numel for t in quantised) == 12 * sum(a * b for a, b in matrices)
+    # c_attn: 768 x 2304 / 2 bytes, 27,648 scales of blocks of 64, 108 fp32 scales of 256 of these
+    assert quantised[0].bytes == 884_736 + 27_648 + 4 * 108
+    assert {t.dtype for t in w.tensors if t not in quantised} == {"bf16"}
+    eight = {b: preset("gpt2", batch=1, seq=64, lora="r=8", base=b) for b in ("int8", "fp8")}
+    sizes = {b: next(t.bytes for t in one.tensors if t.dtype == b) for b, one in eight.items()}
+    assert sizes == {"int8": 768 * 2304 + 4 * 2304, "fp8": 768 * 2304 + 4 * 6 * 18}
+    assert BASES["nf4"].bytes_per_param == pytest.approx(0.51587, abs=1e-5)
+    # A chunk of the base has its stored bytes and no list beside them. Loading needs no more than the model has.
+    layout = build_layout(w)
+    base = [c for c in layout.chunks if c.dtype == "nf4"]
+    assert sum(c.params for c in base) == sum(t.bytes for t in quantised)
+    assert {name for c in base for name in layout.lists if layout.list_bytes(name)[c.index]} == {"param"}
+    assert WHOLE.startup_bytes(w, 1) == sum(t.bytes for t in w.tensors)
+
+
+@pytest.mark.parametrize(("model", "base"), [("llama-7b", "nf4"), ("qwen3-30b-a3b", "int8"), ("gpt2", "fp8")])
+def test_each_pass_dequantises_each_matrix_once(model: str, base: str) -> None:
+    shape = structs.replace(model_entry(model), layers=1)
+    plain, w = (
+        workload_of(shape, batch=1, sequence=128, checkpointing=False, lora="r=4,targets=all-linear", base=given)
+        for given in (None, base)
+    )
+    for phase in (Phase.FWD, Phase.BWD):
+        of_phase = [i for i, m in enumerate(w.moments) if m.phase is phase]
+        written = sum(w.moments[i].bytes_written - plain.moments[i].bytes_written for i in of_phase)
+        assert written == 2 * quantised_params(w.tensors) > 0
+    assert [m.end_bytes for m in w.moments] == [m.end_bytes for m in plain.moments]
+    rooms = [m.peak_bytes - n.peak_bytes for m, n in zip(w.moments, plain.moments)]
+    alone = max(t.numel for t in w.tensors if t.dtype == base)
+    largest = sum(t.numel for t in w.tensors if t.name.endswith("gate_up_proj")) or alone
+    assert min(rooms) >= 0 and alone < max(rooms) <= 2 * largest
+    assert w.flops == plain.flops
+
+
+def test_a_variant_keeps_adapter_base_and_optimizer() -> None:
+    packed = preset("gpt2", batch=4, seq=64, lora="r=4", base="4-bit")
+    assert base_of(variant(packed, batch=2)) == axes_of(packed).base == "nf4"
     w = preset("gpt2", batch=4, seq=64, lora=Adapter(rank=4), optimizer="sgd")
     other = variant(w, batch=2, micro_batches=2)
     assert (other.batch, other.micro_batches, other.fingerprint) == (2, 2, w.fingerprint)
@@ -74,18 +120,25 @@ def test_what_cannot_be_is_refused() -> None:
         preset("gpt2", batch=1, seq=64, lora=Adapter(rank=768))
     with pytest.raises(ModelError, match=r"lora targets is 'nothing'; no matrix has such a name; try .*c_attn"):
         preset("gpt2", batch=1, seq=64, lora=Adapter(targets=("nothing",)))
+    with pytest.raises(ModelError, match="base is 'nf4'; what is trained is not quantised; train adapters beside it"):
+        preset("gpt2", batch=1, seq=64, base="nf4")
+    with pytest.raises(ModelError, match="base is 'fp4'; known bases are bf16, int8, nf4, fp8"):
+        preset("gpt2", batch=1, seq=64, lora="r=4", base="fp4")
     with pytest.raises(ModelError, match="lora: rank = 0"):
         preset("gpt2", batch=1, seq=64, lora=Adapter(rank=0))
     with pytest.raises(UnknownName, match="unknown optimizer 'adamv'; known: adafactor, adam, adamw"):
         preset("gpt2", batch=1, seq=64, optimizer="adamv")
 
 
-@pytest.mark.parametrize(("job", "micro_batches"), [("lora", 2), ("adamw-bf16-states", 2), ("sgd", 1)])
+@pytest.mark.parametrize(
+    ("job", "micro_batches"), [("bf16", 2), ("nf4", 2), ("int8", 1), ("adamw-bf16-states", 2), ("sgd", 1)]
+)
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_every_policy_plans_them_and_the_checker_agrees(job: str, micro_batches: int, gpus: int) -> None:
-    adapter = Adapter(rank=8, targets=("all-linear",)) if job == "lora" else None
-    w = preset("gpt2", batch=1, seq=64, micro_batches=micro_batches, lora=adapter)
-    w = w if job == "lora" else with_optimizer(w, job)
+    adapted = job in ("bf16", *BASES)
+    adapter = Adapter(rank=8, targets=("all-linear",)) if adapted else None
+    w = preset("gpt2", batch=1, seq=64, micro_batches=micro_batches, lora=adapter, base=job if adapted else None)
+    w = w if adapted else with_optimizer(w, job)
     changes = {"gpu.memory": "450MB", "peer.bandwidth": "5GB/s"} if gpus > 1 else {"gpu.memory": "650MB"}
     m = ps.machine("virtual", overrides={"gpus": gpus, **changes})
     fitting = set()
@@ -113,6 +166,8 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["fits", "--model", "gpt2", "--batch", "1", "--seq", "64", "--machine", "v100-16", "--policy", "all_on_gpu"]
     assert main([*job, "--lora", "r=8", "--optimizer", "sgd"]) == 0
     assert "LoRA r=8 on c_attn, sgd" in capsys.readouterr().out
+    assert main([*job, "--lora", "r=8", "--base", "QLoRA"]) == 0
+    assert "0.08 B of 0.12 B parameters in nf4, 0.516 bytes each" in " ".join(capsys.readouterr().out.split())
     for wrong, said in (
         ("r=x", "'r=x' is not r=RANK"),
         ("targets=c_attn", "a rank is needed"),

@@ -11,7 +11,7 @@ from pstar_sim.core.checker.unrolled import OTHERS, label
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.step import PAGEABLE, UNFUSED, Kind, Place, Queue, Step
 from pstar_sim.core.trips import TRIPS
-from pstar_sim.dtypes import DTYPES
+from pstar_sim.dtypes import STORAGE
 from pstar_sim.errors import PlanError
 
 __all__ = ["check_pins", "check_structure"]
@@ -142,7 +142,7 @@ def _check_update(plan: Plan, step: Step) -> None:
     chunk = plan.layout.chunks[step.chunk]
     params = plan.layout.trained_params[step.chunk]
     if step.kind is Kind.CPU_ADD:
-        width = DTYPES[chunk.dtype].bytes
+        width = STORAGE[chunk.dtype].bytes
         traffic = params * (2 * max(plan.layout.sum_bytes, width) + width)  # the sum is read and written
         if step.list not in (None, "grad", "param"):
             raise PlanError(

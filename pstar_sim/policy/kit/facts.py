@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from pstar_sim.core.layout import Layout
-from pstar_sim.dtypes import DTYPES
+from pstar_sim.dtypes import STORAGE
 from pstar_sim.errors import CannotPlan
 from pstar_sim.workload.workload import Workload
 
@@ -129,7 +129,7 @@ class Facts:
         return tuple(sum(self.layout.payload_bytes(c, "param") for c in chunks) for chunks in self.read_in)
 
     def width(self, chunk: int) -> int:
-        return DTYPES[self.layout.chunks[chunk].dtype].bytes
+        return STORAGE[self.layout.chunks[chunk].dtype].bytes
 
     def reads_until_final(self, chunk: int) -> tuple[int, ...]:
         """Returns the moments that read the chunk, up to the moment of its last gradient; all of them if it has no

@@ -24,14 +24,14 @@ from msgspec import structs
 from pstar_sim.arguments import flag, whole
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry, model_names
-from pstar_sim.dtypes import DTYPES, MASTER, NATIVE, WORKING
+from pstar_sim.dtypes import BASES, DTYPES, MASTER, NATIVE, WORKING
 from pstar_sim.errors import ModelError
 from pstar_sim.python310 import Unpack
 from pstar_sim.workload.adapter import adapter
 from pstar_sim.workload.axes import Axes, AxesGiven, all_axes
 from pstar_sim.workload.experts import experts_note
 from pstar_sim.workload.kernels import KERNELS, LOSSES
-from pstar_sim.workload.lora import AdaptedTape, adapter_of
+from pstar_sim.workload.lora import AdaptedTape, adapter_of, base_of, quantised_params
 from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.presets.bert import write_bert
 from pstar_sim.workload.presets.gpt import write_gpt
@@ -92,6 +92,7 @@ def preset(
     loss: of a language model: whole, chunked or fused (kernels.py).
     lora: trains adapters and freezes the model itself (lora.py): an Adapter, a rank, or a text such as "r=16" or
         "r=8,targets=q_proj+v_proj".
+    base: of adapters: what the frozen matrices are stored in, one of BASES (dtypes.py) or "bf16", the working dtype.
     optimizer: a name of optimizers.py; "adamw" by default.
     masters: of 16-bit parameters: "fp32", or "none" for pure bf16.
     language_head: False for a GPT that classifies sequences, without logits over the vocabulary.
@@ -194,10 +195,14 @@ def _written(
     axes = replace(axes, dtype=dtype, kernels=kernels_of(entry, axes.kernels, model=name))
     spec = optimizer_spec(axes.optimizer, masters=axes.masters, width=DTYPES[dtype].bytes)  # type: ignore[arg-type]
     lora = None if axes.lora is None else adapter(axes.lora)
-    adapted = None if lora is None else AdaptedTape(dtype, lora, family=entry.family, tokens=batch * sequence)
+    adapted = (
+        None if lora is None else AdaptedTape(dtype, lora, base=axes.base, family=entry.family, tokens=batch * sequence)
+    )
     tape = adapted or Tape(dtype, axes.autocast)
     if stage is not None:
         tape.tensor, tape.sequence = stage.tensor, stage.sequence
+    if lora is None and axes.base in BASES:
+        raise refuse("base", axes.base, "what is trained is not quantised; train adapters beside it, such as lora r=16")
     if not axes.language_head and entry.family != "gpt":
         raise refuse("language_head", axes.language_head, "only a gpt can leave it out")
     if axes.loss != LOSSES[0] and not entry.causal:
@@ -238,13 +243,22 @@ def _recorded() -> tuple[str, ...]:
 def axes_of(workload: Workload) -> Axes:
     """Returns the axes of a preset, as far as its workload names them."""
     named = {what: getattr(workload, what) for what in _recorded()}
-    derived = {"kernels": workload.kernels or None, "lora": adapter_of(workload)}
+    derived = {"kernels": workload.kernels or None, "lora": adapter_of(workload), "base": base_of(workload)}
     states = workload.optimizer
     return Axes(**(named | derived | {"optimizer": states.name, "masters": states.masters}))
 
 
 def _lora_note(adapted: AdaptedTape | None) -> str:
-    return "" if adapted is None else f"LoRA r={adapted.adapter.rank} on {', '.join(adapted.names)}"
+    if adapted is None:
+        return ""
+    targets = f"LoRA r={adapted.adapter.rank} on {', '.join(adapted.names)}"
+    if adapted.base is None:
+        return targets
+    kept, total = adapted.tensors, sum(t.numel for t in adapted.tensors if t.tied_to is None)
+    quantised = quantised_params(kept)
+    width = sum(t.bytes for t in kept if t.dtype == adapted.base.name) / quantised
+    words = f"{quantised / 1e9:.2f} B of {total / 1e9:.2f} B parameters in {adapted.base.name}, {width:.3f} bytes each"
+    return f"{targets}, {words}"
 
 
 def _refusal(model: str, what: str, value: object, want: str) -> ModelError:
