@@ -1,10 +1,9 @@
 """Capture: one training iteration of any nn.Module under fake tensors, written down as a Workload.
 
-Capture needs no memory, no GPU and no weights, except for operators that fake tensors cannot describe
-(`moments/blind.py`). A forward and a backward run on fake CPU tensors. The same clock, storages and recorder as in a
-real run write down moments, bytes, flops and uses. One micro-batch is captured; the others are the same. Gradients are
-taken out of the parameters as they become final, as the executor does. Bytes are logical; they depend on the attention
-kernel that the workload names.
+It needs no GPU and no weights, and memory only for operators that fake tensors cannot describe (`moments/blind.py`). A
+forward and a backward run on fake CPU tensors. The same clock, storages and recorder as in a real run write down
+moments, bytes, flops and uses. One micro-batch is captured; the others are the same. Gradients leave the parameters as
+they become final. Bytes are logical, under the attention kernel that the workload names.
 """
 
 from __future__ import annotations
@@ -233,7 +232,7 @@ def capture_module(
 
 
 def _numbered(module: nn.Module, groups: Any) -> list[int]:
-    """Returns the group of each parameter, in the order of `named_parameters`, tied names included."""
+    """The group of each parameter, in the order of `named_parameters`, tied names included."""
     spec = groups if isinstance(groups, Optimizer) else AdamW(groups)
     by_id = group_of(spec.groups(module))
     check_groups(*describe_parameters(module), by_id)
@@ -254,10 +253,10 @@ def _run(
     device: str,
     draws: Draws,
 ) -> tuple[MomentRecorder, Blind, tuple[nn.Module, ...]]:
-    """Run one fake iteration. Returns also the modules that ran beside `module`.
+    """Returns also the modules that ran beside `module`.
 
     firings: tensor index -> number of gradient firings, where more than one.
-    beside: modules known to run beside `module`; their tensors count from the start.
+    to run beside `module`; their tensors count from the start.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
@@ -313,10 +312,7 @@ def _run(
 
 
 class NotOnFakeTensors(ModelError):
-    """A model or a loss that fake tensors cannot run.
-
-    reason: module, operation and what fails, without advice.
-    """
+    """reason: module, operation and what fails, without advice."""
 
     def __init__(self, reason: str, advice: str) -> None:
         super().__init__(f"{reason}; {advice}")
@@ -326,10 +322,10 @@ class NotOnFakeTensors(ModelError):
 class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives results of fake CPU tensors the form that real results have, where torch's fake ones differ.
 
-    Products of routed experts in fp32 and fp16 have kernels, but a fake version for bf16 only; sizes and strides are
-    those of torch's `_create_grouped_mm_output_tensor`. BatchNorm's results have the memory format that their input
-    suggests; the fake ones have its strides, so that a later operator would copy the real ones only. BatchNorm's fake
-    backward also makes a gradient of the input that is not asked for. LayerNorm's gradient of its input is contiguous.
+    Products of routed experts have a fake version for bf16 only; sizes and strides are those of torch's
+    `_create_grouped_mm_output_tensor`. BatchNorm's results have the memory format that their input suggests; the fake
+    ones have its strides. BatchNorm's fake backward also makes a gradient of the input that is not asked for.
+    LayerNorm's gradient of its input is contiguous.
 
     The value of a tensor made of ones, and of numbers drawn from [0, 1] to decide ([Note: draws] in moments/draws.py),
     is known until the tensor is written. A model that makes a mask of ones asks whether all are one, and then works
@@ -342,7 +338,6 @@ class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._values: dict[int, float] = {}  # storage -> value of all its elements
 
     def value_of(self, tensor: torch.Tensor) -> float | None:
-        """Returns the value of all elements; None if it is not known."""
         return self._values.get(storage_key(tensor)) if self._values else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -361,8 +356,7 @@ class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _answer(self, func: Any, args: Any, out: Any) -> float | None:
-        """Returns the value of all elements of a new tensor. A drawn array always has one: only what a model reads of
-        it matters here, and without a value that is an error."""
+        """A drawn array always has a value: without one, what a model reads of it is an error."""
         if drawn(func, args, out) and (self._draws.answers(out, alone=out.numel() == 1) or out.ndim == 1):
             return self._draws.answer
         return 1.0 if func in _ONES else None
@@ -405,10 +399,7 @@ _BATCH_NORMS = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backwa
 
 
 def _value_made(func: Any, args: Any, known: float, numel: int) -> float | None:
-    """Returns the value of all elements of an operator's result; None if it is not known.
-
-    known, numel: value of all elements of the operator's first argument, and their number.
-    """
+    """known, numel: value of all elements of the operator's first argument, and their number."""
     if func in _KEEP:
         return known
     if func is aten.sum.default:
@@ -446,7 +437,7 @@ class _GradientHook:
 
 
 class _Faker:
-    """Makes fake CPU tensors with the shapes of real, meta or fake tensors, and shares storages as they do."""
+    """Makes fake CPU tensors of real, meta or fake ones, and shares storages as they do."""
 
     def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
         self._mode = mode
@@ -477,8 +468,7 @@ class _Faker:
 
 @contextlib.contextmanager
 def fake_module(module: nn.Module, batch: Any, mode: FakeTensorMode, dtype: str | None = None) -> Iterator[Any]:
-    """Inside this context, parameters and buffers of `module` are fake, and ties stay ties. Yields the batch as fake
-    tensors.
+    """Inside this context, parameters and buffers are fake, and ties stay ties. Yields the fake batch.
 
     As in a prepared model, `to()` and its like inside a forward raise ModelError if they would change something."""
     fake = _Faker(mode, TORCH_DTYPES[dtype] if dtype else None)
@@ -528,7 +518,6 @@ def fake_module(module: nn.Module, batch: Any, mode: FakeTensorMode, dtype: str 
 
 @contextlib.contextmanager
 def _readable_failures(name: str, module: nn.Module, live: LiveStorages) -> Iterator[None]:
-    """Turn errors of fake tensors into a ModelError that names the module and the operation."""
     try:
         yield
     except PstarError:
@@ -558,7 +547,6 @@ def _readable_failures(name: str, module: nn.Module, live: LiveStorages) -> Iter
 
 
 def _where(error: BaseException, module: nn.Module) -> str:
-    """Returns the innermost module in the traceback, in words."""
     names = {id(part): part_name for part_name, part in module.named_modules()}
     found = "the loss"
     for frame, _ in traceback.walk_tb(error.__traceback__):

@@ -1,2 +1,1 @@
-"""Activations: the plan's choice per block (keep, recompute, offload), and the copies of offloaded activations to the
-host and back."""
+"""Activations: the plan's choice per block (keep, recompute, offload), and copies of offloaded ones."""

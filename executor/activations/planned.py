@@ -3,15 +3,14 @@
 "recompute": the block's call goes through `torch.utils.checkpoint` (non-reentrant, random state preserved), unless the
 model does that itself. "offload": the tensors that the call saves for backward are collected and move as the plan says
 (stashes.py). "keep": the block is called as it is. A model that already recomputes or offloads a block itself is
-refused, with one exception: the switch of transformers' layers (`gradient_checkpointing`) is turned off during the run.
+refused, but the switch of transformers' layers (`gradient_checkpointing`) is turned off during the run.
 
 [Note: around the call] The block's `_call_impl` is replaced, which torch runs for every call, hooks included. So the
 events of its modules are those of a capture in which the model itself checkpoints the block.
 
 [Note: the device's generator] For a recomputation torch saves only the generators of the devices on which the
-positional arguments are. A block that is called with keyword arguments only, or that moves its input to the device
-itself, would draw other dropout masks the second time, without an error. Therefore each checkpointed call gets an empty
-tensor on the run's device as its first positional argument.
+positional arguments are. A block called with keyword arguments only would draw other dropout masks the second time,
+without an error. So each checkpointed call gets an empty tensor on the run's device as its first positional argument.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _Call = Callable[..., Any]
 
 
 def check_activations(w: Workload, model: nn.Module) -> None:
-    """Raise PlanError if a block for which the plan chooses is missing, or cannot be called as the plan chooses."""
+    """Raise PlanError if a block is missing, or cannot be called as the plan chooses."""
     modules = dict(model.named_modules(remove_duplicate=False))
     seen: dict[int, str] = {}
     for block, how in w.activations:
@@ -64,7 +63,7 @@ def check_activations(w: Workload, model: nn.Module) -> None:
 
 
 def _compiled(modules: Mapping[str, nn.Module], block: str) -> str | None:
-    """Returns the name of the block, or module around it, that is compiled (`module.compile()`); None without one."""
+    """The block, or module around it, that is compiled (`module.compile()`)."""
     parts = block.split(".")
     around = [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
     return next((name for name in around if getattr(modules.get(name), "_compiled_call_impl", None) is not None), None)
@@ -72,10 +71,7 @@ def _compiled(modules: Mapping[str, nn.Module], block: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOfBlocks:
-    """What a block's call asks of the run.
-
-    collects(): whether the call belongs to training, so that its saved tensors are collected.
-    """
+    """collects(): whether the call belongs to training, so that its saved tensors are collected."""
 
     closed: Callable[[], bool]
     collects: Callable[[], bool]
@@ -85,10 +81,7 @@ class RunOfBlocks:
 def carry_out(
     model: nn.Module, activations: Iterable[tuple[str, str]], device: torch.device, run: RunOfBlocks
 ) -> Callable[[], None]:
-    """Call each block as the plan says from now on. Returns a function that undoes this.
-
-    activations: `Workload.activations` of the plan.
-    """
+    """Returns a function that undoes this."""
     modules = dict(model.named_modules(remove_duplicate=False))
     undo: list[Callable[[], None]] = []
     for block, how in activations:
@@ -111,7 +104,7 @@ def carry_out(
 
 @contextlib.contextmanager
 def recomputing(model: nn.Module, w: Workload) -> Iterator[None]:
-    """Inside this context, exactly the blocks that `w` recomputes are recomputed, for captures, on the host."""
+    """Inside this context, exactly the blocks that `w` recomputes are recomputed, on the host."""
     modules = dict(model.named_modules(remove_duplicate=False))
     undo: list[Callable[[], None]] = []
     for block, how in w.activations:
@@ -127,8 +120,8 @@ def recomputing(model: nn.Module, w: Workload) -> Iterator[None]:
 
 
 def as_planned(captured: Workload, planned: Workload) -> Workload:
-    """Returns a capture made inside `recomputing`, with the choices of `planned` and the stashes of offloaded blocks.
-    Raises ModelError where its blocks cannot be offloaded."""
+    """Give a capture made inside `recomputing` the choices of `planned` and the stashes of offloaded blocks. Raises
+    ModelError where its blocks cannot be offloaded."""
     if not planned.activations:
         return captured
     how = dict(planned.activations)
@@ -157,8 +150,7 @@ def _around(module: nn.Module, how: Callable[[_Call, nn.Module, Any, Any], Any])
 
 
 def _recomputed_on(device: torch.device) -> Callable[[_Call, nn.Module, Any, Any], Any]:
-    """Returns a call that recomputes with the device's random state, not the host's as in torch: [Note: the device's
-    generator]."""
+    """[Note: the device's generator]"""
     there = () if device.type == "cpu" else (torch.empty(0, device=device),)
 
     def call(plain: _Call, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -197,7 +189,6 @@ def _offloaded(run: RunOfBlocks, block: str) -> Callable[[_Call, nn.Module, Any,
 
 
 def _refuse_its_own(run: RunOfBlocks, block: str, does: str) -> None:
-    """Raise PlanError where the model recomputes or offloads the block itself."""
     if run.closed():
         return
     if _in_backward():

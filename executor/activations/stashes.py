@@ -5,23 +5,18 @@ of the block's forward, storages are chosen until the plan's bytes for the stash
 copies them to the host; the moment that waits for the copy frees the gpu's memory. `stash_in` copies them back into
 memory that was taken before, and autograd gets views of this memory.
 
-In a relay with boundaries on the host, a stash holds the inputs of a block's forward, from which the block recomputes
-(`ForwardSaves`). The stashes of all micro-batches are then on the host together.
-
 [Note: who lets go] Memory is taken and freed in the user's thread only, where the tide says so: freed when moment
-`gone` begins, taken when moment `back` begins. The queues' threads only copy. Where a copy is only issued (streams),
-its tensors are held until its event.
+`gone` begins, taken when moment `back` begins. The queues' threads only copy. With streams, a copy's tensors are held
+until its event.
 
-[Note: addresses] A storage is identified by its address as long as it lives. Once a stash has left the gpu, the storage
-of another tensor may have the same address: it is a new storage.
+[Note: addresses] A storage is identified by its address as long as it lives; afterwards another may have it.
 
 [Note: never wrong data] A tensor that is unpacked while its bytes are on the host (in an iteration that left the plan)
-is copied back at once. A room on the host is not overwritten while its bytes may still be read: the new stash then
-stays on the gpu and is counted. Bytes beyond those of the plan stay on the gpu as well.
-
+is copied back at once. Where bytes on the host may still be read, the new stash stays on the gpu and is counted. So do
+bytes beyond the plan's.
 [Note: ahead of its step] The operations of a block behind its last unit (a dropout, a sum) are differentiated before
 the gradient of that unit's output arrives: in the moment before the moment that waits for `stash_in`. If the copy has
-not happened by then, the user's thread makes it. The step later counts the bytes as its own.
+not happened by then, the user's thread makes it, and the step counts its bytes.
 """
 
 from __future__ import annotations
@@ -52,9 +47,7 @@ __all__ = ["BlockSaves", "ForwardSaves", "StashReport", "Stashes", "hooks_of_oth
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StashReport:
-    """One stash of the last iteration.
-
-    saved_bytes: bytes that the block's forward saved, its inputs included, without parameters and buffers.
+    """saved_bytes: bytes that the block's forward saved, its inputs included, without parameters and buffers.
     freed_bytes: the part of moved_bytes that then left the gpu.
     """
 
@@ -68,9 +61,7 @@ class StashReport:
 
 @dataclass(slots=True)
 class _View:
-    """A saved tensor as a view of its storage.
-
-    alias: the tensor without its graph, while the gpu holds the storage.
+    """alias: the tensor without its graph, while the gpu holds the storage.
     version: torch's version of the contents at the saving.
     """
 
@@ -86,9 +77,8 @@ class _Saved:
     """One storage with tensors that autograd saved.
 
     source: its bytes on the gpu, as the forward made them.
-    host: the room on the host that holds them.
     returned: new memory on the gpu for them.
-    back: whether the copy into `returned` was made. If it was only issued, `arrival` is its event; else None.
+    back: whether the copy into `returned` was made, or issued with the event `arrival`.
     stash: number of its stash, once it is on the host.
     """
 
@@ -185,26 +175,24 @@ class BlockSaves:
 
 
 class ForwardSaves(BlockSaves):
-    """The tensors that the whole forward of one micro-batch saves, block by block. A recomputed block saves its inputs
-    before its call (in torch's non-reentrant checkpoint). So a block owns the tensors that its forward saved, and those
-    of its inputs saved before."""
+    """The tensors that the forward of one micro-batch saves, block by block, in a relay with boundaries on the host. A
+    recomputed block saves its inputs before its call, so a block owns what its forward saved, and those of its inputs
+    saved before."""
 
     def __init__(self, stashes: Stashes) -> None:
         super().__init__(stashes, ())
         self._before: dict[int, weakref.ref[_Saved]] = {}
 
     def hooks(self) -> AbstractContextManager[None]:
-        """Returns a context in which this object receives the tensors that autograd saves in this thread."""
+        """A context in which this object receives what autograd saves in this thread."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def begin(self, inputs: Any) -> None:
-        """Note that a block is called with these inputs."""
         self.saved = {key: ref for key, ref in self.saved.items() if _holds_source(ref)}
         self._before = dict(self.saved)
         self.inputs = {storage_key(t) for t in tensors_of(inputs)}
 
     def end(self, block: str) -> None:
-        """Note that the block's call has ended."""
         stashes = self._stashes
         mine = BlockSaves(stashes, ())
         mine.inputs = self.inputs
@@ -217,17 +205,16 @@ class ForwardSaves(BlockSaves):
 
 
 def hooks_of_others() -> bool:
-    """Returns whether tensors saved now go through hooks of others than a `ForwardSaves`."""
     hooks = saved_tensor_hooks()
     return hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), ForwardSaves)
 
 
 @dataclass(frozen=True)
 class SavedParameters:
-    """What autograd keeps of parameters, in place of their memory: `off_plan.reads.Reads`.
+    """What autograd keeps of parameters: `off_plan.reads.Reads`.
 
     keep(tensor): returns what is kept of a view of a working list; None for others.
-    restore(kept): returns the view, with its values.
+    the view, with its values.
     """
 
     keep: Callable[[torch.Tensor], Any]
@@ -235,10 +222,7 @@ class SavedParameters:
 
 
 class Stashes:
-    """The stashes of one plan.
-
-    present(): returns the stashes of the session's present plan; None if the session is gone, which objects in a graph
-        do not hold.
+    """present(): the stashes of the session's plan; None if the session is gone, which objects in a graph do not hold.
     reports: of the last iteration, in order.
     """
 
@@ -281,8 +265,8 @@ class Stashes:
         return self.arena.plan.workload.stashes
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Returns whether the tensor may go to the host: a plain one on the accelerator, neither a buffer nor a leaf
-        with a gradient."""
+        """Whether the tensor may go to the host: a plain one on the accelerator, neither a buffer nor a leaf with a
+        gradient."""
         return (
             type(tensor) in (torch.Tensor, torch.nn.Parameter)
             and tensor.layout is torch.strided
@@ -295,12 +279,10 @@ class Stashes:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def boundaries(self) -> ForwardSaves | None:
-        """Returns the collector for a micro-batch's forward, in a relay with boundaries on the host; None under another
-        plan."""
+        """The collector for a micro-batch's forward, in a relay with boundaries on the host."""
         return ForwardSaves(self) if self.arena.plan.workload.boundaries_on_host else None
 
     def note_unsaved(self, block: str) -> None:
-        """Note, once, that the plan has a stash of a block whose forward saves nothing."""
         if block in self._unsaved or (block, self.clock.micro_batch) not in self._stash:
             return
         self._unsaved.add(block)
@@ -310,11 +292,10 @@ class Stashes:
         )
 
     def collect(self, inputs: Any) -> BlockSaves:
-        """Returns the collector for one call of an offloaded block with these inputs."""
         return BlockSaves(self, inputs)
 
     def collected(self, block: str, found: BlockSaves) -> None:
-        """Choose the storages that go to the host, after the block's forward. Off the plan they are copied at once."""
+        """Choose the storages that go to the host. Off the plan they are copied at once."""
         n = self._stash.get((block, self.clock.micro_batch))
         if n is None:
             return
@@ -361,15 +342,13 @@ class Stashes:
     # -- copies: what queues call -------------------------------------------------------------------------------------
 
     def copied_bytes(self, queue: Queue) -> int:
-        """Returns the bytes that steps of the queue copied in the session, without those of [Note: ahead of its
-        step].
-        """
+        """Bytes that steps of the queue copied, without those of [Note: ahead of its step]."""
         with self._lock:
             ahead_bytes = self._ahead_bytes if queue is Queue.H2D else 0
             return self.backend.copied_bytes[queue.value] - ahead_bytes
 
     def move(self, step: Step) -> int:
-        """Do a stash_out or stash_in. Returns the bytes that had been copied ahead."""
+        """Returns the bytes that had been copied ahead."""
         assert step.stash is not None
         out = step.kind is Kind.STASH_OUT
         touched = self._send(step.stash) if out else self._fetch(step.stash)
@@ -384,7 +363,7 @@ class Stashes:
             return self._ahead.pop(n, 0)
 
     def _send(self, n: int) -> list[torch.Tensor]:
-        """Copy a stash to the host. Returns the memory on the gpu that the copies read."""
+        """Returns the memory on the gpu that the copies read."""
         stash = self.planned[n]
         offset = self._offsets[n]
         place = stash.block, offset
@@ -415,7 +394,7 @@ class Stashes:
         return [memory for memory in copies if memory is not None]
 
     def _bring(self, saved: _Saved, issues: StreamBackend | None = None, *, ahead: bool = False) -> torch.Tensor | None:
-        """Copy the storage back unless that is done. Returns the memory of the copy; None without one.
+        """Copy the storage back unless that is done.
 
         issues: the backend, where this thread only issues the copy.
         ahead: whether no step asks for the copy.
@@ -434,7 +413,7 @@ class Stashes:
     # -- the user's thread --------------------------------------------------------------------------------------------
 
     def at(self, moment: int) -> None:
-        """Begin a moment of the plan: free the gpu's memory of stashes on the host, and note those that return."""
+        """Free the gpu's memory of stashes on the host, and note those that return."""
         for kind, n in self._moves.until.get(moment, ()):
             self._flying.pop((kind, n), None)  # the compute queue is behind the copy
             if kind is Kind.STASH_OUT:
@@ -468,7 +447,6 @@ class Stashes:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.backend.device)
 
     def tensor(self, saved: _Saved, index: int) -> torch.Tensor:
-        """Returns the tensor that autograd saved, for its backward."""
         view = saved.views[index]
         if view.alias is not None:
             if version_of(view.alias) != view.version:
@@ -488,7 +466,7 @@ class Stashes:
 
 
 def _fitting(saved: Iterable[_Saved], limit_bytes: int) -> tuple[list[_Saved], int]:
-    """Returns the saved tensors that fit into `limit_bytes`, the largest first, and the bytes left."""
+    """Returns the tensors that fit, the largest first, and the bytes left."""
     chosen: list[_Saved] = []
     left = limit_bytes
     for each in sorted(saved, key=lambda e: -e.size_bytes):
@@ -508,7 +486,7 @@ def _holds_source(ref: weakref.ref[_Saved]) -> bool:
 
 
 def _changed(view: _View) -> RuntimeError:
-    """Returns the error that torch itself raises for a saved tensor that was changed."""
+    """torch's own error for a saved tensor that was changed."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{view.dtype}, {list(view.size)}] of an offloaded block; hint: do not write into a block's results"

@@ -1,16 +1,14 @@
-"""Backends: the engine's interface to an accelerator, and the virtual accelerator: gpu memory, host slabs, counted
-copies.
+"""Backends: the engine's interface to an accelerator, and the virtual accelerator.
 
-`StreamBackend` extends the interface for accelerators to which work is only issued and on which it happens later.
 `VirtualBackend` is a real backend: its "gpu" is a byte-budgeted part of host memory, and its copies last as long as the
 link's bandwidth says.
 
-[Note: glibc and eviction] glibc gives big blocks back to the system at every eviction, and the next refill pays for
-fresh pages (16-47 ms for 32 MiB, 2.5 ms when the pages are kept). `keep_freed_pages` tells malloc, once per process, to
-keep the pages, and to use one arena, so that memory freed by one queue's thread can be used by another's.
-Holes between kept blocks may fit no later block: 500 MB of them were seen beside payloads of 84 MB. A plan that keeps
-lists on disks is for a host with little memory, and waits for disks rather than for pages. There `map_large_blocks`
-gives each large block pages of its own.
+[Note: glibc and eviction] glibc gives big blocks back to the system at every eviction, and fresh pages cost more than
+kept ones (16-47 ms for 32 MiB beside 2.5 ms). `keep_freed_pages` tells malloc, once per process, to keep the pages, and
+to use one arena, which all queues' threads share.
+Holes between kept blocks may fit no later block (500 MB beside payloads of 84 MB). A plan that keeps lists on disks is
+for a host with little memory, and waits for disks rather than for pages. There `map_large_blocks` gives each large
+block pages of its own.
 """
 
 from __future__ import annotations
@@ -58,16 +56,14 @@ class Backend(Protocol):
         """The accelerator to which work is issued ahead of time; None where a call does its work at once."""
         ...
 
-    def begin(self, plan: Plan) -> None:
-        """Prepare for the payloads of this plan."""
-        ...
+    def begin(self, plan: Plan) -> None: ...
 
     def host_slab(self, size_bytes: int) -> torch.Tensor:
         """Returns uint8 [size_bytes] of host memory for copies, pinned if the accelerator has pinned memory."""
         ...
 
     def gpu_payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor [numel] on a storage of its own that has no memory yet (0 bytes)."""
+        """Returns a tensor [numel] on a storage of its own, without memory (0 bytes)."""
         ...
 
     def take(self, payload: torch.Tensor) -> None:
@@ -76,12 +72,12 @@ class Backend(Protocol):
         ...
 
     def available_gpu_bytes(self) -> int | None:
-        """Returns the bytes that this process could hold on the accelerator, those that it holds already included; None
-        without a limit."""
+        """Returns the bytes that this process could hold on the accelerator, those it holds included; None without a
+        limit."""
         ...
 
     def give(self, payload: torch.Tensor) -> None:
-        """Take the payload's memory away. Every view stays a valid tensor object but must not be read."""
+        """Take the payload's memory away. Views stay valid tensors but must not be read."""
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
@@ -91,8 +87,8 @@ class Backend(Protocol):
         ...
 
     def copy_in_fp32(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
-        """Copy like `copy`, but cast on the far side of the link: every element crosses it as fp32 (4 bytes are
-        counted), and the gpu has room for the fp32 values beside its payloads."""
+        """Copy like `copy`, but cast on the far side of the link: every element crosses it as fp32, 4 bytes are
+        counted, and the gpu has room for the fp32 values."""
         ...
 
     def zero(self, payload: torch.Tensor) -> None:
@@ -100,8 +96,8 @@ class Backend(Protocol):
         ...
 
     def issue(self, work: Callable[[], object]) -> None:
-        """Do `work`, torch operations on payloads, in the order of this thread's queue; done on return or issued, as in
-        `copy`. The host memory that `work` needs is looked up at the time of issue."""
+        """Do `work`, torch operations on payloads, in the order of this thread's queue, as in `copy`. It looks up host
+        memory when it is issued."""
         ...
 
     def fence(self, queue: Queue) -> None:
@@ -110,17 +106,17 @@ class Backend(Protocol):
         ...
 
     def room(self, payload_bytes: int) -> None:
-        """Limit the payloads on the gpu to this many bytes from now on (the budget less the tide). The compute queue
-        calls this before it allocates non-model data in the rest."""
+        """Limit the payloads on the gpu to the budget less the tide. The compute queue calls this before it allocates
+        non-model data."""
         ...
 
     def touch(self) -> None:
-        """Note that the compute queue has issued work in this thread. The moment's end then comes after this work, also
-        where another thread issues it (this thread may be autograd's own)."""
+        """Note that the compute queue has issued work in this thread (autograd's own perhaps), which the moment's end
+        comes after."""
         ...
 
     def enter_thread(self, queue: Queue | None = None) -> None:
-        """Register the calling thread and its queue; every thread that executes steps calls this first."""
+        """Register the calling thread and its queue, before it executes steps."""
         ...
 
     def give_back(self) -> int:
@@ -128,69 +124,61 @@ class Backend(Protocol):
         ...
 
     def give_host_back(self) -> None:
-        """Give host slabs that nothing holds back to the system."""
+        """Give unused host slabs back to the system."""
         ...
 
     def close(self) -> None:
-        """End all work of the session. On return nothing runs, and memory and threads are given back."""
+        """End all work of the session, and give memory and threads back."""
         ...
 
     @property
     def copied_bytes(self) -> dict[str, int]:
-        """Returns the bytes copied by now, by direction ("h2d", "d2h")."""
+        """Returns the bytes copied, by direction ("h2d", "d2h")."""
         ...
 
     def recount(self, payloads: Iterable[torch.Tensor]) -> None:
-        """Count the bytes of these payloads (all of them) anew, after an interruption inside `take` or `give`."""
+        """Count the bytes of all payloads anew, after an interruption inside `take` or `give`."""
         ...
 
     @property
     def exchanges(self) -> int:
-        """Number of times that memory went back to the driver while plans ran; 0 where there is no driver."""
+        """Times that memory went back to the driver while plans ran; 0 where there is no driver."""
         ...
 
-    def idle_bytes(self) -> int:
-        """Returns the reserved, unused bytes that operators could use."""
-        ...
+    def idle_bytes(self) -> int: ...
 
     def undisturbed(self) -> contextlib.AbstractContextManager[object] | None:
-        """Returns a context in which refused memory may suffice ([Note: refused beside a pool] in cuda_blocks.py); None
-        where a refusal is final."""
+        """Returns a context in which refused memory may suffice ([Note: refused beside a pool] in cuda_blocks.py), or
+        None."""
         ...
 
 
 class StreamBackend(Backend, Protocol):
-    """An accelerator to which work is issued ahead of time. Each device queue is a stream, which does its work in the
-    order of issue. The compute queue is the current stream of the calling thread. An event is a point of a stream.
+    """An accelerator to which work is issued ahead of time. Each device queue is a stream; the compute queue is the
+    current stream of the calling thread. An event is a point of a stream.
 
-    A thread says once, in `enter_thread`, for which queue it issues; without that, for compute.
-
-    host_queues: queues whose steps happen in their thread, and have happened when they have ended.
+    host_queues: queues whose steps have happened when they have ended.
     """
 
     host_queues: frozenset[Queue]
     gate: Gate
 
     @property
-    def queue(self) -> Queue:
-        """The queue for which this thread issues."""
-        ...
+    def queue(self) -> Queue: ...
 
     def record(self, queue: Queue) -> Any:
         """Returns an event that completes when all work issued to the queue's stream by now is done."""
         ...
 
     def wait_event(self, queue: Queue, event: Any) -> None:
-        """Let all work issued to the queue's stream from now on happen after `event`, which is recorded."""
+        """Let all work issued to the queue's stream from now on happen after `event`."""
         ...
 
     def synchronize(self, event: Any) -> None:
         """Return when the event is complete. Raises the error that ended the stream."""
         ...
 
-    def query(self, event: Any) -> bool:
-        """Returns whether the event is complete."""
-        ...
+    def query(self, event: Any) -> bool: ...
 
     def time_of(self, event: Any) -> float:
         """Returns the time of a completed event, in seconds of `time.perf_counter`."""
@@ -216,18 +204,15 @@ class VirtualLink:
 
     @property
     def bytes_per_s(self) -> dict[str, float | None]:
-        """Bytes per second of the link by direction ("h2d", "d2h"); None: as fast as memory copies."""
+        """Rate of the link by direction ("h2d", "d2h"); None: as fast as memory copies."""
         return {queue.value: rate for queue, rate in self._rates.items()}
 
     def count(self, target: torch.Tensor, direction: Queue, width: int) -> None:
-        """Count the bytes of a copy.
-
-        width: bytes of an element on the link.
-        """
+        """width: bytes of an element on the link."""
         self.copied.count(direction, target.numel() * width)
 
     def carry(self, target: torch.Tensor, source: torch.Tensor, direction: Queue, width: int) -> None:
-        """Copy, and return after the time that the link needs for the copy."""
+        """Copy, and return after the time that the link needs."""
         start_s = self._clock()
         target.copy_(source)
         rate = self._rates[direction]
@@ -245,7 +230,6 @@ class VirtualBackend:
         runs. Payloads beyond it are refused with OutOfMemory, and the session counts all other live memory
         (`guard.py`).
     adam_threads: torch threads of the queue that updates on the host.
-    clock, sleep: the seconds now, and a wait for seconds; tests pass in their own time.
     """
 
     name = "virtual"
@@ -324,7 +308,7 @@ class VirtualBackend:
         return self.gpu_bytes
 
     def over_bytes(self) -> int:
-        """Returns the bytes alive beyond `gpu_bytes`; 0 or less while all fit."""
+        """Bytes alive beyond `gpu_bytes`; 0 or less while all fit."""
         with self._lock:
             return 0 if self.gpu_bytes is None else self.payload_bytes + self.count_other() - self.gpu_bytes
 
@@ -369,15 +353,12 @@ class VirtualBackend:
 
 
 def keep_freed_pages() -> bool:
-    """Keep freed pages in the process: [Note: glibc and eviction]. Returns False, with nothing changed, without
-    glibc.
-    """
+    """[Note: glibc and eviction]. Returns False, with nothing changed, without glibc."""
     return _set_malloc({_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1, _ARENA_MAX: 1})
 
 
 def map_large_blocks() -> bool:
-    """Give the pages of each large block back when it is freed: [Note: glibc and eviction]. Returns as
-    `keep_freed_pages`."""
+    """[Note: glibc and eviction]. Returns as `keep_freed_pages`."""
     return _set_malloc({_MMAP_MAX: 2**16, _MMAP_THRESHOLD: _LARGE_BYTES, _TRIM_THRESHOLD: _LARGE_BYTES})
 
 
@@ -390,14 +371,13 @@ def _set_malloc(options: Mapping[int, int]) -> bool:
 
 
 def give_freed_pages_back() -> None:
-    """Give pages that malloc kept back to the system, at the end of a session."""
+    """Give pages that malloc kept back to the system."""
     with contextlib.suppress(OSError, AttributeError):  # a C library that keeps no pages
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def available_host_bytes() -> int:
-    """Returns the bytes that this process can still take: the lesser of MemAvailable and the rest of the cgroup's
-    limit."""
+    """Returns the bytes that this process can still take: MemAvailable, or less within the cgroup's limit."""
     found: list[int] = []
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
@@ -415,7 +395,7 @@ def available_host_bytes() -> int:
 
 
 def _reclaimable_bytes() -> int:
-    """Returns the bytes of the cgroup's page cache, which count as used but are given up on demand."""
+    """Page cache of the cgroup, which counts as used but is given up on demand."""
     stat = Path("/sys/fs/cgroup/memory.stat")
     if stat.exists():
         for line in stat.read_text().splitlines():

@@ -1,7 +1,7 @@
 """CudaBackend: one CUDA device for the engine's queues.
 
-A thin mapping: the code above it, which also runs on `virtual_streams.py`, decides the use of the streams, the edges
-between them and when memory is free again. This file has the calls about memory, `cuda_streams.py` those about order.
+The code above it, which also runs on `virtual_streams.py`, decides the use of the streams, the edges between them and
+when memory is free again. This file has the calls about memory, `cuda_streams.py` those about order.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ def cuda_device(name: str) -> torch.device:
 
 
 def default_adam_threads() -> int:
-    """Returns the cores for CPU Adam: all cores of the process except one for the training thread and one for the
-    threads that issue copies. More threads than cores slow Adam down (OpenMP barriers) far more than the last core
-    speeds it up."""
+    """Returns all cores of the process but one for the training thread and one for the threads that issue copies. More
+    threads than cores slow Adam down (OpenMP barriers) far more than the last core speeds it up."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else (os.cpu_count() or 1)
     return max(1, cores - 2)
@@ -65,10 +64,8 @@ def default_adam_threads() -> int:
 class CudaBackend(CudaStreams):
     """One CUDA device.
 
-    adam_threads: torch threads of the queue that updates on the host (None: `default_adam_threads()`).
-    limit_bytes: bytes of the card that this process may use, context included, so that a big card can stand for a small
-        one: torch refuses memory beyond it, also to operators.
-    room_bytes: bytes kept free for uses that no plan counts, or more where more was measured (headroom.py).
+    limit_bytes: bytes of the card that this process may use, context included: torch refuses more, also to operators.
+    room_bytes: bytes kept free for uses that no plan counts, more where more was measured (headroom.py).
 
     Raises PlanError for a limit larger than the card or without room beside the memory in use on it, for an allocator
     with which budgets would not hold (`cuda_blocks.set_up_allocator`), and while a CUDA graph is captured.
@@ -112,8 +109,7 @@ class CudaBackend(CudaStreams):
         return self
 
     def _cap(self, limit_bytes: int) -> None:
-        """Set torch's own limit on the memory that it reserves, workspaces and fragments included. Other memory on the
-        card (this process' context, other programs) is subtracted first."""
+        """Set torch's own limit on the memory that it reserves. Other memory on the card is subtracted first."""
         kept = self.kept
         if limit_bytes <= kept.measured_bytes:
             raise PlanError(
@@ -131,8 +127,7 @@ class CudaBackend(CudaStreams):
         return self._blocks.give_back()
 
     def give_host_back(self) -> None:
-        """Give unused pinned memory back to the system; torch would keep it, also from plans that are over. Memory of a
-        running copy stays. Stops the device."""
+        """Give unused pinned memory back to the system; torch would keep it. Stops the device."""
         torch.cuda.synchronize(self.device)
         empty = getattr(torch._C, "_host_emptyCache", None)
         if empty is None:
@@ -142,7 +137,6 @@ class CudaBackend(CudaStreams):
 
     @property
     def exchanges(self) -> int:
-        """See [Note: reserved bytes] in cuda_blocks.py."""
         return self._blocks.exchanges
 
     @property
@@ -151,7 +145,7 @@ class CudaBackend(CudaStreams):
 
     @property
     def slack_bytes(self) -> int:
-        """Bytes that may be reserved beyond the plan's budget: [Note: exchanges] in cuda_blocks.py."""
+        """[Note: exchanges] in cuda_blocks.py."""
         return self._blocks.slack_bytes
 
     def begin(self, plan: Plan) -> None:
@@ -192,19 +186,18 @@ class CudaBackend(CudaStreams):
         self._blocks.make_room(self._budget_bytes - payload_bytes)
 
     def available_gpu_bytes(self) -> int | None:
-        """Returns the bytes of the card, or the limit, less the memory beside torch's now and less workspaces."""
+        """The bytes of the card, or the limit, less the memory beside torch's now and less workspaces."""
         return max(0, (self._limit_bytes or self._total_bytes) - self._room_now().measured_bytes)
 
     def plannable_gpu_bytes(self) -> int:
-        """Returns the bytes of GPU memory for which a new plan should be made: `available_gpu_bytes`, less fragments,
-        and less the bytes by which the kept room is below its minimum."""
+        """Returns the bytes of GPU memory for which a new plan should be made."""
         return max(0, (self._limit_bytes or self._total_bytes) - self._room_now().kept_bytes)
 
     def _room_now(self) -> Headroom:
         return dataclasses.replace(self.kept, outside_bytes=outside_bytes(self.device))
 
     def idle_bytes(self) -> int:
-        """Returns the bytes that torch has reserved and nothing uses, without the pool, which operators cannot use."""
+        """Reserved, unused bytes, without the pool, which operators cannot use."""
         return self._blocks.idle_bytes()
 
     def recount(self, payloads: Iterable[torch.Tensor]) -> None:

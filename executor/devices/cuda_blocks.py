@@ -1,69 +1,54 @@
 """GPU memory of chunks on CUDA: storages that get and lose their memory in place, from blocks of equal size.
 
 [Note: reserved bytes] A plan's budget limits the bytes in use. The process *reserves* more of the card: torch's
-fragments, up to what the card, or the run's cap, has beyond the budget (measured by benchmarks/gpu_memory.py). With
-expandable segments see [Note: pages]. Without them, payloads of the size that moves most (the uniform chunk) come from
-one private MemPool, in which any free block fits any of them. The pool may grow to the budget less the highest tide and
-the payloads that always stay: memory that non-model data never needs. A steady iteration asks the driver for nothing
-and gives nothing back. Where operators are refused memory all the same (ladder.py), `give_back` replaces the pool.
-torch returns the free blocks of a pool without a holder to the driver, at once or with the next `empty_cache`, and the
-other blocks once they are free.
+fragments (benchmarks/gpu_memory.py measures them). With expandable segments see [Note: pages]. Without them, payloads
+of the size that moves most come from one private MemPool, in which any free block fits. The pool may grow to the budget
+less the highest tide and the payloads that always stay. Where operators are refused memory all the same (ladder.py),
+`give_back` replaces the pool. torch returns the blocks of a pool without a holder to the driver once they are free.
 
-Other payloads (other sizes, and payloads that fit at low tide only) are allocated outside the pool, under a stream of
-their own, so that torch keeps them apart from the user's tensors too. Their free blocks go back to the driver when the
-tide, or another size, needs the room. That stops the device and is counted in `exchanges`. No exchange happens under a
-plan of uniform chunks whose payloads and highest tide fit the budget together.
+Other payloads are allocated outside the pool, under a stream of their own, so that torch keeps them apart from the
+user's tensors. Their free blocks go back to the driver when the tide, or another size, needs the room. That stops the
+device and is counted in `exchanges`.
 
-[Note: exchanges] An exchange also drops the memory that torch keeps for operators, which ask the driver for it again. A
-plan that uses the room of low tide would pay for this at every swing of the tide. Therefore an exchange comes when more
-than the budget and a slack would be reserved, and then gives back everything that is free, down to the budget or below.
-The slack comes from the bytes that the card, or the run's cap, has beyond the budget, and is 0 where the plan takes all
-bytes. It begins with a twentieth of the budget or 64 MiB, whichever is more, and doubles with each exchange, up to
-those bytes. Free pieces of segments that are in part in use cannot go back, so no exchange is made for them.
-
-The arena's ledger keeps the budget of bytes in use, the gate that of bytes whose work is in flight, this module that of
-free bytes. torch keeps a cap on the whole process (`CudaBackend(limit_bytes=)`).
+[Note: exchanges] An exchange also drops the memory that torch keeps for operators, which ask the driver for it again.
+Therefore an exchange comes when more than the budget and a slack would be reserved, and then gives back everything that
+is free, down to the budget or below. The slack is 0 where the plan takes all bytes of the card. It begins with a
+twentieth of the budget or 64 MiB, whichever is more, and doubles with each exchange, up to the bytes beyond the budget.
+Free pieces of segments that are in part in use cannot go back, so no exchange is made for them.
 
 [Note: segments] torch takes memory from the driver in segments: 2 MiB for blocks of up to 1 MiB; 20 MiB for blocks
 below 10 MiB, which are cut from the segment in multiples of 512 B; for larger blocks multiples of 2 MiB, one block per
-segment. So blocks are counted by the bytes that they take of a segment, and the pool by its segments. An allocator
-other than torch's own has no pools, which `set_up_allocator` refuses.
+segment. Blocks are counted by the bytes that they take of a segment, the pool by its segments.
 
 [Note: pages] torch cuts small tensors from the free blocks of large tensors, so that the next large tensor (logits,
-attention) finds no whole block and takes new memory beside them. With `expandable_segments` there is one range of
-addresses for each stream, to which pages are mapped, of 20 MiB as a rule. A free page can be unmapped and mapped
-elsewhere, so that only parts of pages are lost. Then there is no pool. What is reserved is not counted here but asked
-of torch: before the tide rises and before a payload gets memory, free pages are unmapped if more than the budget and a
-slack could be mapped. That is an exchange too. The slack stays as it is.
+attention) finds no whole block and takes new memory beside them. With `expandable_segments` each stream has one range
+of addresses, to which pages are mapped, of 20 MiB as a rule. A free page can be mapped elsewhere, so there is no pool.
+Before the tide rises and before a payload gets memory, free pages are unmapped if more than the budget and a slack
+could be mapped. That is an exchange too; the slack stays.
 
-The operators' range needs no page for a rise of the tide while the pages of the highest tide are mapped, if operators
-use as much as in the last iteration, which asked for the same. Where they use less than in a larger batch, the tide is
-less in proportion. It is assumed that a rise finds room where four times as much is free in that range. Payloads need
-pages where they hold more than at any time since the last exchange. So an iteration whose two ranges fit side by side
-at their largest makes no exchange. Where they do not, pages go to operators before the highest tide and back to
-payloads after it: two exchanges. One range for both would need none, but a copy into memory that operators have freed
-would wait for all work that is issued, and no copy would run beside it. Nothing is refused: what the card has beyond
-the budget can be mapped too.
+The operators' range needs no page for a rise of the tide while the pages of the highest tide are mapped and operators
+use as much as in the last iteration. In a smaller batch the tide is less in proportion. A rise is assumed to find room
+where four times as much is free in that range. Payloads need pages where they hold more than at any time since the last
+exchange. Where the two ranges do not fit side by side at their largest, pages go to operators before the highest tide
+and back to payloads after it: two exchanges. One range for both would need none, but a copy into memory that operators
+have freed would wait for all work that is issued.
 
-[Note: others] Tensors on the device that are no part of the plan (another model, a second session) are in what torch
-reserves, and not in the budget. They are what is in use between two iterations beyond the plan's own.
+[Note: others] Tensors on the device that are no part of the plan are in what torch reserves, not in the budget. They
+are what is in use between two iterations beyond the plan's own.
 
 [Note: fragments] Where the user has no settings of torch's allocator, a run sets `expandable_segments`. Where the
 driver maps no pages, it sets two others: from max_split_size_mb on blocks stay whole, and, under a cap, torch gives
 idle blocks back one by one before it takes memory beyond the plan's budget (garbage_collection_threshold, a share of
-what the process may reserve). torch reads them at every allocation. The end of the last run restores torch's own
-settings; blocks in use then stay as they are.
+what the process may reserve). The end of the last run restores torch's own settings.
 
 [Note: refused beside a pool] While a thread is inside a pool's context, torch (up to 2.11) does not give its cached
 blocks back to the driver for another thread that is refused memory: an operator then runs out of memory although enough
-is idle. The contexts here last as long as one allocation. An operator that was refused runs once more inside
-`undisturbed`, where no thread is in a pool's context (`guard.py`). Where operators are not watched yet,
-`Ladder.recover` keeps the plan if the requested bytes are idle.
-
+is idle. An operator that was refused runs once more inside `undisturbed`, where no thread is in a pool's context
+(`guard.py`). Where operators are not watched yet, `Ladder.recover` keeps the plan if the requested bytes are idle.
 [Note: graphs] While a CUDA graph is captured, the driver allows no thread to take or to give back memory. A pool that
 is dropped meanwhile can end the process, because its destructor cannot raise. A capture in the calling thread is
-refused with PlanError. One in another thread cannot be detected: capture graphs before `prepare` (they have pools of
-their own and stay valid) or after `session.close()`.
+refused with PlanError; one in another thread cannot be detected. Capture graphs before `prepare` or after
+`session.close()`.
 
 [Note: torch versions] `torch.cuda.use_mem_pool` applies to the current thread from torch 2.8 on. Before, it applied to
 every thread, and a context by stream is used instead. Both refuse to be entered twice for one pool, hence the lock.
@@ -124,12 +109,12 @@ PoolShape = tuple[int, int]  # bytes of a block, most bytes of the pool
 
 
 def block_bytes(size: int) -> int:
-    """Returns the bytes that a block takes of its segment: [Note: segments]."""
+    """[Note: segments]"""
     return _up(size, 2 * MIB) if size >= 10 * MIB else _up(max(size, 1), 512)
 
 
 def segment_of(block: int) -> tuple[int, int]:
-    """Returns (bytes of the segment that torch takes from the driver for such a block, blocks in it)."""
+    """Returns (bytes of the segment that holds such a block, blocks in it)."""
     if block >= 10 * MIB:
         return _up(block, 2 * MIB), 1
     segment = 2 * MIB if block <= MIB else 20 * MIB
@@ -142,7 +127,7 @@ def _up(size: int, step: int) -> int:
 
 def set_up_allocator() -> None:
     """Let torch's allocator map pages, or keep large blocks whole. Raise PlanError where torch does not manage memory
-    as this module assumes."""
+    so."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
@@ -161,8 +146,9 @@ def set_up_allocator() -> None:
 
 
 def limit_fragments(share: float) -> bool:
-    """Let torch map pages or, where it cannot, give idle blocks back beyond this share of the bytes that it may
-    reserve, unless the user has settings. Returns whether the settings are ours: [Note: fragments]."""
+    """[Note: fragments]. Returns whether the settings are ours.
+
+    share: of the bytes that torch may reserve."""
     if _settings().get("PYTORCH_CUDA_ALLOC_CONF", "") not in {"", *_set_last}:
         return False
     if _set_last in ([], [_DEFAULT]):
@@ -181,7 +167,7 @@ def limit_fragments(share: float) -> bool:
 
 
 def restore_settings(blocks: Blocks) -> None:
-    """Give torch's allocator its own settings back, if they are ours and `blocks` are the last in use."""
+    """Restore torch's own settings, if they are ours and `blocks` are the last in use."""
     _in_use.discard(blocks)
     if _set_last and not _in_use and _settings().get("PYTORCH_CUDA_ALLOC_CONF", "") in {"", *_set_last}:
         _set(_DEFAULT)
@@ -198,12 +184,12 @@ def _settings() -> dict[str, Any]:
 
 
 def split_bytes(device: torch.device) -> int:
-    """Returns the free bytes of segments in use in part, which torch cannot give back."""
+    """Free bytes of segments in use in part, which torch cannot give back."""
     return int(torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0))
 
 
 def check_no_capture(what: str) -> None:
-    """Raise PlanError where this thread's stream captures a CUDA graph. See [Note: graphs]."""
+    """Raise PlanError where this thread's stream captures a CUDA graph: [Note: graphs]."""
     if torch.cuda.is_current_stream_capturing():
         raise PlanError(
             f"{what} while a CUDA graph is being captured, where memory can neither be taken nor given back; capture "
@@ -212,8 +198,7 @@ def check_no_capture(what: str) -> None:
 
 
 def pool_shape(plan: Plan) -> PoolShape:
-    """Returns (bytes of a block, most bytes) of the pool of equal blocks. The block is the payload size that comes and
-    goes most often; the bytes are what the highest tide and payloads that stay leave."""
+    """Returns (bytes of a block, most bytes) of the pool. The block is the payload size that moves most often."""
     moves: dict[tuple[int, str], int] = {}
     for step in plan.steps:
         if step.chunk is None:
@@ -241,7 +226,7 @@ def pool_shape(plan: Plan) -> PoolShape:
 
 
 def _storage_bytes(plan: Plan, chunk: int, list_name: str) -> int:
-    """Returns the bytes of a list's storage: the whole list where the slices of all ranks lie side by side
+    """The whole list where the slices of all ranks lie side by side
     (slices.py).
     """
     if list_name in OTHERS:
@@ -253,8 +238,6 @@ class Blocks:
     """Memory of payloads on one device. Every method may be called from any thread.
 
     pool_bytes: bytes that the pool of equal blocks has reserved.
-    exchanges: times that cached memory went back to the driver because another use needed the room.
-    slack_bytes: see [Note: exchanges].
     kept_bytes: bytes of the pool that torch kept when last asked for them.
     """
 
@@ -294,11 +277,9 @@ class Blocks:
         resting_bytes: int = 0,
         operators_bytes: int = 0,
     ) -> None:
-        """Prepare for a plan with these figures. An earlier plan's pool stays if its block is the same and it keeps to
-        its new limit.
+        """Prepare for a plan. An earlier plan's pool stays if its block is the same and it keeps to its new limit.
 
-        beyond_bytes: bytes that could be reserved beyond the budget.
-        resting_bytes: bytes in use beside payloads between two iterations, or as the first moment begins.
+        resting_bytes: bytes in use beside payloads between two iterations.
         operators_bytes: bytes in use beside payloads at the highest tide.
         """
         with self._lock:
@@ -316,8 +297,8 @@ class Blocks:
             self.slack_bytes = min(beyond_bytes, max(LEAST_SLACK_BYTES, int(share * budget_bytes)))
 
     def give_back(self) -> int:
-        """Give the free memory of payloads, also the pool's, back to the driver, for operators. Returns the bytes by
-        which reserved memory shrinks. Stops the device. See [Note: reserved bytes]."""
+        """Give the free memory of payloads back to the driver, for operators: [Note: reserved bytes]. Returns the bytes
+        by which reserved memory shrinks. Stops the device."""
         with self._lock:
             free = self._free_blocks * self._block
             before = torch.cuda.memory_reserved(self.device)
@@ -347,11 +328,10 @@ class Blocks:
 
     @property
     def loose_free_bytes(self) -> int:
-        """Reserved, unused bytes outside the pool."""
         return sum(size * count for size, count in self._loose_free.items()) + self._former_free_bytes
 
     def grow(self, payload: torch.Tensor) -> None:
-        """Give memory to a payload that has none. Raises OutOfMemory, with nothing changed."""
+        """Raises OutOfMemory, with nothing changed."""
         storage = payload.untyped_storage()
         size = payload.numel() * payload.element_size()
         block = block_bytes(size)
@@ -374,7 +354,7 @@ class Blocks:
             self._most_held_bytes = max(self._most_held_bytes, self._loose_held_bytes)
 
     def shrink(self, payload: torch.Tensor) -> None:
-        """Take the payload's memory away; no work on the device may use it any more."""
+        """No work on the device may use the memory any more."""
         storage = payload.untyped_storage()
         with self._lock:
             size = storage.nbytes()
@@ -392,13 +372,13 @@ class Blocks:
                 self._loose_free[block] += 1
 
     def unmap_after(self, event: Any) -> None:
-        """Let torch unmap no page of payloads from now on before the event. Where an operator is refused memory, torch
-        unmaps free pages itself, and waits for the stream alone under which they were allocated."""
+        """Let torch unmap no page of payloads before the event. Where an operator is refused memory, torch unmaps free
+        pages itself, and waits only for the stream under which they were allocated."""
         self._stream.wait_event(event)
 
     def payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor on a storage of its own without memory. It has memory for a moment, because torch cannot
-        make it otherwise."""
+        """Returns a tensor on a storage of its own without memory. It has memory for a moment: torch cannot make it
+        otherwise."""
         made: list[torch.Tensor] = []
         size = numel * dtype.itemsize
         block = block_bytes(size)
@@ -421,7 +401,7 @@ class Blocks:
         return made[0]
 
     def make_room(self, others_bytes: int) -> None:
-        """Make room for these bytes of non-model data: give free memory outside the pool back if necessary."""
+        """Give free memory outside the pool back where non-model data needs it."""
         with self._lock:
             if others_bytes <= self._resting_bytes:
                 more = self._beside_payloads()[1] - self._resting_bytes
@@ -436,13 +416,13 @@ class Blocks:
                 self._exchange_for_room()
 
     def _beside_payloads(self) -> tuple[int, int]:
-        """Returns (bytes that are reserved but for payloads, bytes of them in use)."""
+        """Returns (reserved bytes but those of payloads, bytes of them in use)."""
         reserved, allocated = self._mapped_bytes()
         pooled_bytes = len(self._in_pool) * self._block + sum(self._in_former.values())
         return reserved - self._most_held_bytes, allocated - self._loose_held_bytes - pooled_bytes
 
     def _new_pages(self, tide_bytes: int, mapped: int, used: int) -> int:
-        """Returns the bytes that a rise to this tide may map, with so many mapped for operators and used by them."""
+        """Returns the bytes that a rise to this tide may map."""
         last, most = self._used_at.get(tide_bytes, (-MIB, 0))
         self._used_at[tide_bytes] = used, max(used, most)
         if abs(used - last) < MIB and mapped > self._operators_bytes - WORTH_BYTES:
@@ -456,12 +436,12 @@ class Blocks:
         return self._budget_bytes + self.slack_bytes + self._others_bytes
 
     def _mapped_bytes(self) -> tuple[int, int]:
-        """Returns (bytes that torch has reserved, bytes of them in use)."""
+        """Returns (reserved bytes, bytes of them in use)."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         return stats["reserved_bytes"]["all"]["current"], stats["allocated_bytes"]["all"]["current"]
 
     def _unmap_before(self, more_bytes: int) -> None:
-        """Unmap free pages if more than the budget and the slack would be mapped: [Note: pages]."""
+        """[Note: pages]"""
         reserved, allocated = self._mapped_bytes()
         self._parts_bytes = min(self._parts_bytes, reserved - allocated)
         if reserved + more_bytes > self._limit_bytes and reserved - allocated - self._parts_bytes > WORTH_BYTES:
@@ -470,7 +450,7 @@ class Blocks:
             self._parts_bytes = reserved - allocated  # or less, where operators gave more back meanwhile
 
     def idle_bytes(self) -> int:
-        """Returns the reserved, unused bytes, without the pool's own free blocks."""
+        """Reserved, unused bytes, without the pool's own free blocks."""
         with self._lock:
             return self._idle_bytes()
 
@@ -480,8 +460,7 @@ class Blocks:
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Inside this context, no payload gets memory and no thread is inside the pool. See [Note: refused beside a
-        pool]."""
+        """[Note: refused beside a pool]"""
         with self._lock:
             yield
 
@@ -492,7 +471,6 @@ class Blocks:
         return self._free_blocks > 0 or self.pool_bytes + more <= self._most_bytes
 
     def _before_a_segment(self) -> None:
-        """Give former pools' free memory back before the pool takes more from the driver."""
         if not self._free_blocks and self._former_free_bytes:
             self._exchange()
 
@@ -511,7 +489,7 @@ class Blocks:
             self._exchange_for_room()
 
     def _exchange_for_room(self) -> None:
-        """Give cached memory back, and let the next swing of the tide be larger before it costs an exchange too."""
+        """Let the next swing of the tide be larger before it costs an exchange too."""
         self._exchange()
         self.slack_bytes = min(self._beyond_bytes, 2 * self.slack_bytes)
 
@@ -545,7 +523,7 @@ class Blocks:
 
     @contextlib.contextmanager
     def _routed(self, pooled: bool) -> Iterator[None]:
-        """Inside this context, allocations come from the pool if `pooled`: [Note: torch versions]."""
+        """[Note: torch versions]"""
         if not pooled:
             yield
             return
@@ -553,7 +531,6 @@ class Blocks:
             yield
 
     def close(self) -> None:
-        """Give the pool's memory back to the driver, once every payload is gone."""
         check_no_capture("a run ends")
         with self._lock:
             self._pool = None

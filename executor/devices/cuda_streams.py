@@ -4,10 +4,9 @@ Copies run on persistent streams of high priority, between pinned slabs and chun
 The compute queue is the current stream of the calling thread, read anew at each call: autograd runs each backward
 function on the stream of its forward, in a thread of its own, and users have streams of their own.
 
-[Note: two clocks] CUDA gives the milliseconds between two events, in single precision and by the device's clock, which
-drifts against the host's. So times are counted from a point that is taken in both clocks. Every ten seconds a new point
-is taken, on a stream without other work, so that the point happens when it is issued and no thread has to wait for it.
-The new point is used for events that come well after it.
+[Note: two clocks] CUDA gives milliseconds in single precision by the device's clock, which drifts against the host's.
+So times are counted from a point that is taken in both clocks. Every ten seconds a new point is taken, on a stream
+without other work, so that it happens when it is issued. Events that come well after it use it.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ _HIGH = -1  # copies before kernels; CUDA uses the nearest priority that it has
 
 
 class _Zero:
-    """A point in both clocks, on a stream without other work."""
-
     def __init__(self, stream: Any) -> None:
         self.event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
@@ -81,9 +78,7 @@ class CudaStreams:
         self._off_plan(direction)
 
     def _off_plan(self, direction: Queue) -> None:
-        """Wait for a copy that a thread of another queue has issued: it is on the current stream, after all work
-        there.
-        """
+        """Wait for a copy that a thread of another queue has issued, on the current stream."""
         if self.queue is not direction:
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -143,7 +138,7 @@ class CudaStreams:
         return bool(event.query())
 
     def time_of(self, event: Any) -> float:
-        """Returns the event's seconds on the host's clock: [Note: two clocks]."""
+        """[Note: two clocks]"""
         with self._lock:
             after_s = self._zero.until(event)
             following = self._next_zero

@@ -1,19 +1,15 @@
 """Gate: gpu memory that is given back while work that uses it may still be in flight.
 
 With streams a step is *issued* long before it *happens*. But an allocator decides when work is issued which memory it
-hands out next. Therefore memory that is given back returns to the allocator only once the event of its last use is
-complete.
+hands out next. So memory that is given back returns to the allocator once the event of its last use is complete.
 
-[Note: no deadlock] A take may have to wait for the event of memory that was given back. The wait always ends. An event
-is recorded after the work it stands for was issued, and this work waits only for events that were recorded before, and
-so on down to work that waits for nothing. So none depends on the waiting thread or on a lock that it holds. When
-nothing is pending any more, the bytes held are those of the arena's ledger, which has allowed the take.
+[Note: no deadlock] A take may wait for an event, and the wait always ends. The event's work was issued before the
+event, and waits only for earlier events. So none depends on the waiting thread or on a lock that it holds. When nothing
+is pending any more, the bytes held are those of the arena's ledger, which has allowed the take.
 
-[Note: who waits] A thread of a side queue waits on the host: it has no other work, and afterwards a block that is
-really free can be chosen. The thread that issues compute must not stop. That thread makes its stream wait for the
-oldest event and takes the block at once ("early"). The allocator may give the early block to any later take, so every
-later take makes its stream wait too, until the event is complete. It may also give the block back to the driver, and is
-told the event before.
+[Note: who waits] A thread of a side queue waits on the host. The thread that issues compute must not stop: it makes its
+stream wait for the oldest event and takes the block at once ("early"). The allocator may give that block to any later
+take, whose stream then waits too, or back to the driver, and is told the event before.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ __all__ = ["Gate", "Streams"]
 
 
 class Streams(Protocol):
-    """The part of a backend that the gate needs; see StreamBackend."""
+    """The part of StreamBackend that the gate needs."""
 
     def record(self, queue: Queue) -> Any: ...
 
@@ -52,10 +48,7 @@ class _Pending:
 
 
 class Gate:
-    """The gate for the memory of payloads, by storage.
-
-    grow, shrink: give a payload's storage its memory, and take it away.
-    before_early(event): called before memory is taken away early.
+    """before_early(event): called before memory is taken away early.
     pending_bytes: bytes given back that are not yet free.
     host_waits: takes that waited on the host.
     stream_waits: takes that made their stream wait instead.
@@ -84,8 +77,8 @@ class Gate:
         self.stream_waits = 0
 
     def take(self, payload: torch.Tensor, queue: Queue) -> None:
-        """Give the payload its memory, for work that `queue` issues from now on. Raises OutOfMemory where the device
-        has none even when all memory given back is free."""
+        """Give memory for work that `queue` issues from now on. Raises OutOfMemory where the device has none even when
+        all memory given back is free."""
         key, size = _key(payload), payload.numel() * payload.element_size()
         while True:
             with self._lock:
@@ -112,8 +105,7 @@ class Gate:
             self._wait(queue, oldest)
 
     def give(self, payload: torch.Tensor, queue: Queue) -> None:
-        """Take the payload's memory away once all work issued to `queue` by now has happened. Does nothing without
-        memory."""
+        """Take memory away once all work issued to `queue` by now has happened. Does nothing without memory."""
         key = _key(payload)
         with self._lock:
             size = self._held.pop(key, None)
@@ -135,7 +127,6 @@ class Gate:
             self._wait(queue, oldest)
 
     def flush(self) -> None:
-        """Return when all memory given back is free."""
         while True:
             with self._lock:
                 self._collect()
@@ -145,7 +136,7 @@ class Gate:
             self._streams.synchronize(oldest.event)
 
     def abandon(self) -> None:
-        """Free all memory given back, without its events. Call this once the streams are gone."""
+        """Free all memory given back, without its events, once the streams are gone."""
         with self._lock:
             for key in list(self._pending):
                 self._free(key)
@@ -156,15 +147,14 @@ class Gate:
         self.held_bytes += size
 
     def _oldest_in_the_way(self, size: int) -> _Pending | None:
-        """Returns the oldest payload that has to be free before `size` more bytes fit; None if they fit or nothing is
-        pending."""
+        """The oldest payload that has to be free before `size` more bytes fit."""
         if self._room_bytes is None or self.held_bytes + self.pending_bytes + size <= self._room_bytes:
             return None
         return next(iter(self._pending.values()), None)
 
     def _wait(self, queue: Queue, oldest: _Pending) -> None:
-        """Wait until memory that is still in use may be handed out: [Note: who waits]. After `room` the stream waits
-        here alone: operators take their memory without the gate. A side queue that did not sleep here would spin."""
+        """[Note: who waits]. After `room` the stream waits here: operators take their memory without the gate. A side
+        queue that did not sleep here would spin."""
         if queue is not Queue.COMPUTE:
             self.host_waits += 1
             self._streams.synchronize(oldest.event)
@@ -179,7 +169,6 @@ class Gate:
                 self._early.append(oldest.event)
 
     def _collect(self) -> None:
-        """Free the pending memory whose events are complete."""
         for key in [key for key, row in self._pending.items() if self._streams.query(row.event)]:
             self._free(key)
         if self._early:

@@ -1,12 +1,11 @@
 """Headroom: memory that a run leaves free on a card for uses that no plan counts.
 
-There are three such uses: the driver's context (including kernels that are loaded when they are first needed); the
-    workspaces that cuBLAS takes through torch's allocator, one for each thread and stream that multiplies; and the
-    allocator's fragments. The first two are measured when a run begins, after products forward and backward in fp32 and
-    bf16, as a training thread and backward's own thread make them. Fragments cannot be measured before the run. Memory
-    of other programs is measured with the context and left free too.
+There are three such uses: the driver's context, with kernels loaded when first needed; the workspaces that cuBLAS takes
+    through torch's allocator, one per thread and stream that multiplies; the allocator's fragments. The first two, and
+    memory of other programs, are measured when a run begins, after products forward and backward in fp32 and bf16.
+    Fragments cannot be measured before the run.
 
-A new plan leaves all of these bytes free, and at least the one reserve of the catalog's machines. An existing plan is
+A new plan leaves all of these bytes free, and at least the reserve of the catalog's machines. An existing plan is
 refused only because of measured bytes.
 """
 
@@ -27,9 +26,7 @@ _EXTENT = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Headroom:
-    """Memory of a card that a run leaves free.
-
-    outside_bytes: bytes on the card that are not torch's: the context of this process, other programs.
+    """outside_bytes: bytes on the card that are not torch's: the context of this process, other programs.
     workspace_bytes: workspaces of cuBLAS, in torch's memory.
     least_bytes: bytes kept free in all where fewer were measured.
     """
@@ -44,7 +41,7 @@ class Headroom:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes kept free of the card, or of a run's cap on it; a plan is made without them."""
+        """Bytes of the card, or of a run's cap on it, that a plan is made without."""
         return max(self.least_bytes, self.measured_bytes + FRAGMENT_BYTES)
 
     def __str__(self) -> str:
@@ -75,7 +72,7 @@ def measure_room(device: torch.device, *, least_bytes: int = RESERVE_BYTES) -> H
 
 
 def _multiply(device: torch.device) -> list[torch.Tensor]:
-    """Multiply forward and backward. Returns the tensors that backward's thread may hold."""
+    """Returns the tensors that backward's thread may hold."""
     tensors: list[torch.Tensor] = []
     with torch.enable_grad():
         for dtype in (torch.float32, torch.bfloat16):

@@ -19,8 +19,8 @@ __all__ = ["parameters_on_meta"]
 def parameters_on_meta() -> Iterator[None]:
     """Inside this context, a module that is built keeps no memory for its parameters; its buffers are real.
 
-    Each parameter goes to the meta device when it is registered: building needs at most the room of the largest
-    parameter, and initialisation writes nothing. Works for any module that does not read its parameters' values."""
+    A parameter goes to the meta device when it is registered: building needs the room of the largest parameter. Works
+    for modules that do not read their parameters' values."""
     register = nn.Module.register_parameter
 
     def registered(self: nn.Module, name: str, param: nn.Parameter | None) -> None:

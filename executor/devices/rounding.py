@@ -17,7 +17,6 @@ _LOW = 0xFFFF  # bits of fp32 that bf16 lacks
 
 
 def _key(*numbers: int) -> int:
-    """Returns 32 mixed bits of the numbers."""
     key = 0
     for number in numbers:
         key = (key ^ number) & _MASK
@@ -28,7 +27,7 @@ def _key(*numbers: int) -> int:
 
 
 def _bits(first: int, count: int, key: int, device: torch.device) -> torch.Tensor:
-    """Returns int64 [count] of 16 random bits for elements `first` and following ones."""
+    """Returns int64 [count] of 16 random bits per element."""
     bits = torch.arange(first, first + count, dtype=torch.int64, device=device).bitwise_and_(_MASK).bitwise_xor_(key)
     for _ in range(2):
         bits.bitwise_xor_(bits >> 16).mul_(_FACTOR).bitwise_and_(_MASK)

@@ -1,12 +1,11 @@
 """Functions that torch 2.6 to 2.8 lack.
 
-- Which hooks on saved tensors are in force in this thread. Newer versions have a function for it. For older releases
-  the two functions that push and pop such hooks are wrapped when the executor is imported, and hooks are counted per
-  thread.
+- Which hooks on saved tensors are in force in this thread. Older versions get wrappers of the functions that push and
+  pop hooks, when the executor is imported.
 - A CUDA memory pool for the allocations of one thread. Older versions have a pool per stream.
-- Settings of the CUDA allocator of a running process. Newer versions have the same settings for every accelerator.
-- Whether the compiler watches this thread. In older versions each call of torch's function for it loses a reference to
-  the result (None as a rule), until None is freed and the process dies; the function is never called there.
+- Settings of the CUDA allocator of a running process.
+- Whether the compiler watches this thread. In older versions torch's function for it loses a reference to None at each
+  call, until the process dies; it is never called there.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ SavedHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 def watch_hooks(where: Any) -> Callable[[], SavedHooks | None]:
-    """Wrap the two functions of `where` (torch._C._autograd) so that their calls are counted. Returns a function that
-    gives the hooks in force."""
+    """Count calls of the two functions of `where` (torch._C._autograd). Returns a function that gives the hooks in
+    force."""
     mine = threading.local()
     push, pop = getattr(where, _PUSH), getattr(where, _POP)
 
@@ -66,7 +65,6 @@ def compiler_watches() -> Callable[[], object] | None:
 if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
 
     def saved_tensor_hooks() -> SavedHooks | None:
-        """Returns (pack, unpack) of the hooks in force for saved tensors; None without hooks."""
         hooks: SavedHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
         return hooks
 
@@ -76,8 +74,8 @@ else:
 
 @contextlib.contextmanager
 def allocating_in(pool: Any, device: torch.device) -> Iterator[None]:
-    """Inside this context, memory that this thread allocates on the device comes from the pool (torch.cuda.MemPool). In
-    torch before 2.8 this holds for the current stream."""
+    """Inside this context, memory that this thread allocates comes from the pool (torch.cuda.MemPool); before torch
+    2.8, memory of the current stream."""
     c: Any = torch._C
     if hasattr(c, "_cuda_beginAllocateCurrentThreadToPool"):
         with torch.cuda.use_mem_pool(pool, device):
@@ -93,7 +91,7 @@ def allocating_in(pool: Any, device: torch.device) -> Iterator[None]:
 
 
 def set_allocator(settings: str) -> None:
-    """Replace the settings of torch's CUDA allocator, as PYTORCH_ALLOC_CONF has them ("max_split_size_mb:128")."""
+    """settings: as PYTORCH_ALLOC_CONF has them ("max_split_size_mb:128")."""
     c: Any = torch._C
     change = (
         getattr(c, "_accelerator_setAllocatorSettings", None) or c._cuda_cudaCachingAllocator_set_allocator_settings
@@ -102,8 +100,7 @@ def set_allocator(settings: str) -> None:
 
 
 def maps_pages() -> bool:
-    """Returns whether torch and the current device's driver do what expandable_segments:True asks for, tried with one
-    byte on a stream that has no memory yet."""
+    """Returns whether torch and the driver do what expandable_segments:True asks for, tried with one byte."""
     try:
         with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
             torch.empty(1, dtype=torch.uint8, device="cuda")

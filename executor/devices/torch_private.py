@@ -1,7 +1,7 @@
 """Private names of torch that the executor needs, each in one function or constant.
 
-All of them are older than torch 2.6, the oldest version that the executor runs on, unless their docstring says
-otherwise. torch26.py has the differences of 2.6 and 2.7.
+All are older than torch 2.6, the oldest version supported, unless their docstring says otherwise; torch26.py has the
+differences of 2.6 and 2.7.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ GROUPED_MM: Any = getattr(torch.ops.aten, "_grouped_mm", None)  # torch 2.6 lack
 
 
 def transforms_running() -> bool:
-    """Returns whether a transform of torch.func (grad, vjp, jvp, vmap, ...) runs in this thread."""
+    """Whether a transform of torch.func (grad, vjp, jvp, vmap, ...) runs in this thread."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def show_wrapped(look: Callable[[Any], object]) -> None:
-    """Let transforms of torch.func call `look` with each argument before they wrap it: operators get the wrapper's
-    content without a call of its torch function."""
+    """Let transforms of torch.func call `look` with each argument before they wrap it: the wrapper's torch function is
+    not called by operators."""
     for module, name in ((eager_transforms, "_wrap_tensor_for_grad"), (vmap, "_add_batch_dim")):
         setattr(module, name, _looked_at(getattr(module, name), look))
 
@@ -81,8 +81,8 @@ def _looked_at(wrap: Callable[..., Any], look: Callable[[Any], object]) -> Calla
 
 
 def storage_key(of: torch.Tensor | torch.UntypedStorage) -> int:
-    """Returns the address of the C++ storage of a tensor (or of the given storage): the same for every view, and unique
-    as long as the storage lives. Raises NotImplementedError or RuntimeError for a tensor without storage (sparse, ...).
+    """Returns the address of the C++ storage, the same for every view, unique as long as the storage lives. Raises
+    NotImplementedError or RuntimeError for a tensor without storage (sparse, ...).
     """
     storage = of.untyped_storage() if isinstance(of, torch.Tensor) else of
     return int(storage._cdata)
@@ -90,7 +90,7 @@ def storage_key(of: torch.Tensor | torch.UntypedStorage) -> int:
 
 @contextlib.contextmanager
 def outside_compiled_code() -> Iterator[None]:
-    """Inside this context, torch's compiler does not watch this thread, as if no compiled function had been called."""
+    """Inside this context, torch's compiler does not watch this thread."""
     set_eval_frame: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
     before = set_eval_frame(None)
     try:
@@ -100,18 +100,17 @@ def outside_compiled_code() -> Iterator[None]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Returns the number of in-place writes to the tensor and to other views of its storage; autograd compares it."""
+    """Number of in-place writes to the tensor and to other views of its storage."""
     return tensor._version
 
 
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Returns name -> parameter that the module itself owns, None where it registered none. Writing to it changes the
-    module."""
+    """Returns name -> the module's own parameter, None where it registered none. Writes change the module."""
     return module._parameters
 
 
 def buffer_table(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Returns name -> buffer that the module itself owns, as `parameter_table`."""
+    """As `parameter_table`, for buffers."""
     return module._buffers
 
 
@@ -124,14 +123,13 @@ def writes_in_place(operator: Any) -> bool:
 
 
 def node_class(function: type[torch.autograd.Function]) -> type:
-    """Returns the class of the nodes that the function puts into a graph."""
+    """Class of the nodes that the function puts into a graph."""
     found: type = function._backward_cls
     return found
 
 
 def backward_from(roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
-    """Run backward from tensors and edges of a graph, each with its gradient. `torch.autograd.backward` takes edges
-    from torch 2.7 on."""
+    """`torch.autograd.backward`, which takes edges of a graph from torch 2.7 on."""
     torch.autograd.graph._engine_run_backward(
         tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
@@ -141,20 +139,19 @@ _CALL = "_call_impl"
 
 
 def call_of(module: nn.Module) -> Callable[..., Any]:
-    """Returns the function that `module(...)` calls, which runs the hooks and the forward. Unlike a wrapper of
-    `forward`, a wrapper of it has the hooks inside."""
+    """Returns the function that `module(...)` calls. A wrapper of it has the hooks inside, unlike a wrapper of
+    `forward`."""
     found: Callable[..., Any] = getattr(module, _CALL)
     return found
 
 
 def replace_call(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
-    """Let `module(...)` call this function instead. Returns a function that undoes this."""
+    """Returns a function that undoes this."""
     return override(module, _CALL, call)
 
 
 def override(module: nn.Module, name: str, value: object) -> Callable[[], None]:
-    """Give the module an attribute of its own in place of the attribute of its class. Returns a function that undoes
-    this."""
+    """Give the module an attribute in place of its class's. Returns a function that undoes this."""
     module.__dict__[name] = value
 
     def remove() -> None:
@@ -172,24 +169,23 @@ def all_gather(group: Any, into: torch.Tensor, mine: torch.Tensor, options: Any)
 
 
 def reduce_scatter(group: Any, into: torch.Tensor, whole: torch.Tensor, options: Any) -> Any:
-    """Begin to fill `into` [n] with the sum of this rank's slice of every rank's `whole` [ranks * n]; returns the
-    work."""
+    """Begin to fill `into` [n] with the sum of this rank's slices of every `whole` [ranks * n]. Returns the work."""
     return group._reduce_scatter_base(into, whole, options)
 
 
 def default_store() -> Any:
-    """Returns the key-value store through which the processes of the job met."""
+    """The key-value store through which the processes met."""
     return dist.distributed_c10d._get_default_store()
 
 
 def limit_nccl(options: Any, limit: timedelta) -> None:
-    """Limit the seconds of a collective; NCCL's group takes the limit only in its options."""
+    """NCCL's group takes the limit of a collective only in its options."""
     options._timeout = limit
 
 
 def modes_of_thread() -> contextlib.AbstractContextManager[None]:
-    """Returns a context with the calling thread's settings of torch, to be entered once in another thread: grad mode,
-    autocast, dispatch and function modes (a default device is one), the current CUDA device and stream."""
+    """Returns a context with the calling thread's grad mode, autocast, dispatch and function modes, CUDA device and
+    stream, to be entered once in another thread."""
     grad = torch.is_grad_enabled()
     casts = [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
@@ -219,7 +215,7 @@ def modes_of_thread() -> contextlib.AbstractContextManager[None]:
 
 
 def autocast_operators(device: str) -> dict[str, Any]:
-    """Returns ATen's operators that autocast of the device ("CPU", "CUDA") treats, by name ("softmax.int")."""
+    """ATen's operators that autocast of "CPU" or "CUDA" treats, by name ("softmax.int")."""
     operators: dict[str, Any] = {}
     for name in torch._C._dispatch_get_all_op_names():
         space, _, bare = name.partition("::")

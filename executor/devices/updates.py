@@ -1,12 +1,11 @@
 """Updates of flat chunks: one call of the optimizer's rule for the neighbouring parameters with a gradient.
 
-All tensors of a call are flat, and fp32 unless all have one narrower dtype. A parameter without a gradient in this
-iteration is left out, as torch does, so a chunk is cut into runs. The caller passes tensors of the host or of the gpu.
+A parameter without a gradient is left out, as torch does, so a chunk is cut into runs.
 
-[Note: where runs end] The fused kernel of the CPU handles whole vectors of 4 to 16 elements, and one by one, with
-another rounding, the elements that are left at a tensor's end. A run therefore ends where a tensor ends whose elements
-are no multiple of 64 bytes, and everything else is cut at multiples of 64 bytes: slots, slices of ranks, parts of an
-update, blocks. So each element is rounded as in torch's optimizer for its tensor alone, at any width.
+[Note: where runs end] The fused kernel of the CPU handles whole vectors of 4 to 16 elements, and rounds the elements
+left at a tensor's end differently. So a run ends where a tensor ends whose elements are no multiple of 64 bytes, and
+everything else is cut at multiples of 64 bytes: slots, slices of ranks, parts of an update, blocks. So each element is
+rounded as in torch's optimizer for its tensor alone, at any width.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ Rounding = Callable[[torch.Tensor, torch.Tensor, int], None]
 
 
 class UpdateRange(NamedTuple):
-    """Elements [start, stop) of a chunk, whose parameters have had `steps` updates before this update.
+    """Elements [start, stop) of a chunk, after `steps` updates.
 
     shape: of the tensor, if tensors are updated whole.
     """
@@ -64,9 +63,8 @@ class UpdateRange(NamedTuple):
 
 
 def ranges_of(slots: Iterable[tuple[int, int, int | None]], align: int = ALIGN) -> list[UpdateRange]:
-    """Returns the ranges of a chunk that an update covers. Neighbouring tensors with the same number of earlier updates
-    share a range up to a tensor that ends between two multiples of `align` ([Note: where runs end]); tensors without a
-    gradient are in none.
+    """Neighbouring tensors with the same number of earlier updates share a range up to a tensor that ends between two
+    multiples of `align` ([Note: where runs end]).
 
     slots: per tensor, ascending by offset: (offset, numel, earlier updates or None without a gradient).
     align: elements of the longest vector.
@@ -85,8 +83,8 @@ def ranges_of(slots: Iterable[tuple[int, int, int | None]], align: int = ALIGN) 
 
 
 def scratch_bytes(plan: Plan) -> int:
-    """Returns the bytes that `Scratch` takes on the gpu, beside the payloads and the tide: a piece for the gradient,
-    one for each list that is narrower than fp32, and the rule's own buffers."""
+    """Bytes of `Scratch` on the gpu: a piece for the gradient, one for each list that is narrower than fp32, and the
+    rule's own buffers."""
     chunks = {s.chunk for s in plan.steps if s.kind is Kind.GPU_UPDATE and s.chunk is not None}
     if not chunks:
         return 0
@@ -106,7 +104,7 @@ def scratch_bytes(plan: Plan) -> int:
 
 
 class Scratch:
-    """fp32 buffers for the casts of the updates at one place, kept from one update to the next.
+    """fp32 buffers for the casts of the updates at one place.
 
     block: elements of a piece.
     """
@@ -116,7 +114,7 @@ class Scratch:
         self._kept: dict[int, torch.Tensor] = {}
 
     def get(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns a buffer [block] on the device of `like`; each number has its own."""
+        """Returns a buffer [block] on the device of `like`."""
         kept = self._kept.get(number)
         if kept is None or kept.device != like.device:
             kept = self._kept[number] = torch.empty(self.block, dtype=torch.float32, device=like.device)
@@ -136,15 +134,14 @@ def update(
     scratch: Scratch | None = None,
     rounding: Rounding | None = None,
 ) -> None:
-    """Run one update of each range, in place. All tensors are flat, [numel of the chunk] but for states with `spans`.
-    Where all have one dtype, the rule works in it; else, and with `rounding`, it works in fp32, and what is narrower is
-    rounded to nearest afterwards. Codes are the rule's own.
+    """Update each range in place. All tensors are flat, [numel of the chunk] but for states with `spans`. Where all
+    have one dtype, the rule works in it; else, and with `rounding`, it works in fp32, and what is narrower is rounded
+    to nearest afterwards. Codes are the rule's own.
 
     param: the master copy.
     spans: of each state; None: a state has as many elements as the chunk.
     scale: scalar, in fp32 or the gradients' dtype, that multiplies the gradients first (clipping, loss scaling). The
         gradients are overwritten.
-    scratch: None: buffers for this call alone.
     rounding: rounds the master copy in place of rounding to nearest.
     """
     room = scratch or Scratch()
@@ -193,7 +190,7 @@ def _view(flat: torch.Tensor, run: UpdateRange) -> torch.Tensor:
 
 
 def _pieces(runs: Iterable[UpdateRange], block: int) -> Iterator[list[UpdateRange]]:
-    """Yields the runs in pieces of at most `block` elements, of runs with nothing but padding between them."""
+    """Yields pieces of at most `block` elements, with nothing but padding inside."""
     piece: list[UpdateRange] = []
     for run in runs:
         for start in range(run.start, run.stop, block):
@@ -207,8 +204,7 @@ def _pieces(runs: Iterable[UpdateRange], block: int) -> Iterator[list[UpdateRang
 
 
 def total_norm(norms: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Returns the norm of the norms of all gradients, as `torch.nn.utils.clip_grad_norm_` computes it; 0 without
-    gradients."""
+    """Returns the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` computes it."""
     stacked = list(norms)
     if not stacked:
         return torch.zeros((), dtype=torch.float32)
@@ -219,5 +215,5 @@ def total_norm(norms: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Returns `clip_grad_norm_`'s factor: max_norm / (norm + 1e-6), at most 1."""
+    """`clip_grad_norm_`'s factor: max_norm / (norm + 1e-6), at most 1."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

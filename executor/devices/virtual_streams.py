@@ -1,12 +1,10 @@
 """VirtualStreams: an accelerator in host memory whose copies happen later, on streams of their own.
 
-The counterpart of CUDA's streams, with nothing mocked. Each copy queue, and the queue of collectives between ranks, has
-a thread that does its work in the order of issue. Events are complete when their stream reaches them, and they gate
-memory that is given back. So a wrong edge gives wrong data: a read before the copy arrived, a block given back while a
-copy reads it, an event waited for before it was recorded.
+Each copy queue, and the queue of collectives between ranks, has a thread that does its work in the order of issue. So a
+wrong edge gives wrong data: a read before the copy arrived, a block given back while a copy reads it.
 
-The compute queue is the user's thread, which computes as it issues; when it waits for an event, the thread waits.
-`delays` simulates how far an accelerator is behind its host (compute events are then complete only later).
+The compute queue is the user's thread, which computes as it issues. `delays` simulates how far an accelerator is behind
+its host.
 """
 
 from __future__ import annotations
@@ -29,10 +27,7 @@ _STREAMS = (Queue.H2D, Queue.D2H, Queue.NET)
 
 
 class VirtualEvent:
-    """A point of a stream.
-
-    failure: the error that ended the stream before this point.
-    """
+    """failure: the error that ended the stream before this point."""
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
@@ -55,7 +50,7 @@ class VirtualEvent:
 
 
 class _Stream:
-    """A thread that works in the order of issue. After an error it only completes events, with that error."""
+    """After an error it only completes events, with that error."""
 
     def __init__(self, name: str, delay: Callable[[], float], sleep: Callable[[float], None]) -> None:
         self._issued: queues.SimpleQueue[Callable[[], object] | VirtualEvent | None] = queues.SimpleQueue()
@@ -93,7 +88,7 @@ class _Stream:
 
 
 class VirtualStreams(VirtualBackend):
-    """An accelerator in host memory whose copies happen later. Arguments as for VirtualBackend, and:
+    """As VirtualBackend, and:
 
     delays(queue): called before each piece of work; returns the seconds that the stream waits (for compute: the delay
         of its events).

@@ -1,10 +1,9 @@
 """Chunk payloads as torch tensors: which payload has memory in which place, under the plan's budgets.
 
-Each (chunk, list) has one gpu storage, which grows and shrinks in place. Every view of the storage stays valid,
-including views that autograd saved (on several ranks: `slices.py`). Host payloads are carved from power-of-two slabs
-that are allocated once, before anything moves: the pinned allocator rounds each request up to a power of two, and
-pinning inside a hook can deadlock. The arena knows bytes and addresses. `contents.py` knows the meaning of the bytes;
-the plan says when they move.
+Each (chunk, list) has one gpu storage, which grows and shrinks in place. Every view stays valid, including views that
+autograd saved (on several ranks: `slices.py`). Host payloads are carved from power-of-two slabs that are allocated
+once, before anything moves: the pinned allocator rounds each request up to a power of two, and pinning inside a hook
+can deadlock. The arena knows bytes and addresses, `contents.py` the meaning of the bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ TOWARDS = {Place.GPU: Queue.H2D, Place.HOST: Queue.D2H, Place.NVME: Queue.D2H}
 
 
 class Arena:
-    """Payloads of one plan. Takes and frees may come from any thread.
+    """Takes and frees may come from any thread.
 
     Attributes:
         unsettled: chunk -> what puts its gradients on the gpu into their list ([Note: gradients in the master copy]),
@@ -77,7 +76,7 @@ class Arena:
 
     def allocate_slabs(self) -> None:
         """Allocate all host memory and all room on disks at once; call `check_host_memory` before. Raises DoesNotFit,
-        and gives the rest back, if the system still refuses some memory; DiskError where a folder has no room."""
+        and gives the rest back, if the system refuses some memory; DiskError where a folder has no room."""
         self.backend.begin(self.plan)
         self.disks.allocate()
         try:
@@ -92,12 +91,12 @@ class Arena:
         return dtype_of(self.layout, chunk, list_name)
 
     def at(self, place: Place, chunk: int, list_name: str) -> torch.Tensor:
-        """Returns the payload, flat [numel], with or without memory: see `GpuPayloads.at` and `HostSlabs.at`."""
+        """Returns the payload, flat [numel], with or without memory."""
         self._settle(place, chunk, list_name)
         return self.unsettled_at(place, chunk, list_name)
 
     def unsettled_at(self, place: Place, chunk: int, list_name: str) -> torch.Tensor:
-        """Does the same as `at`, without `unsettled`."""
+        """As `at`, without `unsettled`."""
         return self._stores[place].at(chunk, list_name)
 
     def _settle(self, place: Place, chunk: int, list_name: str) -> None:
@@ -132,7 +131,6 @@ class Arena:
         return self._ledger.holds(resident.chunk, resident.list, resident.place)
 
     def elsewhere(self, place: Place, chunk: int, list_name: str) -> Place | None:
-        """Returns another place that holds the list; None without one."""
         return next((p for p in PLACES if p is not place and self.has(p, chunk, list_name)), None)
 
     @property
@@ -141,15 +139,15 @@ class Arena:
             return self._ledger.residents
 
     def payload_bytes(self, place: Place) -> int:
-        """Returns the bytes of payloads and buffers at the place now."""
+        """Payloads and buffers at the place now."""
         return self._ledger.used_bytes(place)
 
     def room_on_gpu(self) -> int:
         return self._ledger.room_bytes(Place.GPU)
 
     def take(self, place: Place, chunk: int, list_name: str) -> None:
-        """Give a payload its memory. Raises PlanError if it has memory already or the place would exceed its budget,
-        OutOfMemory (with nothing changed) if the accelerator refuses."""
+        """Raises PlanError if the payload has memory already or the place would exceed its budget, OutOfMemory (with
+        nothing changed) if the accelerator refuses."""
         ledger = self._ledger
         with self._lock:
             size = ledger.claim(chunk, list_name, place)
@@ -169,8 +167,7 @@ class Arena:
             ledger.hold(chunk, list_name, place)
 
     def flush(self) -> None:
-        """Return when all memory given back on the gpu is free. Where work is issued ahead, this waits for its last
-        use."""
+        """Return when all memory given back on the gpu is free."""
         if self.backend.streams is not None:
             self.backend.streams.gate.flush()
 
@@ -186,7 +183,7 @@ class Arena:
         return OutOfMemory(what=what, asked_bytes=size, payload_bytes=payload, other_bytes=other, limit_bytes=limit)
 
     def free(self, place: Place, chunk: int, list_name: str) -> None:
-        """Take a payload's memory away. Raises PlanError if it has none."""
+        """Raises PlanError if the payload has no memory."""
         self._settle(place, chunk, list_name)
         with self._lock:
             self._ledger.begin_release(chunk, list_name, place)
@@ -195,8 +192,8 @@ class Arena:
             self.log.note(place, -self._ledger.end_release(chunk, list_name, place), chunk, list_name)
 
     def mend(self) -> None:
-        """Repair the arena after an interruption inside `take` or `free`; nothing may move meanwhile. The payload in
-        question then has no memory, and the bytes are counted anew."""
+        """Repair the arena after an interruption inside `take` or `free`. The payload in question then has no
+        memory."""
         for resident in self._ledger.unfinished:
             self._stores[resident.place].give(resident.chunk, resident.list)
         with self._lock:
@@ -208,7 +205,7 @@ class Arena:
         self.set_tide(size_bytes)
 
     def set_tide(self, size_bytes: int) -> None:
-        """Set the non-model bytes for which the gpu leaves room from now on. Raises PlanError without enough room."""
+        """Set the non-model bytes for which the gpu leaves room. Raises PlanError without enough room."""
         if size_bytes == self._ledger.tide_bytes:  # only the compute queue changes it
             return
         with self._lock:
@@ -217,7 +214,7 @@ class Arena:
         self.backend.room(self._ledger.budget_bytes[0] - self._buffer_bytes - size_bytes)
 
     def empty(self) -> None:
-        """Give all memory back. The arena cannot be used afterwards."""
+        """The arena cannot be used afterwards."""
         self.payloads.give_all()
         with self._lock:
             self._ledger.clear()
@@ -226,8 +223,8 @@ class Arena:
 
 
 def check_gpu_memory(plan: Plan, backend: Backend, worst_bytes: int) -> None:
-    """Raise DoesNotFit, before anything is allocated, if the accelerator has less memory than the plan can hold at
-    once, including the scratch memory of updates on the gpu (`adam.scratch_bytes`).
+    """Raise DoesNotFit if the accelerator has less memory than the plan can hold at once, including the scratch memory
+    of updates on the gpu.
 
     worst_bytes: the checker's most in any legal interleaving; the plan's budget where that is not known.
     """
@@ -254,9 +251,8 @@ def check_host_memory(
     model_bytes: int,
     processes: int = 1,
 ) -> None:
-    """Raise DoesNotFit before anything is allocated if host memory cannot hold the plan.
+    """Raise DoesNotFit if host memory cannot hold the plan.
 
-    available_bytes: bytes that the process can still take.
     gpu_is_host: whether the virtual accelerator's memory is host memory too.
     model_bytes: bytes of the loaded parameters, freed while they move into their chunks.
     processes: number of ranks on this host, each with the same needs.

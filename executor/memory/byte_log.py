@@ -1,4 +1,4 @@
-"""ByteLog: every change of bytes of one arena, in the order in which they happened."""
+"""ByteLog: every change of bytes of one arena, in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ByteChange", "ByteLog"]
 
 
 class ByteChange(NamedTuple):
-    """`place` holds `change` more bytes of `category` from `time_s` on.
+    """`place` holds `change` more bytes of `category`.
 
     chunk, list: those of the bytes; -1 and "" for a change that a moment makes.
     mark: the compute queue's last mark in the log (`ByteLog.mark`).
@@ -35,9 +35,7 @@ class ByteChange(NamedTuple):
 
 
 class ByteLog:
-    """The changes of bytes of one arena.
-
-    lock: the ledger's; the caller of `note` holds it.
+    """lock: the ledger's; the caller of `note` holds it.
 
     Attributes:
         changes: oldest first.
@@ -54,7 +52,7 @@ class ByteLog:
         self._turned: dict[tuple[Place, int, str], str] = {}  # payload -> its category, where that is not its list's
 
     def note(self, place: Place, change: int, chunk: int, list_name: str) -> None:
-        """Note that a payload got memory (change > 0), or gave it back."""
+        """change: > 0 where the payload got memory."""
         turned = self._turned.pop((place, chunk, list_name), None)
         category = category_of(list_name) if turned is None or change > 0 else turned
         self._append(self._clock(), place, category, change, chunk, list_name, self._mark, change < 0)
@@ -63,13 +61,13 @@ class ByteLog:
         self._append(self._clock(), Place.GPU, NON_MODEL, change, -1, "", self._mark, False)
 
     def category(self, place: Place, chunk: int, list_name: str) -> str:
-        """Returns the category of a payload with memory: [Note: categories] in core/ledger.py."""
+        """[Note: categories] in core/ledger.py."""
         return self._turned.get((place, chunk, list_name)) or category_of(list_name)
 
     def note_turn(
         self, place: Place, category: str, size: int, chunk: int, list_name: str, *, by_moment: bool = False
     ) -> None:
-        """Note that a payload of `size` bytes with memory holds data of `category` from now on.
+        """Note that a payload with memory holds data of `category` from now on.
 
         by_moment: whether a moment, not a step of the chunk, changed the data.
         """
@@ -85,7 +83,7 @@ class ByteLog:
         self.changes.append(tuple.__new__(ByteChange, row))  # past a constructor in Python
 
     def gpu_peak_bytes(self, start_s: float, end_s: float) -> int:
-        """Returns the most bytes of payloads, buffers and non-model data on the gpu at once in [start_s, end_s]."""
+        """Most bytes of payloads, buffers and non-model data on the gpu at once in [start_s, end_s]."""
         with self._lock:
             log, count = self.changes, len(self.changes)
             held = self._ledger.held_bytes(Place.GPU) + self._ledger.tide_bytes
@@ -101,20 +99,19 @@ class ByteLog:
         return max(peak, held)
 
     def keep_marks(self, marks: list[tuple[int, str, int]]) -> tuple[int, int]:
-        """Also append the compute queue's marks to `marks` from now on. Returns (length of the log, bytes on the
-        gpu)."""
+        """Also append the compute queue's marks to `marks`. Returns (length of the log, bytes on the gpu)."""
         with self._lock:
             self.marks = marks
             return len(self.changes), self._ledger.held_bytes(Place.GPU)
 
     def mark(self, word: str, moment: int) -> None:
-        """Mark the compute queue's work: ("in", m) during moment m, ("after", m) between m and the next moment."""
+        """("in", m): during moment m; ("after", m): between m and the next."""
         self._mark = (word, moment)
         if self.marks is not None:
             self.marks.append((len(self.changes), word, moment))
 
     def trim(self, before_s: float) -> None:
-        """Drop the changes before `before_s`, and keep only their sum."""
+        """Replace the changes before `before_s` by their sum."""
         with self._lock:
             kept = [change for change in self.changes if change.time_s >= before_s]
             sums: dict[tuple[Place, str], int] = {}

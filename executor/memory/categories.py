@@ -1,5 +1,5 @@
-"""Categories: the kind of data that each payload holds ([Note: categories] in core/ledger.py). Follows
-changes of the kind without a copy: a gradient overwrites parameters in place."""
+"""Categories: the kind of data of each payload ([Note: categories] in core/ledger.py), which changes without a copy
+where a gradient overwrites parameters in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Categories"]
 
 
 class Categories:
-    """The categories of one arena's payloads. Payloads without memory have none, and changes of theirs are not noted.
+    """Payloads without memory have none.
 
     lock: the ledger's.
     """
@@ -27,19 +27,18 @@ class Categories:
         self._log = log
 
     def overwritten(self, chunk: int) -> None:
-        """Note that gradients alone fill the chunk's working list on the gpu from this moment on, with the other ranks'
-        slices of it."""
+        """Note that gradients alone fill the chunk's working list on the gpu."""
         for list_name in ("param", "remote") if self._sliced else ("param",):
             self._turn(Place.GPU, chunk, list_name, "grad", by_moment=True)
 
     def copied(self, source: Place, target: Place, chunk: int, list_name: str) -> None:
-        """Note that a payload has the same category as its copy in the place `source`."""
+        """Give a payload the category of its copy in `source`."""
         with self._lock:
             category = self._log.category(source, chunk, list_name)
         self._turn(target, chunk, list_name, category)
 
     def rewritten(self, place: Place, chunk: int, list_name: str) -> None:
-        """Note that a working list holds parameters from now on."""
+        """The working list holds parameters from now on."""
         self._turn(place, chunk, list_name, "param")
 
     def _turn(self, place: Place, chunk: int, list_name: str, category: str, *, by_moment: bool = False) -> None:

@@ -1,9 +1,7 @@
 """The contents of payloads, and the effect of each kind of step on them: the executor's half of a step.
 
-`Contents` records the meaning of payloads beside the arena's record of bytes. A `ChunkState` holds the facts of each
-chunk; the notes in chunk_state.py say what has to hold at every line. Every action checks before it changes anything: a
-fetch of a working list that a gradient has overwritten raises PlanError instead of computing with it. `Contents` knows
-no order and no queue.
+Every action checks before it changes anything: a fetch of a working list that a gradient has overwritten raises
+PlanError instead of computing with it.
 
 Here lists move between the places; gradients are in `gradients.py`, updates in `update.py`, other ranks in
 `exchange.py`.
@@ -33,7 +31,7 @@ _UPDATED = {kind: place for kind in UPDATES if (place := EFFECTS[kind].reads) is
 
 
 class Contents:
-    """Payload contents of one plan's chunks.
+    """Payload contents of one plan's chunks; `ChunkState` has the facts of each.
 
     Attributes:
         steps_taken: tensor -> number of its updates.
@@ -59,9 +57,7 @@ class Contents:
             self.arena.take(taken.resident.place, taken.resident.chunk, taken.resident.list)
 
     def work(self, step: Step, update: Update | None, norms: Norms) -> None:
-        """Do the work of the step.
-
-        update: of the step's iteration; Adam steps need it.
+        """update: of the step's iteration; Adam steps need it.
         norms: see `Update.coefficient`.
         """
         kind, chunk = step.kind, step.chunk
@@ -111,16 +107,16 @@ class Contents:
         return step.list
 
     def _in_fp32(self, step: Step) -> bool:
-        """Returns whether a list of 2 bytes per parameter crosses the link as fp32, as in some published systems; parts
-        do not."""
+        """Whether a list of 2 bytes per parameter crosses the link as fp32, as in some published systems; parts do
+        not."""
         assert step.chunk is not None
         return step.part is None and step.bytes != self.layout.payload_bytes(step.chunk, self._list(step))
 
     def fetch(
         self, chunk: int, list_name: str, elements: tuple[int, int] | None = None, *, in_fp32: bool = False
     ) -> None:
-        """Copy a list from the host to the gpu, or a part of an updated working list. The part has to be updated
-        already; after the last part the list on the gpu is current.
+        """Copy a list from the host to the gpu, or a part of an updated working list. After the last part it is
+        current.
 
         elements: (first, behind the last) of the part; None: the whole list.
         in_fp32: whether parameters cross the link as fp32 and are cast afterwards.
@@ -149,7 +145,6 @@ class Contents:
             raise PlanError(f"fetch of {what} would overwrite gradients on the gpu")
 
     def _begin_part(self, chunk: int, list_name: str, elements: tuple[int, int]) -> bool:
-        """Returns whether the gpu still needs the part."""
         state, (first, end) = self.chunks[chunk], elements
         if first and GPU in state.current:
             return False  # an evaluation has brought the whole list meanwhile
@@ -177,10 +172,7 @@ class Contents:
         *,
         in_fp32: bool,
     ) -> None:
-        """Copy some elements.
-
-        lists: the list written, and the place and list read.
-        """
+        """lists: the list written, and the place and list read."""
         arena, queue, (written, source, read), (first, end) = self.arena, TOWARDS[target], lists, elements
         copy = arena.backend.copy_in_fp32 if in_fp32 else self._copy
         to, of = arena.at(target, chunk, written), arena.at(source, chunk, read)
@@ -190,8 +182,8 @@ class Contents:
         arena.backend.fence(queue)
 
     def _now_on_gpu(self, chunk: int, list_name: str) -> None:
-        """Note that the gpu has the same content of a list as the host. Its gradients belong to the gpu from now on,
-        for their update there; the values cannot be read."""
+        """Note that the gpu has the host's content of a list. Its gradients belong to the gpu from now on, for their
+        update there."""
         state = self.chunks[chunk]
         waiting = state.where(HOST, list_name)
         self.arena.categories.copied(HOST, GPU, chunk, list_name)
@@ -228,9 +220,7 @@ class Contents:
             self._now_on_host(chunk, list_name)
 
     def _now_on_host(self, chunk: int, list_name: str) -> None:
-        """Note that the host has the same content of a list as the gpu. Its gradients belong to the host from now
-        on.
-        """
+        """Note that the host has the gpu's content of a list. Its gradients belong to the host from now on."""
         arena, state = self.arena, self.chunks[chunk]
         leaving, there = state.where(GPU, list_name), state.where(HOST, list_name)
         arena.categories.copied(GPU, HOST, chunk, list_name)
@@ -246,7 +236,6 @@ class Contents:
         leaving.clear()
 
     def read_in(self, chunk: int, list_name: str) -> None:
-        """Read a list from the disks to the host."""
         state = self.chunks[chunk]
         self._require(NVME, chunk, list_name, "read")
         if state.where(HOST, list_name):
@@ -257,7 +246,6 @@ class Contents:
         self._same(NVME, HOST, chunk, list_name)
 
     def write_out(self, chunk: int, list_name: str) -> None:
-        """Write a list from the host to the disks."""
         state = self.chunks[chunk]
         self._require(HOST, chunk, list_name, "write")
         if state.where(NVME, list_name):
@@ -275,7 +263,7 @@ class Contents:
             raise PlanError(f"{what} of {list_name} of chunk {chunk}: the {place.value} does not hold it")
 
     def _same(self, source: Place, target: Place, chunk: int, list_name: str) -> None:
-        """Note that a list was copied between host and disks. Its gradients belong to the target from now on."""
+        """A list was copied between host and disks. Its gradients belong to the target from now on."""
         state = self.chunks[chunk]
         self.arena.categories.copied(source, target, chunk, list_name)
         leaving = state.where(source, list_name)
@@ -288,16 +276,14 @@ class Contents:
     def adam(
         self, chunk: int, place: Place, update: Update, norms: Norms, elements: tuple[int, int] | None = None
     ) -> None:
-        """Run one Adam update of a chunk, or of a part of it: see `Updating.adam`."""
         if self.exchange.wire is not None and not update.skip:
             update.coefficient(norms)  # folds the gradients of all chunks before any update
         with self.arena.payloads.steady(chunk):
             self._updating.adam(chunk, place, update, norms, elements)
 
     def end_parts(self) -> None:
-        """Leave nothing in parts, for code that works on whole lists: end the updates that have begun, and give up the
-        lists of which only parts have come to the gpu. Only while the queues are paused and will not go on with the
-        iteration."""
+        """End the updates in parts that have begun, and give up lists of which only parts have come to the gpu, for
+        code that works on whole lists. The queues must be paused and not go on with the iteration."""
         for chunk, state in enumerate(self.chunks):
             update, end = state.update_in_parts, self.layout.slice_numel(chunk)
             if isinstance(update, Update):
@@ -309,7 +295,7 @@ class Contents:
                 self.free_hollow(chunk)
 
     def release(self, place: Place, chunk: int, list_name: str) -> None:
-        """Give the payload's memory back. Raises PlanError if there is no other copy."""
+        """Raises PlanError if there is no other copy."""
         state = self.chunks[chunk]
         if state.where(place, list_name):
             raise PlanError(f"{list_name} of chunk {chunk} would be freed on the {place.value} with gradients in it")
@@ -331,7 +317,7 @@ class Contents:
         self.arena.free(place, chunk, list_name)
 
     def free_hollow(self, chunk: int) -> None:
-        """Free the memory of lists that have no content yet, after an interruption."""
+        """Free the memory of lists that have no content yet."""
         state = self.chunks[chunk]
         for place, name in list(state.hollow):
             if name == "param":

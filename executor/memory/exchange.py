@@ -31,9 +31,7 @@ class SliceWire(Protocol):
 
 
 class Exchange:
-    """Exchanges with the other ranks.
-
-    wire: None on one rank.
+    """wire: None on one rank.
 
     Attributes:
         summed_norms: tensor -> norm of (this rank's part of) the latest sum of its gradient over the ranks.
@@ -57,8 +55,7 @@ class Exchange:
         self.summed_norms: dict[int, torch.Tensor] = {}
 
     def gather(self, chunk: int, list_name: str) -> None:
-        """Gather the other ranks' slices of the parameters ("remote"). Where nothing is sliced, gather the slices of a
-        gradient's sum."""
+        """Where nothing is sliced, gather the slices of a gradient's sum."""
         state, wire = self.chunks[chunk], self._to_others(chunk)
         issue = self.arena.backend.issue
         if list_name not in OTHERS:
@@ -75,10 +72,7 @@ class Exchange:
         self.values.changed(chunk)
 
     def put_together(self, chunk: int, slices: torch.Tensor) -> None:
-        """Fill in the parameters of the other ranks, from host memory.
-
-        slices: [ranks, bytes of a slice]; this rank's own is not read.
-        """
+        """slices: [ranks, bytes of a slice] in host memory; this rank's own is not read."""
         state, backend, size = self.chunks[chunk], self.arena.backend, self.arena.layout.slice_numel(chunk)
         self._require_own(chunk)
         with self.arena.payloads.steady(chunk):
@@ -97,8 +91,7 @@ class Exchange:
             raise PlanError(f"gather of chunk {chunk}: this rank's own slice on the gpu does not hold parameters")
 
     def reduce_scatter(self, chunk: int, list_name: str) -> None:
-        """Replace this rank's slice of the gradient by the sum over all ranks. The other slices are undefined
-        afterwards."""
+        """Replace this rank's slice of the gradient by the sum over all ranks; the others are undefined afterwards."""
         state, wire = self.chunks[chunk], self._to_others(chunk)
         own = OTHERS.get(list_name, list_name)
         mine = state.where(GPU, own)
@@ -118,7 +111,7 @@ class Exchange:
                 self.gradients.add_on_gpu(chunk)
 
     def _note_norms(self, tensors: Iterable[int], list_name: str) -> None:
-        """Take the norms of sums that are on the gpu, in the order of this thread's queue."""
+        """Take the norms of sums on the gpu, in the order of this thread's queue."""
         slots = {tensor: self.slots.at(GPU, tensor, list_name) for tensor in tensors}
 
         def note() -> None:
@@ -128,8 +121,7 @@ class Exchange:
         self.arena.backend.issue(note)
 
     def joined(self, tensor: int, part: torch.Tensor, field: str = "param") -> torch.Tensor:
-        """Returns a field of a whole tensor, flat, in host memory, joined from the ranks' parts. Every rank calls
-        it."""
+        """Returns a field of a whole tensor, flat, in host memory. Every rank calls it."""
         if not self.arena.sliced:
             return part.to("cpu", copy=True)
         sizes = self.slots.parts_of_ranks(tensor, field)

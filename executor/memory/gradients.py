@@ -1,7 +1,5 @@
-"""Gradients: where the gradients of the iteration are, and how they are added.
-
-See [Note: where a gradient is] in chunk_state.py. `shares.py` moves one tensor's share off the plan.
-"""
+"""Gradients: where those of the iteration are ([Note: where a gradient is] in chunk_state.py), and how they are
+added."""
 
 from __future__ import annotations
 
@@ -26,11 +24,7 @@ GRADIENT_LISTS = ("param", "grad", "grad32")
 
 
 class ChunkGradients:
-    """Gradients of one plan's chunks.
-
-    Attributes:
-        norm_dtype: dtype of their norms; None: each has its gradient's.
-    """
+    """norm_dtype: dtype of norms; None: the gradient's."""
 
     def __init__(self, arena: Arena, slots: Slots, chunks: Sequence[ChunkState], values: ParameterValues) -> None:
         self.arena = arena
@@ -55,8 +49,8 @@ class ChunkGradients:
         )
 
     def accept(self, tensor: int, gradient: torch.Tensor, list_name: str) -> torch.Tensor:
-        """Move a gradient that just became final into `list_name` of its chunk on the gpu. It is added to an earlier
-        gradient in the slot. Returns the slot."""
+        """Move a final gradient into `list_name` of its chunk on the gpu, added to one in the slot. Returns the
+        slot."""
         chunk, arena = self.slots.chunk_of(tensor), self.arena
         if not arena.has(GPU, chunk, list_name):
             raise PlanError(
@@ -83,7 +77,7 @@ class ChunkGradients:
         return target
 
     def _lend(self, chunk: int, tensor: int) -> str:
-        """Returns the list whose slot takes a gradient for "param": [Note: gradients in the master copy]."""
+        """[Note: gradients in the master copy]"""
         state = self.chunks[chunk]
         if tensor not in state.lent:
             keeps_value = GPU in state.current and tensor not in state.where(GPU, "param")
@@ -94,7 +88,7 @@ class ChunkGradients:
         return MASTER_LIST
 
     def settle(self, chunk: int) -> None:
-        """Exchange the slots of the chunk that are lent, so that the two lists on the gpu hold what is recorded."""
+        """Exchange the slots that are lent, so that the two lists on the gpu hold what is recorded."""
         state = self.chunks[chunk]
         before, state.adding = state.adding, True
         with torch.no_grad():
@@ -109,7 +103,7 @@ class ChunkGradients:
         self.arena.unsettled.pop(chunk, None)
 
     def _slot(self, tensor: int, list_name: str) -> torch.Tensor:
-        """Returns the slot on the gpu, in the shape of the tensor. It is made once: views stay valid without memory."""
+        """Returns the slot on the gpu, in the tensor's shape. Views stay valid without memory."""
         found = self._slots.get((tensor, list_name))
         if found is None:
             shape, part = self.arena.plan.workload.tensors[tensor].shape, self.slots.parts[tensor]
@@ -118,9 +112,9 @@ class ChunkGradients:
         return found
 
     def put(self, chunk: int, mine: set[int], tensor: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add the gradient to the slot; the first one there overwrites it.
+        """The first gradient overwrites the slot.
 
-        mine: tensors that have a gradient in the slot's list.
+        mine: tensors that have a gradient in its list.
         """
         if tensor in mine:
             state = self.chunks[chunk]
@@ -132,11 +126,11 @@ class ChunkGradients:
             target.copy_(gradient)
 
     def norm(self, tensor: int) -> torch.Tensor:
-        """Returns the norm of a tensor's gradient in any list. Raises PlanError if it has none, or in two
+        """Raises PlanError if it has none, or in two
         parts.
 
         A sum on its way to the gpu for an update there is read on the host, which still has it: the reader is not
-        ordered after the queue that copies the sum. (A sum to which a moment has added since is on the gpu alone.)"""
+        ordered after the queue that copies the sum."""
         chunk = self.slots.chunk_of(tensor)
         state = self.chunks[chunk]
         parts = {where for where, mine in list(state.gradients.items()) if tensor in mine}
@@ -154,21 +148,21 @@ class ChunkGradients:
         raise PlanError(f"tensor {tensor} has no gradient")
 
     def note_norms(self, chunk: int, list_name: str) -> None:
-        """Take the norms of gradients on the host that are about to go to the disks."""
+        """Take the norms of gradients that are about to go from the host to the disks."""
         for tensor in self.chunks[chunk].where(HOST, list_name) if self.arena.plan.settings.clip else ():
             self._norms[tensor] = torch.linalg.vector_norm(
                 self.slots.at(HOST, tensor, list_name), dtype=self.norm_dtype
             )
 
     def fold_on_gpu(self) -> None:
-        """Join gradients on the gpu that are in two lists into one list."""
+        """Join gradients on the gpu that are in two lists."""
         for chunk, state in enumerate(self.chunks):
             if sum(bool(mine) for (place, _), mine in state.gradients.items() if place is GPU) > 1:
                 self.fold(chunk, GPU)
 
     def fold(self, chunk: int, place: Place) -> str | None:
         """Returns the list that holds all gradients of the chunk at the place, after folding the last gradient into
-        grad32; None without any."""
+        grad32."""
         state = self.chunks[chunk]
         mine = {name: state.where(place, name) for name in GRADIENT_LISTS}
         filled = [name for name in GRADIENT_LISTS if mine[name]]
@@ -185,8 +179,8 @@ class ChunkGradients:
         return "grad32"
 
     def fold_part(self, chunk: int, elements: tuple[int, int]) -> tuple[str | None, set[int]]:
-        """Do the same as `fold` for some elements on the host. Also returns the tensors of the chunk that have a
-        gradient. Gradients that still count as on the gpu are on the host as far as these elements go.
+        """`fold` for some elements on the host. Also returns the tensors with a gradient; those that count as on the
+        gpu are on the host as far as these elements go.
 
         elements: (first, behind the last).
         """
@@ -201,7 +195,7 @@ class ChunkGradients:
     def _add_up(self, chunk: int, place: Place, mine: Mapping[str, set[int]], elements: tuple[int, int]) -> None:
         """Add some elements of grad and param to grad32.
 
-        mine: list -> tensors with a gradient in the list. Those of grad32 become all of them.
+        mine: list -> tensors with a gradient in it; grad32's become all of them.
         """
         sums, total, (first, end) = mine["grad32"], self.arena.at(place, chunk, "grad32"), elements
         for name in ("grad", "param"):
@@ -214,7 +208,7 @@ class ChunkGradients:
             sums.update(mine[name])
 
     def add_on_host(self, chunk: int, list_name: str | None) -> None:
-        """Add the gradients of `list_name` on the host (grad, or param in place) to grad32 on the host."""
+        """list_name: grad, or param in place."""
         state = self.chunks[chunk]
         source = list_name if list_name is not None and list_name != "grad32" else "grad"
         arrived, there = state.where(HOST, source), state.where(HOST, "grad32")
@@ -235,7 +229,6 @@ class ChunkGradients:
         state.adding = False
 
     def add_on_gpu(self, chunk: int) -> None:
-        """Add grad to grad32, both on the gpu."""
         state = self.chunks[chunk]
         arrived, sums = state.where(GPU, "grad"), state.where(GPU, "grad32")
         pairs = [
@@ -258,7 +251,7 @@ class ChunkGradients:
         state.adding = False
 
     def forget(self) -> None:
-        """Drop every gradient. Overwritten values are restored from the master copy, and grad lists become zero."""
+        """Drop every gradient. Overwritten values are restored from the master copy."""
         for chunk in self.arena.layout.chunks:
             state = self.chunks[chunk.index]
             for (place, list_name), mine in state.gradients.items():

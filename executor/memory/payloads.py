@@ -1,4 +1,4 @@
-"""Payloads: the tensors of chunks' lists, on the gpu and on the host, with or without memory."""
+"""Payloads: the tensors of chunks' lists, with or without memory."""
 
 from __future__ import annotations
 
@@ -38,13 +38,11 @@ def dtype_of(layout: Layout, chunk: int, list_name: str) -> torch.dtype:
 
 
 def numel_of(layout: Layout, chunk: int, list_name: str) -> int:
-    """Returns the elements of one rank's payload."""
     return layout.payload_bytes(chunk, list_name) // dtype_of(layout, chunk, list_name).itemsize
 
 
 class GpuPayloads:
-    """Payloads on the gpu: a storage per (chunk, list), or on several ranks a pair (`slices.py`). Takes and gives may
-    come from any thread.
+    """A storage per (chunk, list), or on several ranks a pair (`slices.py`). Any thread may take and give.
 
     Attributes:
         peak_transient_bytes: [Note: what a slice moves through] in slices.py; 0 on one rank.
@@ -64,8 +62,8 @@ class GpuPayloads:
         self._turn = threading.Lock()  # held while a payload changes between slice and whole
 
     def at(self, chunk: int, list_name: str) -> torch.Tensor:
-        """Returns the payload as a flat tensor [numel], with or without memory. On several ranks it is this rank's
-        slice, in the storage where that is now."""
+        """Returns the payload, flat [numel], with or without memory. On several ranks it is this rank's slice, where
+        that is now."""
         if self.sliced and list_name in OTHERS_OF:
             return self._pair(chunk, list_name).own
         key = (chunk, list_name)
@@ -76,7 +74,7 @@ class GpuPayloads:
         return payload
 
     def whole(self, chunk: int, list_name: str) -> torch.Tensor:
-        """Returns the list "param" or "grad" with the slices of all ranks, flat, rank 0's slice first."""
+        """The list "param" or "grad" with the slices of all ranks, flat, rank 0's first."""
         return self._pair(chunk, list_name).whole if self.sliced else self.at(chunk, list_name)
 
     def _pair(self, chunk: int, list_name: str) -> GpuPayload:
@@ -97,8 +95,7 @@ class GpuPayloads:
         return pair
 
     def steady(self, chunk: int) -> contextlib.AbstractContextManager[object]:
-        """Returns a context in which the chunk's own slices stay where they are: a plan may let a copy of a slice run
-        beside a gather."""
+        """A context in which the chunk's own slices stay in place: a plan may copy a slice beside a gather."""
         return self._moving[chunk] if self.sliced else contextlib.nullcontext()
 
     def _note_transient(self, change: int) -> None:
@@ -107,7 +104,7 @@ class GpuPayloads:
             self.peak_transient_bytes = max(self.peak_transient_bytes, self._transient_bytes)
 
     def take(self, chunk: int, list_name: str) -> None:
-        """Give the payload its memory. Raises OutOfMemory or torch.OutOfMemoryError, with nothing changed."""
+        """Raises OutOfMemory or torch.OutOfMemoryError, with nothing changed."""
         if not self.sliced or (list_name not in OTHERS_OF and list_name not in OTHERS):
             self.backend.take(self.at(chunk, list_name))
         elif list_name in OTHERS:
@@ -124,7 +121,6 @@ class GpuPayloads:
             self._pair(chunk, list_name).free_own()
 
     def recount(self) -> None:
-        """Count the bytes anew after an interruption inside `take` or `give`."""
         self.backend.recount(self._flat.values())
 
     def give_all(self) -> None:
@@ -135,8 +131,7 @@ class GpuPayloads:
 
 
 class HostSlabs:
-    """Host payloads, carved from power-of-two slabs that are allocated once. Takes and gives may come from any
-    thread."""
+    """Host payloads, carved from power-of-two slabs. Any thread may take and give."""
 
     def __init__(self, plan: Plan, backend: Backend) -> None:
         self.plan = plan
@@ -154,7 +149,7 @@ class HostSlabs:
         self._read_by: list[Any] = []  # events behind copies to the gpu out of what was given back
 
     def allocate(self) -> None:
-        """Allocate all slabs: see `Arena.allocate_slabs`."""
+        """See `Arena.allocate_slabs`."""
         slabs: list[torch.Tensor] = []
         try:
             for size in self.room.slab_bytes:
@@ -174,8 +169,7 @@ class HostSlabs:
         self._rooms = [self.first_bytes(key, size) for key, size in self._pool_rooms.items()]
 
     def at(self, chunk: int, list_name: str) -> torch.Tensor:
-        """Returns the payload as a flat tensor [numel]. Off the plan, a payload without room in the slabs gets memory
-        of its own."""
+        """Returns the payload, flat [numel]. Off the plan, one without room in the slabs gets memory of its own."""
         key = (chunk, list_name)
         payload = self._payloads.get(key)
         if payload is None:
@@ -190,8 +184,7 @@ class HostSlabs:
         return payload
 
     def take(self, chunk: int, list_name: str) -> None:
-        """Give the payload a room of the pool ([Note: the pool] in core/slabs.py). The memory of others is there for
-        good."""
+        """Give the payload a room of the pool ([Note: the pool] in core/slabs.py). Others keep their memory."""
         key = (chunk, list_name)
         if key in self._pooled:
             size = self.plan.layout.payload_bytes(chunk, list_name)
@@ -214,14 +207,14 @@ class HostSlabs:
                 self._pool.give(*self._in_pool.pop(key), self.plan.layout.payload_bytes(chunk, list_name))
 
     def _wait_for_copies(self) -> None:
-        """Wait for copies that are issued and may still read what the pool has given back."""
+        """Issued copies may still read what the pool has given back."""
         for event in self._read_by:
             assert self.backend.streams is not None
             self.backend.streams.synchronize(event)
         self._read_by.clear()
 
     def first_bytes(self, key: tuple[int, str], size_bytes: int) -> torch.Tensor:
-        """Returns the first bytes of a room that does not belong to a list of a chunk (`core.slabs.stash_key`)."""
+        """First bytes of a room that is no list's (`core.slabs.stash_key`)."""
         slab, offset = self.room.where[key]
         return self.slabs[slab][offset : offset + size_bytes]
 
@@ -236,10 +229,10 @@ class DiskPayloads:
 
     folders: None where the plan keeps nothing on disks.
 
-    [Note: windows] A step of a plan reads or writes a whole list. All other code (loading, checkpoints, reads by the
-    user) wants views of single tensors. `at` gives it a view of a window: the whole list, read into host memory of its
-    own. What was changed in a window is written when the window leaves, for another one or before the next step; its
-    checksum says whether it was changed. Nothing but steps moves while steps run, so no view outlives its window.
+    [Note: windows] A step of a plan reads or writes a whole list. All other code wants views of single tensors. `at`
+    gives it a window: the whole list, read into host memory of its own. A window whose checksum has changed is written
+    when it leaves, for another one or before the next step. Nothing but steps moves while steps run, so no view
+    outlives its window.
     """
 
     WINDOWS = 3
@@ -256,7 +249,7 @@ class DiskPayloads:
         return {} if self._store is None else self._store.moved_bytes
 
     def allocate(self) -> None:
-        """Make the files. Raises DiskError where a folder has no room."""
+        """Raises DiskError where a folder has no room."""
         layout, rows = self.plan.layout, [r for r in self.plan.initial if r.place is Place.NVME and r.chunk >= 0]
         if not rows:
             return
@@ -270,7 +263,7 @@ class DiskPayloads:
         return self._store
 
     def at(self, chunk: int, list_name: str) -> torch.Tensor:
-        """Returns the payload in a window: [Note: windows]."""
+        """[Note: windows]"""
         key = (chunk, list_name)
         with self._lock:
             if key not in self._windows:
@@ -294,12 +287,10 @@ class DiskPayloads:
                 self._leave(next(iter(self._windows)))
 
     def read(self, chunk: int, list_name: str, target: torch.Tensor) -> None:
-        """Read the payload for a step."""
         self.close_windows()
         self._open().read((chunk, list_name), target)
 
     def write(self, chunk: int, list_name: str, source: torch.Tensor) -> None:
-        """Write the payload for a step."""
         self.close_windows()
         self._open().write((chunk, list_name), source)
 
@@ -309,7 +300,6 @@ class DiskPayloads:
     give = take
 
     def give_all(self) -> None:
-        """Remove the files."""
         self._windows.clear()
         if self._store is not None:
             self._store.close()

@@ -1,8 +1,7 @@
-"""Shares: moves gradients tensor by tensor. No step of a plan does so, because a step moves a list.
+"""Shares: moves gradients tensor by tensor, off the plan, whose steps move lists.
 
-Off the plan, one tensor's share of a gradient goes from the place where it was computed to the host, where it waits for
-the update. [Note: where a gradient is] in chunk_state.py holds here as well. A gradient that is in two lists for a
-while is marked (`ChunkState.adding`).
+A tensor's share of a gradient goes from the place where it was computed to the host, where it waits for the update. A
+gradient that is in two lists for a while is marked (`ChunkState.adding`).
 """
 
 from __future__ import annotations
@@ -19,18 +18,14 @@ GPU, HOST = Place.GPU, Place.HOST
 
 
 class Shares:
-    """Gradients tensor by tensor.
-
-    Attributes:
-        kept: tensor -> its gradient, in host memory of its own, where no list of its chunk could take it.
-    """
+    """kept: tensor -> its gradient, in host memory of its own, where no list of its chunk could take it."""
 
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
         self.kept: dict[int, torch.Tensor] = {}
 
     def waits_in(self, chunk: int) -> str | None:
-        """Returns the list on the host that takes gradients of the chunk until the update; None without one."""
+        """The list on the host that takes gradients of the chunk until the update."""
         has = self.contents.arena.has
         if has(HOST, chunk, "grad32"):
             return "grad32"
@@ -40,8 +35,8 @@ class Shares:
         return "param" if has(HOST, chunk, "param") and has(HOST, chunk, MASTER_LIST) else None
 
     def accept(self, tensor: int, gradient: torch.Tensor) -> None:
-        """Take a gradient (any shape) that left autograd, and add it to the tensor's earlier gradients: in the sum on
-        the gpu if the chunk has its sum there, else on the host."""
+        """Add a gradient (any shape) to the tensor's earlier ones: in the sum on the gpu if the chunk has it there,
+        else on the host."""
         contents, flat = self.contents, gradient.reshape(-1)
         chunk = contents.slots.chunk_of(tensor)
         if contents.arena.has(GPU, chunk, "grad32"):
@@ -51,7 +46,7 @@ class Shares:
             self.to_host(tensor, flat)
 
     def to_host(self, tensor: int, gradient: torch.Tensor) -> None:
-        """Copy a flat gradient to its list on the host, or add it to the gradient that is there."""
+        """Add a flat gradient to its list on the host."""
         contents = self.contents
         chunk = contents.slots.chunk_of(tensor)
         list_name = self.waits_in(chunk)
@@ -75,8 +70,8 @@ class Shares:
     def leave_gpu(self, chunk: int, list_name: str, *, restored: bool) -> None:
         """Move every gradient in the list on the gpu to the host.
 
-        restored: whether each slot of a working list gets its parameter back from the master copy at once; else the
-            copy on the gpu is not current any more.
+        restored: whether slots of a working list get their parameters back from the master copy; else the copy on the
+            gpu is not current any more.
         """
         contents = self.contents
         state = contents.chunks[chunk]
@@ -96,7 +91,7 @@ class Shares:
             contents.values.changed(chunk)
 
     def kept_to_host(self, chunk: int) -> None:
-        """Move kept gradients of the chunk into a list on the host that has memory by now."""
+        """Move kept gradients into a list on the host that has memory by now."""
         state = self.contents.chunks[chunk]
         for slot in self.contents.layout.chunks[chunk].slots:
             if slot.tensor in self.kept:
@@ -105,8 +100,7 @@ class Shares:
                 state.adding = False
 
     def kept_to_param(self, tensor: int, place: Place) -> None:
-        """Copy a kept gradient over its parameter in the working list at the place. The update that follows writes the
-        parameter anew."""
+        """Copy a kept gradient over its parameter, which the update that follows writes anew."""
         contents = self.contents
         mine = contents.chunks[contents.slots.chunk_of(tensor)].where(place, "param")
         target = contents.slots.at(place, tensor, "param")

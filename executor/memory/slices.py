@@ -1,20 +1,20 @@
 """Slices: the part of a chunk that one of several ranks holds, and a gpu payload that is this slice or the whole chunk.
 
-With Layout.ranks = P a list of a chunk is cut into P equal slices. Rank r has elements [r * S, (r + 1) * S) ([Note:
-several ranks] in pstar_sim/core/step.py). A module reads whole parameters, and whole gradients arrive. Therefore the
-parameters are views of a storage of P * S elements, which has memory only while the other ranks' slices are here
-("remote", "grad_remote"). At other times the own slice lives in a storage of its own.
+[Note: several ranks] of pstar_sim/core/step.py: rank r of P has elements [r * S, (r + 1) * S). A module reads whole
+parameters, and whole gradients arrive. Therefore the parameters are views of a storage of P * S elements, which has
+memory only while the other ranks' slices are here ("remote", "grad_remote"). At other times the own slice lives in a
+storage of its own.
 
 [Note: what a slice moves through] When the others' slices get memory, the own slice is copied into the whole storage
-and its own memory is given back; when they are freed, the reverse happens. Both exist during the copy, which takes one
-slice more than the plan counts. It never takes two, because one payload changes form at a time. A plan that drops
-"param" before "remote" likewise keeps its slice of the whole storage until the second drop.
-`GpuPayloads.peak_transient_bytes` measures these bytes.
+and its own memory is given back; when they are freed, the reverse happens. Both exist during the copy: one slice more
+than the plan counts. It is never two: one payload changes form at a time. A plan that drops "param" before "remote"
+likewise keeps its slice of the whole storage until the second drop. `GpuPayloads.peak_transient_bytes` measures these
+bytes.
 
 [Note: slices on streams] No edge of a plan orders a gather and a write-back of the same chunk: both read the own slice,
-wherever it is. Where work is issued ahead, the write-back may still read the memory that the gather moves the slice out
-of, or may be issued to read memory that the slice has not reached yet. Therefore all work on the own slices of a chunk
-is issued under the chunk's `Steady`: work that a queue issues there runs after all work issued there earlier.
+wherever it is. Issued ahead, the write-back may read memory that the slice has left or not reached yet. Therefore all
+work on the own slices of a chunk is issued under the chunk's `Steady`: work that a queue issues there runs after all
+work issued there earlier.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ OTHERS_OF = {"param": "remote", "grad": "grad_remote"}
 
 @dataclass(frozen=True, slots=True)
 class SlicePart:
-    """The part of a tensor in a rank's slice: elements [offset, offset + numel) of the slice are elements [skip, skip +
-    numel) of the tensor. numel is 0 where the slice has no element of the tensor."""
+    """Elements [offset, offset + numel) of the slice are elements [skip, skip + numel) of the tensor; none where numel
+    is 0."""
 
     offset: int
     numel: int
@@ -47,7 +47,6 @@ class SlicePart:
 
 
 def part_of(layout: Layout, chunk: int, offset: int, numel: int, rank: int) -> SlicePart:
-    """Returns the part, in the rank's slice, of a tensor at [offset, offset + numel) of its chunk."""
     size = layout.slice_numel(chunk)
     begin = rank * size if layout.ranks > 1 else 0
     first, last = max(offset, begin), min(offset + numel, begin + size)
@@ -57,8 +56,8 @@ def part_of(layout: Layout, chunk: int, offset: int, numel: int, rank: int) -> S
 
 
 class Steady:
-    """A lock per chunk. Inside, the chunk's own slices stay where they are, and work of the queues runs in the order of
-    issue. See [Note: slices on streams]. The thread that holds the lock may enter it again."""
+    """A lock per chunk. Inside, the chunk's own slices stay where they are, and work runs in the order of issue: [Note:
+    slices on streams]. The thread that holds it may enter it again."""
 
     def __init__(self, backend: Backend) -> None:
         self._lock = threading.RLock()
@@ -92,9 +91,7 @@ class Steady:
 
 
 class GpuPayload:
-    """The own slice of one list of a chunk on the gpu, and the storage that it shares with the others' slices.
-
-    whole: flat [ranks * slice]; always valid as a tensor, with memory only between `take_others` and `free_others`.
+    """whole: flat [ranks * slice]; with memory only between `take_others` and `free_others`.
     extra(change): called when the bytes beside the taken memory change by `change` ([Note: what a slice moves
         through]).
     """
@@ -127,7 +124,7 @@ class GpuPayload:
 
     @property
     def own(self) -> torch.Tensor:
-        """This rank's slice, flat [slice], in the storage where it is now."""
+        """Flat [slice], in the storage where it is now."""
         return self._inside if self._has_others else self._alone
 
     def take_own(self) -> None:

@@ -37,16 +37,11 @@ def _fields(row: StateList) -> tuple[str, ...]:
 
 
 def fields_of(states: States) -> tuple[str, ...]:
-    """Returns the fields of all lists ([Note: fields]), in storage order."""
     return tuple(field for row in states.lists for field in _fields(row))
 
 
 class Slots:
-    """The positions of tensors in the lists of their chunks.
-
-    Attributes:
-        parts: tensor -> its part in this rank's slice of its chunk.
-    """
+    """parts: tensor -> its part in this rank's slice of its chunk."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -63,7 +58,7 @@ class Slots:
         return self._slot[tensor][0]
 
     def part(self, tensor: int, field: str) -> SlicePart:
-        """Returns the tensor's part of a field, in this rank's slice."""
+        """In this rank's slice."""
         return self._part(tensor, field, self.parts[tensor])
 
     def _part(self, tensor: int, field: str, part: SlicePart) -> SlicePart:
@@ -75,7 +70,7 @@ class Slots:
         return SlicePart(part.offset // block, -(-part.numel // block), part.skip // block)
 
     def shape(self, tensor: int, field: str) -> tuple[int, ...]:
-        """Returns the shape of a field of the whole tensor."""
+        """Of the whole tensor."""
         shape = self.arena.plan.workload.tensors[tensor].shape
         if field.endswith(SCALE):
             return (-(-prod(shape) // self.layout.states_of(self.chunk_of(tensor)).block),)
@@ -87,14 +82,14 @@ class Slots:
         return torch.float32 if field.endswith(SCALE) else dtype_of(self.layout, chunk, list_of(field))
 
     def flat(self, place: Place, chunk: int, field: str) -> torch.Tensor:
-        """Returns a field of all tensors of the chunk, flat; of factors, both fields."""
+        """A field of all tensors of the chunk; of factors, both fields."""
         payload, codes = self.arena.at(place, chunk, list_of(field)), self.layout.slice_numel(chunk)
         if payload.dtype is not torch.uint8:
             return payload
         return payload[codes:].view(torch.float32) if field.endswith(SCALE) else payload[:codes]
 
     def span(self, chunk: int, field: str) -> Span:
-        """Returns the function from elements of the slice to those of `flat`; of factors, for whole tensors."""
+        """Function from elements of the slice to those of `flat`; of factors, for whole tensors."""
         if field.endswith((ROW, COLUMN)):
             parts = {s.offset: self._factors[s.tensor, field] for s in self.layout.chunks[chunk].slots}
             return lambda start, stop: (parts[start].offset, parts[start].offset + parts[start].numel)
@@ -102,26 +97,23 @@ class Slots:
         return lambda start, stop: (start // block, -(-stop // block))
 
     def at(self, place: Place, tensor: int, field: str) -> torch.Tensor:
-        """Returns a flat view of one tensor's part of a field of its chunk. On several ranks it has only the elements
-        in this rank's slice, possibly none."""
+        """A flat view of one tensor's part of a field: the elements in this rank's slice, possibly none."""
         part = self.part(tensor, field)
         return self.flat(place, self._slot[tensor][0], field)[part.offset : part.offset + part.numel]
 
     def source(self, tensor: int, field: str) -> torch.Tensor:
-        """Returns the same view in the first place that has the list: the host where both have it."""
+        """The same view in the first place that has the list: the host where both have it."""
         chunk = self._slot[tensor][0]
         return self.at(next(p for p in PLACES if self.arena.has(p, chunk, list_of(field))), tensor, field)
 
     def whole(self, tensor: int, list_name: str) -> torch.Tensor:
-        """Returns a flat view of a whole tensor in "param" or "grad" on the gpu, with the other ranks' slices
-        present.
-        """
+        """A flat view of a whole tensor in "param" or "grad" on the gpu, with the other ranks' slices present."""
         chunk, offset, numel = self._slot[tensor]
         return self.arena.payloads.whole(chunk, list_name)[offset : offset + numel]
 
     def put(self, place: Place, tensor: int, field: str, value: torch.Tensor, first: int = 0) -> None:
-        """Write values (any shape) into a field, from element `first` of the tensor on: all values where the whole list
-        is present, else those in this rank's slice."""
+        """Write values (any shape) from element `first` of the tensor on: all where the whole list is present, else
+        those in this rank's slice."""
         part, flat = self.part(tensor, field), value.reshape(-1)
         begin, end = max(first, part.skip), min(first + flat.numel(), part.skip + part.numel)
         if begin < end:
@@ -131,14 +123,13 @@ class Slots:
             self.whole(tensor, field)[first : first + flat.numel()].copy_(flat)
 
     def parts_of_ranks(self, tensor: int, field: str) -> list[int]:
-        """Returns the elements of a field of the tensor that each rank has."""
         chunk, offset, numel = self._slot[tensor]
         parts = (part_of(self.layout, chunk, offset, numel, rank) for rank in range(self.layout.ranks))
         return [self._part(tensor, field, part).numel for part in parts]
 
 
 def _factors(layout: Layout) -> dict[tuple[int, str], SlicePart]:
-    """Returns (tensor, field) -> its part of the list. No rank's slice has less than a whole list."""
+    """(tensor, field) -> its part of the list. No rank's slice has less than a whole list."""
     parts: dict[tuple[int, str], SlicePart] = {}
     for chunk in layout.chunks:
         rows = [] if chunk.frozen else [row for row in layout.states_of(chunk.index).lists if row.per_row]

@@ -52,11 +52,10 @@ class Update:
     unscale: factor of the gradients that undoes loss scaling.
     skip: whether a gradient overflowed, so that Adam steps leave values, states and step counts as they are and drop
         the gradients.
-    unused: tensors without a gradient on any rank (taken for zero), which are left as they are.
+    unused: tensors without a gradient on any rank, which are left as they are.
     agree: turns the norm over this rank's gradients into the norm over all ranks; None where this rank holds all.
-    streams: the accelerator, if work is issued to it ahead of time; else None. With it, a coefficient from a host
-        queue's thread is a number on the host, and code that copies a coefficient from the gpu waits for the event
-        behind it.
+        streams: None unless work is issued ahead. With it, a host queue's thread gets a coefficient as a number on the
+        host, and who copies one from the gpu waits for the event behind it.
     """
 
     hyper: list[Mapping[str, Settings]]
@@ -77,7 +76,7 @@ class Update:
     def coefficient(self, norms: Norms) -> torch.Tensor | None:
         """Returns the factor of every gradient; None without clipping and scaling.
 
-        norms: returns the norms of this rank's gradients; called once, by the first caller.
+        norms: of this rank's gradients; called once, by the first caller.
         """
         if self.max_grad_norm is None and self.unscale == 1.0:
             return None
@@ -94,7 +93,7 @@ class Update:
             return self._coefficient
 
     def _settle(self) -> None:
-        """Read the coefficient, or record the event behind it (see the class), in the thread that issued it."""
+        """Read the coefficient, or record the event behind it, in the thread that issued it."""
         if self.streams is None:
             return
         assert self.norm is not None and self._coefficient is not None
@@ -104,8 +103,8 @@ class Update:
             self._ready = self.streams.record(self.streams.queue)
 
     def coefficient_on(self, device: torch.device, norms: Norms) -> torch.Tensor | None:
-        """Returns the coefficient for an update on that device. A scalar on the host is an argument of the kernel; one
-        on the gpu comes to the host once, for the thread that updates there."""
+        """On the host a scalar is an argument of the kernel; one on the gpu comes to the host once, for the thread that
+        updates there."""
         scale = self.coefficient(norms)
         if scale is None or scale.device == device or scale.device.type == "cpu":
             return scale
@@ -117,16 +116,13 @@ class Update:
             return self._on_host
 
     def skip_all(self) -> None:
-        """Make no update in this iteration: a gradient is not finite."""
+        """A gradient is not finite."""
         self.skip = True
         self.norm = torch.tensor(torch.inf, dtype=torch.float32)
 
 
 class Updating:
-    """Updates of chunks.
-
-    steps_taken: tensor -> number of its updates, which this class counts.
-    """
+    """steps_taken: tensor -> number of its updates, counted here."""
 
     def __init__(
         self,
@@ -150,11 +146,10 @@ class Updating:
     def adam(
         self, chunk: int, place: Place, update: Update, norms: Norms, elements: tuple[int, int] | None = None
     ) -> None:
-        """Run one update of every parameter of the chunk that has a gradient, or of a part of the chunk. The
-        working list at the place becomes current. Raises PlanError where a list or a gradient of the chunk is
-        elsewhere.
+        """Update every parameter of the chunk, or of a part, that has a gradient. The working list at the place becomes
+        current. Raises PlanError where a list or a gradient is elsewhere.
 
-        elements: (first, behind the last) of a part, which is updated on the host; None: all.
+        elements: (first, behind the last) of a part, on the host; None: all.
         """
         if elements is None:
             self._adam(chunk, place, update, norms)
@@ -181,10 +176,7 @@ class Updating:
             self.values.rewrite(place, chunk)
 
     def _update(self, chunk: int, place: Place, source: str, update: Update, norms: Norms) -> None:
-        """Update the chunk.
-
-        source: the list of all its gradients.
-        """
+        """source: the list of all the chunk's gradients."""
         state, mine = self.chunks[chunk], self.chunks[chunk].where(place, source)
         scale = update.coefficient_on(self.arena.unsettled_at(place, chunk, MASTER_LIST).device, norms)
         state.updating = True
@@ -205,9 +197,8 @@ class Updating:
         state.updating = False
 
     def _adam_part(self, chunk: int, elements: tuple[int, int], update: Update, norms: Norms) -> None:
-        """Update some elements of the chunk on the host. Their gradients are there; others may be on their way, so that
-        the chunk's gradients count as on the gpu until all have arrived. The update counts once all elements are
-        updated. Elements without a gradient keep their values."""
+        """Update some elements on the host. Their gradients are there; the chunk's others count as on the gpu until all
+        have arrived. The update counts once all elements are updated."""
         arena, state, (first, end) = self.arena, self.chunks[chunk], elements
         ends = end == arena.layout.slice_numel(chunk)
         if first != state.updated:
@@ -245,9 +236,7 @@ class Updating:
         *,
         lent: bool = False,
     ) -> None:
-        """Update some elements of the master copy.
-
-        lent: whether values and gradients are in each other's list: [Note: gradients in the master copy].
+        """lent: whether values and gradients are in each other's list: [Note: gradients in the master copy].
         mine: tensors that have a gradient; others keep their values.
         elements: (first, behind the last).
         """
@@ -279,8 +268,6 @@ class Updating:
         )
 
     def _rounded(self, parts: Sequence[tuple[int, SlicePart]]) -> Rounding:
-        """Returns the function that rounds the master copies of these tensors."""
-
         def rounded(target: torch.Tensor, value: torch.Tensor, first: int) -> None:
             for tensor, part in parts:
                 a, b = max(part.offset, first), min(part.offset + part.numel, first + value.numel())

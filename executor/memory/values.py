@@ -19,10 +19,8 @@ GPU = Place.GPU
 
 
 class ParameterValues:
-    """The places where parameter values are current.
-
-    changed(chunk, tensors): called when these tensors (None: all) of the gpu's working list become, or cease to be,
-        readable.
+    """changed(chunk, tensors): called when these tensors (None: all) of the gpu's working list become, or cease to be,
+    readable.
     """
 
     def __init__(self, arena: Arena, slots: Slots, chunks: Sequence[ChunkState], changed: Callable[..., None]) -> None:
@@ -32,21 +30,20 @@ class ParameterValues:
         self.changed = changed
 
     def holds(self, chunk: int) -> bool:
-        """Returns whether the gpu holds all current values of the chunk."""
         return self.readable(chunk) and self.arena.has(GPU, chunk, "param")
 
     def readable(self, chunk: int) -> bool:
-        """Returns whether the gpu's working list holds current values, except for the tensors in `overwritten`."""
+        """Whether the gpu's working list holds current values, but for `overwritten`."""
         state = self.chunks[chunk]
         return GPU in state.current and (state.whole or not self.arena.sliced)
 
     def overwritten(self, chunk: int) -> Collection[int]:
-        """Returns the tensors of the chunk whose slot on the gpu holds a gradient in place of the value."""
+        """Tensors whose slot on the gpu holds a gradient."""
         return self.chunks[chunk].gradients.get((GPU, "param"), ())
 
     def source(self, chunk: int, tensors: Collection[int]) -> tuple[Place, str]:
-        """Returns (place, list) of the current values of these tensors of the chunk: the working list, or the master
-        copy, of which the working list is a cast. Raises PlanError if none has them."""
+        """Returns (place, list) of the current values of these tensors: the working list, or the master copy. Raises
+        PlanError if none has them."""
         state = self.chunks[chunk]
         for place in PLACES:
             if place in state.current and state.where(place, "param").isdisjoint(tensors):
@@ -58,21 +55,18 @@ class ParameterValues:
         raise PlanError(f"no place holds the current value of {', '.join(map(repr, names))}")
 
     def restore(self, place: Place, tensor: int) -> None:
-        """Rewrite the slot of a working list from the master copy, which may be at another place."""
+        """Rewrite the slot of a working list from the master copy at any place."""
         chunk, at = self.slots.chunk_of(tensor), self.slots.at
         self._cast(place, chunk, lambda where, list_name: at(where, tensor, list_name))
 
     def rewrite(self, place: Place, chunk: int) -> None:
-        """Do the same as `restore` for the whole working list. Raises PlanError without a master copy."""
+        """`restore` for the whole working list. Raises PlanError without a master copy."""
         self._cast(place, chunk, lambda where, list_name: self.arena.at(where, chunk, list_name))
         self.chunks[chunk].current.add(place)
         self.changed(chunk)
 
     def _cast(self, place: Place, chunk: int, at: Callable[[Place, str], torch.Tensor]) -> None:
-        """Write a cast of the master copy.
-
-        at(place, list): the elements that are read and written.
-        """
+        """at(place, list): the elements that are read and written."""
         arena = self.arena
         source = place if arena.has(place, chunk, MASTER_LIST) else arena.elsewhere(place, chunk, MASTER_LIST)
         if source is None:
