@@ -1,7 +1,5 @@
-"""Bench: medians of timed actions, taken in rounds, so that a busy spell of the machine does not affect one point only.
-
-Knows no device: the caller passes in the function that times an action.
-"""
+"""Bench: medians of timed actions, taken in rounds, so that a busy spell of the machine does not affect one point
+only."""
 
 from __future__ import annotations
 
@@ -36,15 +34,12 @@ class Effort:
 
     @classmethod
     def quick(cls) -> Effort:
-        """Returns the effort for a quarter of the time and twice the scatter."""
+        """A quarter of the time, twice the scatter."""
         return cls(point_s=0.04, rounds=2, least=1, most=10, window_s=0.2, memory_bytes=256 << 20)
 
 
 class Bench:
-    """Times actions with `effort`.
-
-    breathe: called before every point (progress, interruption).
-    """
+    """breathe: called before every point (progress, interruption)."""
 
     def __init__(self, effort: Effort, *, breathe: Callable[[], object] = lambda: None) -> None:
         self.effort = effort
@@ -58,8 +53,8 @@ class Bench:
         longest_s: float = 1.0,
         reduce: Callable[[list[float]], float] = statistics.median,
     ) -> dict[Key, float]:
-        """Returns the median seconds of each action (or `reduce` of its seconds). Each action is first called once
-        untimed, because of caches, pages and kernels.
+        """Median seconds of each action (or `reduce` of them), after one untimed call, because of caches, pages and
+        kernels.
 
         An action longer than `longest_s` is measured once per round, and those after it (larger, by convention) are
         left out: the curve ends there."""

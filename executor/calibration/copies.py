@@ -1,7 +1,6 @@
 """Copies between host and device: times the executor's own copies by size, each way, pinned and pageable.
 
-A fetch is timed as the engine does it: memory is taken, the copy made, and the copy awaited. Sources rotate through a
-host slab too large for a cache.
+A fetch is timed as the engine does it. Sources rotate through a host slab too large for a cache.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ _PAGEABLE_BYTES = 64 * MIB
 
 
 class Copier:
-    """Copies of one size through `device.backend`.
-
-    host: a slab; each copy uses the next part of it.
-    """
+    """host: a slab; each copy uses the next part of it."""
 
     def __init__(self, device: Device, host: torch.Tensor, size_bytes: int) -> None:
         self._backend = device.backend
@@ -44,7 +40,7 @@ class Copier:
         return self._host[at : at + self._size]
 
     def fetch(self) -> None:
-        """Make a fetch and the later drop."""
+        """And the later drop."""
         payload = self._payloads[0]
         self._backend.take(payload)
         self._backend.copy(payload, self._part(), Queue.H2D)
@@ -63,7 +59,7 @@ class Copier:
 
 
 def copy_rates(device: Device, bench: Bench, queue: Queue) -> tuple[tuple[float, float], ...]:
-    """Returns ((bytes of a copy, bytes/s), ...), ascending, for one direction alone."""
+    """((bytes of a copy, bytes/s), ...), ascending, for one direction alone."""
     host = device.backend.host_slab(bench.effort.memory_bytes // 2)
     sizes = [size for size in _SIZES if size <= host.numel() // 2]
     copiers = {size: Copier(device, host, size) for size in sizes}
@@ -77,8 +73,8 @@ def copy_rates(device: Device, bench: Bench, queue: Queue) -> tuple[tuple[float,
 
 
 def pageable_rate(device: Device, bench: Bench) -> float | None:
-    """Returns the bytes/s of copies from and to unpinned host memory, in the slower direction; None where the device
-    has no pinned memory."""
+    """Bytes/s of copies from and to unpinned host memory, in the slower direction; None where the device has no pinned
+    memory."""
     host = device.pageable(_PAGEABLE_BYTES)
     if host is None:
         return None

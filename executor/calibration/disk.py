@@ -27,8 +27,8 @@ def disk_rates(
 ) -> tuple[float, float, int] | str:
     """Returns (read bytes/s, write bytes/s, bytes of the disk), or the reason for none. The file is removed.
 
-    Writing ends with fsync. Before reading, the system is asked to drop the file from its page cache. Where it cannot
-    be asked, or keeps the file (memory as a disk, a sandbox), the rate would be memory's and is refused.
+    Writing ends with fsync. Where the system keeps the file in its page cache (memory as a disk, a sandbox), the rate
+    of reads would be memory's and is refused.
 
     cached(handle, bytes): the share of the file still in memory; by default from mincore.
     """
@@ -66,7 +66,7 @@ def disk_rates(
 
 
 def cached_share(handle: int, size_bytes: int) -> float:
-    """Returns the share of a file's pages that is in memory, by mincore; 1.0 where the system cannot say."""
+    """By mincore; 1.0 where the system cannot say."""
     libc = ctypes.CDLL(None, use_errno=True)
     pages = -(-size_bytes // mmap.PAGESIZE)
     found = (ctypes.c_ubyte * pages)()

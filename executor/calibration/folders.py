@@ -25,7 +25,7 @@ _LONGEST_S = 1.5  # of one direction of a point
 
 @dataclass(frozen=True)
 class DiskPoint:
-    """Bytes/s of lists of one size, moved by some threads for each folder."""
+    """threads: for each folder."""
 
     threads: int
     size_bytes: int
@@ -35,7 +35,7 @@ class DiskPoint:
 
 @dataclass(frozen=True)
 class FolderRates:
-    """points: the last has the largest size; `usual` is that of the executor's threads.
+    """`usual` is the point of the executor's threads; the last of `points` has the largest size.
 
     together: bytes/s of reads and of writes at the same time, by the executor's threads.
     """
@@ -47,8 +47,8 @@ class FolderRates:
 
 
 def folder_rates(folders: Sequence[str | Path], *, clock: Callable[[], float] = time.perf_counter) -> FolderRates:
-    """Measure, in at most 20 seconds and with 0.3 GB of room. Raises DiskError for folders that cannot be used, and
-    where transfers go through the page cache, whose rate would be memory's."""
+    """At most 20 seconds and 0.3 GB of room. Raises DiskError for folders that cannot be used, and where transfers go
+    through the page cache, whose rate would be memory's."""
     points: list[DiskPoint] = []
     for threads in THREADS:
         opened = DiskFolders(folders=[Path(folder) for folder in folders], threads=threads)
@@ -83,7 +83,7 @@ def _point(store: DiskStore[tuple[int, int]], threads: int, size: int, clock: Ca
 
 
 def _rate(move: Move, size: int, clock: Callable[[], float], lists: Sequence[int] = range(_LISTS)) -> float:
-    """Returns bytes/s of the median list."""
+    """Bytes/s of the median list."""
     memory = torch.randint(0, 256, (size,), dtype=torch.uint8)
     seconds: list[float] = []
     for number in lists:
@@ -95,7 +95,7 @@ def _rate(move: Move, size: int, clock: Callable[[], float], lists: Sequence[int
 
 
 def _together(store: DiskStore[tuple[int, int]], clock: Callable[[], float]) -> tuple[float, float]:
-    """Returns bytes/s of reads of half of the lists, and of writes of the others meanwhile."""
+    """Bytes/s of reads of half of the lists, and of writes of the others meanwhile."""
     size, half = SIZES[-1], _LISTS // 2
     written: list[float] = []
     writer = threading.Thread(target=lambda: written.append(_rate(store.write, size, clock, range(half))))

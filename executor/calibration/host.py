@@ -31,7 +31,7 @@ _DRAM_BYTES = 64 << 20
 
 
 def thread_counts(cores: int) -> list[int]:
-    """Returns 1, 2, 4, ... and `cores`."""
+    """1, 2, 4, ... and `cores`."""
     counts = [1]
     while counts[-1] * 2 < cores:
         counts.append(counts[-1] * 2)
@@ -39,8 +39,8 @@ def thread_counts(cores: int) -> list[int]:
 
 
 def adam_update(memory_bytes: int, states: States | None = None) -> tuple[int, Callable[[], None]]:
-    """Returns (parameters of one chunk, an action). It updates the next of several fp32 chunks, as `Contents.adam`
-    does: the gradient in the working list is scaled (clipping), and the list is rewritten at the end.
+    """Returns (parameters of one chunk, an action that updates the next of several fp32 chunks, as `Contents.adam`
+    does).
 
     states: of the chunks; None: AdamW's.
     """
@@ -78,8 +78,8 @@ def adam_update(memory_bytes: int, states: States | None = None) -> tuple[int, C
 
 
 def update_shares(bench: Bench, threads: int, *, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
-    """Returns rule -> parameters/s of its update over those of AdamW, on so many threads, of each rule that has a rate
-    of its own and whose package is installed."""
+    """Rule -> parameters/s of its update over those of AdamW, for rules with a rate of their own whose package is
+    installed."""
     known = {states.name: states for spec in OPTIMIZERS.values() for states in spec.all_states}
     rules = [
         states
@@ -107,8 +107,8 @@ def adam_rates(
     wall_clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[tuple[int, float], ...]:
     """Returns ((threads, parameters/s), ...), ascending. For one thread the rate is by the median of its CPU seconds;
-    for several it is by the wall seconds of the fastest update: if another program delays one thread, all wait many
-    times as long."""
+    for several by the wall seconds of the fastest update: if another program delays one thread, all wait many times as
+    long."""
     params, update = adam_update(bench.effort.memory_bytes)
 
     def with_threads(count: int) -> Callable[[], None]:
@@ -134,7 +134,7 @@ def adam_rates(
 
 
 def dram_rate(bench: Bench, counts: list[int], *, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Returns the bytes/s that copies in host memory read and write together, at the best number of threads."""
+    """Bytes/s that copies in host memory read and write together, at the best number of threads."""
     size = min(_DRAM_BYTES, bench.effort.memory_bytes // (2 * max(counts)))
     buffers = [(torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)) for _ in range(max(counts))]
     best = 0.0
@@ -146,7 +146,7 @@ def dram_rate(bench: Bench, counts: list[int], *, clock: Callable[[], float] = t
 
 
 def _copy_together(buffers: list[tuple[torch.Tensor, torch.Tensor]], repeats: int, clock: Callable[[], float]) -> float:
-    """Returns the bytes/s of all threads together, from the last start to the first end."""
+    """Bytes/s of all threads, from the last start to the first end."""
     begun: list[float] = []
     ended: list[float] = []
     gate = threading.Barrier(len(buffers))

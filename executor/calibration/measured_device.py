@@ -1,8 +1,6 @@
-"""Measured devices: the one interface between the measurements and the hardware, for the virtual accelerator and for
-CUDA.
+"""Measured devices: the interface between measurements and hardware, for the virtual accelerator and for CUDA.
 
-Copies go through an executor `Backend`, so the timed copies are those of a run. `VirtualDevice` is tested everywhere.
-`CudaDevice` needs a GPU: it uses a stream per direction, pinned host slabs, and seconds from CUDA events.
+Copies go through an executor `Backend`, so the timed copies are those of a run.
 """
 
 from __future__ import annotations
@@ -26,8 +24,6 @@ __all__ = ["Copies", "CudaCopies", "CudaDevice", "Device", "VirtualDevice", "ope
 
 
 class Copies(Protocol):
-    """The part of a `Backend` that the measurements use."""
-
     def host_slab(self, size_bytes: int) -> torch.Tensor: ...
 
     def gpu_payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
@@ -47,10 +43,7 @@ class Copies(Protocol):
 
 
 class Device(Protocol):
-    """An accelerator to be measured.
-
-    kind: "virtual" or "cuda".
-    count: number of such devices.
+    """kind: "virtual" or "cuda".
     dtypes: those in which it multiplies.
     multiprocessors: their number, and (rows, columns) of the tile that each computes at a time.
     """
@@ -65,40 +58,39 @@ class Device(Protocol):
     multiprocessors: tuple[int, tuple[int, int]]
 
     def timed(self, action: Callable[[], object], queue: Queue = Queue.COMPUTE) -> float:
-        """Run the action on `queue`; return its seconds."""
+        """Returns the action's seconds."""
         ...
 
     def finish(self, queue: Queue) -> None:
-        """Return when all work issued on the queue has happened."""
+        """Return when all work on the queue has happened."""
         ...
 
     def pageable(self, size_bytes: int) -> torch.Tensor | None:
-        """Returns unpinned uint8 host memory; None where the device has no pinned memory."""
+        """None where the device has no pinned memory."""
         ...
 
     def memory(self) -> tuple[int, int] | None:
-        """Returns (bytes of the device, those that no plan may use: `devices/headroom.py`); None without memory of its
-        own."""
+        """(bytes of the device, those that no plan may use: `devices/headroom.py`); None without memory of its own."""
         ...
 
     def using(self) -> AbstractContextManager[None]:
-        """Returns a context in which compute runs as in training (threads)."""
+        """Inside this context compute runs as in training (threads)."""
         ...
 
     def work_clock(self) -> Callable[[], float]:
-        """Returns the clock for a thread's work while others work."""
+        """For a thread's work while others work."""
         ...
 
     def taken_by_others(self) -> float:
-        """Returns the share of the time in `timed` that this process did not get, 0 to 1."""
+        """Share of the time in `timed` that this process did not get, 0 to 1."""
         ...
 
 
 class VirtualDevice:
     """The virtual accelerator: copies are memory copies, compute runs on one thread, Adam on another thread.
 
-    [Note: CPU seconds] The timed thread itself copies, computes or updates. Seconds are the thread's CPU seconds, as on
-    an idle machine; wall time would include the work of other programs.
+    [Note: CPU seconds] Seconds are CPU seconds of the thread that copies, computes or updates; wall time would include
+    the work of other programs.
     """
 
     kind = "virtual"
@@ -157,8 +149,7 @@ class VirtualDevice:
 class CudaCopies:
     """Copies over the real link: pinned slabs, one persistent stream per direction, non-blocking copies, counted.
 
-    It serves calibration alone: `fence` blocks the host, and copies are ordered against nothing else, as nobody reads
-    them."""
+    For calibration alone: `fence` blocks the host, and copies are ordered against nothing else."""
 
     name = "cuda"
 
@@ -212,7 +203,7 @@ _TILE = (128, 256)  # of large products of 16-bit tensors, as in generations.tom
 
 
 class CudaDevice:
-    """A CUDA device. fp32 products use torch's current precision setting (no TF32 unless it was allowed)."""
+    """fp32 products use torch's current precision setting (no TF32 unless it was allowed)."""
 
     kind = "cuda"
 
@@ -231,7 +222,7 @@ class CudaDevice:
         self.backend: Copies = self._cuda
 
     def timed(self, action: Callable[[], object], queue: Queue = Queue.COMPUTE) -> float:
-        """Returns the seconds between events around the action on the queue's stream."""
+        """Seconds between events around the action on the queue's stream."""
         stream = self._cuda.stream(queue)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record(stream)
@@ -264,9 +255,9 @@ class CudaDevice:
 
 
 def open_device(name: str, *, cores: int = 2) -> Device:
-    """Returns the device of that name. "auto" is CUDA where there is a device, else virtual.
+    """ "auto" is CUDA where there is a device, else virtual. Raises PlanError for a missing device.
 
-    cores: those that the process may use. Raises PlanError for a missing device.
+    cores: those that the process may use.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "virtual"
@@ -279,7 +270,6 @@ def open_device(name: str, *, cores: int = 2) -> Device:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Inside this context, torch uses `count` CPU threads for the calling thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

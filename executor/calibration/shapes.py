@@ -3,8 +3,8 @@
 [Note: shapes as training has them] A linear layer of k inputs and n outputs on m rows makes three products: (m, k, n)
 in forward, (m, n, k) for the gradient of its input, (k, m, n) for the gradient of its weight. Each is timed alone, with
 weights that are not in a cache. The rate of large products is the best of `compute.matmul_rates`; the other figures are
-fitted to these seconds, by least squares of the logarithms. An accelerator that computes in one thread has one
-multiprocessor, which is never idle, so that no loss of a last wave is fitted.
+fitted by least squares of the logarithms. An accelerator of one thread has one multiprocessor, so that no loss of a
+last wave is fitted.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _WEAK = 0.02  # weight of the start, so that a figure that the rows do not deter
 def product_seconds(
     device: Device, bench: Bench, dtype: str, layers: Sequence[Layer] | None = None
 ) -> dict[Product, float]:
-    """Returns product -> seconds, by [Note: shapes as training has them].
+    """By [Note: shapes as training has them].
 
     layers: linear ones; None: what suits the device.
     """
@@ -65,7 +65,6 @@ def product_seconds(
 
 
 def _of_layer(device: Device, layer: Layer, dtype: torch.dtype) -> dict[Product, Callable[[], object]]:
-    """Returns product -> its action, for the three products of a linear layer."""
     m, k, n = layer
     count = max(1, min(_MOST_WEIGHTS, _COLD_BYTES // (k * n * dtype.itemsize)))
     weights = cycle([torch.full((k, n), 0.5 / k, dtype=dtype, device=device.device) for _ in range(count)])
@@ -81,7 +80,7 @@ def _of_layer(device: Device, layer: Layer, dtype: torch.dtype) -> dict[Product,
 def fit_products(
     seconds: dict[Product, float], *, flops_per_s: float, itemsize: int, sms: int, tile: tuple[int, int]
 ) -> ProductShape:
-    """Returns the figures whose predicted seconds of products are nearest to the measured `seconds`.
+    """The figures whose predicted seconds are nearest to the measured `seconds`.
 
     flops_per_s: rate of large products.
     sms, tile: as in `ProductShape`; they are not fitted.
@@ -116,8 +115,8 @@ def _elements(product: Product) -> int:
 
 
 def attention_share(device: Device, bench: Bench, dtype: str, flops_per_s: float) -> float:
-    """Returns the share of `flops_per_s` at which torch's causal attention runs, forward and backward together, without
-    the flops that the mask saves; at most 1."""
+    """The share of `flops_per_s` at which torch's causal attention runs, forward and backward together, without the
+    flops that the mask saves; at most 1."""
     batch, heads, rows, width = _ATTENTION[device.kind]
     made = torch.full((3, batch, heads, rows, width), 0.1, dtype=TORCH_DTYPES[dtype], device=device.device)
     q, k, v = (part.detach().requires_grad_() for part in made)

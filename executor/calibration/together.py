@@ -1,8 +1,8 @@
 """Slow-downs of queues that run at once: every pair of queues is timed alone and side by side.
 
 [Note: slow-downs] `compute_while_adam` = 1.25 says: while a CPU Adam runs, compute takes 1.25 times as long. Cores,
-caches and DRAM cause this. None of them is modelled; the factor is measured. The factor holds for a partner that never
-pauses. The cost model scales the factor by the share of time in which the partner's copies move bytes.
+caches and DRAM cause this. The measured factor holds for a partner that never pauses. The cost model scales it by the
+share of time in which the partner's copies move bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ Ended = tuple[float, float]
 
 
 def pace(rows: Sequence[Ended], begin_s: float, end_s: float) -> float:
-    """Returns the median seconds of the actions that ended inside the window. Raises ValueError for fewer than two
-    actions."""
+    """Median seconds of the actions that ended inside the window. Raises ValueError for fewer than two."""
     inside = [took_s for at_s, took_s in rows if begin_s <= at_s <= end_s]
     if len(inside) < 2:
         raise ValueError(f"{len(inside)} actions ended within {end_s - begin_s:.3g} s; watch for longer")
@@ -40,9 +39,9 @@ def watch(
     clock: Callable[[], float] = time.perf_counter,
     work_clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Returns the seconds of one action of each kind while all of them run repeatedly, one thread per kind.
+    """Seconds of one action of each kind while all run repeatedly, one thread per kind.
 
-    The window begins when each has ended twice. It lasts `window_s`, or until each has ended four times.
+    The window begins when each has ended twice, and lasts `window_s`, or until each has ended four times.
 
     enter: called first in each thread.
     work_clock: for an action's seconds, read in its own thread.
@@ -83,7 +82,7 @@ def _window(
     window_s: float,
     clock: Callable[[], float],
 ) -> float:
-    """Wait until the window is over, or the first failure. Returns the window's begin."""
+    """Returns the window's begin, once it is over, or at the first failure."""
     while not failures and any(len(rows) < 2 for rows in ended.values()):
         time.sleep(0.002)
     begin_s = max(rows[1][0] for rows in ended.values()) if not failures else 0.0
@@ -98,7 +97,7 @@ def _window(
 def slowdowns(
     actions: Mapping[str, Action], bench: Bench, watched: Callable[[Mapping[str, Action], float], dict[str, float]]
 ) -> dict[str, float]:
-    """Returns "A_while_B" -> factor, at least 1, by which A takes longer while B runs; [Note: slow-downs].
+    """ "A_while_B" -> factor, at least 1, by which A takes longer while B runs.
 
     Actions alone and side by side are timed in turns, so that a busy spell affects both. Factors are of medians over
     the rounds.

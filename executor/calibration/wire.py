@@ -1,9 +1,8 @@
 """Collectives between two processes: gloo on CPUs, NCCL where there are two CUDA devices.
 
 Each rank is a process of its own (`python -m executor.calibration.wire RANK FILE BACKEND`). The processes meet through
-a file that both know; the first process prints seconds by size as JSON. An all-gather between two ranks sends each
-rank's part once. Therefore bytes of the part over the seconds beyond the latency is the rate at which a rank sends, and
-at the same time receives.
+a file; the first prints seconds by size as JSON. An all-gather between two ranks sends each rank's part once, so bytes
+of the part over the seconds beyond the latency is the rate at which a rank sends and receives.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ _TIMEOUT_S = 60.0
 
 def from_seconds(seconds: dict[int, float]) -> tuple[Curve, float]:
     """Returns (curve of bytes/s that a rank sends over the bytes of both parts together, latency in s) from all-gather
-    seconds by bytes of a rank's part. The latency is the seconds of the smallest part. A rate is of the bytes beyond
-    that part, over the seconds beyond the latency. Parts that take no longer than the smallest are left out, but for
-    the largest."""
+    seconds by bytes of a rank's part. The latency is the seconds of the smallest part, beyond which rates are taken.
+    Parts that take no longer than it are left out, but for the largest."""
     small, *others = sorted(seconds)
     rates = [(2.0 * size, (size - small) / max(seconds[size] - seconds[small], 1e-9)) for size in others]
     measurable = [(size, rate) for size, rate in rates[:-1] if seconds[int(size) // 2] > seconds[small]]
@@ -38,8 +36,8 @@ def from_seconds(seconds: dict[int, float]) -> tuple[Curve, float]:
 
 
 def collective_rates(*, timeout_s: float = _TIMEOUT_S) -> tuple[str, Curve, float] | str:
-    """Returns (backend, curve of bytes/s that a rank sends over the bytes of a collective, latency in s), or the reason
-    for none."""
+    """(backend, curve of bytes/s that a rank sends over the bytes of a collective, latency in s), or the reason for
+    none."""
     import torch
     import torch.distributed
 

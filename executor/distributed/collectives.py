@@ -1,18 +1,17 @@
 """The collectives of a plan on flat tensors: exchanges between this rank and the others.
 
 One thread at a time (the net queue's) uses `Wire`, on a process group of its own. So the order of collectives is the
-plan's on every rank, without collectives of the user's in between. `Wire` knows no chunk and no plan.
+plan's on every rank.
 
-A flat tensor of n elements is exchanged in equal slices of n // ranks. Left-over elements (only where nothing is sliced
-and n is not a multiple of the ranks) are summed whole. gloo has no reduce-scatter of its own (torch's is an all-reduce
-of a copy): with gloo every rank sums the whole tensor in place, twice the bytes, and uses its slice.
+A flat tensor of n elements is exchanged in equal slices of n // ranks. Left-over elements (where nothing is sliced) are
+summed whole. gloo has no reduce-scatter of its own: every rank sums the whole tensor in place, twice the bytes, and
+uses its slice.
 
 [Note: bounded waits] The thread waits for gloo's collectives itself, in short intervals, so that the wait ends when a
-rank is known to be gone. NCCL's collectives are only issued, in the order of the current stream. A thread that waits
-for that stream (also the user's `loss.item()`) waits inside the driver, for ever if a rank never comes. So another
-thread watches the last issued collective (`_Deadline`). When a rank is gone, or nothing has come back for timeout_s,
-this other thread first fails the run and then aborts the communicator. The kernels end, every wait in the driver
-returns, and their results are not used, because the run has failed.
+rank is known to be gone. NCCL's collectives are only issued. A thread that waits for their stream (also the user's
+`loss.item()`) waits inside the driver, for ever if a rank never comes. So another thread watches the last one
+(`_Deadline`). When a rank is gone, or nothing has come back for timeout_s, it first fails the run and then aborts the
+communicator: the kernels end and every wait in the driver returns.
 """
 
 from __future__ import annotations
@@ -44,9 +43,7 @@ class Wire:
 
     check(waited_s): called while waiting; raises when the others are gone.
     explain: returns the error for a collective that broke.
-    broken(error): called from another thread, where `check` raised for a collective without a waiter in Python
-        (NCCL's).
-    device: NCCL's device.
+    broken(error): called from another thread, where `check` raised for a collective of NCCL's.
     sent_bytes: bytes sent to the others, if each collective goes round a ring (its own slice left out).
     """
 
@@ -73,20 +70,20 @@ class Wire:
         self.on_host: Wire = self  # buffers for tensors in host memory, which NCCL does not accept
 
     def _slice(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns (the part that divides evenly, this rank's slice of it, the rest)."""
+        """(the part that divides evenly, this rank's slice of it, the rest)."""
         size = flat.numel() // self.ranks
         even = flat[: size * self.ranks]
         return even, even[self.rank * size : (self.rank + 1) * size], flat[size * self.ranks :]
 
     def gather(self, flat: torch.Tensor) -> None:
-        """Fill `flat` in place, each rank's slice from that rank. Returns when all are there."""
+        """Fill each rank's slice of `flat` from that rank, in place."""
         even, mine, _ = self._slice(flat)
         if even.numel():
             self._do(lambda: all_gather(self._group, even, mine, self._options("AllgatherOptions")))
             self.sent_bytes += mine.numel() * mine.element_size() * (self.ranks - 1)
 
     def reduce_scatter(self, flat: torch.Tensor) -> None:
-        """Replace this rank's slice of `flat` by the sum over the ranks, in place. The others are undefined then."""
+        """Replace this rank's slice by the sum over the ranks, in place; the others are undefined then."""
         even, mine, rest = self._slice(flat)
         if even.numel():
             if self._nccl:
@@ -98,11 +95,11 @@ class Wire:
             self.sum(rest)
 
     def sum(self, flat: torch.Tensor) -> None:
-        """Replace `flat` by the sum over the ranks, in place."""
+        """In place, over the ranks."""
         self._do(lambda: self._group.allreduce([flat], self._options("AllreduceOptions")))
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Fill `flat` with the values of the group's first rank."""
+        """Fill `flat` with the first rank's values."""
         if self._nccl and flat.device.type == "cpu":
             self.on_host.broadcast(flat)
             return
@@ -111,7 +108,7 @@ class Wire:
         self._do(lambda: self._group.broadcast([flat], options))
 
     def exchange(self, row: torch.Tensor) -> torch.Tensor:
-        """Exchange a tensor [n] of every rank. Returns [ranks, n]."""
+        """Every rank's [n] as [ranks, n]."""
         if self._nccl and row.device.type == "cpu":
             return self.on_host.exchange(row)
         rows = torch.empty(self.ranks * row.numel(), dtype=row.dtype, device=row.device)
@@ -126,8 +123,7 @@ class Wire:
         self._wait(work)
 
     def _wait(self, work: Any) -> None:
-        """Wait for the work; for gloo without Work.wait, which cannot be left when a rank is gone. See [Note: bounded
-        waits]."""
+        """For gloo without Work.wait, which cannot be left when a rank is gone. [Note: bounded waits]"""
         if self._deadline is not None:
             try:
                 if work is not None:  # otherwise torch has ordered the stream itself
@@ -151,16 +147,15 @@ class Wire:
             raise self._explain(error) from error
 
     def _options(self, name: str) -> Any:
-        """Returns the options of a collective. NCCL is told that its caller waits at once; otherwise torch would note
-        NCCL's own stream in the tensors' memory and give it back late."""
+        """NCCL is told that its caller waits at once: otherwise torch would give the tensors' memory back late."""
         options = getattr(dist.distributed_c10d, name)()
         if self._nccl and hasattr(options, "asyncOp"):
             options.asyncOp = False
         return options
 
     def abort(self) -> None:
-        """End NCCL's unfinished work on this device, because a rank is gone; gloo's waits end themselves. May be called
-        from any thread, repeatedly."""
+        """End NCCL's unfinished work because a rank is gone; gloo's waits end themselves. Any thread may call,
+        repeatedly."""
         group, deadline = self._group, self._deadline
         if deadline is None or group is None or not deadline.end():
             return
@@ -171,14 +166,14 @@ class Wire:
         abort()
 
     def close(self) -> None:
-        """Give the group up. Another thread's collective continues without an owner."""
+        """Another thread's collective continues without an owner."""
         if self._deadline is not None:
             self._deadline.end()
         self._group = None
 
 
 class _Deadline:
-    """Watches, in a thread of its own, the last collective that was issued to the device. See [Note: bounded waits]."""
+    """Watches the last collective issued to the device: [Note: bounded waits]."""
 
     def __init__(
         self,
@@ -206,7 +201,7 @@ class _Deadline:
                 self._thread.start()
 
     def end(self) -> bool:
-        """Stop watching. Returns whether it still did."""
+        """Returns whether it still watched."""
         was = not self._over.is_set()
         self._over.set()
         return was
@@ -229,14 +224,13 @@ class _Deadline:
 
 
 def _keep_for_ever(group: Any) -> None:
-    """Keep the group of an abandoned collective until the process ends: destroying it, even then, would wait for the
-    collective, and so for a rank that is gone."""
+    """Destroying the group of an abandoned collective, even at the process' end, would wait for a rank that is gone."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def open_group(backend: str, name: str, rank: int, ranks: int, timeout_s: float) -> Any:
-    """Returns a process group ("gloo" or "nccl") of `ranks` processes that know `name`. torch's `new_group` would need
-    every process of the job, and its names differ where processes have made other groups before."""
+    """A process group ("gloo" or "nccl") of `ranks` processes that know `name`. torch's `new_group` would need every
+    process of the job, and its names differ where processes have made other groups before."""
     store = dist.distributed_c10d.PrefixStore(name, default_store())
     limit = timedelta(seconds=timeout_s + TORCH_LATER_S)  # `check` reports before this limit
     if backend == "gloo":

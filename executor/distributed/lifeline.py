@@ -1,10 +1,9 @@
 """Lifeline: each rank learns at once that another rank is gone, and which.
 
-There is a socket between every two ranks, beside torch's process groups. When a process dies, in whatever way, the
-kernel closes its sockets and tells the others at once. A collective would wait for its timeout or say "connection
-closed by peer". A rank that ends with an error sends the error's text first; a rank that closes its session says so.
-The lifeline does not detect a rank that lives but does nothing (a debugger, an endless loop); the collectives' timeout
-does.
+There is a socket between every two ranks. When a process dies, in whatever way, the kernel closes its sockets; a
+collective would wait for its timeout or say "connection closed by peer". A rank that ends with an error sends the
+error's text first; a rank that closes its session says so. A rank that lives but does nothing is detected by the
+collectives' timeout.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ class Lifeline:
         return {"host": host, "address": reachable, "port": port, "pid": os.getpid(), "token": self._token}
 
     def connect(self, addresses: Sequence[Address]) -> None:
-        """Connect to the other ranks. If another host cannot be reached, a warning says so, and its ranks are not
-        watched.
+        """If another host cannot be reached, a warning says so, and its ranks are not watched.
 
         addresses: of all ranks, in their order.
         """
@@ -105,11 +103,11 @@ class Lifeline:
     # -- this rank's end ----------------------------------------------------------------------------------------------
 
     def fail(self, what: str) -> None:
-        """Tell the others that this rank ends, and with which error."""
+        """This rank ends with an error."""
         self._say({"failed": what})
 
     def leave(self, what: str) -> None:
-        """Tell the others that this rank has ended its run in order, and stop watching them."""
+        """This rank has ended its run in order. Stop watching the others."""
         self._say({"left": what})
         self._ended.set()
         for peer in self._peers.values():
@@ -126,7 +124,7 @@ class Lifeline:
     # -- the others' --------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> BaseException:
-        """Returns the error for a collective that broke with `error`: the loss of a rank, if a message explains it."""
+        """The error for a collective that broke with `error`: the loss of a rank, if a message explains it."""
         self._heard.wait(WORD_S)
         if self.lost is not None:
             return self.lost
@@ -136,7 +134,7 @@ class Lifeline:
         return RankLost(f"an exchange with the other ranks broke, and none of them gave a reason: {error}")
 
     def departure(self) -> str | None:
-        """Returns the rank that has ended its run in order, and how, in words; None without one."""
+        """The rank that has ended its run in order, and how."""
         rows = sorted(self._words.items())
         return f"{self._names[rows[0][0]]} {rows[0][1]}" if rows else None
 

@@ -1,5 +1,4 @@
-"""Processes that run one program together, as torchrun starts them: the values that they exchange apart from
-training."""
+"""Processes that run one program together, as torchrun starts them."""
 
 from __future__ import annotations
 
@@ -20,14 +19,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """The processes that run one program together."""
-
     count: int
     rank: int
     device: str
 
     def gathered(self, value: T) -> list[T]:
-        """Returns the values of all processes, in order of rank. Every rank calls this at the same point."""
+        """Values of all processes, in order of rank. Every rank calls this at the same point."""
         if not dist.is_initialized():
             return [value]
         rows: list[Any] = [None] * self.count
@@ -38,8 +35,7 @@ class Processes:
         return self.gathered(value)[0]
 
     def on_all(self, action: Callable[[], T]) -> T:
-        """Returns the result of the action on this rank. If it fails on some rank, PstarError is raised on all, so that
-        none waits for it."""
+        """If the action fails on some rank, PstarError is raised on all, so that none waits for it."""
         failed: Exception | None = None
         try:
             done = action()
@@ -53,16 +49,13 @@ class Processes:
         return done
 
     def group_of_first(self) -> dist.ProcessGroup | None:
-        """Returns a group of the first process alone; None if there is no other. Every process calls this."""
+        """None if there is no other process. Every process calls this."""
         return dist.new_group([0]) if self.count > 1 else None
 
 
 @contextmanager
 def processes_of(device: str) -> Iterator[Processes]:
-    """Yields the connected processes of this run, or the only process.
-
-    device: "cuda" gives each process the card of its own number.
-    """
+    """device: "cuda" gives each process the card of its own number."""
     started = dist.is_torchelastic_launched() and not dist.is_initialized()
     if started:
         dist.init_process_group("gloo" if device == "virtual" else "cpu:gloo,cuda:nccl")

@@ -1,27 +1,26 @@
 """Ranks: this process among the processes that train one model under one plan.
 
-The run has three process groups of its own: `wire` for the plan's collectives (the net queue's thread), `_meeting` for
-messages between steps of the plan (the user's thread), and `_sums` for agreements once per iteration (the thread of the
-first Adam step). The last two are gloo, also where `wire` is NCCL.
+The run has three process groups: `wire` for the plan's collectives (the net queue's thread), and of gloo `_meeting` for
+messages between steps of the plan (the user's thread) and `_sums` for agreements once per iteration (the thread of the
+first Adam step).
 
 [Note: all ranks at once] A rank holds a part of each parameter, so work on whole parameters needs every rank. All ranks
 train, read a parameter or `state_dict()`, save and load at the same point of their loop, between `optimizer.step()` and
 the next forward. An iteration keeps to its plan (`cannot_leave`).
 
 [Note: evaluations that differ] Between two iterations, and without gradients, each rank may call the model as it likes:
-other modules than the others (routed experts), more batches, or nothing. A rank that needs a chunk comes to a meeting.
-The meeting begins when all ranks have come: because they need a chunk too, or at their next micro-batch, checkpoint or
-read parameter. If all ranks need the same chunk, it is gathered as in the plan. Otherwise the needed chunks are served
-one after the other: every rank gives its slice, through host memory, and the ranks that need the chunk take all slices.
-Then all meet again, until no rank needs a chunk. Nothing is updated meanwhile, so the results are those of one process.
-A meeting ends with an error if a rank has left, and after timeout_s if a rank waits elsewhere (in an all_reduce of the
-loop's own, before the others are done).
+other modules than the others (routed experts), more batches, or nothing. A rank that needs a chunk comes to a meeting,
+which begins when all ranks have come: because they need a chunk too, or at their next micro-batch, checkpoint or read
+parameter. A chunk that all need is gathered as in the plan. Otherwise every rank gives its slices of the needed chunks,
+through host memory, and all meet again, until no rank needs a chunk. Nothing is updated meanwhile. A meeting ends with
+an error if a rank has left, and after timeout_s if a rank waits elsewhere (in an all_reduce of the loop's own, before
+the others are done).
 
 [Note: the weight of a rank] The loss of each rank has to be a mean over its batch (a rank that has more sequences has
-the larger share). Rank r has b_r of the B = b_0 + b_1 + ... sequences of a micro-batch. Its gradient is multiplied by
-b_r / B when it arrives, and the gradients are summed. The sum is the gradient of the mean over the joined batch. b_r is
-the first dimension of the first tensor that the model's forward gets, in each micro-batch. If the loss is a mean over
-other items (tokens that are not padding), `prepare(count=...)` gives their number.
+the larger share). Rank r has b_r of the B sequences of a micro-batch. Its gradient is multiplied by b_r / B when it
+arrives, so that the sum is the gradient of the mean over the joined batch. b_r is the first dimension of the first
+tensor that the model's forward gets, in each micro-batch. If the loss is a mean over other items (tokens that are not
+padding), `prepare(count=...)` gives their number.
 """
 
 from __future__ import annotations
@@ -65,9 +64,7 @@ over."""
 
 
 class Ranks:
-    """This process among the ranks of a run.
-
-    on_loss(error): called from another thread when a rank is gone while this rank may wait for the device.
+    """on_loss(error): called from another thread when a rank is gone while this rank may wait for the device.
     still, own_slice: see `session.reader.Reader`.
 
     Raises RankLost, wherever this process waits for the others, when a rank is gone.
@@ -107,7 +104,7 @@ class Ranks:
             torch.cuda.synchronize(device)
 
     def _check_cards(self, device: torch.device) -> None:
-        """Raise PlanError, on every rank, where two ranks use the same card, which NCCL does not allow."""
+        """NCCL does not allow two ranks on one card. Raises PlanError on every rank."""
         card = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
         rows = [row[0] for row in self.meet([_digest(card)])]
         for rank, row in enumerate(rows):
@@ -119,7 +116,7 @@ class Ranks:
                 )
 
     def _break(self, error: BaseException) -> None:
-        """Fail the run once, from the thread that finds the reason, and end all unfinished work with the others."""
+        """Fail the run once, from the thread that finds the reason, and end unfinished work with the others."""
         self._broken = error
         if self.on_loss is not None:
             self.on_loss(error)
@@ -143,7 +140,7 @@ class Ranks:
             raise RankLost(f"{who}, and this is rank {self.rank}, which still waits for that rank")
 
     def cannot_leave(self, reason: str) -> PlanError:
-        """Returns the error to raise where one process would continue off the plan. Tells the other ranks."""
+        """For one process that would continue off the plan. Tells the other ranks."""
         return self.ends(
             f"rank {self.rank} cannot continue: {reason}. On several ranks an iteration keeps to its plan, because the "
             "others wait for its next steps; make a plan that holds for the model on every rank (trace the model with "
@@ -151,12 +148,12 @@ class Ranks:
         )
 
     def ends(self, text: str) -> PlanError:
-        """Returns the error to raise where this rank's run is over. Tells the other ranks."""
+        """This rank's run is over. Tells the other ranks."""
         self.life.fail(f"PlanError: {text}")
         return PlanError(text)
 
     def announce(self, error: BaseException | None, iteration: int) -> None:
-        """Tell the others that this rank's run is over, and how; it waits for them no more."""
+        """Tell the others that this rank's run is over, and how."""
         if isinstance(error, RankLost):
             self.life.leave("ended because another rank was lost")
         elif error is not None:
@@ -168,35 +165,33 @@ class Ranks:
         self._over = True
 
     def close(self) -> None:
-        """Close the connections, when no thread is in an exchange any more."""
+        """No thread may be in an exchange."""
         for wire in (self.wire, self._meeting, self._sums):
             wire.close()
 
     def agree(self, norm: torch.Tensor) -> torch.Tensor:
-        """Returns the norm over all ranks, from each rank's norm of its part. Every rank calls this once per iteration.
-        If one rank's is not finite, the result is finite on none."""
+        """Norm over all ranks, of each rank's norm of its part. Every rank calls this once per iteration. If one rank's
+        is not finite, the result is finite on none."""
         total = norm.detach().to("cpu", torch.float64).square().reshape(1)
         self._sums.sum(total)
         return total.sqrt().to(norm.device, torch.float32).reshape(())
 
     def meet(self, row: Sequence[float]) -> list[list[float]]:
-        """Exchange a row of values. Returns all rows in order of rank. Every rank calls this at the same point of its
-        loop."""
+        """All ranks' rows in order of rank. Every rank calls this at the same point of its loop."""
         rows: list[list[float]] = self._meeting.exchange(torch.tensor(row, dtype=torch.float64)).tolist()
         return rows
 
     def on_this_host(self) -> list[int]:
-        """Returns the ranks on this host. Every rank calls this at the same point."""
+        """Every rank calls this at the same point."""
         mine = _digest(socket.gethostname())
         return [rank for rank, row in enumerate(self.meet([mine])) if row[0] == mine]
 
     def any(self, here: bool) -> bool:
-        """Returns whether the value is true on some rank. Every rank calls this at the same point of its loop."""
+        """Whether the value is true on some rank. Every rank calls this at the same point."""
         return any(row[0] for row in self.meet([float(here)]))
 
     def same(self, values: Mapping[str, str]) -> None:
-        """Raise PlanError on every rank if one of the values, by name, differs between ranks. Only for the start of a
-        run."""
+        """Raise PlanError on every rank if a value differs between ranks. Only for the start of a run."""
         rows = self.meet([_digest(value) for value in values.values()])
         for i, what in enumerate(values):
             odd = [r for r, row in enumerate(rows) if row[i] != rows[0][i]]
@@ -205,8 +200,8 @@ class Ranks:
                 raise PlanError(f"{text}; give every rank the same")
 
     def slices_of(self, chunk: int) -> torch.Tensor | None:
-        """Returns a chunk that this rank needs off the plan, [ranks, bytes of a slice] in host memory; None if all need
-        it now and gather it. See [Note: evaluations that differ]."""
+        """A chunk that this rank needs off the plan, [ranks, bytes of a slice] in host memory; None if all need it now
+        and gather it: [Note: evaluations that differ]."""
         rows = self.meet([float(chunk), 0.0])
         wanted = {row[0] for row in rows}
         return None if len(wanted) == 1 else self._serve([each for each in wanted if each >= 0], chunk)
@@ -216,9 +211,8 @@ class Ranks:
         return self.come_to(READS, number)
 
     def come_to(self, what: float, number: float = 0.0) -> list[float]:
-        """Meet the other ranks at a point, one of NEXT, each with a number. Returns the numbers of all. Until then this
-        rank gives its slices of chunks that others read off the plan. Raises PlanError, on all ranks, if the points
-        differ."""
+        """Meet the other ranks at a point, one of NEXT. Returns their numbers. Until then this rank gives its slices of
+        chunks that others read off the plan. Raises PlanError, on all ranks, if the points differ."""
         while True:
             rows = self.meet([what, number])
             wanted = {row[0] for row in rows if row[0] >= 0}  # the points of NEXT are below
@@ -236,7 +230,7 @@ class Ranks:
         raise self.ends(text)
 
     def _serve(self, wanted: Iterable[float], mine: int = -1) -> torch.Tensor | None:
-        """Join these chunks on every rank, in host memory. Returns the one that this rank needs."""
+        """Join these chunks in host memory. Returns the one that this rank needs."""
         assert self.own_slice is not None
         joined: torch.Tensor | None = None
         with torch.no_grad(), self.still():
@@ -247,8 +241,8 @@ class Ranks:
         return joined
 
     def weight(self, count: float) -> float:
-        """Returns the weight of this rank in the micro-batch that begins ([Note: the weight of a rank]). Every rank
-        calls this with its own b_r. Raises ModelError on all ranks if a value is not a count, or if all are 0."""
+        """[Note: the weight of a rank]. Every rank calls this with its own b_r. Raises ModelError on all ranks if a
+        value is not a count, or if all are 0."""
         counts = self.come_to(TRAINS, count)
         rows = ", ".join(f"{each:g}" for each in counts)
         odd = [rank for rank, each in enumerate(counts) if not 0 <= each < math.inf]
@@ -267,19 +261,19 @@ class Ranks:
 
 
 def _digest(text: str) -> float:
-    """Returns 48 bits of a text's hash, which a float64 holds exactly, to compare texts by."""
+    """48 bits, which a float64 holds exactly."""
     return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
 
 
 def _introduce(group: dist.ProcessGroup, mine: Address) -> tuple[str, list[Address]]:
-    """Returns the run's name, which the first process chooses, and the addresses of all processes."""
+    """The run's name, which the first process chooses, and all addresses."""
     rows: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(rows, (uuid.uuid4().hex, mine), group=group)
     return f"pstar-sim/{rows[0][0]}", [address for _, address in rows]
 
 
 def join(plan: Plan, group: Any, *, device: torch.device, timeout_s: float) -> Ranks | None:
-    """Returns the ranks of a plan's run; None for one rank. Raises PlanError if the processes do not match."""
+    """None for one rank. Raises PlanError if the processes do not match the plan."""
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     check_processes(plan, dist.get_world_size(group) if group is not None else 1)
@@ -287,7 +281,7 @@ def join(plan: Plan, group: Any, *, device: torch.device, timeout_s: float) -> R
 
 
 def count_of(args: Any, kwargs: Any) -> float:
-    """Returns the first dimension of the first tensor of a batch; 1 without a tensor."""
+    """First dimension of the first tensor of a batch; 1 without a tensor."""
     for tensor in tensors_of((args, kwargs)):
         if tensor.dim():
             return float(tensor.shape[0])
@@ -295,7 +289,7 @@ def count_of(args: Any, kwargs: Any) -> float:
 
 
 def share_values(ranks: Ranks, model: nn.Module) -> None:
-    """Give every rank's parameters and buffers rank 0's values, one by one, before the model is moved."""
+    """Give all ranks rank 0's values, before the model is moved."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             flat = tensor.detach()

@@ -1,2 +1,2 @@
 """The acts of the training loop, and `session.step(micro_batches)`, in which the engine calls the model's blocks
-itself, in the order of the plan."""
+itself."""

@@ -1,7 +1,4 @@
-"""Facts: the conditions of the cursor's table for one act of the loop, and the words in its refusals.
-
-Both are read from the session's parts when they are needed.
-"""
+"""Facts: the conditions of the cursor's table for one act of the loop, and the words in its refusals."""
 
 from __future__ import annotations
 
@@ -24,8 +21,6 @@ __all__ = ["ActFacts", "Facts"]
 
 @dataclass(frozen=True)
 class Facts:
-    """The parts of a session of which the contract's table asks."""
-
     state: WholeState
     reader: Reader
     clock: MomentClock
@@ -34,9 +29,7 @@ class Facts:
 
 
 class ActFacts:
-    """The `cursor.FactSource` of one act.
-
-    tensor: index of the parameter that the call is about; -1 for none.
+    """tensor: index of the parameter that the call is about; -1 for none.
     keeps: whether `zero_grad` is to keep gradient tensors.
     """
 
@@ -60,7 +53,6 @@ class ActFacts:
 
     @property
     def forward(self) -> str:
-        """The module whose forward begins."""
         return "" if self.event is None else self.event.name.removeprefix("begin:")
 
     @property
@@ -91,12 +83,11 @@ class ActFacts:
 
     @property
     def planned(self) -> int:
-        """Number of micro-batches of the plan."""
         return self.of.state.run.plan.workload.micro_batches
 
     @property
     def backward(self) -> int:
-        """Number of the backward that begins, from 1."""
+        """The backward that begins, from 1."""
         return self.of.state.now.given + 1
 
     @property
@@ -111,7 +102,7 @@ class ActFacts:
 
     @property
     def hooking(self) -> str:
-        """How a hook sees or changes a gradient in a backward."""
+        """How a hook sees or changes a gradient."""
         if self.planned == 1:
             return "register the hook before prepare, or p.register_hook"
         return (

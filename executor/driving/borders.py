@@ -3,8 +3,7 @@
 [Note: borders] The inputs and outputs of a block are cut out of the autograd graph. The consumer gets a tensor of the
 same memory in a new graph, whose gradient ends in a `Sink`. The producer keeps a `_CutOutput`, from which that gradient
 later continues. So a forward leaves one graph per block. Operations outside the blocks (glue) have graphs of their own,
-the last of them with the loss (the tail). `BlockTape` holds the graphs in the order of the forward; run in reverse they
-are the whole backward.
+the last of them with the loss (the tail). `BlockTape` holds the graphs; run in reverse they are the whole backward.
 
 | part of the tape   | graph from                                             | to                              |
 |--------------------|--------------------------------------------------------|---------------------------------|
@@ -19,7 +18,7 @@ later parts have left in sinks, each at the border of its sink.
 
 Two kinds of tensors cannot be cut: a tensor that a block takes and the model also uses afterwards (a residual stream
 kept outside the blocks), and a tensor inside an object of the model's own. Then two parts share a graph, which
-`shared_part` finds. Borders hold no memory that an ordinary backward would not hold.
+`shared_part` finds.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ __all__ = ["OTHER_FORWARD", "BlockPart", "BlockTape", "Borders", "find_blocks", 
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the blocks by name, in the order of `named_modules()`: members (with parameters) of the outermost
-    ModuleLists and Sequentials that have two or more of them. A block inside a block does not count."""
+    """Members (with parameters) of the outermost ModuleLists and Sequentials that have two or more of them, in the
+    order of `named_modules()`. A block inside a block does not count."""
     found: dict[str, nn.Module] = {}
 
     def look(module: nn.Module, name: str) -> None:
@@ -74,11 +73,10 @@ def _join(name: str, key: str) -> str:
 
 
 class Sink:
-    """Collects the gradient of a cut tensor, summed over its uses, until backward continues from there.
+    """The gradient of a cut tensor, summed over its uses, until backward continues from there.
 
     closed: the cut was undone; no gradient may arrive.
-    hooked: the model has a hook of its own on the cut tensor, which gets each part's gradient, and no sum a second
-        time.
+    hooked: the model has a hook on the cut tensor, which gets each part's gradient, and no sum a second time.
     """
 
     def __init__(self) -> None:
@@ -95,8 +93,7 @@ class Sink:
 
 
 class _BlockBorder(torch.autograd.Function):
-    """The consumer's side of a cut: the same values in a new graph, not as a leaf, so that modules may work on them in
-    place."""
+    """The consumer's side of a cut: not a leaf, so that modules may work on it in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, sink: Sink) -> torch.Tensor:
@@ -111,7 +108,7 @@ class _BlockBorder(torch.autograd.Function):
 
 
 class _CutOutput(torch.autograd.Function):
-    """The producer's side of a cut: an empty tensor whose backward gives the producer the sink's gradient."""
+    """The producer's side: an empty tensor whose backward gives the sink's gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, sink: Sink) -> torch.Tensor:
@@ -130,9 +127,7 @@ _CUT_NODE = node_class(_BlockBorder)
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A tensor at which the backward of a part begins.
-
-    sink: where the tensor's gradient arrives; None for the loss.
+    """sink: where the tensor's gradient arrives; None for the loss.
     border: the consumer's side of the cut. `keep` keeps its node alive.
     """
 
@@ -144,17 +139,13 @@ class End:
 
 @dataclass(slots=True)
 class BlockPart:
-    """One graph of the forward.
-
-    name: "tail", the name of a block, or for glue "before " and the name of the block that follows.
-    """
+    """name: "tail", a block, or for glue "before " and the block that follows."""
 
     name: str
     ends: list[End] = field(default_factory=list)
 
     @property
     def before_block(self) -> bool:
-        """Whether the part is glue."""
         return self.name.startswith(_BEFORE)
 
 
@@ -163,10 +154,8 @@ class _Known:
     """A border, noted on one of its two tensors.
 
     node: its autograd node at the cut; a tensor changed in place since has another.
-    other: the tensor on the other side of the cut: for a block's argument, what the block got in its place; for what
-        consumers got, what the block gave.
+    other: the tensor on the other side: what the block got, or gave.
     part: the part that ends at the border.
-    sink: where the gradient arrives.
     """
 
     tape: BlockTape
@@ -177,14 +166,12 @@ class _Known:
 
 
 class _Recorded(threading.local):
-    """The tape of the forward that runs in this thread."""
-
     tape: BlockTape | None = None
 
 
 class Borders:
-    """Hooks on a model's blocks, in place until `close()`, that act only inside `recording`. As they stay, their order
-    never changes, and a model that collects its blocks' tensors by hooks always collects the same."""
+    """Hooks on a model's blocks, in place until `close()`, that act only inside `recording`. As they stay, a model that
+    collects its blocks' tensors by hooks always collects the same."""
 
     def __init__(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
         self._recorded = _Recorded()
@@ -196,7 +183,7 @@ class Borders:
 
     @contextlib.contextmanager
     def recording(self, saves: ForwardSaves | None = None) -> Iterator[BlockTape]:
-        """Inside this context, calls of the blocks are cut at both ends. Yields the tape.
+        """Inside this context, calls of the blocks are cut at both ends.
 
         saves: notified of each call.
         """
@@ -230,7 +217,7 @@ class Borders:
 
 
 class BlockTape:
-    """The parts of one micro-batch's forward, recorded by `Borders` and finished by `end`.
+    """The parts of one micro-batch's forward.
 
     saves: see `recording`.
     """
@@ -244,16 +231,15 @@ class BlockTape:
 
     @property
     def signature(self) -> tuple[tuple[str, int], ...]:
-        """Returns (name, number of cut tensors) of each part. Equal signatures are taken for equal graphs."""
+        """(name, number of cut tensors) of each part. Equal signatures are taken for equal graphs."""
         return tuple((part.name, len(part.ends)) for part in self.parts)
 
     def end(self, loss: torch.Tensor) -> None:
-        """End the tape after the forward. The graph that leads to the loss becomes the tail."""
+        """The graph that leads to the loss becomes the tail."""
         self.parts.append(BlockPart("tail", [End(loss)]))
 
     def back(self) -> None:
-        """Run backward through the last part, from the gradients that have arrived, and drop it. Does nothing without
-        gradients. See [Note: the order of sums]."""
+        """Run backward through the last part, and drop it. Does nothing without gradients. [Note: the order of sums]"""
         part = self.parts.pop()
         roots = [end.root for end in part.ends if end.sink is None or end.sink.gradient is not None]
         if not roots:
@@ -270,7 +256,7 @@ class BlockTape:
         backward_from(starts, gradients)
 
     def enter(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Cut the arguments of a called block. Returns its new arguments; None to keep them, inside another block."""
+        """Returns a block's new arguments; None to keep them, inside another block."""
         self._open += 1
         if self._open > 1:
             return None  # a block that calls another block
@@ -283,7 +269,7 @@ class BlockTape:
         return given
 
     def leave(self, name: str, output: Any) -> Any:
-        """Cut a block's output. Returns its new output; None to keep it, inside another block."""
+        """Returns a block's new output; None to keep it, inside another block."""
         self._open -= 1
         if self._open > 0:
             return None
@@ -318,7 +304,7 @@ class BlockTape:
         return made
 
     def _known(self, tensor: torch.Tensor) -> _Known | None:
-        """Returns the border noted on the tensor; None without one. A list of cut tensors would keep their memory."""
+        """A list of cut tensors would keep their memory."""
         known: _Known | None = getattr(tensor, "pstar_border", None)
         return known if known is not None and known.tape is self and known.node is tensor.grad_fn else None
 
@@ -345,7 +331,7 @@ def _hook(cut: Callable[[], Any], sink: Sink, hook: Callable[[torch.Tensor], Any
 
 
 def _cuttable() -> bool:
-    """Returns whether this is a forward with gradients, not a recomputation inside backward."""
+    """Whether this is a forward with gradients, not a recomputation."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
@@ -353,8 +339,8 @@ OTHER_FORWARD = "another micro-batch"
 
 
 def shared_part(tape: BlockTape) -> tuple[str, str] | None:
-    """Returns two parts whose graphs have a node in common, so that they cannot run one by one (the first is
-    OTHER_FORWARD where a part uses another tape's cut tensor); None without any. Walks every node once."""
+    """Returns two parts whose graphs have a node in common (OTHER_FORWARD: another tape's cut tensor), so that they
+    cannot run one by one. Walks every node once."""
     owner: dict[Any, int] = {}
     sinks = {end.sink for part in tape.parts for end in part.ends}
     for number, part in enumerate(tape.parts):

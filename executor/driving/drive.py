@@ -1,8 +1,6 @@
 """session.step(micro_batches): an iteration in which the engine, not the loop, orders the blocks.
 
-The usual loop orders the blocks: it calls the whole model, then `loss.backward()`. Here the engine has the
-micro-batches. The engine runs each micro-batch's forward with borders at the blocks (`borders.py`) and then backward
-part by part, in the order that `order` names:
+Each micro-batch's forward runs with borders at the blocks (`borders.py`), then backward part by part:
 
 | order         | what runs                                                                                   |
 |---------------|---------------------------------------------------------------------------------------------|
@@ -11,9 +9,8 @@ part by part, in the order that `order` names:
 
 The order is the plan's (`order=None`); another order is refused.
 
-An order is a function in `ORDERS`, which runs forwards and parts of tapes in some sequence. Moments are those of the
-usual loop: the clock counts the parts' backwards as one backward, and a parameter used in several parts (tied weights)
-gives its gradient at the last part. Losses, gradients and updates are those of the loop
+Moments are those of the usual loop: the parts' backwards count as one, and a parameter used in several parts (tied
+weights) gives its gradient at the last part. Losses, gradients and updates are those of the loop
 
     for batch in micro_batches: (loss(model, batch) / len(micro_batches)).backward()
     optimizer.step(); optimizer.zero_grad()
@@ -83,9 +80,7 @@ class StepResult:
 
 
 class Driver:
-    """Runs iterations of one session, and remembers the model's structure.
-
-    optimizer(): returns the optimizer; None if it is gone.
+    """optimizer(): None if it is gone.
     whole: why the model runs whole; None if it can be cut at its blocks.
     """
 
@@ -109,7 +104,7 @@ class Driver:
         self._looked = False
 
     def step(self, micro_batches: Sequence[Any], loss: Loss, order: str | None) -> StepResult:
-        """Run one iteration: see `Session.step`."""
+        """See `Session.step`."""
         begun_s = time.perf_counter()
         order = self._check(micro_batches, order)
         optimizer = self._optimizer()
@@ -134,8 +129,7 @@ class Driver:
         )
 
     def _require_structure(self, batch: Any, loss: Loss, order: str) -> None:
-        """Find out the model's structure before the first iteration. Raises ContractError where the order needs blocks
-        that cannot be cut."""
+        """Raises ContractError where the order needs blocks that cannot be cut."""
         if not self._looked and self.whole is None:
             self._look(batch, loss, order)
         self._looked = True
@@ -146,8 +140,8 @@ class Driver:
             )
 
     def _run(self, micro_batches: Sequence[Any], loss: Loss, order: str) -> tuple[list[torch.Tensor], int]:
-        """Run forward and backward of every micro-batch; again if memory runs out and the ladder finds a smaller plan.
-        Returns the losses, and the calls of blocks in a micro-batch."""
+        """Again if memory runs out and the ladder finds a smaller plan. Returns the losses, and the calls of blocks in
+        a micro-batch."""
         before = Before(self.model)
         while True:
             try:
@@ -179,7 +173,7 @@ class Driver:
         return known_order
 
     def _known_order(self, order: str | None) -> str:
-        """Returns the order, which the plan has to allow; None stands for its own."""
+        """The plan has to allow the order; None stands for its own."""
         plan, w = self.state.run.plan, self.state.run.plan.workload
         planned = "relay" if w.relayed else "depth-first"
         order = planned if order is None else order
@@ -207,8 +201,8 @@ class Driver:
     # -- structure ----------------------------------------------------------------------------------------------------
 
     def _look(self, batch: Any, loss: Loss, order: str) -> None:
-        """Find out, on the copy without memory, whether the model can be cut; if not, set `whole` to the reason. In a
-        relay, a model that asks for values of tensors (layer dropping) is examined in each forward."""
+        """Find out, on the copy without memory, whether the model can be cut. In a relay, a model that asks for values
+        of tensors (layer dropping) is examined in each forward."""
         shapes_of = self.state.run.batches.shapes
         skeleton = shapes_of.skeleton
         if skeleton is None:
@@ -250,8 +244,8 @@ class Driver:
     # -- parts of orders ----------------------------------------------------------------------------------------------
 
     def forward(self, batch: Any, loss: Loss, of: int) -> tuple[BlockTape, torch.Tensor]:
-        """Run one micro-batch's forward, cut at its blocks. Returns the tape, and its part of the loss. Raises
-        ContractError if the structure has changed and cannot be cut.
+        """Run one micro-batch's forward, cut at its blocks. Raises ContractError if the structure has changed and
+        cannot be cut.
 
         of: micro-batches in the iteration, by which the loss is divided.
         """
@@ -279,7 +273,6 @@ class Driver:
         return tape, value.detach()
 
     def backward(self, tape: BlockTape) -> None:
-        """Run the whole backward of one micro-batch, part by part in reverse."""
         following = self.state.run.following
         following.in_parts = True
         try:
@@ -313,7 +306,7 @@ ORDERS: dict[str, Callable[[Driver, Sequence[Any], Loss], tuple[list[torch.Tenso
 
 
 def _obstacle(tape: BlockTape) -> str | None:
-    """Returns why the recorded forward cannot be run back part by part; None if it can."""
+    """Why the recorded forward cannot be run back part by part."""
     if not tape.calls:
         return "no block was called with gradients (blocks that are checkpointed reentrantly are not)"
     shared = shared_part(tape)
@@ -325,7 +318,7 @@ def _obstacle(tape: BlockTape) -> str | None:
 
 
 def _asking(state: RunState, update: Update, iteration: int) -> Callable[[], float | None]:
-    """Returns a function that waits for the iteration's updates and returns the norm of its gradients."""
+    """The function waits for the iteration's updates."""
 
     def ask() -> float | None:
         if update.norm is None:

@@ -1,9 +1,8 @@
 """Forwards side by side: each runs in a thread of its own, one of them at a time.
 
 A forward is suspended where its code calls `suspend`, with all that torch keeps per thread (grad mode, autocast, hooks
-for saved tensors). The forward continues in `go_on`, during which the caller waits. So the threads never run together,
-and shared objects need no lock. A thread begins with the caller's modes and context variables, and ends with its
-forward. `stop` ends a forward that will not continue.
+for saved tensors). The forward continues in `go_on`, during which the caller waits: shared objects need no lock. A
+thread begins with the caller's modes and context variables, and ends with its forward.
 """
 
 from __future__ import annotations
@@ -28,12 +27,9 @@ class _Stopped(BaseException):
 
 
 class Forward(Generic[R]):
-    """One forward in a thread of its own; it begins at the first `go_on`.
+    """It begins at the first `go_on`.
 
-    run: called once, in the thread.
-
-    Attributes:
-        over: whether the forward has returned, raised or been stopped.
+    over: whether the forward has returned, raised or been stopped.
     """
 
     def __init__(self, run: Callable[[], R]) -> None:
@@ -48,12 +44,12 @@ class Forward(Generic[R]):
 
     @property
     def result(self) -> R:
-        """The result of `run`, once the forward is over."""
+        """Once the forward is over."""
         return self._found[0]
 
     def go_on(self) -> None:
-        """Let the forward run until it suspends itself or is over. Raises the forward's exception. An exception in the
-        caller meanwhile (Ctrl-C) leaves the forward running: call `stop`."""
+        """Let the forward run until it suspends itself or is over. Raises its exception. An exception in the caller
+        meanwhile (Ctrl-C) leaves it running: call `stop`."""
         if self._thread is None:
             entered = modes_of_thread()
             context = contextvars.copy_context()
@@ -68,7 +64,7 @@ class Forward(Generic[R]):
             raise error
 
     def suspend(self) -> None:
-        """Wait until the next `go_on`. Called in the forward."""
+        """Called in the forward."""
         with self._change:
             self._may_run = False
             self._change.notify_all()
@@ -77,7 +73,7 @@ class Forward(Generic[R]):
             raise _Stopped
 
     def stop(self) -> None:
-        """End the forward where it is suspended, or next suspends itself. On return its thread has ended."""
+        """On return the forward's thread has ended."""
         self._stopping = True
         if self._thread is None:
             self.over = True
@@ -114,7 +110,7 @@ class Forward(Generic[R]):
 
 class Draws:
     """Random numbers of micro-batches side by side. Each has generators of its own, as if the loop had called
-    `torch.manual_seed` before it; only the seeds come from the CPU's generator.
+    `torch.manual_seed` before it.
 
     device: the accelerator, whose generator (if any) counts too.
     """
@@ -130,7 +126,6 @@ class Draws:
 
     @contextlib.contextmanager
     def of(self, micro_batch: int) -> Iterator[None]:
-        """Inside this context, torch's generators are those of the micro-batch."""
         before = self._get()
         self._set(self._states[micro_batch])
         try:

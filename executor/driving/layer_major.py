@@ -5,9 +5,8 @@ of its own (`forwards.py`) and is suspended before an event that is not the plan
 by part (`borders.py`). So each block runs for all micro-batches, always in one order, and gradients are added as the
 usual loop adds them.
 
-Several parts of a backward may add to the gradient of one parameter (tied weights, a block that is called twice). The
-sum stays in the parameter's `grad` until the micro-batch's last part has added to it. While other micro-batches run,
-the sum is kept outside of the parameter.
+The gradient of a parameter to which several parts add (tied weights) stays in its `grad` until the micro-batch's last
+part, and outside of it while other micro-batches run.
 
 Off the plan, the first unfinished micro-batch runs to its end, then the next.
 """
@@ -30,8 +29,7 @@ Run = Callable[[], tuple[BlockTape, torch.Tensor]]
 
 
 def relay(loop: Loop, runs: Sequence[Run]) -> tuple[list[torch.Tensor], int]:
-    """Run forward and backward of all micro-batches in the plan's layer-major order. Returns each one's part of the
-    loss, and the calls of blocks in a micro-batch.
+    """Returns each micro-batch's part of the loss, and the calls of blocks in a micro-batch.
 
     runs: the forward of each; returns its tape and its part of the loss.
     """
@@ -65,7 +63,7 @@ class _Relay:
 
     @property
     def _planned(self) -> int | None:
-        """The micro-batch of the plan's next moment; None where the plan does not say."""
+        """The micro-batch of the plan's next moment."""
         cursor, table = self._state.cursor, self._state.run.timetable
         following = cursor.moment + 1
         if cursor.off_plan or following >= len(table.micro_batch):
@@ -97,7 +95,6 @@ class _Relay:
         self._clock.turn_to(micro_batch)
 
     def _before_event(self) -> None:
-        """Suspend the forward before an event that is not the plan's next."""
         while not self._mine:
             self._forwards[self._now].suspend()
 
@@ -115,7 +112,7 @@ class _Relay:
             following.in_parts = following.keeps_tied = False
 
     def _back(self, tape: BlockTape) -> None:
-        """Run backward through the tape while it is the micro-batch's turn."""
+        """Run backward while it is the micro-batch's turn."""
         while tape.parts and (self._mine or self._belongs(tape)):
             tape.back()
         if not tape.parts and self._mine:
@@ -125,8 +122,8 @@ class _Relay:
             self._waiting.remove(self._now)
 
     def _belongs(self, tape: BlockTape) -> bool:
-        """Returns whether the last part of the tape belongs to the cell that has just run: it lies before that cell's
-        block, and the plan has no event for it."""
+        """Whether the tape's last part belongs to the cell that has just run: it lies before that cell's block, and the
+        plan has no event for it."""
         if not tape.parts[-1].before_block:
             return False
         table, m = self._state.run.timetable, self._state.cursor.moment

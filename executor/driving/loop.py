@@ -1,7 +1,6 @@
 """Loop: looks up each act of the training loop in the contract's table and carries the answer out.
 
-An iteration is on plan until an event, a gradient or a batch leaves the plan. Then the on-demand mode carries the
-iteration to its end, and the next begins on plan again.
+An iteration that leaves the plan is carried to its end on demand; the next begins on plan again.
 """
 
 from __future__ import annotations
@@ -46,8 +45,6 @@ _RECORDED = (
 
 
 class Loop:
-    """Carries out the acts of the training loop."""
-
     def __init__(
         self,
         facts: Facts,
@@ -80,8 +77,7 @@ class Loop:
         self._whole = False  # a step had all of its backwards
 
     def ask(self, act: Act, *, tensor: int = -1, what: str = "", keeps: bool = False) -> Answer:
-        """Returns the table's answer to a call of the loop: see `cursor.py`. Raises ContractError where the call is
-        refused."""
+        """Raises ContractError where the call is refused."""
         return answer(self._loop_state(), act, ActFacts(self.facts, tensor=tensor, what=what, keeps=keeps))
 
     def _ask_of(self, event: ModuleEvent, act: Act) -> Answer:
@@ -103,7 +99,7 @@ class Loop:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def on_event(self, event: ModuleEvent) -> None:
-        """Handle an event of the clock, which alone calls this. Between events the user's thread computes."""
+        """Only the clock calls this. Between events the user's thread computes."""
         at_work = self.at_work
         if self._as_planned(event):
             at_work.run(self._next_moment, event)
@@ -130,9 +126,8 @@ class Loop:
             self._carry_out(event, act, found)
 
     def _as_planned(self, event: ModuleEvent) -> bool:
-        """Returns whether the event is the plan's next, nothing hinders it and no counter listens. The table then
-        answers FOLLOW for every act. An iteration has hundreds of such events; all others, those of the root and of
-        calls included, go through the table."""
+        """Whether the event is the plan's next, nothing hinders it and no counter listens: the table would answer
+        FOLLOW. An iteration has hundreds of such events."""
         state, cursor = self.state, self.cursor
         now, table = state.now, state.run.timetable
         return (
@@ -145,8 +140,7 @@ class Loop:
         )
 
     def _undisturbed(self) -> bool:
-        """Returns whether only the plan's rows need events: a module runs, and nothing else (interruption, lack of
-        memory, listener) has to hear of them."""
+        """Whether a module runs, and nothing (interruption, lack of memory, listener) has to hear of events."""
         at_work, reader, state = self.at_work, self.reader, self.state
         return (
             not (state.closed or at_work.torn or at_work.loading or at_work.depth)
@@ -157,7 +151,6 @@ class Loop:
         )
 
     def _next_moment(self, event: ModuleEvent) -> None:
-        """Handle an event that is as planned: go to its moment."""
         try:
             self.state.run.following.advance(self.cursor.moment + 1)
         except OutOfMemory as error:
@@ -189,7 +182,7 @@ class Loop:
                 listener.close_moment(self.cursor.moment)
 
     def _go_on(self, event: ModuleEvent, act: Act, found: Answer) -> Answer:
-        """Carry out the answer `found` to the event. Returns the answer carried out in the end."""
+        """Returns the answer carried out in the end."""
         failure = self.state.run.queues.failure
         if failure is not None:
             raise failure
@@ -211,8 +204,7 @@ class Loop:
         return found
 
     def _climb(self, event: ModuleEvent, error: OutOfMemory) -> Answer:
-        """Let the ladder climb after memory ran out on the way to the event's moment, then carry out the event's answer
-        and return it."""
+        """Let the ladder climb, then carry out and return the event's answer."""
         self.ladder.climb(error)
         found = self._ask_of(event, ACTS[event.kind, event.phase])
         run = self.state.run
@@ -223,13 +215,12 @@ class Loop:
         return found
 
     def end_visit(self) -> None:
-        """End the evaluation, and make a new plan if one is due."""
         self.state.run.demand.end_visit()
         if self.shortage.pending:
             self.ladder.replan()
 
     def hook_gradients(self, wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> list[Any]:
-        """Hook every gradient that autograd accumulates in a trainable parameter. Returns the hooks' handles."""
+        """Hook the gradients of trainable parameters."""
         parameters = self.reader.parameters
         return [
             parameters[t].register_post_accumulate_grad_hook(wrap(self._gradient_hook(t)))  # type: ignore[no-untyped-call]
@@ -247,7 +238,6 @@ class Loop:
         return hook
 
     def see_batch(self, args: Any, kwargs: Any) -> None:
-        """Handle the batch of the root's next forward."""
         if transforms_running():
             return  # the first event refuses
         if torch.is_grad_enabled():
@@ -265,7 +255,7 @@ class Loop:
                 raise
 
     def _outgrow(self, new: NewPlan) -> bool:
-        """Continue under the plan for a longer batch. Returns whether it is the session's plan now."""
+        """Returns whether the plan for a longer batch is the session's now."""
         try:
             self._renew(new.plan)
         except PstarError as error:
@@ -279,7 +269,7 @@ class Loop:
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
     def optimizer_step(self) -> None:
-        """Do `optimizer.step()`. Returns without waiting for steps that the plan lets run into the next forward."""
+        """Returns without waiting for steps that run into the next forward."""
         state, cursor = self.state, self.cursor
         self.standstill.require_running()
         self.at_work.outermost()
@@ -312,8 +302,7 @@ class Loop:
                     listener.end_iteration()
 
     def _see_backwards(self, count: int, planned: int) -> None:
-        """Warn, once, of a step with fewer backwards than planned. After one with all of them, it is the last of an
-        epoch; two in a row are not."""
+        """Warn, once, of steps with fewer backwards than planned. One is the last of an epoch; two in a row are not."""
         self._whole |= count >= planned
         self._short = self._short + 1 if count < planned else 0
         if self._short > self._whole and not self._warned_of_short:
@@ -359,8 +348,8 @@ class Loop:
         self._end_off_plan()
 
     def _end_off_plan(self) -> None:
-        """After an optimizer step off plan, make a new plan if one is due. Warn, once, of a plan that no iteration has
-        followed though batches and backwards are its own."""
+        """Make a new plan if one is due. Warn, once, of a plan that no iteration has followed though batches and
+        backwards are its own."""
         state, run = self.state, self.state.run
         self._left += not run.timetable.on_demand_only
         planned = run.batches.planned and state.now.given == run.timetable.micro_batches
@@ -395,7 +384,7 @@ class Loop:
         state.note(f"new plan, by policy {plan.policy}")
 
     def _remedy(self) -> str:
-        """Returns what would make iterations follow the plan."""
+        """What would make iterations follow the plan."""
         run = self.state.run
         if run.demand.left_in_parts:
             return _IN_PARTS
@@ -404,7 +393,7 @@ class Loop:
         return _CAPTURED.format(own_plan=self.state.spelling.own_plan)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do `optimizer.zero_grad()`. Raises ContractError."""
+        """Raises ContractError."""
         state = self.state
         self.standstill.require_running()
         self.at_work.outermost()
@@ -424,15 +413,15 @@ class Loop:
     # -- interruptions, loads, and standing still ---------------------------------------------------------------------
 
     def meet_interruption(self) -> None:
-        """Mend an interruption before values are read: [Note: interrupted] in off_plan/mending.py. Raises ContractError
-        if only the loop can decide that the iteration's gradients are to be dropped."""
+        """Mend an interruption before values are read. Raises ContractError if only the loop can decide to drop the
+        iteration's gradients."""
         if self.at_work.torn or self.at_work.loading:
             self.standstill.require_running()
             if self.ask(Act.LOOK) is Answer.MEND:
                 self.mend()
 
     def mend(self) -> None:
-        """After an interruption, drop the iteration or finish the optimizer step: `Mending.mend`."""
+        """[Note: interrupted] in off_plan/mending.py."""
         following, cursor = self.state.run.following, self.cursor
         with self.at_work, unseen(), torch.no_grad():
             following.in_parts = following.keeps_tied = self.standstill.inside = False
@@ -446,8 +435,8 @@ class Loop:
 
     @contextlib.contextmanager
     def loading(self, call: str) -> Iterator[None]:
-        """Inside this context nothing moves, and values may be written. After an error or an interruption in it, every
-        act is refused until `call` or LOAD has ended.
+        """Inside this context nothing moves, and values may be written. After an error or an interruption, every act is
+        refused until `call` or LOAD has ended.
 
         call: what loads, for the refusal.
         """

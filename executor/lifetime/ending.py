@@ -1,8 +1,8 @@
 """Ending: the end of a run, by `close()`, by an interruption that cannot be repaired, or with the process.
 
-Three lists hold functions that undo changes. `Ending.hooks` removes hooks from the model's modules and parameters.
-`Ending.on_close` undoes other changes of the model. `Resources.at_end` undoes changes of the process; it does not hold
-the session, and is also called where the session was dropped without `close()`.
+`Ending.hooks` removes hooks from the model, `Ending.on_close` undoes its other changes. `Resources.at_end` undoes
+changes of the process; it does not hold the session, and is also called where the session was dropped without
+`close()`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,8 @@ log = logging.getLogger("executor")
 
 
 class Ending:
-    """Ends a session's run.
-
-    dropped: calls `Resources.let_go` where the session is collected without `close()`.
-
-    Attributes:
-        on_close: functions that undo other changes of the model.
+    """dropped: calls `Resources.let_go` where the session is collected without `close()`.
+    on_close: functions that undo other changes of the model.
     """
 
     def __init__(self, loop: Loop, resources: Resources, dropped: weakref.finalize[..., Any]) -> None:
@@ -44,10 +40,7 @@ class Ending:
         self._dropped = dropped
 
     def tell_ranks(self, error: BaseException | None) -> None:
-        """Tell the other ranks that this rank's run is over.
-
-        error: what ends the run, where known.
-        """
+        """error: what ends the run, where known."""
         state = self.state
         if state.ranks is not None and not state.closed:
             state.ranks.announce(state.run.queues.failure or error, state.iteration)
@@ -88,7 +81,7 @@ class Ending:
             raise unreported
 
     def _mend(self) -> None:
-        """Mend an interruption, so that values can be read. Half-loaded values cannot be."""
+        """So that values can be read. Half-loaded values cannot be."""
         state = self.state
         if state.at_work.loading:
             state.run.queues.fail(refused(Refusal.HALF_LOADED, state.at_work))
@@ -99,7 +92,7 @@ class Ending:
                 state.run.queues.fail(error)
 
     def _let_go(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Undo the three lists. Parameters, views of the memory, become plain before it is freed.
+        """Parameters, views of the memory, become plain before it is freed.
 
         values: tensor -> value of its parameter from now on; others are left without a value.
         """

@@ -23,9 +23,8 @@ __all__ = ["load_parameters", "unload_parameters", "views_of"]
 def load_parameters(
     reader: Reader, others: Collection[int] = (), fill: Callable[[Arena, Contents], None] | None = None
 ) -> None:
-    """Move the parameters' values into their chunks, one chunk at a time, and make the parameters views of their
-    chunks' working lists. Takes the memory of all payloads resident between two iterations. Call before the queues
-    start.
+    """Move values into their chunks, one chunk at a time, and make the parameters views of the working lists. Takes the
+    memory of all payloads resident between two iterations. Call before the queues start.
 
     others: tensors with values from elsewhere.
     fill: writes these values into every list that has memory.
@@ -57,7 +56,6 @@ def load_parameters(
 
 
 def _put_everywhere(contents: Contents, chunk: int, tensor: int, value: torch.Tensor) -> None:
-    """Write a parameter's value, flat, into every list of its chunk that has memory."""
     for place in PLACES:
         for list_name in ("param", MASTER_LIST):
             if contents.arena.has(place, chunk, list_name):
@@ -65,9 +63,8 @@ def _put_everywhere(contents: Contents, chunk: int, tensor: int, value: torch.Te
 
 
 def unload_parameters(reader: Reader, home: torch.device, others: Collection[int] = ()) -> None:
-    """Undo `load_parameters`, also if it stopped halfway. Parameters in a chunk become plain again, on `home`, with
-    their former values; those of `others`, as in `load_parameters`, stay as they are. Only on one rank and before the
-    first step."""
+    """Undo `load_parameters`, also if it stopped halfway. Parameters become plain again, on `home`, with their former
+    values; those of `others` stay as they are. Only on one rank and before the first step."""
     run = reader.state.run
     for tensor, chunk in run.timetable.chunk_of.items():
         parameter = reader.parameters[tensor]
@@ -81,7 +78,7 @@ def unload_parameters(reader: Reader, home: torch.device, others: Collection[int
 
 
 def _loaded_value(run: PlanBytes, chunk: int, tensor: int) -> torch.Tensor:
-    """Returns the value that `_put_everywhere` wrote, flat, in the working dtype."""
+    """The value that `_put_everywhere` wrote, flat, in the working dtype."""
     for list_name in ("param", MASTER_LIST):
         if any(run.arena.has(place, chunk, list_name) for place in PLACES):
             return run.contents.slots.source(tensor, list_name).to(run.arena.dtype(chunk, "param"))
@@ -89,8 +86,8 @@ def _loaded_value(run: PlanBytes, chunk: int, tensor: int) -> torch.Tensor:
 
 
 def views_of(arena: Arena, chunk: Chunk, parameters: Sequence[nn.Parameter]) -> list[tuple[Slot, torch.Tensor]]:
-    """Returns each tensor's part of its chunk's working list on the gpu, in its shape. A chunk without memory there
-    gets it for this moment: torch makes views only of storages with memory."""
+    """Each tensor's part of its chunk's working list on the gpu, in its shape. A chunk without memory there gets it for
+    this moment: torch makes views only of storages with memory."""
     payload = arena.payloads.whole(chunk.index, "param")
     absent = not arena.has(Place.GPU, chunk.index, "remote" if arena.sliced else "param")
     if absent:

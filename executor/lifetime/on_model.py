@@ -25,7 +25,7 @@ __all__ = ["guard_model", "watch_batches"]
 
 
 def guard_model(model: nn.Module, loop: Loop, end_after_training: Callable[[], bool]) -> Callable[[], None]:
-    """Put the module-level half of the contract (contract.py) in place. Returns the function that removes it."""
+    """The module-level half of the contract (contract.py). Returns the function that removes it."""
     keeper, end_of = weakref.ref(loop), weakref.WeakMethod(end_after_training)
     undo: list[Callable[[], None]] = []
 
@@ -94,7 +94,7 @@ def guard_model(model: nn.Module, loop: Loop, end_after_training: Callable[[], b
 
 
 def _current_values(keeper: Callable[[], Loop | None]) -> Callable[..., None]:
-    """Returns a state_dict hook that gives the module's own parameters as copies of their current values."""
+    """A state_dict hook that gives the module's own parameters as copies of their values."""
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         loop = keeper()
@@ -110,7 +110,7 @@ def _current_values(keeper: Callable[[], Loop | None]) -> Callable[..., None]:
 
 
 def watch_batches(model: nn.Module, loop: Loop) -> RemovableHandle:
-    """Show the loop each batch of the model, before any other forward hook. Returns the hook's handle."""
+    """Before any other forward hook."""
     keeper = weakref.ref(loop)
 
     def see(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -22,12 +22,11 @@ __all__ = ["renew"]
 def renew(
     reader: Reader, plan: Plan, install: Callable[[Plan, Arena, Queues], None], start: Callable[[], None]
 ) -> None:
-    """Continue under another plan of the model, between two iterations, on one rank: values and optimizer states move
-    into its chunks.
+    """Between two iterations, on one rank: values and optimizer states move into the chunks of another plan.
 
     Raises, before anything changes, PlanError if the new plan lacks optimizer states of a parameter that the present
     one trains, DoesNotFit if the host cannot hold both plans' memory while values move. `RunState.renewing` stays set
-    if an error ends the move itself: the values may then be incomplete in both places.
+    if an error ends the move itself.
     """
     state, run = reader.state, reader.state.run
     backend, queues, arena_before = run.backend, run.queues, run.arena

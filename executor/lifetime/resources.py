@@ -1,8 +1,7 @@
 """Resources that a session takes from the process, beyond objects that Python frees by itself.
 
-The resources are threads, the chunks' memory, a dispatch mode, and the number of torch threads. Nothing here holds the
-session. So a session whose model and optimizer are not held any more can be collected; `let_go` then gives back the
-same as `Session.close`.
+Threads, the chunks' memory, a dispatch mode, the number of torch threads. Nothing here holds the session, which can be
+collected once its model and optimizer are not held; `let_go` then does as `Session.close`.
 """
 
 from __future__ import annotations
@@ -26,12 +25,9 @@ _asked: dict[object, tuple[int, int]] = {}  # request -> (thread, requested numb
 
 
 class Resources:
-    """Resources of the process that one session uses.
-
-    Attributes:
-        arena: the plan's, which the end empties; None before there is a plan.
-        stoppers: functions that end the threads of the session's queues.
-        at_end: functions that undo changes of the process. None may hold the session.
+    """arena: the plan's, which the end empties; None before there is a plan.
+    stoppers: functions that end the threads of the session's queues.
+    at_end: functions that undo changes of the process. None may hold the session.
     """
 
     def __init__(self, backend: Backend, ranks: Ranks | None) -> None:
@@ -42,7 +38,7 @@ class Resources:
         self.at_end: list[Callable[[], object]] = []
 
     def end(self) -> None:
-        """Give memory back and restore the process, after the queues have been stopped."""
+        """After the queues have been stopped."""
         for action in self.at_end:
             action()
         if self.arena is not None:
@@ -52,7 +48,7 @@ class Resources:
             give_freed_pages_back()
 
     def let_go(self) -> None:
-        """Give everything back after the session was collected, in the collection's thread."""
+        """After the session was collected, in the collection's thread."""
         try:
             if self._ranks is not None:
                 self._ranks.announce(None, 0)
@@ -67,8 +63,7 @@ class Resources:
 
 
 def ask_torch_threads(count: int) -> Callable[[], None]:
-    """Set the number of torch's threads, which torch keeps per thread of the process. Returns a function that undoes
-    this.
+    """torch keeps the number per thread of the process. Returns a function that undoes this.
 
     The latest request counts. When the last is undone, the number is that before the first. If another thread undoes
     one (a collection of garbage), the number stays until this thread requests or undoes again."""

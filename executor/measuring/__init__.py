@@ -1,1 +1,1 @@
-"""Measurements of a run: bytes, moments, seconds; and rates of a machine that was not calibrated."""
+"""Measurements of a run: bytes, moments, seconds."""

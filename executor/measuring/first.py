@@ -1,24 +1,21 @@
 """First: the tide of a run's first iteration, measured and compared with its plan's tide, moment by moment.
 
-A trace may be wrong: an operator keeps memory that its fake version does not show; the device has other kernels than
-those of the trace; the loop keeps tensors that the traced loop did not. A plan made from such a trace lets payloads
-take room that the tide needs. Therefore the first iteration that runs on plan, with the plan's batch, is counted
-operator by operator (`moments/live_bytes.py`, as recordings are), on every device. If a moment holds more than the plan
-has for it, the session continues under a new plan, made by the same policy from the measured tide, and the iteration
-after that is counted as well. Counting costs some microseconds per operator, in that iteration alone.
+A trace may be wrong: an operator keeps memory that its fake version does not show; the device has other kernels; the
+loop keeps tensors that the traced loop did not. Therefore the first iteration that runs on plan, with the plan's batch,
+is counted operator by operator (`moments/live_bytes.py`). If a moment holds more than the plan has for it, the session
+continues under a new plan, made by the same policy from the measured tide, and the iteration after that is counted too.
+Counting costs some microseconds per operator.
 
-[Note: tolerance] A moment may hold 2 % of the plan's highest tide more than the plan has for it, and at least 4 KiB.
-The tolerance is a share of the highest tide because that tide takes its part of the budget. A loop's own variables (a
-loss, a mask, the batch beside the next batch) and another release of torch cause such differences for the same model: a
-capture of Llama and a real run differ by 1.4 %, because the mask is built differently. A moment that holds less than
-the plan has for it is no error: the report says so, and the plan stays.
+[Note: tolerance] A moment may hold 2 % of the plan's highest tide more than the plan has for it, and at least 4 KiB. A
+loop's own variables (a loss, a mask, the next batch) and another release of torch cause such differences: a capture of
+Llama and a real run differ by 1.4 %, because the mask is built differently. A moment that holds less is no error.
 
-[Note: several ranks] Each rank counts its own tide. A new plan would have to be the same on all ranks, so there is
-none. If the plan also holds for the measured tide (by the checker, in any order of steps), the rank warns and
-continues. Otherwise the run ends on all ranks and says what to plan for.
+[Note: several ranks] Each rank counts its own tide, and a new plan would have to be the same on all, so there is none.
+If the plan also holds for the measured tide (by the checker), the rank warns and continues. Otherwise the run ends on
+all ranks.
 
 Not counted are memory inside an operator (workspaces), a loop in another thread than the thread that called `prepare`,
-and compiled blocks, which run without operators. The session says where the last two apply.
+and compiled blocks, which run without operators.
 """
 
 from __future__ import annotations
@@ -64,7 +61,6 @@ class TideReport:
     """One iteration's tide beside its plan's.
 
     moment: the moment at which the difference rises most, on the way to its largest value.
-    planned_bytes, measured_bytes: non-model bytes of that moment.
     most_bytes: the largest difference of any moment; negative if none is above the plan and some are below.
     above, below: numbers of moments more than `tolerance_bytes` above or below the plan.
     gpu_peak_bytes: most of payloads and measured non-model data at once.
@@ -117,10 +113,7 @@ def tolerance_bytes(w: Workload) -> int:
 def compare(
     w: Workload, measured: Sequence[int], *, iteration: int, gpu_peak_bytes: int, gpu_budget_bytes: int
 ) -> TideReport:
-    """Compare a measured tide with that of `w`.
-
-    measured: peak of non-model bytes of each moment.
-    """
+    """measured: peak of non-model bytes of each moment."""
     tolerance = tolerance_bytes(w)
     more = [there - m.peak_bytes for there, m in zip(measured, w.moments)]
     above = sum(size > tolerance for size in more)
@@ -148,8 +141,7 @@ def compare(
 
 
 class FirstIteration(Standing):  # type: ignore[no-untyped-call]
-    """Counts live bytes operator by operator, from `begin` on until an iteration has run on plan.
-
+    """Counts from `begin` on until an iteration has run on plan.
 
     refused: makes the error that the next forward raises.
     """
@@ -207,9 +199,8 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
 
     @property
     def _watches(self) -> bool:
-        """Whether operators are counted now: from the first forward to the end of the last backward. The loop's
-        operators between a backward and the next forward or step do not count (as in `off_plan/guard.py`), nor another
-        prepared model's, whose own plan has room for them."""
+        """From the first forward to the end of the last backward. The loop's operators after a backward do not count
+        (as in `off_plan/guard.py`), nor another prepared model's, whose own plan has room for them."""
         state, clock = self._keeper(), self._clock()
         if state is None or clock is None or self._done or state.closed:
             return False
@@ -229,12 +220,10 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
     # -- calls of the session -----------------------------------------------------------------------------------------
 
     def require_plan(self) -> None:
-        """Raise an error if no plan fits the measured tide."""
         if self.refused is not None:
             raise self.refused()
 
     def begin_iteration(self) -> None:
-        """Begin the count of an iteration on plan."""
         if self._done:
             return
         log_of = self._state.run.arena.log
@@ -265,8 +254,7 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
         self.reset_peak()
 
     def end_iteration(self) -> None:
-        """End the count, before the next iteration begins. Raises DoesNotFit if no plan fits the measured tide,
-        PlanError if several ranks cannot continue."""
+        """Raises DoesNotFit if no plan fits the measured tide, PlanError if several ranks cannot continue."""
         if self._done:
             return
         state, plan, log_of, marks = self._state, self._state.run.plan, self._state.run.arena.log, self._marks
@@ -296,8 +284,7 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
             self._replan()
 
     def _any_above(self) -> bool:
-        """Returns whether a moment held more than the plan has for it. A smaller batch may show this, but never that
-        the plan has enough for its own."""
+        """A smaller batch may show that the plan is too low, never that it is enough."""
         w = self._state.run.plan.workload
         tolerance = tolerance_bytes(w)
         return any(there - m.peak_bytes > tolerance for there, m in zip(self.peaks, w.moments))
@@ -315,7 +302,7 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
         )
 
     def _on_ranks(self) -> None:
-        """Check the plan for the measured tide; several ranks cannot plan again: [Note: several ranks]."""
+        """[Note: several ranks]"""
         state, ranks = self._state, self._state.ranks
         assert ranks is not None
         workload = self._measured()

@@ -2,8 +2,7 @@
 
 Two iterations are run without threads, in the order that a timeline predicts (or each step as early as its edges
 allow). The first brings the queues into that order, the second is measured. Counting every operator costs time, so
-neither is timed. The total follows [Note: what a step does to memory]: a moment holds its own peak of non-model bytes
-throughout.
+neither is timed.
 """
 
 from __future__ import annotations
@@ -104,8 +103,6 @@ def _as_early_as_possible(possible: Sequence[QueueEvent], compute: QueueEvent, m
 
 
 class TideWatch(Listener):
-    """Measures the peak of live bytes in each moment."""
-
     def __init__(self, arena: Arena, live: LiveStorages) -> None:
         self.peaks = [0] * len(arena.plan.workload.moments)
         self._live = live
@@ -122,10 +119,7 @@ class TideWatch(Listener):
 
 
 class PeakMeter:
-    """Adds up payload bytes and the measured tide through the iteration.
-
-    peak: most bytes of payloads and tide together.
-    """
+    """Adds up payload bytes and the measured tide through the iteration."""
 
     def __init__(self, peaks: Sequence[int], payload: int) -> None:
         self._peaks = peaks
@@ -135,9 +129,7 @@ class PeakMeter:
         self.peak = payload + self._tide
 
     def follow(self, changes: Sequence[ByteChange], marks: Sequence[tuple[int, str, int]], log_at: int) -> None:
-        """Add the bytes of these changes and marks, in their order.
-
-        changes: of the arena's log, from its index `log_at` on.
+        """changes: of the arena's log, from its index `log_at` on.
         marks: the log's, of the same time.
         """
         at = 0

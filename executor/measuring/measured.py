@@ -30,8 +30,7 @@ class Measured:
 
 
 def with_tide(timeline: Timeline, measured: Measured) -> Timeline:
-    """Returns the timeline with the measured non-model bytes of each moment in place of the plan's. They are of a
-    separate, untimed iteration. [Note: what a step does to memory] defines the bytes between two moments."""
+    """The timeline with the measured non-model bytes of each moment, which are of a separate, untimed iteration."""
     peaks = measured.non_model_bytes
     last = timeline.iterations - 1
     computes = [s for s in timeline.spans if s.queue is Queue.COMPUTE]

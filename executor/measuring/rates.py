@@ -1,8 +1,7 @@
 """Rates of the virtual accelerator on this machine, measured in about two seconds with the tools of calibration.
 
-With these rates, predicted seconds are meaningful on a machine that was not calibrated. `executor.calibrate` takes
-longer and measures much more. The virtual accelerator computes on one thread and updates on another, so each is
-measured on one thread. Seconds are wall time, with the load of other programs, because the run will have that load too.
+`executor.calibrate` takes longer and measures much more. The virtual accelerator computes on one thread and updates on
+another, so each is measured on one. Seconds are wall time, because the run will have the load of other programs too.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ _EXTENT = 512  # extent of a product
 
 
 def throttled(machine: Machine, h2d_bytes_per_s: float, d2h_bytes_per_s: float) -> Machine:
-    """Returns the machine with its links limited to these rates."""
     links = [
         replace(
             rank.link,
@@ -40,10 +38,10 @@ def throttled(machine: Machine, h2d_bytes_per_s: float, d2h_bytes_per_s: float) 
 def measure_virtual_machine(
     base: Machine, *, h2d_bytes_per_s: float | None = None, d2h_bytes_per_s: float | None = None
 ) -> Machine:
-    """Returns `base` (its budgets and name kept) with this machine's measured rates, the same for every rank. On
-    several ranks, all measure at the same time.
+    """`base` (its budgets and name kept) with measured rates, the same for every rank. On several ranks, all measure at
+    the same time.
 
-    h2d_bytes_per_s, d2h_bytes_per_s: caps on the copy rates; None: no cap.
+    h2d_bytes_per_s, d2h_bytes_per_s: caps on the copy rates.
     """
     bench, device = Bench(_A_LOOK), VirtualDevice(clock=time.perf_counter)
     copy_bytes_per_s = compute.memory_rate(device, bench) / 2  # the rate counts the bytes read and the bytes written

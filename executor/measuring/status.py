@@ -1,10 +1,9 @@
 """session.status(): the state of a run in a few figures, for a progress line or a log.
 
-The status is read between two iterations, in any thread, from the existing logs: it waits for nothing and costs some
-hundred microseconds. Figures are of the last finished iteration, as a timeline measures it
-(queues/measured_timeline.py). If a copy runs across its border, its seconds count on the side where they lie. Its bytes
-count in the iteration that the copy belongs to ([Note: whose bytes]), so some bytes of the last finished iteration may
-not have been copied yet. Bytes are given for the newest iteration whose bytes have all been copied.
+It is read between two iterations, in any thread, waits for nothing and costs some hundred microseconds. Figures are of
+the last finished iteration, as a timeline measures it (queues/measured_timeline.py). Seconds of a copy across its
+border count on the side where they lie. Bytes are given for the newest iteration whose bytes ([Note: whose bytes]) have
+all been copied.
 """
 
 from __future__ import annotations
@@ -119,8 +118,8 @@ def status_of(state: WholeState, first: FirstIteration | None) -> Status:
 
 
 def _present(state: WholeState) -> tuple[PlanRun, Arena, Steps]:
-    """Returns the present plan's run with two of its parts. A new plan may take over while another thread reads: then
-    the former run has no parts any more, and the state names the new one."""
+    """A new plan may take over while another thread reads: the former run then has no parts any more, and the state
+    names the new one."""
     while True:
         run = state.run
         try:
@@ -133,8 +132,8 @@ def _present(state: WholeState) -> tuple[PlanRun, Arena, Steps]:
 def _busy(
     steps: Sequence[StepLog], number: int, start_s: float, end_s: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns, of the window of iteration `number`: queue -> seconds in which it ran a step, and cause -> seconds in
-    which compute waited."""
+    """Of the window of iteration `number`: queue -> seconds in which it ran a step, and cause -> seconds in which
+    compute waited."""
     busy = dict.fromkeys((q.value for q in Queue), 0.0)
     waits_s: dict[str, float] = {}
     # Steps are logged as they end, so the window's steps are the newest ones.
@@ -151,7 +150,7 @@ def _busy(
 def _links(
     run: PlanRun, own: Steps, logs: Sequence[IterationLog], busy: Mapping[str, float], length_s: float
 ) -> dict[str, LinkUse]:
-    """Returns the use of the link per direction, in the newest iteration whose copies have all ended.
+    """In the newest iteration whose copies have all ended.
 
     busy: result of `_busy` for a window of `length_s`.
     """
@@ -175,7 +174,7 @@ def _links(
 
 
 def _copied(run: PlanRun, own: Steps, logs: Sequence[IterationLog]) -> int:
-    """Returns the index of the newest log with all copies made; 0 without one."""
+    """Index of the newest log with all copies made."""
     planned = sum(step.kind in COPIES for step in run.plan.steps)
     for at in reversed(range(len(logs))):
         if not logs[at].on_plan or own.moved.ends_in(logs[at].number) >= planned:
@@ -184,7 +183,7 @@ def _copied(run: PlanRun, own: Steps, logs: Sequence[IterationLog]) -> int:
 
 
 def _window(own: Steps, logs: Sequence[IterationLog]) -> tuple[float, float]:
-    """Returns (start, end) of the last finished iteration, in seconds; empty before the first has finished."""
+    """(start, end) of the last finished iteration; empty before the first has finished."""
     if not logs:
         return own.first_s, own.first_s
     return (logs[-2].end_s if len(logs) > 1 else own.first_s), logs[-1].end_s

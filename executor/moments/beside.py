@@ -24,8 +24,8 @@ __all__ = ["note_of", "runs_beside", "tensors_beside"]
 
 @contextlib.contextmanager
 def runs_beside(model: nn.Module, on_call: Callable[[nn.Module], None]) -> Iterator[Iterable[nn.Module]]:
-    """Inside this context, calls `on_call` before the first call of each module beside the model that has parameters or
-    buffers (not of the modules inside it). Yields those still alive."""
+    """Inside this context, calls `on_call` before the first call of each outermost module beside the model that has
+    parameters or buffers. Yields those still alive."""
     inside = {id(part) for part in model.modules()}
     own = {id(tensor) for tensor in itertools.chain(model.parameters(), model.buffers())}
     modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
@@ -52,7 +52,6 @@ def tensors_beside(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
 
 
 def note_of(modules: Iterable[nn.Module]) -> str:
-    """Returns the modules and their bytes in words; "" for none."""
     names = [
         f"{type(module).__name__} ({format_bytes(sum(t.nbytes for t in tensors_beside([module])))})"
         for module in modules

@@ -1,15 +1,14 @@
 """Blind: operators whose fake version has less memory than the real one, and how a capture handles them.
 
-Where a fake result is smaller, a captured tide is too low. `SEEN_SMALLER` lists such operators of torch 2.13. The
-storages of 578 operators' results (all of torch's own operator samples, forward and backward, and common
-modules: convolutions, recurrent layers, attention, norms, embeddings, pools, losses) were compared with their fake
+Where a fake result is smaller, a captured tide is too low. `SEEN_SMALLER` lists such operators of torch 2.13: results
+of 578 operators (torch's own operator samples, forward and backward, and common modules) were compared with their fake
 versions; all others were equal to the byte. A capture runs a listed operator once for each shape, on zeros of the same
-sizes, and uses the sizes of its results. Operators that are too large for that, and operators that are not torch's own
-(whose fake version their author wrote), are named in the trace's notes. `mkldnn_rnn_layer_backward` is left alone,
-although its real version has the bytes of one bias more: it would read a workspace of zeros.
+sizes, and uses the sizes of its results. Operators too large for that, and those that are not torch's own, are named in
+the trace's notes. `mkldnn_rnn_layer_backward` is left alone, although its real version has the bytes of one bias more:
+it would read a workspace of zeros.
 
-No capture sees a kernel's workspaces, nor memory that is not torch's. On another device torch may choose other kernels
-(an LSTM on CUDA is cuDNN's). Therefore the first iteration of a run is compared with its trace (`measuring/first.py`).
+No capture sees a kernel's workspaces, nor memory that is not torch's. On another device torch may choose other kernels.
+Therefore the first iteration of a run is compared with its trace (`measuring/first.py`).
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ MOST_BYTES = 1 << 30  # largest bytes of an operator's arguments with which it i
 
 
 class Blind:
-    """The blind operators that one capture has seen.
-
-    notes: sentences on them for the trace.
-    """
+    """notes: sentences on blind operators for the trace."""
 
     def __init__(self) -> None:
         self._forms: dict[Any, tuple[_Form | None, ...]] = {}  # (operator, forms of its arguments) -> results
@@ -52,7 +48,7 @@ class Blind:
         self._foreign: set[str] = set()
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-        """Returns `out`, a fake result of `func`, with storages of the real result's sizes."""
+        """Returns `out` with storages of the real result's sizes."""
         if func not in SEEN_SMALLER:
             if func.namespace not in ("aten", "prim", "prims"):
                 self._foreign.add(str(func.name()))
@@ -86,10 +82,7 @@ def _form(leaf: Any) -> Any:
 
 
 class _Form(NamedTuple):
-    """Form of one real result.
-
-    storage: index of the result's storage.
-    """
+    """storage: index of the result's storage."""
 
     storage: int
     size_bytes: int
@@ -98,7 +91,7 @@ class _Form(NamedTuple):
 
 
 def _real(func: Any, args: Any, kwargs: Any) -> tuple[_Form | None, ...]:
-    """Returns the forms of the real operator's results on zeros."""
+    """Forms of the real operator's results on zeros."""
 
     def zeros(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -119,8 +112,7 @@ def _real(func: Any, args: Any, kwargs: Any) -> tuple[_Form | None, ...]:
 
 
 def _as_real(out: Any, real: tuple[_Form | None, ...]) -> Any:
-    """Returns the fake results in the forms of the real ones, on storages of the real sizes, shared only where the real
-    ones are."""
+    """The fake results in the forms of the real ones, storages shared only where the real ones are."""
     of: dict[int, int] = {}  # fake storage -> index of the real storage
     leaves, spec = tree_flatten(out)
     for i, (leaf, form) in enumerate(zip(leaves, real)):

@@ -1,10 +1,10 @@
 """torch.compile beside the engine: the engine's hooks are never traced; captures and counted iterations run compiled
 blocks eagerly.
 
-A compiled block keeps its graphs under a plan. A graph ends where a hook of the engine is called between two modules,
-because chunks move there. While operators are counted, compiled functions run as they were written: torch's compiler
-does not compile under a dispatch mode, and what it has passed over under a mode it never compiles again. Importing
-torch's compiler takes seconds: `untraced` imports it, as every torch optimizer does; the others do not.
+A graph ends where a hook of the engine is called between two modules, because chunks move there. While operators are
+counted, compiled functions run as written: torch's compiler does not compile under a dispatch mode, and never compiles
+what it has passed over there. Importing torch's compiler takes seconds: only `untraced` imports it, as every torch
+optimizer does.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ R = TypeVar("R")
 def untraced(function: Callable[..., R]) -> Callable[..., R]:
     """Returns `function`, with positional arguments only, in a form that torch.compile calls and never traces.
 
-    The compiler's own wrapper switches the compiler off and on again at every call. Where the compiler is not active
-    (torch 2.9 and newer can tell), `function` is called directly: an iteration calls hundreds of hooks, and those with
-    a fixed number of arguments (modules' and tensors') are called without unpacking.
+    The compiler's own wrapper switches the compiler off and on at every call of hundreds per iteration. Where the
+    compiler is not active (torch 2.9 and newer can tell), `function` is called directly.
     """
     aside: Callable[..., R] = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
     compiler = compiler_watches()
@@ -57,7 +56,6 @@ def untraced(function: Callable[..., R]) -> Callable[..., R]:
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which compiled functions run as they were written."""
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
@@ -69,9 +67,8 @@ _stance: list[Any] = []  # the stance that all pauses together have taken, at mo
 
 
 def pause_compiler() -> Callable[[], None]:
-    """Let compiled functions run as they were written, in all threads, until the returned function is called. Several
-    pauses may overlap: the compiler goes on after the last one. A function called within compiled code may begin and
-    end a pause; running code keeps its graphs."""
+    """Let compiled functions run as written, in all threads, until the returned function is called. Several pauses may
+    overlap. A function called within compiled code may begin and end a pause; running code keeps its graphs."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled
         return lambda: None
     mine = object()

@@ -1,11 +1,11 @@
 """Draws: numbers that a model draws to decide which of its layers run.
 
-[Note: draws] A model with LayerDrop draws a number for each layer, and leaves the layer out where the number lies below
-a rate; some draw the numbers of all layers as one array. A captured or recorded iteration has to show every layer: a
-plan has no optimizer states for a parameter that never gets a gradient. There, each number drawn from [0, 1] is one of
-ANSWERS: the middle, by which no layer is dropped at a rate of at most 0.5, and only where some parameter got no
-gradient, the ends of the range. An iteration of the training that drops a layer leaves its plan and is finished on
-demand. Of layers that were left out by any other draw `prepare` warns.
+[Note: draws] A model with LayerDrop draws a number for each layer, some as one array, and leaves out layers whose
+number lies below a rate. A captured or recorded iteration has to show every layer: a plan has no optimizer states for a
+parameter that never gets a gradient. There, each number drawn from [0, 1] is one of ANSWERS: the middle, by which no
+layer is dropped at a rate of at most 0.5, and only where some parameter got no gradient, the ends of the range. An
+iteration of the training that drops a layer leaves its plan and is finished on demand. `prepare` warns of layers left
+out by any other draw.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ _STATES = {"random": ("getstate", "setstate"), "numpy.random": ("get_state", "se
 
 @dataclass(kw_only=True)
 class Draws:
-    """What a model draws in one run.
-
-    answer: what each number from [0, 1] is that is drawn alone.
+    """answer: what each number from [0, 1] is that is drawn alone.
     arrays: whether the numbers of one-dimensional arrays are too; they may be data.
     drew: whether such a number or array was drawn.
     """
@@ -44,7 +42,6 @@ class Draws:
     drew: bool = False
 
     def answers(self, out: Any, *, alone: bool) -> bool:
-        """Whether the numbers drawn into a tensor or array are answered."""
         if not alone and out.ndim != 1:
             return False
         self.drew = True
@@ -56,7 +53,7 @@ ANSWERS = ((0.5, False), (1 - 2**-24, True), (0.0, True))
 
 
 def with_every_layer(run: Callable[[Draws], _Run], left_out: Callable[[_Run], int]) -> tuple[_Run, Draws]:
-    """Returns what `run` returns, and its draws, for the first answer that leaves out nothing, else the least.
+    """Returns what `run` returns, and its draws, for the answer that leaves out least.
 
     left_out: the number of parameters without a gradient.
     """
@@ -72,7 +69,7 @@ def with_every_layer(run: Callable[[Draws], _Run], left_out: Callable[[_Run], in
 
 
 def drawn(func: Any, args: Any, out: Any) -> bool:
-    """Whether an operator has filled all of the result's memory with numbers drawn from [0, 1]."""
+    """Whether an operator has filled all of the result with numbers drawn from [0, 1]."""
     if func is _UNIFORM:
         return len(args) == 1 and out.untyped_storage().nbytes() == out.numel() * out.element_size()
     return func in _DRAWING
@@ -95,8 +92,8 @@ class Undropped(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def host_draws(draws: Draws) -> Iterator[None]:
-    """Inside this context, what Python and NumPy draw is answered, in the range asked for; their global generators then
-    stand where they stood."""
+    """Inside this context, what Python and NumPy draw is answered, in the range asked for. Their global generators keep
+    their state."""
     with contextlib.ExitStack() as undo:
         for key, names in _ON_THE_HOST.items():
             module = sys.modules.get(key)

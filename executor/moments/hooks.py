@@ -13,8 +13,8 @@ closes the current moment and opens the next moment:
 
 Operations outside the units belong to the moment in which they happen. Non-reentrant checkpointing stops a
 recomputation early, so that an "end" may be missing there; the backward of the module recomputed last then lies in its
-"begin" moment. Outputs have tensor hooks, not full backward hooks, which wrap outputs in views and so break in-place
-operations after a module (Linear + ReLU(inplace=True)).
+"begin" moment. Outputs have tensor hooks: full backward hooks wrap outputs in views, and so break in-place operations
+after a module.
 
 [Note: several models] A loop may call one model inside another's forward (a teacher), or between another's forward and
 backward (a GAN). An operator then belongs to the model whose event came last, until that model's moments are over: its
@@ -46,9 +46,7 @@ ROOT = "<root>"
 
 @dataclass(frozen=True, slots=True)
 class ModuleEvent:
-    """An event of a module or of the training loop.
-
-    kind: "begin", "end", "grad", "backward-end" or "step".
+    """kind: "begin", "end", "grad", "backward-end" or "step".
     module: name in `named_modules()`, "" for the root and the last two kinds.
     name: as in `Moment.name`.
     micro_batch: micro-batch of that moment; -1 for the gradient of an output that an evaluation computed.
@@ -62,7 +60,7 @@ class ModuleEvent:
 
 
 class _ModuleEvents(dict[int, ModuleEvent]):
-    """micro-batch -> event of one kind, module and phase. Each is made once, because an iteration has hundreds."""
+    """micro-batch -> event. Each is made once, because an iteration has hundreds."""
 
     def __init__(self, kind: str, module: str, phase: Phase) -> None:
         super().__init__()
@@ -74,8 +72,8 @@ class _ModuleEvents(dict[int, ModuleEvent]):
 
 
 def units(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the modules that own a parameter directly, by name, and the root (""). A module reached twice has its
-    first name."""
+    """The modules that own a parameter directly, by name, and the root (""). A module reached twice has its first
+    name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -89,18 +87,17 @@ _MODELS_AT_TURN: dict[int, list[weakref.ref[MomentClock]]] = {}
 
 @dataclass
 class _ClockLink:
-    """The link from hooks on outputs to their clock. The hooks hold the clock weakly: a graph keeps its hooks, so a
-    model that keeps an output of its own would never be collected."""
+    """Hooks on outputs hold the clock weakly: a graph keeps its hooks, so a model that keeps an output of its own would
+    never be collected."""
 
     clock: weakref.ref[MomentClock]
     closed: bool = False
 
 
 class MomentClock:
-    """Calls `on_event(event)` at every event of `model`, from `listen()` until `close()`, a few microseconds each.
+    """Calls `on_event(event)` at every event of `model`, from `listen()` until `close()`.
 
     trains(): whether the running forward is not an evaluation.
-    wrap: applied to each hook (`moments.compiled.untraced`).
     micro_batch: of the current moment, from 0; `step()` starts anew. All forwards before a backward belong to one (a
         loss may compare two).
     """
@@ -131,10 +128,7 @@ class MomentClock:
         self._take_call_back: Callable[[], None] | None = None
 
     def listen(self, on_event: Callable[[ModuleEvent], None] | None = None) -> None:
-        """Hook the model's units, and the root's call.
-
-        on_event: replaces the constructor's.
-        """
+        """on_event: replaces the constructor's."""
         wrap, self._on_event = self._wrap, on_event or self._on_event
         for name, module in self.units.items():
             self._handles.append(module.register_forward_pre_hook(wrap(self._begin_hook(name)), prepend=True))
@@ -157,11 +151,11 @@ class MomentClock:
 
     @property
     def backwards(self) -> int:
-        """Number of backwards ended since the last `step()`."""
+        """Backwards ended since the last `step()`."""
         return self._turns
 
     def require_backwards(self, count: int, name: str) -> None:
-        """Raise ModelError if more than `count` backwards have ended: the loss of the model `name` has run one."""
+        """name: of the model. Raises ModelError if more than `count` backwards have ended: the loss has run one."""
         if self._turns > count:
             raise ModelError(
                 f"{name}: the loss runs a backward of its own (torch.autograd.grad, as in a gradient penalty), and "
@@ -170,34 +164,32 @@ class MomentClock:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a backward has begun but not ended. A backward that raised an exception never ends."""
+        """A backward that raised an exception never ends."""
         return self._callback_due
 
     def outside_root(self, event: ModuleEvent) -> bool:
-        """Returns whether the event begins the forward of a module not called from the root's. Only valid while it is
-        handled."""
+        """Whether the event begins the forward of a module not called from the root's. Valid while it is handled."""
         return event.module != "" and self.outermost(event)
 
     def outermost(self, event: ModuleEvent) -> bool:
-        """Returns whether the event begins the forward of a module that no other unit's called. Only valid while it is
-        handled."""
+        """Whether the event begins the forward of a module that no other unit's called. Valid while it is handled."""
         return event.kind == "begin" and event.phase is Phase.FWD and self._open == 1
 
     def step(self) -> None:
-        """Open the moment "step", the optimizer's own. The root's next forward is micro-batch 0 again."""
+        """The optimizer's moment. The root's next forward is micro-batch 0 again."""
         self._tell(ModuleEvent("step", "", "step", Phase.ADAM, self.micro_batch))
         self._end_turn()
         self.reset()
 
     def reset(self) -> None:
-        """Count micro-batches from 0 again, after an abandoned iteration or an evaluation."""
+        """After an abandoned iteration or an evaluation."""
         self._turns = 0
         self._open = 0
         self._callback_due = False
 
     @contextlib.contextmanager
     def one_backward(self) -> Iterator[None]:
-        """Inside this context, all calls of autograd count as one backward: "backward-end" comes once, at the end."""
+        """Inside this context, all calls of autograd count as one backward."""
         self._callback_due = False
         self._in_one = True
         try:
@@ -229,7 +221,6 @@ class MomentClock:
             self._open = 0
 
     def turn_to(self, micro_batch: int) -> None:
-        """Assign the next events to this micro-batch."""
         self._open_of[self.micro_batch] = self._open
         self.micro_batch = micro_batch
         self._open = self._open_of.get(micro_batch, 0)
@@ -239,8 +230,7 @@ class MomentClock:
         self._backward_end()
 
     def close(self) -> None:
-        """Remove the hooks of modules and the wrapper of the root's call. Hooks on outputs are freed with their graph,
-        and do nothing from now on."""
+        """Hooks on outputs are freed with their graph, and do nothing from now on."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -252,7 +242,7 @@ class MomentClock:
         self._end_turn()
 
     def _tell(self, event: ModuleEvent) -> None:
-        """Call `on_event`; the operators from now on belong to this model."""
+        """Operators from now on belong to this model."""
         if not self.at_turn:
             clocks, own = self._at_turn, self._link.clock
             below = clocks[: clocks.index(own)] if own in clocks else clocks
@@ -328,13 +318,12 @@ class MomentClock:
         return call
 
     def tell_gradient(self, event: ModuleEvent) -> None:
-        """Report that a gradient has reached an output. Does nothing after `close`."""
+        """Does nothing after `close`."""
         if not self._callback_due:
             self.watch_backward()
         self._tell(event)
 
     def watch_backward(self) -> None:
-        """Report the end of the running backward as an event."""
         if not self._callback_due:
             self._callback_due = True
             if self._in_one:
@@ -351,7 +340,7 @@ class MomentClock:
 
 
 def _hearing(link: _ClockLink) -> Callable[[ModuleEvent, list[int], torch.Tensor], None]:
-    """Returns the hook for the outputs of one call of a unit. The first gradient of each backward is the event.
+    """The first gradient of each backward to reach outputs of one call is the event.
 
     heard: shared by the call's hooks; the backward (graph task) whose gradient came last, if any.
     """
@@ -380,8 +369,7 @@ def _hook_output(output: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> 
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in a module's output: a tensor, tuples, lists, mappings (ModelOutput is a mapping) and
-    dataclasses, nested."""
+    """Tensors in a module's output: tuples, lists, mappings (ModelOutput is one) and dataclasses, nested."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -2,10 +2,10 @@
 
 A dispatch mode that sees every operator, forward and backward. A storage counts from the operator that makes it until
 its last reference is gone. A storage made earlier counts if it is a buffer of the module, or from the first operator
-that takes it (the batch). If operators take a part of such a storage only, that part counts: a batch may be a slice of
-a data set in one tensor. Parameters never count. An operator that takes a parameter is reported as a read of that
-parameter, whichever module owns it. Views count as reads too, because views of an evicted parameter must not be made.
-Logical bytes are `nbytes` of the storage, without allocator rounding and without workspaces inside a kernel.
+that takes it (the batch). Of such a storage only the part that operators take counts: a batch may be a slice of a data
+set. Parameters never count: an operator that takes one is reported as a read, views included, because views of an
+evicted parameter must not be made. Logical bytes are `nbytes` of the storage, without allocator rounding and without
+workspaces inside a kernel.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DEVICE = torch.ops.prim.device.default
 
 
 def _attention_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Keys and values may have fewer heads (grouped-query attention), each used for several query heads."""
+    """Keys and values may have fewer heads (grouped-query attention)."""
     return call_flops(_call(args, causal=False, backward=False))
 
 
@@ -50,8 +50,8 @@ def _call(args: Sequence[Any], *, causal: bool, backward: bool) -> AttentionCall
 
 
 def _grouped_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Returns the flops of routed experts: rows (2-d by 3-d) or columns (3-d by 2-d) belong to one group; in 2-d by 2-d
-    the inner extent belongs to one group."""
+    """Flops of routed experts: rows (2-d by 3-d) or columns (3-d by 2-d) belong to one group; in 2-d by 2-d the inner
+    extent does."""
     if a.dim() == 2:
         rows, inner, columns = a.shape[0], a.shape[1], b.shape[-1]
         return int(2 * rows * inner * columns)
@@ -117,10 +117,7 @@ def _argument(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 class _Traits:
-    """Facts about an operator, looked up once.
-
-    attention: whether it is a fused attention: "forward", "backward" or "".
-
+    """attention: of a fused attention "forward" or "backward"; else "".
     product: positions of the factors of its matrix product among its arguments; None if it is not a product.
     traffic: 0 none (views), 1 inputs and outputs, 2 outputs twice (gathers).
     """
@@ -138,10 +135,7 @@ class _Traits:
 
 
 class _Watched(weakref.ref):  # type: ignore[type-arg]
-    """Weak reference to a storage.
-
-    in_part: whether these may be less than the storage has: it was made earlier.
-    """
+    """in_part: whether `size` may be less than the storage has: it was made earlier."""
 
     __slots__ = ("in_part", "key", "size")
     key: int
@@ -150,7 +144,6 @@ class _Watched(weakref.ref):  # type: ignore[type-arg]
 
 
 def require_dense(tensor: torch.Tensor, operator: object) -> None:
-    """Raise ModelError for a sparse result of the operator."""
     if tensor.layout is not torch.strided:
         raise ModelError(
             f"{operator} makes a sparse tensor, and plans hold dense tensors alone; give sparse=False to Embedding and "
@@ -159,7 +152,7 @@ def require_dense(tensor: torch.Tensor, operator: object) -> None:
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is entered; compiled functions then run as they were written. Bytes are ints.
+    """Counts while it is entered; compiled functions then run as they were written.
 
     parameters: by index; their storages never count. Several may share one (views of a chunk); the offset then tells
         which is read.
@@ -218,12 +211,12 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._resumes.pop()()
 
     def resume_compiler(self) -> None:
-        """Let compiled functions run compiled again, for a mode that leaves its stack before its context ends."""
+        """For a mode that leaves its stack before its context ends."""
         while self._resumes:
             self._resumes.pop()()
 
     def add_parameter(self, index: int, tensor: torch.Tensor) -> None:
-        """Note that `tensor` has moved into a chunk as parameter `index`; its storage does not count any more."""
+        """`tensor` has moved into a chunk as parameter `index`; its storage does not count any more."""
         storage = tensor.untyped_storage()
         self.ignore(storage)
         starts, indices = self._ours[storage_key(storage)]
@@ -233,7 +226,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         indices.insert(at, index)
 
     def ignore(self, storage: torch.UntypedStorage) -> None:
-        """Never count this storage (of a chunk or a gradient): it is model data."""
+        """The storage (of a chunk or a gradient) is model data."""
         key = storage_key(storage)
         if key not in self._ours:
             self._ours[key] = ([], [])
@@ -247,7 +240,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside this context, operators neither count nor report reads (the engine's own copies); storages may be
+        """Inside this context, operators (the engine's own copies) neither count nor report reads; storages may be
         freed."""
         before, self._paused = self._paused, True
         try:
@@ -288,7 +281,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _count_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Count the product of a ([batches,] m, k) by b ([batches,] k, n). A product without elements is no work."""
+        """Of a ([batches,] m, k) by b ([batches,] k, n). A product without elements is no work."""
         product = (a.shape[0] if a.dim() == 3 else 1, a.shape[-2], a.shape[-1], b.shape[-1])
         if all(product):
             self.products.append(product)
@@ -300,8 +293,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return traits
 
     def _see_inputs(self, inputs: Iterable[torch.Tensor]) -> None:
-        """Handle the inputs of an operator: report reads of parameters, and begin to count storages that were made
-        earlier."""
+        """Report reads of parameters, and begin to count storages that were made earlier."""
         live, ours = self._live, self._ours
         for tensor in inputs:
             storage = tensor.untyped_storage()
@@ -316,10 +308,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add(storage, key, self._size_of_part(tensor))
 
     def _see_outputs(self, outputs: Iterable[torch.Tensor], *, resized: bool) -> None:
-        """Handle the results of an operator.
-
-        resized: whether the operator changed the size of their storages, which else it made.
-        """
+        """resized: whether the operator changed the size of storages, which else it made."""
         live, ours = self._live, self._ours
         for tensor in outputs:
             require_dense(tensor, self.last_op)
@@ -346,7 +335,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(storage, key)
 
     def _add(self, storage: torch.UntypedStorage, key: int, part_bytes: int | None = None) -> None:
-        """Begin to count a storage, whole or a part of it for now."""
+        """Begin to count a storage, or a part of it for now."""
         watched = _Watched(storage, self._gone)
         watched.key = key
         whole = self._size(storage)
@@ -359,8 +348,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return storage.nbytes() if self._device is None or storage.device == self._device else 0
 
     def _size_of_part(self, tensor: torch.Tensor) -> int:
-        """Returns the bytes from the tensor's first to its last element; all of its storage where elements have no
-        strides."""
+        """Bytes from the tensor's first to its last element; all of its storage where elements have no strides."""
         if tensor.layout is not torch.strided:
             return tensor.untyped_storage().nbytes()
         if not tensor.numel():
@@ -369,7 +357,6 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return (int(last) + 1) * tensor.element_size()
 
     def _count_more(self, watched: _Watched, size: int) -> None:
-        """Count the largest part that an operator has taken."""
         if size > watched.size:
             self.current += size - watched.size
             watched.size = size

@@ -1,4 +1,4 @@
-"""Nests: tensors in nested tuples, lists, mappings and dataclasses, as arguments and outputs of modules."""
+"""Nests: tensors in nested tuples, lists, mappings and dataclasses."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["map_tensors"]
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns `value` with `change` applied to its tensors: a tensor, tuples, lists, mappings and dataclasses, nested,
-    each of its own type. Returns the same object where no tensor changed."""
+    """Returns `value` with `change` applied to its tensors, nested in containers of their own types. Returns the same
+    object where no tensor changed."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -27,7 +27,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def _with_fields(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns a dataclass, frozen or not, with `change` applied to its tensors."""
+    """value: a dataclass, frozen or not."""
     old = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
     new = {name: map_tensors(item, change) for name, item in old.items()}
     changed = {name: item for name, item in new.items() if item is not old[name]}
@@ -38,7 +38,7 @@ def _with_fields(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _with_items(value: Any, keys: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns a mapping, list or tuple (named tuples included) with `change` applied to its tensors."""
+    """value: a mapping, list or tuple (named tuples included)."""
     items = [map_tensors(value[key], change) for key in keys]
     if all(item is value[key] for key, item in zip(keys, items)):
         return value

@@ -1,7 +1,6 @@
 """MomentRecorder: events, live bytes, reads and gradients of one iteration written down as a Workload.
 
-The fake capture and a recorded run both use it, so that both number moments and count bytes with the same code. Knows
-neither fake tensors nor plans.
+The fake capture and a recorded run both use it.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ INPUTS = {"vision": "image", "visual": "image", "image": "image", "audio": "audi
 def describe_parameters(
     model: nn.Module, groups: Mapping[int, int] | None = None
 ) -> tuple[tuple[Tensor, ...], tuple[nn.Parameter, ...]]:
-    """Returns the parameters of `model` as tensors of a Workload and as they are, both in the order of
-    `named_parameters` with tied names. Two names are tied when they are one Parameter, or begin at the same byte of one
-    storage.
+    """Parameters of `model`, in the order of `named_parameters` with tied names. Two names are tied when they are one
+    Parameter, or begin at the same byte of one storage.
 
     groups: optimizer group by id(parameter), 0 where absent.
 
@@ -76,8 +74,8 @@ def describe_parameters(
 
 
 def working_dtype(tensors: Collection[Tensor]) -> str:
-    """Returns the dtype with the most trainable bytes (the most bytes if no tensor is trainable). Raises ModelError
-    without a tensor."""
+    """The dtype with the most trainable bytes (the most bytes if none is trainable). Raises ModelError without a
+    tensor."""
     sizes: Counter[str] = Counter()
     trainable = any(not t.frozen for t in tensors)
     for t in tensors:
@@ -89,8 +87,7 @@ def working_dtype(tensors: Collection[Tensor]) -> str:
 
 
 def attention_seen(kernels: Collection[str]) -> str:
-    """Returns "flash", "efficient", "math" (a softmax of its own) or "none", by the operators seen
-    (LiveStorages.kernels)."""
+    """One of "flash", "efficient", "math" (a softmax of its own) or "none", by LiveStorages.kernels."""
     for word in ("flash", "efficient", "cudnn"):
         if any(word in kernel and "attention" in kernel for kernel in kernels):
             return "flash" if word == "cudnn" else word
@@ -98,7 +95,7 @@ def attention_seen(kernels: Collection[str]) -> str:
 
 
 def unused_modules(tensors: Sequence[Tensor], used: Collection[int]) -> Counter[str]:
-    """Returns the outermost modules without a used parameter, with their numbers of parameters.
+    """The outermost modules without a used parameter, with their numbers of parameters.
 
     used: indices of tensors, tied names left out.
     """
@@ -115,13 +112,12 @@ def unused_modules(tensors: Sequence[Tensor], used: Collection[int]) -> Counter[
 
 
 def named_modules(sizes: Counter[str]) -> str:
-    """Returns the largest modules by name, and the number of the others."""
     names = [name for name, _ in sizes.most_common(MOST_NAMED)]
     return ", ".join(names) + (f" and {len(sizes) - len(names)} more modules" if len(sizes) > len(names) else "")
 
 
 def unused_note(tensors: Sequence[Tensor], used: Collection[int]) -> str:
-    """Returns the modules that did not run, in words; "" for none. A vision tower does not run without an image."""
+    """A vision tower does not run without an image."""
     sizes = unused_modules(tensors, used)
     if not sizes:
         return ""
@@ -143,7 +139,6 @@ class MomentRecorder:
     """Records an iteration from a clock (`on_event`), a LiveStorages (`read`) and the gradient hooks (`gradient`).
 
     inside: whether a forward is open or a backward runs; a read at any other time raises.
-    now: seconds, for durations.
     """
 
     def __init__(
@@ -167,7 +162,6 @@ class MomentRecorder:
 
     @property
     def current(self) -> ModuleEvent | None:
-        """The event that opened the current moment, None before the first."""
         return self._event
 
     def on_event(self, event: ModuleEvent) -> None:
@@ -184,7 +178,7 @@ class MomentRecorder:
             self._start_s = self._now()
 
     def read(self, tensor: int) -> None:
-        """Note a read of parameter `tensor` (index). Raises ModelError outside every module call."""
+        """Raises ModelError outside every module call."""
         if self._event is None or not self._inside():
             raise ModelError(
                 f"parameter {self.tensors[tensor].name!r} is read outside every module call "
@@ -193,7 +187,7 @@ class MomentRecorder:
         self._use(tensor, UseKind.READ)
 
     def gradient(self, tensor: int) -> int:
-        """Note an accumulated gradient of parameter `tensor` (index). Returns how many it had in this micro-batch."""
+        """Returns how many gradients the parameter had in this micro-batch."""
         assert self._event is not None
         self._use(tensor, UseKind.GRADIENT)
         key = (self._event.micro_batch, tensor)
@@ -201,7 +195,7 @@ class MomentRecorder:
         return self._firings[key]
 
     def firings(self) -> dict[int, int]:
-        """Returns index of a tensor -> how often its gradient arrives in a micro-batch (the most of any)."""
+        """Tensor -> how often its gradient arrives in a micro-batch, at most."""
         most: dict[int, int] = {}
         for (_, tensor), count in self._firings.items():
             most[tensor] = max(most.get(tensor, 0), count)
@@ -212,7 +206,7 @@ class MomentRecorder:
         return trainable - self.firings().keys()
 
     def finish(self) -> None:
-        """Close the last moment with the bytes alive now. A second call does nothing."""
+        """Close the last moment with the bytes alive now."""
         self._close()
         self._event = None
 
@@ -230,8 +224,7 @@ class MomentRecorder:
         recorded_on: str | None = None,
         notes: str = "",
     ) -> Workload:
-        """Returns the recorded iteration, whose last moment must be "step". Header fields that are not given are filled
-        from the record."""
+        """The last moment must be "step". Header fields that are not given are filled from the record."""
         self.finish()
         if not self._moments or self._moments[-1].phase is not Phase.ADAM:
             raise ModelError(f"{model}: the recorded iteration does not end with optimizer.step()")

@@ -1,4 +1,4 @@
-"""Standing: counts live storages during a session's iterations, by a dispatch mode that stays on its thread's stack.
+"""Standing: a dispatch mode that counts live storages during a session's iterations.
 
 The mode does not hold the session, which may be dropped meanwhile.
 """
@@ -27,9 +27,7 @@ _FLAGS = (
 
 
 class Standing(LiveStorages, Listener):  # type: ignore[no-untyped-call]
-    """A count of live bytes that is active from `begin` to `end`, in the thread that called `begin`. Working lists do
-    not count.
-    """
+    """Active from `begin` to `end`, in the thread that called `begin`. Working lists do not count."""
 
     def __init__(self, model: nn.Module, device: torch.device, arena: Callable[[], Arena]) -> None:
         super().__init__([], model.buffers(), costs=False, device=device)
@@ -39,7 +37,7 @@ class Standing(LiveStorages, Listener):  # type: ignore[no-untyped-call]
         self.bind()
 
     def bind(self) -> None:
-        """Take over a new plan, under which parameters have new storages."""
+        """Under a new plan parameters have new storages."""
         self._ours.clear()
         self._keep.clear()
         arena = self._arena()
@@ -63,8 +61,8 @@ class Standing(LiveStorages, Listener):  # type: ignore[no-untyped-call]
         self._entered = True
 
     def end(self) -> None:
-        """Stop counting. A mode that cannot leave its thread's stack now (another thread calls, or the modes stand
-        aside) stays there and does nothing until that thread's next count."""
+        """A mode that cannot leave its thread's stack now (another thread calls, or the modes stand aside) stays there
+        and does nothing until that thread's next count."""
         self._ours.clear()
         self._keep.clear()
         if self._entered and not (threading.get_ident() == self.thread and take_off(self)):
@@ -77,7 +75,7 @@ _LEFT: weakref.WeakSet[Standing] = weakref.WeakSet()  # modes that have ended an
 
 
 def take_off(mode: TorchDispatchMode) -> bool:
-    """Take a mode off this thread's stack, also from under modes that were entered later. Returns False without it."""
+    """Take a mode off this thread's stack, also from under modes entered later. Returns False without it."""
     size = torch._C._len_torch_dispatch_stack()
     if not any(torch._C._get_dispatch_stack_at(i) is mode for i in range(size)):
         return False

@@ -15,7 +15,6 @@ _AS_IT_IS = contextlib.nullcontext()
 
 
 def unrecorded() -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which autograd records nothing."""
     return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
 
 
@@ -24,5 +23,4 @@ modes_standing: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def unseen() -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which no dispatch mode sees the operators, which are the engine's own and not counted."""
     return _disable_current_modes() if modes_standing() else _AS_IT_IS

@@ -32,7 +32,7 @@ class PlanCut:
         self.states = states
 
     def return_to(self) -> None:
-        """Bring the payloads to the plan's cut and let the queues begin the next iteration."""
+        """Bring the payloads to the plan's cut; the queues begin the next iteration."""
         run, state, shortage = self.run, self.following.state, self.shortage
         self.in_use.clear()
         run.arena.log.mark("after", len(run.timetable.names) - 1)
@@ -51,18 +51,18 @@ class PlanCut:
             run.queues.resume()
 
     def start_over(self) -> None:
-        """Drop the iteration's gradients and begin it anew. It must not have made any update."""
+        """Drop the iteration's gradients and begin it anew. No update may be made yet."""
         self.shares.forget()
         self.return_to()
 
     @property
     def places(self) -> Places:
-        """Returns (place, chunk, list) of all payloads that have memory now."""
+        """(place, chunk, list) of all payloads with memory."""
         return frozenset((r.place, r.chunk, r.list) for r in self.run.arena.present)
 
     def reach(self, wanted: Places) -> None:
-        """Make exactly `wanted` resident, with current content, beside the tide between two iterations. A payload that
-        leaves its last place is copied first. Raises OutOfMemory where the accelerator refuses."""
+        """Make exactly `wanted` resident, with current content. A payload that leaves its last place is copied first.
+        Raises OutOfMemory where the accelerator refuses."""
         arena = self.run.arena
         present = self.places
         wanted = frozenset(row for row in wanted if row[1] >= 0)
@@ -80,7 +80,7 @@ class PlanCut:
         arena.set_tide(self.run.timetable.cut_tide)
 
     def _refresh(self) -> None:
-        """Update the working lists that stayed and are out of date."""
+        """Update working lists that stayed and are out of date."""
         arena = self.run.arena
         for chunk, state in enumerate(self.run.contents.chunks):
             for place in reversed(PLACES):

@@ -1,13 +1,10 @@
 """Demand: runs an iteration on demand after it has left the plan.
 
-A parameter is fetched when it is read, and other chunks are dropped to make room. Nothing is overlapped, and every
-update happens in `optimizer.step()`, where the payloads are brought back to the plan's cut, and the next iteration is
-on plan again.
+Other chunks are dropped to make room, nothing is overlapped, and every update happens in `optimizer.step()`, where the
+payloads are brought back to the plan's cut. The next iteration is on plan again.
 
 The same mode serves an evaluation between two iterations (`visiting`: nothing is counted, and the payloads are put back
 to their places) and a warm-up, which is a session whose plan has no steps.
-
-This file decides when the plan is left and what an event then means.
 """
 
 from __future__ import annotations
@@ -40,12 +37,9 @@ __all__ = ["Demand"]
 
 
 class Demand:
-    """The on-demand half of a session under one plan.
-
-    Attributes:
-        in_a_row: iterations off plan since the last on plan.
-        left_in_parts: whether the plan was last left in a backward that runs part by part.
-        no_plan: why there was no new plan, in words.
+    """in_a_row: iterations off plan since the last on plan.
+    left_in_parts: whether the plan was last left in a backward that runs part by part.
+    no_plan: why there was no new plan, in words.
     """
 
     def __init__(
@@ -83,11 +77,7 @@ class Demand:
     # -- leaving the plan ---------------------------------------------------------------------------------------------
 
     def on_event(self, event: ModuleEvent, found: Answer, known_tide_bytes: int | None = None) -> None:
-        """Carry out an event off the plan.
-
-        known_tide_bytes: non-model bytes of the moment that begins, where measured; else the plan's for events of that
-            name.
-        """
+        """known_tide_bytes: measured non-model bytes of the moment that begins; None: the plan's."""
         table = self.run.timetable
         if found is Answer.VISIT:
             self.visit()
@@ -126,8 +116,8 @@ class Demand:
         return "a batch of another shape" + (f": {above}" if above else "")
 
     def _own_chunks(self, module: str) -> set[int]:
-        """Returns the chunks of the parameters that the module owns directly. Its backward reads tensors that autograd
-        saved of them, also where the plan has no such moment."""
+        """Chunks of the parameters that the module owns directly. Its backward reads tensors that autograd saved of
+        them."""
         if module not in self._owned:
             units, chunk_of = self.clock.units, self.run.timetable.chunk_of
             own = units[module].parameters(recurse=False) if module in units else ()
@@ -136,7 +126,7 @@ class Demand:
         return self._owned[module]
 
     def leave(self, reason: str) -> None:
-        """Leave the plan: the rest of the iteration runs on demand. Raises PlanError on several ranks."""
+        """The rest of the iteration runs on demand. Raises PlanError on several ranks."""
         state, cursor, table, following = self.state, self.cursor, self.run.timetable, self.following
         if state.ranks is not None:
             raise state.ranks.cannot_leave(reason)
@@ -161,7 +151,7 @@ class Demand:
         cursor.moment = max(cursor.moment, 0)
 
     def rewrite_from_master(self, tensor: int) -> None:
-        """Rewrite every copy of the working list after the master copy changed (a loaded state)."""
+        """The master copy has changed (a loaded state)."""
         with unseen(), torch.no_grad(), self.standstill.still():
             run = self.state.run  # another one, if standing still has mended an interruption
             contents, chunk = run.contents, run.timetable.chunk_of[tensor]
@@ -174,7 +164,7 @@ class Demand:
     # -- coming back --------------------------------------------------------------------------------------------------
 
     def discard(self) -> None:
-        """Do `zero_grad()` before `step()`: start over. A new plan is due afterwards if the shortage is pending."""
+        """`zero_grad()` before `step()`: start over. A new plan is due afterwards if the shortage is pending."""
         self._backwards = max(self._backwards, self.state.now.given)
         if not self.cursor.off_plan:
             self.standstill.rest()
@@ -186,8 +176,7 @@ class Demand:
         self.clock.reset()
 
     def plan_due(self) -> Plan | None:
-        """Returns a plan by the same policy for the last batches, if one is due because the last iterations were all
-        off plan. Raises PstarError if none fits."""
+        """Returns a plan by the same policy for the last batches, if one is due. Raises PstarError if none fits."""
         self.in_a_row += 1
         replan_after = self.state.replan_after
         if self.run.timetable.on_demand_only or not replan_after or self.in_a_row < replan_after:
@@ -201,7 +190,7 @@ class Demand:
     # -- evaluation between iterations --------------------------------------------------------------------------------
 
     def visit(self) -> None:
-        """Begin an evaluation between two iterations: wait for the updates and pause the queues."""
+        """Begin an evaluation between two iterations."""
         if self.cursor.visiting:
             return
         self.standstill.drain()
@@ -215,8 +204,7 @@ class Demand:
         self.reader.set_open(False)
 
     def end_visit(self) -> None:
-        """End the evaluation: put the payloads back. Then a new plan is due if the shortage is pending, else the queues
-        continue."""
+        """Put the payloads back. Then a new plan is due if the shortage is pending, else the queues continue."""
         run, before = self.run, self._before_visit
         assert before is not None  # reaching no places would drop every payload
         self._in_use.only(())

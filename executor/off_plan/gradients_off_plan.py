@@ -1,5 +1,4 @@
-"""Gradients off the plan: where the gradients of an iteration off the plan go, and how they come back for the
-update."""
+"""Gradients of an iteration off the plan: where they go, and how they come back for the update."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ class OffPlanGradients:
         self.states = states
 
     def leave_gpu(self) -> None:
-        """Move every gradient off the gpu's working and grad lists, so that parameters can be read, and sums to the
-        chunk's states."""
+        """Move gradients off the gpu's working and grad lists, so that parameters can be read, and sums to the chunk's
+        states."""
         run, perform, drop = self.run, self.inline.perform, self.inline.drop
         for chunk in range(len(run.plan.layout.chunks)):
             self._sum_leaves_gpu(chunk)
@@ -45,8 +44,8 @@ class OffPlanGradients:
                 perform(drop(GPU, chunk, "param"))
 
     def _sum_leaves_gpu(self, chunk: int) -> None:
-        """Move the sum of a chunk whose states live on the host there. The chunk gets the list if the plan never has it
-        there: off the plan all its gradients add up on the host."""
+        """Move the sum of a chunk whose states live on the host there. It gets the list if the plan never has it
+        there."""
         run, inline = self.run, self.inline
         if run.plan.modes[chunk] not in ("cpu", "stream") or (GPU, chunk, "grad32") in run.timetable.cut:
             return
@@ -59,8 +58,8 @@ class OffPlanGradients:
             inline.bring(HOST, chunk, "grad32")
 
     def _add_on_host(self, chunk: int) -> None:
-        """Add gradients on the host whose step has not run to the sum there: later ones are added after them, as
-        autograd does."""
+        """Add gradients on the host whose step has not run to the sum: later ones are added after them, as autograd
+        does."""
         contents = self.run.contents
         if self.run.arena.has(HOST, chunk, "grad32"):
             for list_name in ("grad", "param"):
@@ -68,8 +67,8 @@ class OffPlanGradients:
                     contents.gradients.add_on_host(chunk, list_name)
 
     def accept(self, tensor: int, gradient: torch.Tensor) -> None:
-        """Add an accumulated gradient to the tensor's earlier ones. Raises ContractError after the tensor's eager
-        update, PlanError where the plan has no optimizer states for it."""
+        """Raises ContractError after the tensor's eager update, PlanError where the plan has no optimizer states for
+        it."""
         run = self.run
         if tensor in self.updates.begun:
             raise ContractError(
@@ -86,7 +85,7 @@ class OffPlanGradients:
         self.shares.accept(tensor, gradient)
 
     def collect_left_over(self) -> None:
-        """Take gradients that autograd still holds because they arrived less often than the plan counted."""
+        """Take gradients that arrived less often than the plan counted."""
         run, parameters, scaling = self.run, self.reader.parameters, self.updates.scaling
         for t in run.timetable.chunk_of:
             grad = raw_grad(parameters[t])

@@ -1,12 +1,11 @@
 """Guard: watches every operator of an iteration for a lack of memory.
 
-A dispatch mode below a session's iterations. On a virtual accelerator with a limit it counts the live bytes beside the
-chunks, operator by operator. If the result of an operator no longer fits, the ladder makes room before the next
-operator runs. If an operator itself is refused memory (torch.OutOfMemoryError on CUDA), the ladder gives back memory
-and the operator runs again: it allocates before it writes.
+On a virtual accelerator with a limit, a dispatch mode counts the live bytes beside the chunks. If an operator's result
+no longer fits, the ladder makes room before the next operator runs. If an operator itself is refused memory
+(torch.OutOfMemoryError on CUDA), the ladder gives back memory and the operator runs again: it allocates before it
+writes.
 
-Counting costs time for every operator. A session has a guard only where the accelerator has a limit of its own, or
-where memory ran out before.
+Counting costs time: a session has a guard only where the accelerator has a limit of its own, or memory ran out before.
 """
 
 from __future__ import annotations
@@ -37,13 +36,11 @@ TRIES = 8
 
 class Guard(Standing):  # type: ignore[no-untyped-call]
     """Watches the operators inside the model's modules and in backward, from `begin` to `end`. A loop's other tensors
-    (a loss of its own, an evaluation's figures) count once these use them.
+    count once these use them.
 
-    make_room(error, alive_bytes): makes room for refused memory; returns the bytes still missing.
+    make_room(error, alive_bytes): returns the bytes still missing.
     give_up(error, short_bytes): ends the iteration; returns the error to raise.
-
-    Attributes:
-        measured: moment -> non-model bytes seen in it.
+    measured: moment -> non-model bytes seen in it.
     """
 
     def __init__(
@@ -77,7 +74,6 @@ class Guard(Standing):  # type: ignore[no-untyped-call]
 
     @property
     def counts(self) -> bool:
-        """Whether bytes are counted for an accelerator that has a limit of its own."""
         return self._counts is not None and self._counts.gpu_bytes is not None
 
     @property

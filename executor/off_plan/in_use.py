@@ -1,8 +1,7 @@
-"""InUse: chunks that code running off the plan may still read, by the events of modules.
+"""InUse: chunks that code running off the plan may still read.
 
-Chunks used since the enclosing module began (forward) or since the last event (backward) stay. Chunks that a
-recomputation used stay until the next recomputation begins or the backward ends, because autograd reads tensors that it
-saved of them.
+Chunks used since the enclosing module began (forward) or since the last event (backward) stay. Those that a
+recomputation used stay until the next begins or the backward ends: autograd reads tensors saved of them.
 """
 
 from __future__ import annotations
@@ -16,11 +15,7 @@ __all__ = ["InUse"]
 
 
 class InUse:
-    """Chunks that code running off the plan may still read.
-
-    Attributes:
-        position: the plan's latest moment reached, by the names of events; uses are counted from it.
-    """
+    """position: the plan's latest moment reached, by the names of events; uses are counted from it."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -33,12 +28,10 @@ class InUse:
         return set().union(*self._frames) | self._recomputed
 
     def add(self, chunks: Iterable[int]) -> None:
-        """Keep these chunks, which the running code reads."""
         self._frames[-1] |= set(chunks)
 
     def only(self, chunks: Iterable[int]) -> None:
-        """Keep only these chunks until the next event. Called where the running code began on plan (`chunks` are its
-        moment's), or where none runs."""
+        """Keep only these chunks until the next event: the running code began on plan, or none runs."""
         self._frames = [set(chunks)]
 
     def clear(self) -> None:
@@ -46,7 +39,6 @@ class InUse:
         self._recomputed = set()
 
     def see(self, event: ModuleEvent) -> None:
-        """Handle an event: a module begins or ends, or backward reaches the output of a module."""
         if event.kind == "begin":
             if event.phase is Phase.RECOMPUTE and self._in_backward:
                 self._recomputed = set()

@@ -1,9 +1,7 @@
-"""Inline: steps that are in no plan, performed at once in the user's thread while the queues stand still.
+"""Inline: steps that are in no plan, performed at once while the queues stand still.
 
-A step begins, works and ends through the same contents as on a queue. On a queue, which runs in order, the step would
-wait for the plan's steps, and the plan's steps would wait for it. Work that no step expresses is a named operation of
-contents: the working list from the master copy (`rewrite`), slices that another rank has in host memory
-(`put_together`), one tensor's share of a gradient (`shares.py`).
+On a queue such a step would wait for the plan's steps, and these for it. Work that no step expresses is a named
+operation of contents (`rewrite`, `put_together`, `shares.py`).
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ class Inline:
         return self._step(Queue.COMPUTE, Kind.ALLOC, chunk, list_name, place)
 
     def copy(self, place: Place, chunk: int, list_name: str) -> Step:
-        """Returns the step that copies a list to the place from another place; to the host from the disks where the gpu
-        does not have it."""
+        """The step that copies a list to the place: to the host from the disks where the gpu does not have it."""
         if place is HOST and not self._on_gpu(chunk, list_name):
             return self._step(Queue.NVME, Kind.NVME_READ, chunk, list_name)
         return self._step(*_COPIES[place], chunk, list_name)
@@ -80,7 +77,7 @@ class Inline:
         update: Update | None = None,
         norms: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
-        """Do all of the step. Raises OutOfMemory, with nothing changed, if the accelerator refuses the step's memory.
+        """Raises OutOfMemory, with nothing changed, if the accelerator refuses the step's memory.
 
         update, norms: of the iteration, for Adam steps.
         """
@@ -105,8 +102,8 @@ class Inline:
         contents.finish(step)
 
     def _take(self, chunk: int, taken: Resident | None, take: Callable[[], object]) -> set[tuple[Place, str]]:
-        """Let a list take its memory. It is hollow until the caller has filled it: [Note: between two lines] in
-        memory/chunk_state.py. Does nothing for a list with memory."""
+        """The list is hollow until the caller has filled it: [Note: between two lines] in memory/chunk_state.py. Does
+        nothing for a list with memory."""
         new = {(taken.place, taken.list)} if taken is not None and not self.arena.has_resident(taken) else set()
         hollow = self.contents.chunks[chunk].hollow
         hollow |= new
@@ -118,7 +115,7 @@ class Inline:
         return new
 
     def _fill(self, row: Resident, fill: Callable[[], object]) -> None:
-        """Let `fill` fill a list, which first gets memory if it has none, where no step does it."""
+        """Let `fill` fill a list that no step fills."""
         new: set[tuple[Place, str]] = set()
         if not self.arena.has_resident(row):
             new = self._take(row.chunk, row, lambda: self.arena.take(row.place, row.chunk, row.list))
@@ -149,7 +146,7 @@ class Inline:
             raise PlanError(f"{list_name} of chunk {chunk} is lost: neither place holds it")
 
     def _bring_by_host(self, place: Place, chunk: int) -> None:
-        """Bring a working list from the gpu to the disks or back: no step does it at once."""
+        """Bring a working list between gpu and disks: no step does it at once."""
         passes = not self.arena.has(HOST, chunk, "param")
         self.bring(HOST, chunk, "param")
         self.perform(self.copy(place, chunk, "param"))
@@ -157,8 +154,7 @@ class Inline:
             self.perform(self.drop(HOST, chunk, "param"))
 
     def join(self, chunk: int) -> None:
-        """Gather the other ranks' slices of the working list. See [Note: evaluations that differ] in
-        distributed/ranks.py."""
+        """Gather the other ranks' slices: [Note: evaluations that differ] in distributed/ranks.py."""
         slices = None if self.ranks is None else self.ranks.slices_of(chunk)
         if slices is None:
             self.perform(self.gather(chunk))

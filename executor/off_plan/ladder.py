@@ -3,7 +3,7 @@
 The running iteration is carried to its end on demand (`demand.py`): unused working lists leave the accelerator, then
 optimizer states of pinned chunks, and the refused memory is requested again. After the optimizer step the next plan is
 made by the first rung that fits the existing memory: [Note: rungs] in rungs.py. Nothing is computed twice and nothing
-is lost: the updates of that iteration are those of plain torch, as of any iteration off plan.
+is lost.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ log = logging.getLogger("executor")
 class Ladder(Sequence[Rung]):
     """The rungs climbed by now, oldest first.
 
-    Attributes:
-        guard: None as long as operators are not watched.
+    guard: None as long as operators are not watched.
         level: index into RUNGS of the rung that made the plan, -1 for the plan that was given.
     """
 
@@ -85,7 +84,7 @@ class Ladder(Sequence[Rung]):
     # -- inside an iteration ------------------------------------------------------------------------------------------
 
     def watch(self, model: nn.Module, *, always: bool) -> None:
-        """Watch every operator from now on, if the accelerator is virtual and has a memory limit, or if `always`."""
+        """Watch every operator, if the accelerator is virtual and has a memory limit, or if `always`."""
         backend, state = self.state.run.backend, self.state
         limited = isinstance(backend, VirtualBackend) and backend.gpu_bytes is not None
         if self.guard is None and (limited or always):
@@ -97,8 +96,7 @@ class Ladder(Sequence[Rung]):
             self._at_end.append(self.guard.end)
 
     def on_event(self, event: ModuleEvent) -> bool:
-        """React, before an event, to memory that ran out: drop an iteration that was given up, go on without a short
-        queue, make a new plan. Returns whether the loop's state has changed."""
+        """React, before an event, to memory that ran out. Returns whether the loop's state has changed."""
         state, cursor, shortage = self.state, self.cursor, self.shortage
         dropped = shortage.given_up and event.kind == "begin" and event.phase is Phase.FWD
         if dropped:
@@ -122,9 +120,7 @@ class Ladder(Sequence[Rung]):
             self.replan()
 
     def climb(self, error: OutOfMemory) -> None:
-        """Continue after a step of the plan was refused memory: on demand or, between two iterations, under a new
-        plan.
-        """
+        """Continue after a step was refused memory: on demand or, between two iterations, under a new plan."""
         cursor = self.cursor
         if self.state.ranks is not None:
             raise self.shortage.ends_ranks(error) from error
@@ -140,11 +136,11 @@ class Ladder(Sequence[Rung]):
         self.state.run.demand.leave(f"out of memory: {error.what} in moment {self.cursor.moment}")
 
     def recover(self, error: OutOfMemory | torch.OutOfMemoryError) -> None:
-        """Recover from a refusal of memory whose error reached the loop (a CUDA allocation inside an operator; on a
-        virtual accelerator the guard handles it). The loop calls this. The iteration's gradients are dropped, and none
-        has updated anything. The next plan is for less memory, and the loop runs the micro-batches again, as
-        `executor.training.train_step` does. Operators are watched from then on. Raises the error itself where eager
-        updates of this iteration have been made, and PlanError on several ranks, which wait for each other."""
+        """Recover from a refusal of memory whose error reached the loop, which calls this (a CUDA allocation inside an
+        operator; on a virtual accelerator the guard handles it). The iteration's gradients are dropped, the next plan
+        is for less memory, and the loop runs the micro-batches again, as `executor.training.train_step` does. Operators
+        are watched from then on. Raises the error itself where eager updates of this iteration have been made, and
+        PlanError on several ranks, which wait for each other."""
         state, shortage, arena = self.state, self.shortage, self.state.run.arena
         backend = arena.backend
         if self.reader.updates.begun and state.ranks is None:
@@ -179,19 +175,19 @@ class Ladder(Sequence[Rung]):
         state.now.arrived.clear()
 
     def give_back(self, error: OutOfMemory, needed: set[int]) -> None:
-        """Make room for a chunk off plan that was refused memory. Raises DoesNotFit without success."""
+        """Make room for a chunk off plan. Raises DoesNotFit without success."""
         if short_bytes := self._make_room(error, needed):
             raise self.give_up(error, short_bytes)
 
     def room_for_operator(self, error: OutOfMemory, alive_bytes: int) -> int:
-        """Make room for an operator that was refused memory. Returns the bytes still missing.
+        """Returns the bytes still missing.
 
         alive_bytes: as in `Shortage.note`.
         """
         return self._make_room(error, set(), alive_bytes)
 
     def _make_room(self, error: OutOfMemory, needed: set[int], alive_bytes: int | None = None) -> int:
-        """Give back chunks, then optimizer states, for refused memory. Returns the bytes still missing."""
+        """Give back chunks, then optimizer states. Returns the bytes still missing."""
         cursor, run = self.cursor, self.state.run
         if self.state.ranks is not None:
             raise self.shortage.ends_ranks(error) from error
@@ -216,13 +212,13 @@ class Ladder(Sequence[Rung]):
         return max(0, short - freed)
 
     def give_up(self, error: OutOfMemory, short_bytes: int) -> DoesNotFit:
-        """End the iteration, which cannot be made to fit. Returns the error to raise."""
+        """Returns the error to raise."""
         self.shortage.given_up = True
         self.clock.reset()  # the running forward ends with the error
         return self._does_not_fit(error, short_bytes)
 
     def _in_fragments(self, error: OutOfMemory) -> bool:
-        """Returns whether as many bytes as were requested are reserved and unused."""
+        """Whether as many bytes as requested are reserved and unused."""
         return 0 < error.asked_bytes <= self.state.run.backend.idle_bytes()
 
     def _does_not_fit(self, error: OutOfMemory, short: int) -> DoesNotFit:
@@ -243,7 +239,7 @@ class Ladder(Sequence[Rung]):
     # -- between two iterations ---------------------------------------------------------------------------------------
 
     def replan(self) -> None:
-        """Make the next plan, by the first rung that fits. Raises DoesNotFit if none does. The session then stands
+        """Make the next plan, by the first rung that fits. Raises DoesNotFit if none does: the session then stands
         between two iterations with the values of the last whole one, and tries again after the next."""
         state, plan = self.state, self.state.run.plan
         assert not self.cursor.inside and not self.cursor.visiting
@@ -273,7 +269,7 @@ class Ladder(Sequence[Rung]):
         raise self._no_rung_fits(list(tried), last, budget) from last
 
     def _try_rung(self, level: int, spec: str, workload: Workload, budget: int) -> DoesNotFit | None:
-        """Continue under the rung's plan if it fits. Returns why it does not fit."""
+        """Returns why the rung's plan does not fit."""
         state, run, shortage = self.state, self.state.run, self.shortage
         try:
             plan = find_policy(spec)(workload, with_gpu_budget(run.plan.machine, budget), run.plan.settings)
@@ -294,7 +290,7 @@ class Ladder(Sequence[Rung]):
         return None
 
     def _keep_plan(self) -> None:
-        """Continue under the present plan. Its bytes are there, and a refused operator is given what is idle."""
+        """Its bytes are there, and a refused operator is given what is idle."""
         self._renew(self.state.run.plan)
         self.shortage.pending = False
         log.warning(
@@ -315,10 +311,9 @@ class Ladder(Sequence[Rung]):
         )
 
     def _available(self) -> int:
-        """Returns the bytes that a new plan may count on: at most the present budget and the accelerator's bytes. If
-        the accelerator has the present budget and the tide is not counted, fragments or a tide above the plan's took
-        the memory. Then it is the budget less a sixteenth where as many bytes as requested were idle, in fragments;
-        else less an eighth, or the requested bytes if these are more."""
+        """Bytes for a new plan: at most the present budget and the accelerator's bytes. Where the accelerator has the
+        budget and the tide is not counted, fragments or a higher tide took the memory: the budget less a sixteenth
+        where as many bytes as requested were idle; else less an eighth, or the requested bytes if more."""
         budget, error = self.state.run.plan.gpu_budget_bytes, self.shortage.error
         limit = self.state.run.backend.available_gpu_bytes()
         if limit is not None and (limit < budget or (self.guard is not None and self.guard.counts)):
@@ -329,7 +324,7 @@ class Ladder(Sequence[Rung]):
         return max(0, budget - max(asked, budget // 8))
 
     def _workload(self) -> Workload:
-        """Returns the plan's workload, with the measured tide where that was higher."""
+        """With the measured tide where that was higher."""
         w, measured = self.state.run.plan.workload, {} if self.guard is None else self.guard.measured
         moments = tuple(
             replace(m, peak_bytes=measured[i]) if measured.get(i, 0) > m.peak_bytes else m

@@ -1,9 +1,9 @@
 """Outgrown: batches that need more memory than the plan has.
 
 Such a batch comes where the longest rows of the data were not among those that the plan was made for. Between two
-    iterations a new plan is made for it, by the same policy. It holds for those of the old plan too. Inside an
-    iteration (a later micro-batch) the batch runs on demand, and the new plan is made before the next iteration. Where
-    no plan fits, the batch runs on demand if it can, and is refused otherwise.
+    iterations a new plan is made for it and for those of the old plan, by the same policy. Inside an iteration (a later
+    micro-batch) the batch runs on demand, and the new plan is made before the next iteration. Where no plan fits, the
+    batch runs on demand if it can, and is refused otherwise.
 
 A loop whose batches become longer with every step would plan in every step. Therefore the n-th new plan of a run is
 made after 2**n outgrown batches, except for a batch that cannot run otherwise.
@@ -31,9 +31,7 @@ log = logging.getLogger("executor")
 
 @dataclass(frozen=True)
 class NewPlan:
-    """A plan for the largest outgrown batch.
-
-    form, shape: of that batch.
+    """form, shape: of that batch.
     holds: whether it holds for the batches of the old plan too.
     refusal: of the present batch, which cannot run on demand; None if it can.
     """
@@ -46,23 +44,19 @@ class NewPlan:
 
 
 def why_not(shape: tuple[int, ...], error: PstarError) -> str:
-    """Log that there is no new plan for batches of this shape. Returns the reason."""
+    """Log and return why there is no new plan for batches of this shape."""
     log.warning("no new plan for a batch of shape %s: %s", list(shape), error)
     return error.what if isinstance(error, DoesNotFit) else str(error)
 
 
 def refuse(refusal: DoesNotFit | None, why: str) -> None:
-    """Raise the refusal, if any, with the reason why there is no new plan either."""
+    """why: there is no new plan either."""
     if refusal is not None:
         raise refusal.restated(what=f"{refusal.what}; a new plan for this batch: {why}")
 
 
 class Outgrown:
-    """The outgrown batches of a session.
-
-    Attributes:
-        plans: new plans made for them.
-    """
+    """plans: new plans made."""
 
     def __init__(self, state: WholeState, shortage: Shortage) -> None:
         self.state = state
@@ -72,8 +66,8 @@ class Outgrown:
         self._wanted: tuple[Form, tuple[int, ...], tuple[Any, Any]] | None = None  # the largest of them
 
     def see(self) -> NewPlan | None:
-        """Handle the batch that `session.batches` has just seen. Returns the plan to continue under, if one is due.
-        Raises DoesNotFit, before anything changes, if the batch can run neither under a new plan nor on demand."""
+        """Returns the plan to continue under, if one is due. Raises DoesNotFit, before anything changes, if the last
+        batch can run neither under a new plan nor on demand."""
         batches = self.state.run.batches
         if batches.outgrown:
             self._note()
@@ -99,7 +93,7 @@ class Outgrown:
         return idle and state.ranks is None and bool(state.replan_after) and self._wanted is not None
 
     def _plan(self, refusal: DoesNotFit | None) -> NewPlan | None:
-        """Returns a plan for the largest outgrown batch; None if there is none, and the batch runs on demand."""
+        """For the largest outgrown batch; None if there is none, and the batch runs on demand."""
         batches, old = self.state.run.batches, self.state.run.plan
         assert self._wanted is not None
         (form, shape, batch), self._wanted, self._met = self._wanted, None, 0
@@ -125,8 +119,8 @@ class Outgrown:
 
 
 def _for_both(longer: Workload, old: Workload) -> tuple[Workload, bool]:
-    """Returns the workload of the longer batch with the old tide where that was higher, and whether the old batches
-    keep to its moments."""
+    """The workload of the longer batch with the old tide where that was higher, and whether the old batches keep to its
+    moments."""
     if [m.name for m in longer.moments] != [m.name for m in old.moments]:
         return longer, False
     moments = tuple(

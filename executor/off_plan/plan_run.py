@@ -1,4 +1,4 @@
-"""PlanRun: everything that lives as long as one plan."""
+"""PlanRun: what lives as long as one plan, [Note: one plan] in session/state.py."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ _HOLD_MEMORY = ("arena", "contents", "stashes", "steps", "batches", "following",
 
 
 class PlanRun(PlanBytes):
-    """A plan with its memory, its queues and the parts that carry it out: [Note: one plan] in session/state.py.
-    `Session.install` makes the parts, each after the parts that it reads."""
+    """`Session.install` makes the parts, each after the parts that it reads."""
 
     stashes: Stashes
     steps: Steps
@@ -29,12 +28,12 @@ class PlanRun(PlanBytes):
 
     def let_go(self) -> None:
         """Forget the parts that hold memory, once another plan has taken over: they hold one another until garbage is
-        collected. Code that is still inside a part finds its plan and its timetable."""
+        collected."""
         for name in _HOLD_MEMORY:
             vars(self).pop(name, None)
 
 
 class WholeState(RunState):
-    """A `RunState` as it is seen by what lies above the parts of a plan."""
+    """A `RunState` for code above the parts of a plan."""
 
     run: PlanRun

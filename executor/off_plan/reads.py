@@ -1,10 +1,10 @@
-"""Reads: detects parameters that are read while the plan does not say so, and from outside every module.
+"""Reads: parameters that are read while the plan does not say so, and from outside every module.
 
 [Note: reads off plan] In forward (and recompute) every parameter is parked, so that each torch call with a parameter
-comes through `touch`, which makes its chunk resident for the call. Autograd reads saved parameters without calling
-Python. Therefore the call is made under saved-tensor hooks that keep (chunk, view) instead of the tensor and fetch the
-chunk when autograd unpacks it. Code that ran on plan before the deviation saved plain views. For those, each event in
-backward fetches the chunks that its moment reads by the plan. `in_use.py` has the chunks that stay.
+comes through `touch`, which makes its chunk resident. Autograd reads saved parameters without calling Python, so the
+call is made under saved-tensor hooks that keep (chunk, view) and fetch the chunk when autograd unpacks it. For the
+plain views that code on plan saved before the deviation, each event in backward fetches the chunks that its moment
+reads by the plan. `in_use.py` has the chunks that stay.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Contract:
     ask(act, tensor=): raises ContractError where the contract refuses the act.
     refuse_while_updating(what): raises ContractError while parameters may be changing.
     meet_interruption(): mends an interruption before values are read.
-    end_after_training(): ends the run if its training is over; returns whether it did.
+    end_after_training(): ends the run if its training is over; whether it did.
     home(): the model's device before `prepare` and after `close`.
     """
 
@@ -69,7 +69,7 @@ class Reads:
             self._storages[storage_key(self.run.arena.payloads.whole(c.index, "param"))] = c.index
 
     def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
-        """Returns the result of a torch function with parked parameters among its arguments: [Note: reads off plan]."""
+        """[Note: reads off plan]"""
         cursor = self.cursor
         if self.state.closed:
             raise refused(Refusal.CLOSED, self)
@@ -103,7 +103,7 @@ class Reads:
                 return func(*args, **kwargs)
 
     def read(self, chunks: set[int]) -> None:
-        """Make the working lists of `chunks` readable for the next operator."""
+        """Make the working lists readable for the next operator."""
         cursor, run, demand = self.cursor, self.run, self.demand
         with self.state.at_work, unseen():
             if self.reader.updates.eager and cursor.moment >= 0:
@@ -120,7 +120,7 @@ class Reads:
             demand.room.ensure(chunks)
 
     def _refuse_updated(self, chunks: Iterable[int]) -> None:
-        """Raise ContractError where an eager update of this iteration has changed one of the chunks."""
+        """Raise ContractError where an eager update has changed one of the chunks."""
         tensors_of = self.run.timetable.tensors_of
         updated = self.reader.updates.begun.intersection(t for chunk in chunks for t in tensors_of[chunk])
         if updated:
@@ -130,7 +130,7 @@ class Reads:
         return self._storages.get(storage_key(tensor))
 
     def keep(self, tensor: torch.Tensor) -> Any:
-        """Returns what autograd keeps of a view of a working list; None for any other tensor."""
+        """What autograd keeps of a view of a working list; None for other tensors."""
         if self.chunk_of_storage(tensor) is None:
             return None
         return self.pack(tensor) if self.cursor.off_plan else tensor.detach()
@@ -149,7 +149,7 @@ class Reads:
         return view
 
     def _shown(self, func: Any, parameter: ChunkParameter, *args: Any, **kwargs: Any) -> Any:
-        """Returns the text of a parked parameter. Debuggers and logs may ask for it at any time."""
+        """Debuggers and logs may ask for a parked parameter's text at any time."""
         try:
             value = self.reader.current_value(parameter.plan_tensor).to(self.run.backend.device)
         except ContractError as error:
@@ -157,8 +157,8 @@ class Reads:
         return func(value.requires_grad_(parameter.requires_grad), *args, **kwargs)
 
     def _of_the_graph(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function of autograd that asks for parameters' places in the graph, not for their values. It gets the
-        places, and torch functions stay on: the backward may read parameters."""
+        """A function of autograd that asks for parameters' places in the graph gets these. Torch functions stay on: the
+        backward may read parameters."""
         inputs, rest = args[1:2], dict(kwargs)
         if func is torch.autograd.grad:
             self.contract.ask(Act.DIFFERENTIATE)
@@ -174,7 +174,7 @@ class Reads:
         )
 
     def _address(self, parameter: ChunkParameter) -> int:
-        """Returns the address of a parameter's first element, for a kernel of the user's own in a module's forward."""
+        """For a kernel of the user's own in a module's forward."""
         if not self.clock.inside:
             self.contract.ask(Act.LOCATE, tensor=parameter.plan_tensor)
         self.read({self.run.timetable.chunk_of[parameter.plan_tensor]})
@@ -182,7 +182,7 @@ class Reads:
             return parameter.data_ptr()
 
     def _outside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call the function with copies of current values, for parameters that are read while no module runs."""
+        """Call the function with copies of values, while no module runs."""
         device = self.contract.home() if self.state.trained else self.run.backend.device
 
         def copy(parameter: ChunkParameter) -> torch.Tensor:
@@ -208,8 +208,7 @@ def _place(parameter: ChunkParameter) -> torch.autograd.graph.GradientEdge:
 
 
 class _Outside(torch.autograd.Function):
-    """A parameter's value, read outside every module. Its node has the parameter's own behind it, and refuses
-    gradients."""
+    """Its node has the parameter's own behind it, and refuses gradients."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, value: Callable[[], torch.Tensor], name: str) -> torch.Tensor:
@@ -226,7 +225,7 @@ class _Outside(torch.autograd.Function):
 
 def _adoption(reads: Reads, parameter: nn.Parameter, value: torch.Tensor) -> Callable[[], bool]:
     """Returns a function that makes `value`, a copy, the parameter's value, if this ends the session or it has ended
-    since with the same value. The function returns whether it did."""
+    with the same value. The function returns whether it did."""
     state_of, end_of = weakref.ref(reads.state), weakref.WeakMethod(reads.contract.end_after_training)
 
     def adopt() -> bool:
@@ -244,8 +243,8 @@ def _adoption(reads: Reads, parameter: nn.Parameter, value: torch.Tensor) -> Cal
 
 
 class _Calls(TorchDispatchMode):
-    """Entered around one call: reports each operator that takes (a view of) a working list to `reads`. A call may end
-    before it reads all arguments: a recomputation stops once it has restored enough."""
+    """Reports each operator of one call that takes (a view of) a working list. A call may end before it reads all
+    arguments: a recomputation stops once it has restored enough."""
 
     def __init__(self, reads: Reads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -264,7 +263,7 @@ class _Calls(TorchDispatchMode):
 
 
 def _held_weakly(reads: Reads) -> tuple[Any, Any]:
-    """Returns saved-tensor hooks that hold the session weakly: what a graph holds is not collected."""
+    """Hooks that hold the session weakly: what a graph holds is not collected."""
     keeper = weakref.ref(reads)
 
     def held() -> Reads:
@@ -280,8 +279,8 @@ def _held_weakly(reads: Reads) -> tuple[Any, Any]:
 
 
 def _beside(own: tuple[Any, Any], mine: tuple[Any, Any], chunk_of: Callable[[torch.Tensor], int | None]) -> Any:
-    """Returns saved-tensor hooks that keep working lists by chunk and leave other tensors to the loop's own hooks;
-    (None, None) if those are torch.utils.checkpoint's, which must see all tensors."""
+    """Saved-tensor hooks that keep working lists by chunk and leave other tensors to the loop's own hooks; (None, None)
+    if those are torch.utils.checkpoint's, which must see all tensors."""
     pack, unpack = own
     if getattr(pack, "__module__", "") == "torch.utils.checkpoint":
         return None, None

@@ -1,7 +1,7 @@
 """Room maker: decides off the plan which chunks have to be on the gpu, and which leave it to make room.
 
-Unused working lists leave first; of these, the list whose next use in the plan is farthest (Belady's rule). Where
-memory ran out, optimizer states of pinned chunks follow.
+Unused working lists leave first, the farthest next use before others (Belady's rule); where memory ran out, then
+optimizer states of pinned chunks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RoomMaker:
         self._relieve = relieve
 
     def set_tide(self, size: int) -> None:
-        """Set the tide, after dropping working lists until the gpu has room for it, as far as possible."""
+        """Working lists are dropped until the gpu has room for it, as far as possible."""
         arena = self.run.arena
         free = arena.gpu_budget_bytes - arena.payload_bytes(GPU)
         if size > free:
@@ -50,7 +50,7 @@ class RoomMaker:
         arena.set_tide(min(size, max(free, 0)))
 
     def make(self, size: int, *, needed: set[int], strict: bool = True) -> None:
-        """Drop working lists, the farthest next use first, until `size` bytes are free.
+        """Drop working lists until `size` bytes are free.
 
         strict: whether to raise DoesNotFit if they never are.
         """
@@ -79,7 +79,7 @@ class RoomMaker:
             )
 
     def _victims(self, needed: set[int]) -> list[int]:
-        """Returns the chunks whose working list may leave the gpu now, the farthest next use first."""
+        """Chunks whose working list may leave the gpu, the farthest next use first."""
         arena, table = self.run.arena, self.run.timetable
         protected = self.in_use.chunks | needed
         victims = [
@@ -94,14 +94,14 @@ class RoomMaker:
         return sorted(victims, key=lambda chunk: (-table.until_use(chunk, position), chunk))
 
     def _drop(self, chunk: int) -> None:
-        """Drop a chunk's working list from the gpu; only the other ranks' slices if the list cannot leave."""
+        """Drop a working list; only the other ranks' slices if it cannot leave."""
         if self.run.arena.has(GPU, chunk, "remote"):
             self.inline.perform(self.inline.drop(GPU, chunk, "remote"))
         if movable(self.run.arena, chunk):
             self.inline.perform(self.inline.drop(GPU, chunk, "param"))
 
     def give_back(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
-        """Drop unused working lists until the gpu holds `size` bytes less, as far as possible. Returns (chunks dropped,
+        """Drop working lists until the gpu holds `size` bytes less, as far as possible. Returns (chunks dropped,
         bytes)."""
         dropped: list[int] = []
         freed = 0
@@ -114,8 +114,8 @@ class RoomMaker:
         return dropped, freed
 
     def unpin(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
-        """Move pinned chunks' optimizer states to the host until the gpu holds `size` bytes less, as far as there is
-        room. This iteration updates them there. Returns (chunks moved, bytes)."""
+        """Move pinned chunks' optimizer states to the host, as far as there is room. This iteration updates them there.
+        Returns (chunks moved, bytes)."""
         run, layout = self.run, self.run.plan.layout
         moved: list[int] = []
         freed = 0
@@ -134,7 +134,7 @@ class RoomMaker:
         return moved, freed
 
     def until_taken(self, take: Callable[[], object], *, needed: set[int]) -> None:
-        """Call `take`. After each refusal make room and call it again. Raises DoesNotFit without any.
+        """After each refusal make room and call again. Raises DoesNotFit without any.
 
         needed: chunks that stay.
         """
@@ -148,12 +148,11 @@ class RoomMaker:
     # -- what has to be there -----------------------------------------------------------------------------------------
 
     def held(self, chunk: int) -> bool:
-        """Returns whether the working list may be read on the gpu."""
         contents = self.run.contents
         return contents.values.holds(chunk) and not contents.chunks[chunk].where(GPU, "param")
 
     def ensure(self, chunks: Iterable[int], *, required: bool = True) -> None:
-        """Make the working lists of `chunks` readable on the gpu. Raises DoesNotFit if there is no room.
+        """Make the working lists readable on the gpu. Raises DoesNotFit if there is no room.
 
         required: whether there has to be room; else lists without room are left out.
         """

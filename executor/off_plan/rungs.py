@@ -1,4 +1,4 @@
-"""Rungs: the plans that the ladder can make in place of the present plan, one after another, and a record of each.
+"""Rungs: the plans that the ladder makes one after another, and a record of each.
 
 [Note: rungs] 0 "margin": the same policy, for the memory that the accelerator really has and the measured tide. 1
 "states on the host": as before, and no chunk's optimizer states stay on the accelerator. 2 "no prefetch": as before,
@@ -27,12 +27,9 @@ RUNGS = ("margin", "states on the host", "no prefetch", "static")
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One reaction of the ladder.
-
-    moment: index and name of the open moment (-1: between two iterations).
+    """moment: index and name of the open moment (-1: between two iterations).
     what: the step or operator that requested memory.
     payload_bytes, other_bytes: those of chunks on the accelerator then, and all others.
-    limit_bytes: bytes of the accelerator, None where it does not say.
     done: the reaction, in words.
     """
 
@@ -57,7 +54,7 @@ class Rung:
 
 
 def asked_bytes(text: str) -> int:
-    """Returns the bytes that torch tried to allocate, by its message; 0 where that does not say."""
+    """Bytes that torch tried to allocate, by its message; 0 where that does not say."""
     found = re.search(r"allocate ([0-9.]+) ?([KMGT]i?B|bytes)", text)
     if found is None:
         return 0
@@ -75,7 +72,7 @@ def with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
 
 
 def spec_of_rung(spec: str, level: int) -> str:
-    """Returns the policy of the rung, from the present policy. Raises UnknownName."""
+    """Raises UnknownName."""
     if level == 0:
         return spec
     name, text = split_spec(spec)

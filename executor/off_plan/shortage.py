@@ -21,11 +21,8 @@ log = logging.getLogger("executor")
 
 
 class Shortage:
-    """What a run knows of memory that ran out.
-
-    Attributes:
-        pending: whether memory ran out and there is no new plan yet.
-        unforeseen_bytes: bytes by which the measured tide exceeded the plan's where memory ran out.
+    """pending: whether memory ran out and there is no new plan yet.
+    unforeseen_bytes: by which the measured tide exceeded the plan's where memory ran out.
     """
 
     def __init__(self, state: RunState, standstill: Standstill) -> None:
@@ -41,9 +38,7 @@ class Shortage:
     def note(
         self, error: OutOfMemory, done: str, alive_bytes: int | None = None, *, in_fragments: bool = False
     ) -> None:
-        """Note that memory ran out; a new plan is due.
-
-        alive_bytes: non-model bytes that are needed, if known.
+        """alive_bytes: non-model bytes that are needed, if known.
         in_fragments: whether as many bytes as were requested were idle.
         """
         self.pending = True
@@ -66,7 +61,7 @@ class Shortage:
         log.warning("%s", rung)
 
     def _shrink(self, error: OutOfMemory, alive_bytes: int) -> None:
-        """Limit the bytes that the arena may hold for the rest of the iteration."""
+        """Limit the bytes of the arena for the rest of the iteration."""
         moment, run = self.state.moment, self.state.run
         foreseen = run.timetable.peaks[moment] if moment >= 0 else run.arena.tide_bytes
         budget = error.payload_bytes + foreseen
@@ -76,8 +71,8 @@ class Shortage:
         run.arena.gpu_budget_bytes = min(run.arena.gpu_budget_bytes, budget)
 
     def ends_ranks(self, error: OutOfMemory) -> PlanError:
-        """Returns the error to raise where one of several ranks was refused memory, and tells the others. They wait for
-        the plan's next steps, so this rank can neither leave the plan nor begin the iteration again."""
+        """Returns the error for one of several ranks that was refused memory, and tells the others. They wait for the
+        plan's next steps, so this rank can neither leave the plan nor begin the iteration again."""
         state, plan, ranks = self.state, self.state.run.plan, self.state.ranks
         assert ranks is not None
         moment = state.cursor.moment

@@ -40,7 +40,6 @@ class Stepping:
         self.cut = cut
 
     def step(self) -> None:
-        """Make every update of the iteration, then return to the cut."""
         state = self.state
         self.gradients.collect_left_over()
         update = state.now.update or self.updates.new()
@@ -50,7 +49,7 @@ class Stepping:
         self.carry_out(update)
 
     def carry_out(self, update: Update) -> None:
-        """Make the remaining updates: those of chunks that still have a gradient."""
+        """Update the chunks that still have a gradient."""
         contents, arena, layout = self.run.contents, self.run.arena, self.run.plan.layout
         self._take_kept_back()
         chunks = [c for c in layout.chunks if contents.chunks[c.index].with_gradient()]
@@ -85,15 +84,14 @@ class Stepping:
         self.cut.return_to()
 
     def _take_kept_back(self) -> None:
-        """Move kept gradients into the working lists where their chunks are updated. They overwrite the parameters,
-        which the update writes anew."""
+        """Move kept gradients over parameters, which the update writes anew."""
         shares, chunk_of = self.gradients.shares, self.run.contents.slots.chunk_of
         for t in list(shares.kept):
             self._take(chunk_of(t))
             shares.kept_to_param(t, self.states.home(chunk_of(t)))
 
     def _take(self, chunk: int) -> None:
-        """Take memory for the chunk's working list at the place of its update. Raises DoesNotFit without room."""
+        """At the place of the chunk's update. Raises DoesNotFit without room."""
 
         def take() -> None:
             home = self.states.home(chunk)  # another place if the chunk's states were moved to make room

@@ -23,10 +23,9 @@ __all__ = ["WarmUp", "time_moments", "warmed_up"]
 class WarmUp(Listener):
     """Passes events on to the on-demand mode.
 
-    With a recorder (and its live storages), the recorder gets every event and gradient first. With a script ((chunks
-    read, non-model peak) of each moment), the chunks are fetched before the moment begins, and the seconds of each
-    moment without the fetches go to `durations`, read from `clock`. Copies of gradients to the host do not count
-    either: a copy on the device, as a plan makes into the chunk's list, is made and counted instead.
+    A recorder gets every event and gradient first. With a script ((chunks read, non-model peak) of each moment), the
+    chunks are fetched before the moment begins, and the seconds of each moment without the fetches go to `durations`.
+    Copies of gradients to the host do not count: a copy on the device, as a plan makes, counts instead.
 
     firings: gradients of a tensor in one micro-batch, where more than one.
     """
@@ -80,7 +79,6 @@ class WarmUp(Listener):
             self._begun_s = None
 
     def takes_gradient(self, tensor: int, gradient: torch.Tensor) -> bool:
-        """Take a final gradient to the host."""
         if self._list is not None:
             flat = gradient.reshape(-1)
             self._list.view(flat.dtype)[: flat.numel()].copy_(flat)
@@ -91,7 +89,7 @@ class WarmUp(Listener):
         return True
 
     def gradient_is_final(self, tensor: int) -> bool:
-        """Note a gradient. Returns whether it is the tensor's last in this micro-batch."""
+        """Whether a gradient is the tensor's last in this micro-batch."""
         if self._recorder is not None:
             return self._recorder.gradient(tensor) >= self._firings.get(tensor, 1)
         key = (self._micro_batch, tensor)
@@ -101,7 +99,6 @@ class WarmUp(Listener):
 
 @contextlib.contextmanager
 def warmed_up(state: WholeState, warm_up: WarmUp) -> Iterator[WarmUp]:
-    """Inside this context, every event and gradient of the run goes to the warm-up."""
     state.listeners.append(warm_up)
     try:
         yield warm_up
@@ -116,7 +113,7 @@ def time_moments(
     iteration: Callable[[], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Returns the seconds of each moment of one iteration, without waits."""
+    """The seconds of each moment of one iteration, without waits."""
     with warmed_up(state, WarmUp(state, firings, script=script, clock=clock)) as warm_up:
         iteration()
         warm_up.close()

@@ -1,8 +1,7 @@
 """Device times: times at which steps happened on the device, for logs that were written when the steps were issued.
 
-Each step has an event at its begin on its stream and an event at its end. The events are turned into seconds once they
-are complete, between iterations, so that no thread waits for them. `apply` then moves the host's logs into the device's
-time.
+Each step has an event at its begin on its stream and one at its end, which are turned into seconds between iterations,
+once they are complete, so that no thread waits.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _SETTLED = 2  # iterations after which events are almost surely complete
 
 
 class DeviceTimes:
-    """Begin and end of steps of device queues by (position, iteration)."""
+    """By (position, iteration)."""
 
     def __init__(self, backend: StreamBackend) -> None:
         self._backend = backend
@@ -47,8 +46,7 @@ class DeviceTimes:
             row[1] = event
 
     def resolve(self, iteration: int) -> None:
-        """Turn events that are old enough into seconds, and drop those that are too old. Called when the iteration
-        begins."""
+        """Turn old events into seconds, and drop those too old, when the iteration begins."""
         old = [key for key in list(self._open) if key[1] <= iteration - _SETTLED]
         for key in old:
             if self._open[key][1] is None:
@@ -58,7 +56,7 @@ class DeviceTimes:
             del self._seconds[key]
 
     def resolve_all(self, *, wait: bool) -> None:
-        """Turn the events of every step that has ended into seconds, however recent.
+        """Turn the events of every ended step into seconds.
 
         wait: whether to wait for steps in flight.
         """
@@ -80,8 +78,8 @@ class DeviceTimes:
     def apply(
         self, steps: Sequence[StepLog], iterations: Sequence[IterationLog], changes: Sequence[ByteChange]
     ) -> tuple[list[StepLog], list[IterationLog], list[ByteChange]]:
-        """Returns the logs in the device's time. A step of a device queue counts as ready when its stream has done the
-        step before. A moment that begins later names the queue that it waited for."""
+        """A step of a device queue counts as ready when its stream has done the step before. A moment that begins later
+        names the queue that it waited for."""
         assert self._progress is not None
         position = self._progress.compiled.position
         moved: dict[tuple[int, int], StepLog] = {}
@@ -112,7 +110,7 @@ class DeviceTimes:
         )
 
     def _cause(self, key: tuple[int, int], moved: dict[tuple[int, int], StepLog], ready_s: float) -> str:
-        """Returns the queue of the step for which a moment's stream waited last; "" without one."""
+        """The queue of the step for which a moment's stream waited last."""
         assert self._progress is not None
         i, iteration = key
         before = [moved[j, iteration - back] for j, back in self._progress.after[i] if (j, iteration - back) in moved]
@@ -126,7 +124,7 @@ class DeviceTimes:
         position: Mapping[int, int],
         changes: Sequence[ByteChange],
     ) -> list[ByteChange]:
-        """Returns the changes with new times. See `ByteChange.at_end`."""
+        """See `ByteChange.at_end`."""
         by_chunk: dict[int, list[StepLog]] = {}
         by_moment: dict[int, list[StepLog]] = {}
         for row in steps:

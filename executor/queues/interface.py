@@ -1,7 +1,6 @@
 """The interface of a plan's running queues.
 
-Each queue runs its steps in order; a step starts when the steps in its `after` have ended. Queues do not know the work
-of a step: they call `Work`.
+Each queue runs its steps in order; a step starts when the steps in its `after` have ended.
 
 [Note: iterations] Every queue runs all steps of iteration k before those of k+1. `allow(k)` lets steps of iterations up
 to k run. Steps of the net queue also wait for `allow_net(k)`, which comes with the first moment of iteration k: between
@@ -38,7 +37,7 @@ SIDE_QUEUES = (Queue.H2D, Queue.D2H, Queue.ADAM, Queue.NET, Queue.NVME)
 
 
 def without_locals(error: BaseException) -> None:
-    """Clear the local variables in the error's traceback, so that the error does not keep the work alive."""
+    """So that the error does not keep the work alive."""
     link: BaseException | None = error
     while link is not None:
         traceback.clear_frames(link.__traceback__)
@@ -46,10 +45,7 @@ def without_locals(error: BaseException) -> None:
 
 
 class Progress:
-    """A plan's steps by position (core/program.py), and how far each has come.
-
-    done: see [Note: iterations].
-    """
+    """done: see [Note: iterations]."""
 
     def __init__(self, plan: Plan) -> None:
         self.steps = plan.steps
@@ -70,24 +66,24 @@ class Progress:
         return not self.after[i] or not self.compiled.missing(i, iteration, self.done)
 
     def missing(self, i: int, iteration: int) -> list[int]:
-        """Returns the positions of the steps for which step i still waits."""
+        """Steps for which step i still waits."""
         return [j for j, _ in self.compiled.missing(i, iteration, self.done)]
 
     def waiting(self, i: int, iteration: int) -> str:
-        """Returns the step and the steps for which it waits, in words, for the watchdog."""
+        """The step and those for which it waits, for the watchdog."""
         missing = [self.word(j, iteration - back) for j, back in self.compiled.missing(i, iteration, self.done)]
         return self.word(i, iteration) + (f", which waits for {', '.join(missing[:4])}" if missing else "")
 
     def word(self, i: int, iteration: int) -> str:
-        """Returns the step in words: "step 12 (fetch of chunk 3) of iteration 4"."""
+        """Such as "step 12 (fetch of chunk 3) of iteration 4"."""
         step = self.steps[i]
         about = f" of chunk {step.chunk}" if step.chunk is not None else f" of moment {step.moment}"
         return f"step {step.id} ({step.kind.value}{about}) of iteration {iteration}"
 
 
 class Work(Protocol):
-    """The work of a step, in two halves: `begin` takes memory, `finish` (after `work`) frees it and writes the log. The
-    queues lie below what does it (`session.steps.Steps`), and run any other work in tests.
+    """The work of a step: `begin` takes memory, `finish` (after `work`) frees it and writes the log
+    (`session.steps.Steps`).
 
     [Note: short of memory] `begin` may raise OutOfMemory, having changed nothing. The queue then keeps the step and
     starts nothing until `jump`; the other queues continue. The user's thread gets the error from `wait`, or finds it in
@@ -101,28 +97,28 @@ class Work(Protocol):
     def finish(self, i: int, iteration: int) -> None: ...
 
     def note_landing(self, chunk: int) -> None:
-        """Note that the compute queue may now read the copied lists of this chunk on the gpu."""
+        """The compute queue may now read the copied lists of this chunk on the gpu."""
         ...
 
     def enter_thread(self, queue: Queue) -> None: ...
 
 
 class Queues(Protocol):
-    """The side queues of a plan. All methods but `fail` are called from the user's thread."""
+    """All methods but `fail` are called from the user's thread."""
 
     # -- Begin and end of queues --------------------------------------------------------------------------------------
 
     @property
     def progress(self) -> Progress | None:
-        """The progress given to `start`; None before."""
+        """None before `start`."""
         ...
 
     def start(self, progress: Progress, work: Work) -> None:
-        """Begin; nothing runs before the first `allow`. The work is held weakly, except while one of its steps runs."""
+        """Nothing runs before the first `allow`. The work is held weakly, except while one of its steps runs."""
         ...
 
     def stop(self) -> None:
-        """End the queues; return when they have ended."""
+        """On return the queues have ended."""
         ...
 
     def stopper(self) -> Callable[[], object]:
@@ -131,33 +127,31 @@ class Queues(Protocol):
         ...
 
     def renew(self) -> Queues:
-        """Returns new queues of the same kind."""
+        """New queues of the same kind."""
         ...
 
     # -- Calls from the compute queue, which is the user's thread, to the other queues --------------------------------
 
     def allow(self, iteration: int) -> None:
-        """Let steps of iterations up to this iteration run."""
+        """Let steps of iterations up to this one run."""
         ...
 
     def allow_net(self, iteration: int) -> None:
-        """Do the same for the net queue."""
+        """The same for the net queue."""
         ...
 
     def wait(self, i: int, iteration: int) -> int | None:
-        """Return when compute-queue step i may start. Returns the last step that it waited for; None without a wait."""
+        """Return when compute-queue step i may start, with the last step that it waited for."""
         ...
 
     def before_end(self, i: int, iteration: int) -> None:
-        """Note that the compute step i is about to end."""
+        """The compute step i is about to end."""
         ...
 
-    def end_step(self, i: int, iteration: int) -> None:
-        """Note that compute-queue step i has ended."""
-        ...
+    def end_step(self, i: int, iteration: int) -> None: ...
 
     def await_steps(self, steps: Sequence[int], iteration: int) -> None:
-        """Return when these steps of the iteration have ended. Called for a running step, in any thread."""
+        """Return when these steps have ended. Called for a running step, in any thread."""
         ...
 
     # -- Copies to the gpu, for code that reads the copied lists ------------------------------------------------------
@@ -168,13 +162,13 @@ class Queues(Protocol):
         ...
 
     def land(self, chunk: int) -> None:
-        """Order all later work of the compute queue after the chunk's copy, if a copy is in flight."""
+        """Order later work of the compute queue after the chunk's copy, if one is in flight."""
         ...
 
     # -- Pausing the queues, so that other code can move bytes --------------------------------------------------------
 
     def settle(self, iteration: int) -> None:
-        """Return when every step of iterations up to this iteration has ended."""
+        """Return when all steps of iterations up to this one have ended."""
         ...
 
     def pause(self) -> None:
@@ -184,23 +178,23 @@ class Queues(Protocol):
     def resume(self) -> None: ...
 
     def jump(self, iteration: int) -> None:
-        """Count every step of iterations up to this iteration as done. Only while paused."""
+        """Count all steps of iterations up to this one as done. Only while paused."""
         ...
 
     # -- The positions of paused queues, from which other queues can continue -----------------------------------------
 
     def standing(self) -> dict[Queue, tuple[int, int]]:
-        """Returns (iteration, index in the queue's order) of each queue's next step. Only while paused."""
+        """(iteration, index in the queue's order) of each queue's next step. Only while paused."""
         ...
 
     def stand(self, at: Mapping[Queue, tuple[int, int]]) -> None:
-        """Let each queue continue from its position in `at`. Only while paused."""
+        """Only while paused."""
         ...
 
     # -- The times at which work of a run happened --------------------------------------------------------------------
 
     def note_wait(self, seconds: float) -> None:
-        """Note a wait of the training thread for the device or the other ranks, outside these queues."""
+        """A wait of the training thread outside these queues, for the device or the other ranks."""
         ...
 
     def in_device_time(
@@ -211,7 +205,7 @@ class Queues(Protocol):
         *,
         wait: bool = True,
     ) -> tuple[Sequence[StepLog], Sequence[IterationLog], Sequence[ByteChange]]:
-        """Returns the logs, written when work was issued, with the times at which it happened.
+        """Returns the logs with the times at which work happened, not was issued.
 
         wait: whether to wait for work that has not happened yet; else its entries keep the times of issue.
         """
@@ -220,28 +214,23 @@ class Queues(Protocol):
     # -- Reasons for which queues cannot continue ---------------------------------------------------------------------
 
     @property
-    def failure(self) -> BaseException | None:
-        """The error that ended a queue; None without one."""
-        ...
+    def failure(self) -> BaseException | None: ...
 
     @property
     def short(self) -> OutOfMemory | None:
-        """The error that stops a queue: see [Note: short of memory]."""
+        """The error that stops a queue: [Note: short of memory]."""
         ...
 
     @property
-    def troubled(self) -> bool:
-        """Whether there is a `failure`, or a queue is `short`."""
-        ...
+    def troubled(self) -> bool: ...
 
     def fail(self, error: BaseException) -> None:
-        """End the run: every wait raises `error`. May be called from any thread."""
+        """Every wait raises `error`. May be called from any thread."""
         ...
 
 
 class QueuesBase:
-    """The common part of all kinds of queues. Its `in_flight` to `measured` are for queues whose steps have happened
-    when they end; StreamQueues has its own."""
+    """`in_flight` to `measured` are for queues whose steps have happened when they end; StreamQueues has its own."""
 
     def __init__(self) -> None:
         self._at: dict[Queue, tuple[int, int]] = {}  # queue -> (iteration, index in its order)

@@ -1,4 +1,4 @@
-"""Logs: records of each step and each iteration, written while a session runs. Nothing is computed here."""
+"""Logs of each step and each iteration, written while a session runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["IterationLog", "StepLog"]
 
 
 class StepLog(NamedTuple):
-    """One step of one iteration, times by the session's clock.
+    """Times by the session's clock.
 
-    copied_bytes: bytes counted in the copy primitive while the step ran.
+    copied_bytes: counted in the copy primitive while the step ran.
     """
 
     step: Step
@@ -27,16 +27,16 @@ class StepLog(NamedTuple):
     copied_bytes: int = 0
 
     def at(self, start_s: float, end_s: float) -> StepLog:
-        """Returns the log with these times; the step counts as ready when it began."""
+        """The step counts as ready when it began."""
         return self._replace(ready_s=start_s, start_s=start_s, end_s=end_s)
 
     def after_wait(self, ready_s: float, cause: str) -> StepLog:
-        """Returns the log as ready at `ready_s` and delayed from then on by `cause`."""
+        """Delayed from `ready_s` on by `cause`."""
         return self._replace(ready_s=ready_s, cause=cause)
 
 
 def counted_bytes(plan: Plan, log: Iterable[StepLog], iteration: int) -> dict[str, int]:
-    """Returns route -> bytes that the copies of an iteration moved, of the routes that the plan uses."""
+    """Route -> bytes that the copies of an iteration moved, of the plan's routes."""
     moved = dict.fromkeys((route for route in plan.moved_bytes if route in COUNTED), 0)
     for row in log:
         if row.iteration == iteration and (route := ROUTES.get(row.step.kind)) in COUNTED:
@@ -46,10 +46,8 @@ def counted_bytes(plan: Plan, log: Iterable[StepLog], iteration: int) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class IterationLog:
-    """The log of one iteration.
-
-    end_s: end of the compute queue's last step.
-    exchanges: number of exchanges by now, of a backend that counts them.
+    """end_s: end of the compute queue's last step.
+    exchanges: number of exchanges by now.
     shares: elements of each micro-batch on plan, as a share of the plan's batch.
     captured: whether a batch was captured inside the iteration, which delays it.
     """
@@ -63,5 +61,4 @@ class IterationLog:
 
     @property
     def planned(self) -> bool:
-        """Whether every micro-batch had the plan's shape."""
         return all(share == 1.0 for share in self.shares)

@@ -1,8 +1,7 @@
 """The Timeline made of a run's logs, in the simulator's schema.
 
-Logging appends to lists (`logs.py`, `memory/byte_log.py`); a timeline is computed only on request. An iteration is
-measured as the simulator counts it: from the end of the compute queue's last step in the iteration before to the end of
-its last step in this iteration.
+An iteration is measured as the simulator counts it: from the end of the compute queue's last step in the iteration
+before to the end of its last step in this iteration.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def build_timeline(
     changes: Iterable[ByteChange],
     first_s: float,
 ) -> Timeline:
-    """Returns the timeline of the run's last stretch of iterations on plan.
+    """Of the run's last stretch of iterations on plan.
 
     iteration_s, samples, peaks and stalls are those of the last finished iteration. Raises PlanError if none finished.
     """
@@ -84,7 +83,7 @@ def build_timeline(
 
 
 def _last_stretch(iterations: Sequence[IterationLog]) -> list[IterationLog]:
-    """Returns the newest iterations that ran on plan without a gap, oldest first."""
+    """The newest iterations on plan without a gap, oldest first."""
     stretch: list[IterationLog] = []
     for row in reversed(iterations):
         if not row.on_plan or (stretch and row.number != stretch[0].number - 1):
@@ -96,7 +95,7 @@ def _last_stretch(iterations: Sequence[IterationLog]) -> list[IterationLog]:
 def _samples(
     plan: Plan, changes: Iterable[ByteChange], start_s: float, end_s: float
 ) -> tuple[tuple[ByteSample, ...], dict[str, int]]:
-    """Returns byte samples in [start_s, end_s), with the state at start_s first, and the peaks by place."""
+    """Samples in [start_s, end_s), with the state at start_s first, and the peaks by place."""
     held = {(place, category): 0 for place in PLACES for category in CATEGORIES}
     for _, place, size in plan.buffers:
         held[place, "buffer"] += size

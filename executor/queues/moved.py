@@ -1,4 +1,4 @@
-"""Moved: bytes over the link, counted for the iteration that they belong to."""
+"""Moved: bytes over the link, by iteration."""
 
 from __future__ import annotations
 
@@ -9,24 +9,20 @@ __all__ = ["Moved"]
 
 
 class Moved:
-    """[Note: whose bytes] Bytes over the link by iteration. A copy of the plan belongs to the iteration of its step,
-    whenever it runs: fetches run ahead of their iteration, writebacks run on into the next. A copy on demand belongs to
-    the running iteration, a copy of an evaluation to the iteration that follows. So the bytes of an iteration on plan
-    are the plan's, and the bytes of all iterations add up to the backend's. The bytes that the backend copies between
-    two points in time are not those of an iteration."""
+    """[Note: whose bytes] A copy of the plan belongs to the iteration of its step, whenever it runs: fetches run ahead
+    of their iteration, writebacks run on into the next. A copy on demand belongs to the running iteration, a copy of an
+    evaluation to the iteration that follows. So the bytes of an iteration on plan are the plan's, and those of all
+    iterations add up to the backend's."""
 
     def __init__(self, already: Mapping[str, int]) -> None:
-        """Begin the count.
-
-        already: bytes copied by direction before the first iteration.
-        """
+        """already: bytes copied by direction before the first iteration."""
         self._known = dict(already)
         self._bytes: dict[int, dict[str, int]] = {}
         self._ended: dict[int, int] = {}  # iteration -> copies of the plan that have ended
         self._lock = threading.Lock()
 
     def step(self, iteration: int, direction: str, size_bytes: int) -> None:
-        """Count a copy of the plan that has ended."""
+        """A copy of the plan has ended."""
         with self._lock:
             self._add(iteration, direction, size_bytes)
             self._ended[iteration] = self._ended.get(iteration, 0) + 1

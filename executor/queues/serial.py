@@ -21,7 +21,7 @@ __all__ = ["QueueEvent", "SerialQueues", "follow"]
 
 @dataclass(frozen=True, slots=True)
 class QueueEvent:
-    """A step that could start, or a running step that could end (kind "start" or "end"), by position in the plan."""
+    """kind: "start" or "end" of a step that could do so."""
 
     kind: str
     step: Step
@@ -34,8 +34,8 @@ for the compute queue's event. If that event may not happen yet, None stands for
 
 
 class SerialQueues(QueuesBase):
-    """Queues without threads: whenever the compute queue starts or ends a step, the chooser decides which steps of the
-    other queues start and end first.
+    """Whenever the compute queue starts or ends a step, the chooser decides which steps of the other queues start and
+    end first.
 
     works_early(step): whether the step's work is done when it starts rather than when it ends (a missing edge then
         shows as a wrong result either way).

@@ -1,16 +1,13 @@
 """StreamQueues: the queues of a plan on an accelerator to which work is issued ahead of time.
 
-The threads are those of ThreadQueues. A thread of a device queue issues its steps. For the other threads such a step
-has *ended* when it is issued; its event says when it has happened. A step of a host queue (CPU Adam's; disks') has
-ended when it has happened.
+For other threads a step of a device queue has *ended* when it is issued; its event says when it has happened. A step of
+a host queue (CPU Adam's; disks') has ended when it has happened.
 
 [Note: edges on streams] The thread that starts a step waits on the host until the steps in its `after` have ended in
-that sense. For each of them that is on another queue, more is needed. From a device step to a device step, the later
-step's stream waits for the event. From a device step to a host step, the thread waits for the event. From a host step
-to a device step nothing remains to be done, because the host step has happened. So no event is ever waited for before
-it is recorded (such a wait returns at once, and the step would silently compute with wrong data). The training thread
-waits on the host only for steps that are not issued yet: in the steady state, for host steps. Steps of one queue follow
-each other on its stream.
+that sense. From a device step to one of another queue, the later step's stream or, for a host step, its thread waits
+for the event. A host step has happened by then. So no event is waited for before it is recorded: such a wait returns at
+once, and the step would silently compute with wrong data. The training thread waits on the host only for steps that are
+not issued yet: in the steady state, for host steps.
 
 [Note: in flight] A chunk's ledger says "on the gpu" when its copy is issued. The compute stream may read it only after
 the copy's event, so its parameters stay parked until `land`. A moment calls `land` for every chunk that it reads, the
@@ -43,14 +40,13 @@ _POLL_S = 2e-4
 
 
 def queues_for(backend: Backend, *, watchdog_s: float) -> ThreadQueues:
-    """Returns the queues that suit the backend: StreamQueues if it has streams, else ThreadQueues."""
     if backend.streams is None:
         return ThreadQueues(watchdog_s=watchdog_s)
     return StreamQueues(backend.streams, watchdog_s=watchdog_s)
 
 
 class StreamQueues(ThreadQueues):
-    """One daemon thread per queue, which issues to the backend's stream of that queue. Arguments as for ThreadQueues.
+    """Each thread issues to the backend's stream of its queue. Arguments as for ThreadQueues.
 
     host_wait_s: seconds that the training thread has waited on the host: for steps not issued yet, and for figures that
         it needs (`waited`: whether an fp16 gradient overflowed).
@@ -125,7 +121,7 @@ class StreamQueues(ThreadQueues):
             self._in_flight.pop(step.chunk, None)
 
     def _event(self, j: int, iteration: int) -> Any:
-        """Returns the event of step j's first end that counts for this iteration; None if the queues jumped over it."""
+        """Event of step j's first end that counts for this iteration; None if the queues jumped over it."""
         if iteration < 0:
             return None
         events = self._events[j]
@@ -147,7 +143,7 @@ class StreamQueues(ThreadQueues):
         return waited_for
 
     def await_steps(self, steps: Sequence[int], iteration: int) -> None:
-        """Do as ThreadQueues. In addition, later work of this thread happens after these steps; in a thread of a host
+        """In addition to ThreadQueues', later work of this thread happens after these steps; in a thread of a host
         queue they have happened."""
         super().await_steps(steps, iteration)
         backend = self._backend
@@ -208,8 +204,8 @@ class StreamQueues(ThreadQueues):
             self.land(chunk)
 
     def resume(self) -> None:
-        """Continue, once all work given to the compute queue meanwhile (parameters loaded, an iteration off plan) has
-        happened: no edge orders it before the other streams."""
+        """Continue, once all work given to the compute queue meanwhile has happened: no edge orders it before the other
+        streams."""
         if self._started is not None:
             self._backend.synchronize(self._backend.record(Queue.COMPUTE))
         super().resume()
@@ -220,8 +216,7 @@ class StreamQueues(ThreadQueues):
             events.clear()
 
     def stop(self) -> None:
-        """Do as ThreadQueues. Once every stream has ended, raises the error that ended one, unless that was raised
-        before."""
+        """Once every stream has ended, raises the error that ended one, unless that was raised before."""
         super().stop()
         unreported: Exception | None = None
         for queue in self._latest:

@@ -21,8 +21,7 @@ _LOOK_S = 1.0  # seconds after which a wait checks that the threads are alive
 
 
 class _Crew:
-    """The threads of queues and the condition that they wait on. The lock is reentrant: garbage collection may stop the
-    crew anywhere, also in one of its own threads."""
+    """The lock is reentrant: garbage collection may stop the crew anywhere, also in one of its own threads."""
 
     def __init__(self, join_s: float) -> None:
         self.lock = threading.RLock()
@@ -49,9 +48,7 @@ class _Crew:
 
 
 class ThreadQueues(QueuesBase):
-    """One daemon thread per queue.
-
-    watchdog_s: seconds without the end of any step, while the user's thread waits, after which the log names the step
+    """watchdog_s: seconds without the end of any step, while the user's thread waits, after which the log names the step
         that waits. If no step runs or may start, PlanError is raised.
     join_s: seconds for which `stop` waits for a running step.
     """
@@ -111,7 +108,7 @@ class ThreadQueues(QueuesBase):
                 self._notify_all()
 
     def _one(self, queue: Queue) -> bool:
-        """Run the queue's next step. Returns False when the queues stop."""
+        """Returns False when the queues stop."""
         progress, condition = self._progress, self._conditions[queue]
         order = progress.order[queue]
         ready_s = self._clock()
@@ -154,14 +151,13 @@ class ThreadQueues(QueuesBase):
         return True
 
     def _arrive(self, queue: Queue, i: int, iteration: int) -> None:
-        """Note that the step, whose edges are satisfied, is about to begin. Called in its queue's thread, without the
-        lock."""
+        """The step's edges are satisfied. Called in its queue's thread, without the lock."""
 
     def _refused(self, i: int) -> None:
-        """Note that the step that arrived last got no memory. It will arrive again, or the queues jump over it."""
+        """The step that arrived last got no memory. It will arrive again, or the queues jump over it."""
 
     def _depart(self, queue: Queue, i: int, iteration: int) -> None:
-        """Note that a step has ended, before other threads know. Called as `_arrive`."""
+        """A step has ended, before other threads know. Called as `_arrive`."""
 
     def _limit(self, queue: Queue) -> int:
         return min(self._allowed, self._net_allowed) if queue is Queue.NET else self._allowed
@@ -214,7 +210,7 @@ class ThreadQueues(QueuesBase):
         return self._wait_for(i, iteration)
 
     def _wait_for(self, i: int, iteration: int) -> int | None:
-        """Return when step i may start. The result is the last step that it waited for."""
+        """Return when step i may start, with the last step that it waited for."""
         progress = self._progress
         waited_for: int | None = None
 
@@ -232,9 +228,7 @@ class ThreadQueues(QueuesBase):
         return None
 
     def end_step(self, i: int, iteration: int) -> None:
-        """Note that compute-queue step i has ended.
-
-        [Note: who is woken] The lock is for a thread that finds the step not done and goes to sleep. A queue may sleep
+        """[Note: who is woken] The lock is for a thread that finds the step not done and goes to sleep. A queue may sleep
         until this step ends only if one of its steps waits for this step (`wakes`). Any other sleeper is in
         `await_steps`, which counts itself in `_awaited` before it checks. Otherwise no thread has to be woken, and the
         lock is not taken.
@@ -282,8 +276,8 @@ class ThreadQueues(QueuesBase):
         idle_is_stuck: bool = True,
         needs_all: bool = False,
     ) -> None:
-        """Wait in the user's thread. Raises the error that ended a queue, PlanError if no step can ever end,
-        OutOfMemory if a queue is short of memory and nothing else moves (needs_all: at once)."""
+        """Raises the error that ended a queue, PlanError if no step can ever end, OutOfMemory if a queue is short of
+        memory and nothing else moves (needs_all: at once)."""
         compute = self._conditions[Queue.COMPUTE]
         with self._lock:
             try:
@@ -314,14 +308,13 @@ class ThreadQueues(QueuesBase):
                 self._waiting.discard(Queue.COMPUTE)
 
     def _look_at_threads(self) -> None:
-        """End the run if a thread has ended without an error of its own."""
+        """A thread has ended without an error of its own."""
         dead = [thread.name for thread in self._crew.threads if not thread.is_alive()]
         if dead and not self._crew.stopping and self._failure is None:
             self._failure = PlanError(f"the thread {dead[0]} has ended; prepare the model again")
             self._notify_all()
 
     def _moves(self) -> bool:
-        """Returns whether a step is running or may start."""
         if self._busy:
             return True
         return not self._paused and any(
@@ -332,7 +325,7 @@ class ThreadQueues(QueuesBase):
         )
 
     def _standing(self) -> str:
-        """Returns the position of every queue, in words, for the watchdog."""
+        """Every queue's position, for the watchdog."""
         words = []
         for queue, (iteration, at) in self._at.items():
             i = self._progress.order[queue][at]

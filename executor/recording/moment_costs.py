@@ -3,12 +3,11 @@
 [Note: seconds of a moment] seconds = constant + products by shape + other flops / rate + other bytes / bandwidth, as
 the cost model says it (cost.py). The bytes are those that its operators read and write, as a capture counts them, and
 those of the engine's work on an arriving gradient (copy and norm: three times its bytes). Products and attention are
-measured alone (`executor/calibration/shapes.py`). Bandwidth and constant are fitted to moments that the engine
-recorded of a small reference model, because caches and the allocator treat operators differently inside a training step
-than alone.
+measured alone (`executor/calibration/shapes.py`). Bandwidth and constant are fitted to recorded moments of a small
+reference model, because caches and the allocator treat operators differently inside a training step.
 
-The engine's own part of a moment (waits between threads, bookkeeping) is not in a recorded moment. The engine's part is
-the difference between the engine and plain torch on a model of many layers too small to compute anything.
+The engine's own part of a moment is the difference between the engine and plain torch on a model of many layers too
+small to compute anything.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ _NO_TIME = 1e18  # bytes/s at which bytes take no time
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One recorded moment.
-
-    flops_s: seconds of its products and other flops.
+    """flops_s: seconds of a recorded moment's products and other flops.
     size_bytes: bytes that its other operators move.
     """
 
@@ -54,8 +51,7 @@ class Sample:
 
 
 def fit(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Returns (constant in s, bandwidth in bytes/s) of [Note: seconds of a moment], by least squares of relative
-    errors. The constant is at least 0.
+    """Returns (constant in s, at least 0, bandwidth in bytes/s) by least squares of relative errors.
 
     Raises ValueError where the samples do not determine the bandwidth (fewer than two, all of one size, or no time left
     for bytes).
@@ -76,7 +72,7 @@ def fit(samples: Sequence[Sample]) -> tuple[float, float]:
 
 
 class _SampleBlock(nn.Module):
-    """A transformer's block written out, so that each operator reads and writes as in most models."""
+    """Written out, so that each operator reads and writes as in most models."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -115,7 +111,7 @@ BATCHES = ((2, 32), (2, 128))
 
 
 def samples_of(workload: Workload, machine: Machine) -> list[Sample]:
-    """Returns the moments of a recorded workload that have operators.
+    """The moments that have operators.
 
     machine: has the measured rates of products; its bandwidth and constant are not used.
     """
@@ -132,8 +128,7 @@ def samples_of(workload: Workload, machine: Machine) -> list[Sample]:
 
 
 def recorded_samples(machine: Machine) -> list[Sample]:
-    """Returns the moments of the reference model (width, blocks, words), as the engine records them at each (batch,
-    sequence).
+    """The reference model's moments at each (batch, sequence).
 
     machine: as for `samples_of`; the executor runs on it.
     """
@@ -170,8 +165,8 @@ class _Tiny(nn.Module):
 
 
 def python_s(device: Device, bench: Bench) -> float:
-    """Returns the seconds of Python and torch's dispatcher per moment: a step in plain torch, of a model too small to
-    compute anything, over the number of its moments."""
+    """Seconds of Python and torch's dispatcher per moment: a step in plain torch of a model too small to compute
+    anything."""
     model = _Tiny().to(device.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     step = _loop(model, optimizer, repeat(torch.ones(_ROWS, _WIDTH, device=device.device)))
@@ -181,9 +176,9 @@ def python_s(device: Device, bench: Bench) -> float:
 
 
 def engine_overhead_s(device: Device, bench: Bench, machine: Machine) -> float:
-    """Returns the seconds that the engine adds to a moment, at least 0.
+    """Seconds that the engine adds to a moment, at least 0.
 
-    machine: a machine on which the executor runs and that holds a few kilobytes.
+    machine: one on which the executor runs, with a few kilobytes.
     """
     optimizer = AdamW(lr=1e-4, max_grad_norm=1.0)
     x = torch.ones(_ROWS, _WIDTH)

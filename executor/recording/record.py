@@ -1,10 +1,9 @@
 """record: a real warm-up iteration, written down as a Workload with the schema and the moments of a capture.
 
-A warm-up is the engine's on-demand mode under a plan without steps. The first iteration counts every operator (live
-bytes, reads and gradients) and fetches each chunk when an operator is about to read it. The following iterations are
-timed and count nothing. By then the reads of each moment are known, so the chunks of a moment are fetched before the
-moment begins, and the time of the fetches is left out. No layer is dropped at random ([Note: draws] in
-moments/draws.py). The model and torch's random numbers stay unchanged: gradients are dropped, nothing is updated.
+The first iteration of the on-demand mode counts every operator (live bytes, reads and gradients) and fetches each chunk
+when an operator is about to read it. The following are timed: the chunks of a moment are fetched before it begins, and
+the time of the fetches is left out. No layer is dropped at random ([Note: draws] in moments/draws.py). The model and
+torch's random numbers stay unchanged: gradients are dropped, nothing is updated.
 """
 
 from __future__ import annotations
@@ -137,15 +136,15 @@ def record(
 
 
 def _restore(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give buffers back their values, which a forward may have changed (running statistics)."""
+    """A forward may have changed them (running statistics)."""
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
 
 
 def _counted(session: Session, iteration: Callable[[], None]) -> tuple[MomentRecorder, tuple[nn.Module, ...]]:
-    """Run one iteration in which every operator is counted; twice if a gradient fires more than once per micro-batch or
-    modules run beside the model, which only the first run shows. Returns also these modules."""
+    """Twice if a gradient fires more than once per micro-batch or modules run beside the model, which only the first
+    run shows. Returns also these modules."""
     firings: dict[int, int] = {}
     beside: tuple[nn.Module, ...] = ()
     while True:
@@ -160,10 +159,7 @@ def _counted(session: Session, iteration: Callable[[], None]) -> tuple[MomentRec
 def _count_once(
     session: Session, iteration: Callable[[], None], firings: dict[int, int], beside: Sequence[nn.Module]
 ) -> MomentRecorder:
-    """Run one iteration in which every operator is counted.
-
-    beside: modules whose tensors count from the start.
-    """
+    """beside: modules whose tensors count from the start."""
     state, clock, parameters = session.state, session.clock, session.reader.parameters
     chunk_of = state.run.timetable.chunk_of
     own = sorted(chunk_of)
@@ -189,7 +185,7 @@ def _count_once(
 def _timed(
     session: Session, iteration: Callable[[], None], w: Workload, repeats: int, clock: Callable[[], float]
 ) -> tuple[Moment, ...]:
-    """Returns the moments with their seconds: the median of `repeats` iterations, without waits."""
+    """The median of `repeats` iterations, without waits."""
     chunk_of = session.plan.layout.chunk_of
     script = [({chunk_of[t] for t in reads}, m.peak_bytes) for reads, m in zip(w.reads, w.moments)]
     final: dict[tuple[int, int], int] = {}
@@ -216,9 +212,7 @@ def _timed(
 def empty_plan(
     model: nn.Module, machine: Machine, *, name: str, micro_batches: int, optimizer: Optimizer | None = None
 ) -> Plan:
-    """Returns a plan without steps or optimizer states: everything on the host, fetched on demand, and nothing
-    updated.
-    """
+    """Everything on the host, fetched on demand, and nothing updated."""
     spec = optimizer or AdamW()
     tensors, _ = describe_parameters(model, group_of(spec.groups(model)))
     w = Workload(

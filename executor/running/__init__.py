@@ -1,3 +1,3 @@
-"""Parts of a job of `executor.run` beside the model: its data, its checkpoints, the figures that several ranks share,
-and the processor time of other programs.
+"""Parts of a job of `executor.run` beside the model: data, checkpoints, shared figures, the processor time of other
+programs.
 """

@@ -1,7 +1,7 @@
 """Batches to train on: real text as bytes, cut into sequences.
 
 A byte is a token (0..255), so every language model with a vocabulary of at least 256 can read any folder. The default
-folder is the Python standard library's own source, which every machine has. Knows no plan and no device.
+folder is the Python standard library's own source, which every machine has.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _READ_AT_MOST_BYTES = 8_000_000
 
 @dataclass(frozen=True)
 class ByteText:
-    """A folder's text as a single array of bytes (uint8, shape [n])."""
+    """bytes: uint8 [n]."""
 
     folder: Path
     bytes: torch.Tensor
 
     @classmethod
     def read(cls, folder: Path) -> ByteText:
-        """Returns the folder's text files in name order, up to 8 MB. Raises ModelError without folder or text."""
+        """The folder's text files in name order, up to 8 MB. Raises ModelError without folder or text."""
         if not folder.is_dir():
             raise ModelError(
                 f"text folder {str(folder)!r} is not a folder; give --data text:FOLDER a folder with text files"
@@ -56,7 +56,7 @@ class ByteText:
         return hashlib.blake2b(bytes(self.bytes.numpy()), digest_size=8).hexdigest()
 
     def windows(self, *, batch: int, sequence: int, seed: int, skip: int = 0) -> Iterator[torch.Tensor]:
-        """Yields endless int64 tensors [batch, sequence], windows drawn with the seed.
+        """Endless int64 tensors [batch, sequence], drawn with the seed.
 
         skip: sequences drawn before.
         """
@@ -74,8 +74,8 @@ class ByteText:
 
 
 def _texts(folder: Path) -> Iterator[Path]:
-    """Yields the text files of the folder and its subfolders, lazily, by path, one folder after the other. Links to
-    folders are not followed; a folder that may not be listed counts as empty, as in `rglob`."""
+    """By path, lazily, one folder after the other. Links to folders are not followed; a folder that may not be listed
+    counts as empty, as in `rglob`."""
     try:
         entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
     except PermissionError:
@@ -88,7 +88,7 @@ def _texts(folder: Path) -> Iterator[Path]:
 
 
 def open_data(spec: str | None) -> ByteText:
-    """Returns the corpus of "text:FOLDER", or the standard library's source for None."""
+    """spec: "text:FOLDER"; None: the standard library's source."""
     if spec is None:
         return ByteText.read(Path(sysconfig.get_paths()["stdlib"]))
     kind, colon, where = spec.partition(":")
@@ -98,8 +98,8 @@ def open_data(spec: str | None) -> ByteText:
 
 
 def batches_like(example: Any, text: ByteText, *, vocabulary: int | None, seed: int, skip: int = 0) -> Iterator[Any]:
-    """Yields endless batches shaped as `example`. A dict with integer "input_ids" [batch, sequence] gets text (and
-    labels, if it has them). Any other example (images, a module's own tuple), which is not text, is repeated as it is.
+    """Endless batches shaped as `example`. A dict with integer "input_ids" [batch, sequence] gets text (and labels, if
+    it has them). Any other example is repeated.
 
     skip: sequences of text drawn before.
     """

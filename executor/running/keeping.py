@@ -1,7 +1,4 @@
-"""Keeping a job: where and how often it saves checkpoints, and where a later run continues its data.
-
-Lies between `TrainingJob.run` and `optimizer.save`: knows jobs, neither chunks nor file formats.
-"""
+"""Keeping a job: where and how often it saves checkpoints, and where a later run continues its data."""
 
 from __future__ import annotations
 
@@ -24,9 +21,7 @@ __all__ = ["JobPosition", "Keeping", "newest_checkpoint"]
 
 @dataclass(frozen=True, kw_only=True)
 class JobPosition:
-    """The position of a job.
-
-    empty: whether the model was built without memory, which draws other random numbers.
+    """empty: whether the model was built without memory, which draws other random numbers.
     note: the checkpoint from which the job continues, in words.
     """
 
@@ -38,9 +33,7 @@ class JobPosition:
 
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
-    """The folder for a job's checkpoints, and the checkpoint from which it continues.
-
-    save: folder for checkpoints.
+    """save: folder for checkpoints.
     every: steps between two checkpoints (None: only one at the end).
     resume: checkpoint to continue from, or a folder with those of `newest`.
     newest: checkpoints to keep, each in a folder of its own in `save` (None: one, in `save` itself).
@@ -60,8 +53,8 @@ class Keeping:
             raise CheckpointError(f"--keep {self.newest} needs a folder: add --save FOLDER")
 
     def check(self, steps: int) -> Restored | None:
-        """Returns facts of the checkpoint `resume`, if given. Raises CheckpointError where the job cannot continue from
-        it, a checkpoint in `save` would be lost, or `save` cannot be written.
+        """Facts of the checkpoint `resume`, if given. Raises CheckpointError where the job cannot continue from it, a
+        checkpoint in `save` would be lost, or `save` cannot be written.
 
         steps: in all.
         """
@@ -80,7 +73,6 @@ class Keeping:
         return stored
 
     def _check_kept(self, save: Path) -> None:
-        """Raise CheckpointError where checkpoints in the folder would be lost."""
         old = newest_checkpoint(save)
         if not is_checkpoint(old):
             return
@@ -95,7 +87,7 @@ class Keeping:
             raise CheckpointError(f"--save {save}: the folder holds checkpoints {other}, or give another folder")
 
     def begin(self, *, steps: int, data: dict[str, Any], empty: bool) -> JobPosition:
-        """Returns the position at which the job begins. Raises as `check` does, before anything is built.
+        """Raises as `check` does, before anything is built.
 
         data: identifies the stream of data, which begins anew if the checkpoint's differs.
         """
@@ -115,7 +107,7 @@ class Keeping:
 
     @property
     def weights(self) -> Path | None:
-        """The folder with the model's values; None for a job that begins."""
+        """None for a job that begins."""
         return None if self.resume is None else newest_checkpoint(self.resume)
 
     def load(self, optimizer: OffloadedOptimizer) -> None:
@@ -132,10 +124,9 @@ class Keeping:
         stop: StopRequest,
     ) -> Callable[[StepReport], None]:
         """Returns the function to call after each step: it calls `on_step`, then saves a checkpoint if one is due. If
-        any rank was asked to stop, one is due, and Stopped is raised behind it.
+        any rank was asked to stop, it saves one and raises Stopped.
 
         last: number of the last step.
-        extra(steps): additional values to save after this many steps.
         """
 
         def after(report: StepReport) -> None:
@@ -164,8 +155,7 @@ _GOING = ".removing"
 
 
 def newest_checkpoint(folder: str | Path) -> Path:
-    """Returns the checkpoint of a folder, or the newest whole one of those that --keep left in it; the folder itself if
-    it has none."""
+    """The folder itself, or the newest whole checkpoint that --keep left in it."""
     whole = find_checkpoint(folder)
     if is_checkpoint(whole):
         return whole
@@ -173,7 +163,7 @@ def newest_checkpoint(folder: str | Path) -> Path:
 
 
 def _kept(folder: Path) -> list[Path]:
-    """Returns the whole checkpoints of a folder, the newest last."""
+    """Whole checkpoints, the newest last."""
     rows = sorted(folder.glob(f"{STEP}*")) if folder.is_dir() else []
     return [path for path in rows if path.name.removeprefix(STEP).isdigit() and is_checkpoint(path)]
 

@@ -1,9 +1,7 @@
-"""Processor time of other programs while this program ran. The figure distinguishes a slow machine from a wrong
-prediction.
+"""Processor time of other programs, which distinguishes a slow machine from a wrong prediction.
 
-Read from /proc/stat, which counts every core of the machine, and from the times of this process. Time that a hypervisor
-gave to another machine counts as taken by others. If /proc/stat is missing or does not change (other systems than
-Linux, some sandboxes), the answer is None: not measurable here.
+Read from /proc/stat and the times of this process. Time that a hypervisor gave to another machine counts as taken by
+others. If /proc/stat is missing or does not change, the answer is None.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ _COUNTED = 8  # user, nice, system, idle, iowait, irq, softirq, steal; guests ar
 
 @dataclass(frozen=True, slots=True)
 class ProcessorTime:
-    """Seconds of all cores since the machine started (total_s), those in which a core worked (busy_s), and those of
-    this process and its ended children (own_s)."""
+    """Seconds of all cores since the machine started: all, those in which a core worked, those of this process and its
+    ended children."""
 
     total_s: float
     busy_s: float
@@ -30,7 +28,7 @@ class ProcessorTime:
 
     @classmethod
     def now(cls, stat: Path = STAT) -> ProcessorTime | None:
-        """Returns the counters now; None where they cannot be read."""
+        """None where the counters cannot be read."""
         try:
             line = stat.read_text(encoding="ascii").partition("\n")[0]
             words = [int(word) for word in line.split()[1 : 1 + _COUNTED]]
@@ -46,8 +44,7 @@ class ProcessorTime:
 
 
 def taken_by_others(before: ProcessorTime | None, after: ProcessorTime | None) -> float | None:
-    """Returns the share (0 to 1) of the processor time between two readings in which other programs ran; None if
-    unknown."""
+    """Share (0 to 1) of the processor time between two readings; None if unknown."""
     if before is None or after is None or after.total_s <= before.total_s:
         return None
     others_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)

@@ -20,11 +20,9 @@ __all__ = ["SharedRun", "own_batches", "share_results"]
 
 @dataclass(frozen=True, kw_only=True)
 class SharedRun:
-    """The figures of all ranks of a run together.
-
-    losses: loss of each step, over the batches of all ranks.
-    peak_gpu_bytes: GPU peak of each rank, in the measured iteration.
-    sent_bytes: bytes that this rank sent to the others per step, on average.
+    """losses: of each step, over the batches of all ranks.
+    peak_gpu_bytes: of each rank, in the measured iteration.
+    sent_bytes: that this rank sent per step, on average.
     transient_bytes: [Note: what a slice moves through].
     """
 
@@ -35,8 +33,8 @@ class SharedRun:
 
 
 def own_batches(batches: Iterator[Any], session: Session) -> Iterator[Any]:
-    """Yields this rank's batches. Of P ranks, rank r takes every P-th batch, beginning with batch r. Where shares
-    differ, a rank with n sequences takes the first n of each batch."""
+    """Of P ranks, rank r takes every P-th batch, beginning with batch r. Where shares differ, a rank with n sequences
+    takes the first n of each batch."""
     ranks, whole = session.ranks, session.plan.workload.batch
     if ranks is None:
         return batches
@@ -58,7 +56,7 @@ def _first(batch: Any, sequences: int, of: int) -> Any:
 def share_results(
     session: Session, reports: Sequence[StepReport], measured: Measured | None, sent_bytes: int
 ) -> SharedRun | None:
-    """Exchange the ranks' results after the last step; every rank calls it. Returns None on one rank."""
+    """After the last step; every rank calls it. Returns None on one rank."""
     ranks = session.ranks
     if ranks is None:
         return None

@@ -1,7 +1,7 @@
 """A row of figures per step, to files and to the tools that people watch runs with.
 
-Rows are made from the status of a session, which costs some hundred microseconds and waits for nothing. A row whose
-gradient norm is not known yet, because its updates run beside the next forward, is written with the next row.
+Rows are made from the status of a session. A row whose gradient norm is not known yet, because its updates run beside
+the next forward, is written with the next row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepSink(Protocol):
 
 
 class JsonLines:
-    """A file with a JSON object per line, complete after each step."""
+    """A JSON object per line, complete after each step."""
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
         self._file: IO[str] = Path(path).open("a" if append else "w", encoding="utf-8")  # noqa: SIM115 (see close)
@@ -112,7 +112,7 @@ def _missing(package: str, name: object) -> PstarError:
 
 
 def _numbers(row: Row) -> dict[str, float]:
-    """Returns the figures of a row; waits by cause have names of their own."""
+    """Waits by cause have names of their own."""
     flat = {f"waits_s/{cause}": seconds for cause, seconds in row.get("waits_s", {}).items()}
     rows = {**{name: value for name, value in row.items() if name not in ("step", "waits_s")}, **flat}
     return {name: float(value) for name, value in rows.items() if isinstance(value, int | float)}
@@ -190,7 +190,7 @@ class StepLog:
         self._finish(row, update)
 
     def _loss(self, loss: float) -> float:
-        """Returns the mean over the batches of all ranks."""
+        """Mean over the batches of all ranks."""
         session = self._optimizer.session
         if session.ranks is None:
             return loss
@@ -210,7 +210,7 @@ class StepLog:
             sink.write(row)
 
     def close(self) -> None:
-        """Write what waits, and close the sinks."""
+        """Write what waits, too."""
         try:
             self._write_waiting()
         finally:

@@ -12,16 +12,14 @@ __all__ = ["StopRequest", "stop_on_sigterm"]
 
 
 class StopRequest:
-    """Whether the run was asked to end after its current step."""
-
     def __init__(self) -> None:
         self.asked = False
 
 
 @contextlib.contextmanager
 def stop_on_sigterm(*, listens: bool = True) -> Iterator[StopRequest]:
-    """Inside this context, the first SIGTERM is a request, and the second one ends the process as ever. Signals reach
-    the main thread only; in another one nothing is asked.
+    """The first SIGTERM is a request, the second ends the process as ever. Signals reach the main thread only; in
+    another one nothing is asked.
 
     listens: whether there is anything to do before the end.
     """

@@ -1,7 +1,7 @@
-"""Nested values as JSON and back, with tensors stored apart: the form in which a checkpoint keeps a user's own state.
+"""Nested values as JSON and back, with tensors stored apart, for a user's own state in a checkpoint.
 
-Numbers, texts, None, lists, tuples and mappings (with text, number or bool keys) keep their types. Each tensor is put
-into a table under a name of its own. Nothing is pickled, so a checkpoint from elsewhere cannot run code.
+Numbers, texts, None, lists, tuples and mappings (with text, number or bool keys) keep their types. Nothing is pickled,
+so a checkpoint from elsewhere cannot run code.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ _TUPLE, _MAPPING, _TENSOR = "$tuple", "$mapping", "$tensor"
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
-    """Returns `value` as JSON, and puts its tensors into `tensors`. Raises CheckpointError for a value of another type,
-    naming its place.
+    """Puts the tensors of `value` into `tensors`. Raises CheckpointError for a value of another type.
 
     where: name of the value in errors.
     """
@@ -45,7 +44,7 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Returns the value that `encode` turned into JSON. Raises KeyError for a tensor that is not in the table."""
+    """The reverse of `encode`. Raises KeyError for a tensor that is not in the table."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Checkpoints: everything that a run needs to continue, in a folder that transformers loads too.
+"""Checkpoints: folders from which a run continues, and which transformers loads too.
 
     config.json                   of a transformers model
     model*.safetensors (+ index)  weights in the working dtype, by their names in the state_dict
@@ -12,12 +12,11 @@
 Everything is stored by tensor name and nothing by chunk, so that a run can continue under another plan, policy, budget,
 chunk size or number of ranks. Under the same plan it continues bit-identically.
 
-[Note: saving takes no memory] Values are written directly from the chunks. Values that have to be cast or come from a
-device go through one buffer of 16 MiB. Reading (`restoring.py`) is the reverse. A save waits for the updates that are
-still in flight.
+[Note: saving takes no memory] Values are written from the chunks. Those that have to be cast or come from a device go
+through one buffer of 16 MiB. A save waits for the updates in flight.
 
 [Note: slices in a checkpoint] A rank writes its part of a list: "momentum/NAME@1024" begins at element 1024 of the
-tensor. A reader takes the elements that it needs from the existing pieces.
+tensor.
 """
 
 from __future__ import annotations
@@ -122,8 +121,8 @@ T = TypeVar("T")
 
 
 def together(ranks: Ranks | None, what: str, action: Callable[[], T]) -> T:
-    """Run `action` on every rank. Returns the result once all ranks are done. An error on one rank raises on all (on
-    the others, one that names the rank). OSError becomes CheckpointError."""
+    """Run `action` on every rank, and return once all are done. An error on one rank raises on all. OSError becomes
+    CheckpointError."""
     error: PstarError | None = None
     result: Any = None
     try:
@@ -148,7 +147,7 @@ def together(ranks: Ranks | None, what: str, action: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class _Writing:
-    """The work of a rank: rows by file, and the manifest, which has no files yet.
+    """The work of a rank: rows by file, and the manifest without files.
 
     rows_read: rows of weights already read, which on several ranks takes all of them.
     """
@@ -165,7 +164,7 @@ class _Writing:
 
 
 def _plan_work(optimizer: Trained, folder: Path, extra: Any, shard_bytes: int) -> _Writing:
-    """Prepare everything that a save writes. Errors that show before writing are raised here."""
+    """Errors that show before writing are raised here."""
     session = optimizer.session
     check_between_iterations(session, "save")
     if folder.exists() and not folder.is_dir():
@@ -213,7 +212,7 @@ def _noted(row: TensorToStore, rows_read: set[str]) -> TensorToStore:
 
 
 def _begin(folder: Path, needed_bytes: int, first: bool) -> Path:
-    """Make the temporary folder (the first rank does); return it."""
+    """The first rank makes the temporary folder."""
     if not first:
         return whole_folder.temporary(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -227,8 +226,8 @@ def _begin(folder: Path, needed_bytes: int, first: bool) -> Path:
 
 
 def _write(session: Session, work: _Writing, folder: Path) -> dict[str, StoredFile]:
-    """Write this rank's files. The first writes the weights, for which the others give their parts; each writes its
-    states. The others write a list of their files, which the first reads."""
+    """The first rank writes the weights, for which the others give their parts. Each writes its states, and the others
+    a list of their files, which the first reads."""
     buffer = piece_buffer()
     ranks = session.ranks
     if ranks is not None and ranks.rank:
@@ -257,10 +256,7 @@ def _list_of(folder: Path, rank: int) -> Path:
 
 
 def _finish(work: _Writing, folder: Path, temporary: Path, files: Mapping[str, StoredFile]) -> None:
-    """Write the manifest, and move the folder to its place.
-
-    files: those of the first rank.
-    """
+    """files: those of the first rank."""
     listed = dict(files)
     for rank in range(1, work.manifest.ranks):
         path = _list_of(temporary, rank)
@@ -290,7 +286,7 @@ def _frozen(session: Session, tensor: int) -> bool:
 
 
 def _own(tensors: Sequence[Tensor]) -> dict[int, list[str]]:
-    """Returns index of each tensor with memory -> all its names, its own first."""
+    """Index of each tensor with memory -> all its names, its own first."""
     names: dict[int, list[str]] = {}
     for index, t in enumerate(tensors):
         names.setdefault(index if t.tied_to is None else t.tied_to, []).append(t.name)
@@ -302,8 +298,8 @@ def _row(name: str, value: torch.Tensor) -> TensorToStore:
 
 
 def _weight_rows(session: Session) -> list[TensorToStore]:
-    """Returns every parameter's current value and every buffer that a state_dict holds. Of tied names, a value has the
-    name that transformers keeps."""
+    """Every parameter's value and every buffer that a state_dict holds. Of tied names, a value has the name that
+    transformers keeps."""
     derived = getattr(session.model, "_tied_weights_keys", None) or ()
     rows = []
     for index, names in _own(session.plan.workload.tensors).items():
@@ -327,20 +323,19 @@ def _value_of(session: Session, tensor: int) -> Callable[[], Iterable[torch.Tens
 
 
 def whole_of(session: Session, tensor: int, part: torch.Tensor, field: str = "param") -> torch.Tensor:
-    """Returns a field of a whole tensor, on several ranks joined from their parts."""
     return session.contents.exchange.joined(tensor, part, field) if session.contents.sliced else part
 
 
 def stored_fields(plan: Plan) -> tuple[str, ...]:
-    """Returns the fields of the optimizer's lists (`memory.slots`) of which a checkpoint of this plan has files."""
+    """The fields of the optimizer's lists (`memory.slots`) of which a checkpoint of this plan has files."""
     own = plan.workload.optimizer.masters == MASTERS[1]
     fields = dict.fromkeys(field for states in plan.workload.optimizer.all_states for field in fields_of(states))
     return tuple([field for field in fields if not (own and field == MASTER_LIST)])
 
 
 def _state_rows(session: Session) -> list[TensorToStore]:
-    """Returns every optimizer state, list by list of each chunk, so that a list on disks is read once. Parameters that
-    are their own masters are with the weights."""
+    """Every optimizer state, list by list of each chunk, so that a list on disks is read once. Parameters that are
+    their own masters are with the weights."""
     rows = []
     for chunk in session.plan.layout.chunks:
         for field in () if chunk.frozen else fields_of(session.plan.layout.states_of(chunk.index)):
@@ -366,8 +361,7 @@ def state_of(session: Session, tensor: int, field: str) -> Callable[[], Iterable
 
 
 def _shards(rows: Sequence[TensorToStore], shard_bytes: int) -> list[list[TensorToStore]]:
-    """Returns the rows in files of about `shard_bytes`. Wide dtypes come first in each, so that every tensor is
-    aligned."""
+    """Wide dtypes come first in each file, so that every tensor is aligned."""
     shards: list[list[TensorToStore]] = [[]]
     size = 0
     for row in rows:
@@ -382,7 +376,7 @@ def _shards(rows: Sequence[TensorToStore], shard_bytes: int) -> list[list[Tensor
 def _write_shards(
     folder: Path, stem: str, shards: Sequence[Sequence[TensorToStore]], buffer: torch.Tensor
 ) -> dict[str, StoredFile]:
-    """Write the shards. Returns the files by name; several of weights get the index that transformers looks for."""
+    """Several files of weights get the index that transformers looks for."""
     count = len(shards)
     ends = [f"-{i:05d}-of-{count:05d}" for i in range(1, count + 1)] if count > 1 else [""]
     names = [f"{stem}{end}.safetensors" for end in ends]
@@ -399,7 +393,7 @@ def _write_shards(
 
 
 def _save_config(session: Session, folder: Path) -> None:
-    """Write the configuration that from_pretrained needs beside the weights."""
+    """What from_pretrained needs beside the weights."""
     for config in (getattr(session.model, "config", None), getattr(session.model, "generation_config", None)):
         to_json = getattr(config, "to_json_string", None)
         if to_json is None:

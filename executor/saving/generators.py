@@ -17,7 +17,7 @@ __all__ = ["checked_generators", "generator_states", "set_generators"]
 
 
 def generator_states() -> dict[str, torch.Tensor]:
-    """Returns name of each generator -> its state, uint8. numpy's is the global one, which data loaders use."""
+    """Name of each generator -> its state, uint8. numpy's is the global one, which data loaders use."""
     kind, keys, *rest = numpy.random.get_state()
     found = {
         "torch": torch.get_rng_state(),
@@ -39,8 +39,8 @@ def set_generators(states: Mapping[str, torch.Tensor]) -> None:
 
 
 def checked_generators(states: Mapping[str, torch.Tensor]) -> list[Callable[[], object]]:
-    """Returns the functions that set the generators to these states. States of missing devices are left out. Each is
-    first tried on a generator of its own. Raises CheckpointError, naming the generator."""
+    """Returns the functions that set the generators to these states, each first tried on a generator of its own. States
+    of missing devices are left out. Raises CheckpointError."""
     actions = []
     for name, state in states.items():
         try:

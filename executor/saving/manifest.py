@@ -51,8 +51,6 @@ EXTRA = "extra.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredParameter:
-    """A parameter of the model that was saved."""
-
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -62,7 +60,7 @@ class StoredParameter:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredGroup:
-    """A group of parameters. numbers: its settings, as `as_json.encode` makes them."""
+    """numbers: the group's settings, as `as_json.encode` makes them."""
 
     params: tuple[str, ...]
     numbers: dict[str, Any]
@@ -70,8 +68,6 @@ class StoredGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredScale:
-    """The state of a `scaling.LossScaling`."""
-
     scale: float
     growth_tracker: int
     skipped_steps: int
@@ -79,9 +75,7 @@ class StoredScale:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds.
-
-    written_by: package -> its version.
+    """written_by: package -> its version.
     iteration: optimizer steps done.
     states: names of the optimizer's lists.
     extra: the user's own value, as `as_json.encode` makes it.
@@ -101,13 +95,13 @@ class Manifest:
 
 
 class Trained(Protocol):
-    """The part of an optimizer that saving and loading use; `optimizer.OffloadedOptimizer` is above this floor."""
+    """What saving and loading use of `optimizer.OffloadedOptimizer`."""
 
     session: Session
     param_groups: list[dict[str, Any]]
 
     def packed(self, value: Callable[[int, str], torch.Tensor]) -> dict[str, Any]:
-        """Returns a state dict of the tensors that `value` returns for (tensor, list), without master copies."""
+        """A state dict of the tensors that `value` returns for (tensor, list), without master copies."""
         ...
 
 
@@ -116,13 +110,12 @@ def is_checkpoint(folder: str | Path) -> bool:
 
 
 def find_checkpoint(folder: str | Path) -> Path:
-    """Returns the newest complete checkpoint: the folder itself, or the folder beside it if a save was killed between
-    two renames."""
+    """The folder itself, or the one beside it if a save was killed between two renames."""
     return whole_folder.find(Path(folder).expanduser(), is_checkpoint)
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """Returns the content of the manifest's file, whose last field is the checksum of all before."""
+    """The last field is the checksum of all before."""
     values = {"format": FORMAT, "schema": SCHEMA, **dataclasses.asdict(manifest)}
     return json.dumps({**values, CHECKSUM: _checksum(values)}, indent=1) + "\n"
 
@@ -132,7 +125,7 @@ def _checksum(values: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Returns the manifest of a checkpoint. Raises CheckpointError if the folder has no usable manifest."""
+    """Raises CheckpointError if the folder has no usable manifest."""
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint {str(folder)!r} is not a folder; give a folder that optimizer.save wrote")
     path = folder / MANIFEST
@@ -171,7 +164,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raise CheckpointError where one of the named files is not as it was written. Files without a checksum pass."""
+    """Raise CheckpointError where a named file is not as it was written. Files without a checksum pass."""
     buffer = piece_buffer()
     for name in names:
         written = manifest.files[name]
@@ -189,7 +182,6 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def check_between_iterations(session: Session, what: str) -> None:
-    """Raise ContractError if an iteration is open."""
     state = session.state
     if state.cursor.inside or (state.now.arrived and not state.cursor.stepped):
         raise ContractError(
@@ -199,7 +191,6 @@ def check_between_iterations(session: Session, what: str) -> None:
 
 
 def model_table(tensors: Sequence[Tensor]) -> tuple[StoredParameter, ...]:
-    """Returns the parameters of the model as the table in a checkpoint."""
     return tuple(
         StoredParameter(
             name=t.name,
@@ -213,7 +204,7 @@ def model_table(tensors: Sequence[Tensor]) -> tuple[StoredParameter, ...]:
 
 
 def groups_table(optimizer: Trained, tensors: dict[str, torch.Tensor]) -> tuple[StoredGroup, ...]:
-    """Returns the parameter groups: their settings, and their parameters by name."""
+    """Settings, and parameters by name."""
     session = optimizer.session
     return tuple(
         StoredGroup(

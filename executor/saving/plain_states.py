@@ -1,11 +1,10 @@
 """Plain states: the optimizer's states in a file that a plain optimizer loads, as `torch.save` writes it.
 
-A Trainer's checkpoint has this file beside the folder of `checkpoint.py`, so that a plain Trainer goes on from it too.
-It has the moments and step counts, and no master copies, which a plain optimizer has no use for.
+A Trainer's checkpoint has this file too, so that a plain Trainer goes on from it. It has no master copies.
 
-[Note: a state dict without memory] `optimizer.state_dict()` copies every state, for which a host that is full of them
-has no room. Here torch writes the file of a state dict of fake tensors, and leaves their values out. The values are
-then written at their places from the chunks, through one buffer.
+[Note: a state dict without memory] `optimizer.state_dict()` copies every state, for which a full host has no room. Here
+torch writes the file of a state dict of fake tensors without their values, which are then written at their places from
+the chunks, through one buffer.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # of a member of a zip file: lengths of
 
 
 def write_plain_states(optimizer: Trained, path: Path) -> None:
-    """Write the states to `path`. Every rank calls this, and the first writes. Raises CheckpointError."""
+    """Every rank calls this, and the first writes. Raises CheckpointError."""
     session = optimizer.session
     first = session.ranks is None or session.ranks.rank == 0
     values: list[_Value] = []  # each tensor in the file, in its order
@@ -64,7 +63,6 @@ _Values = Sequence[_Value]
 
 
 def _form(session: Session, tensor: int, field: str) -> tuple[tuple[int, ...], torch.dtype]:
-    """Returns the shape and the dtype of a value."""
     if field == STEP:
         return (), torch.float32
     slots = session.contents.slots
@@ -85,8 +83,7 @@ def _write_without_values(path: Path, packed: Mapping[str, Any], values: _Values
 
 
 def _write_values(path: Path, packed: Mapping[str, Any], values: _Values) -> None:
-    """Write the values at their places in the file. Where that fails, the other ranks still wait for this rank's part
-    of the others."""
+    """Where writing fails, the other ranks still wait for this rank's part of the others."""
     buffer = piece_buffer()
     left = iter(values)
     try:
@@ -110,7 +107,7 @@ def _give_parts(path: Path, packed: Mapping[str, Any], values: _Values) -> None:
 
 
 def _parts(session: Session, tensor: int, field: str, constants: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the value, in parts. Every rank calls this."""
+    """The value, in parts. Every rank calls this."""
     if field in constants:
         return [constants[field]]
     if field == STEP:
@@ -119,7 +116,7 @@ def _parts(session: Session, tensor: int, field: str, constants: Mapping[str, to
 
 
 def _places(path: Path) -> list[int]:
-    """Returns the first byte of each tensor's values, in torch's order."""
+    """First byte of each tensor's values, in torch's order."""
     places: dict[int, int] = {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         for member in archive.infolist():

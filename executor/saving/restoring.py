@@ -2,8 +2,8 @@
 
 All errors of a folder are found before anything changes: files that are missing, of another size or with another
 checksum, another model or other groups, a newer schema, states that do not cover their tensors. Checksums take a
-reading of the whole folder, which the ranks of a host share. A load that fails after that, or is interrupted, leaves a
-session that refuses every act until a load ends (`Loop.loading`).
+reading of the whole folder, which the ranks of a host share. A load that fails later leaves a session that refuses
+every act until a load ends (`Loop.loading`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SLICE = re.compile(r"(.*)@(\d+)")
 
 @dataclass(frozen=True)
 class Restored:
-    """Values that a checkpoint gave back beside parameters and states.
+    """What a checkpoint gives back beside parameters and states.
 
     iteration: optimizer steps done by then.
     extra: the value given to `save`.
@@ -71,7 +71,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements from `start` on of one list of one tensor; `name` is that in the file."""
+    """Elements from `start` on of one list of one tensor; `name` is the file's."""
 
     file: TensorFile
     name: str
@@ -84,7 +84,7 @@ class _Piece:
 
 @dataclass
 class _SoundCheckpoint:
-    """A checkpoint whose files all have their original sizes."""
+    """All files have their original sizes."""
 
     folder: Path
     manifest: Manifest
@@ -92,10 +92,7 @@ class _SoundCheckpoint:
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def decoded(self, value: Any, name: str) -> Any:
-        """Returns a value of the manifest. Raises CheckpointError where a tensor of it is missing.
-
-        name: the field that holds it.
-        """
+        """name: the field of the manifest. Raises CheckpointError where a tensor of the value is missing."""
         try:
             return decode(value, self.extra)
         except KeyError as error:
@@ -140,10 +137,7 @@ def load(optimizer: Trained, folder: str | Path, *, generators: bool = True, che
 
 @dataclass(frozen=True, kw_only=True)
 class _Values:
-    """The values of a checkpoint, found sound.
-
-    numbers: settings of each group.
-    """
+    """numbers: settings of each group."""
 
     opened: _SoundCheckpoint
     weights: Weights
@@ -153,7 +147,7 @@ class _Values:
 
 
 def _opened_for(optimizer: Trained, folder: Path) -> _SoundCheckpoint:
-    """Check all that the manifest and the sizes of the files allow."""
+    """Checks all that the manifest and the sizes of the files allow."""
     session = optimizer.session
     check_between_iterations(session, "load")
     opened = _open(folder)
@@ -163,7 +157,7 @@ def _opened_for(optimizer: Trained, folder: Path) -> _SoundCheckpoint:
 
 
 def _checked(opened: _SoundCheckpoint, session: Session, generators: bool) -> _Values:
-    """Make every check of the files' content."""
+    """Checks the files' content."""
     _read_headers(opened)
     try:
         weights = Weights(opened.folder)
@@ -195,7 +189,6 @@ def _generators(opened: _SoundCheckpoint, session: Session) -> list[Callable[[],
 
 
 def _fill(values: _Values, optimizer: Trained) -> None:
-    """Put the values in their places."""
     session, manifest = optimizer.session, values.opened.manifest
     try:
         values.weights.fill(session.arena, session.contents)
@@ -214,8 +207,7 @@ def _fill(values: _Values, optimizer: Trained) -> None:
 
 
 def stored_extra(folder: str | Path) -> Restored:
-    """Returns the values of a checkpoint beside parameters and states, without loading it. Raises CheckpointError as
-    `load` does."""
+    """The values beside parameters and states, without loading. Raises CheckpointError as `load` does."""
     opened = _open(Path(folder).expanduser())
     check_files(opened.folder, opened.manifest, opened.manifest.files.keys() & {EXTRA})
     _read_headers(opened)
@@ -310,7 +302,6 @@ def _wanted_states(session: Session) -> list[tuple[int, str]]:
 
 
 def _check_states(opened: _SoundCheckpoint, session: Session) -> None:
-    """Check that the checkpoint is of this optimizer and has every element of each of its states."""
     theirs, mine = (set(lists) - {MASTER_LIST} for lists in (opened.manifest.states, stored_fields(session.plan)))
     if theirs != mine:
         raise CheckpointError(
@@ -341,7 +332,7 @@ def _check_states(opened: _SoundCheckpoint, session: Session) -> None:
 
 
 def _fill_states(opened: _SoundCheckpoint, session: Session) -> None:
-    """Read this rank's part of every state into all places of its list. Working copies follow their masters."""
+    """Read this rank's part of every state. Working copies follow their masters."""
     contents, arena, chunk_of = session.contents, session.arena, session.plan.layout.chunk_of
     buffer = piece_buffer()
     by_file: dict[Path, list[tuple[int, str, _Piece]]] = {}

@@ -1,8 +1,7 @@
 """Tensors in files: the safetensors format, read and written a piece at a time.
 
-Neither side holds a whole tensor. The reader copies with `pread` into one buffer that is used again; nothing is mapped,
-so no page of the file counts as memory of the process. The writer gets rows whose elements are made on request. Knows
-no model and no chunk.
+Neither side holds a whole tensor. The reader copies with `pread` into one buffer; nothing is mapped, so no page of the
+file counts as memory of the process. The writer gets rows whose elements are made on request.
 
 [Note: checksums] XXH3 of 64 bits, by xxhash: on one core it is faster than memory is copied, where zlib's CRC32, which
 Python has, is about as slow as a disk. It is taken of a whole file, header included, as its bytes are written.
@@ -63,28 +62,25 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 def piece_buffer(size_bytes: int = PIECE_BYTES) -> torch.Tensor:
-    """Returns uint8 [size_bytes] on the host, for `TensorFile.pieces` and `write_tensor_file`."""
+    """Returns uint8 [size_bytes] on the host."""
     return torch.empty(size_bytes, dtype=torch.uint8)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous uint8 tensor on the host; its storage cannot be resized from then on."""
+    """Of a contiguous uint8 tensor on the host, whose storage cannot be resized from then on."""
     return memoryview(tensor.numpy())  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file as it was written.
-
-    xxh3_64: its checksum, in hexadecimal; "" where none was taken ([Note: checksums]).
-    """
+    """xxh3_64: checksum of the file as it was written, in hexadecimal; "" for none ([Note: checksums])."""
 
     bytes: int
     xxh3_64: str
 
 
 def stored_file(path: Path, buffer: torch.Tensor) -> StoredFile:
-    """Returns the file as it is now, read through `buffer` (uint8). Raises OSError."""
+    """The file as it is now, read through `buffer` (uint8). Raises OSError."""
     checksum, size, view = xxhash.xxh3_64(), 0, bytes_of(buffer)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(view):
@@ -95,7 +91,7 @@ def stored_file(path: Path, buffer: torch.Tensor) -> StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a file: bytes [start, stop) of it.
+    """Bytes [start, stop) of a file.
 
     dtype: None for a dtype that torch does not know (`code` names it).
     """
@@ -112,10 +108,7 @@ class StoredTensor:
 
 
 class TensorFile:
-    """A safetensors file whose header was read and found valid.
-
-    Raises WeightsError for a file that is missing, truncated, longer than its header says, or not of this format.
-    """
+    """Raises WeightsError for a file that is missing, truncated, longer than its header says, or not of this format."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -171,7 +164,6 @@ class TensorFile:
         return entry
 
     def _check_bytes(self, first: int) -> None:
-        """Check that every byte after the header belongs to exactly one tensor."""
         reached = first
         for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].start, item[1].stop)):
             if entry.start != reached or entry.stop < entry.start:
@@ -189,7 +181,7 @@ class TensorFile:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
-        """Yields the file's descriptor, for `pieces`. The bytes leave the page cache at the end: they are read once."""
+        """Yields the file's descriptor, for `pieces`. The bytes leave the page cache at the end."""
         try:
             descriptor = os.open(self.path, os.O_RDONLY)
         except OSError as error:
@@ -204,9 +196,8 @@ class TensorFile:
     def pieces(
         self, descriptor: int, name: str, buffer: torch.Tensor, start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields elements [start, stop) of a tensor, flattened, as (number of the tensor's first element, tensor in the
-        file's dtype). Each is a view of `buffer` (uint8), valid until the next. Raises WeightsError where the bytes end
-        early."""
+        """Yields elements [start, stop) of a tensor, flattened, as (first element, tensor in the file's dtype). Each is
+        a view of `buffer` (uint8), valid until the next. Raises WeightsError where the bytes end early."""
         entry = self.entries[name]
         if entry.dtype is None:
             raise WeightsError(self._unread(name))
@@ -234,7 +225,7 @@ class TensorFile:
         return f"{self.path}: tensor {name!r} is in {self.entries[name].code}, which this version cannot read; {known}"
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns a whole (small) tensor, in memory of its own."""
+        """For small tensors, in memory of their own."""
         entry = self.entries[name]
         size = entry.stop - entry.start
         if entry.dtype is None:
@@ -249,10 +240,8 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class TensorToStore:
-    """One tensor to write.
-
-    pieces: called once, at the writing; yields the elements in order, flat, in tensors of any number, dtype and device,
-        as short as possible.
+    """pieces: called once, at the writing; yields the elements in order, flat, in tensors of any number, dtype and device,
+    as short as possible.
     """
 
     name: str
@@ -268,11 +257,10 @@ class TensorToStore:
 def write_tensor_file(
     path: Path, rows: Sequence[TensorToStore], buffer: torch.Tensor, metadata: Mapping[str, str] | None = None
 ) -> StoredFile:
-    """Write the rows to a new file, in the given order, and flush it to the disk.
+    """Write the rows to a new file, and flush it to the disk.
 
-    Elements are cast in `buffer` (uint8) piece by piece. (After `Tensor.numpy()` on a chunk, its storage could not be
-    evicted any more.) Raises OSError (disk full, ...); AssertionError if a row gives more or fewer elements than its
-    shape says."""
+    Elements go through `buffer` (uint8): after `Tensor.numpy()` on a chunk, its storage could not be evicted any more.
+    Raises OSError (disk full, ...); AssertionError if a row gives more or fewer elements than its shape says."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     reached = 0
     for row in rows:
@@ -296,15 +284,13 @@ def write_tensor_file(
 
 
 def write_text_file(path: Path, text: str) -> StoredFile:
-    """Write a new file, and flush it to the disk. Raises OSError."""
+    """Raises OSError."""
     with _NewFile(path) as file:
         file.write(memoryview(text.encode()))
         return file.flushed()
 
 
 class _NewFile:
-    """A file that is being written, and the checksum of what was written."""
-
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._checksum = xxhash.xxh3_64()
@@ -322,7 +308,7 @@ class _NewFile:
         write_whole(self._descriptor, content)
 
     def flushed(self) -> StoredFile:
-        """Flush the file to the disk. Its pages leave the page cache: they are not read again."""
+        """The file's pages leave the page cache: they are not read again."""
         os.fsync(self._descriptor)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -337,7 +323,7 @@ def write_whole(descriptor: int, content: memoryview) -> None:
 def write_elements(
     write: Callable[[memoryview], object], tensor: torch.Tensor, dtype: torch.dtype, buffer: torch.Tensor
 ) -> None:
-    """Call `write` with the elements of the tensor in this dtype, piece by piece; each piece is in `buffer` (uint8)."""
+    """Call `write` with the elements in this dtype, piece by piece, each in `buffer` (uint8)."""
     flat = tensor.detach().reshape(-1)
     most = buffer.numel() // dtype.itemsize
     for start in range(0, flat.numel(), most):

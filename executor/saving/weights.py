@@ -1,18 +1,16 @@
 """Weights: streams weights from a folder straight into chunks.
 
-`Weights` reads the headers of a folder of safetensors and compares them with a model, before anything is allocated.
-Then it streams the values: each tensor is read a piece at a time into one buffer and cast from there into every list
-that holds it, the fp32 master first. The model itself needs no memory: build it under `parameters_on_meta()`
-(devices/on_meta.py). Host memory at its peak is then the steady state (slabs and chunks), the model's buffers, and one
-piece (16 MiB).
+`Weights` compares the headers of a folder of safetensors with a model before anything is allocated. Then each tensor is
+read a piece at a time into one buffer and cast from there into every list that holds it, the fp32 master first. The
+model itself needs no memory: build it under `parameters_on_meta()` (devices/on_meta.py). Host memory at its peak is
+then the steady state (slabs and chunks), the model's buffers, and one piece (16 MiB).
 
 [Note: which value a master gets] Masters are made from the values of the file, whatever its dtype, and the working copy
 is cast(master). Under a bf16 plan an fp32 file therefore gives masters more precise than the working copies.
-`Weights.note` says which case applies.
 
 [Note: adapters] A model under peft is loaded from the folder of its base model: the file's names lack
-"base_model.model." and ".base_layer", and no file holds the adapters' parameters. Adapters keep their values. Adapters
-on meta (peft puts them on the device of the base) get memory and peft's own initial values.
+"base_model.model." and ".base_layer", and no file holds the adapters' parameters. Adapters keep their values; on meta
+(the device of the base) they get peft's own initial values.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ _READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_values(model: nn.Module, tensors: Sequence[Tensor], folder: str | Path | None) -> Weights | None:
-    """Returns the weights to load, matched with the model (None without a folder).
+    """The weights to load, matched with the model.
 
     Raises WeightsError if neither model nor folder has values, or the folder is for another model."""
     if folder is not None:
@@ -71,7 +69,7 @@ def check_values(model: nn.Module, tensors: Sequence[Tensor], folder: str | Path
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Returns name in the state_dict -> (module, name in the module) of every buffer that a state_dict holds."""
+    """Name in the state_dict -> (module, name in the module)."""
     found: dict[str, tuple[nn.Module, str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in buffer_table(module).items():
@@ -81,7 +79,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def _initialise_adapters(model: Any) -> None:
-    """Initialise the adapters that the weights do not contain: [Note: adapters]."""
+    """[Note: adapters]"""
     adapters: dict[str, Any] = getattr(model, "peft_config", {})
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "reset_lora_parameters")] if adapters else []
     for layer in layers:
@@ -133,11 +131,9 @@ class _StoredValue:
 
 @dataclass
 class _FolderMatch:
-    """Result of matching a folder with a model.
-
-    used: names in the folder.
+    """used: names in the folder.
     missing: names in the model.
-    odd_shapes, odd_dtypes: tensors with another shape or dtype, in words.
+    odd_shapes, odd_dtypes: in words.
     """
 
     used: set[str] = field(default_factory=set)
@@ -147,7 +143,7 @@ class _FolderMatch:
 
 
 class Weights:
-    """The tensors of a folder of weights, by name; only headers are read here.
+    """Reads headers only.
 
     folder: with model.safetensors, or shards and their model.safetensors.index.json; or one .safetensors file.
 
@@ -178,7 +174,6 @@ class Weights:
         return frozenset(source.file.path for source in self._sources.values())
 
     def check_checksums(self) -> None:
-        """Raise WeightsError where a file of a checkpoint is not as it was written."""
         if is_checkpoint(self.folder):
             try:
                 manifest = read_manifest(self.folder)
@@ -194,7 +189,7 @@ class Weights:
         return frozenset(self._sources)
 
     def _files(self) -> dict[Path, list[str] | None]:
-        """Returns file -> the tensors that the index names for the file (None: all tensors of the file)."""
+        """File -> the tensors that the index names for it; None: all."""
         folder = self.folder
         if folder.is_file():
             return {folder: None}
@@ -231,9 +226,9 @@ class Weights:
     # -- of this model? -----------------------------------------------------------------------------------------------
 
     def match(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """Find each parameter and buffer of the model in the folder. A tensor may have any of its tied names, with or
-        without the base model's prefix, as in transformers. Raises WeightsError, naming tensors that are missing, left
-        over or of another shape.
+        """Find each parameter and buffer of the model. A tensor may have any of its tied names, with or without the
+        base model's prefix, as in transformers. Raises WeightsError for tensors that are missing, left over or of
+        another shape.
 
         tensors: the parameters, tied names included.
         """
@@ -287,8 +282,8 @@ class Weights:
             self._buffers.append((module, key, source))
 
     def _renaming(self, model: nn.Module, names: Sequence[str]) -> Callable[[str], str]:
-        """Returns a function from a name in the model to that in the file: with the base model's prefix as it is, added
-        or removed, whichever finds most."""
+        """From a name in the model to that in the file: with the base model's prefix as it is, added or removed,
+        whichever finds most."""
         ways: list[Callable[[str], str]] = [lambda name: name]
         if hasattr(model, "peft_config"):
             ways.append(lambda name: name.removeprefix("base_model.model.").replace(".base_layer.", "."))
@@ -345,14 +340,13 @@ class Weights:
 
     @property
     def tensors(self) -> Collection[int]:
-        """Tensors whose values the files have."""
         return self._parameters.keys()
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def fill(self, arena: Arena, contents: Contents) -> None:
-        """Read every matched tensor into all lists of its chunk that hold its value, in the order of the files. Raises
-        WeightsError where a file ends early or cannot be read."""
+        """Read every matched tensor into all lists that hold its value, in the order of the files. Raises WeightsError
+        where a file ends early or cannot be read."""
         self.fill_buffers()
         buffer = piece_buffer()
         chunk_of = arena.layout.chunk_of
@@ -395,6 +389,5 @@ def _shapes(name: str, stored: Sequence[int], wanted: Sequence[int]) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """Returns the first few names, and the number of the rest, for a message."""
     more = len(names) - NAMED_AT_MOST
     return ", ".join(names[:NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")

@@ -1,8 +1,7 @@
 """Atomic writing of a folder: it is written beside its place first, then renamed.
 
-A reader of the folder, also after a SIGKILL at any moment, finds the old content or the new, never a mixture. `begin`
-gives a temporary folder on the same disk, and `finish` puts it in place. On Linux two folders change names in one
-system call. Elsewhere there are two renames, between which `find` returns the older folder.
+Also after a SIGKILL a reader finds the old content or the new, never a mixture. On Linux two folders change names in
+one system call. Elsewhere there are two renames, between which `find` returns the older folder.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def temporary(folder: Path) -> Path:
-    """Returns the temporary folder, which is written first."""
     return folder.with_name(f".{folder.name}.saving")
 
 
@@ -29,7 +27,7 @@ def _previous(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """Returns an empty folder to write to, without what a killed save left there. Raises OSError."""
+    """An empty folder to write to. Raises OSError."""
     written = temporary(folder)
     if written.exists():
         shutil.rmtree(written)
@@ -38,19 +36,17 @@ def begin(folder: Path) -> Path:
 
 
 def abandon(folder: Path) -> None:
-    """Remove the folder that `begin` made."""
     shutil.rmtree(temporary(folder), ignore_errors=True)
 
 
 def find(folder: Path, is_whole: Callable[[Path], bool]) -> Path:
-    """Returns the newest complete folder: `folder` itself, or the folder beside it if a write was killed between two
-    renames."""
+    """`folder` itself, or the one beside it if a write was killed between two renames."""
     previous = _previous(folder)
     return previous if not folder.exists() and is_whole(previous) else folder
 
 
 def finish(folder: Path, replaces: Collection[str], swap: Callable[[Path, Path], bool] | None = None) -> None:
-    """Move the written folder to its place. Its files have to be on the disk already.
+    """The written files have to be on the disk already.
 
     replaces: names in the old folder that the new one replaces; other files are carried over (as hard links where the
         disk has them).
@@ -93,7 +89,7 @@ def _link(source: str | Path, target: str | Path) -> object:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two paths atomically. Returns False if the system or the file system cannot."""
+    """Atomic. Returns False if the system or the file system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
@@ -102,7 +98,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def sync(folder: Path) -> None:
-    """Flush the folder's entries to the disk (where folders can be opened for that)."""
+    """Where folders can be opened for that."""
     with contextlib.suppress(PermissionError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

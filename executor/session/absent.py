@@ -1,17 +1,15 @@
 """Absent gradients: a rank does not call a module of the plan (a routed expert).
 
-The collectives of a plan are the same on every rank. So an iteration on several ranks cannot continue off the plan, as
-an iteration of one process does (`demand.py`). If the next event of a rank belongs to a later moment of the
-micro-batch, the rank passes over the moments in between. Each of them begins and ends with nothing computed in it, so
-that its fetches, gathers and sums take place. A gradient that is due and has not come is zero in the sum. A gradient
-that comes before its moment waits in `.grad` (the last module that uses the parameter is then passed over). A gradient
-that comes after its moment ends the run, as does any other order of events.
+The collectives of a plan are the same on every rank, so an iteration on several ranks cannot continue off the plan. If
+the next event of a rank belongs to a later moment of the micro-batch, the rank passes over the moments in between.
+Their fetches, gathers and sums take place. A gradient that is due and has not come is zero in the sum. A gradient that
+comes before its moment waits in `.grad` (the last module that uses the parameter is then passed over). A gradient that
+comes after its moment ends the run, as does any other order of events.
 
 [Note: zero or none] In plain torch an unused parameter has no gradient and is not updated. With a gradient of zero its
 moments would decay, and its weight would change. Therefore, before the updates, the ranks tell each other which
-parameters had no gradient in any micro-batch. A parameter that no rank used is not updated on any rank, as in one
-process on the joined batch. Eager updates run before the ranks can tell each other, so with eager updates such an
-iteration still ends the run.
+parameters had no gradient in any micro-batch. A parameter that no rank used is not updated. Eager updates run before
+the ranks can tell each other: with them such an iteration ends the run.
 """
 
 from __future__ import annotations
@@ -27,12 +25,10 @@ __all__ = ["Absent"]
 
 
 class Absent(Following):
-    """Carries out iterations under a plan with modules that this rank does not call."""
-
     passes_over = True
 
     def later_moment_of(self, event: ModuleEvent) -> int | None:
-        """Returns the moment that the event opens, if it is a later one of the open moment's micro-batch; else None."""
+        """The moment that the event opens, if it is a later one of the open moment's micro-batch."""
         moments, at = self.run.plan.workload.moments, self.cursor.moment
         if at < 0:
             return None
@@ -47,7 +43,7 @@ class Absent(Following):
         return None
 
     def pass_to(self, moment: int) -> None:
-        """Pass over the moments from the open moment to this moment: nothing more is computed in them."""
+        """Pass over the moments up to this one: nothing more is computed in them."""
         state = self.state
         self.settle()
         while self.cursor.moment + 1 < moment:
@@ -60,7 +56,7 @@ class Absent(Following):
             self.settle()
 
     def settle(self) -> None:
-        """Take the gradients due in the open moment. One that has not come counts as zero."""
+        """Take the gradients due in the open moment; one that has not come is zero."""
         run, now, parameters = self.run, self.state.now, self.reader.parameters
         for tensor in sorted(now.outstanding):
             if raw_grad(parameters[tensor]) is not None:
@@ -83,8 +79,7 @@ class Absent(Following):
         return at >= 0 and self.run.timetable.final_in(at, tensor) > at
 
     def unused(self) -> frozenset[int]:
-        """Returns the tensors without a gradient on any rank in this iteration. Every rank calls this before its
-        updates."""
+        """Tensors without a gradient on any rank in this iteration. Every rank calls this before its updates."""
         ranks, now = self.state.ranks, self.state.now
         assert ranks is not None
         mine = now.missed - now.arrived

@@ -8,15 +8,14 @@ __all__ = ["Accelerated"]
 
 
 class Accelerated:
-    """accelerate's gradient state. A window of accumulation opened before the session says nothing of the session's
-    loop."""
+    """A window of accumulation opened before the session says nothing of the session's loop."""
 
     def __init__(self) -> None:
         self._heard = _due()
 
     @property
     def skips(self) -> bool:
-        """Whether accelerate says that no optimizer step is due: its own optimizers skip such a step."""
+        """Whether no optimizer step is due: accelerate's own optimizers skip such a step."""
         due = _due()
         self._heard |= due
         return self._heard and not due

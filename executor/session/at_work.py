@@ -1,13 +1,11 @@
 """AtWork: whether an interruption came while the engine changed its own state.
 
 An error of the engine's own (any `Exception`) leaves that state in order; Ctrl-C may come between any two lines. Every
-way into the engine from the user's thread is a block `with at_work:`, and an interruption inside sets `torn`, at
-whatever line it came. While `torn` is set the loop is in `State.INTERRUPTED` of the contract's table
-(`session/cursor.py`).
+way into the engine from the user's thread is a block `with at_work:`, and an interruption inside sets `torn`: the loop
+is then in `State.INTERRUPTED` (`session/cursor.py`).
 
-A load writes values that are in use. From its first value to its last, `loading` names it, and stays where an error or
-an interruption ends the load before: some values are then the load's and some are not, and the loop is in
-`State.HALF_LOADED`.
+From the first value of a load to its last, `loading` names it, and stays where an error or an interruption ends the
+load: the loop is then in `State.HALF_LOADED`.
 """
 
 from __future__ import annotations
@@ -20,12 +18,9 @@ __all__ = ["AtWork"]
 
 
 class AtWork:
-    """Whether the engine's own work is running, or was interrupted.
-
-    Attributes:
-        depth: number of open `with at_work:` blocks.
-        torn: whether an interruption left a block and is not mended yet. `Loop.mend` clears it.
-        loading: the call whose load has begun and not ended; "" without one.
+    """depth: number of open `with at_work:` blocks.
+    torn: whether an interruption left a block and is not mended yet. `Loop.mend` clears it.
+    loading: the call whose load has begun and not ended; "" without one.
     """
 
     __slots__ = ("depth", "loading", "torn")
@@ -46,8 +41,7 @@ class AtWork:
         self.depth -= 1
 
     def run(self, action: Callable[..., None], *given: Any) -> None:
-        """Call the action as in a block `with at_work:`, at the cost of one call instead of two (of hundreds per
-        iteration)."""
+        """As a block `with at_work:`, at the cost of one call instead of two (of hundreds per iteration)."""
         self.depth += 1
         try:
             action(*given)
@@ -58,12 +52,12 @@ class AtWork:
         self.depth -= 1  # not in a `finally`: a block interrupted before this line stays open, and `outermost` finds it
 
     def note(self, error: BaseException) -> None:
-        """Note an exception that leaves a block: an interruption sets `torn`."""
+        """An interruption that leaves a block sets `torn`."""
         if not isinstance(error, Exception):
             self.torn = True
 
     def outermost(self) -> None:
-        """Close a block that is still open, where none can be: an interruption came while it was entered or left. Sets
+        """Close a block that is open where none can be: an interruption came while it was entered or left. Sets
         `torn`."""
         if self.depth:
             self.torn = True

@@ -36,7 +36,7 @@ MOST_KNOWN = 64  # captured forms whose moments are kept, and forms that are kep
 
 
 def movable(arena: Arena, chunk: int) -> bool:
-    """Returns whether the chunk's working list may leave the gpu, because its values can be restored."""
+    """Whether the chunk's working list may leave the gpu, because its values can be restored."""
     if arena.has(Place.GPU, chunk, MASTER_LIST):
         return False
     below = (Place.HOST, Place.NVME)
@@ -44,7 +44,7 @@ def movable(arena: Arena, chunk: int) -> bool:
 
 
 class Capture(Protocol):
-    """Type of `executor.capture.capture_module`. The caller has bound the device to whose rules a capture keeps."""
+    """`executor.capture.capture_module`, bound to the device to whose rules a capture keeps."""
 
     def __call__(
         self, model: nn.Module, batch: Any, /, *, name: str, loss: Callable[[nn.Module, Any], torch.Tensor]
@@ -52,12 +52,9 @@ class Capture(Protocol):
 
 
 class Shapes:
-    """The model under fake tensors, for batches of any shape.
-
-    Attributes:
-        skeleton: a copy of the model whose parameters have no memory; None where it cannot be copied.
-        planned: form of the present plan's batch; None if it is not known.
-        covered: forms of other batches that need no more memory than the plan has.
+    """skeleton: a copy of the model whose parameters have no memory; None where it cannot be copied.
+    planned: form of the plan's batch; None if it is not known.
+    covered: forms of other batches that need no more memory than the plan has.
     """
 
     def __init__(self, model: nn.Module, skeleton: nn.Module | None, capture: Capture) -> None:
@@ -69,18 +66,17 @@ class Shapes:
         self._capture = capture
 
     def plan_for(self, form: Form, *, covered: tuple[Form, ...] = ()) -> None:
-        """Note that the plan is now for batches of this form, and holds for the `covered` forms too."""
         self.planned = form
         self.covered = tuple(other for other in covered if not covers(form, other))[-MOST_KNOWN:]
 
     def covers(self, form: Form) -> bool:
-        """See [Note: a smaller batch]."""
+        """[Note: a smaller batch]"""
         forms = self.covered if self.planned is None else (self.planned, *self.covered)
         return any(covers(other, form) for other in forms)
 
     def capture(self, planned: Workload, args: Any, kwargs: Any) -> Workload:
-        """Returns the model's workload for a batch of this shape, with each block's activations treated as in the
-        plan's workload. Raises ModelError where that fails."""
+        """Returns the model's workload for this batch, with activations treated as planned. Raises ModelError where
+        that fails."""
         if self.skeleton is None:
             raise ModelError(
                 f"a batch of another shape than planned, and {type(self.model).__name__} cannot be copied for a "
@@ -92,7 +88,7 @@ class Shapes:
         return as_planned(captured, planned)
 
     def copy_attributes(self) -> None:
-        """Give the skeleton the present plain attributes of the model's modules (`training`, switches of their own)."""
+        """Give the skeleton the modules' plain attributes (`training`, switches of their own)."""
         assert self.skeleton is not None
         copies = dict(self.skeleton.named_modules())
         for name, module in self.model.named_modules():
@@ -106,9 +102,7 @@ class Shapes:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A captured form.
-
-    moments: under fake tensors.
+    """moments: under fake tensors.
     fits: whether its tide is nowhere higher than the plan's, and it reads no more parameters.
     """
 
@@ -117,14 +111,14 @@ class _Known:
 
 
 class Batches:
-    """The batches of one plan.
-
-    Attributes: samples: items (sequences, tokens) that the loss of the last batch is a mean over; 1 on one rank.
-        moments: those of the last batch, under fake tensors; None where it has the plan's shape, is smaller, or is not
-        compared (an evaluation, an empty batch, a plan without steps). form: form of the last training batch; () before
-        the first. last: (args, kwargs) of the last training forward, tensors on meta; None before the first. planned:
-        whether it has the plan's shape, or is not compared. fits: whether it may run on plan. captured: whether it was
-        captured inside its step.
+    """samples: items (sequences, tokens) that the loss of the last batch is a mean over; 1 on one rank.
+    moments: those of the last batch, under fake tensors; None where it has the plan's shape, is smaller, or is not
+        compared (an evaluation, an empty batch, a plan without steps).
+    form: of the last training batch; () before the first.
+    last: (args, kwargs) of the last training forward, tensors on meta; None before the first.
+    planned: whether it has the plan's shape, or is not compared.
+    fits: whether it may run on plan.
+    captured: whether it was captured inside its step.
     """
 
     def __init__(self, run: PlanBytes, state: RunState, reader: Reader, shapes: Shapes, count: CountOf) -> None:
@@ -144,7 +138,7 @@ class Batches:
         self._doubted: OrderedDict[Form, None] = OrderedDict()  # smaller forms that did not keep to the plan
 
     def see(self, args: Any, kwargs: Any) -> None:
-        """Handle the batch with which the root's forward is about to begin; capture it where its form is new."""
+        """Handle the batch whose forward is about to begin; capture it where its form is new."""
         shapes = self.shapes
         self.samples = self._counted(args, kwargs) if self.ranks is not None else 1.0
         self.moments, self.planned, self.fits, self.captured = None, True, True, False
@@ -170,8 +164,7 @@ class Batches:
         self.moments, self.fits = self._known[form].moments, self._known[form].fits
 
     def doubt(self) -> None:
-        """Note that the last batch did not keep to the plan. If it ran on plan without a capture, it is captured before
-        the next run."""
+        """The last batch did not keep to the plan. If it ran without a capture, it is captured before the next run."""
         if not self.planned and self.form not in self._known:
             _keep(self._doubted, self.form, None)
 
@@ -187,7 +180,7 @@ class Batches:
 
     @property
     def planned_size(self) -> int:
-        """Number of sequences of this rank's micro-batch. A plan for unequal shares is made for the largest."""
+        """Sequences of this rank's micro-batch. A plan for unequal shares is made for the largest."""
         batch = self.run.plan.workload.batch
         if self.ranks is None:
             return batch
@@ -196,19 +189,18 @@ class Batches:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the first tensor with dimensions in the last training batch; () without one."""
+        """Of the first tensor with dimensions in the last training batch."""
         return next((tuple(t.shape) for t in tensors_of(self.last) if t.dim()), ())
 
     @property
     def share(self) -> float:
-        """Elements of the last batch, as a share of the plan's."""
         planned = self.shapes.planned
         if self.planned or planned is None:
             return 1.0
         return elements(self.form) / max(1, elements(planned))
 
     def _fits(self, moments: tuple[Moment, ...]) -> bool:
-        """Returns whether a batch with these moments may run on plan. In a relay, whose moments hold bytes of other
+        """Whether a batch with these moments may run on plan. In a relay, whose moments hold bytes of other
         micro-batches too, it may if no dimension is longer than the plan's."""
         w = self.run.plan.workload
         body = self._body()
@@ -222,8 +214,7 @@ class Batches:
         return all(a.peak_bytes <= b.peak_bytes for a, b in zip(moments, body))
 
     def _reads_as_planned(self, captured: Workload) -> bool:
-        """Returns whether the batch reads each parameter where the plan has it. A backward that reaches the batch reads
-        those of the first layers."""
+        """A backward that reaches the batch reads the first layers' parameters too."""
         if not self.differentiated:
             return True
         w = self.run.plan.workload
@@ -234,24 +225,20 @@ class Batches:
 
     @property
     def differentiated(self) -> bool:
-        """Whether a gradient of the last batch itself is asked for."""
         return any(part.differentiated for part in self.form)
 
     def _body(self) -> list[Moment]:
         return [m for m in self.run.plan.workload.moments if m.micro_batch == 0 and m.phase is not Phase.ADAM]
 
     def workload_of_last(self, micro_batches: int) -> Workload:
-        """Returns the workload of `micro_batches` batches like the last, captured anew. Raises PlanError before the
-        first training forward, ModelError where the model cannot be captured."""
+        """The workload of `micro_batches` batches like the last, captured anew. Raises PlanError before the first
+        training forward, ModelError where the model cannot be captured."""
         if self.last is None:
             raise PlanError("no forward of the whole model with gradients was seen; run a training batch first")
         return self.workload_of(self.last, micro_batches)
 
     def workload_of(self, batch: tuple[Any, Any], micro_batches: int) -> Workload:
-        """Returns the same for batches of this shape.
-
-        batch: (args, kwargs) of the model's forward.
-        """
+        """batch: (args, kwargs) of the model's forward."""
         planned = self.run.plan.workload
         captured = self.shapes.capture(planned, *batch)
         # The same parameters (and their groups, which a capture does not know).
@@ -259,8 +246,8 @@ class Batches:
         return relay(made, stash="host" if planned.boundaries_on_host else "gpu") if planned.relayed else made
 
     def _is_planned(self, form: Form) -> bool:
-        """Returns whether the batch has the plan's form. Where that is unknown, it is that of the first batch whose
-        first tensor with dimensions has the plan's batch and (of tokens) sequence."""
+        """Where the plan's form is unknown, it is that of the first batch whose first tensor with dimensions has the
+        plan's batch and (of tokens) sequence."""
         planned = self.shapes.planned
         if planned is not None:
             return form == planned
@@ -274,11 +261,11 @@ class Batches:
 
     @property
     def outgrown(self) -> bool:
-        """Whether the last batch has the plan's moments and needs more memory in one of them."""
+        """Whether the last batch has the plan's moments and needs more memory in one."""
         return not self.fits and [m.name for m in (self.moments or ())[:-1]] == [m.name for m in self._body()]
 
     def above(self) -> str:
-        """Returns, in words, where the last batch's tide is most above the plan's; "" where it is nowhere."""
+        """Where the last batch's tide is most above the plan's, in words."""
         if not self.outgrown:
             return ""
         moments, body = self.moments or (), self._body()
@@ -289,8 +276,7 @@ class Batches:
         )
 
     def refusal(self) -> DoesNotFit | None:
-        """Returns the error where a moment of the last batch needs more than the gpu budget for payloads that never
-        leave, chunks that it reads, and its non-model data; None if the batch can run on demand."""
+        """Returns the error where a moment of the last batch cannot run on demand within the gpu budget."""
         plan, table, moments = self.run.plan, self.run.timetable, self.moments or ()
         worst, at = 0, 0
         for m, moment in enumerate(moments):
@@ -318,7 +304,7 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keep(kept: OrderedDict[Form, Any], form: Form, value: Any) -> None:
-    """Keep the value as the last used, and forget the one used longest ago."""
+    """Keep the value as the last used, in place of the one used longest ago."""
     kept[form] = value
     kept.move_to_end(form)
     if len(kept) > MOST_KNOWN:
@@ -326,13 +312,13 @@ def _keep(kept: OrderedDict[Form, Any], form: Form, value: Any) -> None:
 
 
 def some_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Run `model` on (args, kwargs). Returns `scalar_of` its outputs."""
+    """batch: (args, kwargs)."""
     args, kwargs = batch
     return scalar_of(model, model(*args, **kwargs))
 
 
 def scalar_of(model: nn.Module, output: Any) -> torch.Tensor:
-    """Returns a scalar for backward: the model's loss or, where the loop computes it, the sum of the outputs."""
+    """The model's loss or, where the loop computes it, the sum of the outputs."""
     outputs = [t for t in tensors_of(output) if t.requires_grad]
     if not outputs:
         raise ModelError(f"no output of {type(model).__name__} depends on a trainable parameter; leave some trainable")

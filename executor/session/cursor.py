@@ -4,8 +4,7 @@
 Conditions are names of `Fact`, with "!" before a fact that must not hold; a row without conditions always holds. A row
 gives an `Answer`, or a `Refusal`, whose ContractError is in `refusals.py`.
 
-This file only decides, and does not know torch: the caller carries out the answer. The contract in words is
-docs/reference/loop-contract.md.
+The caller carries out the answer. The contract in words is docs/reference/loop-contract.md.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class _Word(Enum):
 
 
 class State(_Word):
-    """The state of the loop. `Cursor.state` distinguishes the first four; `Loop.ask` gives the last three precedence.
+    """`Loop.ask` gives the last three precedence; `Cursor.state` distinguishes the others.
 
     BETWEEN: from the end of `optimizer.step()` to the first event of the next iteration.
     VISITING: an evaluation runs between two iterations.
@@ -71,13 +70,9 @@ class Act(_Word):
 
 
 class Answer(_Word):
-    """The engine's reaction to an act.
-
-    FOLLOW: go to the moment of the plan that the event opens.
-    LEAVE: leave the plan, then CARRY.
+    """LEAVE: leave the plan, then CARRY.
     CARRY: continue on demand.
     VISIT: begin an evaluation.
-    STAY: continue the evaluation.
     END_VISIT: end the evaluation, then ask again.
     MEND: mend the interruption, then ask again.
     FINISH: mend the interruption by finishing the optimizer step.
@@ -103,7 +98,7 @@ class Answer(_Word):
 
 
 class Fact(_Word):
-    """Conditions in the table, beside the state. `driving/act_facts.py` determines each of them."""
+    """`driving/act_facts.py` determines each of them."""
 
     TRAINS = "trains"
     """A forward that runs now is one of training."""
@@ -174,21 +169,15 @@ class Fact(_Word):
 
 
 class FactSource(Protocol):
-    """Facts of one act, each determined only where a row needs it. Its attributes are the words in the texts of
-    refusals (`refusals.TEXTS`). This file knows neither torch nor the parts that facts are read from."""
+    """Facts of one act, each determined only where a row needs it. Its attributes are the words in `refusals.TEXTS`."""
 
     @property
-    def asks(self) -> Mapping[Fact, Callable[[Any], bool]]:
-        """Returns for each fact the function that determines, from this source, whether it holds."""
-        ...
+    def asks(self) -> Mapping[Fact, Callable[[Any], bool]]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A row of the contract's table.
-
-    when: (fact, whether it must hold); the row holds if every fact is as stated.
-    """
+    """when: (fact, whether it must hold); all must be as stated."""
 
     when: tuple[tuple[Fact, bool], ...]
     then: Answer | Refusal
@@ -328,7 +317,7 @@ ACTS: Mapping[tuple[str, Phase], Act] = MappingProxyType(
 
 
 def answer(state: State, act: Act, facts: FactSource) -> Answer:
-    """Returns the table's answer to `act` in `state`. Raises ContractError where the table refuses the act."""
+    """Raises ContractError where the table refuses the act."""
     asks = facts.asks
     for row in TABLE[state, act]:
         for fact, wanted in row.when:
@@ -342,13 +331,9 @@ def answer(state: State, act: Act, facts: FactSource) -> Answer:
 
 
 class Cursor:
-    """The state of the loop.
-
-    Attributes:
-        moment: index of the open moment; -1 between two iterations.
-        visiting: whether an evaluation runs between two iterations.
-        stepped: whether `optimizer.step()` came after gradients arrived.
-        committed: the last iteration whose updates `optimizer.step()` has begun, -1 before the first.
+    """moment: index of the open moment; -1 between two iterations.
+    stepped: whether `optimizer.step()` came after gradients arrived.
+    committed: the last iteration whose updates `optimizer.step()` has begun, -1 before the first.
     """
 
     __slots__ = ("committed", "moment", "off_plan", "stepped", "visiting")
@@ -362,7 +347,7 @@ class Cursor:
 
     @property
     def inside(self) -> bool:
-        """Whether an iteration is open, on plan or off."""
+        """On plan or off."""
         return self.moment >= 0 or self.off_plan
 
     @property

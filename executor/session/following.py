@@ -28,9 +28,9 @@ __all__ = ["Following", "OffPlan"]
 
 @dataclass(frozen=True)
 class OffPlan:
-    """Where an iteration continues that leaves the plan: `off_plan.demand.Demand`.
+    """Where an iteration that leaves the plan continues: `off_plan.demand.Demand`.
 
-    accept(tensor, gradient): takes a whole gradient off the plan.
+    accept(tensor, gradient): takes a whole gradient.
     """
 
     leave: Callable[[str], None]
@@ -38,15 +38,12 @@ class OffPlan:
 
 
 class Following:
-    """Carries out iterations under one plan.
-
-    Attributes:
-        in_parts: whether a backward runs part by part (driving/drive.py).
-        keeps_tied: whether the gradient of a tied parameter stays in the parameter until `take_tied`, off the plan
-            too: its parts are added first, as autograd adds them.
-        takes_norms: whether each gradient's norm is taken off the plan and dropped, so that recording a run that will
-            clip takes as long as the run.
-        passes_over: whether moments without events on this rank are passed over: absent.py.
+    """in_parts: whether a backward runs part by part (driving/drive.py).
+    keeps_tied: whether a tied parameter's gradient stays in the parameter until `take_tied`, off the plan too: its
+        parts are added first, as autograd adds them.
+    takes_norms: whether each gradient's norm is taken off the plan and dropped, so that recording a run that will clip
+        takes as long as the run.
+    passes_over: whether moments without events on this rank are passed over: absent.py.
     """
 
     passes_over = False
@@ -79,8 +76,7 @@ class Following:
     # -- moments ------------------------------------------------------------------------------------------------------
 
     def moment_of(self, event: ModuleEvent) -> int | None:
-        """Returns the moment that the event opens on plan: the next moment, or a later moment if this rank has nothing
-        to compute before it."""
+        """The next moment, or a later one if this rank has nothing to compute before it."""
         table = self.run.timetable
         if table.on_demand_only:
             return None
@@ -90,17 +86,17 @@ class Following:
         return self.later_moment_of(event)
 
     def later_moment_of(self, event: ModuleEvent) -> int | None:
-        """Returns the moment that the event opens, if it comes after the next; else None."""
+        """The moment that the event opens, if it comes after the next."""
         return None
 
     def pass_to(self, moment: int) -> None:
         """See `Absent.pass_to`."""
 
     def settle(self) -> None:
-        """Take the gradients that are due in the open moment and have not come."""
+        """Take the due gradients that have not come."""
 
     def waits(self, tensor: int) -> bool:
-        """Returns whether a gradient stays in `.grad`, because its moment comes later in the micro-batch."""
+        """Whether a gradient stays in `.grad`, because its moment comes later."""
         return False
 
     def unused(self) -> frozenset[int]:
@@ -108,8 +104,7 @@ class Following:
         return frozenset()
 
     def weigh(self, event: ModuleEvent, found: Answer) -> None:
-        """On several ranks, give the micro-batch that begins its weight ([Note: the weight of a rank] in
-        distributed/ranks.py), on plan or off."""
+        """Give a micro-batch that begins its weight: [Note: the weight of a rank] in distributed/ranks.py."""
         ranks = self.state.ranks
         if ranks is None or event.kind != "begin" or event.module != "":
             return
@@ -119,7 +114,6 @@ class Following:
             self.run.queues.note_wait(self._clock() - begun_s)
 
     def follow(self, event: ModuleEvent) -> None:
-        """Go to the moment that the event opens."""
         state, batches, reader = self.state, self.batches, self.reader
         following = self.moment_of(event)
         assert following is not None
@@ -174,13 +168,12 @@ class Following:
         queues.end_step(i, k)
 
     def end_last_moment(self) -> None:
-        """End the optimizer's moment, and with it the iteration's compute."""
         self._end_moment(self._clock())
         for i in self.run.timetable.tail:
             self.steps.run_inline(i, self.state.iteration)
 
     def forget_open_step(self) -> None:
-        """Forget the open moment's step, which will not end by the plan."""
+        """The open moment's step will not end by the plan."""
         table = self.run.timetable
         if self.cursor.moment >= 0 and not table.on_demand_only:
             self.steps.forget(table.compute[self.cursor.moment])
@@ -189,8 +182,7 @@ class Following:
     # -- iterations ---------------------------------------------------------------------------------------------------
 
     def begin_iteration(self) -> None:
-        """Begin the iteration whose first event has come, on plan or off. `state.now` becomes a new value;
-        `state.iteration` is its number already."""
+        """`state.now` becomes a new value; `state.iteration` is its number already."""
         state, updates = self.state, self.updates
         state.now = state.now.next(state.iteration, updates.new() if updates.eager else None)
         for listener in list(state.listeners):
@@ -200,7 +192,7 @@ class Following:
         self.run.queues.allow_net(state.iteration)
 
     def next_iteration(self, *, on_plan: bool = True) -> None:
-        """Go to the next iteration. Compute is over; the side queues finish their steps of this one."""
+        """Compute is over; the side queues finish their steps of this iteration."""
         state, updates = self.state, self.updates
         self.steps.close_iteration(state.iteration, on_plan=on_plan)
         updates.last = state.now.update_of(state.iteration) or updates.last
@@ -212,7 +204,6 @@ class Following:
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def on_gradient(self, tensor: int, parameter: torch.Tensor) -> None:
-        """Take the gradient accumulated into `parameter`."""
         cursor, table, listeners = self.cursor, self.run.timetable, self.state.listeners
         if raw_grad(parameter) is None:
             return  # a hook of the user's own has dropped it
@@ -228,7 +219,7 @@ class Following:
         self._take_out(tensor, parameter)
 
     def take_tied(self) -> None:
-        """Take the gradients left in tied parameters, whole at the end of a micro-batch."""
+        """Take tied parameters' gradients, whole at the end of a micro-batch."""
         for tensor in self.run.timetable.tied:
             parameter = self.reader.parameters[tensor]
             if raw_grad(parameter) is not None:
@@ -236,7 +227,6 @@ class Following:
                     self._take_out(tensor, parameter)
 
     def _take_out(self, tensor: int, parameter: torch.Tensor) -> None:
-        """Take the gradient, which is whole, out of the parameter."""
         grad = raw_grad(parameter)
         assert grad is not None
         if grad.layout is not torch.strided:
@@ -252,7 +242,7 @@ class Following:
         set_raw_grad(parameter, None)
 
     def _take(self, tensor: int, grad: torch.Tensor) -> None:
-        """Take a whole gradient out of autograd into its chunk."""
+        """Move a whole gradient into its chunk."""
         state, now = self.state, self.state.now
         if self.cursor.off_plan:
             if self.takes_norms:
@@ -272,8 +262,8 @@ class Following:
         self.cursor.stepped = False
 
     def _is_final(self, tensor: int) -> bool:
-        """Returns whether a gradient that is not due in the open moment is whole. If the plan has none there, the
-        iteration leaves the plan."""
+        """Whether a gradient that is not due in the open moment is whole. If the plan has none there, the iteration
+        leaves the plan."""
         table, moment = self.run.timetable, self.cursor.moment
         if moment >= 0 and tensor in table.early[moment]:
             return False  # the gradient fires again in this micro-batch
@@ -287,7 +277,6 @@ class Following:
         return True
 
     def _accept(self, tensor: int, grad: torch.Tensor) -> None:
-        """Move the gradient to its list by the plan."""
         run = self.run
         goes_to = run.timetable.gradient_list(self.cursor.moment, tensor)
         if self._weight == 0.0:  # an empty batch: the mean over no items is not a number

@@ -2,9 +2,9 @@
 
 [Note: a smaller batch] A batch whose tensors have the names, dtypes and numbers of dimensions of another batch's, with
 no dimension longer, is taken to need no more memory at any moment and to call the same modules in the same order. It
-runs on plan without a capture. The order is verified while it runs: at the first event, read or gradient that the plan
-has elsewhere the iteration leaves the plan, and the form is captured before it runs again. Memory is verified where
-operators are counted (`measuring/first.py`, `off_plan/guard.py`). Results do not depend on it.
+runs on plan without a capture. At the first event, read or gradient that the plan has elsewhere, the iteration leaves
+the plan, and the form is captured before it runs again. Memory is verified where operators are counted
+(`measuring/first.py`, `off_plan/guard.py`). Results do not depend on it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ __all__ = ["Form", "FormPart", "covers", "elements", "form_of", "names_of"]
 class FormPart(NamedTuple):
     """A tensor of a batch, or a switch.
 
-    name: its place in the arguments.
     kind: the dtype of a tensor, the value of a bool.
     differentiated: whether backward has to reach the tensor, which makes it read more parameters.
     """
@@ -39,15 +38,13 @@ Form = tuple[FormPart, ...]
 
 
 def names_of(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the arguments that the model's forward takes by position."""
+    """Arguments that the model's forward takes by position."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in positional)
 
 
 def form_of(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> Form:
-    """Returns the form of a batch, given as the arguments of a forward. Arguments count the same by position and by
-    name, in any order; other values than tensors and bools do not count.
-    """
+    """Arguments count the same by position and by name, in any order; only tensors and bools count."""
     given = {names[number] if number < len(names) else str(number): value for number, value in enumerate(args)}
     return tuple(_parts("", dict(sorted({**given, **kwargs}.items()))))
 
@@ -69,7 +66,7 @@ def _parts(name: str, value: Any) -> Iterator[FormPart]:
 
 
 def covers(larger: Form, smaller: Form) -> bool:
-    """Returns whether the smaller batch needs no more memory than the larger: [Note: a smaller batch]."""
+    """[Note: a smaller batch]"""
     return len(larger) == len(smaller) and all(
         a.name == b.name
         and (a.kind, a.differentiated) == (b.kind, b.differentiated)

@@ -1,7 +1,7 @@
 """Iteration: values that belong to one iteration of the loop and are replaced with it.
 
-`RunState.now` gets a new value when the next iteration begins: one assignment, so that an interruption finds the old
-value or the new value. Steps that run into the next forward still use the value of their own iteration.
+`RunState.now` is replaced by one assignment, so that an interruption finds the old value or the new one. Steps that run
+into the next forward still use the value of their own iteration.
 """
 
 from __future__ import annotations
@@ -17,22 +17,19 @@ __all__ = ["Iteration"]
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Iteration:
-    """Values of one iteration of the loop.
-
-    Attributes:
-        number: from 0; -1 before the first.
-        before: the iteration before, while steps of it may run.
-        arrived: tensors whose gradient left autograd.
-        outstanding: tensors whose gradient is due in the open moment and has not come.
-        missed: tensors whose gradient counted as zero in some micro-batch.
-        passed_over: whether a moment was passed over because this rank had nothing to compute in it.
-        early: tensors whose eager update has begun.
-        norms: tensor -> norm of its gradient (one element, fp32), where the norm was taken as the gradient arrived.
-        given: those that gave a parameter its gradient, which count as micro-batches.
-        gives: whether the running backward has given one.
-        shares: elements of each micro-batch on plan, as a share of the plan's batch.
-        captured: whether a batch was captured inside the iteration.
-        update: values that the Adam steps need; None until `optimizer.step()` (with eager updates: from the beginning).
+    """number: from 0; -1 before the first.
+    before: the iteration before, while steps of it may run.
+    arrived: tensors whose gradient left autograd.
+    outstanding: tensors whose gradient is due in the open moment and has not come.
+    missed: tensors whose gradient counted as zero in some micro-batch.
+    passed_over: whether this rank had nothing to compute in some moment.
+    early: tensors whose eager update has begun.
+    norms: tensor -> norm of its gradient (one element, fp32), where taken as the gradient arrived.
+    given: backwards that gave a parameter its gradient, which count as micro-batches.
+    gives: whether the running backward has given one.
+    shares: elements of each micro-batch on plan, as a share of the plan's batch.
+    captured: whether a batch was captured inside the iteration.
+    update: values that the Adam steps need; None until `optimizer.step()` (eager updates: never None).
     """
 
     number: int
@@ -51,7 +48,7 @@ class Iteration:
     update: Update | None = None
 
     def see(self, share: float, *, captured: bool) -> None:
-        """Note the size of the micro-batch that begins."""
+        """share: size of the micro-batch that begins."""
         self.shares.append(share)
         self.captured |= captured
 
@@ -61,20 +58,18 @@ class Iteration:
         self.gives = False
 
     def next(self, number: int, update: Update | None) -> Iteration:
-        """Returns the value for iteration `number`, which begins. Only the last two iterations are kept."""
+        """Only the last two iterations are kept."""
         if self.before is not None:
             self.before.before = None
         return Iteration(number=number, before=self, update=update)
 
     def of(self, number: int) -> Iteration | None:
-        """Returns the value of iteration `number`, this or an earlier one; None if it has not begun or is no longer
-        kept."""
+        """Returns None if iteration `number` has not begun or is no longer kept."""
         found: Iteration | None = self
         while found is not None and found.number != number:
             found = found.before
         return found
 
     def update_of(self, number: int) -> Update | None:
-        """Returns the update of iteration `number`; None without one, or as for `of`."""
         found = self.of(number)
         return None if found is None else found.update

@@ -1,8 +1,7 @@
 """Reader: parameters, gradients and optimizer states as the user's code sees them.
 
 A parameter can be read directly (`contract.ChunkParameter`) while a module runs and the gpu holds its current value. At
-any other time it is parked (`contract.ParkedParameter`), and code that reads its value gets a copy. Gradients have left
-for their chunks. Copies are taken while nothing moves.
+other times it is parked (`contract.ParkedParameter`), and code that reads it gets a copy, taken while nothing moves.
 """
 
 from __future__ import annotations
@@ -29,15 +28,11 @@ __all__ = ["Reader"]
 
 
 class Reader:
-    """Parameters, gradients and optimizer states as the user's code sees them.
-
-    ask(act, tensor=, what=): see `driving.loop.Loop.ask`.
+    """ask(act, tensor=, what=): see `driving.loop.Loop.ask`.
     touch(func, parameters, args, kwargs): see `off_plan.reads.Reads.touch`.
-
-    Attributes:
-        consumed: tensors whose gradient left autograd and that no `zero_grad` has cleared yet.
-        switched: tensors whose present requires_grad is not the plan's.
-        is_open: whether a module runs, so that parameters may be read directly where they are readable.
+    consumed: tensors whose gradient left autograd and that no `zero_grad` has cleared yet.
+    switched: tensors whose requires_grad is not the plan's.
+    is_open: whether a module runs, so that parameters may be read directly where they are readable.
     """
 
     def __init__(
@@ -66,8 +61,7 @@ class Reader:
     # -- which parameters may be read directly ------------------------------------------------------------------------
 
     def refresh(self, chunk: int, tensors: Sequence[int] | None = None) -> None:
-        """Give parameters the class of readable or of parked parameters, after their values on the gpu became readable
-        or ceased to be.
+        """Make parameters readable or parked, after their values on the gpu became readable or ceased to be.
 
         tensors: None: all of the chunk.
         """
@@ -81,7 +75,7 @@ class Reader:
                 parameters[t].__class__ = ChunkParameter if as_it_stands else ParkedParameter
 
     def set_open(self, open_: bool) -> None:
-        """Note whether a module runs; parameters change class accordingly."""
+        """open_: whether a module runs."""
         if open_ != self.is_open:
             self.is_open = open_
             for chunk in range(len(self.state.run.timetable.tensors_of)):
@@ -89,7 +83,7 @@ class Reader:
 
     @property
     def trains(self) -> bool:
-        """Whether a forward now is one of training: gradients are on, and not every trainable parameter is switched
+        """Whether a forward now is one of training: gradients are on, and some trainable parameter is not switched
         off."""
         return torch.is_grad_enabled() and not (self.switched and self.switched >= self.state.run.timetable.trainable)
 
@@ -99,19 +93,19 @@ class Reader:
         return self.state.run.plan.workload.tensors[tensor].name
 
     def grad_of(self, tensor: int) -> torch.Tensor | None:
-        """Returns `p.grad`. Raises ContractError where it has left for its chunk."""
+        """`p.grad`. Raises ContractError where it has left for its chunk."""
         self._ask(Act.READ_GRAD, tensor=tensor)
         return raw_grad(self.parameters[tensor])
 
     def set_grad_of(self, tensor: int, value: torch.Tensor | None) -> None:
-        """Set `p.grad = value`. Raises ContractError for a tensor, except in a hook that runs before the gradient
-        leaves, and for None while the gradient is in its chunk and not used by `optimizer.step()` yet."""
+        """`p.grad = value`. Raises ContractError for a tensor, except in a hook that runs before the gradient leaves,
+        and for None while the gradient is in its chunk and not used by `optimizer.step()` yet."""
         self._ask(Act.DROP_GRAD if value is None else Act.SET_GRAD, tensor=tensor)
         self.consumed.discard(tensor)
         set_raw_grad(self.parameters[tensor], value)
 
     def see_requires_grad(self, tensor: int, value: bool) -> None:
-        """Note that requires_grad is about to be `value`; without effect around an evaluation."""
+        """Without effect around an evaluation."""
         if value == (not self.state.run.plan.workload.tensors[tensor].frozen):
             self.switched.discard(tensor)
         else:
@@ -119,7 +113,7 @@ class Reader:
 
     @property
     def written(self) -> int | None:
-        """A tensor whose parameter was written in place: by the model's own forward, or an `Embedding(max_norm=)`."""
+        """A tensor whose parameter was written in place: by the model's forward, or an `Embedding(max_norm=)`."""
         with torch._C.DisableTorchFunctionSubclass():
             for t in self.state.run.timetable.chunk_of:
                 if version_of(self.parameters[t]) != self.parameters[t].plan_version:  # type: ignore[attr-defined]
@@ -127,14 +121,14 @@ class Reader:
         return None
 
     def current_value(self, tensor: int) -> torch.Tensor:
-        """Returns a copy of a parameter's current value, in its shape and working dtype, in host memory."""
+        """A copy of a parameter's value, in its shape and working dtype, in host memory."""
         self._ask(Act.READ_VALUE, tensor=tensor, what=f"{self.name_of(tensor)!r} is read")
         return self.value_now(tensor)
 
     # -- copies of values and states ----------------------------------------------------------------------------------
 
     def value_now(self, tensor: int) -> torch.Tensor:
-        """Returns `current_value`, also where the contract does not let the loop read."""
+        """`current_value`, also where the contract does not let the loop read."""
         with unseen(), torch.no_grad(), self.standstill.still():
             run = self.state.run
             contents, chunk = run.contents, run.timetable.chunk_of[tensor]
@@ -146,7 +140,7 @@ class Reader:
             return contents.exchange.joined(tensor, value).reshape(run.plan.workload.tensors[tensor].shape)
 
     def state_value(self, tensor: int, field: str) -> torch.Tensor:
-        """Returns a copy of a tensor's field of an optimizer state list, in its shape, in host memory."""
+        """A copy of a tensor's field of an optimizer state list, in its shape, in host memory."""
         self._ask(Act.READ_STATE, tensor=tensor, what=f"the optimizer state of {self.name_of(tensor)!r} is read")
         with unseen(), torch.no_grad(), self.standstill.still():
             run = self.state.run
@@ -155,15 +149,14 @@ class Reader:
         return value.reshape(run.contents.slots.shape(tensor, field))
 
     def _meet_others(self, tensor: int, field: str) -> None:
-        """Meet the other ranks, which read the tensor too, if each holds a part of it."""
+        """Meet the ranks that read the tensor too, if each holds a part."""
         run, ranks = self.state.run, self.state.ranks
         if ranks is not None and run.contents.sliced:
             fields = ("param", *fields_of(run.plan.layout.states_of(run.timetable.chunk_of[tensor])))
             ranks.come_to_read(tensor + fields.index(field) / len(fields))
 
     def own_slice(self, chunk: int) -> torch.Tensor:
-        """Returns a copy of this rank's slice of a chunk's current parameters, flat, in host memory, while nothing
-        moves."""
+        """A copy of this rank's slice of a chunk's parameters, flat, in host memory."""
         run = self.state.run
         place, list_name = run.contents.values.source(chunk, run.timetable.tensors_of[chunk])
         return run.arena.at(place, chunk, list_name).to("cpu", run.arena.dtype(chunk, "param"), copy=True)
@@ -171,12 +164,12 @@ class Reader:
     # -- writes from outside ------------------------------------------------------------------------------------------
 
     def set_state_value(self, tensor: int, field: str, value: torch.Tensor) -> None:
-        """Write a tensor's field (any shape) of an optimizer state list, in every place where the list has memory."""
+        """value: of any shape, written in every place where the list has memory."""
         with unseen(), torch.no_grad(), self.standstill.still():
             self.put_state(tensor, field, value)
 
     def put_state(self, tensor: int, field: str, value: torch.Tensor) -> None:
-        """Do `set_state_value`, while nothing moves."""
+        """`set_state_value`, while nothing moves."""
         run = self.state.run
         for place in PLACES:
             if run.arena.has(place, run.timetable.chunk_of[tensor], list_of(field)):
@@ -185,12 +178,11 @@ class Reader:
     # -- gradients that autograd holds, and the end -------------------------------------------------------------------
 
     def forget_gradients(self) -> None:
-        """Drop the gradients that the loop can see."""
         drop_raw_grads(self.parameters[t] for t in self.state.run.timetable.chunk_of)
         self.consumed.clear()
 
     def make_plain(self, value: Callable[[int], torch.Tensor | None]) -> None:
-        """Make the parameters the model's own again, with these values (None: no value)."""
+        """Make the parameters the model's own again, with these values."""
         for t, parameter in enumerate(self.parameters):
             if isinstance(parameter, ChunkParameter):
                 disown(parameter)
@@ -199,7 +191,7 @@ class Reader:
                     parameter.data = self.in_memory_format(t, found)
 
     def in_memory_format(self, tensor: int, value: torch.Tensor) -> torch.Tensor:
-        """Returns the value in the parameter's memory format (channels_last) before `prepare`."""
+        """In the parameter's memory format (channels_last) before `prepare`."""
         stride = self._strides[tensor]
         if value.stride() == stride:
             return value

@@ -1,5 +1,4 @@
-"""Refusals: the texts of the ContractErrors that acts of the loop raise. `cursor.py` decides which act is refused in
-which state."""
+"""Refusals: the texts of the ContractErrors that acts of the loop raise. `cursor.py` decides which."""
 
 from __future__ import annotations
 
@@ -13,8 +12,6 @@ __all__ = ["TEXTS", "Refusal", "refused"]
 
 
 class Refusal(Enum):
-    """Reasons for a ContractError; `TEXTS` has the texts."""
-
     CLOSED = "closed"
     INTERRUPTED = "interrupted"
     HALF_LOADED = "half loaded"
@@ -172,8 +169,5 @@ TEXTS: Mapping[Refusal, str] = MappingProxyType(
 
 
 def refused(refusal: Refusal, facts: object) -> ContractError:
-    """Returns the error of a refusal.
-
-    facts: has an attribute for each word `{f.WORD}` in the refusal's text.
-    """
+    """facts: has an attribute for each word `{f.WORD}` in the refusal's text."""
     return ContractError(TEXTS[refusal].format(f=facts))

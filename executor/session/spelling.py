@@ -9,10 +9,7 @@ __all__ = ["COMMAND", "LIGHTNING", "LOOP", "TRAINER", "Spelling"]
 
 @dataclass(frozen=True, kw_only=True)
 class Spelling:
-    """The names of one kind of program.
-
-    own_plan: what runs a plan that the user has made.
-    """
+    """own_plan: what runs a plan that the user has made."""
 
     micro_batches: str
     gpu_memory: str = "gpu_memory"

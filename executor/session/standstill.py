@@ -1,4 +1,4 @@
-"""Standstill: brings the queues to rest, so that other code can read and write values; and ends a run that cannot
+"""Standstill: brings the queues to rest, so that other code can read and write values; ends a run that cannot
 continue."""
 
 from __future__ import annotations
@@ -14,12 +14,8 @@ __all__ = ["Standstill"]
 
 
 class Standstill:
-    """Brings the queues of a run to rest.
-
-    meet_interruption(): see `driving.loop.Loop`.
-
-    Attributes:
-        inside: whether code inside `still` runs.
+    """meet_interruption(): see `driving.loop.Loop`.
+    inside: whether code inside `still` runs.
     """
 
     def __init__(self, state: RunState, meet_interruption: Callable[[], None]) -> None:
@@ -34,19 +30,19 @@ class Standstill:
             raise self.state.run.queues.failure
 
     def rest(self) -> None:
-        """Return when every update of the finished iterations is in the parameters, and nothing moves."""
+        """Return when all updates of finished iterations are in the parameters, and nothing moves."""
         queues = self.state.run.queues
         queues.settle(self.state.iteration - 1)
         queues.pause()
 
     def drain(self) -> None:
-        """Do `rest`. Raises the error that ended the run."""
+        """`rest`. Raises the error that ended the run."""
         self.require_running()
         self.rest()
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """Inside this context, updates of finished iterations are done and nothing moves; then the queues continue."""
+        """Inside this context, updates of finished iterations are done and nothing moves."""
         state = self.state
         if not state.at_work.depth:
             self._meet_interruption()
@@ -64,8 +60,8 @@ class Standstill:
                     state.run.queues.resume()
 
     def interrupt(self, why: str) -> Interrupted:
-        """End the run: queues and other ranks fail with Interrupted(why). Returns that error, which later calls of the
-        session raise too."""
+        """Let queues and other ranks fail with Interrupted(why). Returns that error, which later calls of the session
+        raise too."""
         error = Interrupted(why)
         self.state.run.queues.fail(error)
         if self.state.ranks is not None:

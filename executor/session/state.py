@@ -1,8 +1,8 @@
-"""RunState: what the parts of a session share: the place of the run, and the plan that it follows.
+"""RunState: what the parts of a session share.
 
 [Note: one plan] What lives as long as a plan is one value, `RunState.run`. A new plan replaces it with one assignment,
-so that an interruption finds the old plan or the new plan. Parts that outlive a plan read the value from the state when
-they need it; parts of one plan get it in their constructor.
+so that an interruption finds one of both. Parts that outlive a plan read it from the state; parts of one plan get it in
+their constructor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("executor")
 
 
 class PlanBytes:
-    """A plan with its memory and its queues. `off_plan.plan_run.PlanRun` adds the parts that carry it out.
+    """A plan with its memory and its queues; `off_plan.plan_run.PlanRun` adds the parts.
 
     queues: replaced for a measurement.
     """
@@ -44,16 +44,12 @@ class PlanBytes:
 
 
 class RunState:
-    """The state of one run.
-
-    Attributes:
-        now: the current iteration; between two iterations, the one that ended last.
-        moment_off_plan: the plan's moment for the code that runs off plan; -1 without one.
-        held: whether the queues stay paused until there is a new plan.
-        renewing: whether values are moving into the chunks of a new plan.
-        trained: whether a Trainer's training is over: see `Session.end_after_training`.
-        replan_after: as for `prepare`.
-        other_shapes: those that are batches of another shape than planned, on plan.
+    """now: the current iteration; between two iterations, the one that ended last.
+    moment_off_plan: the plan's moment for the code that runs off plan; -1 without one.
+    held: whether the queues stay paused until there is a new plan.
+    renewing: whether values are moving into the chunks of a new plan.
+    trained: whether a Trainer's training is over: see `Session.end_after_training`.
+    other_shapes: batches of another shape than planned, on plan.
     """
 
     run: PlanBytes
@@ -78,11 +74,10 @@ class RunState:
 
     @property
     def moment(self) -> int:
-        """The plan's moment in which the run stands, on plan or off; -1 without one."""
+        """On plan or off; -1 without one."""
         return self.moment_off_plan if self.cursor.off_plan else self.cursor.moment
 
     def note_deviation(self, reason: str) -> None:
-        """Count a deviation from the plan, and log it."""
         self.deviations += 1
         self.note(reason)
         log.info("iteration %d left the plan: %s", self.iteration, reason)

@@ -1,4 +1,4 @@
-"""Steps: the calls of the queues for each step of one plan, and the logs of them.
+"""Steps: the queues' calls for each step of one plan, and their logs.
 
 The compute queue's steps run in the user's thread, every other queue's in its own. `memory/contents.py` does a step's
 work on payloads, `activations/stashes.py` its work on activations.
@@ -27,11 +27,8 @@ KEPT_CHANGES = 2_000  # least number of changes of bytes to keep; at twice this 
 
 
 class Steps:
-    """The `queues.interface.Work` of one plan.
-
-    Attributes:
-        span_log: steps of these iterations, in the order of their ends.
-        first_s: time from which the plan's first iteration may begin.
+    """span_log: steps of these iterations, in the order of their ends.
+    first_s: time from which the plan's first iteration may begin.
     """
 
     def __init__(
@@ -54,7 +51,7 @@ class Steps:
         self._most_changes = KEPT_CHANGES
 
     def start(self) -> None:
-        """Note that the first iteration may begin; bytes copied before do not count."""
+        """The first iteration may begin; bytes copied before do not count."""
         self.moved = Moved(self.run.backend.copied_bytes)
 
     # -- Work: calls of the queues ------------------------------------------------------------------------------------
@@ -117,7 +114,7 @@ class Steps:
         self.span_log.append(tuple.__new__(StepLog, row))  # past a constructor in Python
 
     def run_inline(self, i: int, iteration: int) -> None:
-        """Run a step of the compute queue, other than a moment, in the user's thread."""
+        """Run a step of the compute queue, other than a moment."""
         queues = self.run.queues
         ready_s = self._clock()
         waited_for = queues.wait(i, iteration)
@@ -128,7 +125,6 @@ class Steps:
         queues.end_step(i, iteration)
 
     def forget(self, i: int) -> None:
-        """Forget a step that has begun and will not end by the plan."""
         self._begun.pop(i, None)
 
     def close_iteration(self, iteration: int, *, on_plan: bool) -> None:
@@ -146,8 +142,8 @@ class Steps:
             self._most_changes = max(KEPT_CHANGES, 2 * len(log.changes))
 
     def last_on_plan(self) -> IterationLog | None:
-        """Returns the newest kept iteration that ran on plan with the plan's shape; else the newest on plan with
-        smaller batches; None without either. Iterations with a capture inside do not count."""
+        """The newest kept iteration on plan with the plan's shape; else with smaller batches. Iterations with a capture
+        inside do not count."""
         ran = [row for row in self.logs if row.on_plan and not row.captured]
         return next((row for row in reversed(ran) if row.planned), ran[-1] if ran else None)
 

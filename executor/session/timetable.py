@@ -1,7 +1,6 @@
 """Timetable: a plan's steps and tables by moment.
 
-Compiled once per plan, before anything runs. The timetable knows neither torch nor the course of the run: the caller
-says where the iteration stands.
+Compiled once per plan, before anything runs.
 """
 
 from __future__ import annotations
@@ -21,32 +20,28 @@ __all__ = ["Timetable"]
 
 
 class Timetable:
-    """Tables of `plan`. A moment is an index into the workload's moments, a step its position in the plan.
+    """A moment is an index into the workload's moments, a step its position in the plan.
 
-    Attributes:
-        names: moment -> event that opens it.
-        peaks: moment -> non-model bytes at its peak.
-        cut_tide: non-model bytes between two iterations.
-        between: moment -> non-model bytes between it and the next, over the border of the iteration.
-        cut: (place, chunk, list) of each payload that is resident between two iterations.
-        uses: chunk -> moments that read it.
-        on_demand_only: whether the plan has no steps; chunks are then fetched when they are read.
-        before: moment -> other steps of the compute queue that come before it.
-        rows: moment -> its `before`, `compute`, `reads`, `peaks` and `due`.
-        following: moment -> the next moment's event; "" after the last, and everywhere in a plan with stashes, where
-            opening a moment takes more than its row.
-        micro_batches: number of backwards per iteration.
-        tail: steps of the compute queue after the last moment.
-        trainable: tensors that get an update.
-        tied: trainable tensors whose gradient may come in parts: others are tied to them, or their module is called
-            repeatedly.
-        due: moment -> tensors whose gradient is final in it.
-        early: moment -> tensors whose gradient arrives in it and again later in the micro-batch.
-        goes_to: (chunk, micro-batch) -> list that takes gradients of the chunk.
-        moves: whether a step moves a working list off the gpu, or gradients take the place of its parameters.
-        sums: steps of the net queue after which sums of gradients over the ranks are whole.
-        first_complete: moment in which the first chunk has all its gradients.
-        permanent_bytes: bytes on the gpu that cannot leave it between two iterations.
+    peaks: moment -> non-model bytes at its peak.
+    cut_tide: non-model bytes between two iterations.
+    between: moment -> non-model bytes between it and the next, over the border of the iteration.
+    cut: (place, chunk, list) of each payload that is resident between two iterations.
+    uses: chunk -> moments that read it.
+    on_demand_only: whether the plan has no steps.
+    before: moment -> other steps of the compute queue that come before it.
+    rows: moment -> its `before`, `compute`, `reads`, `peaks` and `due`.
+    following: moment -> the next moment's event; "" after the last, and everywhere in a plan with stashes, where
+        opening a moment takes more than its row.
+    tail: steps of the compute queue after the last moment.
+    tied: trainable tensors whose gradient may come in parts: others are tied to them, or their module is called
+        repeatedly.
+    due: moment -> tensors whose gradient is final in it.
+    early: moment -> tensors whose gradient arrives in it and again later in the micro-batch.
+    goes_to: (chunk, micro-batch) -> list that takes gradients of the chunk.
+    moves: whether a step moves a working list off the gpu, or gradients take the place of its parameters.
+    sums: steps of the net queue after which sums of gradients over the ranks are whole.
+    first_complete: moment in which the first chunk has all its gradients.
+    permanent_bytes: bytes on the gpu that cannot leave it between two iterations.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -85,26 +80,23 @@ class Timetable:
         return [{t for t in tensors if self.final_in(m, t) == m} for m, tensors in enumerate(gradients)]
 
     def final_in(self, moment: int, tensor: int) -> int:
-        """Returns the moment in which the tensor's gradient is final in the micro-batch of `moment`; -1 without one."""
+        """The moment in which the tensor's gradient is final in the micro-batch of `moment`."""
         return self._final.get((self.micro_batch[moment], tensor), -1)
 
     def gradient_list(self, moment: int, tensor: int) -> str:
-        """Returns the list that takes a gradient of the tensor in `moment`."""
         return self.goes_to[self.chunk_of[tensor], self.micro_batch[moment]]
 
     def read_in(self, name: str) -> set[int]:
-        """Returns the chunks that moments of this name read."""
+        """Chunks that moments of this name read."""
         return self._by_name.get(name, set())
 
     def read_behind(self, name: str) -> set[int]:
-        """Returns the chunks that moments right after those of this name read: they belong to it if its closing event
-        does not come."""
+        """Chunks that the moments right after those of this name read: they belong to it if its closing event does not
+        come."""
         return self._by_name_next.get(name, set())
 
     def next_of_name(self, name: str, position: int) -> int | None:
-        """Returns the next moment of this name from `position` on, over the border of the iteration; None without
-        one.
-        """
+        """From `position` on, over the border of the iteration."""
         return next((m for m in self._from(position) if self.names[m] == name), None)
 
     def _from(self, position: int) -> Iterator[int]:
@@ -112,8 +104,8 @@ class Timetable:
         yield from range(position)
 
     def until_use(self, chunk: int, position: int) -> int:
-        """Returns the number of moments from `position` until the chunk is read again, over the border of the
-        iteration; a large number if never."""
+        """Moments from `position` until the chunk is read again, over the border of the iteration; a large number if
+        never."""
         uses, count = self.uses[chunk], len(self.names)
         if not uses:
             return 2 * count
@@ -122,8 +114,8 @@ class Timetable:
 
 
 def _read_often(w: Workload) -> set[int]:
-    """Returns the tensors that several moments of a micro-batch's forward read, tied ones included. Each gives a part
-    of the gradient."""
+    """Tensors that several moments of a micro-batch's forward read, tied ones included. Each gives a part of the
+    gradient."""
     ahead = [reads for m, reads in zip(w.moments, w.reads) if m.micro_batch == 0 and m.phase is Phase.FWD]
     found = Counter(t for reads in ahead for t in reads)
     return {t for t, count in found.items() if count > 1} | {t.tied_to for t in w.tensors if t.tied_to is not None}

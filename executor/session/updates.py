@@ -1,8 +1,6 @@
-"""Updates: the values that the Adam steps of an iteration need (`memory.update.Update`), and whether these steps have
-begun.
+"""Updates: `memory.update.Update` of each iteration, and whether its Adam steps have begun.
 
-Eager updates run inside backward, each as soon as a chunk's gradients are complete. Other updates run in
-`optimizer.step()`.
+Eager updates run inside backward, each once a chunk's gradients are complete; others in `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -22,12 +20,7 @@ __all__ = ["Updates"]
 
 
 class Updates:
-    """The updates of a run.
-
-    Attributes:
-        last: that of the last finished iteration with one; `Iteration.update_of` gives those of the current and the
-            former.
-    """
+    """last: that of the last finished iteration with one."""
 
     def __init__(
         self,
@@ -61,8 +54,8 @@ class Updates:
         )
 
     def _agreed(self, norm: torch.Tensor) -> torch.Tensor:
-        """Returns the norm on which all ranks agree. If an update on the accelerator needs it first, the training
-        thread waits (`note_wait`)."""
+        """The norm on which all ranks agree. If an update on the accelerator needs it first, the training thread
+        waits."""
         run, ranks = self.state.run, self.state.ranks
         assert ranks is not None
         begun_s = self._clock()
@@ -73,7 +66,7 @@ class Updates:
         return agreed
 
     def settings_changed(self) -> bool:
-        """Returns whether the optimizer's settings have changed since the first eager update of this iteration."""
+        """Since the first eager update of this iteration."""
         update = self.state.now.update
         return self.eager and update is not None and update.hyper != self._hyper()
 
@@ -86,13 +79,13 @@ class Updates:
     @property
     def running(self) -> bool:
         """Whether parameters may be changing: with eager updates, from the first chunk whose gradients are complete
-        until `optimizer.step()`. The plan's moments decide, so that the same loop always gets the same answer."""
+        until `optimizer.step()`. The plan's moments decide, so that a loop always gets the same answer."""
         state = self.state
         return self.eager and (state.cursor.moment > state.run.timetable.first_complete or bool(self.begun))
 
     def decide_scaling(self, update: Update) -> None:
-        """Under loss scaling, once all gradients of the iteration have arrived: set the factor that undoes the scale,
-        and skip the update if a gradient on any rank is not finite. Every rank calls this."""
+        """Under loss scaling, set the factor that undoes the scale, and skip the update if a gradient on any rank is
+        not finite. Every rank calls this once all gradients have arrived."""
         scaling, ranks = self.scaling, self.state.ranks
         if scaling is None:
             return
@@ -107,8 +100,8 @@ class Updates:
         scaling.close_iteration(overflowed)
 
     def norms(self, iteration: int) -> Iterable[torch.Tensor]:
-        """Returns the norms of all gradients of an iteration, for its first Adam step under clipping: on several ranks,
-        of this rank's part of the sums."""
+        """Norms of all gradients, for the first Adam step under clipping: on several ranks, of this rank's part of the
+        sums."""
         run = self.state.run
         contents, progress = run.contents, run.progress
         update = self.state.now.update_of(iteration)
@@ -132,8 +125,7 @@ class Updates:
 
     @property
     def grad_norm(self) -> float | None:
-        """Global norm of the last iteration's gradients before clipping; None without clipping or before the first
-        update."""
+        """Global norm of the last gradients before clipping; None without clipping or before the first update."""
         update = self.last
         if update is None or update.max_grad_norm is None:
             return None

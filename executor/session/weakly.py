@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def weakly(method: Callable[P, R]) -> Callable[P, R]:
-    """Returns a function that calls the method without holding its object. Raises ReferenceError once that is gone."""
+    """The function does not hold the method's object. It raises ReferenceError once that is gone."""
     keeper = weakref.WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
