@@ -1,8 +1,7 @@
 """Executor: runs a plan in the user's own training loop. The only part that imports torch.
 
 `prepare(model, plan, AdamW(...))` returns the model and a torch optimizer; the loop stays as it was. `capture` traces a
-model under fake tensors, `record` traces a real warm-up iteration. `hf.connect` joins a prepared model and a
-`transformers.Trainer`.
+model under fake tensors, `record` a real warm-up iteration.
 
 Folders and files, lowest first (each imports only from its own row and the rows above it):
 

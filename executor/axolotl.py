@@ -1,14 +1,14 @@
 """axolotl: a plugin that runs axolotl's trainers by a plan.
 
-plugins:
-  - executor.axolotl.OffloadPlugin
-offload_gpu_memory: 24GB
+    plugins:
+      - executor.axolotl.OffloadPlugin
+    offload_gpu_memory: 24GB
 
 axolotl chooses the class of the trainer (SFT, DPO, reward models) and makes its optimizer. The plugin then offloads the
-trainer. Every class of trainer works if its optimizer is torch's AdamW (`optimizer: adamw_torch`).
+trainer, whose optimizer has to be torch's AdamW (`optimizer: adamw_torch`).
 
 Written against the published interface of axolotl 0.19 (`axolotl.integrations.base.BasePlugin`). Without axolotl the
-module can be imported, but the plugin does nothing.
+plugin does nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["OffloadArguments", "OffloadPlugin"]
 
 
 def _of(module: str, name: str) -> Any:
-    """Returns the class `name` of the module; `object` without the package."""
+    """`object` without the package."""
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError:
@@ -58,6 +58,4 @@ class OffloadPlugin(_of("axolotl.integrations.base", "BasePlugin")):  # type: ig
         )
 
     def create_optimizer(self, cfg: Any, trainer: Any) -> None:
-        """Returns None: axolotl makes its own optimizer. The plan takes over its parameter groups and their
-        settings.
-        """
+        """Returns None: axolotl makes its own optimizer, whose groups and settings the plan takes over."""

@@ -1,7 +1,7 @@
 """calibrate: measures the machine that this runs on, and describes it as a `Machine` with the measured figures.
 
-The measurements are in `executor/calibration/`, one file per subject. This file runs them in order and makes a machine
-of the results. A figure that cannot be measured is left out with the reason, and is not replaced by an assumed figure.
+The measurements are in `executor/calibration/`, one file per subject. A figure that cannot be measured is left out,
+with the reason.
 
 [Note: the virtual accelerator's memory] The virtual accelerator has no memory of its own. A quarter of the available
 memory counts as the device's and the rest as the host's, until a plan says otherwise (`--gpu-memory`, `--host-memory`).
@@ -47,8 +47,6 @@ class Findings:
 
     skipped: figures not measured, each with its reason.
     matmul: dtype -> curve of flops/s over the flops of a product.
-    products: rates by shape; None: not measured.
-    python_s: seconds of a moment's Python.
     wait_s: seconds that the engine adds to a moment.
     constant_s: the constant of [Note: seconds of a moment].
     operator_bytes_per_s: the bandwidth of [Note: seconds of a moment].
@@ -109,8 +107,7 @@ def calibrate(
 
 
 def write_machine(machine: Machine, found: Findings, path: Path) -> None:
-    """Write the machine's catalog file, with a comment on its origin at the head. Raises CatalogError if the file
-    cannot be written."""
+    """With a comment on the machine's origin. Raises CatalogError if the file cannot be written."""
     head = [
         f"A machine measured by `pstar calibrate` on {date.today()}: {_origin()}.",
         f"Use it with --machine {path.name}; sizes with --gpu-memory and --host-memory.",
@@ -130,9 +127,7 @@ def measure(
     folder: Path,
     on_part: Callable[[str, int, int], object] = lambda name, number, count: None,
 ) -> Findings:
-    """Make every measurement on `device`.
-
-    cores: those that this process may use.
+    """cores: those that this process may use.
     folder: on the disk to measure.
     """
     found = Findings(numa=read_numa(Path("/")))
@@ -212,7 +207,7 @@ def measure(
 
 
 def _products(device: Device, bench: Bench, found: Findings) -> ProductShape:
-    """Returns the rates of products by shape, with the share of attention."""
+    """With the share of attention."""
     dtype = next(dtype for dtype in shapes.TIMED_DTYPE[device.kind] if dtype in found.matmul)
     flops_per_s = best_rate(found.matmul[dtype])
     sms, tile = device.multiprocessors
@@ -227,9 +222,7 @@ def _products(device: Device, bench: Bench, found: Findings) -> ProductShape:
 
 
 def _moments(device: Device, bench: Bench, found: Findings) -> tuple[float, float, float]:
-    """Returns (seconds of a moment besides products and bytes, bytes/s of its operators, seconds that the engine
-    adds).
-    """
+    """(seconds of a moment besides products and bytes, bytes/s of its operators, seconds that the engine adds)."""
     if device.kind != "virtual":
         # Operators alone, and about three kernels so small that only their launch takes time.
         _, rate = max(compute.memory_rates(device, bench))
@@ -254,7 +247,7 @@ def _moments(device: Device, bench: Bench, found: Findings) -> tuple[float, floa
 
 
 def _slowdowns(device: Device, bench: Bench) -> dict[str, float]:
-    """Returns the slow-downs of compute, CPU Adam and copies both ways, for every pair that runs at once."""
+    """Of compute, CPU Adam and copies both ways, for every pair that runs at once."""
     extent, rows, dtype = _TYPICAL[device.kind]
     _, multiply = compute.product(device, extent, dtype)
     _, operate = compute.between_products(device, rows)
@@ -291,10 +284,7 @@ def _slowdowns(device: Device, bench: Bench) -> dict[str, float]:
 def machine_of(
     found: Findings, device: Device, *, name: str, cores: int, memory: tuple[int, int] | None = None
 ) -> Machine:
-    """Returns the measured machine.
-
-    memory: (bytes, available bytes) of the host; by default the system's.
-    """
+    """memory: (bytes, available bytes) of the host; by default the system's."""
     total, available = read_memory(Path("/")) if memory is None else memory
     origin = f"measured by pstar calibrate: {device.title}, {_origin()}"
     notes = list(found.skipped)
@@ -378,10 +368,7 @@ def machine_of(
 
 
 def _bound(numa: tuple[int, int] | None) -> str:
-    """Returns words for the NUMA nodes of the host's figures.
-
-    numa: as in `Findings`.
-    """
+    """numa: as in `Findings`."""
     if numa is None or numa[1] == 1:
         return ""
     mine, nodes = numa
@@ -420,7 +407,7 @@ def _gpu(found: Findings, device: Device, available: int, origin: str, notes: li
 
 
 def _gpu_name(device: Device) -> str:
-    """Returns the catalog's name of the GPU, else the driver's."""
+    """The catalog's name of the GPU, else the driver's."""
     if isinstance(device, VirtualDevice) or device.kind == "virtual":
         return "virtual"
     known = {alias: name for name, entry in load_catalog().gpus.items() for alias in entry.values.device_names}

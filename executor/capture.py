@@ -256,7 +256,7 @@ def _run(
     """Returns also the modules that ran beside `module`.
 
     firings: tensor index -> number of gradient firings, where more than one.
-    to run beside `module`; their tensors count from the start.
+    beside: modules known to run beside `module`, whose tensors count from the start.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:

@@ -1,6 +1,6 @@
 """Compatibility of a plan, a model and an optimizer. `prepare` checks it before anything is allocated or changed.
 
-Each check raises PlanError with one line that names the thing, both values, and what would do.
+Each check raises PlanError with one line that names the thing, both values, and a remedy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 def check_model(
     plan: Plan, tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter], groups: dict[int, int]
 ) -> None:
-    """Check that the plan was made for this model: same parameters, dtypes, ties, freezing and groups.
+    """The plan's and the model's parameters, dtypes, ties, freezing and groups have to be the same.
 
     groups: see `descriptions.group_of`.
     """
@@ -70,10 +70,7 @@ def check_model(
 def _check_parameter(
     name: str, planned: Tensor, found: Tensor, planned_tensors: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> None:
-    """Check that a parameter is the same in the plan and in the model.
-
-    planned_tensors, tensors: all of the plan, and of the model.
-    """
+    """planned_tensors, tensors: all of the plan, and of the model."""
     for what in ("shape", "dtype", "frozen"):
         if getattr(found, what) != getattr(planned, what):
             raise PlanError(
@@ -95,7 +92,7 @@ def _check_parameter(
 
 
 def check_settings(plan: Plan, optimizer: Optimizer) -> None:
-    """Check that the plan was made for this optimizer: its states, its update, its clipping, its loss scaling."""
+    """The plan's states, update, clipping and loss scaling have to be the optimizer's."""
     settings = plan.settings
     _check_states(plan, optimizer)
     wanted = "eager" if optimizer.eager else "step"
@@ -187,7 +184,7 @@ def torchrun_line(plan: Plan, file: str = "PLAN", model: str = "MODEL") -> str:
 
 
 def check_processes(plan: Plan, found: int, *, file: str = "PLAN", model: str = "MODEL") -> None:
-    """Check that the job's number of processes is the plan's number of ranks, among all of which chunks are sliced.
+    """The job's processes have to be as many as the plan's ranks, among all of which chunks are sliced.
 
     file, model: for the message.
     """

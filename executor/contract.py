@@ -1,8 +1,8 @@
 """The loop contract: the acts of a training loop on a prepared model, and their results.
 
 An act that an offloaded optimizer cannot support raises ContractError before any parameter changes and names the
-replacement. Every other act behaves as in plain torch. There are no silent errors. The table of `session/cursor.py`
-gives the result of each act in each state of the loop; docs/reference/loop-contract.md lists the acts in words.
+replacement. Every other act behaves as in plain torch. The table of `session/cursor.py` has the result of each act in
+each state of the loop; docs/reference/loop-contract.md has it in words.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ParameterAccess(Protocol):
 
 
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Returns the gradient that autograd accumulated in `parameter`, without the ContractError of `p.grad`."""
+    """Without the ContractError of `p.grad`."""
     if type(parameter) is ChunkParameter:  # has no torch function
         found: torch.Tensor | None = _BASE_GRAD.__get__(parameter)
         return found
@@ -72,25 +72,22 @@ def set_raw_grad(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
 
 
 def drop_raw_grads(parameters: Iterable[torch.Tensor]) -> None:
-    """Drop the gradients that autograd accumulated in these parameters."""
     with torch._C.DisableTorchFunctionSubclass():
         for parameter in parameters:
             _BASE_GRAD.__set__(parameter, None)
 
 
 def tensor_of(parameter: torch.Tensor) -> int | None:
-    """Returns the index, in the plan, of a prepared parameter's tensor; None for any other parameter."""
+    """Index of a prepared parameter's tensor in the plan; None for any other parameter."""
     found: int | None = getattr(parameter, "plan_tensor", None)
     return found
 
 
 class ChunkParameter(nn.Parameter):
-    """A parameter whose data is a view of a chunk on the gpu. The class costs nothing in torch's own calls, because it
-    has torch functions disabled like nn.Parameter. Only Python's `.grad` and `.requires_grad` come through this class.
+    """A parameter whose data is a view of a chunk on the gpu. Like nn.Parameter it has torch functions disabled, and so
+    costs nothing in torch's own calls.
 
-    Attributes:
-        plan_reader: the session's reader, held weakly.
-        plan_version: the parameter's `_version`, which every write in place raises. Writes of its chunk do not.
+    plan_version: the parameter's `_version`, which every write in place raises. Writes of its chunk do not.
     """
 
     plan_reader: weakref.ref[Any]
@@ -147,8 +144,7 @@ class ChunkParameter(nn.Parameter):
 
 class ParkedParameter(ChunkParameter):
     """A parameter whose data must not be read: its chunk is elsewhere or holds a gradient, or no module is running.
-    Every torch operation on the parameter in Python goes to the session, which fetches the parameter, copies it out, or
-    refuses."""
+    Torch operations on it go to the session."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -188,12 +184,12 @@ def reader_of(parameter: Any) -> ParameterAccess:
 
 
 def reader_left(parameter: nn.Parameter) -> Any | None:
-    """Returns the reader of a prepared parameter's session; None if the session is gone."""
+    """None if the session is gone."""
     return parameter.plan_reader()  # type: ignore[attr-defined]
 
 
 def adopt(parameter: nn.Parameter, reader: ParameterAccess, tensor: int) -> None:
-    """Make a model's own parameter object a parked parameter of the session."""
+    """Make a model's own parameter object a parked one."""
     parameter.plan_reader = weakref.ref(reader)  # type: ignore[attr-defined]
     parameter.plan_tensor = tensor  # type: ignore[attr-defined]
     parameter.plan_mark = weakref.ref(parameter)  # type: ignore[attr-defined]  # torch.utils.swap_tensors then refuses
@@ -217,7 +213,7 @@ def _parameters_in(values: Iterable[Any], into: list[nn.Parameter]) -> None:
 
 
 def map_parameters(value: Any, replace: Callable[[ChunkParameter], Any]) -> Any:
-    """Returns `value` (arguments of a torch function) with every prepared parameter replaced."""
+    """Replace every prepared parameter in arguments of a torch function."""
     if isinstance(value, ChunkParameter):
         return replace(value)
     if type(value) in (list, tuple):
@@ -228,8 +224,8 @@ def map_parameters(value: Any, replace: Callable[[ChunkParameter], Any]) -> Any:
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns the arguments that the torch function changes in place: `out=`, or its first argument. Either may be a
-    list of tensors."""
+    """Arguments that the torch function changes in place: `out=`, or its first argument. Either may be a list of
+    tensors."""
     target = kwargs.get("out")
     if target is None and (_in_place(func) or kwargs.get("inplace") is True):
         target = args[0] if args else next(iter(kwargs.values()), None)
@@ -237,7 +233,6 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[A
 
 
 def _in_place(func: Any) -> bool:
-    """Returns whether the torch function changes its first argument in place."""
     name = getattr(func, "__name__", "").partition(".")[0]  # an operator's name ends with that of its overload
     if name.startswith("__"):
         return name in _WRITING_DUNDERS or (name == "__set__" and func == _DATA_SET)
@@ -252,12 +247,11 @@ _DATA_SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Snapshot(torch.Tensor):
-    """A copy of a parameter's current value, or a view of such a copy. Reading it is plain torch. Writing it raises,
-    because the model would not see the change; after the training of a Trainer the copy becomes the parameter's value.
-    Its NumPy array is read-only.
+    """A copy of a parameter's value, or a view of one. Reading it is plain torch. Writing it raises, because the model
+    would not see the change; after the training of a Trainer the copy becomes the parameter's value. Its NumPy array is
+    read-only.
 
-    Attributes:
-        adopt: makes the copy the parameter's value, where the run may end; returns whether it did.
+    adopt: makes the copy the parameter's value, where the run may end; returns whether it did.
     """
 
     adopt: Callable[[], bool]
@@ -289,7 +283,7 @@ class Snapshot(torch.Tensor):
 
 
 def _still_a_copy(out: Any, args: Sequence[Any]) -> Any:
-    """Returns a result of a function of Snapshots: a Snapshot if it shares memory with one of them."""
+    """A result is a Snapshot if it shares memory with one."""
     if not isinstance(out, torch.Tensor) or any(out is argument for argument in args):
         return out
     shared = next((a for a in args if isinstance(a, Snapshot) and _same_storage(a, out)), None)
@@ -297,7 +291,6 @@ def _still_a_copy(out: Any, args: Sequence[Any]) -> Any:
 
 
 def snapshot_of(value: torch.Tensor, adopt: Callable[[], bool]) -> Snapshot:
-    """Returns `value`, in its own memory, as a Snapshot."""
     made = value.as_subclass(Snapshot)
     made.adopt = adopt
     return made
@@ -312,8 +305,8 @@ def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def changes_nothing(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Returns whether `fn`, which Module._apply would map over the module's tensors, returns each tensor unchanged.
-    `to()` does so for a module that is there already."""
+    """Whether `fn`, which Module._apply would map over the module's tensors, returns each unchanged, as `to()` for a
+    module that is there already."""
     for dtype, device in {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}:
         for shape in ((1,), (1, 2, 2, 2)):  # four dimensions, so that a change of memory format shows
             probe = torch.zeros(shape, dtype=dtype, device=device)
@@ -333,7 +326,7 @@ def write_refused(name: str) -> ContractError:
 
 
 def _metadata() -> frozenset[Any]:
-    """Returns the torch functions that read a tensor's form and never its elements."""
+    """Torch functions that read a tensor's form and never its elements."""
     getters = [
         "shape",
         "dtype",

@@ -1,4 +1,4 @@
-"""The user's own optimizer, read: its description for a plan (descriptions.py), or what a plan has in its place."""
+"""The user's own optimizer, described for a plan (descriptions.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Joined", "description_of", "require_its_parameters"]
 
 
 def description_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> Optimizer:
-    """Returns a description of the user's optimizer. Raises ContractError for one that no plan has."""
+    """Raises ContractError for an optimizer that no plan has."""
     kind = type(optimizer)
     if isinstance(optimizer, OffloadedOptimizer):
         raise ContractError("the optimizer is that of a prepared model already; give the loop's own optimizer")
@@ -60,7 +60,7 @@ def description_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, max_gr
 
 
 def _of_bitsandbytes(model: nn.Module, optimizer: Any, max_grad_norm: float | None) -> Optimizer:
-    """Returns a description of an optimizer of bitsandbytes, whose states have the bits that it gives them."""
+    """States have the bits that the optimizer gives them."""
     kind = {"adam": BnbAdamW, "lion": BnbLion}.get(optimizer.optimizer_name)
     if kind is None:
         raise ContractError(
@@ -93,7 +93,7 @@ def _of_bitsandbytes(model: nn.Module, optimizer: Any, max_grad_norm: float | No
 
 
 class Joined(torch.optim.Optimizer):
-    """Torch's Muon and AdamW as one optimizer, with their groups and states. Raises ContractError for others."""
+    """Torch's Muon and AdamW as one optimizer. Raises ContractError for others."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
@@ -113,7 +113,7 @@ class Joined(torch.optim.Optimizer):
                 group["update"] = kind.lower()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the states of a run of both into the two optimizers."""
+        """States of a run of both."""
         groups = self.param_groups
         super().load_state_dict(state_dict)
         for group, loaded in zip(groups, self.param_groups):
@@ -135,15 +135,13 @@ _DESCRIBED: dict[tuple[str, str], type[Optimizer]] = {
 
 
 def _largest(optimizer: torch.optim.Optimizer, name: str) -> Any:
-    """Returns the default of a setting; of the momentum, the largest of any group, which decides what states there
-    are."""
+    """The default of a setting; of the momentum, the largest of any group, which decides what states there are."""
     if name == "momentum":
         return max(float(group[name]) for group in optimizer.param_groups)
     return optimizer.defaults[name]
 
 
 def require_its_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ContractError for a parameter of the optimizer that is not in the model."""
     its = {id(p) for p in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
         other = next((p for p in group["params"] if id(p) not in its), None)

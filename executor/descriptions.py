@@ -39,7 +39,7 @@ _RANGES: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The parameters to optimize and the settings of the update; one of the classes below.
+    """The parameters to optimize and the settings of the update.
 
     params_or_groups: None (every trainable parameter, one group), parameters, or groups as torch takes them (dicts with
         "params" and settings); the plan has to be made for the same ones.
@@ -95,25 +95,24 @@ class Optimizer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of groups that name none."""
+        """Of groups that name none."""
         return {name: getattr(self, name) for name in self.rule.settings}
 
     def plain(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Returns the library's own optimizer with these settings and the same arithmetic. Raises PlanError if there
-        is none."""
+        """The library's own optimizer with the same arithmetic. Raises PlanError if there is none."""
         if not self.rule.has_plain:
             where = self.rule.library if self.rule.plain_name else "torch.optim"
             raise PlanError(f"{self.word}: {where} has no such optimizer to run beside the plan")
         return self.rule.plain(parameters, self.settings)
 
     def norm_for(self, *, clip: bool) -> float | None:
-        """Returns the norm of clipping under a plan made with or without it; None for no clipping."""
+        """None for no clipping."""
         if isinstance(self.max_grad_norm, str):
             return DEFAULT_NORM if clip else None
         return self.max_grad_norm
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Returns the parameter groups of `model`, as torch takes them."""
+        """As torch takes them."""
         given = self.params_or_groups
         if given is None:
             return [{"params": [p for p in model.parameters() if p.requires_grad]}]
@@ -140,9 +139,8 @@ class Optimizer:
 class AdamW(Optimizer):
     """torch.optim.AdamW; its defaults.
 
-    state_dtype: dtype of both moments; torch.bfloat16 where the plan's optimizer is "adamw-bf16-states" (the update is
-        done in fp32 and rounded, so small changes of a moment are lost). Without fp32 masters, moments have the dtype
-        of the parameters.
+    state_dtype: dtype of both moments; torch.bfloat16 where the plan's optimizer is "adamw-bf16-states". Without fp32
+        masters, moments have the dtype of the parameters.
     """
 
     lr: float = 1e-3
@@ -340,18 +338,18 @@ DESCRIPTIONS: dict[str, Callable[..., Optimizer]] = {
 
 
 def described(planned: str) -> str:
-    """Returns the description of a plan's optimizer as a user writes it, in words."""
+    """As a user writes it."""
     return DESCRIPTIONS[planned]().given
 
 
 def split(model: nn.Module) -> dict[int, str]:
-    """Returns id(parameter) -> the rule that updates it under Muon, by the usual split (optimizers.py)."""
+    """id(parameter) -> the rule that updates it under Muon, by the usual split (optimizers.py)."""
     spec = OPTIMIZERS["muon"]
     return {id(p): spec.all_states[spec.kind_of(name, tuple(p.shape))].name for name, p in model.named_parameters()}
 
 
 def _read(params_or_groups: Iterable[Any]) -> tuple[Any, ...]:
-    """Returns the argument with tuples for iterators and lists of parameters, to be read twice."""
+    """With tuples for iterators and lists of parameters, to be read twice."""
 
     def group(row: Any) -> Any:
         if not isinstance(row, Mapping) or isinstance(row.get("params"), torch.Tensor) or "params" not in row:
@@ -362,7 +360,7 @@ def _read(params_or_groups: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def group_of(groups: Iterable[dict[str, Any]]) -> dict[int, int]:
-    """Returns id(parameter) -> index of its group. Raises PlanError for a parameter in two groups."""
+    """id(parameter) -> index of its group. Raises PlanError for a parameter in two groups."""
     found: dict[int, int] = {}
     for index, group in enumerate(groups):
         for parameter in group["params"]:

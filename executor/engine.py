@@ -1,9 +1,8 @@
-"""Session: a model under a plan. A session joins the parts of the executor and holds them.
+"""Session: a model under a plan, which holds the parts of the executor.
 
 The user's thread is the compute queue; the other queues run by themselves (`queues/`). `driving/loop.py` receives the
-acts of the training loop. `session/cursor.py` is the one table of acts that may come next. `session/following.py`
-carries out an iteration on plan, `off_plan/demand.py` an iteration that left the plan. docs/reference/loop-contract.md
-says what a loop may do.
+acts of the training loop, `session/cursor.py` has the table of acts that may come next. `session/following.py` carries
+out an iteration on plan, `off_plan/demand.py` one that left the plan.
 """
 
 from __future__ import annotations
@@ -65,10 +64,7 @@ __all__ = ["Session", "SessionOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-    """Options of a session.
-
-    capture, skeleton: see `session.batches.Shapes`.
-    """
+    """capture, skeleton: see `session.batches.Shapes`."""
 
     hyper: Callable[[], list[Mapping[str, Settings]]]
     max_grad_norm: float | None
@@ -85,8 +81,7 @@ class SessionOptions:
 class Session:
     """One model being trained under one plan. Made by `executor.prepare`; ended by `close()`.
 
-    Attributes:
-        first: counts until the tide is compared with the plan's; its report stays.
+    first: counts until the tide is compared with the plan's; its report stays.
     """
 
     def __init__(
@@ -146,7 +141,7 @@ class Session:
         self.install(plan, arena, queues)
 
     def listen(self) -> None:
-        """Hook the model. `close` removes the hooks, also if only some were placed."""
+        """`close` removes the hooks, also if only some were placed."""
         self.clock.listen(self.loop.on_event)
         hooks, scaling = self.ending.hooks, self.scaling
         hooks += self.loop.hook_gradients(untraced)
@@ -154,8 +149,8 @@ class Session:
             hooks += guard_boundary(self.model, lambda: scaling.at_boundary, wrap=untraced)
 
     def install(self, plan: Plan, arena: Arena, queues: Queues) -> None:
-        """Make the parts of one plan, each after those that it reads, in place of the former plan's: [Note: one plan]
-        in session/state.py. `start` is called later, when the values are in the chunks."""
+        """Make the parts of one plan, each after those that it reads: [Note: one plan] in session/state.py. `start` is
+        called later, when the values are in the chunks."""
         state, options, shapes, keeper = self.state, self.options, self.shapes, weakref.ref(self.state)
         self.resources.arena = arena
         self.resources.stoppers = [queues.stopper()]
@@ -192,7 +187,7 @@ class Session:
             listener.bind()
 
     def start(self) -> None:
-        """Start the plan's queues, once per plan: they may fetch what the first moments of the next iteration need."""
+        """Once per plan: the queues may fetch what the first moments of the next iteration need."""
         run, iteration = self.state.run, self.state.iteration
         run.arena.set_tide(run.timetable.cut_tide)
         run.queues.pause()
@@ -208,7 +203,7 @@ class Session:
         self.ladder.watch(self.model, always=always)
 
     def compare_first_tide(self) -> None:
-        """Compare the first iteration on plan with the plan's tide: `measuring/first.py`."""
+        """See `measuring/first.py`."""
         self.first = FirstIteration(self.model, self.state, self.clock, self.renew)
         self.first.begin()
         self.resources.at_end.append(self.first.end)
@@ -378,9 +373,8 @@ class Session:
         queues.resume()
 
     def end_after_training(self) -> bool:
-        """End the run, as `close()`, if its training is over (`trained`). Called when the user's code does what a
-        prepared model does not allow. Returns whether it did. Raises ContractError on several ranks, which `close`
-        together."""
+        """End the run, as `close()`, if its training is over (`trained`), because the user's code does what a prepared
+        model does not allow. Returns whether it did. Raises ContractError on several ranks, which `close` together."""
         if not self.state.trained or self.state.closed:
             return False
         if self.state.ranks is not None:
@@ -407,8 +401,7 @@ def _unheard(event: ModuleEvent) -> None:
 
 
 def _hear_of_loss(keeper: weakref.ref[WholeState]) -> Callable[[BaseException], None]:
-    """Returns the function that the lifeline's thread calls when a rank is lost: every wait for a queue here then
-    raises."""
+    """The lifeline's thread calls the function when a rank is lost: every wait for a queue here then raises."""
 
     def hear(error: BaseException) -> None:
         state = keeper()

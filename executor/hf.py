@@ -1,24 +1,21 @@
 """Hugging Face: runs `transformers.Trainer`, and trainers that build on it, by a plan.
 
 A script that has a Trainer adds the line `offload(trainer, gpu_memory="24GB")`. `OffloadTrainerMixin` does the same for
-a class of Trainers. When training begins, both capture the model with a batch of the trainer's own data
-(`trainer_capture.py`), plan for this machine, and prepare the model. `connect(trainer)` is for a model that the script
-itself has prepared.
+a class of Trainers. When training begins, both capture the model with a batch of the trainer's own data, plan for this
+machine, and prepare the model. `connect(trainer)` is for a model that the script itself has prepared.
 
 [Note: clipping] A plain `Trainer` clips gradients between backward and `optimizer.step()`, through
 `accelerator.clip_grad_norm_`. Under a plan the gradients have left for their chunks by then, and
 `AdamW(max_grad_norm=)` clips them inside `optimizer.step()`. `connect` checks that Trainer and AdamW clip at the same
-norm, and gives the Trainer the norm that the session computes. Without `connect`, `trainer.train()` stops at its first
-clipping with a ContractError. `executor/examples/trainer.py` is a whole script.
+norm, and gives the Trainer the session's norm. Without `connect`, `trainer.train()` stops at its first clipping with a
+ContractError. `executor/examples/trainer.py` is a whole script.
 
 Checkpoints of such a Trainer hold the folder `pstar` (`saving/checkpoint.py`), from which
-`trainer.train(resume_from_checkpoint=)` continues bit-identically, under another plan too. They are plain
-checkpoints too: `optimizer.pt` has the moments a second time (`saving/plain_states.py`), because a plain Trainer that
-does not find them begins with empty moments and says nothing. The Trainer itself saves the weights, in the plan's
-dtype, the scheduler, the random number generators and the position in the data.
+`trainer.train(resume_from_checkpoint=)` continues bit-identically, under another plan too. They are plain checkpoints
+too: `optimizer.pt` has the moments a second time, because a plain Trainer that does not find them begins with empty
+moments and says nothing. The Trainer itself saves the weights, in the plan's dtype, and all else.
 
-Tested with transformers 5.23 and accelerate 1.15. A version that reads gradients at other points stops with the
-ContractError of `p.grad`. transformers is not imported before `connect` or `train`.
+Tested with transformers 5.23 and accelerate 1.15. transformers is not imported before `connect` or `train`.
 """
 
 from __future__ import annotations
@@ -105,8 +102,7 @@ def connect(trainer: Any) -> Any:
 
 
 def _join(trainer: Any, optimizer: OffloadedOptimizer) -> _RunFiles:
-    """Connect the Trainer's clipping and logged norm to the session ([Note: clipping]). Returns what saves and loads
-    the run in its place."""
+    """[Note: clipping]. Returns what saves and loads the run in the Trainer's place."""
     accelerator = trainer.accelerator
     accelerator.device_placement = False  # else accelerate would copy the states to its device and back
     norm = _Norm(optimizer.session)
@@ -158,14 +154,13 @@ def _check_arguments(args: Any, session: Session) -> None:
 
 
 class _RunFiles:
-    """Saves and loads a run in place of the Trainer, which would save copies of all states at once."""
+    """The Trainer would save copies of all states at once."""
 
     def __init__(self, trainer: Any, optimizer: OffloadedOptimizer) -> None:
         self._trainer = trainer
         self._optimizer = optimizer
 
     def save(self, output_dir: str) -> None:
-        """Save optimizer and scheduler into one of the Trainer's checkpoint folders."""
         self._optimizer.save(Path(output_dir) / FOLDER)
         write_plain_states(self._optimizer, Path(output_dir) / OPTIMIZER)
         if self._trainer.args.should_save:
@@ -173,11 +168,11 @@ class _RunFiles:
 
     def check(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Raise CheckpointError for a checkpoint without states. The Trainer calls this to load weights, which `load`
-        brings back with the states."""
+        brings back."""
         _require_states(resume_from_checkpoint, "resume_from_checkpoint")
 
     def load(self, checkpoint: str | None) -> None:
-        """Load weights, states and scheduler. Raises CheckpointError, before anything changes."""
+        """Raises CheckpointError, before anything changes."""
         if checkpoint is None:
             return
         self.check(checkpoint)
@@ -195,7 +190,7 @@ class _RunFiles:
 
 
 def _backward_of(plain: Callable[..., Any], kept: weakref.ref[Session]) -> Callable[..., None]:
-    """Returns accelerate's backward with the session's loss scale, in place of an earlier session's."""
+    """accelerate's backward with the session's loss scale, in place of an earlier session's."""
     own = getattr(plain, "own", plain)
 
     def backward(loss: torch.Tensor, **more: Any) -> None:
@@ -212,16 +207,14 @@ def _one_mesh(model: Any) -> bool:
 
 
 class _Norm:
-    """The global norm of the gradients. The Trainer asks before `optimizer.step()`; the session knows only
-    afterwards.
-    """
+    """The Trainer asks for the global norm before `optimizer.step()`; the session knows it afterwards."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._pending_norm: torch.Tensor | None = None
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
-        """Takes the place of accelerate's clipping; `optimizer.step()` clips. The returned norm gets its value when the
+        """In place of accelerate's clipping; `optimizer.step()` clips. The returned norm gets its value when the
         Trainer logs it.
         """
         wanted = None if math.isinf(max_norm) else float(max_norm)
@@ -246,8 +239,7 @@ def _callback(norm: _Norm) -> Any:
     from transformers import TrainerCallback
 
     class FillNorm(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        """Fills in the gradient norm of the steps that the Trainer logs. Waiting for that of every step would delay the
-        updates."""
+        """Fills in the gradient norm of logged steps. Waiting for that of every step would delay the updates."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if control.should_log:
@@ -292,7 +284,7 @@ def offload(
 
 
 def _put_under(trainer: Any, request: Request) -> Any:
-    """Give the Trainer the mixin, and the request to plan for. Returns the same trainer."""
+    """Give the Trainer the mixin, and the request to plan for."""
     kind = type(trainer)
     if not isinstance(trainer, OffloadTrainerMixin):
         trainer.__class__ = type(f"Offloaded{kind.__name__}", (OffloadTrainerMixin, kind), {"__module__": __name__})
@@ -302,9 +294,9 @@ def _put_under(trainer: Any, request: Request) -> Any:
 
 @contextlib.contextmanager
 def trainers_offloaded(request: Request, on_end: Callable[[Session], None]) -> Iterator[list[weakref.ref[Session]]]:
-    """Inside this context, every `transformers.Trainer` that trains is offloaded, unless it is already. Yields a list
-    of references to the sessions, which end with the context. transformers need not be imported yet: environment
-    variables that a script sets before (`os.environ["HF_HOME"]`) take effect.
+    """Inside this context, every `transformers.Trainer` that trains is offloaded. Yields references to the sessions,
+    which end with the context. transformers need not be imported yet: environment variables that a script sets before
+    (`os.environ["HF_HOME"]`) take effect.
 
     on_end: called with the session of each training that has ended.
     """
@@ -344,7 +336,7 @@ def trainers_offloaded(request: Request, on_end: Callable[[Session], None]) -> I
 
 
 def _left_behind(trainer: Any) -> str:
-    """Returns an interrupted training's checkpoint, in words."""
+    """An interrupted training's checkpoint, in words."""
     folder = _last_whole(trainer.args.output_dir)
     left = (
         f"{folder} is whole: trainer.train(resume_from_checkpoint=True) continues from it"
@@ -359,7 +351,7 @@ def _alive(begun: Sequence[weakref.ref[Session]]) -> list[Session]:
 
 
 def _end_earlier(begun: Sequence[weakref.ref[Session]], model: nn.Module) -> None:
-    """End the earlier runs that share parameters with the model, and give those their values back."""
+    """End earlier runs that share parameters with the model, and give those their values back."""
     its = {id(p) for p in model.parameters()}
     for session in _alive(begun):
         if not its.isdisjoint(id(p) for p in session.model.parameters()):
@@ -368,7 +360,7 @@ def _end_earlier(begun: Sequence[weakref.ref[Session]], model: nn.Module) -> Non
 
 @contextlib.contextmanager
 def _on_import(name: str, then: Callable[[Any], None]) -> Iterator[None]:
-    """Inside this context, calls `then` with the module `name` once it has been imported, perhaps already."""
+    """Calls `then` with the module once it has been imported, perhaps already."""
     if name in sys.modules:
         then(sys.modules[name])
         yield
@@ -498,17 +490,14 @@ class OffloadTrainerMixin:
 
 @dataclass(frozen=True)
 class _Joined:
-    """A trainer that runs by a plan.
-
-    kept: saves and loads the run in place of the Trainer.
-    """
+    """kept: saves and loads the run in place of the Trainer."""
 
     optimizer: OffloadedOptimizer
     kept: _RunFiles
 
 
 def _begin_again(trainer: Any) -> None:
-    """Prepare another `train()`: the run continues or, if it has ended, a new one is planned."""
+    """The run continues or, if it has ended, a new one is planned."""
     if trainer._offload is None:
         return
     session = trainer.offload_session
@@ -522,8 +511,7 @@ def _resumed_from(trainer: Any, asked: Any) -> Any:
 
 
 def _last_whole(output_dir: str) -> str | None:
-    """Returns the last complete checkpoint: the file that a Trainer writes last is there. A warning names later
-    incomplete ones."""
+    """The last checkpoint with the file that a Trainer writes last. A warning names later incomplete ones."""
     folders = {int(path.name.rpartition("-")[2]): path for path in Path(output_dir).glob(f"{CHECKPOINT}-*")
                if path.name.rpartition("-")[2].isdigit()}  # fmt: skip
     for _, path in sorted(folders.items(), reverse=True):
@@ -534,8 +522,7 @@ def _last_whole(output_dir: str) -> str | None:
 
 
 def _holds_states(checkpoint: str) -> bool:
-    """Returns whether an offloaded Trainer saved the checkpoint. Raises CheckpointError where its states are
-    incomplete."""
+    """Whether an offloaded Trainer saved the checkpoint. Raises CheckpointError where its states are incomplete."""
     folder = Path(checkpoint) / FOLDER
     whole = is_checkpoint(find_checkpoint(folder))
     if folder.exists() and not whole:
@@ -546,7 +533,7 @@ def _holds_states(checkpoint: str) -> bool:
 def _require_states(checkpoint: str | Path, asked: str) -> None:
     """Raise CheckpointError for a checkpoint without a plan's states.
 
-    asked: the argument for which the states are needed, for the message.
+    asked: the argument for which they are needed.
     """
     if not is_checkpoint(find_checkpoint(Path(checkpoint) / FOLDER)):
         raise CheckpointError(
@@ -556,9 +543,8 @@ def _require_states(checkpoint: str | Path, asked: str) -> None:
 
 
 def _begin(trainer: Any, optimizer: torch.optim.Optimizer) -> _Joined:
-    """Capture the trainer's model, plan for it, and prepare it with the trainer's optimizer. Raises DoesNotFit if no
-    plan fits. Under `auto_find_batch_size` this is an out-of-memory RuntimeError, after which the Trainer tries a
-    smaller batch."""
+    """Capture the trainer's model, plan for it, and prepare it. Raises DoesNotFit if no plan fits, under
+    `auto_find_batch_size` as an out-of-memory RuntimeError, after which the Trainer tries a smaller batch."""
     args, request, model = trainer.args, trainer.offload_request, trainer.model
     _require_alone(trainer)
     _check_evaluation(args)
@@ -586,12 +572,12 @@ def _begin(trainer: Any, optimizer: torch.optim.Optimizer) -> _Joined:
 
 
 def _each_rank_the_same(args: Any, kwargs: Any) -> float:
-    """Returns weight 1 for every batch: the Trainer's loss is for gradients averaged over the processes."""
+    """The Trainer's loss is for gradients averaged over the processes."""
     return 1.0
 
 
 def _require_alone(trainer: Any) -> None:
-    """Raise ContractError where another system (DeepSpeed, FSDP, nn.DataParallel) manages the model."""
+    """Raise ContractError where DeepSpeed, FSDP or nn.DataParallel manages the model."""
     for name, system in (("is_deepspeed_enabled", "DeepSpeed"), ("is_fsdp_enabled", "FSDP")):
         if getattr(trainer, name, False):
             raise ContractError(f"the Trainer runs under {system}, which moves the model itself; leave {system} out")
@@ -603,7 +589,7 @@ def _require_alone(trainer: Any) -> None:
 
 
 def _check_evaluation(args: Any) -> None:
-    """Raise ContractError, before training, for arguments with which the evaluation would fail after training."""
+    """Raise ContractError for arguments with which the evaluation would fail after training."""
     if args.load_best_model_at_end and args.save_only_model:
         raise ContractError(
             "TrainingArguments(load_best_model_at_end=True, save_only_model=True): the best weights come back with "
@@ -618,8 +604,7 @@ def _check_evaluation(args: Any) -> None:
 
 
 def _dtype_of(trainer: Any) -> str | None:
-    """Returns the dtype of mixed precision, by the Trainer's arguments or `accelerate launch --mixed_precision`; None
-    without."""
+    """Of mixed precision, by the Trainer's arguments or `accelerate launch --mixed_precision`."""
     word: str = trainer.accelerator.mixed_precision
     if word not in MIXED_PRECISION:
         raise ContractError(f"mixed precision {word!r} is not supported by a plan; use bf16=True or fp16=True")

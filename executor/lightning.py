@@ -4,15 +4,13 @@ The first `training_step` is captured with its own batch, planned and prepared; 
 `accumulate_grad_batches` and the precisions "bf16-mixed" and "16-mixed" become settings of the plan ([Note: mixed
 precision] in offloading.py). Checkpoints are Lightning's own and hold the fp32 masters with the states.
 
-The module becomes the only child of a root module. `training_step` is then a call of the root, whose hooks run even if
-`training_step` does not call the module itself. During the capture, on fake tensors, `self.log` and metrics of
-torchmetrics do nothing. A `training_step` that itself reads numbers from tensors (`.item()`) cannot be captured.
-Lightning calls `zero_grad` between forward and backward; under a plan gradients are cleared right after the optimizer
-step instead.
+The module becomes the child of a root module, whose hooks run even if `training_step` does not call the module itself.
+During the capture, on fake tensors, `self.log` and metrics of torchmetrics do nothing. A `training_step` that itself
+reads numbers from tensors (`.item()`) cannot be captured. Lightning calls `zero_grad` between forward and backward;
+under a plan gradients are cleared right after the optimizer step instead.
 
-Before the first `training_step` the module and its batches are on the CPU (for example in the sanity check of
-validation). After `fit` the module is still prepared. Loading weights (`test(ckpt_path="best")`) ends the run first;
-the module is then on the CPU. A second `fit` ends the run of the first and begins anew, from the weights in the plan's
+Before the first `training_step` the module and its batches are on the CPU. After `fit` the module is still prepared.
+Loading weights (`test(ckpt_path="best")`) ends the run. A second `fit` begins anew, from the weights in the plan's
 dtype.
 
 Tested with lightning 2.6. Supports one process, one optimizer, and automatic optimization.
@@ -60,8 +58,8 @@ WRITERS = (
 
 
 class _StepModule(nn.Module):
-    """Calls a step of the LightningModule by its name, as a call of this module. In a copy of the root, for batches of
-    another shape, the copied module borrows the original's trainer and logs nothing."""
+    """Calls a step of the LightningModule by its name. In a copy of the root, for batches of another shape, the copied
+    module borrows the original's trainer and logs nothing."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -83,7 +81,7 @@ class _StepModule(nn.Module):
 
 
 def _redirected(root: nn.Module, module: nn.Module, step: str, *args: Any, **kwargs: Any) -> Any:
-    """Takes the place of Lightning's redirection, which would replace the module's forward before the root's call."""
+    """In place of Lightning's redirection, which would replace the module's forward before the root's call."""
     return root(step, *args, **kwargs)
 
 
@@ -132,7 +130,6 @@ class OffloadStrategy(SingleDeviceStrategy):
 
     @property
     def _prepared(self) -> bool:
-        """Whether the current module runs by the plan."""
         if self.offloaded is None or self._root is None or self.session.closed:
             return False
         return self._root.module is self.lightning_module
@@ -251,7 +248,7 @@ class OffloadStrategy(SingleDeviceStrategy):
 
 
 def _check_callbacks(given: Sequence[Any]) -> None:
-    """Raise ContractError, before the fit, for callbacks with which it would fail later."""
+    """Raise ContractError for callbacks with which the fit would fail later."""
     for callback in given:
         if isinstance(callback, WRITERS):
             raise ContractError(
@@ -268,8 +265,7 @@ def _check_callbacks(given: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def _silent(module: nn.Module) -> Iterator[None]:
-    """Inside this context, the module's `self.log` and `self.log_dict` do nothing, and its metrics give zeros and keep
-    their states."""
+    """Inside this context, `self.log` and `self.log_dict` do nothing, and metrics give zeros and keep their states."""
     replaced: list[tuple[nn.Module, dict[str, Any]]] = [(module, dict.fromkeys(("log", "log_dict"), _nothing))]
     for part in module.modules():
         if isinstance(part, (Metric, MetricCollection)):
@@ -288,7 +284,7 @@ def _silent(module: nn.Module) -> Iterator[None]:
 
 
 def _no_result(metric: Metric | MetricCollection) -> Callable[..., Any]:
-    """Returns a function that gives zero in the form of the metric's result."""
+    """Zero in the form of the metric's result."""
 
     def result(*_: Any, **__: Any) -> Any:
         names = metric.keys() if isinstance(metric, MetricCollection) else None
@@ -299,7 +295,7 @@ def _no_result(metric: Metric | MetricCollection) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Add to the ModelError of a capture which read numbers what a LightningModule does instead."""
+    """Add what a LightningModule does instead to the ModelError of a capture which read numbers."""
     try:
         yield
     except ModelError as error:
@@ -311,8 +307,7 @@ def _explained() -> Iterator[None]:
 
 
 def _clipping_at(norm: float | None) -> Callable[..., None]:
-    """Returns the function that Lightning, and a module's `configure_gradient_clipping`, call to clip. It only checks
-    arguments: the optimizer step clips, at `norm`."""
+    """In place of Lightning's clipping. It only checks arguments: the optimizer step clips, at `norm`."""
 
     def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
         if clip_val > 0 and (clip_val != norm or gradient_clip_algorithm != "norm"):

@@ -1,8 +1,7 @@
 """Models by name: presets, transformers configurations and the user's own factories, with example batches.
 
 `build` makes an `nn.Module` and an example batch: on `meta` (no memory, no initialisation) for a capture, on `cpu` with
-real, seeded weights for a run. `forward_loss` is the one place that defines how a model takes a batch and returns a
-loss. Knows no moments, no bytes and no plan.
+real, seeded weights for a run. `forward_loss` defines how a model takes a batch and returns a loss.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ def forward_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 def under_autocast(
     loss: Callable[[nn.Module, Any], torch.Tensor], kind: str, dtype: str | None
 ) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """Returns the loss under autocast to the dtype on devices of this type; None: the loss itself."""
+    """None: the loss itself."""
     if dtype is None:
         return loss
 
@@ -150,8 +149,7 @@ def under_autocast(
 
 @contextlib.contextmanager
 def named_failures(name: str, model: nn.Module) -> Iterator[None]:
-    """Inside this context, an error that a module of `model` raises in its forward becomes a ModelError that names it.
-    Others pass unchanged."""
+    """Inside this context, an error that a module raises in its forward becomes a ModelError that names it."""
     try:
         yield
     except PstarError:
@@ -172,9 +170,9 @@ def attention_kernel(attention: str | None, device: str = "cpu") -> Iterator[Non
     of catalog/attention.py, "flash", which keeps as much; None: torch's own choice on the device ("cpu", "cuda"),
     whatever device the tensors are of.
 
-    "flash" and "efficient" are for fake tensors or a CUDA device. torch's CPU flash kernel has no dropout, CUDA's has
-    it at the same bytes: under "flash", attention on the CPU leaves it out. "efficient" has no CPU kernel: its shapes
-    are those that torch registers."""
+    "flash" and "efficient" are for fake tensors or a CUDA device. CUDA's flash kernel has dropout at the same bytes;
+    the CPU's has none, so attention there leaves it out. "efficient" has no CPU kernel: its shapes are those that torch
+    registers."""
     if attention is None:
         with contextlib.nullcontext() if device != "cuda" else _Attention(_as_on_cuda):
             yield
@@ -197,9 +195,8 @@ def attention_kernel(attention: str | None, device: str = "cpu") -> Iterator[Non
 def unpacked_sequences() -> Iterator[None]:
     """Inside this context, transformers assumes that fake position ids do not pack several sequences into one row.
 
-    transformers reads the ids' values to find out; without values it would build a mask that a real run does not. The
-    check costs the same operators as on real tensors. Without transformers, or in a version that checks elsewhere or
-    (before 5.0) always builds that mask, nothing is changed, and the mask is counted."""
+    Without the ids' values transformers would build a mask that a real run does not. In a version that checks elsewhere
+    or (before 5.0) always builds that mask, nothing is changed, and the mask is counted."""
     masking = sys.modules.get("transformers.masking_utils")
 
     def made(find: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[torch.Tensor], torch.Tensor | None]:
@@ -218,8 +215,8 @@ def unpacked_sequences() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unread_padding() -> Iterator[None]:
-    """Inside this context, transformers does not read fake tokens to warn of padding without a mask, as versions before
-    5.0 do. The check costs the same operators as on real tensors."""
+    """Versions of transformers before 5.0 read tokens to warn of padding without a mask. The check costs the same
+    operators as on real tensors."""
     owner = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
 
     def made(warn: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
@@ -237,8 +234,8 @@ def unread_padding() -> Iterator[None]:
 
 @contextlib.contextmanager
 def known_masks(is_known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Inside this context, transformers reads fake masks with known values as it reads real masks. One of ones alone
-    gives no attention mask; any other gives one. Without transformers nothing is changed."""
+    """Inside this context, transformers reads fake masks with known values: one of ones alone gives no attention
+    mask."""
     masking = sys.modules.get("transformers.masking_utils")
 
     def asked(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -264,8 +261,7 @@ def known_masks(is_known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, made: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside this context, the attribute `name` of a module or class, if it exists, is replaced by
-    `made(attribute)`."""
+    """Inside this context, the attribute, if it exists, is replaced by `made(attribute)`."""
     kept = getattr(owner, name, None)
     if kept is None:
         yield
@@ -278,8 +274,6 @@ def _replaced(owner: Any, name: str, made: Callable[[Any], Any]) -> Iterator[Non
 
 
 class _Attention(torch.overrides.TorchFunctionMode):
-    """Replaces scaled_dot_product_attention by `attend`."""
-
     def __init__(self, attend: Any) -> None:
         super().__init__()
         self._attend = attend
@@ -380,7 +374,7 @@ def _from_factory(spec: str, batch: int, sequence: int, axes: Axes) -> BuiltMode
 
 
 def _factory_of(spec: str) -> Callable[..., Any]:
-    """Returns the factory that py:package.module:factory names. Raises ModelError if it cannot be imported."""
+    """py:package.module:factory. Raises ModelError if it cannot be imported."""
     where, _, function_name = spec.removeprefix("py:").partition(":")
     if not where or not function_name:
         raise ModelError(f"{spec!r} is not py:package.module:factory")
@@ -400,7 +394,7 @@ def _factory_of(spec: str) -> Callable[..., Any]:
 
 
 def _made_by(spec: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[nn.Module, Any]:
-    """Returns the factory's model and example batch. Raises ModelError if it fails or returns something else."""
+    """Raises ModelError if the factory fails or returns something else."""
     function_name = spec.rpartition(":")[2]
     try:
         made = factory(**arguments)
@@ -415,8 +409,7 @@ def _made_by(spec: str, factory: Callable[..., Any], arguments: Mapping[str, Any
 
 @contextlib.contextmanager
 def _current_folder_importable() -> Iterator[None]:
-    """Inside this context, modules are also imported from the current folder, as with `python -m` and unlike a console
-    script."""
+    """As with `python -m`, and unlike a console script."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
@@ -426,7 +419,7 @@ def _current_folder_importable() -> Iterator[None]:
 
 
 def _hf_config(spec: str) -> tuple[Any, str | None]:
-    """Returns a transformers configuration and the name of its architecture."""
+    """A transformers configuration and the name of its architecture."""
     transformers = _transformers()
     what = spec.removeprefix("hf:")
     path = Path(what).expanduser()
@@ -458,8 +451,8 @@ def _hf_config(spec: str) -> tuple[Any, str | None]:
 
 
 def config_of(m: ModelEntry) -> tuple[Any, str]:
-    """Returns the transformers configuration and class of a model shape. The model has no dropout, as in pretraining.
-    Raises ModelError for a family without a class."""
+    """Transformers configuration and class of a model shape, without dropout, as in pretraining. Raises ModelError for
+    a family without a class."""
     transformers = _transformers()
     common: dict[str, Any] = {"tie_word_embeddings": m.tied}
     if m.family == "gpt":
@@ -497,9 +490,7 @@ def config_of(m: ModelEntry) -> tuple[Any, str]:
 
 
 def _llama_config(m: ModelEntry, common: dict[str, Any]) -> tuple[Any, str]:
-    """Returns the transformers configuration and class of a shape of the llama family, chosen by the shape's special
-    features.
-    """
+    """Of the llama family, chosen by the shape's special features."""
     transformers = _transformers()
     if m.own_head_dim:
         common.update(head_dim=m.own_head_dim)
@@ -518,7 +509,7 @@ def _llama_config(m: ModelEntry, common: dict[str, Any]) -> tuple[Any, str]:
 
 
 def _experts_config(m: ModelEntry, experts: ExpertsShape, common: dict[str, Any]) -> tuple[Any, str]:
-    """Returns the same as `_llama_config`, for a model of experts."""
+    """`_llama_config` for a model of experts."""
     transformers = _transformers()
     common.update(num_experts_per_tok=experts.per_token)
     if m.latent is not None:
@@ -598,7 +589,7 @@ def _from_config(
 
 
 def _images(config: Any, batch: int, dtype: torch.dtype, device: str) -> tuple[dict[str, torch.Tensor], int]:
-    """Returns random images with labels, and patches per image with the class token (1 without patches)."""
+    """Random images with labels, and patches per image with the class token (1 without patches)."""
     vision = getattr(config, "vision_config", config)
     height, width = _pair(getattr(vision, "image_size", None) or IMAGE_SIZE)
     patch = getattr(vision, "patch_size", None)
@@ -613,8 +604,7 @@ def _images(config: Any, batch: int, dtype: torch.dtype, device: str) -> tuple[d
 def _tokens(
     spec: str, config: Any, batch: int, sequence: int, device: str, *, per_sequence: bool
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Returns random tokens with labels, and the number of tokens that the model knows. Raises ModelError for too long
-    sequences.
+    """Random tokens with labels, and the tokens that the model knows. Raises ModelError for too long sequences.
 
     per_sequence: whether there is one label per sequence, else one per token.
     """
@@ -636,7 +626,7 @@ def _classes(config: Any) -> int:
 
 
 def _model_class(spec: str, config: Any, architecture: str | None) -> Any:
-    """Returns the class with a loss for this configuration: its own architecture, or the usual one of its type."""
+    """The class with a loss for this configuration: its own architecture, or the usual one of its type."""
     transformers = _transformers()
     named = getattr(transformers, architecture, None) if architecture else None
     if named is not None and "labels" in inspect.signature(named.forward).parameters:
@@ -661,11 +651,7 @@ def _model_class(spec: str, config: Any, architecture: str | None) -> Any:
 
 
 def enable_checkpointing(spec: str, model: nn.Module, *, reentrant: bool = False) -> None:
-    """Switch recomputation on in a model of transformers, by the name that its version has for it. Raises ModelError
-    without one.
-
-    spec: name of the model, for the error.
-    """
+    """By the name that the version of transformers has for it. Raises ModelError without one."""
     enable = getattr(model, "activation_checkpointing_enable", None)
     options = "activation_checkpointing_kwargs"
     if enable is None:  # the older name
@@ -684,7 +670,6 @@ def enable_checkpointing(spec: str, model: nn.Module, *, reentrant: bool = False
 
 @contextlib.contextmanager
 def quiet(logger: str) -> Iterator[None]:
-    """Inside this context, the logger and those below it show critical messages only."""
     import logging
 
     named = logging.getLogger(logger)
@@ -721,7 +706,7 @@ def _scalar(value: Any) -> bool:
 
 
 def map_batch(value: Any, change: Any) -> Any:
-    """Returns the same nest of mappings, tuples and lists with `change` applied to every tensor."""
+    """value: mappings, tuples and lists of tensors, nested."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -744,7 +729,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _transformers() -> Any:
-    """Returns the transformers package. Raises ModelError, naming the extra that installs it."""
+    """Raises ModelError, naming the extra that installs transformers."""
     try:
         import transformers
     except ImportError as error:

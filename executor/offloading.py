@@ -1,15 +1,13 @@
 """Offloading: puts a model and its torch optimizer under a plan for this machine, in one call.
 
 `offload` is that call for a training loop of the user's own. `hf.py`, `lightning.py` and `axolotl.py` do the same for
-their trainers. All of them share the functions here: describe the user's optimizer, capture (or record what fake
-tensors cannot run) and plan, convert the model to the plan's dtype, begin the run.
+their trainers with the functions here.
 
 [Note: mixed precision] Scripts that ask for mixed precision (`bf16=True`) have a model in fp32 and cast inside every
-operator. Here every floating parameter is converted to the plan's dtype once. The fp32 values become the master copies,
-so the conversion loses nothing: the working copy is cast(master), the update is in fp32, and the gradients of several
-micro-batches are added in fp32. Operators that autocast runs in fp32 still run in fp32, because the script's own
-autocast stays around the forward. Buffers keep their dtype, and so do the parameters of batch norms, whose kernels want
-the dtype of their running statistics. The result differs from the script's own run by the rounding of the working
+operator. Here every floating parameter is converted to the plan's dtype once, and the fp32 values become the master
+copies. Updates, and sums over several micro-batches, are in fp32. The script's own autocast stays around the forward.
+Buffers keep their dtype, and so do the parameters of batch norms, whose kernels want the dtype of their running
+statistics. The result differs from the script's own run by the rounding of the working
 copies: norms, biases and embeddings are read in 16 bits, and activations between blocks have 16 bits where the
 embeddings have.
 """
@@ -74,9 +72,7 @@ log = logging.getLogger("executor")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a run is planned for, and its device.
-
-    gpu_memory: accelerator memory that each process may use, "24GB" or bytes; None: all free memory.
+    """gpu_memory: accelerator memory that each process may use, "24GB" or bytes; None: all free memory.
     device: "virtual", "cuda" or "cuda:N"; None: "cuda" where torch has a CUDA device, else "virtual".
     machine: a machine or its name, as for `pstar_sim.machine`; "here": the machine that this runs on.
     masters: "fp32": 16-bit parameters have masters of 4 bytes each; "none": updates are made in the parameters' dtype,
@@ -187,8 +183,7 @@ def offload(
 
 @contextlib.contextmanager
 def form_seen(model: nn.Module) -> Iterator[list[Form | None]]:
-    """Yields a list with the form of the batch of the model's first call with gradients inside this context; None
-    before it."""
+    """Yields a list with the form of the batch of the model's first call with gradients; None before it."""
     found: list[Form | None] = [None]
     names = names_of(model)
 
@@ -212,8 +207,8 @@ def traced(
     loss: Callable[[nn.Module, Any], torch.Tensor],
     name: str | None = None,
 ) -> Workload:
-    """Returns the workload of one micro-batch: captured, or recorded on the run's device where the model cannot run on
-    fake tensors. Raises DoesNotFit where the recording does not fit the device, ModelError where it fails otherwise."""
+    """One micro-batch: captured, or recorded on the run's device where the model cannot run on fake tensors. Raises
+    DoesNotFit where the recording does not fit the device, ModelError where it fails otherwise."""
     try:
         return capture_module(model, batch, name=name, groups=spec, loss=loss, device=request.kind)
     except NotOnFakeTensors as error:
@@ -239,8 +234,7 @@ def traced(
 
 
 def plan_for(workload: Workload, request: Request, *, micro_batches: int, settings: Settings) -> Plan:
-    """Returns the plan for `micro_batches` times the workload per step, which the first process makes for all. Raises
-    DoesNotFit, on all processes, where nothing fits."""
+    """The first process makes the plan for all. Raises DoesNotFit, on all processes, where nothing fits."""
     count = _processes()
     workload = with_optimizer(workload, masters=request.masters)
     whole = repeat_micro_batch(workload, micro_batches) if micro_batches > 1 else workload
@@ -268,7 +262,7 @@ def plan_for(workload: Workload, request: Request, *, micro_batches: int, settin
 
 @dataclass(frozen=True)
 class Refused:
-    """An error, split into parts that can be sent to other processes."""
+    """An error in parts that can be sent to other processes."""
 
     kind: type[PstarError]
     args: tuple[Any, ...]
@@ -286,7 +280,7 @@ def _processes() -> int:
 
 
 def _machine(request: Request, *, gpus: int) -> Machine:
-    """Returns the requested machine with the GPU memory that chunks and tide can really use."""
+    """With the GPU memory that chunks and tide can really use."""
     many = gpus if gpus > 1 else None
     on_cuda = is_cuda(request.where)
     if isinstance(request.machine, Machine):
@@ -311,15 +305,15 @@ def _machine(request: Request, *, gpus: int) -> Machine:
 
 
 def cuda_devices() -> str:
-    """Returns torch's CUDA devices as `nvidia_smi` would, which a container may lack. All memory counts as free: asking
-    would open a context on every device."""
+    """torch's CUDA devices as `nvidia_smi` would list them, which a container may lack. All memory counts as free:
+    asking would open a context on every device."""
     devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     mib = ((device.name, device.total_memory // MIB) for device in devices)
     return "".join(f"{name}, {memory}, {memory}, [N/A], [N/A]\n" for name, memory in mib)
 
 
 def describe(plan: Plan) -> str:
-    """Returns a line on the plan: its policy, and the number of chunks in each mode."""
+    """The plan's policy, and the number of chunks in each mode."""
     modes = [plan.modes.count(mode) for mode in ("pin", "stream", "cpu", "frozen")]
     words = zip(modes, ("pinned", "updated on the GPU", "updated on the CPU", "frozen"))
     parts = ", ".join(f"{count} {name}" for count, name in words if count)
@@ -331,8 +325,8 @@ def describe(plan: Plan) -> str:
 
 @contextlib.contextmanager
 def converted(model: nn.Module, dtype: str | None) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
-    """Convert the model's floating parameters to `dtype`. Yields their fp32 values, from which the master copies begin.
-    If the context's body raises, they get their values back. See [Note: mixed precision].
+    """Convert the model's floating parameters to `dtype`. Yields their fp32 values, from which the master copies begin;
+    if the context's body raises, they get these back. [Note: mixed precision]
 
     Raises ContractError for another dtype, and for a prepared model."""
     if dtype is not None and dtype not in TORCH_DTYPES:
@@ -367,9 +361,7 @@ def begin(
     count: Callable[[Any, Any], float] | None = None,
     form: Form | None = None,
 ) -> OffloadedOptimizer:
-    """Prepare the model. Returns the optimizer for the user's loop.
-
-    masters: fp32 values of converted parameters, which become masters where the plan has them.
+    """masters: fp32 values of converted parameters, which become masters where the plan has them.
     spelling: names of the plan's settings in the user's program.
     count: as for `prepare`.
     form: that of the plan's batch, if known; smaller batches then run without a capture.
@@ -396,7 +388,7 @@ def begin(
 
 
 def _take_masters(offloaded: OffloadedOptimizer, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
-    """Give the master copies the values before the conversion, of which the working copies are casts."""
+    """Give the master copies the values before the conversion."""
     session = offloaded.session
     with session.still():
         for parameter, value in masters.items():

@@ -1,7 +1,6 @@
 """The torch optimizer that `prepare` makes of an `Optimizer` (descriptions.py).
 
-`OffloadedOptimizer` is a torch.optim.Optimizer over the model's parameters, so that schedulers and checkpoints work.
-Its `step` calls the session's.
+It is a torch.optim.Optimizer over the model's parameters, so that schedulers and checkpoints work.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._sealed = True
 
     def _name_kernel(self) -> None:
-        """Name the arithmetic in the groups, so that an optimizer of torch that loads them has the same."""
+        """So that an optimizer of torch that loads the groups has the same arithmetic."""
         for group in self.param_groups:
             known = self.defaults or group
             group.update({name: value for name, value in self._rule(group).on.items() if name in known})
@@ -57,7 +56,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return RULES[group["update"]] if "update" in group else self.rule
 
     def _settings(self, group: Mapping[str, Any]) -> dict[str, Settings]:
-        """Returns name of the rule -> its settings in the group."""
+        """Name of the rule -> its settings in the group."""
         if "update" in group:
             return {group["update"]: self._rule(group).read(group)}
         rest = group.get(REST, group)
@@ -174,7 +173,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def _load_row(self, tensor: int, row: Mapping[str, Any] | None) -> None:
-        """Load the states of one tensor; None: no update yet."""
+        """None: no update yet."""
         session = self.session
         session.contents.steps_taken[tensor] = 0 if row is None else int(row.get("step", 1))
         for key, field in self._rule_of(tensor).states.items():
@@ -185,7 +184,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             session.state.run.demand.rewrite_from_master(tensor)
 
     def _checked(self, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-        """Returns the rows of a state by position of their parameter. Raises ContractError."""
+        """The rows of a state by position of their parameter. Raises ContractError."""
         what = "optimizer.load_state_dict"
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise ContractError(
@@ -233,7 +232,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return [tensor_of(p) for group in self.param_groups for p in group["params"]]
 
     def _check_row(self, what: str, key: Any, row: Mapping[str, Any], tensor: int) -> None:
-        """Check that the states of one parameter are this optimizer's and have its shape."""
         rule, slots = self._rule_of(tensor), self.session.contents.slots
         wanted = [*([STEP] if rule.counts else []), *rule.states]
         missing = [name for name in wanted if name not in row]
@@ -255,7 +253,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def _defaults(rule: Rule, settings: Settings) -> dict[str, Any]:
-    """Returns the defaults of the library's own optimizer, so that groups have the same keys."""
+    """Of the library's own optimizer, so that groups have the same keys."""
     if not rule.has_plain:
         return dict(settings)
     return rule.plain([torch.zeros(1, requires_grad=True)], settings).defaults

@@ -175,9 +175,7 @@ def prepare(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Given:
-    """A model, a plan and an optimizer that belong together.
-
-    groups: as torch's optimizers take them.
+    """groups: as torch's optimizers take them.
     tensors, parameters: the model's, in the plan's order.
     source: where the values come from (None: the model has them).
     """
@@ -203,7 +201,7 @@ def _require_unprepared(model: nn.Module) -> None:
 
 
 def _matched(model: nn.Module, plan: Plan, optimizer: Optimizer, weights: str | Path | None) -> _Given:
-    """Check that these belong together. Raises PlanError or WeightsError."""
+    """Raises PlanError or WeightsError where these do not belong together."""
     groups = optimizer.groups(model)
     by_id = group_of(groups)
     tensors, parameters = describe_parameters(model, by_id)
@@ -233,7 +231,7 @@ def _require_same(ranks: Ranks, given: _Given) -> None:
 
 
 def _warn_of_stateless(plan: Plan) -> None:
-    """Warn of trainable parameters without states: no gradient reached them in the plan's iteration."""
+    """No gradient reached these trainable parameters in the plan's iteration."""
     tensors, layout = plan.workload.tensors, plan.layout
     without = {t for t, c in layout.chunk_of.items() if plan.modes[c] == "frozen" and not layout.chunks[c].frozen}
     if not (without and plan.steps):
@@ -251,8 +249,8 @@ def _warn_of_stateless(plan: Plan) -> None:
 
 
 def _folders(plan: Plan, disks: Sequence[str | Path], ranks: Ranks | None) -> DiskFolders | None:
-    """Returns the folders for what the plan keeps on disks; None if it keeps nothing there. Raises DiskError, and
-    PlanError if folders are needed and none is given."""
+    """None if the plan keeps nothing on disks. Raises DiskError, and PlanError if folders are needed and none is
+    given."""
     if not any(resident.place is Place.NVME for resident in plan.initial):
         return None
     if not disks:
@@ -268,7 +266,7 @@ def _folders(plan: Plan, disks: Sequence[str | Path], ranks: Ranks | None) -> Di
 
 
 def _arena_that_fits(given: _Given, backend: Backend, ranks: Ranks | None, folders: DiskFolders | None) -> Arena:
-    """Returns the plan's arena, before it takes memory. Raises DoesNotFit where the host has too little."""
+    """Before it takes memory. Raises DoesNotFit where the host has too little."""
     arena = Arena(given.plan, backend, rank=0 if ranks is None else ranks.rank, disks=folders)
     check_host_memory(
         given.plan,
@@ -282,15 +280,13 @@ def _arena_that_fits(given: _Given, backend: Backend, ranks: Ranks | None, folde
 
 
 def _host_bytes(parameters: Sequence[nn.Parameter]) -> int:
-    """Returns the host bytes of the model's own storages, each counted once; a device's are left out."""
+    """Of the model's own storages on the host, each counted once."""
     storages = {storage_key(p): p.untyped_storage() for p in parameters if p.device.type == "cpu"}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def _queues_on(backend: Backend, queues: Queues | str, *, watchdog_s: float) -> Queues:
-    """Returns the requested queues. Raises PlanError for an unknown name, and for queues that do not suit the
-    backend.
-    """
+    """Raises PlanError for an unknown name, and for queues that do not suit the backend."""
     if queues == "threads":
         queues = queues_for(backend, watchdog_s=watchdog_s)
     if isinstance(queues, str):
@@ -307,7 +303,7 @@ def _queues_on(backend: Backend, queues: Queues | str, *, watchdog_s: float) -> 
 
 def _set_up_process(backend: Backend, threads: int | None, plan: Plan) -> Callable[[], None]:
     """Where the host computes for the accelerator, set up its memory ([Note: glibc and eviction] in backend.py) and
-    give torch `threads` threads (None: no change). Returns a function that gives them back."""
+    torch's threads (None: no change). Returns a function that gives them back."""
     if backend.device.type != "cpu":
         return lambda: None
     if not (map_large_blocks if plan.nvme_budget_bytes else keep_freed_pages)():
@@ -334,8 +330,8 @@ def _session_options(
 
 
 def _skeleton(model: nn.Module) -> nn.Module | None:
-    """Returns `session.batches.Shapes.skeleton`. Tensors that an earlier forward or capture has left on the model have
-    no memory either."""
+    """`session.batches.Shapes.skeleton`. Tensors that an earlier forward or capture has left on the model have no
+    memory either."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(
@@ -350,8 +346,8 @@ def _skeleton(model: nn.Module) -> nn.Module | None:
 
 
 class _Skeletal(TorchFunctionMode):
-    """Inside this context, `copy.deepcopy` copies tensors that torch refuses to copy (fake tensors, and those with a
-    gradient function) as tensors on meta."""
+    """`copy.deepcopy` copies tensors that torch refuses to copy (fake, or with a gradient function) as tensors on
+    meta."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__deepcopy__ and (isinstance(args[0], FakeTensor) or not args[0].is_leaf):
@@ -363,7 +359,7 @@ class _Skeletal(TorchFunctionMode):
 
 
 def _load(session: Session, source: Weights | None) -> None:
-    """Move the values into the chunks. Raises WeightsError for a file that changed after its header was read."""
+    """Raises WeightsError for a file that changed after its header was read."""
     session.weights_note = source.note if source is not None else ""
     with torch.no_grad():
         if source is None:
@@ -373,7 +369,7 @@ def _load(session: Session, source: Weights | None) -> None:
 
 
 def _stop_at_exit(session: Session) -> None:
-    """Stop the queues before the interpreter ends, when no thread may be inside torch."""
+    """No thread may be inside torch when the interpreter ends."""
     keeper = weakref.ref(session)
 
     def stop() -> None:
@@ -390,10 +386,9 @@ def _stop_at_exit(session: Session) -> None:
 def _given_back_on_error(
     backend: Backend | None, sessions: Sequence[Session], source: Weights | None = None
 ) -> Iterator[None]:
-    """Inside this context, an error gives back everything taken for the run.
+    """An error gives back everything taken for the run.
 
     backend: None where the caller made it.
-    sessions: holds the run's session once there is one, which gives the backend back itself.
     """
     try:
         yield
@@ -406,8 +401,8 @@ def _given_back_on_error(
 
 
 def _call_off(session: Session, error: BaseException, source: Weights | None) -> None:
-    """End a session that `prepare` does not return. The model gets its values back, except those from a source, and not
-    where ranks hold slices or after an interruption, when they may be incomplete in both places."""
+    """The model gets its values back, except those from a source, and not where ranks hold slices or after an
+    interruption, when they may be incomplete in both places."""
     if not isinstance(error, Exception):
         session.standstill.interrupt(
             "executor.prepare was interrupted while values moved into the chunks; build or load the model again"
@@ -424,7 +419,7 @@ def _call_off(session: Session, error: BaseException, source: Weights | None) ->
 
 @contextlib.contextmanager
 def _announced_on_error(ranks: Ranks | None) -> Iterator[None]:
-    """Inside this context, an error is reported to the other ranks, which would wait for this one."""
+    """An error is reported to the other ranks, which would wait for this one."""
     try:
         yield
     except BaseException as error:

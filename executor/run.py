@@ -1,8 +1,6 @@
 """A training job by name: builds the model, records its warm-up, runs a plan, runs the same steps in plain PyTorch.
 
-`pstar run`, the demo and the benchmarks use this file between loading a plan and printing a table. The loop itself is
-in `training.py`, and `prepare` puts the model under the plan. This file adds the checks before a run and a clean end in
-every case.
+`pstar run`, the demo and the benchmarks use this file. It adds the checks before a run and a clean end in every case.
 """
 
 from __future__ import annotations
@@ -48,9 +46,7 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """The results of a training job, and its measured figures.
-
-    timeline: that of the last timed iterations; None if the last left the plan. Its tide is measured where there is
+    """timeline: that of the last timed iterations; None if the last left the plan. Its tide is measured where there is
         `measured`, else the plan's at measured times.
     measured: bytes of one untimed iteration in the predicted order of events (None if not requested).
     deviations: how the run left the plan, if it did.
@@ -81,7 +77,7 @@ def check_device(plan: Plan, device: str) -> None:
 
 
 def check_hardware(plan: Plan, device: str) -> None:
-    """Do the checks of `check_device` that hold for any number of ranks."""
+    """For any number of ranks."""
     if is_cuda(device):
         cuda_device(device)
     elif device != "virtual":
@@ -107,9 +103,9 @@ def check_hardware(plan: Plan, device: str) -> None:
 
 
 def recording_machine(device: str, machine: Machine | None, gpu_memory_bytes: int | None) -> Machine:
-    """Returns the machine whose GPU budget a warm-up on `device` keeps. Without `machine` it has the virtual
-    accelerator's figures and the given memory; on CUDA the card's name and, by default, its memory less the room that a
-    run keeps (devices/headroom.py)."""
+    """The machine whose GPU budget a warm-up keeps. Without `machine` it has the virtual accelerator's figures and the
+    given memory; on CUDA the card's name and, by default, its memory less the room that a run keeps
+    (devices/headroom.py)."""
     if not is_cuda(device):
         if device != "virtual":
             raise PlanError(f"device {device!r} is not known; use --device virtual, cuda or cuda:N")
@@ -132,7 +128,6 @@ def recording_machine(device: str, machine: Machine | None, gpu_memory_bytes: in
 
 
 def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """Yields the batches, copied to the device as they are drawn."""
     if device.type == "cpu":
         return batches
     return (map_batch(one, lambda tensor: tensor.to(device, non_blocking=True)) for one in batches)
@@ -140,12 +135,9 @@ def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob(Axes):
-    """A training job by name.
-
-    model: as for `pstar trace`.
+    """model: as for `pstar trace`.
     batch: sequences of one micro-batch.
     data: "text:FOLDER", a folder of text files; None: the source of the Python standard library.
-    bandwidth: bytes per second of the virtual link, (to the gpu, to the host); None: as fast as memory copies.
     weights: folder with the model's values; None: initialised by the seed.
     """
 
@@ -163,8 +155,7 @@ class TrainingJob(Axes):
     def of_plan(
         cls, plan: Plan, model: str, *, data: str | None, lr: float, seed: int, weights: str | None = None
     ) -> TrainingJob:
-        """Returns the job of a plan, on a model given by name. If the plan chooses for each block, the model's own
-        checkpointing stays off."""
+        """If the plan chooses for each block, the model's own checkpointing stays off."""
         w = plan.workload
         return cls(
             model=model,
@@ -181,9 +172,9 @@ class TrainingJob(Axes):
         )
 
     def build(self, *, empty: bool = False) -> BuiltModel:
-        """Returns the model with real weights, the same for the same seed.
+        """With real weights, the same for the same seed.
 
-        empty: whether its parameters are on meta.
+        empty: whether parameters are on meta.
         """
         return build(
             self.model,
@@ -196,7 +187,7 @@ class TrainingJob(Axes):
         )
 
     def batches(self, built: BuiltModel, *, text: ByteText | None = None, skip: int = 0) -> Iterator[Any]:
-        """Yields endless batches, the same for the same seed.
+        """Endless batches, the same for the same seed.
 
         skip: sequences drawn before.
         """
@@ -206,7 +197,7 @@ class TrainingJob(Axes):
     def record(
         self, machine: Machine, *, device: str = "virtual", gpu_memory: int | None = None, group: Any = None
     ) -> Workload:
-        """Returns the workload of a real warm-up iteration on `device`, within the GPU budget of `machine`.
+        """Of a real warm-up iteration, within the GPU budget of `machine`.
 
         gpu_memory: as for `prepare`.
         group: as for `recording.record`.
@@ -324,15 +315,15 @@ class TrainingJob(Axes):
             )
 
     def _unread(self, keeping: Keeping) -> str:
-        """Returns a note on weights given and not read; "" for none."""
+        """On weights given and not read."""
         if keeping.weights is None or self.weights is None:
             return ""
         return f"{self.weights} was not read: the weights are the checkpoint's"
 
     def run_plain(self, plan: Plan, *, steps: int) -> list[StepReport]:
-        """Run the same steps in plain PyTorch on one thread: torch's fused optimizer, and `clip_grad_norm_`. It has no
-        fp32 master weights, so a bf16 job's losses agree only roughly. Returns a report per step. Raises PlanError for
-        an optimizer that torch does not have."""
+        """The same steps in plain PyTorch on one thread: torch's fused optimizer, and `clip_grad_norm_`. Without fp32
+        master weights a bf16 job's losses agree only roughly. Raises PlanError for an optimizer that torch does not
+        have."""
         built = self.build()
         parameters = list(built.module.parameters())
         optimizer = self._optimizer(plan).plain(parameters)
@@ -367,8 +358,8 @@ def _look_back(
     micro_batches: int,
     order: Callable[[Plan], Timeline] | None,
 ) -> tuple[Timeline | None, Measured | None]:
-    """Returns the timeline of a run's last iterations, and the measured bytes of one more; (None, None) if the last
-    left the plan."""
+    """The timeline of a run's last iterations, and the measured bytes of one more; (None, None) if the last left the
+    plan."""
     session = optimizer.session
     if not any(log.on_plan for log in list(session.steps.logs)[-1:]):
         return None, None

@@ -4,17 +4,14 @@ Gradients of an fp16 model are multiplied where they enter it and divided in the
 torch.amp.GradScaler: an iteration in which a gradient is not finite updates nothing (no value, no moment, no step
 count), and the scale falls. After `growth_interval` iterations in a row without an overflow, the scale grows.
 
-[Note: where the scale acts] The scale acts inside the model only. `guard_boundary` puts a view behind every output of
-the root module; the view's backward multiplies. Before every input with a gradient `guard_boundary` puts another view,
-whose backward divides. A tensor hook on the output itself would be wrong: an output such as the logits is also an inner
-value of the loss beside it, and the gradient from the loss is scaled already. Gradients outside the model (of the
-loop's own tensors, of modules before the model) are plain torch's, and a model called on its own output scales once.
+[Note: where the scale acts] `guard_boundary` puts a view behind every output of the root module, whose backward
+multiplies, and one before every input with a gradient, whose backward divides. A tensor hook on the output itself would
+be wrong: an output such as the logits is also an inner value of the loss beside it, and the gradient from the loss is
+scaled already.
 
 The gradient of an output in fp16 (logits, from which the loop computes its loss) is rounded to fp16 before it is
 multiplied, so that small ones are lost. Where the caller has the loss in hand before its backward (a Trainer,
 Lightning), `of_loss` multiplies the loss itself, as GradScaler does, and nothing is multiplied at the boundary.
-
-Knows neither chunks nor plans; `Update` (memory/update.py) carries the decision of one iteration.
 """
 
 from __future__ import annotations
@@ -66,14 +63,12 @@ class LossScale:
 
 
 def needs_loss_scaling(tensors: Iterable[Tensor]) -> bool:
-    """Returns whether gradients of these parameters pass through fp16: whether one is fp16, frozen or not (an adapter
-    in fp32 on an fp16 base)."""
+    """Whether one of the parameters is fp16, frozen or not (an adapter in fp32 on an fp16 base)."""
     return any(t.dtype in DTYPES and DTYPES[t.dtype].scaled for t in tensors)
 
 
 def loss_scale_for(asked: str | float | LossScale | None, tensors: Iterable[Tensor]) -> LossScale | None:
-    """Returns the scale that AdamW(loss_scale=asked) means for a model of these parameters. Raises PlanError for
-    another value."""
+    """The scale that AdamW(loss_scale=asked) means. Raises PlanError for another value."""
     if asked is None:
         return LossScale() if needs_loss_scaling(tensors) else None
     if isinstance(asked, LossScale):
@@ -89,9 +84,7 @@ def loss_scale_for(asked: str | float | LossScale | None, tensors: Iterable[Tens
 
 
 class LossScaling:
-    """The scale of a run.
-
-    scale: factor by which gradients that arrive now were multiplied.
+    """scale: factor by which gradients that arrive now were multiplied.
     skipped_steps: iterations that overflowed.
     """
 
@@ -105,12 +98,12 @@ class LossScaling:
 
     @property
     def at_boundary(self) -> float:
-        """Factor by which gradients are multiplied where they enter the model."""
+        """Factor where gradients enter the model."""
         return 1.0 if self._on_loss else self.scale
 
     @contextlib.contextmanager
     def of_loss(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yields the loss, multiplied by the scale, for a backward inside this context."""
+        """For a backward inside this context."""
         self._on_loss = True
         try:
             yield loss * self.scale
@@ -121,12 +114,11 @@ class LossScaling:
         self._norms = []
 
     def see(self, gradient: torch.Tensor) -> None:
-        """Note an arrived gradient's norm, which shows elements that are not finite (or beyond 1e19, which only bf16
-        and fp32 have)."""
+        """The norm shows elements that are not finite (or beyond 1e19, which only bf16 and fp32 have)."""
         self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
     def overflowed(self) -> bool:
-        """Returns whether some gradient of the iteration is not finite. Waits for the device that has the norms."""
+        """Whether some gradient of the iteration is not finite. Waits for the device that has the norms."""
         if not self._norms:
             return False
         devices: dict[torch.device, list[torch.Tensor]] = {}
@@ -135,7 +127,7 @@ class LossScaling:
         return not all(bool(torch.isfinite(torch.stack(norms)).all()) for norms in devices.values())
 
     def close_iteration(self, overflowed: bool) -> None:
-        """Change the scale, as GradScaler.update does."""
+        """As GradScaler.update does."""
         self._norms = []
         moves = self.spec.growth_interval > 0
         if overflowed:
@@ -167,8 +159,8 @@ class LossScaling:
 
 
 class _Boundary(torch.autograd.Function):
-    """Passes values on unchanged and multiplies their gradient by `factor()`. The result is a view, so it costs no
-    memory. A scalar is copied, because loops write into losses (`loss /= n`), which torch forbids in such a view."""
+    """Multiplies gradients by `factor()`. The result is a view, so it costs no memory. A scalar is copied, because
+    loops write into losses (`loss /= n`), which torch forbids in such a view."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, factor: Callable[[], float]) -> torch.Tensor:
@@ -187,7 +179,7 @@ def guard_boundary(
     *,
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda hook: hook,
 ) -> list[Any]:
-    """Scale gradients inside `model` from now on; see [Note: where the scale acts]. Returns the hooks' handles.
+    """[Note: where the scale acts]. Returns the hooks' handles.
 
     scale: read in each backward.
     wrap: applied to both hooks (`executor.moments.compiled.untraced`).
@@ -211,7 +203,7 @@ def guard_boundary(
 
 
 def _bounded(value: Any, factor: Callable[[], float], made: dict[int, torch.Tensor]) -> Any:
-    """Returns `value` with a boundary at each tensor that has a gradient; the same object without any."""
+    """A boundary at each tensor that has a gradient; the same object without any."""
 
     def bounded(tensor: torch.Tensor) -> torch.Tensor:
         if not (tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())):

@@ -4,8 +4,7 @@
 of the data set. The loss is the trainer's own. A loss that is not transformers' (TRL) may read numbers from tensors for
 its metrics, which a capture cannot follow. What it runs before that, a reference model for one, is captured; the
 backward then begins at the outputs of the model's first call with gradients. Such a loss works on a copy of the
-trainer, so that the trainer's own metrics are left as they are. The first iteration measures what the capture did not
-follow (`measuring/first.py`).
+trainer, which keeps its metrics. The first iteration measures what the capture did not follow.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ __all__ = ["captured"]
 
 
 def captured(trainer: Any, spec: Any, dtype: str | None) -> Any:
-    """Returns the workload of one of the trainer's micro-batches. See [Note: what is captured].
+    """[Note: what is captured]
 
     dtype: the plan's where the trainer casts by autocast, else None.
 
@@ -75,7 +74,7 @@ def _loss_of(trainer: Any) -> Callable[[nn.Module, Any], torch.Tensor]:
 
 
 def _as_far_as_followed(loss: Callable[[nn.Module, Any], torch.Tensor]) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """Returns `loss`, or a scalar of the model's outputs where it fails after the model's call with gradients."""
+    """`loss`, or a scalar of the model's outputs where it fails after the model's call with gradients."""
 
     def followed(model: nn.Module, batch: Any) -> torch.Tensor:
         outputs: list[Any] = []
@@ -99,7 +98,7 @@ def _as_far_as_followed(loss: Callable[[nn.Module, Any], torch.Tensor]) -> Calla
 
 
 def _twin(trainer: Any) -> Any:
-    """Returns a copy of the trainer with containers of its own; all else is shared."""
+    """With containers of its own; all else is shared."""
     twin = copy.copy(trainer)
     twin.__dict__.update({name: _copied(value) for name, value in vars(trainer).items()})
     return twin
@@ -140,14 +139,14 @@ def _refusing_to_generate(trainer: Any) -> Iterator[None]:
 
 
 class _Called(Exception):
-    """Ends the trainer's `compute_loss` at the model's first call with gradients."""
+    """Ends the trainer's `compute_loss`."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         self.call = args, kwargs
 
 
 def _call_in(action: Callable[[], Any], model: nn.Module) -> tuple[Any, Any]:
-    """Returns (args, kwargs) of the first call of the model with gradients in `action`. The call ends `action`."""
+    """(args, kwargs) of the first call of the model with gradients in `action`, which the call ends."""
 
     def see(module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
@@ -164,7 +163,7 @@ def _call_in(action: Callable[[], Any], model: nn.Module) -> tuple[Any, Any]:
 
 
 def _example(trainer: Any) -> Any:
-    """Returns a batch of the trainer's data: the largest, or the first if the data set cannot be indexed."""
+    """A batch of the trainer's data: the largest, or the first if the data set cannot be indexed."""
     loader = trainer.get_train_dataloader()
     batch = largest_batch(getattr(loader, "dataset", None), trainer._train_batch_size, loader.collate_fn)
     batch = next(iter(loader), None) if batch is None else batch
@@ -175,7 +174,7 @@ def _example(trainer: Any) -> Any:
 
 @contextlib.contextmanager
 def _untouched_generators() -> Iterator[None]:
-    """Inside this context, samplers and collators may draw random numbers; then the generators are as before."""
+    """Samplers and collators may draw random numbers; then the generators are as before."""
     before = generator_states()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The training loop that `pstar run`, the demo and the benchmarks use: the user's own loop, written out once.
+"""The training loop that `pstar run`, the demo and the benchmarks use.
 
 The same function trains under the executor and in plain PyTorch.
 """
@@ -22,7 +22,8 @@ __all__ = ["StepReport", "train", "train_step"]
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One optimizer step: its number (from 0), mean loss over the micro-batches, seconds of wall time."""
+    """step: from 0.
+    loss: mean over the micro-batches."""
 
     step: int
     loss: float
@@ -88,8 +89,7 @@ def _finite(loss: torch.Tensor, number: int) -> float:
 
 
 def _checked(prepared: torch.nn.Module, micro_batches: int, number: int) -> Callable[[torch.nn.Module, Any], Any]:
-    """Returns a loss function that raises ModelError if the prepared model's loss is not finite; its copy under fake
-    tensors has no values and is not checked."""
+    """Raises ModelError if the prepared model's loss is not finite; its copy under fake tensors has no values."""
 
     def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         value = forward_loss(model, batch)

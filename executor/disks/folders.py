@@ -1,8 +1,8 @@
 """Folders of disks: one run at a time in each, and nothing of a killed run left there.
 
 The files of a run are for that run alone: a checkpoint holds what is to last. A folder holds a lock and a file per rank
-and plan (`pstar-rank0.lock`, `pstar-rank0.0.slots`). The system gives up the lock of a process that ends, however it
-ends. So a lock that nobody holds says that the files beside it are remains of a killed run, which the next run removes.
+and plan (`pstar-rank0.lock`, `pstar-rank0.0.slots`). A lock that nobody holds says that the files beside it are remains
+of a killed run, which the next run removes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class DiskFolders:
         object.__setattr__(self, "_close", weakref.finalize(self, _release, self._slots, locks))
 
     def new_file(self, folder: Path) -> OwnFile:
-        """Returns a new file, which `close` removes. Raises OSError."""
+        """`close` removes the file. Raises OSError."""
         path = folder / f"pstar-rank{self.rank}.{len(self._slots)}.slots"
         self._slots.append(OwnFile(path, os.O_CREAT | os.O_EXCL, 0o600))
         return self._slots[-1]
@@ -74,22 +74,22 @@ class DiskFolders:
 
 
 class OwnFile:
-    """An open file that belongs to this process alone. Processes that are forked from it do not keep the descriptor,
-    and so neither a lock nor the room of a removed file."""
+    """An open file of this process alone. Forked processes do not keep the descriptor, and so neither a lock nor the
+    room of a removed file."""
 
     def __init__(self, path: Path, flags: int, mode: int = 0) -> None:
         self.path, self.descriptor = path, os.open(path, os.O_RDWR | flags, mode)
         _own_files.add(self)
 
     def is_at_path(self) -> bool:
-        """Returns whether the path still leads to this file, not to that of another run."""
+        """The path may lead to another run's file."""
         try:
             return os.path.samestat(os.fstat(self.descriptor), self.path.stat())
         except FileNotFoundError:
             return False
 
     def remove(self) -> None:
-        """Remove and close the file. Does nothing where it is closed."""
+        """Does nothing where the file is closed."""
         if self.descriptor >= 0:
             with contextlib.suppress(OSError):  # the folder may be gone
                 if self.is_at_path():
@@ -114,7 +114,6 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _locked(folder: Path, rank: int) -> OwnFile:
-    """Returns the lock of a rank, which this process holds."""
     path = folder / f"pstar-rank{rank}.lock"
     give_up_s = time.monotonic() + _PATIENCE_S
     while True:
@@ -148,8 +147,8 @@ def _locked(folder: Path, rank: int) -> OwnFile:
 
 
 def _remove_remains(folder: Path, rank: int, ranks: int) -> None:
-    """Remove the files of killed runs: those of this rank, whose lock is held, and by the first rank also those of
-    ranks that this run does not have and whose lock nobody holds. Raises DiskError."""
+    """The files of this rank, whose lock is held, and by the first rank those of ranks that this run does not have and
+    whose lock nobody holds. Raises DiskError."""
     try:
         _remove_files(folder, rank)
         for path in folder.glob("pstar-rank*.lock") if rank == 0 else ():
@@ -188,7 +187,7 @@ def _release(slots: Sequence[OwnFile], locks: Sequence[OwnFile]) -> None:
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """Returns the type of the file system under a folder ("ext4", "tmpfs"); "" where the system does not say.
+    """Type ("ext4", "tmpfs"); "" where the system does not say.
 
     mounts: rows of mounts, a later one above the earlier ones at its point.
     """

@@ -49,7 +49,7 @@ class _Piece(NamedTuple):
 
 class _File:
     def __init__(self, folders: DiskFolders, folder: Path, size_bytes: int) -> None:
-        """Make the file, with all its room. Raises DiskError."""
+        """With all its room. Raises DiskError."""
         self.direct = file_system(folder) in DIRECT
         free = shutil.disk_usage(folder).free
         short = (
@@ -83,8 +83,7 @@ class DiskStore(Generic[Key]):
     sizes: key -> bytes. A payload that was never written is read as zeros.
     named: key -> words for messages.
 
-    Attributes:
-        moved_bytes: by direction ("nvme_read", "nvme_write").
+    moved_bytes: by direction ("nvme_read", "nvme_write").
 
     Raises DiskError where a folder has no room.
     """
@@ -120,15 +119,15 @@ class DiskStore(Generic[Key]):
         self._files.clear()
 
     def write(self, key: Key, source: torch.Tensor) -> None:
-        """Write the payload from contiguous memory of the host. Raises DiskError; the payload is then lost."""
+        """source: contiguous memory of the host. Raises DiskError; the payload is then lost."""
         memory = _bytes_of(source)
         self._sums.pop(key, None)
         self._sums[key] = self._each(key, lambda piece: self._write(key, piece, memory[piece.start : piece.stop]))
         self.moved_bytes["nvme_write"] += len(memory)
 
     def read(self, key: Key, target: torch.Tensor) -> None:
-        """Read the payload into contiguous memory of the host. Raises DiskError where its bytes are not those that were
-        written, or the last write failed."""
+        """target: contiguous memory of the host. Raises DiskError where the bytes are not those that were written, or
+        the last write failed."""
         if key not in self._sums:
             raise DiskError(f"{self.named(key)} is lost: its write to disks failed; continue from the last checkpoint")
         memory, sums = _bytes_of(target), self._sums[key]
@@ -146,7 +145,7 @@ class DiskStore(Generic[Key]):
                 )
 
     def holds(self, key: Key, source: torch.Tensor) -> bool:
-        """Returns whether the payload is what this memory has, by their checksums."""
+        """By checksums."""
         if key not in self._sums:
             return False
         memory, sums = _bytes_of(source), self._sums[key]
@@ -155,7 +154,7 @@ class DiskStore(Generic[Key]):
         return sums == [xxhash.xxh3_64_intdigest(memory[piece.start : piece.stop]) for piece in self._pieces[key]]
 
     def _each(self, key: Key, move: Callable[[_Piece], int]) -> list[int]:
-        """Move all pieces. No piece moves any more when this returns or raises."""
+        """No piece moves any more when this returns or raises."""
         pieces = self._pieces[key]
         if len(pieces) == 1:
             return [move(pieces[0])]
@@ -187,7 +186,7 @@ class DiskStore(Generic[Key]):
         return xxhash.xxh3_64_intdigest(memory)
 
     def _whole(self, move: Callable[..., int], word: str, key: Key, piece: _Piece, memory: memoryview) -> None:
-        """Move all of the memory. The system may move less than it was asked for."""
+        """The system may move less than it was asked for."""
         at, file = piece.offset, self._files[piece.file]
         while memory:
             try:
@@ -215,7 +214,7 @@ class DiskStore(Generic[Key]):
         return f"disks folder {self._files[piece.file].own.path.parent}: {self.named(key)}"
 
     def _buffer(self) -> memoryview:
-        """Returns this thread's buffer, which begins at a page."""
+        """This thread's, which begins at a page."""
         if not hasattr(self._buffers, "memory"):
             self._buffers.memory = memoryview(mmap.mmap(-1, PIECE_BYTES))
         memory: memoryview = self._buffers.memory
@@ -231,5 +230,4 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _may_pass(memory: memoryview) -> bool:
-    """Returns whether O_DIRECT takes this memory."""
     return len(memory) % ALIGN_BYTES == 0 and np.frombuffer(memory, np.uint8).ctypes.data % ALIGN_BYTES == 0
