@@ -48,8 +48,8 @@ class _Crew:
 
 
 class ThreadQueues(QueuesBase):
-    """watchdog_s: seconds without the end of any step, while the user's thread waits, after which the log names the step
-        that waits. If no step runs or may start, PlanError is raised.
+    """watchdog_s: seconds without the end of any step, while the user's thread waits, after which the log names the
+        step that waits. If no step runs or may start, PlanError is raised.
     join_s: seconds for which `stop` waits for a running step.
     """
 
@@ -228,8 +228,8 @@ class ThreadQueues(QueuesBase):
         return None
 
     def end_step(self, i: int, iteration: int) -> None:
-        """[Note: who is woken] The lock is for a thread that finds the step not done and goes to sleep. A queue may sleep
-        until this step ends only if one of its steps waits for this step (`wakes`). Any other sleeper is in
+        """[Note: who is woken] The lock is for a thread that finds the step not done and goes to sleep. A queue may
+        sleep until this step ends only if one of its steps waits for this step (`wakes`). Any other sleeper is in
         `await_steps`, which counts itself in `_awaited` before it checks. Otherwise no thread has to be woken, and the
         lock is not taken.
         """

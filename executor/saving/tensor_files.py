@@ -240,8 +240,8 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class TensorToStore:
-    """pieces: called once, at the writing; yields the elements in order, flat, in tensors of any number, dtype and device,
-    as short as possible.
+    """pieces: called once, at the writing; yields the elements in order, flat, in tensors of any number, dtype and
+    device, as short as possible.
     """
 
     name: str
