@@ -90,6 +90,7 @@ def fits(
                 policies=named,
                 settings=settings_of(setting),
                 loading=loading,
+                near=True if why else None,
                 on_part=on_part,
             )
     rows = [*(p.as_fit() for p in predictions), *(answer or ())]

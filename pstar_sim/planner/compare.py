@@ -306,7 +306,7 @@ def _compare(
             found.rows.append(_unfit(name, usual))
     rows, planned, failures = found.rows, found.planned, found.failures
     others = _fitting(workload, settings, rows, planned)
-    elsewhere = Elsewhere(workload, machine)
+    elsewhere = Elsewhere(workload, machine, loading)
     near_wanted = near and not (only_best and others)
     for i, row in enumerate(rows):
         if row.policy in failures:
@@ -314,9 +314,7 @@ def _compare(
             hint = ""
             if near_wanted:
                 tell(f"what would do for {row.policy}", len(rows), len(asked))
-                hint = nearest(
-                    policy, workload, machine, settings, error, loading=loading, fitting=others, elsewhere=elsewhere
-                )
+                hint = nearest(policy, workload, machine, settings, error, fitting=others, elsewhere=elsewhere)
             rows[i] = unfit_row(row.policy, error, usual, hint)
     if others and only_best:
         best = _best(workload, settings, rows, planned)

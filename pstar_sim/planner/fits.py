@@ -131,7 +131,7 @@ def with_kept(tensor_bytes: int, kept_bytes: int, available_bytes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SmallestChange:
-    """The smallest change that makes a job fit, if no policy does.
+    """A change that makes a job fit, if no policy does.
 
     words: flags, "with --host-memory 128GB" or "with --policy optimal".
     policies: those that fit with the change.
@@ -149,7 +149,8 @@ class Fits(Collection):
     batch: sequences per micro-batch, of all GPUs together.
     rows: in the order asked for.
     near: whether changes were looked for.
-    change: None if a policy fits or no change helps.
+    change: the smallest; None if a policy fits or no change helps.
+    others: more host memory, then more GPU memory or another machine, where `change` is smaller and they help alone.
     """
 
     workload: Workload
@@ -160,6 +161,7 @@ class Fits(Collection):
     rows: tuple[Fit, ...]
     near: bool = True
     change: SmallestChange | None = None
+    others: tuple[SmallestChange, ...] = ()
 
     @property
     def any(self) -> bool:
@@ -179,7 +181,7 @@ def fits(
     settings: Settings | None = None,
     loading: Loading | str | None = None,
     times: bool = True,
-    near: bool = True,
+    near: bool | None = True,
     on_part: OnPart | None = None,
 ) -> Fits:
     """Returns whether each policy (all known policies if none is named) has room for the job, start-up and rounding
@@ -191,14 +193,15 @@ def fits(
     times: whether to simulate the policies that fit. A search takes EFFORT of the effort that `compare` spends, so its
         seconds may be a little more.
     near: whether to look for changes that would make the others fit, and for their needs in the place that is not
-        short.
+        short; None: for changes only where no policy fits.
     on_part: as in `compare`.
 
     Raises UnknownName for a policy that does not exist.
     """
     machine, settings = machine_of(machine), settings_of(settings)
     flag("times", times)
-    flag("near", near)
+    if near is not None:
+        flag("near", near)
     tell = teller(on_part)
     names = asked_names(policies)
     share = share_out(workload, machine, nearly=all_balance(names, machine))
@@ -215,32 +218,33 @@ def fits(
         answers.append(_fit_any(name, share, job, times=times))
     rows = [row for row, *_ in answers]
     fitting = [row.policy for row in sorted(rows, key=lambda r: r.iteration_s or 0.0) if row.fits]
-    change = None
-    if near:
+    changes: tuple[SmallestChange, ...] = ()
+    if near is not False:
         found: list[tuple[Remedy, str]] = []
-        elsewhere = Elsewhere(share.workload, machine)
+        elsewhere = Elsewhere(share.workload, machine, job.loading)
         for i, (row, error, asked) in enumerate(answers):
-            if error is not None:
-                tell(f"what would do for {row.policy}", len(names), len(names))
-                ask = asked.of(row.policy)
+            if error is None:
+                continue
+            tell(f"what would do for {row.policy}", len(names), len(names))
+            ways: tuple[Remedy, ...] = ()
+            if near or not fitting:
                 ways = remedies(
                     find_policy(row.policy),
                     asked.workload,
                     asked.machine,
                     settings,
                     error,
-                    loading=job.loading,
-                    ask=ask,
+                    ask=asked.of(row.policy),
                     ask_of=asked.of,
                     elsewhere=elsewhere,
                 )
-                found += [(way, row.policy) for way in ways]
-                row, error = _with_room(row, asked, error)
-                said = tuple(way.words for way in ways)
-                rows[i] = replace(row, reason=f"{error}; {in_words(ways, fitting)}", changes=said)
+            found += [(way, row.policy) for way in ways]
+            row, error = _with_room(row, asked, error)
+            hint = f"; {in_words(ways, fitting)}" if ways or near or not fitting else ""
+            rows[i] = replace(row, reason=f"{error}{hint}", changes=tuple(way.words for way in ways))
         if not fitting:
             tell("the smallest change", len(names), len(names))
-            change = _smallest(found, job, names, elsewhere)
+            changes = _changes(found, job, names, elsewhere)
     return Fits(
         workload=share.workload,
         machine=machine,
@@ -248,8 +252,9 @@ def fits(
         batch=share.batch,
         loading=job.loading,
         rows=tuple(rows),
-        near=near,
-        change=change,
+        near=near is not False,
+        change=changes[0] if changes else None,
+        others=changes[1:],
     )
 
 
@@ -268,7 +273,7 @@ class Asked:
 
     def of(self, policy: str, *, others: bool = True) -> Ask:
         """Returns the question of one policy."""
-        return asker(policy, loading=self.loading, others=others)
+        return asker(policy, others=others)
 
     def short_if_each_loads(self, need: Need) -> int | None:
         w, m = self.workload, self.machine
@@ -281,7 +286,7 @@ class Asked:
     def least_gpu_bytes(self, policy: str, machine: Machine, *, others: bool = True) -> int:
         """Returns the least GPU budget with which the policy, which fits the machine, still fits it."""
         ask = self.of(policy, others=others)
-        return least_gpu_bytes(lambda where: ask(self.workload, where, self.settings), machine)
+        return least_gpu_bytes(lambda where: ask(self.workload, where, self.settings, self.loading), machine)
 
 
 def _fit_any(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, DoesNotFit | None, Asked]:
@@ -391,35 +396,28 @@ def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit
     return replace(filled, short_bytes=shortage.short_bytes), shortage
 
 
-def _smallest(
+def _changes(
     found: Sequence[tuple[Remedy, str]], job: Asked, asked: Sequence[str], elsewhere: Elsewhere
-) -> SmallestChange | None:
-    """Returns another policy if one fits; else the smallest change, with all policies that it helps; else both
-    together."""
+) -> tuple[SmallestChange, ...]:
+    """Returns another policy if one fits; else the smallest change of the job, of the host's memory and of the GPU,
+    each with all policies that it helps; else another policy and a change together."""
     others = {
-        name: job.of(name)(job.workload, job.machine, job.settings)
+        name: job.of(name)(job.workload, job.machine, job.settings, job.loading)
         for name in built_in()
         if can(name).tries_others and name not in asked
     }
     for name, error in others.items():
         if error is None:
-            return SmallestChange(words=f"with --policy {name}", policies=(name,))
-    if found:
-        least = min((way for way, _ in found), key=lambda way: way.rank)
-        return SmallestChange(words=least.words, policies=tuple(name for way, name in found if way == least))
-    for name, error in others.items():
+            return (SmallestChange(words=f"with --policy {name}", policies=(name,)),)
+    for name, error in others.items() if not found else ():
         assert error is not None
-        ways = remedies(
-            find_policy(name),
-            job.workload,
-            job.machine,
-            job.settings,
-            error,
-            loading=job.loading,
-            ask=job.of(name),
-            elsewhere=elsewhere,
-        )
-        if ways:
-            least = min(ways, key=lambda way: way.rank)
-            return SmallestChange(words=f"with --policy {name} {least.words.removeprefix('with ')}", policies=(name,))
-    return None
+        ask, policy = job.of(name), find_policy(name)
+        ways = remedies(policy, job.workload, job.machine, job.settings, error, ask=ask, elsewhere=elsewhere)
+        found = [(replace(way, words=f"with --policy {name} {way.words.removeprefix('with ')}"), name) for way in ways]
+    least: dict[int, Remedy] = {}
+    for way, _ in sorted(found, key=lambda pair: pair[0].rank):
+        least.setdefault(way.hardware, way)
+    return tuple(
+        SmallestChange(words=one.words, policies=tuple(name for way, name in found if way == one))
+        for one in least.values()
+    )

@@ -539,20 +539,18 @@ def _with_nearest_yes(
     shape: the shape of `least` if it is not in the catalog.
     """
     able = [row.policy for row in rows if row.value]
-    elsewhere = Elsewhere(least, machine, shape)
+    elsewhere = Elsewhere(least, machine, loading, shape)
 
     def with_yes(row: Limit, policy: str | Policy, error: Refusal | None) -> Limit:
         if row.value or not isinstance(error, DoesNotFit):
             return row
 
-        def ask(other: Workload, where: Machine, with_settings: Settings) -> DoesNotFit | None:
-            refusal = _asker(where, with_settings, loading)(policy, other)
+        def ask(other: Workload, where: Machine, with_settings: Settings, loaded: Loading) -> DoesNotFit | None:
+            refusal = _asker(where, with_settings, loaded)(policy, other)
             return error if isinstance(refusal, CannotPlan) else refusal
 
         function = find_policy(policy) if isinstance(policy, str) else policy
-        hint = nearest(
-            function, least, machine, settings, error, loading=loading, fitting=able, ask=ask, elsewhere=elsewhere
-        )
+        hint = nearest(function, least, machine, settings, error, fitting=able, ask=ask, elsewhere=elsewhere)
         return replace(row, reason=f"{row.reason}; {hint}")
 
     return [with_yes(row, policy, error) for row, policy, (_, error) in zip(rows, policies, found)]

@@ -1,73 +1,90 @@
 """Nearest: the changes that would make a policy fit, found by trying.
 
-The changes are tried in this order, up to the first success of each kind: weights that are loaded once per node;
-options under which the policy keeps lists on the machine's disks; more GPU memory, where the user has set it; a catalog
-machine with more GPU memory; more host memory; checkpointing; smaller micro-batches at the same global batch; a fused
-loss; an optimizer with smaller states, or no fp32 masters; then the other policies that are known to fit. Every
-suggested change has room by memory_needs.py. Of a workload that comes from a trace, only the optimizer is changed.
+[Note: the smallest change] Changes of the job cost no hardware. They are tried in the order of KINDS, each beside all
+before it that save bytes where these are short, until the job fits; then those are left out without which it fits, too.
+Options under which a policy keeps lists on the machine's disks, more host memory, more GPU memory (where the user has
+set it) and catalog machines with more of it are tried alone. Every suggested change has room by memory_needs.py. Of a
+workload that comes from a trace, only its loading and its optimizer are changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
+from pstar_sim.catalog.attention import ATTENTION, USUAL
 from pstar_sim.catalog.loader import as_listed, load_machine, machine_names, resize
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.core.plan import Settings
 from pstar_sim.dtypes import DTYPES
-from pstar_sim.errors import CatalogError, DoesNotFit, PstarError
+from pstar_sim.errors import CannotPlan, CatalogError, DoesNotFit, PstarError
 from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.policy.kit.options import Specified, split_spec
 from pstar_sim.policy.registry import Policy, can, policy_name
 from pstar_sim.units import GB, MB
-from pstar_sim.workload.kernels import FUSED
-from pstar_sim.workload.loading import WHOLE, Loading
+from pstar_sim.workload.kernels import FLAVOURS, FUSED
+from pstar_sim.workload.loading import LOADING, WHOLE, Loading
+from pstar_sim.workload.lora import adapter_of
 from pstar_sim.workload.optimizers import MASTERS, OPTIMIZERS
-from pstar_sim.workload.presets import can_vary, variant
+from pstar_sim.workload.presets import can_vary, has_kernels, variant
 from pstar_sim.workload.workload import Workload, with_optimizer
 
 __all__ = ["KINDS", "Ask", "Elsewhere", "Remedy", "asker", "in_words", "nearest", "remedies"]
 
-KINDS = (
-    "loading",
-    "policy",
-    "checkpointing",
-    "micro-batches",
-    "loss",
-    "optimizer",
-    "host memory",
-    "GPU memory",
-    "machine",
-)
+_EXACT, _INEXACT = ("loading", "kernels", "loss", "micro-batches", "checkpointing"), ("optimizer", "LoRA")
+KINDS = (*_EXACT, "policy", *_INEXACT, "host memory", "GPU memory", "machine")
 """Kinds of changes, smallest change first: flags of the job cost nothing, memory for the host costs less than a GPU."""
 _SMALLER = {"adamw": "adamw-8bit", "adam": "adamw-8bit", "adamw-bf16-states": "adamw-8bit", "lion": "lion-8bit"}
 """Optimizer -> the one with the same update and states in 8 bits."""
+_LORA = "r=16"
+_MOST_SPLITS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
     """A change that was tried and makes a job fit.
 
-    kind: one of KINDS.
-    size: bytes of memory (for a machine, of its GPU), a number of micro-batches, or how far an optimizer is from the
-        job's.
+    kinds: some of KINDS.
+    size: bytes of memory (for a machine, of its GPU), or how far the options of the job's change are from the job's.
     words: flags, "with --host-memory 128GB" or "on a100-80".
     """
 
-    kind: str
+    kinds: tuple[str, ...]
     size: int
     words: str
 
     @property
     def rank(self) -> tuple[int, int]:
-        return KINDS.index(self.kind), self.size
+        """The largest kind of change counts more than all smaller ones."""
+        return sum(1 << KINDS.index(kind) for kind in self.kinds), self.size
+
+    @property
+    def hardware(self) -> int:
+        """0 for none, 1 for more host memory, 2 for more GPU memory."""
+        return next((n for n, kind in ((1, "host memory"), (2, "GPU memory"), (2, "machine")) if kind in self.kinds), 0)
 
 
-Ask = Callable[[Workload, Machine, Settings], DoesNotFit | None]
+Ask = Callable[[Workload, Machine, Settings, Loading], DoesNotFit | None]
 """Returns why a job does not fit; None if it does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Option:
+    """One change of a job.
+
+    size: number of micro-batches, or how far it is from the job's among the options of its kind.
+    given: keyword arguments of `variant`, of `with_optimizer`, and "loading".
+    """
+
+    flags: str
+    size: int = 0
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+
+_Changed = tuple[Workload, Loading]
 
 
 class Elsewhere:
@@ -76,10 +93,12 @@ class Elsewhere:
     shape: shape of a preset that is not in the catalog.
     """
 
-    def __init__(self, workload: Workload, machine: Machine, shape: ModelEntry | None = None) -> None:
-        self.workload, self.machine = workload, machine
+    def __init__(
+        self, workload: Workload, machine: Machine, loading: Loading = WHOLE, shape: ModelEntry | None = None
+    ) -> None:
+        self.workload, self.machine, self.loading = workload, machine, loading
         self._shape = shape
-        self._smaller: dict[tuple[int, int], Workload] = {}
+        self._made: dict[tuple[str, ...], Workload] = {}
 
     @cached_property
     def machines(self) -> tuple[Machine, ...]:
@@ -96,33 +115,81 @@ class Elsewhere:
                 known.append(one)
         return tuple(sorted(known, key=lambda m: (m.gpu_budget_bytes, -m.host_budget_bytes)))
 
-    @property
-    def varies(self) -> bool:
-        """Whether the workload can be written with another batch or with checkpointing."""
-        return can_vary(self.workload, self._shape)
-
     @cached_property
-    def fused(self) -> Mapping[str, Workload]:
-        """Flags -> the workload with a fused loss, which never has all logits; with checkpointing too, where it has
-        none. Empty where the loss is fused, or the model has no logits to cut, or runs under autocast."""
-        shape = model_entry(self.workload.model) if self._shape is None else self._shape
-        if not shape.causal or self.workload.loss == FUSED or self.workload.autocast:
-            return {}
-        found = {f"--loss {FUSED}": variant(self.workload, loss=FUSED, shape=self._shape)}
-        if not self.workload.checkpointing:
-            both = variant(self.workload, loss=FUSED, checkpointing=True, shape=self._shape)
-            found[f"--checkpointing --loss {FUSED}"] = both
-        return found
+    def options(self) -> Mapping[str, tuple[_Option, ...]]:
+        """Kind -> changes of the job, the smallest first."""
+        w = self.workload
+        found: dict[str, Iterator[_Option]] = {"loading": self._loadings(), "optimizer": self._optimizers()}
+        if can_vary(w, self._shape):
+            shape = model_entry(w.model) if self._shape is None else self._shape
+            found |= {"kernels": self._kernels(shape), "micro-batches": self._splits()}
+            if not w.checkpointing or w.recompute:
+                instead = f" in place of --recompute {w.recompute}" if w.recompute else ""
+                found["checkpointing"] = iter(
+                    [_Option(flags=f"--checkpointing{instead}", given={"checkpointing": True})]
+                )
+            if shape.causal and w.loss != FUSED and not w.autocast:
+                found["loss"] = iter([_Option(flags=f"--loss {FUSED}", given={"loss": FUSED})])
+            if adapter_of(w) is None and not w.autocast:
+                found["LoRA"] = iter([_Option(flags=f"--lora {_LORA}", given={"lora": _LORA})])
+        return {kind: tuple(found[kind]) for kind in (*_EXACT, *_INEXACT) if kind in found}
 
-    @cached_property
-    def checkpointed(self) -> Workload:
-        return variant(self.workload, checkpointing=True, shape=self._shape)
+    def _loadings(self) -> Iterator[_Option]:
+        whole, each, in_place = LOADING
+        ways = [replace(self.loading, way=whole)] if self.loading.way == each else []
+        if self.loading.way != in_place:
+            ways.append(Loading(way=in_place))
+        for size, way in enumerate(ways):
+            yield _Option(flags=f"--loading {way}", size=size, given={"loading": way})
 
-    def smaller(self, batch: int, micro_batches: int) -> Workload:
-        key = (batch, micro_batches)
-        if key not in self._smaller:
-            self._smaller[key] = variant(self.workload, batch=batch, micro_batches=micro_batches, shape=self._shape)
-        return self._smaller[key]
+    def _kernels(self, shape: ModelEntry) -> Iterator[_Option]:
+        """Yields flash attention where it is math, and fused kernels where they are eager."""
+        w = self.workload
+        given: dict[str, Any] = {}
+        if w.attention in ATTENTION and ATTENTION[w.attention].torch == "math":
+            given["attention"] = USUAL
+        fused = w.kernels in FLAVOURS and not FLAVOURS[w.kernels].fused and has_kernels(shape, FUSED)
+        if fused and not w.autocast:
+            given["kernels"] = FUSED
+        if given:
+            yield _Option(flags=" ".join(f"--{name} {value}" for name, value in given.items()), given=given)
+
+    def _splits(self) -> Iterator[_Option]:
+        w, ranks = self.workload, self.machine.data_parallel_size
+        for n in range(2, min(w.batch, _MOST_SPLITS) + 1):
+            if w.batch % n == 0:
+                batch, count = w.batch // n, w.micro_batches * n
+                flags = f"--batch {batch * ranks} --micro-batches {count}"
+                yield _Option(flags=flags, size=count, given={"batch": batch, "micro_batches": count})
+
+    def _optimizers(self) -> Iterator[_Option]:
+        """Yields optimizers with smaller states, the nearest first: that of the same update, then no fp32 masters,
+        both, then Adafactor."""
+        w = self.workload
+        if w.optimizer.name not in OPTIMIZERS:
+            return  # of a trace's own
+        same, plain = _SMALLER.get(w.optimizer.name), not DTYPES[w.dtype].scaled and w.optimizer.masters == MASTERS[0]
+        none = MASTERS[1] if plain else None
+        changes = [(same, None), (None, none), (same, none), ("adafactor", None), ("adafactor", none)]
+        for size, (name, masters) in enumerate(dict.fromkeys(changes)):
+            given = {key: value for key, value in (("optimizer", name), ("masters", masters)) if value is not None}
+            smaller = with_optimizer(w, name, masters).states_bytes_per_param < w.states_bytes_per_param
+            if given and smaller:
+                yield _Option(flags=" ".join(f"--{k} {value}" for k, value in given.items()), size=size, given=given)
+
+    def job(self, options: Mapping[str, _Option]) -> _Changed | None:
+        """Returns None where no preset is written for the options together."""
+        given = {key: value for option in options.values() for key, value in option.given.items()}
+        loading = given.pop("loading", self.loading)
+        key = tuple(f"{name}={given[name]}" for name in sorted(given))
+        if key not in self._made:
+            optimizer = given.pop("optimizer", None), given.pop("masters", None)
+            try:
+                w = variant(self.workload, shape=self._shape, **given) if given else self.workload
+            except PstarError:
+                return None
+            self._made[key] = with_optimizer(w, *optimizer)
+        return self._made[key], loading
 
 
 def nearest(
@@ -132,17 +199,16 @@ def nearest(
     settings: Settings,
     error: DoesNotFit,
     *,
-    loading: Loading = WHOLE,
     fitting: Sequence[str] = (),
     ask: Ask | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> str:
-    """Returns words such as "fits on a100-80, or with --batch 4 --micro-batches 2".
+    """Returns words such as "fits with --batch 4 --micro-batches 2, or on a100-80".
 
     fitting: policies that fit this very job, best first.
-    loading, ask, elsewhere: as in `remedies`.
+    ask, elsewhere: as in `remedies`.
     """
-    ways = remedies(policy, workload, machine, settings, error, loading=loading, ask=ask, elsewhere=elsewhere)
+    ways = remedies(policy, workload, machine, settings, error, ask=ask, elsewhere=elsewhere)
     return in_words(ways, fitting)
 
 
@@ -158,58 +224,122 @@ def remedies(
     settings: Settings,
     error: DoesNotFit,
     *,
-    loading: Loading = WHOLE,
     ask: Ask | None = None,
     ask_of: Callable[[str], Ask] | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> tuple[Remedy, ...]:
-    """Returns at most one change of each kind. Host memory may come twice: with the options for disks, which need less,
-    and alone.
+    """Returns at most one change of the job and one of each other kind, the smallest first. Host memory may come twice:
+    with the options for disks, which need less, and alone.
 
     ask: returns why a job does not fit, or None if it fits; None: `shortage` of the policy.
     ask_of: returns the `ask` of another spec; None: `shortage` of the spec.
-    elsewhere: the machines and workloads to try, for a caller who asks for several policies.
+    elsewhere: the machines and workloads to try, for a caller who asks for several policies or says how the weights
+        are loaded.
     """
     if error.change:
-        return (Remedy(kind="policy", size=0, words=error.change),)
-    ask = ask or asker(policy, loading=loading)
+        return (Remedy(kinds=("policy",), size=0, words=error.change),)
+    ask = ask or asker(policy)
     elsewhere = elsewhere or Elsewhere(workload, machine)
     if error.place == "pinned":
         return ()
+    job = _of_job(ask, elsewhere, settings, error)
     if error.place == "host":
-        once = _once(policy, workload, machine, settings, loading)
-        disks = _on_disks(policy, workload, machine, settings, ask_of or (lambda spec: asker(spec, loading=loading)))
-        more = _host_memory(ask, workload, machine, settings, error)
+        disks = _on_disks(policy, workload, machine, settings, elsewhere.loading, ask_of or asker)
+        more = _host_memory(ask, workload, machine, settings, elsewhere.loading, error)
         if disks is not None and more is not None and disks.size >= more.size:
             disks = None  # the options are given already, or save no host memory
-        other = next(_optimizers(ask, workload, machine, settings, error), None)
-        return tuple(one for one in (once, disks, other, more) if one is not None)
-    bigger = _gpu_memory(ask, workload, machine, settings, error)
+        return tuple(sorted((one for one in (disks, job, more) if one is not None), key=lambda one: one.rank))
+    bigger = _gpu_memory(ask, workload, machine, settings, elsewhere.loading, error)
     bigger = bigger or next(_machines(ask, elsewhere, settings, error), None)
-    # If the model data alone are too large, no batch is small enough.
-    possible = error.needed_bytes - workload.peak_non_model_bytes <= error.available_bytes
-    smaller = next(_workloads(ask, elsewhere, settings, error), None) if possible else None
-    other = None if smaller else next(_optimizers(ask, workload, machine, settings, error), None)
-    return tuple(one for one in (bigger, smaller, other) if one is not None)
+    return tuple(one for one in (job, bigger) if one is not None)
 
 
-def asker(policy: str | Policy, *, loading: Loading, others: bool = True) -> Ask:
+def asker(policy: str | Policy, *, others: bool = True) -> Ask:
 
-    def ask(workload: Workload, machine: Machine, settings: Settings) -> DoesNotFit | None:
+    def ask(workload: Workload, machine: Machine, settings: Settings, loading: Loading) -> DoesNotFit | None:
         return shortage(policy, workload, machine, settings, loading=loading, others=others)
 
     return ask
 
 
-def _once(policy: Policy, workload: Workload, machine: Machine, settings: Settings, loading: Loading) -> Remedy | None:
-    once = replace(loading, way="whole")
-    if loading.way != "each" or asker(policy, loading=once)(workload, machine, settings) is not None:
-        return None
-    return Remedy(kind="loading", size=0, words=f"with --loading {once}")
+def _of_job(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFit) -> Remedy | None:
+    """[Note: the smallest change]. A job is asked about only if it saves as many bytes as the last refused one lacked
+    in the place that was short."""
+    machine = elsewhere.machine
+    last, refused = error, (elsewhere.workload, elsewhere.loading)
+    places = {error.place}
+
+    def fits(options: Mapping[str, _Option]) -> bool:
+        nonlocal last, refused
+        job = elsewhere.job(options)
+        if job is None or last.needed_bytes - _saved_bytes(refused, job, last.place, machine) > last.available_bytes:
+            return False
+        try:
+            short = ask(job[0], machine, settings, job[1])
+        except CannotPlan:
+            return False
+        if short is not None:
+            last, refused = short, job
+            places.add(short.place)
+        return short is None
+
+    def saves(options: Mapping[str, _Option], kind: str, option: _Option) -> bool:
+        before, after = elsewhere.job(options), elsewhere.job({**options, kind: option})
+        return (
+            before is not None
+            and after is not None
+            and any(_saved_bytes(before, after, place, machine) > 0 for place in places)
+        )
+
+    known: set[str] = set()
+    while known < places:  # a place that is short only behind another is known in the second round
+        known, taken = {*places}, dict[str, _Option]()
+        for kind, options in elsewhere.options.items():
+            for option in options:
+                if fits({**taken, kind: option}):
+                    return _least({**taken, kind: option}, kind, fits)
+            if options and saves(taken, kind, options[-1]):
+                taken[kind] = options[-1]
+    return None
+
+
+def _least(options: dict[str, _Option], last: str, fits: Callable[[Mapping[str, _Option]], bool]) -> Remedy:
+    alone = {last: options[last]}
+    others = [kind for kind in options if kind != last]
+    if others and fits(alone):
+        options = alone
+    else:
+        for kind in reversed(others):
+            fewer = {k: option for k, option in options.items() if k != kind}
+            if fits(fewer):
+                options = fewer
+    words = " ".join(option.flags for option in options.values())
+    return Remedy(kinds=(*options,), size=sum(option.size for option in options.values()), words=f"with {words}")
+
+
+def _saved_bytes(before: _Changed, after: _Changed, place: str, m: Machine) -> float:
+    """Returns the most bytes that a rank may save in the place."""
+
+    def trained_bytes(w: Workload) -> float:
+        gradient_bytes = DTYPES[w.dtype].bytes
+        trained = sum(t.numel for t in w.tensors if not t.frozen and t.tied_to is None)
+        return (w.states_bytes_per_param + gradient_bytes) * trained
+
+    (one, how), (other, way) = before, after
+    data = trained_bytes(one) - trained_bytes(other)
+    if place == "gpu":
+        return data + one.peak_non_model_bytes - other.peak_non_model_bytes
+    loading = how.startup_bytes(one, m.local_ranks) - way.startup_bytes(other, m.local_ranks)
+    return data / m.data_parallel_size + loading
 
 
 def _on_disks(
-    policy: Policy, workload: Workload, machine: Machine, settings: Settings, ask_of: Callable[[str], Ask]
+    policy: Policy,
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    loading: Loading,
+    ask_of: Callable[[str], Ask],
 ) -> Remedy | None:
     """Returns the options under which lists live on disks; with more host memory, if these alone do not help, those
     that need the least of it."""
@@ -222,17 +352,17 @@ def _on_disks(
         kept = [option for option in given.split(",") if option and option.partition("=")[0] not in keys]
         spec = f"{name}:{','.join([*kept, options])}"
         try:
-            short = ask_of(spec)(workload, machine, settings)
+            short = ask_of(spec)(workload, machine, settings, loading)
         except PstarError:  # the policy has no plan for such a job
             continue
         if short is None:
-            return Remedy(kind="policy", size=0, words=f"with --policy {spec}")
+            return Remedy(kinds=("policy",), size=0, words=f"with --policy {spec}")
         if short.place == "host" and (least is None or short.needed_bytes < least[1].needed_bytes):
             least = spec, short
     if least is None:
         return None
     spec, short = least
-    more = _host_memory(ask_of(spec), workload, machine, settings, short)
+    more = _host_memory(ask_of(spec), workload, machine, settings, loading, short)
     if more is None:
         return None
     return replace(more, words=f"with --policy {spec} and {more.words.removeprefix('with ')}")
@@ -243,16 +373,18 @@ def _machines(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNot
     for one in elsewhere.machines:
         if one.gpu_budget_bytes < error.needed_bytes:
             continue
-        short = ask(elsewhere.workload, one, settings)
+        short = ask(elsewhere.workload, one, settings, elsewhere.loading)
         if short is None:
-            yield Remedy(kind="machine", size=one.gpu_budget_bytes, words=f"on {one.name}")
+            yield Remedy(kinds=("machine",), size=one.gpu_budget_bytes, words=f"on {one.name}")
         elif short.place == "host":
-            more = _host_memory(ask, elsewhere.workload, one, settings, short)
+            more = _host_memory(ask, elsewhere.workload, one, settings, elsewhere.loading, short)
             if more is not None:
-                yield Remedy(kind="machine", size=one.gpu_budget_bytes, words=f"on {one.name} {more.words}")
+                yield Remedy(kinds=("machine",), size=one.gpu_budget_bytes, words=f"on {one.name} {more.words}")
 
 
-def _gpu_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit) -> Remedy | None:
+def _gpu_memory(
+    ask: Ask, workload: Workload, machine: Machine, settings: Settings, loading: Loading, error: DoesNotFit
+) -> Remedy | None:
     """Returns the GPU memory that makes the job fit, in whole MB, rounded up to two digits or to 0.1 GB. Only for
     "virtual", and for a machine of the catalog that was given less than it has, up to the memory that it has."""
     listed = as_listed(machine)
@@ -264,16 +396,16 @@ def _gpu_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settin
     if listed is not None and size * MB > listed.gpu.memory_bytes:
         return None
     try:
-        if ask(workload, resize(machine, gpu_memory=size * MB), settings) is not None:
+        if ask(workload, resize(machine, gpu_memory=size * MB), settings, loading) is not None:
             return None
     except CatalogError:
         return None  # on a unified machine this leaves nothing for the host
     words = f"{size / 1000:g}GB" if size >= 1000 else f"{size}MB"
-    return Remedy(kind="GPU memory", size=size * MB, words=f"with --gpu-memory {words}")
+    return Remedy(kinds=("GPU memory",), size=size * MB, words=f"with --gpu-memory {words}")
 
 
 def _host_memory(
-    ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
+    ask: Ask, workload: Workload, machine: Machine, settings: Settings, loading: Loading, error: DoesNotFit
 ) -> Remedy | None:
     short: DoesNotFit | None = error
     for _ in range(3):  # the place that was short first may hide further needs
@@ -284,62 +416,10 @@ def _host_memory(
             bigger = resize(machine, host_memory=size * GB)
         except CatalogError:
             return None  # on a unified machine this leaves nothing for the GPU
-        short = ask(workload, bigger, settings)
+        short = ask(workload, bigger, settings, loading)
         if short is None:
             words = f"with --host-memory {size}GB{machine.host_memory_of}"
-            return Remedy(kind="host memory", size=size * GB, words=words)
+            return Remedy(kinds=("host memory",), size=size * GB, words=words)
         if short.place != "host":
             return None
     return None
-
-
-def _optimizers(
-    ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
-) -> Iterator[Remedy]:
-    """Yields optimizers with smaller states, the nearest first: that of the same update, then no fp32 masters, both,
-    then Adafactor."""
-    now = workload.optimizer
-    if now.name not in OPTIMIZERS:
-        return  # of a trace's own
-    same, plain = _SMALLER.get(now.name), not DTYPES[workload.dtype].scaled and now.masters == MASTERS[0]
-    none = MASTERS[1] if plain else None
-    changes = [(same, None), (None, none), (same, none), ("adafactor", None), ("adafactor", none)]
-    trained = sum(t.numel for t in workload.tensors if not t.frozen and t.tied_to is None)
-    ranks = machine.data_parallel_size if error.place == "host" else 1
-    for size, (name, masters) in enumerate(dict.fromkeys(changes)):
-        if name is None and masters is None:
-            continue
-        changed = with_optimizer(workload, name, masters)
-        saved_bytes = (workload.states_bytes_per_param - changed.states_bytes_per_param) * trained / ranks
-        if saved_bytes <= 0 or error.needed_bytes - saved_bytes > error.available_bytes:
-            continue
-        if ask(changed, machine, settings) is None:
-            flags = [*([f"--optimizer {name}"] if name else []), *([f"--masters {masters}"] if masters else [])]
-            yield Remedy(kind="optimizer", size=size, words=f"with {' '.join(flags)}")
-
-
-def _workloads(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFit) -> Iterator[Remedy]:
-    workload, machine = elsewhere.workload, elsewhere.machine
-    if not elsewhere.varies:
-        return
-
-    def promising(changed: Workload) -> bool:
-        """The policy is planned only if it would fit with a need lower by as much as the tide."""
-        lower = workload.peak_non_model_bytes - changed.peak_non_model_bytes
-        return error.needed_bytes - lower <= error.available_bytes
-
-    if not workload.checkpointing or workload.recompute:
-        changed = elsewhere.checkpointed
-        if promising(changed) and ask(changed, machine, settings) is None:
-            instead = f" in place of --recompute {workload.recompute}" if workload.recompute else ""
-            yield Remedy(kind="checkpointing", size=0, words=f"with --checkpointing{instead}")
-    for batch in (workload.batch // n for n in range(2, min(workload.batch, 1024) + 1) if workload.batch % n == 0):
-        if not promising(elsewhere.smaller(batch, 1)):
-            continue
-        micro_batches = workload.micro_batches * (workload.batch // batch)
-        if ask(elsewhere.smaller(batch, micro_batches), machine, settings) is None:
-            flags = f"--batch {batch * machine.data_parallel_size} --micro-batches {micro_batches}"
-            yield Remedy(kind="micro-batches", size=micro_batches, words=f"with {flags}")
-    for flags, changed in elsewhere.fused.items():
-        if promising(changed) and ask(changed, machine, settings) is None:
-            yield Remedy(kind="loss", size=0, words=f"with {flags}")

@@ -40,7 +40,7 @@ from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
 from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.memory_needs import shortage
-from pstar_sim.planner.nearest import asker, nearest
+from pstar_sim.planner.nearest import Elsewhere, asker, nearest
 from pstar_sim.planner.tried import Cap, Tried, WayOutcome
 from pstar_sim.planner.ways import Way, relayed_ways, words
 from pstar_sim.policy.kit.points import Point
@@ -319,8 +319,9 @@ class _Race:
         assert self.shortest is not None
         way, error = self.shortest
 
-        ask = asker(QUICK if self.searching else self.policy, loading=self.loading)
-        hint = nearest(self.function, way.workload, self.machine, self.settings, error, ask=ask)
+        ask = asker(QUICK if self.searching else self.policy)
+        elsewhere = Elsewhere(way.workload, self.machine, self.loading)
+        hint = nearest(self.function, way.workload, self.machine, self.settings, error, ask=ask, elsewhere=elsewhere)
         ways = f"that is {self._words(way)}, which lacks least of {len(self.ways)} tried"
         return error.restated(policy=self.policy, what="; ".join((error.what, ways, hint, *left_out)))
 

@@ -17,12 +17,11 @@ from pstar_sim.units import GB, format_bytes, format_error, format_params, forma
 from pstar_sim.validation.published_limits import PublishedLimit, published_limits
 from pstar_sim.workload.kernels import kernels_text
 from pstar_sim.workload.loading import EACH_FP32, Loading, loading_of
-from pstar_sim.workload.lora import adapter_of
 
 if TYPE_CHECKING:
     from pstar_sim.catalog.machine import Machine
     from pstar_sim.planner.cheapest import Cheapest, Offer
-    from pstar_sim.planner.fits import Fit, Fits
+    from pstar_sim.planner.fits import Fit, Fits, SmallestChange
     from pstar_sim.planner.limits import Limit, Limits
     from pstar_sim.planner.sensitivity import PartEffect, Sensitivity
 
@@ -196,22 +195,21 @@ def _changes(answer: Fits) -> list[str]:
     said: list[str] = []
     change = answer.change
     if change is not None:
-        others = "" if change.policies == tuple(row.policy for row in answer.rows) else _under(change.policies)
-        alone = change.words.startswith("with --policy")
-        said.append(
-            f"Smallest change that makes it fit: {change.words.removeprefix('with ')}{'' if alone else others}."
-        )
+        said.append(f"Smallest change that makes it fit: {_named_change(change, answer)}.")
+        if answer.others:
+            instead = "; or ".join(_named_change(one, answer) for one in answer.others)
+            said.append(f"With the job as it is: {instead}.")
     elif answer.near:
         said.append("No change that was tried makes it fit.")
-    if answer.workload.source == "preset" and adapter_of(answer.workload) is None:
-        lora = "LoRA (--lora r=16), in which frozen parameters need no gradients and no optimizer states"
-        said += [f"Not tried: {lora}."] if not answer.workload.autocast else []
     return said
 
 
-def _under(policies: Sequence[str]) -> str:
+def _named_change(change: SmallestChange, answer: Fits) -> str:
+    words, policies = change.words.removeprefix("with "), change.policies
+    if words.startswith("--policy") or policies == tuple(row.policy for row in answer.rows):
+        return words
     names = policies[0] if len(policies) == 1 else f"{', '.join(policies[:-1])} or {policies[-1]}"
-    return f", under {names}"
+    return f"{words}, under {names}"
 
 
 def _lack(row: Fit, machine: Machine, loading: Loading) -> str:

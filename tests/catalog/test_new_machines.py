@@ -129,7 +129,7 @@ def test_host_memory_is_advised_as_a_share_of_one_memory() -> None:
     """79.3 GB for 4B: of the 128 GB that m4-max has, 32 GB are left to the GPU, which needs 9.5 GB."""
     job = preset("4B", batch=1, seq=512)
     (one,) = fits(job, load_machine("m4-max"), policies=["zero_offload"], times=False).rows
-    assert one.changes == ("with --host-memory 96GB of its one memory, the rest for the GPU",)
+    assert one.changes[-1] == "with --host-memory 96GB of its one memory, the rest for the GPU"
     added = load_machine("rtx4090-128gb", host_memory="32GB")
     (two,) = fits(job, added, policies=["zero_offload"], times=False).rows
     assert two.changes[-1].endswith("with --host-memory 96GB")

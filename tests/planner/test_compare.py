@@ -26,6 +26,7 @@ from pstar_sim.policy.systems.zero_offload import zero_offload
 from pstar_sim.report.tables import heading
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import MIB
+from pstar_sim.workload.loading import Loading
 from pstar_sim.workload.workload import Workload, with_optimizer
 
 MB, GB = 10**6, 10**9
@@ -264,7 +265,7 @@ def test_gpu_memory_is_named_as_exactly_as_the_job_is_small(needed: int, words: 
     w, m = chain(), round_machine(gpu_memory_bytes=10 * MB)
     error = DoesNotFit(policy="wants", place="gpu", needed_bytes=needed, available_bytes=10 * MB, what="it all")
 
-    def ask(workload: Workload, machine: Machine, settings: Settings) -> DoesNotFit | None:
+    def ask(w: Workload, machine: Machine, settings: Settings, loading: Loading) -> DoesNotFit | None:
         return None if machine.gpu_budget_bytes >= needed else error
 
     assert nearest(wants, w, m, Settings(), error, ask=ask) == f"fits with --gpu-memory {words}"

@@ -486,15 +486,22 @@ def test_the_host_has_room_for_a_policys_buffers() -> None:
 def test_the_answer_begins_with_yes_or_no_then_why_then_the_smallest_change() -> None:
     w, m = preset("8B", batch=4, seq=1024), ps.machine("rtx4090", host_memory="64GB")
     answer = fits(w, m, policies=["all_on_gpu", "tide", "zero_offload"], times=False)
-    # all_on_gpu would need an H200, zero_offload 176 GB: another optimizer for tide is the smallest change
-    words = "with --optimizer adamw-8bit --masters none"
+    # 8-bit moments alone lack as many bytes as the weights take while they are loaded
+    words = "with --loading in-place --optimizer adamw-8bit"
     assert answer.change == SmallestChange(words=words, policies=("tide",))
+    assert [row.changes[0] for row in answer.rows if row.policy != "tide"] == [
+        "with --lora r=16",
+        "with --loading in-place --optimizer adafactor --masters none",
+    ]
     assert answer.rows[1].changes == (words, "with --host-memory 128GB")
     lines = fits_text(answer, width=200).splitlines()
     assert lines[0] == "No: 8B does not fit on rtx4090 with 64 GB of host memory under any of the 3 policies."
     assert lines[1].startswith("Why: tide needs 115.41 GB of host memory, but only 56.00 GB can be used (8.00 GB of 64")
     assert lines[1].endswith(": 59.41 GB too little.")
-    assert lines[2] == "Smallest change that makes it fit: --optimizer adamw-8bit --masters none, under tide."
+    assert lines[2] == "Smallest change that makes it fit: --loading in-place --optimizer adamw-8bit, under tide."
+    assert lines[3] == "With the job as it is: --host-memory 128GB, under tide; or on h200, under all_on_gpu."
+    easy = fits(w, m, policies=["tide"], times=False, loading="in-place").change
+    assert easy == SmallestChange(words="with --optimizer adamw-8bit", policies=("tide",)), "and it fits then"
     assert fits(w, ps.machine("rtx4090", host_memory="128GB"), policies=["tide"], times=False).any
 
     # 65,536 logits of 128,256 tokens: 16.8 GB in bf16, twice that in fp32
@@ -507,7 +514,7 @@ def test_the_answer_begins_with_yes_or_no_then_why_then_the_smallest_change() ->
     assert "tensor or sequence parallelism" not in fits_text(card, width=200)
     kept = preset("llama-3.2-1b", batch=1, seq=65536, checkpointing=False)
     card = fits(kept, ps.machine("rtx4090"), policies=["tide"], times=False)
-    assert card.change is not None and card.change.words == "with --checkpointing --loss fused"
+    assert card.change is not None and card.change.words == "with --loss fused --checkpointing"
 
     big = preset("15B", batch=8, seq=1024)
     other = fits(big, ps.machine("rtx4090"), policies=["zero_offload"])
@@ -523,7 +530,10 @@ def test_the_answer_begins_with_yes_or_no_then_why_then_the_smallest_change() ->
 
     # nothing helps all_on_gpu, and optimal needs more of the host too
     both = fits(preset("15B", batch=1, seq=64), ps.machine("t4"), policies=["all_on_gpu"])
-    assert both.change == SmallestChange(words="with --policy optimal --host-memory 256GB", policies=("optimal",))
+    assert both.change == SmallestChange(
+        words="with --policy optimal --loading in-place --lora r=16", policies=("optimal",)
+    )
+    assert both.others == (SmallestChange(words="with --policy optimal --host-memory 256GB", policies=("optimal",)),)
 
 
 @pytest.mark.parametrize(
@@ -533,17 +543,38 @@ def test_the_answer_begins_with_yes_or_no_then_why_then_the_smallest_change() ->
         ({}, "100GB", "--optimizer adamw-8bit"),
         ({"optimizer": "lion"}, "80GB", "--optimizer lion-8bit"),
         # masters of 4 bytes and factors, 6 bytes in all, are more than 2 x 4 without masters
-        ({"optimizer": "adamw-8bit"}, "70GB", "--masters none"),
+        ({"optimizer": "adamw-8bit", "loading": "in-place"}, "52GB", "--masters none"),
+        ({"optimizer": "adamw-8bit"}, "70GB", "--loading in-place"),
         # loss scaling needs fp32 masters
-        ({"optimizer": "adamw-8bit", "dtype": "fp16"}, "70GB", "--optimizer adafactor"),
+        ({"optimizer": "adamw-8bit", "dtype": "fp16", "loading": "in-place"}, "53GB", "--optimizer adafactor"),
     ],
 )
-def test_a_job_that_does_not_fit_is_told_which_optimizer_would_do(job: dict[str, str], host: str, words: str) -> None:
+def test_a_job_that_does_not_fit_is_told_which_flags_would_do(job: dict[str, str], host: str, words: str) -> None:
+    loading = job.pop("loading", "whole")
     w, m = preset("llama-3.1-8b", batch=1, seq=512, **job), ps.machine("rtx4090", host_memory=host)
-    answer = fits(w, m, policies=["tide"], times=False)
+    answer = fits(w, m, policies=["tide"], times=False, loading=loading)
     assert answer.change == SmallestChange(words=f"with {words}", policies=("tide",))
     flags = dict(zip(*[iter(words.replace("--", "").split())] * 2))
-    assert fits(with_optimizer(w, flags.get("optimizer"), flags.get("masters")), m, policies=["tide"], times=False).any
+    changed = with_optimizer(w, flags.get("optimizer"), flags.get("masters"))
+    assert fits(changed, m, policies=["tide"], times=False, loading=flags.get("loading", loading)).any
+
+
+def test_what_costs_nothing_is_advised_before_memory_and_memory_before_a_card() -> None:
+    """16,384 tokens of Qwen3 8B on a 3090: activations of eager kernels, not states, are too much. Each advice fits,
+    and with less of it the job does not."""
+    m, job = ps.machine("rtx3090-64gb"), {"lora": "r=16", "batch": 1, "seq": 16384}
+    answer = fits(preset("qwen3-8b", **job), m, policies=["all_on_gpu", "tide"], times=False)
+    assert answer.change == SmallestChange(words="with --kernels fused", policies=("tide",))
+    assert answer.others == (SmallestChange(words="on a100-40", policies=("tide",)),)
+    states = "with --kernels fused --loss fused --optimizer adamw-8bit --masters none"
+    assert answer.rows[0].changes == (states, "on a100-80")
+    for changes, fit in (({}, False), ({"optimizer": "adamw-8bit"}, False), ({"masters": "none"}, False)):
+        w = preset("qwen3-8b", **job, kernels="fused", loss="fused", **changes)
+        assert fits(w, m, policies=["all_on_gpu"], times=False, near=False).any == fit
+    w = preset("qwen3-8b", **job, kernels="fused", loss="fused", optimizer="adamw-8bit", masters="none")
+    assert fits(w, m, policies=["all_on_gpu"], times=False).any
+    quick = fits(preset("1B", batch=1, seq=128), "t4", policies=["all_on_gpu", "tide"], times=False, near=None)
+    assert [row.changes for row in quick] == [(), ()] and "with" not in str(quick.rows[0].reason), "one of them fits"
 
 
 def test_a_time_comes_with_what_validation_found_for_the_class_or_says_that_it_is_unvalidated() -> None:
@@ -581,7 +612,7 @@ def test_a_smaller_card_is_named_and_gets_its_own_memory_back() -> None:
     m = ps.machine("v100-32", gpu_memory="9GB")
     answer = fits(preset("4B", batch=8, seq=1024), m, policies=["patrickstar", "zero_infinity"], times=False)
     short = answer.rows[1]
-    assert short.changes[0] == "with --gpu-memory 9.5GB" and fits_text(answer).startswith(
+    assert short.changes == ("with --kernels fused", "with --gpu-memory 9.5GB") and fits_text(answer).startswith(
         "Yes: 4B fits on v100-32 with 9 "
     )
     assert short.reason is not None and short.reason not in fits_text(answer, width=1000)
@@ -607,7 +638,7 @@ def test_where_the_host_is_short_even_with_the_disks_more_memory_and_the_options
     first, second = ps.compare(w, m, policies=["zero_infinity", spec], barrier_cost=False).rows
     memory = "--host-memory 80GB of its one memory, the rest for the GPU"
     assert first.reason is not None and first.reason.endswith(f"; fits with --policy {spec} and {memory}")
-    assert second.reason is not None and second.reason.endswith(f"; fits with {memory}")
+    assert second.reason is not None and second.reason.endswith(f", or with {memory}")
     enough = ps.compare(w, ps.machine("gb10", host_memory="96GB"), policies=[spec], barrier_cost=False)
     assert enough.rows[0].fits
 
@@ -650,16 +681,17 @@ def test_where_not_even_one_sequence_fits_the_nearest_yes_is_named() -> None:
         return ps.preset("18B", batch=batch, seq=512, dtype="fp16", checkpointing=True)
 
     row = ps.max_batch(t4, write, policies=["tide", "zero3_resident"])["tide"]
-    assert row.value == 0 and row.reason is not None and row.reason.endswith("; fits with --host-memory 288GB")
+    assert row.value == 0 and row.reason is not None and row.reason.endswith("--lora r=16, or with --host-memory 288GB")
     enough = ps.max_batch(ps.machine("t4", host_memory="288GB"), write, policies=["tide"])["tide"]
     assert enough.value >= 1 and "fits" not in (enough.reason or "").replace("does not fit", "")
 
 
 def test_where_not_even_one_layer_fits_smaller_batches_are_tried_for_it() -> None:
     """A shape of one layer is in no catalog; the nearest yes is found all the same, and is one."""
-    job = {"seq": 128, "like": "gpt2", "policies": ["zero_offload"], "dtype": "fp16", "catalog": False}
-    m = ps.machine("v100-16", gpu_memory="1.5GB")
-    row = max_model(m, batch=16, **job).rows[0]  # type: ignore[arg-type]
+    flags = {"kernels": "fused", "loss": "fused", "lora": "r=16"}
+    job = {"seq": 128, "like": "gpt2", "policies": ["zero_offload"], "dtype": "fp16", "catalog": False, **flags}
+    m = ps.machine("v100-16", gpu_memory="1.2GB")
+    row = max_model(m, batch=32, **job).rows[0]  # type: ignore[arg-type]
     assert row.value == 0 and row.reason is not None
     found = re.search(r"with --batch (\d+) --micro-batches (\d+)", row.reason)
     assert found is not None, row.reason

@@ -342,6 +342,6 @@ def test_where_none_fits_the_policy_asked_for_says_what_would_do() -> None:
     with pytest.raises(DoesNotFit) as refused:
         choose(candidates(variants, 509), machine, EAGER)
     assert str(refused.value).startswith("optimal does not fit: gpu needs")
-    assert "that is 1 micro-batch of 509, activations recomputed, which lacks least of 1 tried; fits on" in str(
+    assert "that is 1 micro-batch of 509, activations recomputed, which lacks least of 1 tried; fits with --" in str(
         refused.value
     )
