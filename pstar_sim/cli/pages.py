@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from datetime import datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,13 +50,16 @@ def report(
     several plans, or a run and its prediction, side by side."""
     from pstar_sim.files import write_atomically
     from pstar_sim.report.web.document import plotly_script
-    from pstar_sim.report.web.plan_report import plan_report
+    from pstar_sim.report.web.plan_report import Made, plan_report
+    from pstar_sim.version import __version__
 
     check_apart(paths, [path])
     plotly_script()  # raises now, not after the plans were examined
     with bar("reading", quiet=quiet) as on_part:
         subjects = _subjects(paths, on_part)
-    text = plan_report(subjects)
+    words = ["pstar", "report", *(Path(one).name for one in paths), "-o", Path(path).name]
+    today = datetime.now().astimezone().date().isoformat()
+    text = plan_report(subjects, Made(version=__version__, date=today, command=shlex.join(words)))
     write_atomically(Path(path), text)
     shown = " beside ".join(subject.title for subject in subjects)
     tell(f"{path}: {shown}; {len(text.encode()) / 1e6:.1f} MB, opens without a network")
@@ -152,7 +158,8 @@ def _subjects(paths: Sequence[str], on_part: OnPart) -> list[Subject]:
         plan = load_plan(path)
         with named(path):
             seen = examine(plan, on_part=on_part)
-        found.append(Subject(title=plan.policy, plan=plan, timeline=seen.timeline, examined=seen))
+        digest = sha256(Path(path).read_bytes()).hexdigest()
+        found.append(Subject(title=plan.policy, plan=plan, timeline=seen.timeline, examined=seen, digest=digest))
     return with_distinct_titles(found, paths)
 
 

@@ -17,9 +17,8 @@ from pstar_sim.errors import PstarError
 from pstar_sim.planner.confidence import confidence_line
 from pstar_sim.planner.explain import WAITS, held_between
 from pstar_sim.report.byte_curves import byte_curves
-from pstar_sim.report.palette import CATEGORIES, policy_colours
+from pstar_sim.report.palette import CATEGORIES, CATEGORY_NAMES, policy_colours
 from pstar_sim.report.tables import HEADS, cells, heading, reasons
-from pstar_sim.report.tide_picture import NAMES
 from pstar_sim.units import format_bytes, format_error, format_s
 from pstar_sim.workload.workload import Workload
 
@@ -167,7 +166,7 @@ def _stacked(
             f"{x:.0f},{y:.1f}" for x, y in zip(xs[::-1], ys[1][::-1])
         ]
         areas.append(f'<polygon fill="{colour}" points="{" ".join(line)}"/>')
-        names.append(f'<span style="color:{colour}">&#9632;</span> {escape(NAMES.get(category, category))}')
+        names.append(f'<span style="color:{colour}">&#9632;</span> {escape(CATEGORY_NAMES.get(category, category))}')
     frame = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="currentColor" stroke-opacity="0.4"/>'
     picture = (
         f'<svg role="img" aria-label="{escape(says)}" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '

@@ -9,15 +9,24 @@ from itertools import cycle
 from pstar_sim.core.step import Kind, Queue
 
 __all__ = [
-    "BINDS", "BLUE", "CATEGORIES", "GREEN", "GREY", "ON_DARK", "ORANGE", "PHASES", "PINK", "POLICIES", "QUEUE_NAMES",
-    "SKY", "SPARE", "STEPS", "VERMILION", "WAITS", "WINE", "YELLOW", "policy_colours",
+    "BINDS", "BLUE", "CATEGORIES", "CATEGORY_NAMES", "GREEN", "GREY", "ON_DARK", "ORANGE", "PHASES", "PINK", "POLICIES",
+    "QUEUE_NAMES", "SKY", "SPARE", "STEPS", "VERMILION", "WAITS", "WINE", "YELLOW", "policy_colours",
 ]  # fmt: skip
 
 GREEN, BLUE, ORANGE, PINK = "#009E73", "#0072B2", "#E69F00", "#CC79A7"
 SKY, VERMILION, YELLOW, WINE, GREY = "#56B4E9", "#D55E00", "#F0E442", "#882255", "#999999"
 
-CATEGORIES = {"states": GREEN, "param": BLUE, "grad": ORANGE, "buffer": PINK, "non-model": SKY, "free": "#FFFFFF"}
+CATEGORIES = {"states": GREEN, "param": BLUE, "grad": ORANGE, "buffer": PINK, "non-model": SKY}
 """Category of bytes -> colour; in grey, the order of the stack tells them apart."""
+
+CATEGORY_NAMES = {
+    "states": "optimizer states",
+    "param": "parameters",
+    "grad": "gradients",
+    "buffer": "buffers",
+    "non-model": "non-model (the tide)",
+}
+"""Category of bytes -> its name in a picture."""
 
 PHASES = {"FWD": "#DDDDDD", "BWD": "#787878", "BWD + recompute": "#787878", "RECOMPUTE": "#BDBDBD", "ADAM": "#5A5A5A"}
 

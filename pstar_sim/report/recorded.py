@@ -13,8 +13,8 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.recorded.held import Held, Site, held_of_timeline
 from pstar_sim.recorded.kinds import KINDS, UNKNOWN
 from pstar_sim.report.byte_curves import moment_windows
+from pstar_sim.report.palette import CATEGORY_NAMES
 from pstar_sim.report.run_figures import Figure, figures
-from pstar_sim.report.tide_picture import NAMES
 from pstar_sim.terminal import table_text
 from pstar_sim.units import format_bytes, format_s
 
@@ -22,7 +22,7 @@ __all__ = ["beside_as_json", "beside_text", "held_text", "notes_of", "planned", 
 
 MOST_SITES = 4  # per kind
 LEAST_SHARE = 0.01  # of the larger peak: smaller differences have no sites
-_NAMES = {**NAMES, UNKNOWN: "unknown"}
+_NAMES = {**CATEGORY_NAMES, UNKNOWN: "unknown"}
 
 
 def planned(plan: Plan, timeline: Timeline, name: str) -> Held:

@@ -11,9 +11,16 @@ from pstar_sim.units import format_bytes, format_s
 __all__ = ["Figure", "figures", "figures_text", "losses_text"]
 
 
+_FORMS: Mapping[str, Callable[[float], str]] = {
+    "B": format_bytes,
+    "s": format_s,
+    "/s": lambda rate: f"{rate:,.0f} /s",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A quantity, predicted and measured, in its base unit ("B" or "s")."""
+    """A quantity, predicted and measured, in its base unit ("B", "s" or "/s")."""
 
     name: str
     unit: str
@@ -28,16 +35,14 @@ class Figure:
         return (self.measured - self.predicted) / self.predicted if self.predicted else float("inf")
 
     def words(self) -> tuple[str, str, str, str]:
-        form = format_bytes if self.unit == "B" else format_s
+        form = _FORMS[self.unit]
         return self.name, form(self.predicted), form(self.measured), self._difference(form)
 
     def _difference(self, form: Callable[[float], str]) -> str:
         """Returns the difference in percent, or in the figure's unit where the measured figure is more than twice the
-        predicted: beside a small floor percentages say nothing."""
+        predicted: beside a small floor, or none, percentages say nothing."""
         if self.predicted == self.measured:
             return "equal"
-        if not self.predicted:
-            return "none predicted"
         if self.difference > 1:
             return f"+{form(self.measured - self.predicted)}"
         return f"{self.difference:+.1%}" if abs(self.difference) >= 5e-4 else "< 0.1%"

@@ -31,6 +31,7 @@ from pstar_sim.planner.compare import Comparison, Planned
 from pstar_sim.report.byte_curves import Curves, axis_unit, byte_curves, phase_bands
 from pstar_sim.report.legends import TITLE_POINTS, Handles, broken, ink, shared_legend, size_points
 from pstar_sim.report.palette import CATEGORIES as COLOURS
+from pstar_sim.report.palette import CATEGORY_NAMES as NAMES
 from pstar_sim.report.palette import PHASES as PHASE_COLOURS
 from pstar_sim.units import format_bytes, format_s
 
@@ -38,16 +39,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["NAMES", "plot_tide", "spread", "tide_figure"]
+__all__ = ["plot_tide", "spread", "tide_figure"]
 
-NAMES = {
-    "states": "optimizer states",
-    "param": "parameters",
-    "grad": "gradients",
-    "buffer": "buffers",
-    "non-model": "non-model (the tide)",
-    "free": "free",
-}
 _WASTE = "free, but out of reach of a static partition"
 STRIP_POINTS, LETTER_POINTS = 12, 7.0  # height of a strip of phases; width of one of its letters
 

@@ -66,7 +66,15 @@ def test_the_report(browser: Browser, report: Path) -> None:
     assert page.evaluate(theme) == "light" and page.evaluate(width) <= 680, "paper is white and narrow"
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.evaluate(f"[{theme}, {width}]") == screen
-    page.set_viewport_size({"width": 390, "height": 900})
+    unfolded = "document.querySelectorAll('details[open]').length"
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate(unfolded) == 4, "paper unfolds nothing"
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate(unfolded) == 0
+    first = page.locator(".chart").first
+    assert first.bounding_box()["y"] + 200 < 768, "the first screen of a notebook shows the tide"
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert first.bounding_box()["y"] + 100 < 844, "so does that of a phone"
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert browser.log == [] and {*browser.asked} == {report.as_uri()}
 

@@ -6,6 +6,8 @@ import json
 import re
 import sys
 from dataclasses import replace
+from datetime import datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,12 @@ from pstar_sim.core.step import Queue
 from pstar_sim.planner.compare import Comparison
 from pstar_sim.report.byte_curves import byte_curves
 from pstar_sim.report.residence import AWAY, CONTENTS, residence
+from pstar_sim.report.step_names import block_name, layer_names
 from pstar_sim.report.web.charts import LANE, MOST_CORNERS, lanes_chart, same_lanes, themed, tide_chart
 from pstar_sim.report.web.plan_report import Subject
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload
-from pstar_sim.units import GB, MIB, format_bytes
+from pstar_sim.units import GB, MIB, format_bytes, format_s
 
 TIDE = [200 * MIB, 400 * MIB, 600 * MIB, 800 * MIB, 800 * MIB, 600 * MIB, 400 * MIB, 200 * MIB, 50 * MIB]
 
@@ -65,6 +68,71 @@ def test_a_report_is_one_file_that_asks_for_nothing(folder: Path) -> None:
         assert len(text.encode()) < 6e6
         page = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)  # Plotly names sites that it never asks
         assert not re.findall(r"(?:src|href)=[\"'](?!data:)", page) and "default-src 'none'" in page
+
+
+def test_a_report_answers_before_its_first_table_and_says_where_it_comes_from(
+    compared: Comparison, folder: Path
+) -> None:
+    text = (folder / "two.html").read_text(encoding="utf-8").replace("&nbsp;", " ")
+    head = text[text.index("<main>") : text.index("<table>")]
+    seconds = [compared[policy].timeline.iteration_s for policy in ("tide", "zero_offload")]
+    for n, unit in enumerate(seconds):
+        assert f"{float(f'{unit * 1e3:.3g}'):g} ms" in re.findall(r"<dt>per iteration</dt>(.*?)</div>", head)[0], n
+    assert head.count("<dt>") == 4 and 'data-figure="tide both"' in head
+    digests = [sha256((folder / f"{policy}.json").read_bytes()).hexdigest() for policy in ("tide", "zero_offload")]
+    assert all(digest[:12] in head and digest in text for digest in digests)
+    assert f"pstar-sim {ps.__version__}, {datetime.now().astimezone().year}" in head
+    assert "<dd>pstar report tide.json zero_offload.json -o two.html</dd>" in text
+
+
+def test_two_plans_lie_over_each_other_and_have_a_column_of_differences(compared: Comparison, folder: Path) -> None:
+    text = (folder / "two.html").read_text(encoding="utf-8")
+    rows = dict(re.findall(r'<tr><th scope="row">([^<]*)</th>(.*?)</tr>', text))
+    first, second = (compared[policy].timeline for policy in ("tide", "zero_offload"))
+    change = f"{second.iteration_s / first.iteration_s - 1:+.1%}".replace("%", " %")
+    assert rows["iteration"].endswith(f'<td data-head="difference">{change}</td>')
+    assert rows["GPU capacity"].endswith('<td data-head="difference">equal</td>')
+    lines = {trace["hovertemplate"].split(":")[0] for trace in values(folder / "two.html")["figures"]["tide both time"][
+        "data"] if "hovertemplate" in trace}  # fmt: skip
+    assert {"zero_offload model data", "zero_offload tide"} <= lines
+
+
+def test_chunks_have_the_names_of_their_layers(compared: Comparison, folder: Path) -> None:
+    """The blocks of this model are chunks of one tensor each; of GPT-2, chunk 1 is the embedding of words."""
+    plan = compared["tide"].plan
+    names = layer_names(plan)
+    for chunk, name in zip(plan.layout.chunks, names, strict=True):
+        assert name in plan.workload.tensors[chunk.slots[0].tensor].name
+    figures = values(folder / "two.html")["figures"]
+    assert figures["chunks 0"]["data"][0]["meta"]["rows"] == [*names]
+    hovers = [words for trace in figures["lanes 0"]["data"] for words in trace["customdata"]]
+    assert any(f"({names[-1]})" in words for words in hovers)
+    w = ps.preset("gpt2", batch=1, seq=128)
+    gpt2 = ps.compare(w, ps.machine("v100-16"), policies=["all_on_gpu"], barrier_cost=False).best()
+    assert layer_names(gpt2.plan)[:3] == ("98 small tensors", "transformer.wte", "transformer.wpe")
+    assert block_name("transformer.h.11.mlp.c_proj") == "h.11" and block_name("lm_head") == "lm_head"
+
+
+def test_the_certificate_is_in_plain_words_and_the_checkers_are_folded(compared: Comparison, folder: Path) -> None:
+    text = (folder / "two.html").read_text(encoding="utf-8").replace("&nbsp;", " ")
+    proof = text[text.index("<h2>Certificate") : text.index("<h2>Explanation")]
+    report = compared["tide"].plan.check()
+    assert f"Proved: in whatever order its {report.steps} steps may legally run" in proof
+    room = f"{format_bytes(report.peak_bytes['gpu'])} of {format_bytes(report.budget_bytes['gpu'])}"
+    assert f"<li>GPU: at most {room}, " in proof
+    assert "<details><summary>the checker's own words</summary><pre>correct: " in proof
+    assert "<details open" not in text
+
+
+def test_pictures_say_what_they_show_to_those_who_cannot_see_them(compared: Comparison, folder: Path) -> None:
+    text = (folder / "two.html").read_text(encoding="utf-8")
+    says = dict(re.findall(r'aria-label="([^"]*)" data-figure="([^"]*)"', text))
+    says = {figure: words for words, figure in says.items()}
+    timeline = compared["tide"].timeline
+    peak = format_bytes(int(byte_curves(timeline).total.max()))
+    assert f"together at most {peak} of {format_bytes(timeline.budget_bytes['gpu'])}" in says["tide 0"]
+    assert f"compute {format_s(timeline.busy_s['compute'])}" in says["lanes 0"]
+    assert "% of them" in says["chunks 0"] and len(says) == 7
 
 
 def test_the_bars_of_each_lane_add_up_to_what_the_queue_works(compared: Comparison) -> None:

@@ -24,14 +24,13 @@ from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.planner.explain import WAITS as WAITS_FOR
 from pstar_sim.report.byte_curves import Curves, axis_unit, byte_curves, phase_bands, steady_start_s
-from pstar_sim.report.palette import CATEGORIES, ON_DARK, PHASES, QUEUE_NAMES, STEPS
+from pstar_sim.report.palette import CATEGORIES, CATEGORY_NAMES, ON_DARK, PHASES, QUEUE_NAMES, STEPS, VERMILION
 from pstar_sim.report.palette import WAITS as WAIT_COLOURS
 from pstar_sim.report.residence import CONTENTS, Residence
-from pstar_sim.report.step_names import chunk_words
+from pstar_sim.report.step_names import block_name, chunk_words
 from pstar_sim.units import format_bytes, format_s
 
 __all__ = [
-    "CATEGORY_NAMES",
     "CONTENT_COLOURS",
     "LINE_STYLES",
     "THEMES",
@@ -46,6 +45,7 @@ __all__ = [
 MOST_CORNERS = 1200
 THINNEST = 0.005  # share of the height that is seen
 RESOLUTION = 200  # a lane on a narrow screen has that many pixels
+TICKS = 12  # layers named beside the chunks
 LANE, LEAST = 0.78, 0.08  # height of a bar in its lane; least share of that height, which is still seen
 
 Figure = dict[str, Any]
@@ -56,13 +56,6 @@ THEMES = {
     "dark": {"@ink": "#e8e8e8", "@paper": "#16181c", "@grid": "#3a3d44", "@line": "#ffffff", "@faint": "#24272d",
              "@deep": ON_DARK[STEPS[Kind.GPU_UPDATE][1]][0]},
 }  # fmt: skip
-CATEGORY_NAMES = {
-    "states": "optimizer states",
-    "param": "parameters",
-    "grad": "gradients",
-    "buffer": "buffers",
-    "non-model": "the tide: activations and other non-model data",
-}
 LINE_STYLES = ("solid", "dashed", "dotted")
 WAITS = "compute waits"
 LANES = (QUEUE_NAMES[Queue.COMPUTE], WAITS, *list(QUEUE_NAMES.values())[1:])
@@ -109,20 +102,27 @@ def layout(*, height: int, **more: Any) -> Figure:
 
 def axis(title: str, **more: Any) -> Figure:
     """Returns an axis without a line at zero."""
-    return {"title": {"text": title}, "gridcolor": "@grid", "linecolor": "@grid", "zeroline": False, **more}
+    return {
+        "title": {"text": title, "standoff": 8},
+        "gridcolor": "@grid",
+        "linecolor": "@grid",
+        "zeroline": False,
+        **more,
+    }
 
 
 # The tide.
 
 
 def tide_chart(
-    timeline: Timeline, *, x: str, right: float, top_bytes: float, measured: Timeline | None = None
+    timeline: Timeline, *, x: str, right: float, top_bytes: float, over: tuple[str, Timeline] | None = None
 ) -> Chart:
     """Bytes on the GPU over the iteration, against x = "time" or "moment": model data stands on the floor, non-model
     data hangs from the capacity.
 
     right: end of the x axis.
     top_bytes: capacity on the y axis.
+    over: name and timeline of a run, or of another plan, drawn as lines.
 
     Raises PstarError for a timeline without samples of the GPU.
     """
@@ -157,12 +157,14 @@ def tide_chart(
     most = int(curves.total.max())
     if most < THINNEST * top_bytes:
         notes.append(f"At most {format_bytes(most)} of {format_bytes(capacity)} are taken, too little to be seen here")
-    if measured is not None:
-        more, said = _measured_lines(measured, x, capacity, scale, unit)
+    if over is not None:
+        title, other = over
+        more, said = _lines_of(title, other, x, capacity, scale, unit)
         data += more
-        legend |= {"measured model data (line)": "@ink", "measured tide line (dotted)": "#D55E00"}
-        lines |= {"measured model data (line)": "solid", "measured tide line (dotted)": "dotted"}
-        notes += [f"measured: {said}"] if said else []
+        model, tide_line = f"{title} model data (line)", f"{title} tide line (dotted)"
+        legend |= {model: "@ink", tide_line: VERMILION}
+        lines |= {model: "solid", tide_line: "dotted"}
+        notes += [f"{title}: {said}"] if said else []
     name = "time in the iteration [s]" if x == "time" else "moment"
     shown = layout(
         height=330,
@@ -174,15 +176,17 @@ def tide_chart(
     return Chart(figure={"data": data, "layout": shown}, legend=legend, lines=lines, notes=tuple(notes))
 
 
-def _measured_lines(measured: Timeline, x: str, capacity: int, scale: int, unit: str) -> tuple[list[Figure], str]:
-    curves, note = _thinned(byte_curves(measured, x=x))
+def _lines_of(title: str, other: Timeline, x: str, capacity: int, scale: int, unit: str) -> tuple[list[Figure], str]:
+    """capacity: that of the areas below, from which the tide of a timeline without a budget hangs."""
+    curves, note = _thinned(byte_curves(other, x=x))
+    capacity = other.budget_bytes.get("gpu") or capacity
     xs = _numbers(curves.edges)
     model = _line(xs, curves.model_data, "@ink", 2.0, scale)
-    model["hovertemplate"] = f"measured model data: %{{y:.4g}} {unit}<extra></extra>"
+    model["hovertemplate"] = f"{title} model data: %{{y:.4g}} {unit}<extra></extra>"
     if not curves.tide.any():  # a run always counts payloads; its tide may not be sampled
         return [model], note
-    tide = {**_line(xs, capacity - curves.tide, "#D55E00", 2.0, scale), "customdata": _scaled(curves.tide, scale),
-            "hovertemplate": f"measured tide: %{{customdata:.4g}} {unit}<extra></extra>"}  # fmt: skip
+    tide = {**_line(xs, capacity - curves.tide, VERMILION, 2.0, scale), "customdata": _scaled(curves.tide, scale),
+            "hovertemplate": f"{title} tide: %{{customdata:.4g}} {unit}<extra></extra>"}  # fmt: skip
     tide["line"]["dash"] = "dot"
     return [model, tide], note
 
@@ -432,8 +436,11 @@ def _about(span: Span, names: Mapping[int, str]) -> str:
 # The chunks.
 
 
-def residence_chart(found: Residence, *, right_s: float) -> Chart:
-    """A row per chunk, or per few: its data on the GPU over the iteration."""
+def residence_chart(found: Residence, *, right_s: float, layers: Sequence[str]) -> Chart:
+    """A row per chunk, or per few: its data on the GPU over the iteration.
+
+    layers: of each chunk.
+    """
     ends = [*found.first_chunks[1:], found.chunks]
     codes = range(len(CONTENTS))
     steps = [[edge / len(CONTENTS), CONTENT_COLOURS[c]] for c in codes for edge in (c, c + 1)]
@@ -447,8 +454,8 @@ def residence_chart(found: Residence, *, right_s: float) -> Chart:
         "zmax": len(CONTENTS) - 0.5,
         "colorscale": steps,
         "showscale": False,
-        "meta": {"words": list(CONTENTS)},
-        "hovertemplate": "%{x:.4g} s, chunk %{y:.0f}: %{text}<extra></extra>",
+        "meta": {"words": list(CONTENTS), "rows": [layers[chunk] for chunk in found.first_chunks]},
+        "hovertemplate": "%{x:.4g} s, chunk %{y:.0f}, %{text}<extra></extra>",
     }
     per_row = max(b - a for a, b in zip(found.first_chunks, ends))
     bin_s = float(found.edges_s[1] - found.edges_s[0])
@@ -458,8 +465,17 @@ def residence_chart(found: Residence, *, right_s: float) -> Chart:
     shown = layout(
         height=340,
         xaxis=axis("time in the iteration [s]", range=[0, right_s]),
-        yaxis=axis("chunk", range=[found.chunks, 0], fixedrange=True),
+        yaxis=axis("chunk", range=[found.chunks, 0], fixedrange=True, automargin=True, **_ticks(layers)),
         hovermode="closest",
     )
     legend = {name: CONTENT_COLOURS[c] for c, name in enumerate(CONTENTS) if (found.contents == c).any()}
     return Chart(figure={"data": [heat], "layout": shown}, legend=legend, notes=(note,))
+
+
+def _ticks(layers: Sequence[str]) -> Figure:
+    """Chunks with the blocks in which they begin, evenly spread."""
+    chunks = range(0, len(layers), max(1, -(-len(layers) // TICKS)))
+    return {
+        "tickvals": [chunk + 0.5 for chunk in chunks],
+        "ticktext": [f"{block_name(layers[chunk])}  {chunk}" for chunk in chunks],
+    }

@@ -58,7 +58,9 @@ def document(title: str, body: str, data: Mapping[str, Any], *, script: str) -> 
 {style}</style>
 </head>
 <body>
+<main>
 {body}
+</main>
 <script type="application/json" id="values">{values}</script>
 <script>{plotly}</script>
 <script>

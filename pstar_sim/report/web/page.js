@@ -20,10 +20,12 @@ function draw(place, figure) {
   drawn.set(place, figure);
   const shown = themed(figure, values.themes[document.documentElement.dataset.theme]);
   for (const trace of shown.data)
-    if (trace.meta && trace.meta.words) trace.text = trace.z.map((row) => row.map((code) => trace.meta.words[code]));
+    if (trace.meta && trace.meta.words)
+      trace.text = trace.z.map((row, n) => row.map((code) => `${trace.meta.rows[n]}: ${trace.meta.words[code]}`));
   const narrow = place.clientWidth < 480;
   if (narrow) {
     shown.layout.margin = { ...shown.layout.margin, l: 52, r: 6 };
+    if (shown.layout.yaxis.ticktext) shown.layout.yaxis = { ...shown.layout.yaxis, tickvals: null, ticktext: null }; // no room
     shown.layout.annotations = (shown.layout.annotations || []).filter((one) => Number(one.name) > 0.2); // shares of the width
   }
   if (printed) shown.layout.width = Math.min(place.clientWidth, SHEET);
@@ -39,15 +41,19 @@ function setTheme(name) {
   for (const [place, figure] of drawn) draw(place, figure);
 }
 
-// Paper is white, and narrower than a screen.
+// Paper is white, narrower than a screen, and unfolds nothing.
 let before;
+let folded = [];
 addEventListener("beforeprint", () => {
   before = document.documentElement.dataset.theme;
+  folded = [...document.querySelectorAll("details:not([open])")];
+  for (const part of folded) part.open = true;
   printed = true;
   setTheme("light");
 });
 addEventListener("afterprint", () => {
   printed = false;
+  for (const part of folded) part.open = false;
   setTheme(before);
 });
 

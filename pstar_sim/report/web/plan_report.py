@@ -1,5 +1,8 @@
 """The report of plans: pictures, table, certificate and explanation of one plan or several, or of a run beside its
-prediction, as one HTML file."""
+prediction, as one HTML file.
+
+The first screen holds the answer, four figures, where they come from, and the tide.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.effects import category_of, tide_at_cut
-from pstar_sim.core.figures import moves_on_disks
+from pstar_sim.core.figures import BINDS_NAMES, moves_on_disks
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.core.timeline import Timeline
@@ -22,14 +25,16 @@ from pstar_sim.planner.explain import WAITS, explain, held_between
 from pstar_sim.planner.machine_notes import NO_DISKS, disk_life
 from pstar_sim.planner.stated import Examined
 from pstar_sim.report.byte_curves import CATEGORIES, byte_curves, moment_windows
-from pstar_sim.report.residence import residence
+from pstar_sim.report.palette import CATEGORY_NAMES, QUEUE_NAMES
+from pstar_sim.report.residence import AWAY, Residence, residence
 from pstar_sim.report.run_figures import Figure
+from pstar_sim.report.step_names import layer_names
 from pstar_sim.report.tables import BINDS_WORDS, format_change, format_percent
-from pstar_sim.report.web.charts import CATEGORY_NAMES, Chart, lanes_chart, residence_chart, same_lanes, tide_chart
+from pstar_sim.report.web.charts import Chart, lanes_chart, residence_chart, same_lanes, tide_chart
 from pstar_sim.report.web.document import breakable, chart_place, document, legend_html, table_html, unbroken
 from pstar_sim.units import format_bytes, format_error, format_params, format_s
 
-__all__ = ["Subject", "plan_report"]
+__all__ = ["Made", "Subject", "plan_report"]
 
 XS = ("time", "moment")
 _PLACES = {"gpu": "GPU", "host": "host", "nvme": "disks"}
@@ -37,7 +42,19 @@ _TWO_PEAKS = (
     "The peaks of the certificate are the worst of every legal order of the steps; those of the figures are of the "
     "predicted order, and never above."
 )
-_CATEGORIES = {**CATEGORY_NAMES, "non-model": "the tide"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """Where a page comes from.
+
+    command: that wrote it, with the names of its files alone.
+    date: as people write it.
+    """
+
+    version: str
+    date: str
+    command: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +64,14 @@ class Subject:
     title: different from the others'.
     timeline: predicted or measured.
     examined: None for a run, whose plan is another subject's.
+    digest: SHA-256 of the file of the plan; "" if it has none.
     """
 
     title: str
     plan: Plan
     timeline: Timeline
     examined: Examined | None
+    digest: str = ""
 
     @property
     def measured(self) -> bool:
@@ -67,14 +86,26 @@ class Subject:
         return math.isclose(self.timeline.iteration_s, self.examined.timeline.iteration_s, rel_tol=1e-6)
 
 
-def plan_report(subjects: Sequence[Subject]) -> str:
+class _Quantity(NamedTuple):
+    """A line of the figures.
+
+    unit: of `number`, as in `Figure`, in which plans are compared; "" for a line that has no difference.
+    """
+
+    name: str
+    text: str
+    unit: str = ""
+    number: float = 0.0
+
+
+def plan_report(subjects: Sequence[Subject], made: Made) -> str:
     """Returns HTML, subjects side by side. A measured subject is also drawn over the one before it.
 
     Raises PstarError for no subject, for a timeline of another plan, and where Plotly is not installed.
     """
     if not subjects:
         raise PstarError("a report needs at least one plan")
-    page = _Page(subjects)
+    page = _Page(subjects, made)
     title = f"{', '.join(s.title for s in subjects)}: {subjects[0].plan.workload.model}"
     data = {"figures": page.figures, "x": page.first_x}
     return document(title, page.html(), data, script="plan_report.js")
@@ -83,8 +114,9 @@ def plan_report(subjects: Sequence[Subject]) -> str:
 class _Page:
     """figures: name -> Plotly figure."""
 
-    def __init__(self, subjects: Sequence[Subject]) -> None:
+    def __init__(self, subjects: Sequence[Subject], made: Made) -> None:
         self.subjects = subjects
+        self.made = made
         self.figures: dict[str, Any] = {}
         self.overlaid = any(s.measured for s in subjects)
         self.first_x = "moment" if self.overlaid else "time"
@@ -95,13 +127,14 @@ class _Page:
     def html(self) -> str:
         parts = (
             self._head,
-            self._table,
             self._tides,
+            self._table,
             self._lanes,
             self._chunks,
             self._bytes,
             self._proofs,
             self._words,
+            self._origin,
         )
         return "\n".join(part() for part in parts)
 
@@ -114,16 +147,37 @@ class _Page:
             said = [f"{subject.title}: {job}" for subject, job in zip(self.subjects, said)]
         jobs = dict.fromkeys(said)
         soft = "".join(f'<p class="soft">{escape(job)}</p>' for job in jobs)
+        plans = {subject.digest[:12] for subject in self.subjects if subject.digest}
+        plan = f", plan{'s'[: len(plans) > 1]} {' and '.join(sorted(plans))}" if plans else ""
+        soft += f'<p class="note made">pstar-sim {self.made.version}, {self.made.date}{plan}</p>'
         theme = '<button data-theme-button aria-label="change between light and dark">dark</button>'
+        models = {subject.plan.workload.model for subject in self.subjects}
+        model = f"{escape(models.pop())}: " if len(models) == 1 else ""
+        titles = breakable(" beside ".join(subject.title for subject in self.subjects))
         return (
-            f'<div class="row"><h1>{breakable(" beside ".join(s.title for s in self.subjects))}</h1>{theme}</div>'
-            f'{soft}<p class="answer">{unbroken(self._verdict())}</p>'
+            f'<div class="row top"><h1>{model}{titles}</h1>{theme}</div>'
+            f'<p class="answer">{unbroken(self._verdict())}</p>{soft}{self._tiles()}'
         )
+
+    def _tiles(self) -> str:
+        """Four figures; of several subjects, each below the other."""
+        four = [list(_four(subject)) for subject in self.subjects]
+        tiles = []
+        for row in zip(*four):
+            names = dict.fromkeys(name for name, _ in row)
+            cells = "".join(
+                f"<dd>{unbroken(text)}{f' <small>{breakable(one.title)}</small>' if len(row) > 1 else ''}</dd>"
+                for one, (_, text) in zip(self.subjects, row)
+            )
+            tiles.append(f"<div><dt>{escape(' or '.join(names))}</dt>{cells}</div>")
+        return f'<dl class="tiles">{"".join(tiles)}</dl>'
 
     def _verdict(self) -> str:
         """The seconds of each subject: a prediction compared with the first one, a run with its own prediction."""
         first, *others = self.subjects
         said = [f"{first.title}: {format_s(first.timeline.iteration_s)} per iteration{_error(first)}"]
+        if not others and not first.measured:
+            said[0] += f", bound by {_binds(first)}"
         for before, other in pairwise(self.subjects):
             base = before if other.measured else first
             seconds = other.timeline.iteration_s
@@ -140,14 +194,14 @@ class _Page:
         return "; ".join(said) + "."
 
     def _table(self) -> str:
-        columns = [dict(_quantities(s)) for s in self.subjects]
+        columns = [{quantity.name: quantity for quantity in _quantities(s)} for s in self.subjects]
         names = list(dict.fromkeys(name for column in columns for name in column))
-        rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
+        rows = [[name, *(column[name].text if name in column else "" for column in columns)] for name in names]
         heads = ["", *(s.title for s in self.subjects)]
-        if len(self.subjects) == 2 and self.subjects[1].measured:
+        if len(columns) == 2 and self._alike():
             heads.append("difference")
-            apart = {figure.name: figure.words()[3].replace("%", " %") for figure in _differences(*self.subjects)}
-            rows = [(*row, apart.get(row[0], "")) for row in rows]
+            for row in rows:
+                row.append(_difference(*(column.get(row[0]) for column in columns)))
         wear = [disk_life(s.plan, s.timeline.iteration_s) for s in self.subjects]
         notes = [f"{s.title}: measured in one iteration, the last of the run" for s in self.subjects if s.measured]
         notes += [
@@ -158,39 +212,44 @@ class _Page:
         ]
         notes += [one for one in dict.fromkeys(wear) if one]
         said = "".join(f'<p class="note">{escape(note)}.</p>' for note in notes)
-        return f"<h2>Figures</h2>{table_html(heads, rows)}{said}"
+        what = "<p>Seconds, and bytes between places, are those of one iteration.</p>"
+        return f"<h2>Figures</h2>{what}{table_html(heads, rows)}{said}"
+
+    def _alike(self) -> bool:
+        """Whether all do the same work."""
+        return len({_work(subject.plan) for subject in self.subjects}) == 1
 
     def _columns(self, cells: Sequence[str]) -> str:
         return f'<div class="columns">{"".join(f"<div>{cell}</div>" for cell in cells)}</div>'
 
-    def _each(self, name: str, says: str, charts: Sequence[Chart]) -> str:
+    def _each(self, name: str, says: Sequence[str], charts: Sequence[Chart]) -> str:
         """Returns the legend, and a column per subject with its chart.
 
-        says: the charts in words.
+        says: each chart in words.
         """
-        cells = [self._drawn(f"{name} {n}", *one, says) for n, one in enumerate(zip(self.subjects, charts))]
+        cells = [self._drawn(f"{name} {n}", *one) for n, one in enumerate(zip(self.subjects, charts, says))]
         return f"{_legend(charts)}{self._columns(cells)}"
 
     def _drawn(self, name: str, subject: Subject, chart: Chart, says: str) -> str:
         self.figures[name] = chart.figure
-        place = chart_place(name, f"{says} of {subject.title}")
+        place = chart_place(name, f"{subject.title}: {says}")
         return f"<h3>{breakable(subject.title)}</h3>{place}{_notes(chart)}"
 
     def _tides(self) -> str:
         drawn: dict[str, list[Chart]] = {x: [] for x in XS}
-        cells = []
+        both, cells = self._both(drawn), []
         for n, subject in enumerate(self.subjects):
             after = self.subjects[n + 1 : n + 2]
             over = after[0].timeline if after and after[0].measured else None
             alone = n > 0 and subject.measured  # by moment, a run lies over its prediction
             above, below = "", ""
             for x in XS[:1] if alone else XS:
-                chart = self._tide(n, x, over if x == "moment" else None)
+                chart = self._tide(f"tide {n}", subject, x, ("measured", over) if over and x == "moment" else None)
                 drawn[x].append(chart)
                 title = f"{subject.title} (areas), measured (lines)" if over and x == "moment" else subject.title
                 above += f'<div data-x="{x}"{self._hidden(x)}><h3>{breakable(title)}</h3></div>'
                 below += f'<div data-x="{x}"{self._hidden(x)}>{_notes(chart)}</div>'  # charts side by side stay level
-            place = chart_place(f"tide {n}", f"GPU memory over the iteration of {subject.title}")
+            place = chart_place(f"tide {n}", f"{subject.title}: {_tide_words(subject.timeline)}")
             cell = f"{above}{place}{below}"
             cells.append(f'<div data-x="{XS[0]}"{self._hidden(XS[0])}>{cell}</div>' if alone else cell)
         pressed = {x: str(x == self.first_x).lower() for x in XS}
@@ -198,19 +257,29 @@ class _Page:
         buttons = "".join(f'<button value="{x}" aria-pressed="{pressed[x]}">by {x}</button>' for x in XS)
         return (
             f'<div class="row head"><h2>What fills the GPU</h2><div data-choice="x">{buttons}</div></div>'
+            f"{both}{'' if both else self._columns(cells)}{legends}{self._columns(cells) if both else ''}"
             "<p>Model data stands on the floor, the tide hangs from the capacity. What is between them is free.</p>"
-            f"{legends}{self._columns(cells)}"
         )
 
-    def _tide(self, n: int, x: str, over: Timeline | None) -> Chart:
+    def _both(self, drawn: dict[str, list[Chart]]) -> str:
+        """Returns the second of two plans of one job drawn over the first, and adds the charts to `drawn`."""
+        if len(self.subjects) != 2 or self.overlaid or not self._alike():
+            return ""
+        first, other = self.subjects
+        for x in XS:
+            drawn[x].append(self._tide("tide both", first, x, (other.title, other.timeline)))
+        words = f"{first.title}: {_tide_words(first.timeline)} {other.title}: {_tide_words(other.timeline)}"
+        title = f"{first.title} (areas), {other.title} (lines)"
+        return f"<h3>{breakable(title)}</h3>{chart_place('tide both', words)}"
+
+    def _tide(self, name: str, subject: Subject, x: str, over: tuple[str, Timeline] | None) -> Chart:
         """Keeps the figure among the page's.
 
-        over: a run, drawn as lines.
+        over: as in `tide_chart`.
         """
         right = self.right_s if x == "time" else float(self.moments)
-        timeline = self.subjects[n].timeline
-        chart = tide_chart(timeline, x=x, right=right, top_bytes=self.top_bytes, measured=over)
-        self.figures[f"tide {n} {x}"] = chart.figure
+        chart = tide_chart(subject.timeline, x=x, right=right, top_bytes=self.top_bytes, over=over)
+        self.figures[f"{name} {x}"] = chart.figure
         return chart
 
     def _hidden(self, x: str) -> str:
@@ -218,7 +287,7 @@ class _Page:
 
     def _lanes(self) -> str:
         drawn = same_lanes([lanes_chart(s.timeline, right_s=self.right_s, plan=s.plan) for s in self.subjects])
-        charts = self._each("lanes", "what every queue does", drawn)
+        charts = self._each("lanes", [_lanes_words(s.timeline) for s in self.subjects], drawn)
         return (
             "<h2>What the queues do</h2><p>A gap in a lane is time in which the queue waits. The lane below compute "
             "says what compute waits for, in the colour of the cause with most of the wait; the seconds of every cause "
@@ -226,8 +295,12 @@ class _Page:
         )
 
     def _chunks(self) -> str:
-        drawn = [residence_chart(residence(s.plan, s.timeline), right_s=self.right_s) for s in self.subjects]
-        charts = self._each("chunks", "which chunks are on the GPU", drawn)
+        found = [residence(s.plan, s.timeline) for s in self.subjects]
+        drawn = [
+            residence_chart(one, right_s=self.right_s, layers=layer_names(s.plan))
+            for one, s in zip(found, self.subjects)
+        ]
+        charts = self._each("chunks", [_chunks_words(one) for one in found], drawn)
         sliced = ""
         if any(subject.plan.layout.ranks > 1 for subject in self.subjects):
             sliced = " Chunks are sliced over the GPUs. A chunk counts as there if this GPU has its own slice of it."
@@ -247,13 +320,15 @@ class _Page:
         cells = []
         for subject in self.subjects:
             if subject.examined is not None:
+                words = _proof(subject, subject.examined)
                 text = f"{subject.examined.report.describe()}\n{subject.examined.bound}"
                 if moves_on_disks(subject.plan.moved_bytes):
                     text += f"\n{NO_DISKS}"
                 peaks = subject.examined.timeline.peak_bytes
                 if any(peaks.get(place, size) != size for place, size in subject.examined.report.peak_bytes.items()):
                     text += f"\n{_TWO_PEAKS}"
-                cells.append(f"<h3>{breakable(subject.title)}</h3><pre>{escape(text)}</pre>")
+                exact = f"<details><summary>the checker's own words</summary><pre>{escape(text)}</pre></details>"
+                cells.append(f"<h3>{breakable(subject.title)}</h3>{words}{exact}")
         return f"<h2>Certificate</h2>{self._columns(cells)}"
 
     def _words(self) -> str:
@@ -264,9 +339,16 @@ class _Page:
             cost = subject.plan.predictions.get("barrier_cost_s")
             text = explain(subject.plan, subject.examined.timeline, barrier_cost_s=cost, width=100_000)
             parts.append(
-                f"<details open><summary>{breakable(subject.title)}</summary><pre>{escape(text)}</pre></details>"
+                f"<details><summary>{breakable(subject.title)}: what lives where, why, what binds, what the tide "
+                f"gains, the first steps</summary><pre>{escape(text)}</pre></details>"
             )
         return "<h2>Explanation</h2>" + "".join(parts)
+
+    def _origin(self) -> str:
+        rows = [("written by", f"pstar-sim {self.made.version}, {self.made.date}"), ("command", self.made.command)]
+        rows += [(f"SHA-256 of the plan of {s.title}", s.digest) for s in self.subjects if s.digest and not s.measured]
+        cells = "".join(f"<div><dt>{breakable(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in rows)
+        return f'<h2>Where this page comes from</h2><dl class="origin">{cells}</dl>'
 
 
 def _legend(charts: Sequence[Chart]) -> str:
@@ -319,35 +401,76 @@ def _error(subject: Subject) -> str:
     return "" if error is None else f" {format_error(error)}"
 
 
-def _quantities(subject: Subject) -> Iterator[tuple[str, str]]:
+def _binds(subject: Subject) -> str:
+    binds = bound_by(subject.timeline, barrier_cost_s=subject.plan.predictions.get("barrier_cost_s"))
+    return BINDS_WORDS.get(binds, binds)
+
+
+def _four(subject: Subject) -> Iterator[tuple[str, str]]:
+    """Yields four figures with their names, with as many digits as their error leaves them."""
+    plan, timeline, error = subject.plan, subject.timeline, _error(subject)
+    seconds = timeline.iteration_s
+    yield "per iteration", f"{_digits_s(seconds)}{error}"
+    yield "tokens/s", f"{float(f'{plan.tokens / seconds:.3g}'):,.0f}{error}"
+    peak, budget = timeline.peak_bytes["gpu"], timeline.budget_bytes.get("gpu")
+    yield "GPU memory at most", f"{format_bytes(peak)} of {format_bytes(budget)}" if budget else format_bytes(peak)
+    bound_s = _bound_s(subject)
+    if bound_s is not None:
+        yield "above the lower bound", format_percent(seconds / bound_s - 1)
+    else:
+        yield "compute waits", f"{sum(timeline.stall_s.values()) / seconds * 100:.1f} %"
+
+
+def _digits_s(seconds: float) -> str:
+    number, unit = format_s(seconds).split()
+    return f"{float(f'{float(number):.3g}'):g} {unit}"
+
+
+def _bound_s(subject: Subject) -> float | None:
+    """Returns the lower bound of a plan; None where it counts no disks, or is not about these seconds."""
+    bound_s = subject.plan.predictions.get("lower_bound_s")
+    return bound_s if bound_s and subject.as_planned and not moves_on_disks(subject.timeline.moved_bytes) else None
+
+
+def _quantities(subject: Subject) -> Iterator[_Quantity]:
     plan, timeline, said = subject.plan, subject.timeline, subject.plan.predictions
     seconds = timeline.iteration_s
-    yield "iteration", f"{format_s(seconds)}{_error(subject)}"
-    tokens = plan.tokens
-    yield "tokens/s", f"{tokens / seconds:,.0f}{_error(subject)}"
+    yield _Quantity("iteration", f"{format_s(seconds)}{_error(subject)}", "s", seconds)
+    rate = plan.tokens / seconds
+    yield _Quantity("tokens/s", f"{rate:,.0f}{_error(subject)}", "/s", rate)
     bound_s = said.get("lower_bound_s")
     if bound_s and subject.as_planned:
-        on_disks = moves_on_disks(timeline.moved_bytes)
-        yield "lower bound", format_s(bound_s) + (" (counts no disks)" if on_disks else "")
-        if not on_disks:
-            yield "above the bound", format_percent(seconds / bound_s - 1)
+        no_disks = "" if _bound_s(subject) else " (counts no disks)"
+        yield _Quantity("lower bound", format_s(bound_s) + no_disks, "s", bound_s)
+        if not no_disks:
+            yield _Quantity("above the bound", format_percent(seconds / bound_s - 1))
     if not subject.measured:
-        binds = bound_by(timeline, barrier_cost_s=said.get("barrier_cost_s"))
-        yield "binds", BINDS_WORDS.get(binds, binds)
+        yield _Quantity("binds", _binds(subject))
     for place, name in _PLACES.items():
         peak, budget = timeline.peak_bytes.get(place), timeline.budget_bytes.get(place)
         if peak or (budget and peak is not None):
-            yield f"{name} peak", format_bytes(peak)
+            yield _Quantity(f"{name} peak", format_bytes(peak), "B", peak)
         if budget:
-            yield f"{name} capacity", format_bytes(budget)
+            yield _Quantity(f"{name} capacity", format_bytes(budget), "B", budget)
     for way, name in _ways(timeline):
-        yield name, format_bytes(timeline.moved_bytes.get(way, 0))
-    yield "compute waits", format_s(sum(timeline.stall_s.values()))
+        moved = timeline.moved_bytes.get(way, 0)
+        yield _Quantity(name, format_bytes(moved), "B", moved)
+    stall_s = sum(timeline.stall_s.values())
+    yield _Quantity("compute waits", format_s(stall_s), "s", stall_s)
     for cause, stall_s in sorted(timeline.stall_s.items(), key=lambda item: -item[1]):
         if stall_s > 0:
-            yield f"- {WAITS.get(cause, cause)}", format_s(stall_s)
+            yield _Quantity(f"- {WAITS.get(cause, cause)}", format_s(stall_s), "s", stall_s)
     if plan.ranked is not None or plan.machine.mixed:
-        yield "seconds and bytes", "of the slowest rank"
+        yield _Quantity("seconds and bytes", "of the slowest rank")
+
+
+def _difference(one: _Quantity | None, other: _Quantity | None) -> str:
+    """Of figures; a cause of waits that only one has is 0 for the other."""
+    known = one or other
+    if known is None or not known.unit:
+        return ""
+    before, after = (0.0 if quantity is None else quantity.number for quantity in (one, other))
+    return Figure(known.name, known.unit, before, after).words()[3].replace("%", " %")
 
 
 def _ways(timeline: Timeline) -> Iterator[tuple[str, str]]:
@@ -359,16 +482,66 @@ def _ways(timeline: Timeline) -> Iterator[tuple[str, str]]:
             yield way, name
 
 
-def _differences(predicted: Subject, measured: Subject) -> Iterator[Figure]:
-    a, b = predicted.timeline, measured.timeline
-    yield Figure("iteration", "s", a.iteration_s, b.iteration_s)
-    yield Figure("tokens/s", "s", 1 / a.iteration_s, 1 / b.iteration_s)
-    for place, name in _PLACES.items():
-        if place in a.peak_bytes and place in b.peak_bytes:
-            yield Figure(f"{name} peak", "B", a.peak_bytes[place], b.peak_bytes[place])
-    for way, name in _ways(a):
-        yield Figure(name, "B", a.moved_bytes.get(way, 0), b.moved_bytes.get(way, 0))
-    yield Figure("compute waits", "s", sum(a.stall_s.values()), sum(b.stall_s.values()))
+# Pictures in words, for those who cannot see them.
+
+
+def _tide_words(timeline: Timeline) -> str:
+    curves = byte_curves(timeline)
+    budget = timeline.budget_bytes.get("gpu")
+    return (
+        f"GPU memory over an iteration of {format_s(timeline.iteration_s)}. The tide is between "
+        f"{format_bytes(int(curves.tide.min()))} and {format_bytes(int(curves.tide.max()))}, model data between "
+        f"{format_bytes(int(curves.model_data.min()))} and {format_bytes(int(curves.model_data.max()))}; together at "
+        f"most {format_bytes(int(curves.total.max()))}{f' of {format_bytes(budget)}' if budget else ''}."
+    )
+
+
+def _lanes_words(timeline: Timeline) -> str:
+    works = [f"{name} {format_s(s)}" for q, name in QUEUE_NAMES.items() if (s := timeline.busy_s.get(q.value, 0.0)) > 0]
+    stalls = sorted(timeline.stall_s.items(), key=lambda item: -item[1])
+    waits = [f"{format_s(s)} {WAITS.get(cause, cause)}" for cause, s in stalls if s > 0]
+    waiting = f"; compute waits {', '.join(waits)}" if waits else "; compute never waits"
+    return f"seconds in which each queue works, of {format_s(timeline.iteration_s)}: {', '.join(works)}{waiting}."
+
+
+def _chunks_words(found: Residence) -> str:
+    there = (found.contents != AWAY).mean(axis=0) * 100
+    return (
+        f"which of {found.chunks} chunks are on the GPU over the iteration: between {there.min():.0f} % and "
+        f"{there.max():.0f} % of them."
+    )
+
+
+def _proof(subject: Subject, examined: Examined) -> str:
+    """Returns the certificate for readers who know no checker, as HTML."""
+    report, plan = examined.report, subject.plan
+    rooms = []
+    for place, size in report.peak_bytes.items():
+        moment = report.peak_at[place]
+        when = "between two iterations" if moment < 0 else f"in moment {moment} ({plan.workload.moments[moment].name})"
+        rooms.append(
+            f"<li>{_PLACES[place]}: at most {format_bytes(size)} of {format_bytes(report.budget_bytes[place])}, "
+            f"{escape(when)}</li>"
+        )
+    proved = (
+        f"<p>Proved: in whatever order its {report.steps} steps may legally run, each chunk is on the GPU when compute "
+        "uses it, each parameter is updated once per iteration, and no place holds more than it has room for:</p>"
+    )
+    bound = ""
+    bound_s, certificate = _bound_s(subject), plan.choices.get("certificate")
+    if bound_s is not None:
+        binding = str(certificate.get("binding")) if isinstance(certificate, Mapping) else ""
+        binds = f" ({BINDS_NAMES[binding]} alone takes about as long)" if binding in BINDS_NAMES else ""
+        share = subject.timeline.iteration_s / bound_s - 1
+        bound = (
+            f"<p>No schedule of this job on this machine takes less than {format_s(bound_s)}{escape(binds)}. This plan "
+            f"takes {format_percent(share)} more.</p>"
+        )
+    rest = (
+        f"<p>Not proved: the seconds, which are simulated with the machine's rates{_error(subject)}; the rates and the "
+        "job, which are taken as the plan states them.</p>"
+    )
+    return f"{proved}<ul>{''.join(rooms)}</ul>{bound}{rest}"
 
 
 def _places(subject: Subject) -> Iterator[tuple[str, str, str]]:
@@ -384,7 +557,7 @@ def _places(subject: Subject) -> Iterator[tuple[str, str, str]]:
         for category in CATEGORIES:
             now, most = cut.get((place, category), 0), full.get(category, 0)
             if now or most:
-                yield f"{name}: {_CATEGORIES[category]}", format_bytes(now), format_bytes(most)
+                yield f"{name}: {CATEGORY_NAMES[category]}", format_bytes(now), format_bytes(most)
         in_all = sum(size for (where, _), size in cut.items() if where == place)
         yield f"{name}: in all", format_bytes(in_all), format_bytes(sum(full.values()))
         most = subject.timeline.peak_bytes.get(place, 0)
