@@ -1,8 +1,7 @@
-"""Seconds and host-memory traffic of a step on a machine. Policies decide with these figures, and the simulator times
-steps with them.
+"""Seconds and host-memory traffic of a step on a machine, with which policies decide and the simulator times.
 
-The cost model depends on a workload, a machine and a layout, and on no schedule. Every figure here is for a step that
-runs alone. The simulator decides what happens when copies and CPU Adam want more host DRAM bandwidth than there is.
+Every figure is for a step that runs alone. What happens when copies and CPU Adam want more host DRAM bandwidth than
+there is, the simulator decides.
 
 [Note: which rate computes a moment]
 1. A moment recorded on this very machine (`workload.recorded_on == machine.name`) lasts the measured seconds. A moment
@@ -11,9 +10,9 @@ runs alone. The simulator decides what happens when copies and CPU Adam want mor
 2. The seconds of every other moment follow from one formula for all machines:
        kernels = products by shape + other flops / rate + other bytes / bandwidth + launch_s
        seconds = max(kernels, framework.seconds(operators)) + framework.wait_s
-   Large products and element-wise operators of a module run one after the other, so their times add. So do
-   collectives of the ranks that split a layer, each of which is also an operator. Python runs ahead of the GPU, so
-   only the longer of the two counts. The wait for hooks adds to both.
+   Large products and element-wise operators of a module run one after the other, so their times add, as do collectives
+   of the ranks that split a layer, which are operators too. Python runs ahead of the GPU, so only the longer of the two
+   counts. The wait for hooks adds to both.
    - If the GPU has figures of products by shape (`gpu.products`) and the moment names its products, each product
      lasts the seconds of its shape (catalog/product_shape.py), and each call of fused attention the seconds of its
      kernel (catalog/attention_rates.py). Where fused attention is not named, all other flops run at its share of the
@@ -27,42 +26,37 @@ runs alone. The simulator decides what happens when copies and CPU Adam want mor
 
 A dtype that the catalog does not give for the GPU (bf16 forced on a V100) is timed at the rate of the other 2-byte
 dtype, or at the fp32 rate if that is missing too. The hardware would have to emulate the dtype, so the prediction is
-too fast. Whether the dtype is allowed is decided above this module.
+too fast.
 
 [Note: adds on the GPU] If gradients of several micro-batches add up on the GPU (in "grad32"), each gradient but a
 tensor's first is added to the sum when it arrives. The GPU reads the gradient, reads the sum and writes the sum, 10
 bytes per parameter of a 2-byte dtype. The moment in which the gradient arrives lasts that much longer, at the bandwidth
-of the HBM (of operators, if that was measured). The plan chooses which gradients add up on the GPU, so these seconds
-are not in `moments_s`. Recorded seconds of a moment include them already. On a layout that is sliced over ranks, a
-reduce_scatter adds to the sum; the model leaves that add out.
+of the HBM (of operators, if measured). The plan chooses these adds, so they are not in `moments_s`; recorded seconds
+include them already. The model leaves out the add of a reduce_scatter on a sliced layout.
 
 [Note: adds in updates] An update that finds gradients of its chunk in several lists first adds them up (`folded_lists`
-in core/effects.py). In a plan without clipping, the update most often adds the last gradient to the sum of the others.
-Each list but one takes the seconds and the traffic of an add; on the host, those of a cpu_add. On several ranks such an
-add takes no time in an update on the GPU.
+in core/effects.py). Each list but one takes the seconds and the traffic of an add; on the host, those of a cpu_add. On
+several ranks such an add takes no time in an update on the GPU.
 
 [Note: versions of the model] A plan file names the version that predicted its seconds and its lower bound. A change
-that predicts other seconds or bounds raises VERSION. `pstar check` then says of older files that they are to be planned
-again (planner/stated.py).
+that predicts other seconds or bounds raises VERSION. `pstar check` then wants older files to be planned again.
 
 [Note: several ranks, in seconds] A figure is that of one rank: its own slices, and its part of the node's cores
-(`Machine.adam_params_per_s`) and of the node's disks. All ranks use these at the same time because they run the same
-program. For a named rank, copies run at the rate of its own link, and the simulator knows which ranks share a switch.
-If no rank is named, the figures are those with which a policy plans: the weakest GPU and link, and the part of a PCIe
-switch that is left when all ranks on the switch copy at once.
+(`Machine.adam_params_per_s`) and disks, which all ranks use at the same time. For a named rank, copies run at the rate
+of its own link. If no rank is named, the figures are those with which a policy plans: the weakest GPU and link, and the
+part of a PCIe switch that is left when all its ranks copy at once.
 
 [Note: collectives] A gather and a reduce-scatter of S bytes (all slices together) over P ranks go round a ring: inside
 each node, then between the nodes. Every rank sends and receives (P-1)/P of S, the part that it does not have, so
     seconds = (L-1) * latency inside + (N-1) * latency between + (P-1)/P * S / (rate of the slowest hop)
-with N nodes of L ranks. A ring enters and leaves each node once, so the hop between two nodes has the node's whole
-network rate. The P ranks are those among which the layout slices a chunk; where these are fewer than the machine has
-(hybrid sharding), they are neighbours, and each group of them is a replica. A reduce-scatter then also adds up each
-slice over the R replicas, which takes twice a ring over R ranks. All ranks of a node that have other slices do so at
-the same time, in equal parts of the node's network rate. A hop whose rate was measured by size (`Fabric.table`) has
+with N nodes of L ranks. The hop between two nodes has the node's whole network rate. The P ranks are those among which
+the layout slices a chunk; where these are fewer than the machine has (hybrid sharding), they are neighbours, and each
+group of them is a replica. A reduce-scatter then also adds up each slice over the R replicas, twice a ring over R
+ranks, at the same time as a node's ranks with other slices. A hop whose rate was measured by size (`Fabric.table`) has
 the rate of S. Without a peer link the hops inside a node use the GPUs' links (and the PCIe switch, if they share one),
-at the GPU's `peer_share`. The model leaves out that such traffic also slows down the copies to the host. A collective
-takes a part of the GPU from compute ([Note: compute beside collectives] in core/rules.py). Copies slow no kernel down:
-they take 1 % of an iteration at most (benchmarks/overlap.py).
+at the GPU's `peer_share`. The model leaves out that such traffic also slows down the copies to the host. Collectives
+take a part of the GPU from compute ([Note: compute beside collectives] in core/rules.py); copies take 1 % of an
+iteration at most (benchmarks/overlap.py).
 """
 
 from __future__ import annotations
@@ -116,8 +110,8 @@ _ON_HOST = {kind for kind, route in ROUTES.items() if route not in _OF_GPUS} | {
 
 
 def flops_rate(machine: Machine, dtype: str) -> float:
-    """Returns the effective matrix rate for `dtype`, in flops per second, with the fallback of this module. Raises
-    PlanError if the GPU has no rate for it."""
+    """Effective matrix rate, in flops per second, with the fallback of this module. Raises PlanError if the GPU has no
+    rate for the dtype."""
     return _rate_of(machine.gpu, dtype)
 
 
@@ -126,8 +120,8 @@ def _rate_of(gpu: Gpu, dtype: str) -> float:
 
 
 def timed_as(gpu: Gpu, dtype: str) -> str:
-    """Returns the dtype whose matrix rate stands for that of `dtype`: another one if the GPU has no units for it.
-    Raises PlanError if it has none for either."""
+    """The dtype whose matrix rate stands for that of `dtype`: another one if the GPU has no units for it. Raises
+    PlanError if it has none for either."""
     for name in DTYPES[dtype].products if dtype in DTYPES else (dtype,):
         if name in gpu.flops_per_s:
             return name
@@ -135,19 +129,18 @@ def timed_as(gpu: Gpu, dtype: str) -> str:
 
 
 def slowest_of(machine: Machine) -> str:
-    """Returns `Workload.recorded_on` of a job that stands for the jobs of the machine's unlike GPUs."""
+    """`Workload.recorded_on` of a job that stands for the jobs of the machine's unlike GPUs."""
     return f"slowest GPU of {machine.name}"
 
 
 def _product_bytes(product: Product, width: int) -> int:
-    """Returns the bytes of both factors and of the result, of `width` bytes per element."""
+    """Of both factors and of the result, `width` bytes per element."""
     batches, m, k, n = product
     return batches * (m * k + k * n + m * n) * width
 
 
 def expected_link(machine: Machine) -> Link:
-    """Returns the link that a rank has when all ranks copy at once: the weakest link, slower if ranks share a PCIe
-    switch."""
+    """The link that a rank has when all ranks copy at once: the weakest, slower if ranks share a PCIe switch."""
     link = machine.link
     sharing = Counter(r.root for r in machine.ranks[: machine.local_ranks] if r.root is not None)
     if not sharing or machine.root_bytes_per_s is None:
@@ -161,14 +154,14 @@ def expected_link(machine: Machine) -> Link:
 
 
 def gradient_traffic_bytes(w: Workload, moment: int) -> int:
-    """Returns the bytes of GPU memory traffic of the gradients that arrive in a moment. Each gradient is copied into
-    its chunk, and its norm is taken."""
+    """GPU memory traffic of the gradients that arrive in a moment: each is copied into its chunk, and its norm is
+    taken."""
     return 3 * sum(w.tensors[t].bytes for t in w.gradients[moment])
 
 
 def cost_of(workload: Workload, machine: Machine, layout: Layout) -> CostModel:
-    """Returns the cost model with which policies plan. Calls with the same three objects return the same model, so that
-    the policies of one job and the simulator share its results. Rates written into a machine's tables later are not
+    """Calls with the same three objects return the same model, so that the policies of one job and the simulator share
+    its results. Rates written into a machine's tables later are not
     seen: a machine with other rates has to be another object (`dataclasses.replace`)."""
     known = workload.derived.get(_COST)
     if not (isinstance(known, CostModel) and known.machine is machine and known.layout is layout):
@@ -177,16 +170,15 @@ def cost_of(workload: Workload, machine: Machine, layout: Layout) -> CostModel:
 
 
 class Add(NamedTuple):
-    """The cost of adding gradients up. `dram_bytes` is traffic on the host."""
+    """`dram_bytes` is traffic on the host."""
 
     seconds: float
     dram_bytes: int
 
 
 class GpuAdds:
-    """Seconds by which adds of gradients on the GPU make moments longer ([Note: adds on the GPU]).
+    """[Note: adds on the GPU]
 
-    bytes_per_s: bandwidth of the adds.
     add_bytes: tensor -> GPU memory traffic of one add.
     free: adds take no seconds of their own.
     moments_s: (chunk, micro-batch) -> moment -> seconds, if gradients add up on the GPU, without micro-batches without
@@ -212,7 +204,7 @@ class GpuAdds:
             self.chunks_s[chunk] += sum(at.values())
 
     def of(self, plan: Plan) -> Mapping[int, float]:
-        """Moment -> seconds of the adds that the plan makes. Moments without adds are left out."""
+        """Moment -> seconds of the adds that the plan makes."""
         added: dict[int, float] = {}
         if self.moments_s:
             lists = gradient_list(plan)
@@ -224,14 +216,14 @@ class GpuAdds:
 
 
 class UpdateAdds:
-    """Adds that updates make, by [Note: adds in updates]."""
+    """[Note: adds in updates]"""
 
     def __init__(self, cost: CostModel, gpu_bytes_per_s: float) -> None:
         self._cost = cost
         self._gpu_bytes_per_s = gpu_bytes_per_s
 
     def of(self, plan: Plan) -> Mapping[int, Add]:
-        """Returns step -> the adds of an update, without updates that make none."""
+        """Step -> the adds of an update, without updates that make none."""
         adds: dict[int, Add] = {}
         for i, lists in folded_lists(plan).items():
             step = plan.steps[i]
@@ -252,14 +244,13 @@ class UpdateAdds:
 
 
 def _final_moments(w: Workload) -> dict[tuple[int, int], int]:
-    """Returns (tensor, micro-batch) -> the moment in which the gradient is final."""
+    """(tensor, micro-batch) -> the moment in which the gradient is final."""
     return {(t, w.moments[m].micro_batch): m for m, tensors in enumerate(w.gradients) for t in tensors}
 
 
 def _link_of_pins(link: Link, machine: Machine, layout: Layout) -> Link:
-    """Returns the link of a host that can pin only a part of its memory. The part of the job's parameters and states
-    that can be pinned passes at the link's rates, the rest at the link's pageable rate. Rates are means over all
-    bytes."""
+    """Of a host that can pin only a part of its memory: that part of the job's parameters and states passes at the
+    link's rates, the rest at its pageable rate. Rates are means over all bytes."""
     can_pin = machine.pinned_budget_bytes
     if can_pin is None or link.pageable_bytes_per_s is None:
         return link
@@ -274,9 +265,7 @@ def _link_of_pins(link: Link, machine: Machine, layout: Layout) -> Link:
 
 
 class CostModel:
-    """Nominal seconds of every step of a plan for `workload` (one rank's) on `machine` with `layout`.
-
-    rank: whose GPU and link count; None: those with which a policy plans ([Note: several ranks, in seconds]).
+    """rank: whose GPU and link count; None: those with which a policy plans ([Note: several ranks, in seconds]).
 
     Raises PlanError for a dtype without a known rate, and for a kind of step that it cannot time.
     """
@@ -292,7 +281,7 @@ class CostModel:
 
     @cached_property
     def moments_s(self) -> tuple[float, ...]:
-        """Seconds of each moment, by [Note: which rate computes a moment]."""
+        """[Note: which rate computes a moment]"""
         w, gpu = self.workload, self.gpu
         rate = _rate_of(gpu, w.compute_dtype)
         out: list[float] = []
@@ -314,8 +303,8 @@ class CostModel:
         return tuple(out)
 
     def group_s(self, collectives: Sequence[Collective]) -> float:
-        """Returns the seconds of collectives of a moment, one after the other: each goes round a ring, an all-reduce
-        twice. Raises PlanError for a machine that does not say what joins the ranks."""
+        """Collectives of a moment, one after the other: each goes round a ring, an all-reduce twice. Raises PlanError
+        for a machine that does not say what joins the ranks."""
         seconds = 0.0
         for what, name, size in collectives:
             group = self.machine.group(name)
@@ -327,19 +316,16 @@ class CostModel:
 
     @cached_property
     def gpu_adds(self) -> GpuAdds:
-        """Seconds of adds of gradients on the GPU, for any plan."""
         return GpuAdds(self.workload, self.layout, self._operator_bytes_per_s, self._add_bytes, free=self._recorded)
 
     def _add_bytes(self, tensor: int) -> int:
-        """Returns the bytes of GPU memory traffic of adding a gradient to a sum, without the bytes of
-        `gradient_traffic_bytes`."""
+        """GPU memory traffic of adding a gradient to a sum, without the bytes of `gradient_traffic_bytes`."""
         t = self.workload.tensors[tensor]
         copied = 2 * t.bytes if self.gpu.operator_bytes_per_s is not None else 0
         return 2 * self.layout.sum_width(self.layout.chunk_of[tensor]) * t.numel + t.bytes - copied
 
     @cached_property
     def update_adds(self) -> UpdateAdds:
-        """Seconds of adds of gradients in updates, for any plan."""
         return UpdateAdds(self, self._operator_bytes_per_s)
 
     @property
@@ -352,7 +338,7 @@ class CostModel:
         return self.gpu.operator_bytes_per_s or self.gpu.hbm_bytes_per_s
 
     def _kernels_s(self, moment: int, rate: float) -> float:
-        """Returns the seconds of a moment's kernels, by [Note: which rate computes a moment]."""
+        """[Note: which rate computes a moment]"""
         w, gpu = self.workload, self.gpu
         m = w.moments[moment]
         moved = m.bytes_read + m.bytes_written
@@ -377,7 +363,7 @@ class CostModel:
         return products_s + flops / rate + moved / self._operator_bytes_per_s + gpu.launch_s
 
     def _product(self, product: Product, rate: float) -> tuple[int, float]:
-        """Returns (bytes, seconds).
+        """(bytes, seconds).
 
         rate: flops per second of large products.
         """
@@ -425,15 +411,14 @@ class CostModel:
         return link.latency_s + fixed_s + size_bytes / rate
 
     def collective_s(self, size_bytes: int) -> float:
-        """Returns the seconds of a gather of a chunk's slices, or of a reduce-scatter within one replica ([Note:
-        collectives]).
+        """Of a gather of a chunk's slices, or of a reduce-scatter within one replica ([Note: collectives]).
 
         size_bytes: all slices together.
         """
         return self._ring_s(size_bytes, *self._slices)
 
     def reduce_s(self, size_bytes: int) -> float:
-        """Returns the seconds of a reduce-scatter whose slices are sums over all ranks ([Note: collectives]).
+        """Of a reduce-scatter whose slices are sums over all ranks ([Note: collectives]).
 
         size_bytes: all slices together.
         """
@@ -454,7 +439,7 @@ class CostModel:
         return inside, ranks // inside
 
     def _ring_s(self, size_bytes: int, inside: int, nodes: int, *, beside: int = 1) -> float:
-        """Returns the seconds in which rings over `inside` ranks of each of `nodes` nodes move their slices.
+        """Rings over `inside` ranks of each of `nodes` nodes.
 
         size_bytes: of all rings that pass a node together.
         beside: rings that pass a node, each over ranks of its own.
@@ -481,16 +466,14 @@ class CostModel:
         return latency_s + size_bytes * (ranks - 1) / ranks / min(rates)
 
     def border_s(self, border: Border) -> float:
-        """Returns the seconds in which what crosses the border of a stage moves, once both stages are ready. Raises
-        PlanError if the machine does not say what joins the two."""
+        """Once both stages are ready. Raises PlanError if the machine does not say what joins the two."""
         fabric = next((each.fabric for each in self.machine.neighbours if each.stage == border.peer), None)
         if fabric is None:
             raise PlanError(f"machine {self.machine.name!r} does not say what joins it with stage {border.peer}")
         return fabric.latency_s + border.bytes / fabric.rate_of(border.bytes)
 
     def nvme_s(self, size_bytes: int, direction: str) -> float:
-        """Returns the seconds of a read from the node's disks or a write to them. The node's ranks use the disks in
-        equal parts.
+        """The node's ranks use its disks in equal parts.
 
         direction: "read" or "write".
 
@@ -505,13 +488,12 @@ class CostModel:
         return disks.latency_s + size_bytes * self.machine.local_ranks / rate if size_bytes else 0.0
 
     def cpu_adam_bytes(self, chunk: int) -> int:
-        """Returns the host memory traffic of one update. `Step.bytes` of its cpu_adam should be this number."""
+        """Host memory traffic of one update; `Step.bytes` of its cpu_adam."""
         return self.layout.updates_bytes[chunk]
 
     def cpu_adam_s(self, chunk: int) -> float:
-        """Seconds of the elements, by the rate of the optimizer's update beside AdamW's or else by its traffic beside
-        AdamW's 28 bytes per parameter, no less than its arithmetic on the rank's threads; and of the matrix products of
-        the update."""
+        """Elements by the rate of the optimizer's update beside AdamW's or else by its traffic beside AdamW's 28 bytes
+        per parameter, no less than its arithmetic on the rank's threads; and the update's matrix products."""
         m, states, params = self.machine, self.layout.states_of(chunk), self.params[chunk]
         share = m.updates.get(states.name, states.cpu_share)
         if share is not None:
@@ -524,17 +506,15 @@ class CostModel:
         return elements_s + flops / self.layout.ranks / (CPU_CORE_FLOPS * m.host.cores / m.local_ranks)
 
     def cpu_add_bytes(self, chunk: int) -> int:
-        """Returns the host memory traffic of grad32 += grad: read the gradient (working dtype), read and write the
-        sum."""
+        """Traffic of grad32 += grad: read the gradient (working dtype), read and write the sum."""
         width = DTYPES[self.layout.chunks[chunk].dtype].bytes
         return self.params[chunk] * (2 * self.layout.sum_width(chunk) + width)
 
     def cpu_add_s(self, chunk: int) -> float:
-        """Returns the seconds of one accumulation on the host, at the memory rate that CPU Adam reaches."""
+        """At the memory rate that CPU Adam reaches."""
         return self.cpu_add_bytes(chunk) / self.adam_bytes_per_s
 
     def gpu_adam_bytes(self, chunk: int) -> int:
-        """Returns the GPU memory traffic of one update."""
         return self.layout.updates_bytes[chunk]
 
     def gpu_adam_s(self, chunk: int) -> float:
@@ -547,18 +527,16 @@ class CostModel:
         return self.gpu_adam_bytes(chunk) / self.gpu.hbm_bytes_per_s + products_s / self.layout.ranks
 
     def _update_products(self, chunk: int) -> list[Product]:
-        """Returns the matrix products of an update, of the slices of all ranks."""
+        """Of the slices of all ranks."""
         of_tensor = self.layout.states_of(chunk).products
         return [] if of_tensor is None else [p for s in self.layout.chunks[chunk].slots for p in of_tensor(s.shape)]
 
     def work_bytes(self, kind: Kind, chunk: int) -> int | None:
-        """Returns the memory traffic of a step that computes with a chunk's lists. `Step.bytes` should be this number.
-        None for other kinds."""
+        """Memory traffic of a step that computes with a chunk's lists: its `Step.bytes`. None for other kinds."""
         return _WORK[kind][0](self, chunk) if kind in _WORK else None
 
     def seconds(self, step: Step) -> float:
-        """Returns the nominal seconds of one step that runs alone; for a moment without the adds of [Note: adds on the
-        GPU]."""
+        """Running alone; for a moment without the adds of [Note: adds on the GPU]."""
         kind = step.kind
         if kind is Kind.COMPUTE:
             if step.moment is None:
@@ -599,7 +577,7 @@ class CostModel:
         return step.bytes if step.kind in _ON_HOST else 0
 
     def step_costs(self, plan: Plan) -> StepCosts:
-        """Returns the seconds and the traffic of each step of a plan, for `follow`."""
+        """For `follow`."""
         slowed, steps = bool(self._measured_slowdowns), plan.steps
         seconds = [self.seconds(step) for step in steps]
         added = self.gpu_adds.of(plan)
@@ -618,7 +596,7 @@ class CostModel:
         )
 
     def rates(self, *, measured: bool = True) -> Rates:
-        """Returns the rates that the steps of one rank share while the other ranks of its node do the same.
+        """While the other ranks of the node do the same.
 
         measured: with the measured factors of a calibrated machine. `choose` leaves them out, because a draft's rows do
             not say how busy they keep a link.
@@ -633,7 +611,7 @@ class CostModel:
 
     @cached_property
     def _measured_slowdowns(self) -> Mapping[str, float]:
-        """Those of a calibrated machine. A machine that has only that of collectives has none."""
+        """A machine that has only that of collectives has none."""
         slowdowns = self.machine.slowdowns
         return slowdowns if slowdowns.keys() - {BY_COLLECTIVES} else {}
 

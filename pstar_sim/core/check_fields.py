@@ -1,5 +1,4 @@
-"""Checks that every index and name in a plan refers to something. The checks come before a plan is read further or
-proved."""
+"""Checks that every index and name in a plan refers to something, before it is read further or proved."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ __all__ = ["check_fields", "check_step_fields"]
 
 
 def check_fields(plan: Plan) -> None:
-    """Check every field but the steps. Raises PlanError naming the field."""
+    """Every field but the steps. Raises PlanError naming the field."""
     for name in ("gpu_budget_bytes", "host_budget_bytes"):
         if getattr(plan, name) <= 0:
             raise PlanError(f"field {name!r} is {getattr(plan, name)}; it must be positive")
@@ -60,7 +59,7 @@ def _check_buffers(plan: Plan) -> None:
 
 
 def check_step_fields(plan: Plan) -> None:
-    """Check each step by itself. Raises PlanError naming the step."""
+    """Each step by itself. Raises PlanError naming the step."""
     chunks, trips = plan.layout.chunks, trips_of(plan.workload)
     for i, step in enumerate(plan.steps):
         where = f"steps[{i}] ({to_text(step)!r})"

@@ -1,4 +1,4 @@
-"""The report of a check: what it has proved of a plan, for people and for programs."""
+"""The report of a check: what it has proved of a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ class GpuPeak:
 
     moment: of this peak, -1 for the cut.
     running: ids of the steps under way at this peak.
-    budget_bytes: for each of these ranks.
     """
 
     ranks: tuple[int, ...]
@@ -30,9 +29,8 @@ class CheckReport:
     """iterations: number unrolled; 2 unless a queue may run further ahead.
     peak_bytes: place -> the most bytes on any rank in any legal interleaving (exact).
     peak_at: place -> the moment of this peak, -1 for the cut.
-    running: place -> ids of the steps under way at this peak.
     gpus: one peak for all ranks that are alike.
-    figures: names of those that were computed again and are right.
+    figures: names of those that were computed again.
     not_checked: a line for each kind of statement in the plan that was not computed again ([Note: what a check says] in
         figures.py).
     """

@@ -1,24 +1,22 @@
 """choose: finds the order of a draft's steps on each queue, until the iteration repeats.
 
-Policies call `choose` to find the order of steps and the window from which memory edges are made. `choose` decides only
-what a policy may decide; `follow` then times the plan, by the same rules (rules.py). The compute queue always runs in
-the order of the draft. Every other queue takes, among its ready steps, the step with the smallest key.
+`choose` gives the order of steps and the window from which memory edges are made; `follow` then times the plan, by the
+same rules (rules.py). The compute queue runs in the order of the draft. Every other queue takes the ready step with the
+smallest key.
 
 [Note: what follows at once] A row that follows another row at once (`DraftRow.behind`) frees its bytes, and lets other
-rows start, in the instant in which the other row ends. So it is a part of the other row while the order is chosen, and
-a row of its own only in the window.
+rows start, in the instant in which the other row ends. It is a part of the other row while the order is chosen, and a
+row of its own in the window.
 
-[Note: fetching ahead] Consider a fetch (or a gather, on the net queue) for the use at compute position u. The fetch may
-start if, at every position from the running position up to u, the room that is not needed otherwise (`Draft.room`)
-holds its bytes. A lead is added to these bytes, unless the fetch is the earliest of its queue that has not started. So
-memory is reserved when a copy starts, never before it is ready, and the last slots stay free for urgent copies. Without
-`room` (the steps have an order already), a step may take bytes before earlier steps of the draft only if these could
-still run one after the other in the remaining room (the banker's rule).
+[Note: fetching ahead] A fetch (or gather) for the use at compute position u may start if, at every position up to u,
+the room that is not needed otherwise (`Draft.room`) holds its bytes, and a lead unless it is the earliest of its queue
+that has not started. So memory is reserved when a copy starts, and the last slots stay free for urgent copies. Without
+`room`, a step may take bytes before earlier steps of the draft only if these could still run one after the other in the
+remaining room (the banker's rule).
 
-[Note: a window again] The next step to start depends on the steps that have started and ended, on the free bytes, and
-on the step that ends first. So if an iteration begins in the same state as the iteration before it, the same steps
-follow in the same order, and only the clock is advanced over them. The seconds are bit-identical, because the same
-seconds are added in the same order. If rounding would let another step end first, the window is run like the others.
+[Note: a window again] If an iteration begins in the same state as the one before it, the same steps follow in the same
+order, and only the clock is advanced over them. The seconds are bit-identical, because the same seconds are added in
+the same order. If rounding would let another step end first, the window is run like the others.
 """
 
 from __future__ import annotations
@@ -50,11 +48,8 @@ ROUNDING = 1e-9  # relative; far more than the rounding error of the seconds of 
 
 @dataclass(frozen=True, slots=True)
 class Events(Sequence[tuple[int, int, bool]]):
-    """(row, iteration relative to the window, ended?) in the order of the events. The events of an op's parts come
-    after the end of the op. A search reads the events of its best attempts alone, so they are read from the log each
-    time.
-
-    rows: number of rows of the draft.
+    """(row, iteration relative to the window, ended?) in order; an op's parts come after its end. A search reads the
+    events of its best attempts alone, so they are read from the log each time.
     """
 
     log: Sequence[int]
@@ -87,12 +82,12 @@ class Events(Sequence[tuple[int, int, bool]]):
 
 @dataclass(slots=True)
 class Window:
-    """One iteration of a schedule that repeats: between two first steps of the compute queue.
+    """One iteration of a schedule that repeats.
 
     gpu_free_bytes, host_free_bytes: when the window opens.
     stuck: (row, place, bytes wanted, bytes free) of the step that can never start.
     periods_s: of each iteration that was tried.
-    starts_s: ops of the compute queue, in order, from the begin of the window; empty if the search gave up.
+    starts_s: ops of the compute queue, from the begin of the window; empty if the search gave up.
     """
 
     iteration_s: float
@@ -105,25 +100,23 @@ class Window:
 
     @property
     def repeats(self) -> bool:
-        """Whether the last two periods agree. If they do not, the seconds of a plan made from this window may differ
-        from `iteration_s`."""
+        """If the last two periods disagree, the seconds of a plan made from this window may differ from
+        `iteration_s`."""
         return len(self.periods_s) > 1 and agree(self.periods_s[-1], self.periods_s[-2], TOLERANCE)
 
 
 def choose(draft: Draft, *, limit_s: float = math.inf) -> Window:
-    """Advance the draft from the cut until its window repeats and two successive periods agree within TOLERANCE, for at
-    most MOST_WINDOWS windows. Returns the last window.
+    """Advance the draft until its window repeats and two successive periods agree within TOLERANCE, for at most
+    MOST_WINDOWS windows. Returns the last window.
 
     Gives up, without events, once a window is certain to take longer than limit_s and at least as long as the window
-    before. (The first window is usually the shortest, because it waits for no earlier iteration.) `iteration_s` is then
-    a lower bound of the window's seconds.
+    before. `iteration_s` is then a lower bound of the window's seconds.
     """
     return _Chooser(draft, limit_s).run()
 
 
 class _Chooser:
-    """Advances a draft: starts the steps that can start, goes on to the next end, and repeats. choose_columns.py says
-    how steps are numbered. Lists with an entry per iteration grow as iterations open.
+    """How steps are numbered is in choose_columns.py. Lists with an entry per iteration grow as iterations open.
 
     waits: row -> number of ops for which it still waits.
     over: op -> whether it has ended, or has no bytes on the GPU.
@@ -214,7 +207,7 @@ class _Chooser:
                 heappush(ready[queue_of[j]], base + rank[j])
 
     def _start(self, q: int, i: int, k: int) -> bool:
-        """Returns whether the step has ended already, because it takes no time."""
+        """Whether the step has ended already, because it takes no time."""
         c = self.columns
         if q != COMPUTE:
             heappop(self.ready[q])
@@ -276,7 +269,7 @@ class _Chooser:
         return None
 
     def _start_ready(self, q: int) -> bool:
-        """Start ready steps on a queue whose steps take no bytes ahead of their use."""
+        """On a queue whose steps take no bytes ahead of their use."""
         c, ready, running = self.columns, self.ready[q], self.clock.running
         gpu_take, host_take = c.gpu_take, c.host_take
         at_once = False
@@ -291,8 +284,7 @@ class _Chooser:
         return at_once
 
     def _start_ahead(self, q: int) -> bool:
-        """Start ready steps on a queue whose steps take bytes ahead of their use. Returns whether any step took no
-        time."""
+        """On a queue whose steps take bytes ahead of their use. Returns whether any step took no time."""
         c, ready, running, ahead = self.columns, self.ready[q], self.clock.running, self.ahead
         at_once = False
         while ready and running[q] < 0:
@@ -315,8 +307,8 @@ class _Chooser:
         return at_once
 
     def _safe(self, i: int, k: int) -> bool:
-        """Returns whether all earlier steps of the draft could still run one by one if step i of iteration k took its
-        bytes now (the banker's rule)."""
+        """Whether all earlier steps of the draft could still run one by one if step i of iteration k took its bytes now
+        (the banker's rule)."""
         gpu_take, gpu_free_of = self.columns.gpu_take, self.columns.gpu_free
         left = self.gpu_free - gpu_take[i]
         for lap in range(max(0, k - 1), k + 1):
@@ -352,8 +344,8 @@ class _Chooser:
         return replace(outcome, starts_s=[start_s - begin_s for start_s in self.starts_s])
 
     def _state(self) -> tuple[object, ...]:
-        """Returns everything that determines the order of the steps after a mark, counted from the iteration before it;
-        empty while an older step is under way."""
+        """What determines the order of the steps after a mark, counted from the iteration before; empty while an older
+        step is under way."""
         last = self.lap - 1
         if last and 0 in self.ended[last - 1]:
             return ()
@@ -388,9 +380,9 @@ class _Chooser:
 
 
 class _RoomAhead:
-    """Room for copies ahead of their use: [Note: fetching ahead]. The room at a position never grows.
+    """[Note: fetching ahead]. The room at a position never grows.
 
-    slack: bytes at each position, counted through all iterations, that are neither needed nor reserved.
+    slack: bytes at each position, through all iterations, that are neither needed nor reserved.
     urgent: queue -> (index into `Columns.fetch_order`, iteration) of its earliest step that has not started.
     refused: queue -> the last step (as in `ready`) that had no room, and until which position.
     """
@@ -412,7 +404,7 @@ class _RoomAhead:
         return refused == step and position <= until
 
     def reserve(self, q: int, i: int, k: int, position: int, started: Sequence[bytearray]) -> bool:
-        """Reserve room for step i of iteration k from `position` to its use. Returns whether there is room."""
+        """Reserve room for step i of iteration k from `position` to its use, if there is any."""
         c = self._columns
         use = c.use[i]
         assert use is not None
@@ -441,9 +433,7 @@ class _RoomAhead:
 
 
 class _WindowLog:
-    """The windows so far, and whether the latest is the outcome.
-
-    log: starts and ends of ops, as numbers (choose_columns.py).
+    """log: starts and ends of ops, as numbers (choose_columns.py).
     marks: ends of windows: time, length of the log, bytes free on the GPU and on the host.
     """
 
@@ -461,8 +451,8 @@ class _WindowLog:
         self.marks.append((now, len(self.log), gpu_free, host_free))
 
     def outcome(self) -> Window | None:
-        """Returns the outcome if the latest window took too long, or is as long as the one before and contains every
-        step once; None otherwise."""
+        """The outcome if the latest window took too long, or is as long as the one before and contains every step
+        once."""
         marks = self.marks
         periods = self._periods()
         period = periods[-1]
@@ -496,8 +486,7 @@ class _WindowLog:
         )
 
     def repeated(self, clock: Clock) -> Window | None:
-        """Returns the outcome if the latest window comes again: [Note: a window again]. Otherwise returns None and
-        changes nothing."""
+        """The outcome if the latest window comes again: [Note: a window again]. Else nothing changes."""
         log, marks = self.log, self.marks
         kept, entries, windows = clock.kept(), len(log), len(marks)
         (_, _, gpu_free, host_free), outcome = marks[-1], None
@@ -514,7 +503,6 @@ class _WindowLog:
         return outcome
 
     def given_up(self) -> Window:
-        """Has no window, only the seconds of the iterations tried."""
         periods = self._periods()
         return Window(periods[-1], [], self.marks[-1][2], self.marks[-1][3], periods_s=periods)
 

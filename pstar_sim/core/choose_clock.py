@@ -1,4 +1,4 @@
-"""Clock: the ops that run on the queues while `choose` advances a draft, and their ends, at shared rates (rules.py)."""
+"""Clock: the ops that run while `choose` advances a draft, and their ends, at shared rates (rules.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Kept = tuple[float, float, bool, list[int], list[tuple[float, float, float, flo
 
 
 class Clock:
-    """Speeds depend on the ops that run, and are computed once per instant, after all ops that start or end in it.
+    """Speeds are computed once per instant, after all ops that start or end in it.
 
     now: seconds since the cut.
     running: queue -> op; -1 if none runs.
@@ -60,12 +60,12 @@ class Clock:
             self._changed = True
 
     def _stretch(self, by: float) -> None:
-        """What is left of the op that computes takes `by` times as long ([Note: compute beside collectives])."""
+        """[Note: compute beside collectives]"""
         if self._slow > 1 and self.running[COMPUTE] >= 0:
             self._until[COMPUTE] = self.now + (self._until[COMPUTE] - self.now) * by
 
     def advance(self) -> int:
-        """Advance to the next end. Returns its queue; -1 if nothing runs."""
+        """Returns the queue of the next end; -1 if nothing runs."""
         if self._changed:
             self._retime()
         until = self._until
@@ -86,7 +86,7 @@ class Clock:
             self._until[q] = now + max(0.0, rest) / rate
 
     def _rates_together(self, together: Sequence[float]) -> list[tuple[int, float]]:
-        """Returns the speed of each queue that runs a step.
+        """Speed of each queue that runs a step.
 
         together: demand of each queue that uses host DRAM; negative where no step runs.
         """
@@ -96,7 +96,7 @@ class Clock:
         return [*zip(sharing, self._rates.speeds((), demands, copies, ())[0])]
 
     def pass_over(self, entries: Sequence[int]) -> bool:
-        """Returns whether the steps of these entries end in that order."""
+        """Whether the steps of these entries end in that order."""
         seconds_of, queue_of, count = self._columns.seconds, self._columns.queue_of, self._columns.count
         for entry in entries:
             op = entry // 2
@@ -113,7 +113,7 @@ class Clock:
         return True
 
     def kept(self) -> _Kept:
-        """Returns the state of the clock, for `set_back`."""
+        """For `set_back`."""
         rates = [*zip(self._until, self._left, self._speed, self._demand)]
         return self.now, self._settled_s, self._changed, self.running[:], rates
 

@@ -1,10 +1,8 @@
-"""Columns of a draft: the data that `choose` reads, with one entry per row, and facts that do not change while it
-advances.
+"""Columns of a draft: the data that `choose` reads, with one entry per row, which do not change while it advances.
 
 Plain numbers stand for steps, because there are hundreds of thousands. Op i of iteration k has three numbers: k * count
 + i where it runs; k * count + rank (its place among the sorted keys) where it is ready; and in the log twice the first
-number, plus 1 for its end. An op is a row and its parts ([Note: what follows at once] in choose.py), and has the row's
-number.
+number, plus 1 for its end. An op is a row and its parts ([Note: what follows at once] in choose.py).
 """
 
 from __future__ import annotations
@@ -31,9 +29,7 @@ _INDEX = {
 
 
 class Columns:
-    """The columns of a draft.
-
-    parts: op -> the rows that follow it at once.
+    """parts: op -> the rows that follow it at once.
     compute: ops of the compute queue, in order.
     positions: ops of the compute queue that are positions.
     lengths: queue -> number of its ops that start when they are ready, in any order.
@@ -42,15 +38,13 @@ class Columns:
     demand: op -> bytes of host DRAM per second.
     by_rank: these ops, in the order of their keys.
     rank: op -> its place in `by_rank`, or -1.
-    at_once: ops of `by_rank` that wait for no op.
     followers: op -> rows that wait for it in the same iteration.
-    successors: op -> rows that wait for it in the next iteration.
+    successors: op -> rows that wait for it in the next.
     base_waits: row -> number of ops for which it waits.
-    first_waits: the same for the first iteration, where no row waits for an earlier iteration.
+    first_waits: the same for the first iteration.
     upcoming: at each place of `compute`, bytes that the queue takes up to its next position.
     rest_s: at each place of `compute`, nominal seconds from there to the end of the iteration.
     reserving: queues whose steps take bytes ahead of their use.
-    others: queues that neither reserve nor compute.
     fetch_order: queue -> its ops that serve a position, by that position.
     """
 
@@ -87,7 +81,7 @@ class Columns:
         return [charge.dram_bytes for charge in charges]
 
     def _join(self, rows: Sequence[DraftRow]) -> list[int]:
-        """Returns, per row, the op that the row is or belongs to. Raises ValueError for a row that cannot be a part."""
+        """Per row, the op that it is or belongs to. Raises ValueError for a row that cannot be a part."""
         self.parts: dict[int, list[int]] = {}
         op_of = list(range(len(rows)))
         self.is_part = bytearray(len(rows))
@@ -123,7 +117,6 @@ class Columns:
                     followers[op_of[j]].append(i)
 
     def _sort(self, rows: Sequence[DraftRow], ops: Sequence[int]) -> None:
-        """Sorts by the order in which ops may start."""
         queue_of = self.queue_of
         self.ops = len(ops)
         self.compute = [i for i in ops if queue_of[i] == COMPUTE]

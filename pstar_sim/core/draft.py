@@ -1,7 +1,7 @@
 """Draft: the steps of one iteration before their order is chosen.
 
-A row is one step, or one block of moments. The charge of a row (seconds, bytes) depends on its kind, its chunk and its
-list, so a search computes each charge once per job.
+The charge of a row (seconds, bytes) depends on its kind, its chunk and its list, so a search computes each charge once
+per job.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ __all__ = ["FREE", "Charge", "Draft", "DraftRow"]
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """The time and bytes of a row.
-
-    seconds: nominal, of the row running alone.
+    """seconds: nominal, of the row running alone.
     gpu_take, host_take: bytes taken at the start.
     gpu_free, host_free: bytes freed at the end.
     """
@@ -42,8 +40,8 @@ class DraftRow:
     moment: for a block, an Adam or a stash, the other fields determine it.
     after: (row, back) pairs that have to end first, in this iteration (back 0) or the previous iteration (back 1).
     key: order among the ready rows of a queue, smallest first (None: the order of the draft).
-    behind: an earlier row of the same queue that this row follows at once (for example a drop after its write-back).
-        This row then takes no time and no bytes, waits for no other row, and has no key.
+    behind: an earlier row of the same queue that this row follows at once (a drop after its write-back), with no time,
+        bytes, waits or key.
     use: position that a fetch or a gather serves.
     is_position: whether the row is the next position of the compute queue.
     """

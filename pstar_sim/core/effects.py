@@ -1,6 +1,5 @@
 """Effects of a step on memory, as pure functions: the table of [Note: what a step does to memory] in core/step.py, and
-the effects of moments. Whether a fetch, write-back or cpu_add takes bytes depends on the payloads that are resident
-already (ledger.py)."""
+the effects of moments."""
 
 from __future__ import annotations
 
@@ -39,32 +38,29 @@ _CATEGORY = {"param": "param", "grad": "grad", "grad32": "grad", "remote": "para
 
 
 def category_of(list_name: str) -> str:
-    """Returns "param", "grad" or "states", as in a timeline."""
+    """As in a timeline."""
     return _CATEGORY.get(list_name, "states")
 
 
 class Touched(NamedTuple):
-    """A payload that a step takes or frees.
-
-    lenient: whether it is taken only if absent, or freed only if present.
-    """
+    """lenient: whether a payload is taken only if absent, or freed only if present."""
 
     resident: Resident
     lenient: bool
 
 
 def takes(step: Step) -> Touched | None:
-    """The payload that a step takes when it starts. The tide's rise is in `tide_moves`."""
+    """When the step starts. The tide's rise is in `tide_moves`."""
     return _touched(step, EFFECTS[step.kind].takes)
 
 
 def frees(step: Step) -> Touched | None:
-    """The payload that a step frees when it ends."""
+    """When the step ends."""
     return _touched(step, EFFECTS[step.kind].frees)
 
 
 def reads(step: Step) -> tuple[Resident, ...]:
-    """Returns what has to be there when a step starts and that it copies or reduces; none for moments and Adam."""
+    """What a step copies or reduces, there when it starts; none for moments and Adam."""
     if step.list is None or step.chunk is None:
         return ()
     there = EFFECTS[step.kind].reads
@@ -90,7 +86,7 @@ def _touched(step: Step, touch: Touch | None) -> Touched | None:
 
 
 def tide_moves(tide: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns (rise, fall) of the tide at each moment: non-model bytes taken when it starts, and freed when it ends.
+    """(rise, fall) of the tide at each moment: non-model bytes taken when it starts, and freed when it ends.
 
     tide: of each moment of an iteration, or of each block.
     """
@@ -106,18 +102,17 @@ def tide_at_cut(tide: Sequence[int]) -> int:
 
 
 def name_of(resident: Resident) -> str:
-    """Returns words such as "the param list of chunk 3 on the gpu"."""
+    """Such as "the param list of chunk 3 on the gpu"."""
     return f"the {resident.list} list of chunk {resident.chunk} on the {resident.place.value}"
 
 
 def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
     """Returns (chunk, micro-batch) -> the list on the gpu in which the chunk's gradients arrive in that micro-batch.
 
-    "grad32" if that list stays on the gpu (a pinned chunk that accumulates) or if the plan allocates it there (a chunk
-    whose micro-batches follow one another). "grad" in the micro-batches for which the plan allocates it (the first
-    micro-batches, one per alloc step of the chunk), or in all if the list stays on the gpu. "param", in place, in all
-    other micro-batches; in a plan that passes the checker this is the last micro-batch only. On a sliced layout, whole
-    gradients arrive in that list and in the list of the others' slices; that list is then never "grad32".
+    "grad32" if that list stays on the gpu or the plan allocates it there. "grad" in the micro-batches for which the
+    plan allocates it (the first, one per alloc step of the chunk), or in all if the list stays on the gpu. "param", in
+    place, in all others; in a checked plan this is the last micro-batch only. On a sliced layout, whole gradients
+    arrive in that list, then never "grad32", and in that of the others' slices.
     """
     alloc, gpu = Kind.ALLOC, Place.GPU
     opened = [step for step in plan.steps if step.kind is alloc and step.place is gpu]
@@ -143,9 +138,9 @@ def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
 def folded_lists(plan: Plan) -> dict[int, int]:
     """Returns step -> number of gradient lists that an update adds to another before it begins, if any.
 
-    Each micro-batch has one gradient. A cpu_add adds a gradient to the sum on the host, and a sum on the gpu takes each
-    gradient as it arrives. The update adds all other gradients. On a sliced layout, updates on the gpu are left out, as
-    are other adds on the gpu. A part of an update makes its part of each add.
+    A cpu_add adds a gradient to the sum on the host, and a sum on the gpu takes each gradient as it arrives; the update
+    adds the others. On a sliced layout, updates on the gpu are left out, as are other adds on the gpu. A part of an
+    update makes its part of each add.
     """
     if plan.workload.micro_batches == 1:
         return {}
@@ -158,21 +153,20 @@ def folded_lists(plan: Plan) -> dict[int, int]:
 
 
 def _summed_on_gpu(plan: Plan) -> set[int]:
-    """Returns the chunks with a list there, always or for a time."""
+    """Chunks with a list there, always or for a time."""
     opened = {s.chunk for s in plan.steps if s.kind is Kind.ALLOC and s.place is Place.GPU and s.list == "grad32"}
     stays = {r.chunk for r in plan.initial if r.place is Place.GPU and r.list == "grad32"}
     return {chunk for chunk in opened | stays if chunk is not None}
 
 
 def overwritten_in_place(plan: Plan) -> list[tuple[int, int]]:
-    """Returns (moment, chunk) of every working list that holds only final gradients when the moment ends."""
+    """(moment, chunk) of every working list that holds only final gradients when the moment ends."""
     last = _last_gradients(plan)
     return [(last[where], where[0]) for where, list_name in gradient_list(plan).items() if list_name == "param"]
 
 
 def _last_gradients(plan: Plan) -> dict[tuple[int, int], int]:
-    """Returns (chunk, micro-batch) -> moment of its last gradient. Keys are in the order in which the first gradients
-    arrive."""
+    """(chunk, micro-batch) -> moment of its last gradient, in the order in which the first gradients arrive."""
     w, chunk_of = plan.workload, plan.layout.chunk_of
     last: dict[tuple[int, int], int] = {}
     for m, (moment, tensors) in enumerate(zip(w.moments, w.gradients)):
@@ -182,7 +176,7 @@ def _last_gradients(plan: Plan) -> dict[tuple[int, int], int]:
 
 
 def needed(layout: Layout, workload: Workload) -> list[tuple[int, ...]]:
-    """Returns the chunks that each moment reads, ascending."""
+    """The chunks that each moment reads, ascending."""
     chunk_of = layout.chunk_of
     chunks = {tensors: tuple(sorted({chunk_of[t] for t in tensors})) for tensors in set(workload.reads)}
     return [chunks[tensors] for tensors in workload.reads]

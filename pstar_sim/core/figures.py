@@ -1,9 +1,8 @@
-"""The figures that a plan states beside its steps. Figures of bytes are compared with the proof; the others are named.
+"""The figures that a plan states beside its steps.
 
 [Note: what a check says] A plan carries figures (`predictions`), words (`choices`) and the inputs of both (workload,
-machine). A check names everything that it does not compute again: `not_checked` lists it line by line. Bytes are
-computed again in this module. Seconds and bounds need the simulator and are checked in a higher layer
-(planner/stated.py).
+machine). A check names what it does not compute again. Bytes are computed again here, seconds and bounds with the
+simulator (planner/stated.py).
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ _PEAKS = {"peak_gpu_bytes": Place.GPU, "peak_host_bytes": Place.HOST}
 
 @dataclass(frozen=True, kw_only=True)
 class Stated:
-    """A plan's figures, compared with recomputed figures.
-
-    false: a sentence for each figure that differs.
+    """false: a sentence for each figure that differs from the recomputed one.
     checked: names of those that are right.
     """
 
@@ -52,12 +49,10 @@ def moves_on_disks(moved_bytes: Mapping[str, int]) -> bool:
 
 
 def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
-    """Compares figures of bytes with recomputed ones.
+    """peak_bytes: the most of each place, as proved.
 
-    peak_bytes: the most of each place, as proved.
-
-    The peak of a run depends on its timing. So a stated peak has to lie between the bytes that every run holds,
-    whatever its timing, and the proved peak; on several ranks, on the rank with the largest.
+    The peak of a run depends on its timing, so a stated peak has to lie between the bytes that every run holds and the
+    proved peak; on several ranks, on the rank with the largest.
     """
     false: list[str] = []
     checked: list[str] = []
@@ -80,8 +75,8 @@ def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
 
 
 def _least_bytes(plan: Plan, place: Place) -> int:
-    """Returns the least bytes that the place holds at its peak on some rank, whatever the timing: the bytes that it
-    holds at the cut or, on the gpu, the bytes of the moment with the largest need if these are more."""
+    """The bytes that the place holds at its peak on some rank, whatever the timing: those at the cut or, on the gpu, of
+    the moment with the largest need if more."""
     cut = sum(size for _, where, size in plan.buffers if where is place)
     cut += sum(plan.layout.payload_bytes(r.chunk, r.list) for r in plan.initial if r.chunk >= 0 and r.place is place)
     if place is not Place.GPU:
@@ -104,7 +99,6 @@ def not_checked(
 
     checked: names of figures and words.
     why: name -> reason why it was not computed.
-    workload, machine: whether the plan was compared with one.
     """
     lines: list[str] = []
     rest: dict[str, list[str]] = {}

@@ -1,10 +1,8 @@
 """follow: advances a program in its own order, by the clock, until two successive iterations agree.
 
-A step starts when its queue has come to it and every step for which it waits has ended.
-
-[Note: events at equal times] Events at equal times are handled in the order in which they were scheduled. The end of a
-step is scheduled when the step begins, or when its speed last changes. A waiting queue is scheduled when the step for
-which it waits ends. A queue whose step ends continues at once, before any other event of that time.
+[Note: events at equal times] Events at equal times are handled in the order in which they were scheduled: the end of a
+step when it begins or when its speed last changes, a waiting queue when the step for which it waits ends. A queue whose
+step ends continues at once.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ Factor = Callable[[int, int], float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Times:
-    """Seconds since the run began, one row per iteration and one column per step.
+    """Seconds since the run began, per iteration and step.
 
     ready: when the queue came to the step.
     """
@@ -47,13 +45,12 @@ class Times:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """Events of a run. The last of `iterations` counts. Events of later iterations may follow.
+    """The last of `iterations` counts. Events of later ones may follow.
 
     events: every start (2 * step) and end (2 * step + 1), in order of time.
     marks: number of events when the compute queue had ended each iteration.
-    last_wait: per iteration, step -> the step for which it waited last. Steps that did not wait are left out.
-    arrival_s: per iteration, step that meets the same step of other ranks -> when this rank was ready for it. Every
-        other step began when it was ready.
+    last_wait: per iteration, step -> the step for which it waited last.
+    arrival_s: per iteration, step that meets the same step of other ranks -> when this rank was ready for it.
     dram_loss_s: per iteration and step; no rows if DRAM is never short.
     times: of the iterations that every queue had ended at the last `end_iteration`.
     steady: whether the last two iterations agree.
@@ -90,8 +87,6 @@ class Record:
     def end_iteration(self, k: int) -> bool:
         """Compute `times` from the events, when every queue has ended iteration k. Returns whether iteration k is
         steady ([Note: when an iteration is steady] in rules.py).
-
-        The steps of a queue start and end in turns, in its order. The queue comes to a step when the step before ends.
         """
         if k == 0:
             return False
@@ -115,7 +110,7 @@ def follow(
     factor: Factor | None = None,
     most: int = 8,
 ) -> Record:
-    """Follow the program until it is steady, for at most `most` (>= 2) iterations.
+    """Until the program is steady, for at most `most` (>= 2) iterations.
 
     factor: on the seconds of each step, for jitter.
 
@@ -125,7 +120,7 @@ def follow(
 
 
 class Deadlock(PlanError):
-    """The error of a run in which every queue waits.
+    """Every queue waits.
 
     record: events before it; None after pickling.
     """
@@ -142,7 +137,6 @@ class _Sharer:
     left_s: nominal seconds still to do.
     demand: of DRAM, in bytes per second.
     loss_before_s: lost to DRAM before the step began.
-    speed: nominal seconds per second.
     end: number of the end that was scheduled when the speed last changed; earlier ends are void.
     """
 
@@ -154,7 +148,7 @@ class _Sharer:
 
 
 class _Follower:
-    """One run. Events are (time, number in the order of scheduling, kind, step): [Note: events at equal times]."""
+    """Events are (time, number in the order of scheduling, kind, step)."""
 
     def __init__(self, program: Program, costs: StepCosts, rates: Rates, *, jitter: bool, most: int) -> None:
         self.program, self.costs, self.rates = program, costs, rates
@@ -244,8 +238,8 @@ class _Follower:
         return record
 
     def _ends_all(self, i: int, most: int) -> bool:
-        """Returns whether the queue has now ended `most` iterations. The run is over when all queues have ended a
-        steady iteration, or the last."""
+        """Whether the queue has now ended `most` iterations. The run is over when all queues have ended a steady
+        iteration, or the last."""
         program, record, k = self.program, self.record, self.done[i]
         if program.queue_of[i] == program.compute:
             record.marks.append(len(record.events))
@@ -258,7 +252,7 @@ class _Follower:
     # -- compute beside collectives -----------------------------------------------------------------------------------
 
     def _begin_beside(self, of_net: bool, takes_s: float, now: float, slow: float) -> float:
-        """A collective or a compute step begins. Returns its seconds."""
+        """Returns the seconds of a collective or a compute step."""
         if of_net:
             self.net_runs = True
             self._stretch(now, slow)
@@ -274,7 +268,7 @@ class _Follower:
             self._stretch(now, 1 / slow)
 
     def _stretch(self, now: float, by: float) -> None:
-        """What is left of the step that computes takes `by` times as long."""
+        """[Note: compute beside collectives]"""
         i, end_s, _ = self.computing
         if i >= 0:
             self.computing = i, now + (end_s - now) * by, next(self.number)
@@ -288,7 +282,7 @@ class _Follower:
         self._retime(now)
 
     def _leave(self, i: int, now: float) -> None:
-        """The step's end is scheduled after the new ends of the other steps."""
+        """The step's end is scheduled after the new ends of the others."""
         self._settle(now)
         self.record.dram_loss_s[self.done[i] + 1][i] = self.loss_s - self.sharing.pop(i).loss_before_s
         self._retime(now)
@@ -321,10 +315,7 @@ class _Follower:
 
 
 def deadlock(record: Record, at: dict[int, tuple[int, int]], done: Sequence[int]) -> Deadlock:
-    """Names the steps for which each queue waits.
-
-    at: queue -> (step, iteration).
-    """
+    """at: queue -> (step, iteration)."""
     program, lines = record.program, []
     for q, (i, k) in sorted(at.items(), key=lambda item: program.queues[item[0]]):
         missing = [

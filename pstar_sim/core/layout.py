@@ -1,11 +1,10 @@
 """Chunk layout: the chunk and the position of each parameter.
 
-The layout packs the tensors of a workload, in order of first use, into runs that are placed and transferred as one.
 [Note: why the chunk size is searched] Power-of-two chunks filled in order waste 20-110 % once biases, norms and
-vocabulary matrices are counted. So tensors too small to be worth moving go into chunks of their own that stay resident.
-A tensor larger than a chunk gets a chunk of its exact size. The uniform size is the multiple of a granule that wastes
-least. Frozen and trainable tensors, different dtypes and different optimizer groups never share a chunk, nor do tensors
-with different states (optimizers.py). A tied tensor takes no room.
+vocabulary matrices are counted. So small tensors go into resident chunks of their own, a tensor larger than a chunk
+gets one of its exact size, and the uniform size is the multiple of a granule that wastes least. Tensors share a chunk
+only if frozen or trainable alike, with the same dtype, optimizer group and states (optimizers.py). A tied tensor takes
+no room.
 """
 
 from __future__ import annotations
@@ -62,9 +61,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A run of consecutive parameters of one dtype and one optimizer group, all frozen or all trainable.
-
-    numel: elements of the payload, waste included.
+    """numel: elements of the payload, waste included.
     small: holds tensors too small to be worth moving; stays resident.
     kind: position of its states in `OptimizerSpec.all_states`.
     """
@@ -80,7 +77,7 @@ class Chunk:
 
     @property
     def params(self) -> int:
-        """Number of parameters that the chunk holds, without padding; of quantised ones, their stored elements."""
+        """Without padding."""
         return sum(slot.numel for slot in self.slots)
 
 
@@ -103,7 +100,6 @@ class Layout:
 
     @cached_property
     def chunk_of(self) -> dict[int, int]:
-        """Tensor index -> chunk index."""
         return {slot.tensor: c.index for c in self.chunks for slot in c.slots}
 
     @cached_property
@@ -115,7 +111,6 @@ class Layout:
 
     @cached_property
     def state_lists(self) -> tuple[str, ...]:
-        """Names of the state lists of all chunks."""
         return self.optimizer.lists
 
     @cached_property
@@ -126,18 +121,18 @@ class Layout:
         return self.optimizer.of_width(STORAGE[chunk.dtype].bytes)
 
     def states_of(self, chunk: int) -> States:
-        """What the chunk keeps for its updates. A frozen chunk has no such lists."""
+        """A frozen chunk has no states."""
         c = self.chunks[chunk]
         return self._states[c.dtype][c.kind]
 
     def is_own_master(self, chunk: int) -> bool:
-        """Whether the chunk's parameters are as wide as their masters: fp32, or without fp32 masters."""
+        """Whether parameters are as wide as their masters: fp32, or without fp32 masters."""
         c = self.chunks[chunk]
         return c.frozen or STORAGE[c.dtype].bytes == self._optimizer_of(c).master_bytes
 
     @cached_property
     def own_params(self) -> tuple[int, ...]:
-        """Per chunk, the parameters of one rank's slice, without padding."""
+        """Per chunk, of one rank's slice, without padding."""
         return tuple([-(-c.params // self.ranks) for c in self.chunks])
 
     @cached_property
@@ -159,7 +154,7 @@ class Layout:
         return [slot.shape for slot in self.chunks[chunk].slots]
 
     def unpadded_states_bytes(self, chunk: int) -> int:
-        """Returns the bytes of all states of one rank's slice, without padding."""
+        """All states of one rank's slice, without padding."""
         return sum(self.states_of(chunk).list_bytes(self.own_params[chunk], self._shapes(chunk), self.ranks).values())
 
     @cached_property
@@ -190,12 +185,11 @@ class Layout:
         return {name: tuple([payloads.get((c.index, name)) for c in self.chunks]) for name in self.lists}
 
     def sum_width(self, chunk: int) -> int:
-        """Returns the bytes per parameter of the chunk's sum of gradients."""
+        """Bytes per parameter of the chunk's sum of gradients."""
         return max(self.sum_bytes, STORAGE[self.chunks[chunk].dtype].bytes)
 
     def slice_numel(self, chunk: int) -> int:
-        """Returns the number of elements of one rank's slice of a list, rounded up so that all slices are equal and
-        aligned."""
+        """Elements of one rank's slice of a list, rounded up so that all slices are equal and aligned."""
         numel = self.chunks[chunk].numel
         if self.ranks == 1:
             return numel
@@ -204,13 +198,11 @@ class Layout:
         return (numel + unit - 1) // unit * align
 
     def whole_bytes(self, chunk: int) -> int:
-        """The slices of all ranks, which a gather or a reduce-scatter handles."""
         return self.payload_bytes(chunk, "param") * self.ranks
 
     def payload_bytes(self, chunk: int, list_name: str) -> int:
-        """Returns the bytes of one rank's slice of a list of a chunk. For "remote" and "grad_remote", returns the bytes
-        of the slices of all other ranks. A frozen chunk has only "param" and "remote". Raises PlanError for an unknown
-        chunk or list."""
+        """Bytes of one rank's slice of a list; for "remote" and "grad_remote", of the slices of all other ranks. A
+        frozen chunk has only "param" and "remote". Raises PlanError for an unknown chunk or list."""
         try:
             return self._payloads[chunk, list_name]
         except KeyError:
@@ -223,8 +215,8 @@ class Layout:
         raise PlanError(f"{kind} {chunk} has no list {list_name!r}; it has {known}")
 
     def part_range(self, chunk: int, part: Part) -> tuple[int, int]:
-        """Returns (first, end) in one rank's slice of every list. Parts begin at multiples of `PART_ALIGN`, and of the
-        blocks of the chunk's states."""
+        """(first, end) in one rank's slice of every list, at multiples of `PART_ALIGN` and of the blocks of the chunk's
+        states."""
         numel, align = self.slice_numel(chunk), max(PART_ALIGN, self.states_of(chunk).block)
         first, end = (numel * n // part.of // align * align for n in (part.number, part.number + 1))
         return first, numel if part.last else end
@@ -235,15 +227,15 @@ class Layout:
         return size_bytes * end // numel - size_bytes * first // numel
 
     def list_bytes(self, list_name: str) -> tuple[int | None, ...]:
-        """Returns the bytes of a list of each chunk; None for a chunk without this list."""
+        """Per chunk; None for a chunk without this list."""
         return self._lists_bytes.get(list_name, (None,) * len(self.chunks))
 
     def states_bytes(self, chunk: int) -> int:
-        """Returns the bytes of all optimizer state lists of a chunk, of one rank's slice; 0 for a frozen chunk."""
+        """All optimizer state lists of one rank's slice; 0 for a frozen chunk."""
         return sum(self._payloads.get((chunk, name), 0) for name in self.state_lists)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the layout for JSON; `layout_file.layout_of` is the reverse."""
+        """For JSON; `layout_file.layout_of` is the reverse."""
         return {
             "chunk_bytes": self.chunk_bytes,
             "ranks": self.ranks,
@@ -264,9 +256,7 @@ class Layout:
 
 
 class _Item(NamedTuple):
-    """first_use: moment of the first use.
-    padded: numel, rounded up to whole vectors and to whole blocks of its states.
-    """
+    """padded: numel, rounded up to whole vectors and to whole blocks of its states."""
 
     first_use: int
     tensor: int
@@ -276,8 +266,6 @@ class _Item(NamedTuple):
 
 
 class _Class(NamedTuple):
-    """What the tensors of a chunk share."""
-
     frozen: bool
     dtype: str
     group: int
@@ -315,7 +303,7 @@ def _with_sums(layout: Layout, workload: Workload, sums: str) -> Layout:
 
 
 def sum_bytes_of(workload: Workload, sums: str) -> int:
-    """Returns the bytes per parameter of a sum of gradients.
+    """Bytes per parameter of a sum of gradients.
 
     sums: as `Settings.sums`.
 
@@ -331,9 +319,9 @@ def sum_bytes_of(workload: Workload, sums: str) -> int:
 
 
 def layout_of_parts(workload: Workload, parts: Sequence[tuple[int, int]], *, sums: str = "32-bit") -> Layout:
-    """Returns a layout with a chunk for each part of the iteration. It holds all tensors that the part is the first to
-    read, or those of a class. Tensors that no moment reads have chunks of their own. No chunk is small. Calls with the
-    same workload object return the same layout object.
+    """A chunk for each part of the iteration holds the tensors (or those of a class) that the part is the first to
+    read. Tensors that no moment reads have chunks of their own. No chunk is small. Calls with the same workload object
+    return the same layout object.
 
     parts: (first, last) moment of each part, with no moment between two parts.
     sums: as `Settings.sums`.
@@ -365,7 +353,7 @@ def _of_parts(workload: Workload, begins: Sequence[int]) -> Layout:
 
 
 def size_near(workload: Workload, chunk_bytes: int) -> int:
-    """Returns the size within half an octave that wastes least, and then is nearest."""
+    """The size within half an octave that wastes least, and then is nearest."""
     _, classes = _by_size(_in_order_of_first_use(workload))
     granule = GRANULE_BYTES
     while granule > 4 * KIB and granule > chunk_bytes // 32:
@@ -413,13 +401,13 @@ def _chunk(index: int, key: _Class, items: Iterable[_Item], numel: int, small: b
 
 
 def _alignment(states: States) -> int:
-    """Returns the elements at whose multiples tensors and slices begin."""
+    """Elements at whose multiples tensors and slices begin."""
     width = next((row.per_element for row in states.lists if row.name == MASTER_LIST), STORAGE[MASTER].bytes)
     return max(ALIGN_BYTES // width, states.block)
 
 
 def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
-    """Returns the tensors with storage of their own. Those never read come last."""
+    """Tensors with storage of their own; those never read come last."""
     never = len(workload.moments)
     first = [never] * len(workload.tensors)
     for use in workload.uses:
@@ -460,8 +448,8 @@ def _padded_bytes(classes: Mapping[_Class, Sequence[_Item]]) -> int:
 
 
 def _small_limit(classes: Mapping[_Class, Sequence[_Item]]) -> float:
-    """Returns the bytes below which a tensor is not worth moving: 1 MiB, or 1/400 of a small model. The limit is lower
-    if such tensors make up more than 5 % of a model, because hundreds of equal thin layers must not all be resident."""
+    """Bytes below which a tensor is not worth moving: 1 MiB, or 1/400 of a small model; less if such tensors make up
+    more than 5 % of a model, because hundreds of thin layers must not all be resident."""
     total_bytes = _padded_bytes(classes)
     limit = min(float(SMALL_BYTES), total_bytes / SMALL_PART)
     widths = [(key.width, items) for key, items in classes.items()]
@@ -473,9 +461,9 @@ def _small_limit(classes: Mapping[_Class, Sequence[_Item]]) -> float:
 
 
 def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
-    """Returns the payload bytes of the uniform chunk. The search wants little waste (2 % at most if any size allows
-    it), few bytes in oversize chunks, a size near 64 to 128 MiB (smaller for models of less than 4 GB) and at least
-    about 24 chunks. The granule is halved until a good size is found."""
+    """Payload bytes of the uniform chunk: little waste (2 % at most if any size allows it), few bytes in oversize
+    chunks, a size near 64 to 128 MiB (smaller for models of less than 4 GB) and at least about 24 chunks. The granule
+    is halved until a good size is found."""
     total = _padded_bytes(classes)
     used = sum(key.width * sum([item.numel for item in items]) for key, items in classes.items())
     if total == 0:
@@ -498,7 +486,7 @@ def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
 
 
 def _coarsest(total: int) -> int:
-    """Returns the granule with which a search over chunk sizes begins: finer for a small model."""
+    """Finer for a small model."""
     granule = GRANULE_BYTES
     while granule > 4 * KIB and granule > total / 64:
         granule //= 2
@@ -506,8 +494,8 @@ def _coarsest(total: int) -> int:
 
 
 def _candidates(prefixes: Mapping[_Class, NDArray[np.int64]], granule: int, total: int) -> list[int]:
-    """Returns the multiples of the granule that some run of consecutive tensors just fills. Any other multiple packs
-    like a smaller one of these."""
+    """Multiples of the granule that some run of consecutive tensors just fills; any other packs like a smaller one of
+    these."""
     most = max(granule, total // WANTED_CHUNKS // granule * granule)
     sizes: set[int] = {most}
     for prefix in prefixes.values():
@@ -524,7 +512,7 @@ def _candidates(prefixes: Mapping[_Class, NDArray[np.int64]], granule: int, tota
 
 
 def _waste(classes: Mapping[_Class, Sequence[_Item]], size: int) -> float:
-    """Returns the share of padding for chunks of that size, exact to 1e-3."""
+    """Share of padding, exact to 1e-3."""
     used = held = 0
     for key, items in classes.items():
         used += sum(item.numel for item in items) * key.width
@@ -533,9 +521,9 @@ def _waste(classes: Mapping[_Class, Sequence[_Item]], size: int) -> float:
 
 
 def _score(classes: Iterable[tuple[Sequence[int], Sequence[int], int]], size: int, total: int, used: int) -> float:
-    """Returns a penalty for a chunk size: waste, bytes in oversize chunks, and the mean distance (in octaves, weighted
-    by bytes) of its chunks from 64 to 128 MiB (from 1/64 to 1/32 of a smaller model). The penalty is at least 1 for a
-    size that wastes too much.
+    """A penalty for a chunk size: waste, bytes in oversize chunks, and the mean distance (in octaves, weighted by
+    bytes) of its chunks from 64 to 128 MiB (from 1/64 to 1/32 of a smaller model); at least 1 for a size that wastes
+    too much.
 
     classes: per class the padded elements, their running sum, and bytes per element.
     total, used: with and without padding.
@@ -560,8 +548,8 @@ def _score(classes: Iterable[tuple[Sequence[int], Sequence[int], int]], size: in
 
 
 def _pack(items: Sequence[_Item], capacity: int) -> list[tuple[list[_Item], int]]:
-    """A tensor larger than the capacity gets a chunk of its own size and leaves the open chunk open. The last chunk is
-    trimmed to its contents. Returns (items, elements) for each chunk."""
+    """(items, elements) of each chunk. A tensor larger than the capacity gets a chunk of its own and leaves the open
+    chunk open. The last chunk is trimmed."""
     capacity = _aligned(capacity)
     oversize = [([item], item.padded) for item in items if item.padded > capacity]
     rest = [item for item in items if item.padded <= capacity] if oversize else items
@@ -572,7 +560,7 @@ def _pack(items: Sequence[_Item], capacity: int) -> list[tuple[list[_Item], int]
 
 
 def _packed_numels(padded: Sequence[int], ends: Sequence[int], capacity: int) -> list[int]:
-    """Returns the elements of each chunk that `_pack` makes.
+    """Elements of each chunk that `_pack` makes.
 
     ends: running sum of `padded`.
     """

@@ -1,17 +1,16 @@
 """The ledger: which payload is in which place, in bytes.
 
-A payload is a list of a chunk at a place. Each payload has a number, a size and a category. There are three books, all
-kept by the table EFFECTS in core/step.py. `Moves` serves the simulator: it books a whole run of a plan, whose steps are
-compiled once to entries about payloads. `Holdings` serves the policies: it books steps that run one after the other
-while a plan is written. `Ledger` serves the executor: it books one move at a time.
+There are three books, all by the table EFFECTS in core/step.py. `Moves`, for the simulator, books a whole run of a
+plan, whose steps are compiled once to entries about payloads. `Holdings`, for policies, books steps that run one after
+the other while a plan is written. `Ledger`, for the executor, books one move at a time.
 
 [Note: categories] The list of a payload gives its category, "param", "grad" or "states", with one exception. Once the
 last gradient of a chunk has overwritten its working list in place, that payload (and its copies) counts as "grad",
-until an update turns it into parameters again or its memory is freed. The sum over categories stays the same.
+until an update turns it into parameters again or its memory is freed.
 
-[Note: booked at once] Bytes do not decide when a step starts, so a whole run is booked after it happened. The entries
-of all events of a run, sorted by payload, say where every payload was before each event. The last TAKE or FREE of a
-payload says whether it was there, and its last entry with a category says which category it had.
+[Note: booked at once] Bytes do not decide when a step starts, so a whole run is booked after it happened. Of the
+entries sorted by payload, the last TAKE or FREE of a payload says whether it was there, and its last entry with a
+category which it had.
 """
 
 from __future__ import annotations
@@ -69,10 +68,7 @@ BECOME."""
 
 
 class Payloads:
-    """Payloads by number.
-
-    numbers: (chunk, list, place) -> number, counted in order of first use.
-    names: number -> (chunk, list, place).
+    """names: number -> (chunk, list, place).
     places: number -> index into PLACES.
     categories: number -> index into CATEGORIES, by the payload's list.
     """
@@ -114,8 +110,7 @@ def _category(list_name: str) -> int:
 
 
 def _spread(first: _Ints, counts: _Ints) -> _Ints:
-    """Returns, for each pair of `first` and `counts`, the numbers first, first + 1, ..., first + count - 1, pair after
-    pair."""
+    """For each pair of `first` and `counts`, the numbers first, first + 1, ..., first + count - 1."""
     spread: _Ints = np.repeat(first - (np.cumsum(counts, dtype=counts.dtype) - counts), counts)
     spread += np.arange(len(spread), dtype=spread.dtype)
     return spread
@@ -123,7 +118,7 @@ def _spread(first: _Ints, counts: _Ints) -> _Ints:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Columns, in the order in which the changes happened.
+    """Columns, in the order of the changes.
 
     event: index into the events of the run.
     cell: place * WIDTH + category.
@@ -138,9 +133,7 @@ class Changes:
 
 
 class Moves:
-    """The changes of bytes in each place by every step of a plan.
-
-    cells: bytes of each cell at the cut.
+    """cells: bytes of each cell at the cut.
 
     Raises PlanError for a step that lacks a field its kind needs, and for a plan that is over a budget at the cut.
     """
@@ -199,12 +192,12 @@ class Moves:
         return Resident(chunk, list_name, PLACES[place])
 
     def _compile(self) -> tuple[_Ints, _Ints, _Ints, _Ints]:
-        """Returns columns (kind, payload, value) of the entries of events 0, 1, 2, ..., and the number of entries of
-        each. Event 2 * i is the start of step i, event 2 * i + 1 its end.
+        """Columns (kind, payload, value) of the entries of events 0, 1, 2, ..., and the number of entries of each.
+        Event 2 * i is the start of step i, event 2 * i + 1 its end.
 
         Entries are written once for all steps that differ in their chunk alone, as if it were chunk 0 (updates: once
-        for each kind of states), and once for all steps of a moment. Steps of number n have pattern 2 * n at their
-        start and pattern 2 * n + 1 at their end.
+        for each kind of states), and once for all steps of a moment: the pattern 2 * n of their start and 2 * n + 1 of
+        their end.
         """
         moments, compute = len(self.plan.workload.moments), Kind.COMPUTE
         patterns = self._moments()
@@ -253,14 +246,14 @@ class Moves:
             layout.payload_bytes(int(chunk[n]), lists[int(first[n]) // chunks])
 
     def _moments(self) -> list[_Ints]:
-        """Returns the entries of the moments, by column (pattern, kind, payload, value)."""
+        """By column (pattern, kind, payload, value)."""
         plan = self.plan
         lists = ("param", "remote") if plan.layout.ranks > 1 else ("param",)
         working = np.array([self._first_of(name, _GPU) for name in lists])
         rise, fall = map(np.array, tide_moves(self._tide))
 
         def about(what: int, moment: _Ints, chunk: _Ints, value: int, *, at_end: int) -> _Ints:
-            """Returns entries for each working list of these chunks at these moments, by column."""
+            """For each working list of these chunks at these moments."""
             moment = np.repeat(moment, len(working))
             who = (chunk[:, np.newaxis] + working).ravel()
             return np.stack([2 * moment + at_end, np.full_like(who, what), who, np.full_like(who, value)])
@@ -280,8 +273,8 @@ class Moves:
         ]
 
     def _pattern(self, step: Step, states: Iterable[str]) -> tuple[_Pattern, _Pattern]:
-        """Returns the entries of the start and of the end. A part that is not the last leaves no category: [Note: parts
-        of a step] in step.py.
+        """Entries of the start and of the end. A part that is not the last leaves no category: [Note: parts of a step]
+        in step.py.
 
         states: lists that an update changes.
         """
@@ -313,7 +306,7 @@ class Moves:
     # -- what a run did -----------------------------------------------------------------------------------------------
 
     def book(self, events: Sequence[int]) -> Changes:
-        """Book a whole run: [Note: booked at once].
+        """[Note: booked at once]
 
         events: in order of time, from the cut on.
 
@@ -337,8 +330,8 @@ class Moves:
         return Changes(event[at], cell, size, held)
 
     def _changes(self, entry: _Ints) -> tuple[_Ints, _Ints, NDArray[Any], int | None]:
-        """Returns (entry, cell, bytes), and the first entry that contradicts the contents of its place. Arrays are
-        sorted by payload; entries of one payload are in the order of the run."""
+        """(entry, cell, bytes), and the first entry that contradicts the contents of its place. Arrays are sorted by
+        payload; entries of one payload are in the order of the run."""
         home, size = self._home, self._size
         order = np.argsort(self._who[entry], kind="stable")
         which = entry[order]
@@ -347,7 +340,7 @@ class Moves:
         opens = np.maximum.accumulate(np.where(np.diff(who, prepend=-2) != 0, here, 0))  # first entry of the payload
 
         def last(rows: NDArray[np.bool_]) -> _Ints:
-            """Returns the last earlier entry of `rows` about the same payload, or -1."""
+            """The last earlier entry of `rows` about the same payload, or -1."""
             before = np.full_like(here, -1)
             np.maximum.accumulate(np.where(rows, here, before)[:-1], out=before[1:])
             before[before < opens] = -1
@@ -419,13 +412,12 @@ class Moves:
 
 
 class Holdings:
-    """The payloads that are held while steps run one after the other.
+    """Payloads while steps run one after the other.
 
     tide: non-model bytes of each moment; None leaves them out.
     used_bytes, peak_bytes: in the order of PLACES.
 
-    A step that takes a payload already there, or frees an absent one, changes nothing. The checker says whether such a
-    step is legal.
+    A step that takes a payload already there, or frees an absent one, changes nothing.
     """
 
     def __init__(
@@ -455,12 +447,12 @@ class Holdings:
         return chunk in self._listed(list_name, place).chunks
 
     def chunks(self, list_name: str, place: Place) -> Set[int]:
-        """A live view, which changes as steps run."""
+        """A live view."""
         return self._listed(list_name, place).chunks
 
     @property
     def changed(self) -> frozenset[Resident]:
-        """What came since the cut, or left since then."""
+        """What came or left since the cut."""
         return frozenset(
             Resident(c, name, PLACES[p])
             for (name, p), listed in self._lists.items()
@@ -534,9 +526,9 @@ class Ledger:
     tide_bytes: non-model bytes on the gpu.
     peak_bytes: of payloads and buffers, in each place.
 
-    [Note: claims] A payload is first claimed; then its memory is allocated; then it is held. A claim counts against the
-    budget, so that two threads never get the same room. A claim is withdrawn if the allocation fails. A payload that
-    leaves is held until its memory is released. `unfinished` lists the payloads that an interruption left in between.
+    [Note: claims] A payload is claimed, then allocated, then held. A claim counts against the budget, so that two
+    threads never get the same room; it is withdrawn if the allocation fails. A payload that leaves is held until its
+    memory is released. `unfinished` has those that an interruption left in between.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -569,18 +561,16 @@ class Ledger:
         return self._used[PLACES.index(place)]
 
     def held_bytes(self, place: Place) -> int:
-        """Returns the bytes of payloads and buffers, without claims."""
+        """Without claims."""
         p = PLACES.index(place)
         return self._used[p] - self._claimed[p]
 
     def room_bytes(self, place: Place) -> int:
-        """Returns what could still be claimed."""
         p = PLACES.index(place)
         return self.budget_bytes[p] - self._used[p] - (self.tide_bytes if p == _GPU else 0)
 
     def claim(self, chunk: int, list_name: str, place: Place) -> int:
-        """Returns the payload's bytes. Raises PlanError if it is held or claimed already, or if the place would go over
-        its budget."""
+        """Raises PlanError if the payload is held or claimed already, or if the place would go over its budget."""
         number = self._number(chunk, list_name, place)
         if number in self._held or number in self._unfinished:
             raise PlanError(f"{list_name} of chunk {chunk} already has memory on the {place.value}")
@@ -636,7 +626,7 @@ class Ledger:
         return change
 
     def mend(self) -> None:
-        """After an interruption, unfinished payloads are not held, and all bytes are counted anew."""
+        """After an interruption, unfinished payloads are not held."""
         self._held -= self._unfinished
         self._unfinished.clear()
         self._used, self._claimed = list(self._buffers), [0] * len(PLACES)

@@ -2,8 +2,7 @@
 
 A plan is cyclic: one iteration that repeats. [Note: the cut] The cut lies between two iterations, after every step of
 iteration k has ended and before any step of k+1 begins. There the places hold exactly `initial`, and every @-1
-reference is satisfied. Steps of successive iterations overlap in time. On each queue, all steps of iteration k come
-before those of k+1.
+reference is satisfied. Steps of successive iterations overlap in time, but on each queue in order.
 """
 
 from __future__ import annotations
@@ -91,8 +90,7 @@ class Settings:
             object.__setattr__(self, "chunk_bytes", size_bytes("chunk_bytes", self.chunk_bytes, error=PlanError))
 
     def barrier(self, dtype: str) -> str | None:
-        """Returns why no Adam may run before all gradients are there ("clip", "loss scaling", "update=step"), or
-        None."""
+        """Why no Adam may run before all gradients are there ("clip", "loss scaling", "update=step")."""
         if self.clip:
             return "clip"
         if DTYPES[dtype].scaled:
@@ -159,12 +157,12 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Tokens per iteration, of all ranks."""
+        """Of all ranks, per iteration."""
         return sum(job.tokens for job in self.jobs)
 
     @property
     def own_batches(self) -> str | None:
-        """Words such as "8 on rank 0, 4 on ranks 1, 2"; None if all ranks have one job."""
+        """Such as "8 on rank 0, 4 on ranks 1, 2"; None if all ranks have one job."""
         if self.ranked is None:
             return None
         ranks_of: dict[int, list[int]] = {}
@@ -180,8 +178,7 @@ class Plan:
 
     @property
     def budgets(self) -> dict[Place, int]:
-        """Returns the bytes of each place that the plan may take, on one rank. Places that the plan does not use are
-        left out."""
+        """Bytes that the plan may take on one rank, of the places that it uses."""
         budgets = {Place.GPU: self.gpu_budget_bytes, Place.HOST: self.host_budget_bytes}
         return {**budgets, Place.NVME: self.nvme_budget_bytes} if self.nvme_budget_bytes else budgets
 
@@ -259,7 +256,7 @@ def _check_ranked(ranked: Sequence[Workload], workload: Workload, machine: Machi
 
 
 def moved_bytes(steps: Iterable[Step], ranks: int) -> dict[str, int]:
-    """Returns the bytes that one rank moves with these steps, by route, as `Plan.moved_bytes`."""
+    """Of one rank, by route, as `Plan.moved_bytes`."""
     moved = {"h2d": 0, "d2h": 0}
     for step in steps:
         route = ROUTES.get(step.kind)

@@ -1,8 +1,7 @@
 """The file of a plan: self-contained JSON. Reading validates everything.
 
-The file contains workload (by columns), machine, settings, layout and steps (one line of text per step). A file that is
-truncated, foreign, newer or inconsistent raises one PlanError that names the file and the field or line. Whether a
-readable plan is *correct* is for the checker to say.
+A file that is truncated, foreign, newer or inconsistent raises one PlanError that names the file and the field or line.
+Whether a readable plan is *correct* is for the checker to say.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def save_plan(plan: Plan, path: Path) -> None:
 
 
 def text_of(plan: Plan) -> str:
-    """Returns the object of a plan in the file of several."""
+    """A plan in the file of several."""
     return object_text(_header(plan), _steps_text(plan)).rstrip()
 
 
@@ -132,15 +131,14 @@ def object_text(header: Mapping[str, object], last: str) -> str:
 
 
 def _written(fields: list[tuple[str, Any]]) -> dict[str, object]:
-    """Fields that the first files did not have are left out if they are empty, so that such files stay the same."""
+    """Fields that the first files did not have are left out if empty, so that such files stay the same."""
     usual = {"known": "datasheet"} if any(name == "measured" for name, _ in fields) else {}
     empty = (None, False, ())
     return {n: v for n, v in fields if n in _FIRST or not (any(v is e for e in empty) or v == usual.get(n))}
 
 
 def _settings_to_dict(settings: Settings) -> dict[str, object]:
-    """`loop`, `sums` and `effort` are left out if they have their defaults, so that such files stay as they were
-    before these fields existed."""
+    """Left out at their defaults, so that files from before these fields stay the same."""
     values = dataclasses.asdict(settings)
     for name in ("loop", "sums", "effort"):
         if values[name] == getattr(Settings, name):
@@ -188,7 +186,7 @@ def with_whole_jobs(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_plan(path: Path) -> Plan:
-    """Raises PlanError; see the module docstring. The file of a pipeline is refused."""
+    """Raises PlanError. The file of a pipeline is refused."""
     body, text = read_body(path)
     stages = body.get("stages")
     if isinstance(stages, list):
@@ -200,7 +198,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def read_body(path: Path) -> tuple[dict[str, Any], str]:
-    """Returns the values of a file behind its head, and its text. Raises PlanError; see the module docstring."""
+    """The values of a file behind its head, and its text. Raises PlanError."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -217,14 +215,14 @@ def read_body(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def plan_in(path: Path, body: dict[str, Any], text: str) -> Plan:
-    """Returns the plan of a file whose values are read. Raises PlanError."""
+    """Raises PlanError."""
     with naming(path):
         return plan_of(read_record(PlanFile, with_whole_jobs(body)), text)
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Errors of what is read name the file."""
+    """Errors name the file."""
     try:
         yield
     except Fault as fault:

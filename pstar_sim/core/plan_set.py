@@ -1,9 +1,8 @@
 """PlanSet: the plans of a pipeline's stages, and where their steps meet.
 
-All ranks of a stage run one plan. A send of one stage and the receive of another are one transfer: both begin when both
-stages have come to them, and end together (a rendezvous; nothing is buffered). Where Adam has to wait for all gradients
-of the model, the optimizer steps of all stages are one meeting too, because the norm of the gradients is that of all
-stages.
+All ranks of a stage run one plan. A send and the receive of another stage begin when both stages have come to them, and
+end together (a rendezvous; nothing is buffered). Where Adam has to wait for all gradients of the model, the optimizer
+steps of all stages are one meeting too: the norm is that of all stages.
 """
 
 from __future__ import annotations
@@ -22,15 +21,14 @@ __all__ = ["Meeting", "PlanSet", "border_key", "has_barrier", "meetings_of"]
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Steps of several stages that begin together: (stage, id of its step)."""
+    """(stage, id of its step) of steps that begin together."""
 
     steps: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanSet:
-    """The plans of the stages, in their order, and their meetings. checker/meetings.py proves them, plan_file.py writes
-    them.
+    """In the stages' order. checker/meetings.py proves them, plan_file.py writes them.
 
     Raises PlanError for another number of plans than the parallelism has stages.
     """
@@ -54,8 +52,7 @@ def border_key(stage: int, border: Border) -> _Key:
 
 
 def meetings_of(plans: Sequence[Plan]) -> tuple[Meeting, ...]:
-    """Returns the meetings of the plans of all stages, those of transfers first. Raises PlanError for a border without
-    its other end."""
+    """Those of transfers first. Raises PlanError for a border without its other end."""
     ends: dict[_Key, dict[int, int]] = {}
     sizes: dict[_Key, int] = {}
     for stage, plan in enumerate(plans):

@@ -19,9 +19,7 @@ __all__ = ["NO_STEPS", "Program"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """A plan compiled once to columns of integers.
-
-    waits: for each step, the (step, back) pairs that have to end first, in this iteration (back 0) or the previous
+    """waits: for each step, the (step, back) pairs that have to end first, in this iteration (back 0) or the previous
         iteration (back 1).
     copies: whether each step crosses the link.
     lanes: cause of a wait for each step: the name of its queue, or "barrier".
@@ -84,15 +82,15 @@ class Program:
         return behind.tolist()
 
     def missing(self, i: int, iteration: int, done: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns the waits of step i that are not satisfied. [Note: readiness] Step i may start in an iteration when
-        each (step, back) for which it waits has ended in the iteration `back` before it.
+        """[Note: readiness] Step i may start in an iteration when each (step, back) for which it waits has ended in the
+        iteration `back` before it.
 
         done: per step, its last iteration that ended, -1 before the first.
         """
         return [(j, back) for j, back in self.waits[i] if done[j] < iteration - back]
 
     def backs(self, i: int, j: int) -> int:
-        """Returns 0 or 1, the iterations by which step j, for which step i waits, comes before it."""
+        """0 or 1, the iterations by which step j, for which step i waits, comes before it."""
         return min(back for other, back in self.waits[i] if other == j)
 
 
@@ -113,7 +111,7 @@ def _waits(steps: Sequence[Step], index: Mapping[int, int]) -> tuple[tuple[tuple
 
 
 def _behind_the_barrier(plan: Plan, adam: Sequence[int], waits: Sequence[Sequence[tuple[int, int]]]) -> Iterator[int]:
-    """Yields each CPU Adam that waits for the last moment, or that follows such an Adam on its queue."""
+    """Each CPU Adam that waits for the last moment, or follows such an Adam on its queue."""
     steps, last_moment = plan.steps, len(plan.workload.moments) - 1
     behind = False
     for i in adam:

@@ -1,26 +1,23 @@
 """The rules by which queues run at the same time: shared rates, and when a run is steady.
 
-[Note: shared rates] A copy or a CPU Adam that runs alone progresses at speed 1 (nominal seconds per second). Two things
-slow it down. On a half-duplex link, h2d and d2h that run together get half of the link each. And if all steps that use
-host DRAM together want more bytes per second than DRAM has, all of them slow down by the same factor: DRAM bandwidth /
-sum of demands. The demand of a step is its DRAM bytes over its nominal seconds, at its speed on the link. On a
-calibrated machine each step also slows the others down by measured factors (`Machine.slowdowns`): the speed of a step
-is 1 / product of the factors of the steps that run at the same time. A step that is busy for a part `duty` of its time
-(a copy over a throttled link) counts by that part. Such a step is slowed down only if its busy part outgrows the rest.
-Both rules describe shortage of the same resources, so the lower of the two speeds holds. Speeds change only when a step
-that shares a resource begins or ends.
+[Note: shared rates] A copy or a CPU Adam that runs alone progresses at speed 1 (nominal seconds per second). On a
+half-duplex link, h2d and d2h that run together get half of the link each. If all steps that use host DRAM together want
+more bytes per second than DRAM has, all slow down by the same factor: DRAM bandwidth / sum of demands. The demand of a
+step is its DRAM bytes over its nominal seconds, at its speed on the link. On a calibrated machine each step also slows
+the others down by measured factors (`Machine.slowdowns`): the speed of a step is 1 / product of the factors of the
+steps that run at the same time. A step that is busy for a part `duty` of its time (a copy over a throttled link) counts
+by that part. Such a step is slowed down only if its busy part outgrows the rest. Both rules describe shortage of the
+same resources, so the lower of the two speeds holds.
 
 [Note: compute beside collectives] Compute takes `Rates.compute_while_net` times as long while a collective runs, by the
 framework that drives the GPUs (`Framework.net_loss`). On a calibrated machine this is one of the factors above.
 
-[Note: when an iteration is steady] The next iteration depends on this iteration only through the times at which its
-steps ended. So iteration k is steady when the time between a step's end in k-1 and its end in k is the same for every
-step (to 1e-9 of the period). From then on the plan repeats for ever with that period. Equal distances between the last
-compute steps of the iterations would not suffice, because they hide a CPU Adam that falls behind a little each
-iteration. A plan that is still not steady after the last iteration (such a backlog, or jitter) gets the pace of its
-slowest queue over the later half of the run. The other queues have that pace too, once the slack is used up. While a
-schedule is chosen, the steps of a window may still change places. There two successive windows have to contain every
-step once and to take equally long (`agree`).
+[Note: when an iteration is steady] Iteration k is steady when the time between a step's end in k-1 and its end in k is
+the same for every step (to 1e-9 of the period). From then on the plan repeats for ever. Equal distances between the
+last compute steps would not suffice: they hide a CPU Adam that falls behind a little each iteration. A plan that is
+still not steady after the last iteration (such a backlog, or jitter) gets the pace of its slowest queue over the later
+half of the run. While a schedule is chosen, the steps of a window may still change places: there two successive windows
+have to contain every step once and to take equally long (`agree`).
 """
 
 from __future__ import annotations
@@ -51,9 +48,7 @@ class StepCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Rates that the steps of one rank share.
-
-    dram_bytes_per_s: of the rank's part of host DRAM.
+    """dram_bytes_per_s: of the rank's part of host DRAM.
     duplex: whether the link copies both ways at full speed at once.
     slowdowns: "A_while_B" -> factor by which a step of queue A slows down while a step of queue B runs.
     compute_while_net: the one factor where none is measured: [Note: compute beside collectives].
@@ -65,7 +60,7 @@ class Rates:
     compute_while_net: float = 1.0
 
     def may_be_short(self, queue_of: Sequence[int], costs: StepCosts, *, jitter: bool = False) -> bool:
-        """Returns whether any shared resource could be short; otherwise shared rates need not be computed.
+        """Otherwise shared rates need not be computed.
 
         jitter: whether steps may take other seconds than given.
         """
@@ -83,13 +78,13 @@ class Rates:
         return seconds > 0 and bool(dram_bytes or self.slowdowns)
 
     def share_of_dram(self, wanted_bytes_per_s: float) -> float:
-        """Returns the factor by which all steps that together want these bytes per second slow down."""
+        """Factor by which steps that together want these bytes per second slow down."""
         return min(1.0, self.dram_bytes_per_s / wanted_bytes_per_s) if wanted_bytes_per_s > 0 else 1.0
 
     def speeds(
         self, queues: Sequence[str], demands: Sequence[float], copies: Sequence[bool], duty: Sequence[float]
     ) -> tuple[list[float], float]:
-        """Returns the speed of each step that shares something now, and its share of DRAM.
+        """Speed of each step that shares something now, and its share of DRAM.
 
         queues, demands, copies, duty: per step, its queue, the DRAM bytes per second that it wants, whether it crosses
             the link, and its duty.
@@ -105,7 +100,7 @@ class Rates:
         return [min(share, self._beside(n, queues, duty)) * speed for n, speed in enumerate(on_link)], share
 
     def _beside(self, n: int, queues: Sequence[str], duty: Sequence[float]) -> float:
-        """Returns the speed of the n-th step while the others run, by the measured factors."""
+        """By the measured factors."""
         factor = 1.0
         for p, other in enumerate(queues):
             if p != n:
@@ -115,18 +110,18 @@ class Rates:
 
 
 def is_steady(ended: NDArray[np.float64], before: NDArray[np.float64]) -> bool:
-    """Returns whether the time between a step's end and its end in the iteration before is the same for all steps."""
+    """[Note: when an iteration is steady]"""
     shift = ended - before
     return bool(shift.max() - shift.min() <= TOLERANCE * shift.max())
 
 
 def agree(period_s: float, before_s: float, tolerance: float) -> bool:
-    """Returns whether two successive windows of a schedule that is still being chosen take equally long."""
+    """Whether two successive windows of a schedule take equally long."""
     return abs(period_s - before_s) <= tolerance * period_s
 
 
 def pace_s(program: Program, ended: NDArray[np.float64], *, steady: bool) -> float:
-    """Returns the seconds per iteration of a run.
+    """Seconds per iteration of a run.
 
     ended: seconds, one row per iteration (at least two), one column per step.
     steady: whether the last iteration is.

@@ -28,7 +28,7 @@ _TIMELINE = Meta(extra={"rule": Rule(bool, "an object with the fields of a timel
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunTimelines:
-    """Both timelines of one plan. Steps and bytes are equal; seconds can be compared."""
+    """Both timelines of one plan. Steps and bytes are equal."""
 
     predicted: Timeline
     measured: Timeline

@@ -50,7 +50,7 @@ def save_set(plans: PlanSet, path: Path) -> None:
 
 
 def read_plans(path: Path) -> Plan | PlanSet:
-    """Returns the plan of a file, or the plans of a pipeline's stages. Raises PlanError as `read_plan` does."""
+    """The plan of a file, or those of a pipeline's stages. Raises PlanError as `read_plan` does."""
     body, text = read_body(path)
     if "stages" not in body:
         return plan_in(path, body, text)

@@ -1,8 +1,7 @@
 """Slabs: the address of each host payload of a plan, in power-of-two pieces of host memory that are pinned once.
 
 The pinned allocator rounds every request up to a power of two (1.78 times the requested size in a measured run). So
-payloads are carved from a few slabs whose sizes are powers of two, and a plan needs the sum of its slabs from the host,
-not the sum of its payloads.
+payloads are carved from a few slabs of such sizes, whose sum a plan needs from the host.
 
 [Note: the pool] What passes through the host on its way to or from disks has no address of its own: such payloads share
 rooms of a slab each, the last as large as is needed while the steps run in the order of the plan. Where the disks fall
@@ -45,10 +44,7 @@ _Held = list[tuple[int, tuple[int, str]]]
 
 @dataclass(frozen=True)
 class HostRoom:
-    """The address of each host payload.
-
-    where: (chunk, list) -> (slab, byte offset).
-    """
+    """where: (chunk, list) -> (slab, byte offset)."""
 
     where: dict[tuple[int, str], tuple[int, int]]
     slab_bytes: tuple[int, ...]
@@ -59,7 +55,7 @@ class HostRoom:
 
 
 def pack_slabs(sizes: Iterable[tuple[tuple[int, str], int]], *, largest_bytes: int = LARGEST_SLAB_BYTES) -> HostRoom:
-    """Carves payloads (key, bytes) from power-of-two slabs: first fit, largest first, 256-byte aligned.
+    """sizes: (key, bytes). First fit, largest first, 256-byte aligned.
 
     A slab is at least as large as the largest payload. The last slabs shrink to their contents.
     """
@@ -90,7 +86,7 @@ def pack_slabs(sizes: Iterable[tuple[tuple[int, str], int]], *, largest_bytes: i
 
 
 def _shrink(used: list[int], held: list[_Held], where: dict[tuple[int, str], tuple[int, int]]) -> tuple[int, ...]:
-    """Sizes are powers of two. A slab just over half full is split in two if a payload boundary allows it."""
+    """A slab just over half full is split in two if a payload boundary allows it."""
     sizes = [_power_of_two(size) for size in used]
     for slab in range(len(used)):
         # e.g. 5 units in a slab of 8: one of 4 and one of 1 hold the same payloads with less left over
@@ -121,7 +117,7 @@ def stash_key(block: str) -> tuple[int, str]:
 
 
 def _passing(plan: Plan) -> set[tuple[int, str]]:
-    """Returns the (chunk, list) that steps take on the host."""
+    """(chunk, list) that steps take on the host."""
     taken = (takes(step) for step in plan.steps if step.chunk is not None)
     residents = (touched.resident for touched in taken if touched is not None)
     return {(r.chunk, r.list) for r in residents if r.place is Place.HOST}
@@ -132,18 +128,16 @@ def _at_cut(plan: Plan) -> set[tuple[int, str]]:
 
 
 def pooled_payloads(plan: Plan) -> set[tuple[int, str]]:
-    """Returns the (chunk, list) that take rooms from the pool: [Note: the pool]."""
+    """(chunk, list) that take rooms from the pool."""
     return _passing(plan) - _at_cut(plan) if plan.nvme_budget_bytes else set()
 
 
 class Pool:
-    """Rooms, and what is taken of each: [Note: the pool].
+    """[Note: the pool]
 
     room_bytes: of each room.
     more_bytes: of a room that is added; at least.
-
-    Attributes:
-        ends: behind the last byte that was ever taken of each room.
+    ends: behind the last byte that was ever taken of each room.
     """
 
     def __init__(self, room_bytes: Iterable[int], more_bytes: int) -> None:
@@ -152,7 +146,7 @@ class Pool:
         self.ends = [0] * len(self._free)
 
     def take(self, size_bytes: int) -> tuple[int, int]:
-        """Returns (room, first byte) of the first place with so many bytes; adds a room where there is none."""
+        """(room, first byte) of the first place with so many bytes; adds a room where there is none."""
         size = _in_pages(size_bytes)
         at = next((i for i, (_, _, left) in enumerate(self._free) if left >= size), None)
         if at is None:
@@ -179,7 +173,7 @@ def _in_pages(size_bytes: int) -> int:
 
 
 def pool_rooms(plan: Plan) -> dict[tuple[int, str], int]:
-    """Returns key -> bytes of each room of the pool."""
+    """Key -> bytes."""
     passing, layout = pooled_payloads(plan), plan.layout
     pool = Pool((), LARGEST_SLAB_BYTES)
     held: dict[Resident, tuple[int, int]] = {}
@@ -199,8 +193,8 @@ def pool_key(number: int) -> tuple[int, str]:
 
 
 def host_payloads(plan: Plan) -> dict[tuple[int, str], int]:
-    """Returns (chunk, list) -> bytes of every payload that has an address of its own on the host, including room for
-    stashes (`stash_key`) and the rooms of the pool."""
+    """(chunk, list) -> bytes of every payload with an address of its own on the host, including room for stashes
+    (`stash_key`) and the pool's rooms."""
     sizes = {stash_key(block): size for block, size in plan.workload.stash_room} | pool_rooms(plan)
     for chunk, list_name in sorted((_at_cut(plan) | _passing(plan)) - pooled_payloads(plan)):
         sizes[chunk, list_name] = plan.layout.payload_bytes(chunk, list_name)
@@ -208,6 +202,6 @@ def host_payloads(plan: Plan) -> dict[tuple[int, str], int]:
 
 
 def host_room(plan: Plan) -> HostRoom:
-    """Permanent payloads, and passing payloads that do not go to disks, each have an address of their own, so that
-    every order of the queues finds room."""
+    """Permanent payloads, and passing ones that do not go to disks, have addresses of their own, so that every order of
+    the queues finds room."""
     return pack_slabs(host_payloads(plan).items())

@@ -21,10 +21,9 @@ slice of it, 1/P. "remote" (beside "param") and "grad_remote" (beside "grad") ar
 read as a whole, and its gradient arrives as a whole: in "param" and "remote" (in place, in the last micro-batch) or in
 "grad" and "grad_remote". gather list=remote brings the others' parameters; each rank's own slice has to be current.
 Once the gradient is complete, reduce_scatter list=remote or list=grad_remote leaves the sum over all ranks in the own
-slice. If the chunk has grad32 on the gpu, a reduced grad_remote is added to it as well. Besides the moments, only a
-gather, a reduce_scatter, a drop or a free touches "remote" and "grad_remote". With Layout.ranks = 1 on a machine of
-several ranks every list is whole on every rank (replicated). There reduce_scatter and then gather make a complete
-gradient the sum over all ranks. Both have the list of the gradient ("param", "grad" or "grad32"), which stays in place.
+slice; with grad32 on the gpu, a reduced grad_remote is added to it too. With Layout.ranks = 1 on a machine of several
+ranks every list is whole on every rank (replicated). There reduce_scatter and then gather, of the gradient's list, make
+a complete gradient the sum over all ranks.
 
 The tide: before moment m the gpu holds peak(m-1) of non-model bytes, in moment m it holds peak(m). A rise (peak(m) >
 peak(m-1)) is taken when m starts, a fall is freed when m-1 ends. The moment before the first is the last moment of the
@@ -32,9 +31,8 @@ previous iteration.
 
 [Note: parts of a step] The CPU may update a large chunk in parts. A part covers the elements `Layout.part_range` of
 every list of the chunk. Three kinds may be parts: the write-back of the last gradient, cpu_adam, and the fetch of the
-updated working list. Parts of one operation run in order on their queue. The first part takes memory, the last part
-frees it. After the last part the list is there as a whole: a copied list has its contents, an updated list its update.
-`bytes` of a part are those of its elements.
+updated working list. Parts of one operation run in order on their queue. The first takes memory, the last frees it, and
+the list is there as a whole after the last. `bytes` of a part are those of its elements.
 
 Lists: "param" (working list; the gradient overwrites it in place in the last micro-batch), the optimizer's state lists
 ("param32", "momentum", "variance"), "grad" (a gradient on its way out, working dtype), "grad32" (gradients accumulated
@@ -209,8 +207,8 @@ EFFECTS: dict[Kind, Effect] = {
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A step of this iteration (back = 0) or the previous one (back = 1). Steps of the iteration before the first count
-    as done."""
+    """Back = 0: of this iteration, back = 1: of the previous one. Steps of the iteration before the first count as
+    done."""
 
     id: int
     back: int = 0
@@ -292,8 +290,8 @@ def step_with(
     stash: int | None,
     part: Part | None = None,
 ) -> Step:
-    """A faster constructor, in less than half of the time: that of a frozen dataclass looks each field up by its name,
-    and plans have hundreds of thousands of steps."""
+    """Takes less than half of the time: the constructor of a frozen dataclass looks each field up by its name, and
+    plans have hundreds of thousands of steps."""
     step = object.__new__(Step)
     _set_id(step, number)
     _set_queue(step, queue)
@@ -311,7 +309,7 @@ def step_with(
 
 
 def part_counts(steps: Iterable[Step]) -> dict[int, int]:
-    """Returns chunk -> number of parts, for the chunks that are updated in parts."""
+    """Chunk -> number of parts, for chunks updated in parts."""
     return {s.chunk: s.part.of for s in steps if s.part is not None and s.chunk is not None}
 
 
@@ -322,7 +320,7 @@ UNFUSED = "unfused"
 
 
 def to_text(step: Step) -> str:
-    """Returns a line such as "12 h2d fetch chunk=3 list=param moment=15 bytes=67108864 after=4,9@-1"."""
+    """Such as "12 h2d fetch chunk=3 list=param moment=15 bytes=67108864 after=4,9@-1"."""
     words = [str(step.id), step.queue.value, step.kind.value]
     for name in _READERS:
         value = getattr(step, name)

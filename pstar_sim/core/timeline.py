@@ -87,7 +87,7 @@ _Row = TypeVar("_Row")
 
 
 class RowsByColumn(Generic[_Row]):
-    """Rows of a dataclass, kept by column. Columns and rows are each made at their first use."""
+    """Rows of a dataclass, kept by column; both are made at their first use."""
 
     def __init__(
         self,
@@ -95,14 +95,13 @@ class RowsByColumn(Generic[_Row]):
         columns: Callable[[], Mapping[str, list[Any]]],
         rows: tuple[_Row, ...] | None = None,
     ) -> None:
-        """rows: if they exist already."""
         self._cls = cls
         self._make: Callable[[], Mapping[str, list[Any]]] | None = columns
         self._columns: Mapping[str, list[Any]] = {}
         self._rows = rows
 
     def columns(self) -> Mapping[str, list[Any]]:
-        """Returns field of the dataclass -> its values."""
+        """Field -> its values."""
         if self._make is not None:
             self._columns, self._make = self._make(), None
         return self._columns
@@ -115,7 +114,7 @@ class RowsByColumn(Generic[_Row]):
 
 
 class _RowsField(Generic[_Row]):
-    """A field that is set as rows or as `RowsByColumn`, and read as a tuple of rows."""
+    """Set as rows or as `RowsByColumn`, read as a tuple of rows."""
 
     def __init__(self, cls: type[_Row]) -> None:
         self._cls = cls
@@ -174,7 +173,7 @@ class Timeline:
         )
 
     def labelled(self, label: str) -> Timeline:
-        """Returns the same timeline under another label. Makes no row."""
+        """Makes no row."""
         twin = copy.copy(self)
         object.__setattr__(twin, "label", label)
         return twin
@@ -248,7 +247,7 @@ def load_timeline(path: str | Path) -> Timeline:
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises TraceError naming the file and the error in it."""
+    """Raises TraceError naming the file and the error in it."""
     try:
         values = parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

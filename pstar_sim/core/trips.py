@@ -27,9 +27,7 @@ _TRIPS = ("trips",)  # key of `Workload.derived`
 
 
 class Trip(NamedTuple):
-    """One step of a trip.
-
-    number: of the stash or the border.
+    """number: of the stash or the border.
     behind: moment that the step follows.
     until: moment that waits for the step.
     what: in words.
@@ -44,13 +42,12 @@ class Trip(NamedTuple):
 
     @property
     def moment(self) -> int:
-        """Moment of its step: that which makes what leaves, or needs what arrives."""
+        """That which makes what leaves, or needs what arrives."""
         return self.until if self.kind in ARRIVALS else self.behind
 
 
 def trips_of(workload: Workload) -> Mapping[tuple[Kind, int], Trip]:
-    """Returns (kind, number) -> trip, in the order in which a queue makes them. Calls with the same object return the
-    same."""
+    """(kind, number) -> trip, in the order in which a queue makes them. Calls with the same object return the same."""
     known = workload.derived.get(_TRIPS)
     if known is None:
         known = workload.derived[_TRIPS] = {(trip.kind, trip.number): trip for trip in _trips(workload)}

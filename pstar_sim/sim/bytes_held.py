@@ -1,7 +1,6 @@
 """Bytes at each place over the iteration that counts, as the ledger books them.
 
-This module is kept apart from the checker on purpose. The account follows one interleaving as it happened and refuses
-the first illegal change. Nothing is proved about other interleavings.
+Kept apart from the checker on purpose: the account follows one interleaving and refuses the first illegal change.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ __all__ = ["Held", "held"]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes over one iteration.
-
-    cells: bytes of each cell (place * WIDTH + category) when the iteration began.
+    """cells: bytes of each cell (place * WIDTH + category) when the iteration began.
     time_s: of each change, since the iteration began, in order.
     size: of each change; negative when freed.
     peaks: of gpu and host, and of other places that ever held bytes.
@@ -36,7 +33,7 @@ class Held:
     peaks: dict[str, int]
 
     def samples(self) -> dict[str, list[Any]]:
-        """Returns the columns of a timeline's samples: the bytes of each cell at the start, then at each change."""
+        """The bytes of each cell at the start, then at each change."""
         cells, changed = list(self.cells), self.cell.tolist()
         shown = [cell for cell in range(len(cells)) if PLACES[cell // WIDTH] in self.peaks]
         values = [cells[cell] for cell in shown]
@@ -53,8 +50,7 @@ class Held:
 
 
 def held(moves: Moves, record: Record) -> Held:
-    """Returns the bytes of the record's last iteration. Raises PlanError for the first illegal change of any
-    iteration."""
+    """Of the record's last iteration. Raises PlanError for the first illegal change of any iteration."""
     changes = moves.book(record.events)
     last = record.iterations - 1
     low, high = np.searchsorted(changes.event, record.marks[last - 1 : last + 1])

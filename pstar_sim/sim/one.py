@@ -1,4 +1,4 @@
-"""play_one: simulates one rank by itself; core/follow.py follows the plan until two successive iterations agree."""
+"""play_one: simulates one rank by itself, until two successive iterations agree."""
 
 from __future__ import annotations
 

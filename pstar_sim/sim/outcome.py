@@ -4,13 +4,12 @@
 its last step of k. Samples, peaks and stalls are those of this window, and of the compute steps in it.
 
 [Note: stall causes] While the compute queue waits, the chain of steps that cause the wait is followed backwards in
-time. The chain begins with the step that ended last. Before each step comes the step for which it waited, or which it
-followed on its queue, and so on until the wait began. Every second of the wait counts for the queue of the chain's step
-that ran then: "h2d", "d2h", "adam". If a fetch waited for CPU Adam, the wait for this fetch therefore counts partly for
-Adam and partly for the link. Adam held back by the barrier (it names the optimizer step in `after`, or follows an Adam
-that does) counts as "barrier". A stage of a pipeline that waits until another stage comes to a transfer, or to the
-optimizer step, waits for "stages". The part of a copy or an Adam by which short DRAM bandwidth stretched it counts as
-"dram". A span carries the cause with the most seconds.
+time. It begins with the step that ended last; before each step comes the one for which it waited, or which it followed
+on its queue, until the wait began. Every second of the wait counts for the queue of the chain's step that ran then:
+"h2d", "d2h", "adam". Adam held back by the barrier (it names the optimizer step in `after`, or follows an Adam that
+does) counts as "barrier". A stage of a pipeline that waits until another stage comes to a transfer, or to the optimizer
+step, waits for "stages". The part of a copy or an Adam by which short DRAM bandwidth stretched it counts as "dram". A
+span carries the cause with the most seconds.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def _spans(plan: Plan, record: Record, waits: _Waits) -> dict[str, list[Any]]:
 
 
 class _Waits:
-    """Causes of the waits in a record: [Note: stall causes]."""
+    """[Note: stall causes]"""
 
     def __init__(self, record: Record) -> None:
         times = record.times
@@ -90,7 +89,7 @@ class _Waits:
         self._ready, self._begin, self._end = times.ready.tolist(), times.begin.tolist(), times.end.tolist()
 
     def stall_s(self, k: int) -> dict[str, float]:
-        """Returns cause -> seconds for which the compute queue waited in iteration k."""
+        """Cause -> seconds for which the compute queue waited in iteration k."""
         stall_s: dict[str, float] = defaultdict(float)
         order = np.array(self._program.order[self._program.compute])
         for i in order[self._waited[k][order]].tolist():
@@ -99,7 +98,7 @@ class _Waits:
         return dict(stall_s)
 
     def causes(self) -> list[str]:
-        """Returns the cause of each step of each iteration; "" if the step did not wait."""
+        """Of each step of each iteration; "" if the step did not wait."""
         program, causes = self._program, [""] * self._waited.size
         for n in np.flatnonzero(self._waited).tolist():
             k, i = divmod(n, len(program.ids))
@@ -111,7 +110,7 @@ class _Waits:
         return causes
 
     def _blame(self, i: int, k: int) -> dict[str, float]:
-        """Returns, for the wait of step i of iteration k, cause -> seconds."""
+        """For the wait of step i of iteration k, cause -> seconds."""
         program, last_wait, dram_loss_s = self._program, self._record.last_wait, self._record.dram_loss_s
         since_s, at_s = self._ready[k][i], self._begin[k][i]
         blame: dict[str, float] = defaultdict(float)

@@ -1,7 +1,6 @@
-"""play(plan): follows the plan on its machine until two successive iterations agree, and returns bytes and seconds of
-every step.
+"""play(plan): follows the plan on its machine until two successive iterations agree.
 
-core/follow.py (one.py) follows a single rank, or one rank that stands for all equal ranks. SimPy (several_ranks.py)
+core/follow.py (one.py) follows a single rank, or one that stands for all equal ranks. SimPy (several_ranks.py)
 simulates ranks that differ, and ranks one by one.
 """
 
@@ -54,7 +53,7 @@ def play_each(
     jitter: Jitter | None = None,
     every_rank: bool = False,
 ) -> tuple[Timeline, ...]:
-    """Returns the timeline of each rank. The arguments and errors are those of `play`."""
+    """Arguments and errors are those of `play`."""
     if max_iterations < 2:
         raise PlanError(f"max_iterations must be at least 2, so that two can agree, not {max_iterations}")
     if plan.machine.world_size > 1 or plan.ranked is not None:
@@ -65,19 +64,19 @@ def play_each(
 
 
 def play_stages(plans: PlanSet, *, max_iterations: int = 8, jitter: Jitter | None = None) -> tuple[Timeline, ...]:
-    """Returns the timeline of each stage of a pipeline, simulated together. The errors are those of `play`."""
+    """The stages of a pipeline, simulated together. Errors are those of `play`."""
     from pstar_sim.sim.several_ranks import play_set
 
     return play_set(plans, max_iterations, jitter)
 
 
 def slowest(timelines: Sequence[Timeline]) -> Timeline:
-    """The first of equally slow ranks. Its period is the machine's."""
+    """The first of equally slow ranks, whose period is the machine's."""
     return max(timelines, key=lambda timeline: timeline.iteration_s)
 
 
 def peaks_of_ranks(plan: Plan, timeline: Timeline) -> tuple[Mapping[str, int], ...]:
-    """Returns the peaks of each rank by place.
+    """By place.
 
     timeline: of the slowest rank.
     """

@@ -1,9 +1,8 @@
 """retime: seconds of the plan's iterations in the simulator, given the measured seconds of each step of a run.
 
 A wrong prediction has two possible reasons: the steps did not last as long as the cost model said, or the queues did
-not work together as the simulator assumes. Steps of the simulated iteration k last exactly as long as those of the
-run's iteration k, so only the second reason is left in the result. The measured seconds include what queues lose by
-sharing a link or host memory, so this loss is not modelled again.
+not work together as the simulator assumes. Steps of the simulated iteration k last as long as those of the run's, so
+only the second reason is left. The measured seconds include what queues lose by sharing a link or host memory.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ __all__ = ["retime"]
 
 
 class _OneSecond(CostModel):
-    """A cost model: every step lasts one second and shares no resource. The factors of `play`'s jitter are then
-    seconds."""
+    """Every step lasts one second and shares no resource: the factors of `play`'s jitter are then seconds."""
 
     def seconds(self, step: Step) -> float:
         return 1.0
@@ -36,12 +34,12 @@ class _OneSecond(CostModel):
 
     @cached_property
     def gpu_adds(self) -> GpuAdds:
-        """No adds, because the seconds of the moments contain them."""
+        """The seconds of the moments contain the adds."""
         return GpuAdds(self.workload, self.layout, 1.0, lambda tensor: 0, free=True)
 
     @cached_property
     def update_adds(self) -> UpdateAdds:
-        """No adds, because the seconds of an update contain them."""
+        """The seconds of an update contain the adds."""
         return _NoAdds(self, 1.0)
 
 
@@ -51,10 +49,10 @@ class _NoAdds(UpdateAdds):
 
 
 def retime(plan: Plan, measured: Timeline) -> float:
-    """Returns the median per iteration, simulated with the measured steps.
+    """Median per iteration, simulated with the measured steps.
 
-    The first of several iterations does not count, because no iteration precedes it. Raises PlanError if `measured`
-    lacks a step of the plan in one of its iterations, or if the plan's ranks differ (each has steps of its own).
+    The first of several iterations does not count, because none precedes it. Raises PlanError if `measured` lacks a
+    step of the plan in an iteration, or if the plan's ranks differ (each has steps of its own).
     """
     took_s = {(span.step, span.iteration): span.end_s - span.start_s for span in measured.spans}
     last = measured.iterations - 1

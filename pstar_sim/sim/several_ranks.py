@@ -3,16 +3,15 @@
 Collectives are a rendezvous: each starts on all ranks when the last rank has come to it, and ends on all at once. The
 ranks of a node share host DRAM and PCIe switches with all steps that run on the node at the time.
 
-[Note: representative ranks] Take ranks with the same GPU, link and workload, in nodes and on PCIe switches of the same
-make-up. Such ranks form a class: they do the same at the same time. So one rank of each class is simulated and counts
-for all of its class. If all ranks are of one class, they also always share evenly; then one rank with its part of DRAM
-and switch is simulated. `every_rank` simulates each rank by itself; tests compare the two.
+[Note: representative ranks] Ranks with the same GPU, link and workload, in nodes and on PCIe switches of the same
+make-up, form a class: they do the same at the same time. One rank of each class is simulated and counts for all. If all
+ranks are of one class, one rank with its part of DRAM and switch is simulated. `every_rank` simulates each rank by
+itself; tests compare the two.
 
-[Note: PCIe switches] All copies of one direction through a switch together may want more bytes per second than the
-switch passes. Then its bandwidth is divided max-min fairly: no copy gets less than another copy that wants more. A
-shared switch stretches the time of a copy's bytes, not its latency. The measured factors by which queues slow each
-other down (`Machine.slowdowns`) apply if all ranks are of one class. If ranks differ, only DRAM and links are shared,
-and collectives slow compute down.
+[Note: PCIe switches] If all copies of one direction through a switch want more bytes per second than it passes, its
+bandwidth is divided max-min fairly. A shared switch stretches the time of a copy's bytes, not its latency. The measured
+factors by which queues slow each other down (`Machine.slowdowns`) apply if all ranks are of one class. If ranks differ,
+only DRAM and links are shared, and collectives slow compute down.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ __all__ = ["classes_of", "fair_rates", "new_environment", "play_ranks", "play_se
 def play_ranks(
     plan: Plan, cost: CostModel | None, max_iterations: int, jitter: Jitter | None, *, every_rank: bool = False
 ) -> tuple[Timeline, ...]:
-    """Ranks of one class share one.
+    """Ranks of one class share one timeline.
 
     Raises PlanError as `play` does.
     """
@@ -73,8 +72,8 @@ def play_ranks(
 
 
 def play_set(plans: PlanSet, max_iterations: int, jitter: Jitter | None = None) -> tuple[Timeline, ...]:
-    """Returns the timeline of each stage of a pipeline, simulated together. One rank stands for all ranks of its
-    stage, whose machine has its part of the nodes.
+    """The stages of a pipeline, simulated together. One rank stands for all ranks of its stage, whose machine has its
+    part of the nodes.
 
     Raises PlanError as `play` does.
     """
@@ -103,8 +102,8 @@ def _play_one_class(plan: Plan, cost: CostModel | None, max_iterations: int, jit
 
 
 def new_environment() -> simpy.Environment:
-    """Returns a clock at zero. Only this function loads SimPy, so that a machine without SimPy can import all other
-    modules, and run and simulate plans of equal ranks. Raises PstarError if simpy cannot be imported."""
+    """Only this function loads SimPy, so that plans of equal ranks run and are simulated without it. Raises PstarError
+    if simpy cannot be imported."""
     try:
         import simpy
     except ModuleNotFoundError as error:
@@ -115,7 +114,7 @@ def new_environment() -> simpy.Environment:
 
 
 def _one_rank(machine: Machine) -> Machine:
-    """Returns the part of the machine that one of several equal ranks has while all do the same."""
+    """What one of several equal ranks has of the machine while all do the same."""
     local = machine.local_ranks
     host = replace(machine.host, dram_bytes_per_s=machine.host.dram_bytes_per_s / local)
     rank = replace(machine.ranks[0], link=expected_link(machine), batch_share=1.0)
@@ -123,7 +122,7 @@ def _one_rank(machine: Machine) -> Machine:
 
 
 def classes_of(machine: Machine, workloads: Sequence[Workload] | None = None) -> list[int]:
-    """Returns the class number of each rank ([Note: representative ranks]), counted in order of first appearance."""
+    """Class of each rank ([Note: representative ranks]), counted in order of first appearance."""
     local = machine.local_ranks
     colours: list[Hashable] = []
     seen: list[tuple[Rank, int]] = []
@@ -160,9 +159,7 @@ def _counted(colours: Sequence[Hashable]) -> Hashable:
 
 @dataclass(frozen=True)
 class _Commons:
-    """The resources that a simulated rank shares with others.
-
-    root: PCIe switch; None without one.
+    """root: PCIe switch; None without one.
     in_node, in_root: ranks there for which it stands.
     """
 
@@ -186,8 +183,6 @@ def _commons_of(machine: Machine, classes: Sequence[int], r: int, *, alone: bool
 
 
 class _Simulation:
-    """All ranks: their clock and jitter, their meetings, and the end."""
-
     def __init__(self, env: simpy.Environment, max_iterations: int, jitter: Jitter | None) -> None:
         self.env = env
         self.max_iterations = max_iterations
@@ -199,8 +194,7 @@ class _Simulation:
         self.runs.append(run)
 
     def timelines(self) -> tuple[Timeline, ...]:
-        """Simulates all ranks. Raises the error of a rank's memory if there is one, else PlanError for a rank that
-        waits for ever."""
+        """Raises the error of a rank's memory if there is one, else PlanError for a rank that waits for ever."""
         self.env.run()
         stuck = next((run for run in self.runs if not run.stopped), None)
         if stuck is not None:
@@ -210,7 +204,7 @@ class _Simulation:
         return tuple(run.timeline() for run in self.runs)
 
     def meet(self, meeting: tuple[Hashable, int], k: int, duration: float, event: simpy.Event) -> None:
-        """The last rank to come starts the step on all ranks of the meeting. It lasts as long as on the slowest.
+        """The last rank to come starts the step on all, as long as on the slowest.
 
         meeting: its key, and the number of its ranks.
         """
@@ -233,7 +227,7 @@ class _Simulation:
 
 
 class _RankRun:
-    """One rank among others: one SimPy process per queue, each of which runs its steps in order."""
+    """One SimPy process per queue, each of which runs its steps in order."""
 
     def __init__(
         self,
@@ -324,8 +318,7 @@ class _RankRun:
 
 
 def _wire_s(step: Step, cost: CostModel) -> float:
-    """Returns the part of a copy's nominal seconds in which its bytes pass the link; 0 for a step that is not a
-    copy."""
+    """The part of a copy's nominal seconds in which its bytes pass the link."""
     if step.kind not in COPIES:
         return 0.0
     link = cost.link
@@ -358,8 +351,7 @@ class _Task:
 
 
 class _Node:
-    """Speeds of the tasks on one node: [Note: shared rates] of core/rules.py for all tasks together, and [Note: PCIe
-    switches].
+    """[Note: shared rates] of core/rules.py for all tasks of a node, and [Note: PCIe switches].
 
     dram_loss_s: integral over time of (1 - DRAM share), from which the seconds lost to short DRAM in any interval
         follow.
@@ -379,7 +371,7 @@ class _Node:
         return self._loss_s + (self.env.now - self._since_s) * (1.0 - self._share)
 
     def join(self, task: _Task) -> simpy.Event:
-        """Returns the event of its end."""
+        """Returns the event of the task's end."""
         self._settle()
         self._tasks.append(task)
         self._retime()
@@ -429,7 +421,7 @@ class _Node:
         ]
 
     def _on_links(self) -> list[float]:
-        """Returns the speeds by links and switches alone."""
+        """By links and switches alone."""
         copying = Counter(id(t.rank) for t in self._tasks if t.wire_s)
         speeds: list[float] = []
         through: dict[tuple[Hashable, Kind], list[int]] = defaultdict(list)
@@ -452,7 +444,7 @@ class _Node:
 
 
 def fair_rates(wanted: Sequence[float], counts: Sequence[int], capacity: float) -> list[float]:
-    """Returns the rate of each flow, in bytes per second, if `capacity` is divided max-min fairly.
+    """Bytes per second of each flow, if `capacity` is divided max-min fairly.
 
     wanted: rate that each flow wants.
     counts: equal flows for which each stands.

@@ -1,5 +1,4 @@
-"""The checker's part about the barrier: in every interleaving, an Adam starts after everything for which an update
-waits."""
+"""The barrier: in every interleaving, an Adam starts after everything for which an update waits."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ def check_barrier(plan: Plan, program: Unrolled) -> None:
 
 
 def _norm_needs(plan: Plan) -> list[tuple[int, str]]:
-    """Returns what an iteration's gradient norm needs besides the gradients, as (position of the step, reason). Each
-    queue runs its steps in order, so the last step of a kind stands for all of them."""
+    """What an iteration's gradient norm needs besides the gradients, as (position of the step, reason). The last step
+    of a kind stands for all on its queue."""
     # On a replicated layout, a rank has the whole sum only when the other ranks' slices of the sum are back.
     summed = Kind.REDUCE_SCATTER if plan.layout.ranks > 1 else Kind.GATHER
     needs: dict[Kind, str] = {

@@ -1,4 +1,4 @@
-"""The checker from first to last, on a plan of any policy. `core/checker/__init__.py` says how it proves a plan."""
+"""The checker from first to last, on a plan of any policy; `__init__.py` says how it proves a plan."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def prove(plan: Plan) -> CheckReport:
 
 
 def _gpu_peaks(plan: Plan, program: Unrolled, walk: Walk) -> tuple[GpuPeak, ...]:
-    """Returns one peak for all ranks with the same job and budget. Raises PlanError for a rank over its budget."""
+    """One peak for all ranks with the same job and budget. Raises PlanError for a rank over its budget."""
     ranks_of: dict[tuple[int, int], list[int]] = {}
     for r, (job, budget) in enumerate(zip(plan.jobs, plan.gpu_budgets)):
         ranks_of.setdefault((id(job), budget), []).append(r)

@@ -1,12 +1,10 @@
-"""The checker's part about the stages of a pipeline.
+"""The stages of a pipeline.
 
-The plan of each stage is proved alone, with a send or a receive as a step of any duration. Every legal interleaving of
-all stages, seen by one stage, is a legal interleaving of its own plan, so its proof holds among the others.
+The plan of each stage is proved alone, with a send or a receive as a step of any duration, so its proof holds among the
+others.
 
-[Note: no circle] What is left is that the stages cannot wait for each other for ever. The queues' orders are fixed. So
-a set of stages gets on exactly if its steps have an order once the steps of each meeting are one. The steps are those
-of one iteration. A wait for a step of the iteration before makes no circle, because nothing of that iteration waits for
-this one: on every queue it comes first.
+[Note: no circle] The stages do not wait for each other for ever exactly if their steps have an order once the steps of
+each meeting are one. The steps are those of one iteration: nothing of the iteration before waits for this one.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ _Node = int | tuple[int, int]
 
 
 def prove_set(plans: PlanSet) -> tuple[CheckReport, ...]:
-    """Proves the plan of each stage, and that the stages cannot wait for each other for ever. Raises PlanError with the
-    first violation, naming the stage."""
+    """Raises PlanError with the first violation, naming the stage."""
     reports = []
     for stage, plan in enumerate(plans.plans):
         try:
@@ -47,7 +44,6 @@ def prove_set(plans: PlanSet) -> tuple[CheckReport, ...]:
 
 
 def _check_jobs(plans: PlanSet) -> None:
-    """All stages are of one job, and spread as the set says."""
     spread, first = plans.parallelism, plans.plans[0]
     for stage, plan in enumerate(plans.plans):
         for what in ("model", "dtype", "batch", "sequence", "micro_batches"):
@@ -67,7 +63,6 @@ def _check_jobs(plans: PlanSet) -> None:
 
 
 def _check_meetings(plans: PlanSet) -> None:
-    """Each meeting that the stages need is there, and no other."""
     wanted, given = set(meetings_of(plans.plans)), set(plans.meetings)
     if len(given) != len(plans.meetings):
         raise PlanError("a meeting is listed twice")
@@ -85,7 +80,7 @@ def _words(plans: Sequence[Plan], steps: Sequence[tuple[int, int]]) -> str:
 
 
 def _check_order(plans: PlanSet) -> None:
-    """[Note: no circle]."""
+    """[Note: no circle]"""
     meeting_of = {member: n for n, meeting in enumerate(plans.meetings) for member in meeting.steps}
     before: defaultdict[_Node, set[_Node]] = defaultdict(set)
     for stage, plan in enumerate(plans.plans):

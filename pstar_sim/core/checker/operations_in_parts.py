@@ -1,5 +1,5 @@
-"""The checker's part about parts ([Note: parts of a step] in core/step.py): each operation in parts has all its parts,
-once, in order, and all operations of a chunk have the same number of them. When each part may run is for walk.py."""
+"""[Note: parts of a step] in core/step.py: each operation in parts has all its parts, once, in order, and all
+operations of a chunk have the same number of them. When each part may run is for walk.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LISTS = {Kind.WRITEBACK: ("param", "grad32"), Kind.FETCH: ("param",), Kind.CPU_
 
 
 def check_part(plan: Plan, step: Step) -> None:
-    """Check what can be checked of one part alone. Raises PlanError."""
+    """What can be checked of one part alone. Raises PlanError."""
     part = step.part
     if part is None:
         return

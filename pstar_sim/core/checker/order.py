@@ -1,4 +1,4 @@
-"""The checker's part about order: there is an order in which every step can run."""
+"""There is an order in which every step can run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["legal_order"]
 
 
 def legal_order(steps: tuple[Step, ...], position: dict[int, int]) -> list[int]:
-    """Returns the positions of the steps in an order that satisfies each queue and every edge inside the iteration.
-    Raises PlanError naming steps of a circle, if there is none.
+    """Positions of the steps in an order that satisfies each queue and every edge inside the iteration. Raises
+    PlanError naming steps of a circle, if there is none.
 
     position: id of a step -> its position.
     """

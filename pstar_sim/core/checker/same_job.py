@@ -1,4 +1,4 @@
-"""Checks that a plan is for the workload and the machine with which it is used. Decides nothing about steps."""
+"""Checks that a plan is for the workload and the machine with which it is used."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def check_workload_of(plan: Plan, workload: Workload) -> None:
 
 
 def _as_planned(plan: Plan, workload: Workload) -> Workload:
-    """Returns a preset that stands for a whole job as the plan has it: one rank's share of the batch, in the plan's
-    dtype if it names none, and in the plan's order, which the policy may have chosen."""
+    """A preset that stands for a whole job as the plan has it: one rank's share of the batch, in the plan's dtype if it
+    names none, and in the plan's order, which the policy may have chosen."""
     mine = plan.workload
     if mine.relayed and workload.order.of_loop and not workload.stashes:
         if not mine.order.of_loop:
@@ -95,7 +95,7 @@ def _check_moments(mine: Workload, workload: Workload) -> None:
 
 
 def check_machine(plan: Plan, machine: Machine) -> None:
-    """Raises PlanError if the plan was made for another machine, or for more memory than `machine` has."""
+    """Raises PlanError for a plan for another machine, or for more memory than `machine` has."""
     if machine.name != plan.machine.name:
         raise PlanError(
             f"the plan was made for machine {plan.machine.name!r}, not {machine.name!r}; make a plan for the latter"
@@ -106,7 +106,6 @@ def check_machine(plan: Plan, machine: Machine) -> None:
 
 
 def check_budgets(plan: Plan, machine: Machine) -> None:
-    """Raises PlanError if the plan may use more of a place than `machine` has."""
     for place, budget, has in (
         ("gpu", plan.gpu_budget_bytes, machine.gpu_budget_bytes),
         ("host", plan.host_budget_bytes, machine.host_budget_bytes),

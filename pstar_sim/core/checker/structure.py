@@ -1,4 +1,4 @@
-"""The checker's part about structure: everything that can be checked step by step, and that the steps have an order."""
+"""Structure: all that can be checked step by step, and that the steps have an order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _QUEUES: dict[Kind, tuple[Queue, ...]] = {
 
 
 def check_structure(plan: Plan) -> list[int]:
-    """Returns the positions of the steps in a legal order of one iteration."""
+    """Positions of the steps in a legal order of one iteration."""
     steps, w = plan.steps, plan.workload
     position: dict[int, int] = {}
     for i, step in enumerate(steps):
@@ -66,7 +66,7 @@ def check_structure(plan: Plan) -> list[int]:
 
 
 def _check_step(plan: Plan, step: Step) -> None:
-    """Check the fields of one step alone. Raises PlanError."""
+    """The fields of one step alone. Raises PlanError."""
     queues = _QUEUES[step.kind]
     if step.via == UNFUSED and step.kind is not Kind.GPU_UPDATE:
         raise PlanError(f"{label(step)} has via={step.via}; only updates on the gpu can")
@@ -136,8 +136,8 @@ def _check_drop(plan: Plan, step: Step) -> None:
 
 
 def _check_update(plan: Plan, step: Step) -> None:
-    """Check an Adam, or an add of gradients on the host. Its `bytes` is the memory traffic of this rank's slice,
-    without padding and frozen parameters."""
+    """An Adam, or an add of gradients on the host. Its `bytes` is the memory traffic of this rank's slice, without
+    padding and frozen parameters."""
     assert step.chunk is not None
     chunk = plan.layout.chunks[step.chunk]
     params = plan.layout.trained_params[step.chunk]
@@ -199,7 +199,7 @@ _ADAM_OF = {"cpu": Kind.CPU_UPDATE, "pin": Kind.GPU_UPDATE, "stream": Kind.GPU_U
 
 
 def _check_updates(plan: Plan) -> None:
-    """Check that every chunk with a gradient has one Adam per iteration, and no other chunk."""
+    """Every chunk with a gradient has one Adam per iteration, and no other chunk."""
     trained = {plan.layout.chunk_of[t]: m for m, row in enumerate(plan.workload.gradients) for t in row}  # the last
     done: dict[int, Step] = {}
     for step in plan.steps:
@@ -224,7 +224,7 @@ def _check_updates(plan: Plan) -> None:
 
 
 def check_pins(plan: Plan) -> None:
-    """Check the two modes whose Adam runs on the gpu: "pin" keeps the states there, "stream" does not."""
+    """ "pin" keeps the states of its Adam on the gpu, "stream" does not."""
     for step in plan.steps:
         if step.kind is Kind.GPU_UPDATE and step.chunk is not None and plan.layout.states_of(step.chunk).names:
             states = plan.layout.states_of(step.chunk).names

@@ -1,13 +1,9 @@
-"""The checker's part about trips: each stash goes to the host once and comes back once, and each border is crossed
-once, in time, in every interleaving.
+"""Trips: each stash goes to the host once and comes back once, and each border is crossed once, in time.
 
 [Note: stashes] and [Note: borders] in workload/workload.py say which steps have to wait for which. With these edges the
 gpu holds the bytes only while the tide counts them, so the proof of the budget (worst_case.py) does not mention trips.
-(A stash is out before it comes back, because `gone` is before `back` on the compute queue.) The plan has one buffer on
-the host for stashes, which it holds throughout, with room for the stashes of a block that are in use at a time
-(`Workload.stash_room`). Where micro-batches follow one another (check_workload) that is one: on the compute queue the
-moment that needs the earlier stash waits until this stash is back, and comes before the moment that makes the later
-stash.
+The plan holds one buffer on the host throughout, with room for the stashes of a block that are in use at a time
+(`Workload.stash_room`): one where micro-batches follow one another.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ __all__ = ["check_trip_step", "check_trips"]
 
 
 def check_trip_step(plan: Plan, step: Step) -> None:
-    """Check the fields of one step alone. Raises PlanError."""
+    """The fields of one step alone. Raises PlanError."""
     trips = trips_of(plan.workload)
     trip = None if step.stash is None else trips.get((step.kind, step.stash))
     if trip is None:
@@ -45,8 +41,8 @@ _BEHIND = {True: "which needs it", False: "behind which its bytes are no longer 
 
 
 def check_trips(plan: Plan, program: Unrolled) -> None:
-    """Raises PlanError for a stash or a border that is not moved, or is moved twice, too early or too late; and if the
-    room on the host is too small."""
+    """Raises PlanError for a stash or a border that is moved twice, not, too early or too late; and if the room on the
+    host is too small."""
     _check_room(plan)
     moments = {step.moment: i for i, step in enumerate(plan.steps) if step.kind is Kind.COMPUTE}
     moves = _moves(plan)
@@ -79,7 +75,7 @@ def _check_room(plan: Plan) -> None:
 
 
 def _moves(plan: Plan) -> dict[tuple[Kind, int], int]:
-    """Returns (kind, stash) -> position of the step that moves it. Raises PlanError if two steps move one stash."""
+    """(kind, stash) -> position of the step that moves it. Raises PlanError if two steps move one stash."""
     moves: dict[tuple[Kind, int], int] = {}
     for i, step in enumerate(plan.steps):
         if step.stash is not None:

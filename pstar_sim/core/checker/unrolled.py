@@ -1,7 +1,4 @@
-"""Order in a plan: its steps unrolled over some iterations, with a vector clock each.
-
-[Note: what precedes what] is in __init__.py.
-"""
+"""A plan's steps unrolled over some iterations, with a vector clock each: [Note: what precedes what] in __init__.py."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ def label(step: Step) -> str:
 
 
 class Unrolled:
-    """Steps unrolled over some iterations. An instance is iteration * len(steps) + position."""
+    """An instance is iteration * len(steps) + position."""
 
     def __init__(self, plan: Plan, order: list[int], iterations: int) -> None:
         steps = plan.steps
@@ -79,16 +76,16 @@ class Unrolled:
         return instance // self.count
 
     def sequence(self, instance: int) -> int:
-        """Returns the place of an instance among all instances on its queue."""
+        """Place of an instance among all instances on its queue."""
         k, i = divmod(instance, self.count)
         return k * self.length[self.queue_of[i]] + self.rank[i]
 
     def precedes(self, first: int, then: int) -> bool:
-        """Returns whether `first` has ended when `then` starts in every legal interleaving."""
+        """Whether `first` has ended when `then` starts in every legal interleaving."""
         return self.clock[then][self.queue_of[first % self.count]] > self.sequence(first)
 
     def _ahead(self) -> Iterator[int]:
-        """Yields the queues that can start iteration N before iteration 0 has ended on all queues."""
+        """Queues that can start iteration N before iteration 0 has ended on all queues."""
         seen: set[int] = set()
         for i in range(self.count):
             q = self.queue_of[i]
@@ -100,7 +97,7 @@ class Unrolled:
                 yield q
 
     def bounded(self) -> bool:
-        """Returns whether at most `iterations` iterations are under way at any time."""
+        """Whether at most `iterations` iterations are under way at any time."""
         return next(self._ahead(), None) is None
 
     def unbounded_queue(self) -> str:

@@ -1,5 +1,5 @@
-"""Plays an unrolled plan once, in a legal order, with a check for races: does each step find the lists that it needs,
-with the right contents?"""
+"""Plays an unrolled plan once, in a legal order: does each step find the lists that it needs, with the right
+contents?"""
 
 from __future__ import annotations
 
@@ -51,9 +51,7 @@ def _key_name(key: _Key) -> str:
 
 
 class Walk:
-    """Plays all unrolled iterations in one legal order.
-
-    takes: instance -> (place, bytes), without the tide.
+    """takes: instance -> (place, bytes), without the tide.
     frees: instance -> (place, bytes).
     content: list -> its contents; None for a list that no step has filled.
     last_change: list -> the latest instance that changed it.
@@ -183,7 +181,7 @@ class Walk:
         raise PlanError(f"not a steady state: after iteration {iteration} {' and '.join(what)}")
 
     def _check_no_divergence(self, iteration: int) -> None:
-        """Copies of an optimizer state agree at the cut, but may differ between an update and its write-back."""
+        """Copies of an optimizer state agree at the cut; they may differ between an update and its write-back."""
         versions: dict[tuple[int, str], dict[Place, int]] = {}
         for (chunk, name, place), content in self.content.items():
             if name in self.states and content is not None:
@@ -196,8 +194,8 @@ class Walk:
                 )
 
     def _check_nothing_lost(self, iteration: int) -> None:
-        """Check that at the cut some place holds the current parameters of each chunk, also of chunks that no moment
-        reads, whose loss only a checkpoint would show."""
+        """At the cut some place holds the current parameters of each chunk, also of chunks that no moment reads, whose
+        loss only a checkpoint would show."""
         for chunk in range(len(self.plan.layout.chunks)):
             wanted = iteration + 1 if chunk in self.expected else 0
             held = (self.content.get((chunk, "param", place)) for place in Place)
@@ -213,8 +211,7 @@ class Walk:
     # races
 
     def _pieces(self, s: int, key: _Key) -> Iterable[_Piece]:
-        """An instance touches all of a list, or its part. Lists of chunks updated in parts are looked at part by
-        part."""
+        """Lists of chunks updated in parts are looked at part by part."""
         count = self.parts.get(key[0])
         if count is None:
             return ((key, 0),)
@@ -325,7 +322,7 @@ class Walk:
             )
 
     def _put_gradient(self, s: int, k: int, step: Step, key: _Key, t: int) -> None:
-        """Book a gradient that becomes final in a moment."""
+        """A gradient becomes final in a moment."""
         w = self.plan.workload
         assert step.moment is not None
         u = w.moments[step.moment].micro_batch
@@ -349,7 +346,7 @@ class Walk:
         content.marks.add((u, t))
 
     def _nothing(self, s: int, k: int, step: Step) -> None:
-        """What makes a trip is not a list: its bytes are part of the tide, and trips.py proves its order."""
+        """What makes a trip is not a list: trips.py proves its order."""
 
     def _alloc(self, s: int, k: int, step: Step) -> None:
         assert step.chunk is not None and step.list is not None and step.place is not None
@@ -368,8 +365,8 @@ class Walk:
             raise PlanError(f"{label(step)} gives up gradients that no reduce_scatter has summed over the ranks")
 
     def _check_not_lost(self, step: Step, key: _Key, content: _Content) -> None:
-        """Check that another place holds what a step frees, or newer contents. Parameters may also be given up until
-        the iteration's update writes them anew from their master copy: a read before finds nothing, and
+        """Another place holds what a step frees, or newer contents. Parameters may also be given up until the
+        iteration's update writes them anew from their master copy: a read before finds nothing, and
         `_check_nothing_lost` finds what no update has written."""
         for place in Place:
             other = self.content.get((key[0], key[1], place))
@@ -406,7 +403,7 @@ class Walk:
         self.content[target] = arrived
 
     def _continue(self, step: Step, target: _Key, arrived: _Content) -> None:
-        """Raises PlanError if it is not the next part, or if the contents differ."""
+        """Raises PlanError if this is not the next part, or if the contents differ."""
         held = self.content[target]
         assert step.part is not None
         same = held is not None and (held.version, held.marks) == (arrived.version, arrived.marks)
@@ -415,7 +412,7 @@ class Walk:
         held.filling = None if step.part.last else step.part.number + 1
 
     def _gather(self, s: int, k: int, step: Step) -> None:
-        """Brings parameters of the other ranks (sliced layout), or the other slices of a gradient's sum (replicated
+        """Parameters of the other ranks (sliced layout), or the other slices of a gradient's sum (replicated
         layout)."""
         assert step.chunk is not None and step.list is not None
         target = (step.chunk, step.list, Place.GPU)
@@ -464,8 +461,7 @@ class Walk:
             held.marks |= mine.marks
 
     def _check_complete(self, step: Step, verb: str, key: _Key, marks: set[tuple[int, int]]) -> None:
-        """Check that the list has the gradients of all the chunk's tensors, for each micro-batch of which it has
-        any."""
+        """The list has the gradients of all the chunk's tensors, for each micro-batch of which it has any."""
         batches = {u for u, _ in marks}
         missing = set[tuple[int, int]]().union(*(self.due.get((key[0], u), ()) for u in batches)) - marks
         if missing:
@@ -545,7 +541,7 @@ class Walk:
         content.version += step.completes
 
     def _gradients(self, s: int, k: int, step: Step, place: Place) -> set[tuple[int, int]]:
-        """Returns the marks of this iteration's gradients at the update's place."""
+        """Marks of this iteration's gradients at the update's place."""
         assert step.chunk is not None
         found: set[tuple[int, int]] = set()
         unsummed: list[_Key] = []
@@ -564,8 +560,8 @@ class Walk:
         return found
 
     def _check_sum_is_whole(self, k: int, step: Step, place: Place, found: set[tuple[int, int]]) -> None:
-        """Check that a sum on the gpu did not go down before the last gradient was added to it. On a sliced layout,
-        CPU Adam would otherwise add that gradient, in seconds that neither the cost model nor the bounds count."""
+        """A sum on the gpu must not go down before the last gradient was added. On a sliced layout, CPU Adam would
+        otherwise add that gradient, in seconds that neither the cost model nor the bounds count."""
         chunk = step.chunk
         if not (self.sliced and place is Place.HOST and chunk in self.sums):
             return
@@ -579,8 +575,8 @@ class Walk:
             )
 
     def _check_norm(self, k: int, step: Step, place: Place, found: set[tuple[int, int]]) -> None:
-        """Check that the sum of a chunk's gradients has every gradient if gradients add up on the host: the norm is
-        taken of these sums. (A sum that the gpu adds up may be on the host in between; the update then has all.)"""
+        """If gradients add up on the host, the sum of a chunk's gradients has every gradient: the norm is taken of
+        these sums. (A sum that the gpu adds up may be on the host in between; the update then has all.)"""
         if not (self.plan.settings.clip and self.plan.workload.micro_batches > 1):
             return
         assert step.chunk is not None

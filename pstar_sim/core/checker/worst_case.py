@@ -1,5 +1,5 @@
-"""The most bytes that a place can hold in any legal interleaving: a maximum closure over the start events (which take)
-and the end events (which free), found exactly as a minimum cut."""
+"""The most bytes that a place can hold in any legal interleaving: a maximum closure over start events (which take) and
+end events (which free), found exactly as a minimum cut."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Worst:
 
 
 def worst_case(plan: Plan, program: Unrolled, walk: Walk, place: Place) -> Worst:
-    """Returns the most bytes that the place can hold, and when it holds them."""
+    """The most bytes that the place can hold, and when."""
     held = _held_at_cut(plan, walk, place)
     takes, frees_of = _moves(plan, program, walk, place)
     frees = _frees(program, frees_of)
@@ -74,7 +74,7 @@ def _held_at_cut(plan: Plan, walk: Walk, place: Place) -> int:
 
 
 def _moves(plan: Plan, program: Unrolled, walk: Walk, place: Place) -> tuple[dict[int, int], dict[int, int]]:
-    """Returns instance -> bytes that it takes, and that it frees. On the gpu the tide is among them."""
+    """Instance -> bytes that it takes, and that it frees. On the gpu the tide is among them."""
     tide = [m.peak_bytes for m in plan.workload.moments]
     takes: dict[int, int] = {}
     frees: dict[int, int] = {}
@@ -92,7 +92,7 @@ def _moves(plan: Plan, program: Unrolled, walk: Walk, place: Place) -> tuple[dic
 
 
 def _frees(program: Unrolled, frees_of: Mapping[int, int]) -> list[list[tuple[int, int]]]:
-    """Returns, per queue, (sequence of the step, bytes that it frees), ascending."""
+    """Per queue, (sequence of the step, bytes that it frees), ascending."""
     frees: list[list[tuple[int, int]]] = [[] for _ in program.queues]
     for s, size in frees_of.items():
         if size:
@@ -103,8 +103,8 @@ def _frees(program: Unrolled, frees_of: Mapping[int, int]) -> list[list[tuple[in
 
 
 def _moment_at(plan: Plan, program: Unrolled, running: list[int], done: list[int]) -> int:
-    """Returns the moment under way, or the last before, when these instances run and these numbers of steps have ended
-    on the queues; -1 if none."""
+    """The moment under way, or the last before, when these instances run and these numbers of steps have ended on the
+    queues; -1 if none."""
     clock = [i for i in range(program.count) if program.queues[program.queue_of[i]] is Queue.COMPUTE]
     compute = program.queue_of[clock[0]]
     ahead = [program.sequence(s) for s in running if program.queue_of[s % program.count] == compute]
@@ -117,14 +117,12 @@ def _moment_at(plan: Plan, program: Unrolled, running: list[int], done: list[int
 
 
 def closure(takes: list[tuple[tuple[int, ...], int]], frees: list[list[int]]) -> tuple[int, list[int]]:
-    """Returns the maximum of (bytes of the chosen takes) - (bytes of the frees that they force), and the takes to
-    choose.
+    """The maximum of (bytes of the chosen takes) - (bytes of the frees that they force), and the takes to choose.
 
     takes: (number of forced frees in each queue's list, bytes).
     frees: per queue, in order.
 
-    The problem is a minimum cut: source -> take -> last forced free of each queue -> the free before it ..., and each
-    free -> sink.
+    A minimum cut: source -> take -> last forced free of each queue -> the free before it ..., and each free -> sink.
     """
     if not takes:
         return 0, []
@@ -153,8 +151,8 @@ def closure(takes: list[tuple[tuple[int, ...], int]], frees: list[list[int]]) ->
 def _forced_frees(
     takes: list[tuple[int, ...]], frees: list[list[int]], first: int
 ) -> tuple[list[int], list[int], list[int]]:
-    """Returns (bytes of each node, tails, heads): nodes counted from `first`, and the edges that force them. Frees that
-    every take forces together, or not at all, are one node."""
+    """(bytes of each node, tails, heads): nodes counted from `first`, and the edges that force them. Frees that every
+    take forces together, or not at all, are one node."""
     sink_bytes: list[int] = []
     tails: list[int] = []
     heads: list[int] = []
@@ -184,12 +182,12 @@ def _min_cut(
     source: int,
     sink: int,
 ) -> tuple[int, NDArray[np.bool_]]:
-    """Returns (maximum flow, source's side of a minimum cut), exact for 64-bit capacities.
+    """(maximum flow, source's side of a minimum cut), exact for 64-bit capacities.
 
-    scipy's solver counts in 32 bits. So the first solution is in units of a power of two, rounded down. Its flow is
-    legal, and short of the maximum by less than a unit for each edge of the residual graph. The rest of the maximum is
-    a flow in the residual graph, in which no capacity above that bound matters. The rest is found in smaller units in
-    the same way, until the unit is a byte.
+    scipy's solver counts in 32 bits. So the first solution is in units of a power of two, rounded down: a legal flow,
+    short of the maximum by less than a unit for each edge of the residual graph. The rest is a flow in the residual
+    graph, in which no capacity above that bound matters, found in smaller units in the same way, until the unit is a
+    byte.
     """
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
