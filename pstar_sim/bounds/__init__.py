@@ -1,2 +1,1 @@
-"""Lower bounds: seconds below which no schedule of a job can be, and the certificate with which a plan carries its
-bound."""
+"""Lower bounds on the seconds of every schedule of a job, and the certificate with which a plan carries its bound."""

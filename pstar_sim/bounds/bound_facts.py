@@ -1,5 +1,4 @@
-"""The result type of a bound, and the facts of a job that only bounds need: arrays with an entry per chunk that gets
-gradients, or per moment."""
+"""The result type of a bound, and the facts of a job that only bounds need."""
 
 from __future__ import annotations
 
@@ -29,9 +28,7 @@ NAMES = ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram", "net")
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """A lower bound on the seconds of an iteration.
-
-    seconds: no schedule is faster.
+    """seconds: no schedule is faster.
     binding: largest term ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram", "net" or "stashes"); of equal
         terms, the first in this order.
     terms: name -> seconds, at the best `pinned_params` and `streamed_params`.
@@ -53,8 +50,8 @@ class Bound:
 
 
 def sums_are_whole(layout: Layout, micro_batches: int, *, clip: bool) -> bool:
-    """Whether every sum of a chunk's gradients on the host is complete before any update. With clipping the norm is
-    taken of these sums, and the checker asks for it on one rank. (Two gradients need no sum.)"""
+    """With clipping the norm is taken of the sums on the host, and the checker asks for complete ones on one rank. (Two
+    gradients need no sum.)"""
     return clip and micro_batches > 2 and layout.ranks == 1
 
 
@@ -64,9 +61,7 @@ def rate_with_latency(rate: float, latency_s: float, largest_bytes: float) -> fl
 
 
 class Turn(NamedTuple):
-    """A cut of an iteration.
-
-    bytes: of the chunks read up to the cut and again before the next cut, of all ranks' slices.
+    """bytes: of the chunks read up to the cut and again before the next cut, of all ranks' slices.
     others: bytes of other ranks' slices among them.
     room: bytes beside the tide in the moment before the cut.
     """
@@ -82,9 +77,7 @@ class BoundFacts:
 
     job: the facts that policies use too.
 
-    The other attributes are used by bounds alone: arrays with an entry per chunk that gets gradients (`job.trained`) or
-    per moment, seconds of each chunk's copies and Adam, the room beside the tide, and the moments in which a
-    micro-batch's gradients arrive.
+    The other attributes are arrays with an entry per chunk that gets gradients (`job.trained`) or per moment.
     """
 
     def __init__(self, workload: Workload, machine: Machine, layout: Layout, cost: CostModel) -> None:
@@ -114,7 +107,7 @@ class BoundFacts:
         self._stashes(w)
 
     def _least(self, of_chunks: Sequence[float]) -> float:
-        """Returns the least figure per parameter; 0 if nothing is trained."""
+        """Least figure per parameter; 0 if nothing is trained."""
         return min((figure / params for figure, params in zip(of_chunks, self.params) if params), default=0.0)
 
     def _trained(self, layout: Layout) -> None:
@@ -154,7 +147,7 @@ class BoundFacts:
         self.part_adam_s: Array = self.adam_s * np.array(share, dtype=float)
 
     def _adds(self) -> None:
-        """Set the least seconds per parameter of adds on the GPU: over all micro-batches, and over all but the last."""
+        """Least seconds per parameter of adds on the GPU: over all micro-batches, and over all but the last."""
         job, cost = self.job, self.cost
         last = job.workload.micro_batches - 1
         before_s = dict.fromkeys(job.trained, 0.0)
@@ -166,8 +159,7 @@ class BoundFacts:
         self.gpu_add_before_s = min((s / params[c] for c, s in before_s.items()), default=0.0)
 
     def _stashes(self, w: Workload) -> None:
-        """Set the bytes and seconds of all stashes together, and per moment the seconds of the copies up that begin
-        after it."""
+        """Bytes and seconds of all stashes, and per moment the seconds of the copies up that begin after it."""
         cost = self.cost
         self.stash_bytes = float(sum(s.bytes for s in w.stashes))
         self.stash_down_s = sum(cost.transfer_s(s.bytes, "d2h") for s in w.stashes)
@@ -179,9 +171,9 @@ class BoundFacts:
         self.stash_up_from_s: Array = np.maximum(0.0, np.cumsum(behind)[:-1])
 
     def barrier_s(self, *, clip: bool) -> float:
-        """Returns the least seconds from the start of an iteration to its barrier.
+        """Least seconds from the start of an iteration to its barrier.
 
-        clip: whether the gradients of all chunks are summed over the ranks before the barrier.
+        clip: whether the gradients of all chunks are summed over the ranks before.
         """
         end_s = float(self.clock[-1])
         if not (clip and len(self.final)):
@@ -191,7 +183,7 @@ class BoundFacts:
         return max(end_s, float(last_s.max()))
 
     def between(self, batch: int) -> tuple[int, int]:
-        """Returns [low, high): from the last gradient of the micro-batch before to the first of `batch`."""
+        """[low, high): from the last gradient of the micro-batch before to the first of `batch`."""
         return self.spans[batch - 1][1] + 1, self.spans[batch][0]
 
     def most_pinned(self) -> float:
@@ -204,8 +196,8 @@ class BoundFacts:
         return float(np.clip(min(beside.min(), alone.min()), 0.0, total))
 
     def turns(self) -> list[Turn]:
-        """Returns one cut per turn of the iteration. Any cuts give a valid bound. Three choices are tried: the turns
-        themselves, and the moment with the largest S_k + tide near each turn or in the two passes beside it."""
+        """One cut per turn; any cuts give a valid bound. Three choices are tried: the turns themselves, and the moment
+        with the largest S_k + tide near each turn or in the two passes beside it."""
         begin, bwd = self._begins()
         last = len(bwd) - 1
         # (turn, first and last moment in which to cut), last turn first
@@ -223,14 +215,14 @@ class BoundFacts:
         return max(choices, key=lambda turns: sum(max(0.0, turn.bytes - turn.room) for turn in turns))
 
     def turns_between(self) -> list[Turn]:
-        """Between two backward passes sums of gradients take room. The cuts are the first and the last moment of each
-        forward pass."""
+        """Between two backward passes sums take room. The cuts are the first and the last moment of each forward
+        pass."""
         begin, bwd = self._begins()
         moments = [m for u in range(len(bwd)) for m in ((begin[u], bwd[u] - 1) if u else (bwd[u] - 1,))]
         return self._cut([(m, m, m) for m in reversed(moments)])
 
     def _begins(self) -> tuple[list[int], list[int]]:
-        """Returns the first moment of each micro-batch, with the end of the iteration, and of each backward pass."""
+        """First moment of each micro-batch, with the end of the iteration, and of each backward pass."""
         last = max(self.micro_batch)
         begin = [*(self.micro_batch.index(u) for u in range(last + 1)), self.moments]
         bwd = [
@@ -240,8 +232,8 @@ class BoundFacts:
         return begin, bwd
 
     def _cut(self, regions: list[tuple[int, int, int]]) -> list[Turn]:
-        """The cut of the last region is chosen first, because the reads between two cuts decide S_k. Of equally good
-        cuts the latest is taken."""
+        """The last region's cut is chosen first, because the reads between two cuts decide S_k; of equally good cuts
+        the latest."""
         turns: list[Turn] = []
         end = self.moments - 1
         for _, low, high in regions:
@@ -256,8 +248,7 @@ class BoundFacts:
         return turns
 
     def read_from(self) -> tuple[Array, Array]:
-        """Returns (own, others): bytes of the chunks read at each moment or later. Reads after a chunk's last gradient
-        do not count."""
+        """(own, others): bytes of the chunks read at each moment or later, but after their last gradient."""
         lasts = []
         for own, others, moments, final in self.seen:
             before = [m for m in moments if final < 0 or m <= final]
@@ -266,8 +257,8 @@ class BoundFacts:
         return self._between_moments(lasts, self.moments)
 
     def _read_again(self, end: int, low: int, high: int) -> tuple[Array, Array]:
-        """Returns (own, others): for each m from low to high, bytes of the chunks first read at or before m and again
-        in (m, end]. Reads after a chunk's last gradient do not count."""
+        """(own, others): for each m from low to high, bytes of the chunks first read at or before m and again in (m,
+        end], but after their last gradient."""
         spans = []
         for own, others, moments, final in self.seen:
             until = end if final < 0 else min(end, final)
@@ -277,8 +268,7 @@ class BoundFacts:
         return self._between_moments(spans, high - low + 1)
 
     def _between_moments(self, spans: list[tuple[int, int, int, int]], count: int) -> tuple[Array, Array]:
-        """Returns (own, others) at each of `count` moments: sums over the (begin, end, own, others) with begin <=
-        moment < end."""
+        """(own, others) at each of `count` moments: sums over the spans with begin <= moment < end."""
         changes = np.zeros((2, count + 1))
         for begin, end, own, others in spans:
             changes[:, begin] += own, others
@@ -288,7 +278,7 @@ class BoundFacts:
 
 
 def _gradient_spans(w: Workload) -> dict[int, tuple[int, int]]:
-    """Returns micro-batch -> first and last moment of its gradients."""
+    """Micro-batch -> first and last moment of its gradients."""
     spans: dict[int, tuple[int, int]] = {}
     for m, tensors in enumerate(w.gradients):
         if tensors:

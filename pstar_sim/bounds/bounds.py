@@ -1,10 +1,8 @@
 """Lower bound on the seconds of one steady iteration, for every legal schedule of a setting.
 
-The bound depends on workload, machine, settings and layout, and on no plan. The bound covers chunks of unequal size,
-several micro-batches in either order, frozen parameters, a barrier and shared DRAM. pinned.py has the closed form for
-schedules that stream no chunk (`stream=False`). joint.py adds streaming, as a small linear program. fluid.py is a finer
-linear program over time. rank_facts.py says what several ranks add. stash_bound.py has the bound of offloaded
-activations alone.
+It depends on workload, machine, settings and layout, and on no plan. pinned.py has the closed form for schedules that
+stream no chunk. joint.py adds streaming, as a small linear program; fluid.py is a finer one over time. rank_facts.py
+says what several ranks add, stash_bound.py bounds offloaded activations alone.
 """
 
 from __future__ import annotations
@@ -44,8 +42,8 @@ def lower_bound(
     ranked: Sequence[Workload] | None = None,
     costs: Sequence[CostModel] | None = None,
 ) -> Bound:
-    """Returns the bound for every legal schedule, by [Note: the joint bound] of joint.py. On several ranks, returns the
-    largest bound of any kind of rank ([Note: the bound of several ranks]).
+    """[Note: the joint bound] of joint.py; on several ranks the largest of any kind of rank ([Note: the bound of
+    several ranks]).
 
     stream: False for schedules that stream no chunk, by [Note: the bound] of pinned.py.
     max_pinned: parameters, without small chunks, whose states may stay on the gpu (0 with stream=False: CPU Adam
@@ -73,7 +71,7 @@ def _of_rank(
     max_pinned: int | None,
     stream: bool,
 ) -> Bound:
-    """Returns the bound of one kind of rank, without the waits for stashes."""
+    """One kind of rank, without the waits for stashes."""
     facts = BoundFacts(workload, machine, layout, cost)
     barrier = settings.barrier(workload.compute_dtype) is not None
     limit = np.inf if max_pinned is None else max_pinned + float(facts.params[facts.small].sum())
@@ -86,7 +84,7 @@ def _of_rank(
 
 
 def _with_stashes(bound: Bound, workload: Workload, cost: CostModel) -> Bound:
-    """Returns the bound with the waits for stashes ([Note: the bound of stashes] in stash_bound.py)."""
+    """[Note: the bound of stashes] in stash_bound.py."""
     if not workload.stashes:
         return bound
     seconds = stash_bound_s(workload, cost)
@@ -110,8 +108,7 @@ def _of_compute(facts: BoundFacts, why: str) -> Bound:
 def relative_to(
     workload: Workload, machine: Machine, settings: Settings, layout: Layout, shared: str | None = None
 ) -> str:
-    """Names the setting for which a bound holds. The bound claims nothing for another cost model, chunk size or other
-    setting.
+    """The setting for which a bound holds; it claims nothing for another.
 
     shared: words for a micro-batch of ranks that differ.
     """

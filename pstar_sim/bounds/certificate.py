@@ -1,8 +1,6 @@
-"""Certificates: a plan's lower bound, the term that binds it and the setting for which it holds. `agree` compares the
-figures stored in a plan file with recomputed figures.
+"""Certificates: a plan's lower bound, the term that binds it and the setting for which it holds.
 
-A bound belongs to a workload, a machine, settings and a chunk layout, not to a plan. `Certifier` computes it once per
-layout.
+A bound belongs to a workload, a machine, settings and a chunk layout. `Certifier` computes it once per layout.
 """
 
 from __future__ import annotations
@@ -33,9 +31,7 @@ COARSE = frozenset({"closed form", "joint LP"})
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """The lower bound of a plan.
-
-    seconds: no schedule is faster.
+    """seconds: no schedule is faster.
     text: for a plan's choices and a row of a comparison. "bound" is "joint LP", "fluid LP" or "closed form", "binding"
         the largest term, "relative_to" the setting; "note" says which program could not be solved.
     """
@@ -50,8 +46,8 @@ class Certificate:
 
 
 class Certifier:
-    """Bounds of one job. If GPUs differ and the job is a preset, a bound holds for all shares of the batch
-    ([Note: the bound over shares] in shares.py); otherwise for the shares of the ranks' workloads.
+    """If GPUs differ and the job is a preset, bounds hold for all shares of the batch ([Note: the bound over shares] in
+    shares.py); otherwise for the shares of the ranks' workloads.
 
     lp: also solve the fluid linear program (seconds instead of milliseconds, and a tighter bound).
     """
@@ -75,7 +71,7 @@ class Certifier:
         self.batch = sum(w.batch for w in each)
 
     def usual(self) -> Certificate:
-        """Returns the certificate of the layout that a policy starts from."""
+        """Of the layout that a policy starts from."""
         return self.of(self._usual_layout())
 
     def _usual_layout(self) -> Layout:
@@ -83,12 +79,12 @@ class Certifier:
         return build_layout(self.workload, chunk_bytes=self.settings.chunk_bytes, ranks=ranks, sums=self.settings.sums)
 
     def shares(self) -> AnyShares | None:
-        """Returns the search of the fastest shares, with the layout that a policy starts from; None if the bounds are
-        those of the ranks' own shares."""
+        """The search of the fastest shares, with the layout that a policy starts from; None if the bounds are those of
+        the ranks' own shares."""
         return None if self._job_of is None else self._search(self._usual_layout())
 
     def own_bound_s(self) -> float:
-        """Returns the bound of the ranks' own shares, for the layout that a policy starts from."""
+        """Of the ranks' own shares, for the layout that a policy starts from."""
         return self._bound(self._usual_layout()).seconds
 
     def _search(self, layout: Layout) -> AnyShares:
@@ -110,7 +106,7 @@ class Certifier:
         return bound
 
     def of(self, layout: Layout) -> Certificate:
-        """Returns the certificate of every plan with this layout."""
+        """Of every plan with this layout."""
         for known, certificate in self._known:
             if known is layout or (known.chunk_bytes == layout.chunk_bytes and known == layout):
                 return certificate
@@ -140,8 +136,7 @@ class Certifier:
 
 
 def require_bounded(plan: Plan) -> None:
-    """Raise PlanError if the plan updates a chunk in more parts than the bounds count with: it could be faster than
-    they say."""
+    """Raise PlanError if the plan updates a chunk in more parts than the bounds count with."""
     most = parts_of(plan.layout)
     for chunk, count in part_counts(plan.steps).items():
         if count > most.get(chunk, 1):
@@ -162,8 +157,7 @@ def certificate_of(plan: Plan, *, lp: bool = False) -> Certificate:
 
 
 def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None) -> str:
-    """Compares the plan's figures with a recomputation from workload, machine, settings and layout alone. Returns a
-    sentence if they agree, or if there are none.
+    """Compares the plan's figures with a recomputation. Returns a sentence if they agree, or if there are none.
 
     found: the recomputation, if known.
 
@@ -184,11 +178,9 @@ def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None) -> 
 
 
 def _verdict(stored_s: float, method: object, found_s: float, kind: str) -> str:
-    """Returns words for the comparison.
+    """method, kind: how the stored and the recomputed bound were proved.
 
-    method, kind: how the stored and the recomputed bound were proved.
-
-    Raises PlanError if the bounds do not agree.
+    Raises PlanError if they do not agree.
     """
     if stored_s <= 0:
         raise PlanError(f"lower_bound_s is {stored_s:.9g} s in the plan; a lower bound is above 0")

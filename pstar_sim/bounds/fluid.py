@@ -6,7 +6,7 @@ moments and a stall. Every quantity is a flow of bytes in an interval or a stock
 iterations of a steady schedule. Chunks are divisible: the parts p, q and 1 - p - q of a chunk are pinned, streamed and
 updated on the CPU. The order inside an interval is free: a gradient that becomes final in an interval may leave at any
 time of the interval, and a chunk first read in an interval is needed only at the interval's end. So every choice of
-points is valid, and more points give a tighter bound. Rows:
+points is valid. Rows:
 
 - each copy direction, CPU Adam, host DRAM: work in an interval <= the interval's seconds. Streamed Adam makes the
   interval longer.
@@ -17,9 +17,8 @@ points is valid, and more points give a tighter bound. Rows:
 - the life of a chunk updated on the CPU: gradient waits -> on the host -> updated on the host -> waits on the gpu ->
   read. The life of states: come -> update -> go. Stocks are cyclic. The stocks of one life add up to the chunks' bytes
   at the cut.
-- stashes: a stash goes down between the moment that makes it and the moment after which it is not counted. The stash
-  comes up between the moment from which it is counted again and the moment that needs it. Each direction takes its own
-  seconds of the link.
+- stashes: a stash goes down between the moment that makes it and the moment after which it is not counted, and comes up
+  between the moment from which it is counted again and the moment that needs it.
 - identity: stocks do not know whose bytes they are. Sort the chunks by first read and take the chunks up to j. Their
   copies and updates between last gradient and first read lie in one window: from the end of the earliest of their last
   gradients to the next first read of j. The flows in that window are at least the bytes of these chunks. Gaps between
@@ -37,9 +36,8 @@ and then it stays. The host adds a chunk's gradients between the first gradient 
 host adds the last gradient after that gradient's moment, without clipping inside the update. Both give windows as in
 "identity".
 
-Many micro-batches are alike except for the first and the last three. Then one micro-batch stands for all that are alike
-([Note: alike micro-batches] of fluid_facts.py). The program does not grow with their number, and its points stay close
-to one another.
+One micro-batch stands for all but the first and the last three ([Note: alike micro-batches] of fluid_facts.py), so the
+program does not grow with their number.
 
 The bound is the value that the dual solution proves (linear.py), or the joint bound (joint.py) if that is larger.
 """
@@ -78,9 +76,9 @@ def fluid_bound(
     ranked: Sequence[Workload] | None = None,
     most_points: int = MOST_POINTS,
 ) -> Bound:
-    """Returns the larger of the joint bound and the bound of [Note: the fluid program]. `method` says which program was
-    solved; `notes` say if HiGHS does not solve the fluid one. On several ranks, the program of the kind of rank with
-    the largest bound counts. Collectives count in the joint bound alone.
+    """Returns the larger of the joint bound and that of [Note: the fluid program]. `notes` say if HiGHS does not solve
+    the fluid one. On several ranks, the kind of rank with the largest bound counts. Collectives count in the joint
+    bound alone.
 
     ranked: as for `lower_bound`.
     most_points: the largest number of points of the program.
@@ -118,8 +116,8 @@ class _Flow:
 
 
 class _FluidProgram:
-    """Variables and rows of [Note: the fluid program]. Each method adds a family of rows. Chunks, lists and sums are
-    counted in units of bytes (`facts.unit`)."""
+    """[Note: the fluid program]. Each method adds a family of rows. Chunks, lists and sums are counted in units of
+    bytes (`facts.unit`)."""
 
     def __init__(self, facts: FluidFacts, settings: Settings, *, far_s: float) -> None:
         self.facts, self.far_s = facts, far_s
@@ -181,7 +179,7 @@ class _FluidProgram:
         return stock
 
     def _next(self, stock: Expression, most: float) -> Expression:
-        """Returns the stock at the point after each interval.
+        """The stock at the point after each interval.
 
         most: bound of the stock at the first point of the alike micro-batches.
         """
@@ -192,7 +190,7 @@ class _FluidProgram:
         return self._behind(self._before(stock[self.facts.following], entered), stock, stock, entered)
 
     def _entered(self, stock: Expression, most: float) -> Expression:
-        """Returns `entered` of [Note: alike micro-batches]."""
+        """[Note: alike micro-batches]"""
         period = self.facts.period
         assert period is not None
         entered = self.lp.variable(most=most)
@@ -200,9 +198,8 @@ class _FluidProgram:
         return entered
 
     def _before(self, following: Expression, entered: Expression) -> Expression:
-        """Returns `following` with `entered` at the interval before the alike micro-batches.
-
-        following: the stock at the point after each interval.
+        """`following`, the stock at the point after each interval, with `entered` at the interval before the alike
+        micro-batches.
         """
         period, n = self.facts.period, self.facts.intervals
         assert period is not None
@@ -210,11 +207,11 @@ class _FluidProgram:
         return following * np.where(np.arange(n) == before, 0.0, 1.0) + entered.gathered([before], n)
 
     def _behind(self, following: Expression, stock: Expression, left: Expression, entered: Expression) -> Expression:
-        """Returns `following` with the mean of [Note: alike micro-batches] at the last interval of these micro-batches.
+        """`following`, the stock at the point after each interval, with the mean of [Note: alike micro-batches] at
+        their last interval.
 
-        following: the stock at the point after each interval.
-        stock: the stock whose value at their first point counts.
-        left: the stock whose value behind their last point counts.
+        stock: whose value at their first point counts.
+        left: whose value behind their last point counts.
         """
         period, n = self.facts.period, self.facts.intervals
         assert period is not None
@@ -225,7 +222,7 @@ class _FluidProgram:
         return (within * self.facts.times).sum()
 
     def _running(self, of: Expression, most: Array | float) -> Expression:
-        """Row r is the sum of all rows up to r. Rows that use these sums are short."""
+        """Row r is the sum of all rows up to r: rows that use these are short."""
         running = self.lp.variables(len(of), most=most)
         self.lp.add(running[:1] == of[:1])
         self.lp.add(running[1:] == running[:-1] + of[1:])
@@ -246,7 +243,6 @@ class _FluidProgram:
     # -- the life of a chunk --
 
     def _updated_on_cpu(self) -> None:
-        """Rows: the life of a chunk updated on the CPU."""
         lp, facts, n = self.lp, self.facts, self.facts.intervals
         units = self.on_cpu * facts.size
         final = units.gathered(facts.final_in, n)
@@ -261,7 +257,7 @@ class _FluidProgram:
         self.held += waiting + early
 
     def _identity(self) -> None:
-        """Rows: identity. On the gpu the chunks are updated by the end of the iteration."""
+        """On the gpu the chunks are updated by the end of the iteration."""
         lp, facts = self.lp, self.facts
         if not facts.chunks:
             return
@@ -282,22 +278,21 @@ class _FluidProgram:
         lp.add(gpu_s[-1] + self._in_all(self.gpu_adds) <= self.stall.upto[-1])
 
     def _final(self) -> Index:
-        """Returns, for the chunks up to j in the order of first reads, the interval of the earliest of their last
-        gradients."""
+        """For the chunks up to j in the order of first reads, the interval of the earliest of their last gradients."""
         return np.minimum.accumulate(self.facts.final_in)
 
     def _update(self) -> Index:
-        """Returns, for the chunks up to j, the first interval in which one of these chunks may be updated."""
+        """For the chunks up to j, the first interval in which one may be updated."""
         begin = self._final()
         return np.full_like(begin, self.facts.end) if self.barrier else begin
 
     def _window(self, flow: _Flow, need: Expression, begin: Index, end: Index) -> None:
-        """Rows: need <= flow from `begin` to the end of the iteration and up to `end` of the next."""
+        """need <= flow from `begin` to the end of the iteration and up to `end` of the next."""
         j = end <= begin
         self.lp.add(need[j] <= flow.upto[-1] - flow.upto[begin[j]] + flow.upto[end[j]])
 
     def _updated_on_gpu(self) -> None:
-        """Rows: states come -> update -> go, or are resident. Streamed Adam and adds make the interval longer."""
+        """States come -> update -> go, or are resident. Streamed Adam and adds make the interval longer."""
         lp, facts = self.lp, self.facts
         states = float(facts.states.sum())
         coming = self._stock(states, self.states_up - self.streamed_adam.within)
@@ -311,8 +306,7 @@ class _FluidProgram:
         self.held += resident + coming + going
 
     def _over_the_border(self) -> None:
-        """Rows: chunks updated on the gpu stay from their last gradient to their next first read, or leave and come
-        back."""
+        """Chunks updated on the gpu stay from their last gradient to their next first read, or leave and come back."""
         facts, points = self.facts, np.arange(self.facts.intervals)
         units = (self.p + self.q - self.whole) * facts.size
         there = self._there(points, facts.over_the_border(), units, self.all_units)
@@ -323,7 +317,7 @@ class _FluidProgram:
         self.held += there - absent
 
     def _between_reads(self) -> None:
-        """Rows: chunks stay between two reads, or are given up and copied again, the longest gaps of a class first."""
+        """Chunks stay between two reads, or are given up and copied again, the longest gaps of a class first."""
         lp, facts, n = self.lp, self.facts, self.facts.intervals
         again = Expression.zero(n)
         for gap in facts.gaps():
@@ -341,7 +335,7 @@ class _FluidProgram:
     # -- sums of several micro-batches --
 
     def _sums(self) -> None:
-        """Rows: each gradient goes down, or they add up on the gpu (as in [Note: the joint bound])."""
+        """Each gradient goes down, or they add up on the gpu (as in [Note: the joint bound])."""
         lp, facts, batches = self.lp, self.facts, self.facts.batches
         on_gpu = self.p + self.q
         # Per chunk: the parts whose sums are on the gpu, with Adam on the CPU and with Adam on the gpu.
@@ -374,8 +368,8 @@ class _FluidProgram:
 
     def _down_each_time(self) -> None:
         """Gradients that do not add up on the gpu wait for the link: for CPU Adam those of all micro-batches but the
-        last; for Adam on the gpu, all but the last two, and the last where the host makes the whole sum. Where that
-        gradient waits is not counted."""
+        last; for Adam on the gpu, all but the last two, and the last where the host makes the whole sum (where it waits
+        is not counted)."""
         facts, n, before_last = self.facts, self.facts.intervals, self.facts.shown - 1
         arrives = [
             (facts.interval_of_end(m), c, batch == before_last - 1)
@@ -396,8 +390,7 @@ class _FluidProgram:
         self.early_down += last_down.within
 
     def _added_on_gpu(self, batch: int) -> None:
-        """Add rows: sums stay on the gpu from the backward pass of `batch` to the next backward pass, or go down and up
-        in between."""
+        """Sums stay on the gpu from the backward pass of `batch` to the next, or go down and up in between."""
         lp, facts, n = self.lp, self.facts, self.facts.intervals
         of_chunk = [facts.inside(arrivals[batch], arrivals[batch + 1]) for arrivals in facts.arrivals]
         if not any(of_chunk):
@@ -429,8 +422,8 @@ class _FluidProgram:
         self.sums_up += up.gathered(intervals % n, n)
 
     def _waiting(self, points: Index, of_chunk: Sequence[Sequence[int]]) -> None:
-        """Rows: last gradients but one that are never added on the host are on the gpu at the successive `points`, or
-        go down and come up after their moments.
+        """Last gradients but one that are never added on the host are on the gpu at the successive `points`, or go down
+        and come up after their moments.
 
         of_chunk: points at which each chunk's gradient waits.
         """
@@ -444,10 +437,10 @@ class _FluidProgram:
         self.sums_up += up.within
 
     def _added_on_host(self, summed_on_host: Expression) -> None:
-        """Rows: the host adds gradients between the first gradient that comes down and the next first read. For CPU
-        Adam the host adds the last gradient after its arrival, inside the update if nothing is clipped. A sum for Adam
-        on the gpu comes up after the last gradient but two and stays until the update; of two gradients, after the
-        first, which comes up as it is if it waits for the update.
+        """The host adds gradients between the first that comes down and the next first read. For CPU Adam the host adds
+        the last gradient after its arrival, inside the update if nothing is clipped. A sum for Adam on the gpu comes up
+        after the last gradient but two and stays until the update; of two gradients, after the first, as it is if it
+        waits for the update.
 
         summed_on_host: part of each chunk that the gpu updates with its sum on the host.
         """
@@ -472,16 +465,15 @@ class _FluidProgram:
         self.sums_up += up.within
 
     def _used(self, units: Expression) -> Expression:
-        """Returns the units of gradients that Adam on the gpu uses up in each interval."""
+        """Units of gradients that Adam on the gpu uses up in each interval."""
         used, most = self._flow(4 * self.all_units), 4 * self.all_units
         self._window(used, self._running(units, most), self._update(), 0 * self.facts.first_at)
         self.lp.add(used.upto[-1] == units.sum())
         return used.within
 
     def _until_the_update(self) -> None:
-        """Rows: a sum is wider than the gradient or parameter that the other rows count after the last gradient. For
-        CPU Adam all of the sum goes down. For Adam on the gpu the sum stays until the update, or goes down and comes up
-        again."""
+        """A sum is wider than the gradient or parameter that the other rows count after the last gradient. For CPU Adam
+        all of it goes down. For Adam on the gpu it stays until the update, or goes down and comes up again."""
         lp, facts, n = self.lp, self.facts, self.facts.intervals
         wider, most = np.maximum(0.0, facts.sums - facts.size), 4 * self.all_units
         units = self.cpu_sum * wider
@@ -500,7 +492,7 @@ class _FluidProgram:
     # -- stashes, seconds --
 
     def _stashes(self) -> None:
-        """Each stash's seconds on the link lie in the intervals in which it may move. The tide counts its bytes."""
+        """Each stash's seconds on the link lie in the intervals in which it may move."""
         facts, cost, stashes = self.facts, self.facts.cost, self.facts.workload.stashes
         down_s = np.array([cost.transfer_s(stash.bytes, "d2h") for stash in stashes], dtype=float)
         up_s = np.array([cost.transfer_s(stash.bytes, "h2d") for stash in stashes], dtype=float)
@@ -513,7 +505,7 @@ class _FluidProgram:
     def _spread(
         self, seconds: Array, units: Array, between: Sequence[tuple[int, int]]
     ) -> tuple[Expression, Expression]:
-        """Returns the seconds and the units, per interval, of copies that may move between the ends of two moments."""
+        """Seconds and units, per interval, of copies that may move between the ends of two moments."""
         facts, n = self.facts, self.facts.intervals
         may = [
             (copy, k)
@@ -526,7 +518,7 @@ class _FluidProgram:
         return (part * seconds[copy]).gathered(interval, n), (part * units[copy]).gathered(interval, n)
 
     def _link_s(self) -> tuple[Expression, Expression]:
-        """Returns the seconds of link work up and down in each interval, without stashes."""
+        """Seconds of link work up and down in each interval, without stashes."""
         facts = self.facts
         up = (self.params_up.within + self.again + self.back) / facts.up
         down = (self.gradients_down.within + self.early_down + self.leave) / facts.down
@@ -535,8 +527,7 @@ class _FluidProgram:
         return up, down
 
     def _rates(self) -> None:
-        """Rows: the work of each copy direction, CPU Adam and DRAM in an interval takes at most the interval's
-        seconds."""
+        """Work in an interval takes at most its seconds."""
         lp, facts = self.lp, self.facts
         seconds = facts.seconds + self.stall.within
         up, down = self._link_s()
@@ -552,8 +543,8 @@ class _FluidProgram:
         lp.add(moved / facts.dram <= seconds)
 
     def _totals(self) -> None:
-        """Rows: the copies of each direction, and CPU Adam with its adds, take at most the iteration's seconds. Each
-        chunk counts with its own seconds (latency, padding)."""
+        """The copies of each direction, and CPU Adam with its adds, take at most the iteration's seconds. Each chunk
+        counts with its own seconds (latency, padding)."""
         lp, facts, cost = self.lp, self.facts, self.facts.cost
         seconds = facts.compute_s + self.stall.upto[-1]
         up_s, states_up_s = (facts.copy_s("h2d", states=states) for states in (False, True))
@@ -573,8 +564,7 @@ class _FluidProgram:
     # -- the answer --
 
     def bound(self, joint: Bound, found: Solution, seconds: float) -> Bound:
-        """Returns the bound with these seconds, and with the terms of this program beside the terms of the joint
-        program."""
+        """With the terms of this program beside those of the joint program."""
         terms = {**joint.terms, **self.busy(found)}
         binding = joint.binding if self.barrier and joint.binding == "barrier" else self.binding(found, terms)
         return replace(
@@ -588,11 +578,11 @@ class _FluidProgram:
         )
 
     def params(self, found: Solution, parts: Expression) -> float:
-        """Returns the number of parameters in these parts of the chunks."""
+        """In these parts of the chunks."""
         return float(found.of(parts) @ self.facts.params)
 
     def busy(self, found: Solution) -> dict[str, float]:
-        """Returns the seconds of work over the iteration."""
+        """Seconds of work over the iteration."""
         facts = self.facts
         up, down = (float(found.of(self._in_all(seconds))[0]) for seconds in self._link_s())
         updated = float(found.of(self.adam.upto)[-1])
@@ -613,7 +603,6 @@ class _FluidProgram:
         return work
 
     def binding(self, found: Solution, terms: Mapping[str, float]) -> str:
-        """Returns the resource with the most work."""
         work = self.busy(found)
         top = max(work.values())
         return next(name for name in terms if work.get(name, 0.0) >= top * (1 - 1e-4))

@@ -1,15 +1,14 @@
-"""Facts of a job for the fluid program: the points at which time is cut, and arrays with an entry per point, interval
-or chunk. Bytes are counted in units of the largest working list (`unit` bytes), times in seconds.
+"""Facts of a job for the fluid program. Bytes are counted in units of the largest working list (`unit` bytes), times in
+seconds.
 
 [Note: alike micro-batches] The rows of the fluid program name the first micro-batch (first reads, first gradients) and
-the last three (gradients that wait, sums that may come up, last gradients). All micro-batches in between are alike:
-each has the same rows. The rows are linear, so the means of a schedule's quantities over these micro-batches satisfy
-the rows too. One micro-batch of means therefore stands for all: its intervals count `times` in every sum over the
-iteration. A stock carries over from one micro-batch to the next: the point behind the last point of a micro-batch is
-the first point of the next. Let X be the mean of a stock at the first points of the alike micro-batches, `entered` the
-stock at the first of these points, and `left` the stock at the point behind the last alike micro-batch. Then the mean
-of the stock at the points behind the alike micro-batches is X + (left - entered) / times. And entered <= times * X,
-because no stock is negative.
+the last three (gradients that wait, sums that may come up, last gradients). All in between are alike: each has the same
+rows. These are linear, so the means of a schedule's quantities over the alike micro-batches satisfy them too, and one
+micro-batch of means stands for all: its intervals count `times` in every sum over the iteration. A stock carries over
+from one micro-batch to the next. Let X be the mean of a stock at the first points of the alike micro-batches, `entered`
+the stock at the first of these points, and `left` the stock at the point behind the last alike micro-batch. Then the
+mean of the stock at the points behind the alike micro-batches is X + (left - entered) / times. And entered <= times *
+X, because no stock is negative.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ one, and the last three."""
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
-    """One micro-batch for several identical ones.
-
-    times: micro-batches for which it stands, with itself.
-    """
+    """times: micro-batches for which one stands, with itself."""
 
     first: int
     last: int
@@ -50,11 +46,9 @@ class Period:
 
 
 def shortened(workload: Workload, layout: Layout, most_points: int) -> tuple[Workload, int]:
-    """Returns the workload with one micro-batch in place of all that are alike ([Note: alike micro-batches]), and for
-    how many its second one stands.
-
-    Returns the workload itself and 1 if each run of moments can have a point, or if no micro-batch can stand for others
-    (few micro-batches, micro-batches that differ or run side by side, stashes).
+    """Returns the workload with one micro-batch in place of all that are alike, and for how many its second one stands;
+    the workload itself and 1 if each run of moments can have a point, or if no micro-batch can stand for others (few,
+    different or side by side, stashes).
     """
     if workload.micro_batches <= SHOWN or not workload.order.one_by_one or workload.stashes:
         return workload, 1
@@ -70,19 +64,14 @@ def shortened(workload: Workload, layout: Layout, most_points: int) -> tuple[Wor
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """The units that lie unread between two reads, of all chunks of one class.
-
-    units: lie unread at each of these points, kept or not.
-    """
+    """Units that lie unread between two reads, of all chunks of one class, at each of these points, kept or not."""
 
     points: Index
     units: Array
 
 
 class FluidFacts:
-    """The quantities of [Note: the fluid program].
-
-    chunks: with gradients, in the order of their first reads, as all arrays per chunk.
+    """chunks: with gradients, in the order of their first reads, as all arrays per chunk.
     points: moments at whose starts time is cut.
     end: index of the point at the end of the last moment.
     intervals: one begins at each point; the last runs to the first moment of the next iteration.
@@ -117,9 +106,8 @@ class FluidFacts:
         self._speeds(dram_bytes_per_s)
 
     def _points(self, most: int, times: int) -> None:
-        """One point for each run of moments that read the same chunks, at the highest tide. If these are more than
-        `most`, one of every n in a row stays: that with the most bytes of tide and chunks read. Each micro-batch begins
-        with a point."""
+        """One point for each run of moments that read the same chunks, at the highest tide; of more than `most`, one of
+        every n in a row: that with the most bytes of tide and chunks read. Each micro-batch begins with a point."""
         w, sets = self.workload, self.job.read_in
         batch = [m.micro_batch for m in w.moments]
         edges = [batch.index(number) for number in range(1, self.shown)]
@@ -169,7 +157,7 @@ class FluidFacts:
         self.room: Array = (machine.gpu_budget_bytes - np.array([*tide, at_end], dtype=float)) / self.unit
 
     def _lives(self) -> None:
-        """Set the moments of each chunk's first read and last gradient, as intervals and points."""
+        """As intervals and points."""
         job, chunks = self.job, self.chunks
         self.first = [job.reads[c][0] for c in chunks]
         self.final = [job.last_gradient(c) for c in chunks]
@@ -219,22 +207,22 @@ class FluidFacts:
         return bisect_right(self.points, moment) - 1
 
     def point_from(self, moment: int) -> int:
-        """Returns the first point at or after the moment's start; the end if there is none."""
+        """First point at or after the moment's start."""
         return bisect_left(self.points, moment)
 
     def inside(self, after: int, before: int) -> range:
-        """Returns the points strictly after moment `after` and before moment `before`."""
+        """Points strictly between the moments."""
         return range(bisect_right(self.points, after), bisect_left(self.points, before))
 
     def copy_s(self, direction: str, *, states: bool) -> Array:
-        """Returns, per chunk, the seconds of copying its states one after the other, or those of its working list."""
+        """Per chunk, seconds of copying its states one after the other, or those of its working list."""
         layout = self.layout
         rows = [(c, layout.states_of(c).names if states else ("param",)) for c in self.chunks]
         sizes = [[layout.payload_bytes(c, name) for name in lists] for c, lists in rows]
         return np.array([sum(self.cost.transfer_s(size, direction) for size in row) for row in sizes], dtype=float)
 
     def over_the_border(self) -> list[list[int]]:
-        """Returns, per chunk, the points between its last gradient and its next first read."""
+        """Per chunk, the points between its last gradient and its next first read."""
         return [
             [*range(final_in + 1, self.intervals), *self.inside(-1, first)]
             for final_in, first in zip(self.final_in, self.first)

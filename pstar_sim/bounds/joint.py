@@ -3,10 +3,10 @@ numbers.
 
 [Note: the joint bound] E trainable parameters have a gradient. The states of x of them stay on the gpu ("pinned"). The
 states of y of them are on the gpu for the update only ("streamed": Adam runs on the gpu, the states come up before it
-and go down after it). All others have CPU Adam. s = x + y. A chunk may be of several kinds: a chunk with some of its
-state lists resident counts as part of each. A list that is always on the gpu takes its bytes at every moment. A list
-that is ever dropped crosses the link in both directions each iteration. Notation as in [Note: the bound] of pinned.py
-(w: bytes of the working list per parameter, v: bytes of the states per parameter). Every legal schedule satisfies:
+and go down after it). All others have CPU Adam. s = x + y. A chunk with some of its state lists resident counts as part
+of several kinds: a list that is always on the gpu takes its bytes at every moment, one that is ever dropped crosses the
+link in both directions each iteration. Notation as in [Note: the bound] of pinned.py (w: bytes of the working list per
+parameter, v: bytes of the states per parameter). Every legal schedule satisfies:
 
 - room: v x <= room_t - K_t at every moment t.
 - compute: all moments + s * traffic / HBM, and adds on the gpu (below). adam: (E - s) / R, and accumulation on the host
@@ -85,7 +85,7 @@ __all__ = ["joint_bound"]
 def joint_bound(
     workload: Workload, layout: Layout, facts: BoundFacts, cost: CostModel, *, barrier: bool, clip: bool, x_limit: float
 ) -> Bound:
-    """Returns the bound of [Note: the joint bound].
+    """[Note: the joint bound]
 
     x_limit: the most pinned parameters.
 
@@ -121,14 +121,13 @@ class _Solved:
 
     @property
     def on_gpu(self) -> float:
-        """s of [Note: the joint bound]: parameters updated on the gpu."""
+        """s of [Note: the joint bound]."""
         return self.pinned + self.streamed
 
 
 def _best_windows(job: _JointFacts) -> _Solved:
     """The best s lies in one [ends[k], ends[k + 1]]. The program is solved with the windows of k and s >= ends[k]. If
-    its s is beyond ends[k + 1], the best s lies further up. If s >= ends[k] stops it, the best s lies in this interval
-    or further down."""
+    its s is beyond ends[k + 1], the best s lies further up; if s >= ends[k] stops it, here or further down."""
     ends = job.ends
     best = _JointProgram(job, float(ends[0])).solve()
     low = 0
@@ -161,7 +160,6 @@ class _Family:
     on: variable that shrinks the window: "s", "s, sums" or "kept".
     slope: seconds per unit of it.
     ends, values: of each window, the s at which it ends, and its seconds, sorted by end.
-    best: largest value of the windows that end there or later.
     """
 
     name: str
@@ -177,15 +175,13 @@ class _Family:
         self.best = np.maximum.accumulate(self.values[::-1])[::-1]
 
     def value(self, s: float) -> float | None:
-        """Returns the largest value of the windows that end after s; None if no window does."""
+        """Of the windows that end after s; None if no window does."""
         k = int(np.searchsorted(self.ends, s, side="right"))
         return float(self.best[k]) if k < len(self.best) else None
 
 
 class _JointFacts:
-    """The quantities of [Note: the joint bound] that hold for every choice of windows.
-
-    u: micro-batches if each gives every gradient; otherwise 1.
+    """u: micro-batches if each gives every gradient; otherwise 1.
     w, most_w: least and most bytes of the working list per parameter.
     sum_w: least bytes of a sum of gradients per parameter; the note counts 4, and 2 for sums in 16 bits.
     total, bytes: parameters with a gradient (E), and their bytes.
@@ -196,7 +192,6 @@ class _JointFacts:
     late_room: least from the moment on after which nothing is read.
     end_room: at the last moment.
     ends: all s at which a window ends.
-    scale: approximate seconds of an iteration.
     """
 
     def __init__(
@@ -281,9 +276,9 @@ class _JointFacts:
 
 
 class _JointProgram:
-    """The program for the windows that end after s_min, with s >= s_min. Each method adds one kind of rows of [Note:
-    the joint bound], in parameters, bytes and seconds. The solver counts them as shares of their totals, or of the
-    job's scale."""
+    """For the windows that end after s_min, with s >= s_min. Each method adds one kind of rows of [Note: the joint
+    bound], in parameters, bytes and seconds. The solver counts them as shares of their totals, or of the job's
+    scale."""
 
     def __init__(self, job: _JointFacts, s_min: float) -> None:
         self.job, self.s_min = job, s_min
@@ -354,7 +349,7 @@ class _JointProgram:
     # -- what fits --
 
     def _border(self) -> None:
-        """Rows: w bytes of each parameter updated on the gpu are kept, or go down and come up."""
+        """w bytes of each parameter updated on the gpu are kept, or go down and come up."""
         lp, job = self.lp, self.job
         lp.add(self.kept <= job.most_w * self.s)
         if np.isfinite(job.late_room):
@@ -362,8 +357,8 @@ class _JointProgram:
             lp.add(self.kept + frozen + job.v * self.x <= job.late_room, unit=self.all_bytes)
 
     def _sums(self) -> None:
-        """Rows: gradients of several micro-batches each go down, or add up on the gpu. Held sums need room between
-        backward passes."""
+        """Gradients of several micro-batches each go down, or add up on the gpu. Held sums need room between backward
+        passes."""
         lp, job, facts = self.lp, self.job, self.job.facts
         lp.add(self.cpu_sum + self.s <= job.total, unit=self.all_params)
         lp.add(self.gpu_sum + self.whole <= self.s, unit=self.all_params)
@@ -379,12 +374,12 @@ class _JointProgram:
                 lp.add(self._held_sums(batch) + job.v * self.x <= room, unit=self.all_bytes)
 
     def _held_sums(self, batch: int) -> Expression:
-        """Returns the bytes of the sums on the gpu before micro-batch `batch`."""
+        """Bytes of the sums on the gpu before micro-batch `batch`."""
         sums = (self.cpu_sum + self.gpu_sum - self.spilt[batch - 1]) * self.sum_bytes
         return sums + (self.waits - self.waits_on_host) * self.job.w if batch == self.job.u - 1 else sums
 
     def _turns(self) -> None:
-        """Rows: bytes read before a turn and again behind it stay beside states and sums, or come up again."""
+        """Bytes read before a turn and again behind it stay beside states and sums, or come up again."""
         job = self.job
         others = 0
         for number, turn in enumerate(job.turns):
@@ -402,8 +397,8 @@ class _JointProgram:
     # -- seconds --
 
     def _added(self) -> Expression:
-        """Returns the number of parameters added on the host, counted once per addition: all gradients for CPU Adam,
-        all but two for Adam on the gpu, unless the host makes the whole sum."""
+        """Parameters added on the host, counted once per addition: all gradients for CPU Adam, all but two for Adam on
+        the gpu, unless the host makes the whole sum."""
         job = self.job
         if job.u == 1:
             return Expression.zero(1)
@@ -428,7 +423,7 @@ class _JointProgram:
         return compute_s
 
     def _windows(self) -> None:
-        """Add the terms of all windows: those of eager updates, those behind a barrier, and border windows."""
+        """Eager updates, those behind a barrier, and border windows."""
         inside = {"s": self.s, "kept": self.kept}
         if len(self.spilt):  # in parameters: an add counts as its share of an add and Adam
             inside["s, sums"] = self.s + self.cpu_sum * (self.job.add_s / (self.job.add_s + self.job.per_param_s))
@@ -454,9 +449,9 @@ class _JointProgram:
         self.terms.append(("d2h", float(facts.clock[until]) + too_much / job.down))
 
     def _last_turn(self, until: int) -> None:
-        """A term of the compute queue, between the backward passes of the last two micro-batches. Sums of gradients
-        that add up on the gpu, or that Adam on the gpu needs, also take room or come up later. The adds of all
-        micro-batches but the last are done.
+        """The compute queue, between the backward passes of the last two micro-batches. Sums of gradients that add up
+        on the gpu, or that Adam there needs, also take room or come up later. The adds of all micro-batches but the
+        last are done.
 
         until: the first moment after a final gradient.
         """
@@ -474,7 +469,7 @@ class _JointProgram:
         self.terms.append(("h2d", turn_s + added_s + (job.v * self.s + sums) / job.up))
 
     def _barrier(self) -> None:
-        """Terms: the updates come between two iterations."""
+        """The updates come between two iterations."""
         job, facts = self.job, self.job.facts
         compute_s = float(facts.clock[-1])
         needed = job.v * self.s + self._gradients(job.w)
@@ -499,7 +494,7 @@ class _JointProgram:
             self.terms.append(("barrier", others_s + (job.v * self.s + wider) / job.up))
 
     def _gradients(self, width: float) -> Expression:
-        """Returns the gradients that Adam on the gpu reads.
+        """Gradients that Adam on the gpu reads.
 
         width: bytes of a gradient per parameter.
         """
@@ -509,7 +504,7 @@ class _JointProgram:
         return sum_w * self.gpu_sum + (sum_w + width) * (self.s - self.gpu_sum) - width * self.whole
 
     def _copies(self) -> None:
-        """Add the terms of h2d, of d2h, of a link that both directions share, and of host DRAM."""
+        """h2d, d2h, a link that both directions share, and host DRAM."""
         job, facts, cost = self.job, self.job.facts, self.job.cost
         up, down = self._up(), self._down()
         up_s, down_s = up / job.up + facts.stash_up_s, down / job.down + facts.stash_down_s
@@ -520,8 +515,8 @@ class _JointProgram:
         self.terms.append(("dram", moved / facts.dram_bytes_per_s))
 
     def _up(self) -> Expression:
-        """Bytes: chunks updated on the CPU, bytes not kept over the border, bytes that turns cannot keep, states of
-        streamed chunks, sums that were sent down, and sums made on the host for Adam on the gpu."""
+        """Chunks updated on the CPU, bytes not kept over the border, bytes that turns cannot keep, states of streamed
+        chunks, sums that were sent down, and sums made on the host for Adam on the gpu."""
         job = self.job
         up = job.bytes - job.most_w * self.s + self.gone + (job.frozen - self.frozen_kept)
         up += self.again.sum() + job.v * self.y
@@ -530,8 +525,8 @@ class _JointProgram:
         return up
 
     def _down(self) -> Expression:
-        """Bytes: gradients (each time or as a sum), bytes not kept over the border, states of streamed chunks, sums
-        that come up again, and gradients added on the host for Adam on the gpu."""
+        """Gradients (each time or as a sum), bytes not kept over the border, states of streamed chunks, sums that come
+        up again, and gradients added on the host for Adam on the gpu."""
         job, u = self.job, self.job.u
         down = u * (job.bytes - job.most_w * self.s) + self.gone + job.v * self.y
         if len(self.spilt):
@@ -540,8 +535,8 @@ class _JointProgram:
         return down
 
     def _collectives(self, compute_s: Expression) -> None:
-        """Terms: all collectives follow one another, and compute loses a part of them ([Note: the bound of several
-        ranks]). With clipping no update comes before the last sum."""
+        """All collectives follow one another, and compute loses a part of them ([Note: the bound of several ranks]).
+        With clipping no update comes before the last sum."""
         job, facts, net = self.job, self.job.facts, self.job.facts.net
         again = self.gathered.sum() + net.frozen_bytes - self.others_kept
         net_s = net.updates_s + again * net.byte_s
@@ -552,7 +547,7 @@ class _JointProgram:
     # -- the answer --
 
     def solve(self) -> _Solved:
-        """Returns the least T that is at least each term. Raises linear.Unsolved if HiGHS fails."""
+        """The least T that is at least each term. Raises linear.Unsolved if HiGHS fails."""
         lp, scale = self.lp, self.job.scale
         lp.limit(self.t, max(float(lp.most_of(seconds)[0]) for _, seconds in self.terms) / scale)
         for _, seconds in self.terms:

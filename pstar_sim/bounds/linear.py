@@ -1,15 +1,15 @@
 """Linear programs whose rows are written as expressions, solved with HiGHS, with a safe lower bound of the optimum.
 
 [Note: expressions] `program.variables(n, most=...)` is a block of n variables. An `Expression` is a block of rows.
-Arithmetic goes row by row, as in numpy, and a number or a single row is broadcast to every row: `2 * a - b[1:] +
-limits`. `program.add(a <= b)` adds the rows of such a comparison to the program. (highspy has expressions too, with one
-object per row: too slow for programs of ten thousand rows.)
+Arithmetic goes row by row, as in numpy, and a number or a single row is broadcast: `2 * a - b[1:] + limits`.
+`program.add(a <= b)` adds the rows of a comparison. (highspy's expressions have one object per row: too slow for ten
+thousand rows.)
 
 [Note: what the dual proves] A solver's optimum is right up to some tolerance, which is not enough for a certificate. So
-the reported value is not the solver's value but the value that its dual solution proves. For  min c.v,  A v <= b,  E v
-= d,  0 <= v <= u  and any multipliers p >= 0 and q,  c.v >= -p.b - q.d + sum_j min(0, r_j u_j)  with  r = c + A'p + E'q
-for every feasible v. With the solver's own multipliers this bound equals the solver's optimum up to rounding. With any
-other multipliers the bound still holds. The proof needs variables that are at least 0 and have a finite upper bound.
+the reported value is the one that its dual solution proves. For min c.v, A v <= b, E v
+= d, 0 <= v <= u and any multipliers p >= 0 and q, c.v >= -p.b - q.d + sum_j min(0, r_j u_j) with r = c + A'p + E'q for
+every feasible v. With the solver's own multipliers this bound equals the solver's optimum up to rounding; with any
+others it still holds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Unsolved(Exception):
 
 
 class Expression:
-    """A block of rows. Row r is constant[r] + the sum of factor * variable over the terms with row == r.
+    """Row r is constant[r] + the sum of factor * variable over the terms with row == r.
 
     row: of each term.
     column: index of each term's variable.
@@ -55,7 +55,7 @@ class Expression:
         return len(self.constant)
 
     def __getitem__(self, index: int | slice | Index | NDArray[np.bool_]) -> Expression:
-        """Returns the rows that numpy would choose; for a number, a single row."""
+        """The rows that numpy would choose; for a number, a single row."""
         chosen = np.atleast_1d(np.arange(len(self))[index])
         by_row = np.argsort(self.row, kind="stable")
         begin, end = (np.searchsorted(self.row, chosen, side, sorter=by_row) for side in ("left", "right"))
@@ -72,7 +72,7 @@ class Expression:
         return Expression(constant, to[self.row], self.column, self.factor)
 
     def sum(self) -> Expression:
-        """Returns a single row: the sum of all rows."""
+        """A single row."""
         return self.gathered(np.zeros(len(self), dtype=np.intp), 1)
 
     def spread(self, rows: int) -> Expression:
@@ -124,7 +124,7 @@ class Expression:
 
 @dataclass(frozen=True)
 class Rows:
-    """Each row of `difference` is at most 0, or equal to 0 if `equal`."""
+    """Each row of `difference` is at most 0, or equal to 0."""
 
     difference: Expression
     equal: bool
@@ -145,13 +145,13 @@ class Solution:
     at: Array
 
     def of(self, expression: Expression) -> Array:
-        """Returns the value of each row."""
+        """Value of each row."""
         terms = expression.factor * self.at[expression.column]
         return expression.constant + np.bincount(expression.row, terms, minlength=len(expression))
 
 
 class LinearProgram:
-    """Minimises over variables between 0 and a finite upper bound, under rows that are at most 0 or equal to 0."""
+    """Variables lie between 0 and a finite upper bound."""
 
     def __init__(self) -> None:
         self._most: list[float] = []
@@ -159,12 +159,11 @@ class LinearProgram:
         self._objective = Expression.zero(1)
 
     def variable(self, *, most: float) -> Expression:
-        """Add a variable with the bounds 0 and `most`. Returns the variable as an expression of one row."""
+        """From 0 to `most`. Returns an expression of one row."""
         return self.variables(1, most=most)
 
     def variables(self, count: int, *, most: float | Sequence[float] | Array) -> Expression:
-        """Add `count` variables with the bounds 0 and `most`. Returns an expression of `count` rows, with one variable
-        per row.
+        """From 0 to `most`. Returns an expression with one variable per row.
 
         most: one number, or one per variable.
         """
@@ -177,7 +176,7 @@ class LinearProgram:
         self._most[int(variable.column[0])] = most
 
     def most_of(self, expression: Expression) -> Array:
-        """Returns the largest value of each row that the variables' bounds allow."""
+        """Largest value of each row that the variables' bounds allow."""
         terms = np.maximum(0.0, expression.factor * np.array(self._most)[expression.column])
         return expression.constant + np.bincount(expression.row, terms, minlength=len(expression))
 
@@ -228,7 +227,7 @@ class LinearProgram:
         return Solution(value=constant + float(cost @ at), proved=proved, at=at)
 
     def _stacked(self) -> tuple[Expression, NDArray[np.bool_]]:
-        """Returns all rows in one expression, and a mask of the rows that are equations."""
+        """All rows in one expression, and a mask of the equations."""
         parts = [Expression.zero(0), *(rows.difference for rows in self._rows)]
         lengths = [len(part) for part in parts]
         begins = np.cumsum([0, *lengths[:-1]])

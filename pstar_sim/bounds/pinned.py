@@ -21,21 +21,19 @@ gpu budget, n_t the tide, K_t the payload bytes that moment t reads, and R the p
 - barrier (if no Adam may start before the optimizer step): T >= span from f_j to the end of the iteration + (params(f_i
   <= f_j) - x) / R + the shortest copy up; likewise with the copies up as the serial resource.
 - d2h bytes: (E - x) w over the link's rate: each gradient goes down at least once.
-- h2d bytes: (E - x) w, because each updated parameter comes up once; plus the copies at the turns. Take moments m_1 <
-  m_2 < ..., the turns of the iteration: FWD to BWD of every micro-batch, and BWD to FWD between two micro-batches. Let
-  S_k be the bytes that are read up to m_k and again in (m_k, m_k+1]. At most C - n - (v + w) x unpinned bytes are
-  resident during m_k. The rest, S_k + v x - (C - n), is copied up after m_k. These copies are not those of the first
-  kind, which begin after the chunk's gradient is final and before its first read.
+- h2d bytes: (E - x) w, because each updated parameter comes up once; plus the copies at the turns m_1 < m_2 < ...: FWD
+  to BWD of every micro-batch, and BWD to FWD between two. Let S_k be the bytes that are read up to m_k and again in
+  (m_k, m_k+1]. At most C - n - (v + w) x unpinned bytes are resident during m_k. The rest, S_k + v x - (C - n), is
+  copied up after m_k. These copies are not those of the first kind, which begin after the chunk's gradient is final and
+  before its first read.
 - stashes: under any plan each stash goes down once and comes up once per iteration, on the same two queues, in addition
-  to all of the above. A stash is not a chunk, and the tide does not count it while it is away. So its seconds in each
-  direction are added to d2h bytes, h2d bytes and link, and its bytes twice to dram. Stashes are not added to windows,
-  because a stash may be copied outside of them.
+  to all of the above. Its seconds in each direction are added to d2h bytes, h2d bytes and link, and its bytes twice to
+  dram; not to windows, outside of which it may be copied.
 - link (half duplex): the bytes of both directions, one after the other.
 - dram: the copies' bytes and the traffic of CPU Adam over the host's DRAM bandwidth.
 
-[Note: layer-major] All of this holds in any order of the moments, because it speaks of first reads, last gradients and
-cuts, not of micro-batches. Only the number of turns depends on the order: a layer-major iteration turns once, from its
-last forward to its first backward.
+[Note: layer-major] All of this holds in any order of the moments. Only the number of turns depends on the order: a
+layer-major iteration turns once, from its last forward to its first backward.
 
 [Note: sums are not held] v does not count the sum of several micro-batches' gradients. A pinned chunk's sum need not
 stay on the gpu: it may go down and come up between two backward passes, or be made on the host.
@@ -83,7 +81,7 @@ def pinned_bound(facts: BoundFacts, barrier: bool, limit: float, *, clip: bool) 
 
 
 def _lines(facts: BoundFacts, barrier: bool, x_max: float, *, clip: bool) -> list[_BoundLine]:
-    """Returns every term of [Note: the bound]."""
+    """[Note: the bound]"""
     gpu_s = facts.gpu_update_s
     lines = [_BoundLine("compute", float(facts.clock[-1]), gpu_s)]
     if barrier and facts.net.updates_s:
@@ -96,8 +94,7 @@ def _lines(facts: BoundFacts, barrier: bool, x_max: float, *, clip: bool) -> lis
 
 
 def _update_lines(facts: BoundFacts, barrier: bool, *, clip: bool) -> list[_BoundLine]:
-    """Returns the lines of Adam of all parameters that are not pinned, and of the windows of all chunks and of all but
-    the small chunks."""
+    """Adam of all parameters that are not pinned, and the windows of all chunks and of all but the small ones."""
     per_param_s = facts.cpu_update_s
     gpu_s = facts.gpu_update_s
     lines = [_BoundLine("adam", float(facts.params.sum()) * per_param_s, -per_param_s)]
@@ -146,8 +143,8 @@ def _byte_lines(facts: BoundFacts, x_max: float) -> list[_BoundLine]:
 
 
 def _window_lines(facts: BoundFacts, windows: Windows, per_param_s: float) -> list[_BoundLine]:
-    """One per distinct end of a window: the largest that ends there or later. This suffices because all windows of a
-    resource have the same slope, and a line ends where its window is pinned entirely."""
+    """One per distinct end of a window, the largest that ends there or later: all windows of a resource have the same
+    slope, and a line ends where its window is pinned entirely."""
     link, w = facts.cost.link, float(facts.most_w)
     slopes = {"adam": -per_param_s, "h2d": -w / link.h2d_bytes_per_s, "d2h": -w / link.d2h_bytes_per_s}
     order = np.argsort(windows.params, kind="stable")
@@ -188,7 +185,7 @@ def _least_maximum(lines: list[_BoundLine], x_max: float) -> tuple[float, float]
 
 
 def _least_of_piece(value: Array, slope: Array, low: float, high: float) -> tuple[float, float]:
-    """Returns (x, value) of lines that all hold on [low, high]: descends from `low` along the highest."""
+    """(x, value) of lines that all hold on [low, high]: descends from `low` along the highest."""
     x = low
     while True:
         y = value + slope * x

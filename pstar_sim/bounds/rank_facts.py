@@ -6,13 +6,12 @@ and its states are those of the slices. With L ranks per node, a rank has 1/L of
 ranks do the same at the same time, a PCIe switch passes each of them an equal part; otherwise the link counts as
 unshared. Every row of pinned.py, joint.py and fluid.py holds for the slices. Several ranks add the following:
 
-- A moment reads whole chunks. So K_t, and the bytes read again behind a turn, count all slices. At a turn, each slice
-  without room is either this rank's (copied up again) or another rank's (gathered again).
+- A moment reads whole chunks. So K_t, and the bytes read again behind a turn, count all slices; one without room is
+  copied up again (this rank's) or gathered again.
 - Each updated chunk is gathered once per iteration, after its update and before its first read. The gradients of each
-  micro-batch are summed over the ranks once (a reduce-scatter). The checker accepts no plan that does less. The slices
-  of frozen chunks are gathered if they are not kept over the border.
-- net: all collectives follow one another on one queue. The cost model gives the seconds of each
-  (`CostModel.collective_s`).
+  micro-batch are summed over the ranks once (a reduce-scatter). The slices of frozen chunks are gathered if they are
+  not kept over the border.
+- net: all collectives follow one another on one queue (`CostModel.collective_s`).
 - sums on the GPU: a slice's sum goes down with all its gradients in it. The checker refuses a plan in which CPU Adam
   adds a gradient to a sum that came from the GPU.
 - windows: the updates of the chunks J_j lie between the last sum and the first gather. So the shortest sum comes before
@@ -24,11 +23,9 @@ unshared. Every row of pinned.py, joint.py and fluid.py holds for the slices. Se
   compute: T >= compute + that part of net. A machine with other measured factors has no such term.
 - clipping: no update begins before all sums.
 
-The bound holds for every plan that the checker accepts for the layout. All policies that slice their chunks make such
-plans: policies that gather a chunk once (chunks in data parallelism) and policies that gather a chunk for each visit
-(ZeRO-3). A layout that is not sliced (plain data parallelism) has no gathers of parameters. There each last gradient is
-summed and gathered at least once per iteration, and a rank updates whole chunks. The bound leaves out the same effects
-as the model: collectives slow down no copy.
+The bound holds for every plan that the checker accepts for the layout. A layout that is not sliced (plain data
+parallelism) has no gathers of parameters. There each last gradient is summed and gathered at least once per iteration,
+and a rank updates whole chunks. As in the model, collectives slow down no copy.
 """
 
 from __future__ import annotations
@@ -62,7 +59,7 @@ def costs_of_ranks(
 
 
 class NetFacts:
-    """The least collectives of one rank; all values are zero on a machine with one rank.
+    """All values are zero on a machine with one rank.
 
     reduce_s: per chunk in `job.trained`, of the last sum before the update.
     gather_s: per chunk in `job.trained`, of the gather after the update.

@@ -8,9 +8,8 @@ rank of each kind with m_k sequences, with the room that the fullest rank leaves
 
 With more sequences every moment of a rank lasts at least as long and leaves at most as much room, so every row of every
 bound at m holds at m' >= m too. So the bound at the lowest corner of a box of shares (low_k <= m_k <= high_k) holds for
-all shares in the box. Branch and bound over boxes thus finds the least bound of all shares. Shares with which a moment
-has no room for the chunks that it reads have no plan. The bound of the fluid program is asked for the corners alone
-that are shares of the batch, at most MOST_FLUID times; elsewhere the joint bound holds.
+all shares in the box, and branch and bound over boxes finds the least. The fluid program is solved for the corners
+alone that are shares of the batch, at most MOST_FLUID times; elsewhere the joint bound holds.
 
 Tiles of a matrix product that are partly filled can make a moment with more tokens a little shorter. So the bound is
 over all shares only if the tiles of each GPU divide the sequence (`may_differ`).
@@ -42,14 +41,14 @@ MOST_FLUID = 4
 
 
 def may_differ(workload: Workload, machine: Machine) -> bool:
-    """Whether [Note: the bound over shares] holds for the job's sequences on GPUs that differ."""
+    """[Note: the bound over shares]"""
     tiles = [rank.gpu.products.tile[0] for rank in machine.ranks if rank.gpu.products is not None]
     return machine.mixed and all(workload.sequence % tile == 0 for tile in tiles)
 
 
 def any_job(workload: Workload, machine: Machine) -> Callable[[int], Workload] | None:
-    """Returns a function from sequences per micro-batch to the job of a rank; None for a job that is written down for
-    its shares alone, or for GPUs that are alike."""
+    """From sequences per micro-batch to the job of a rank; None for a job that is written down for its shares alone, or
+    for GPUs that are alike."""
     if not may_differ(workload, machine) or not can_vary(workload) or workload.activations or workload.relayed:
         return None
     known: dict[int, Workload] = {}
@@ -64,9 +63,7 @@ def any_job(workload: Workload, machine: Machine) -> Callable[[int], Workload] |
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """Shares and their bound.
-
-    most: largest share of any rank of each kind, in the order of `Machine.kinds`.
+    """most: largest share of any rank of each kind, in the order of `Machine.kinds`.
     shares: of each rank; their sum is the batch.
     """
 
@@ -77,9 +74,7 @@ class Leaf:
 
 @dataclass(order=True)
 class _Box:
-    """Shares between two corners.
-
-    seconds: no plan with these shares is faster. A corner that is bounded finally comes first among equals.
+    """seconds: no plan with these shares is faster. A corner that is bounded finally comes first among equals.
     stage: what `seconds` comes from: 0 the box around it and computing alone, 1 the joint bound, 2 the last bound.
     """
 
@@ -91,9 +86,7 @@ class _Box:
 
 
 class AnyShares:
-    """The search of [Note: the bound over shares].
-
-    batch: sequences per micro-batch, of all ranks together.
+    """batch: sequences per micro-batch, of all ranks together.
     job_of: sequences per micro-batch -> the job of a rank.
     fluid: bound of the fluid program for jobs rank by rank; None: the joint bound is the last.
     """
@@ -117,19 +110,19 @@ class AnyShares:
         self.least_s = 0.0  # no plan is faster, whatever the shares
 
     def leaves(self) -> Iterator[Leaf]:
-        """Yields shares in the order of their bounds, nearly: see NEAR."""
+        """In the order of their bounds, nearly: see NEAR."""
         n = 0
         while n < len(self._found) or self._next():
             yield self._found[n]
             n += 1
 
     def bound(self) -> Bound | None:
-        """Returns the least bound of any shares; None if no shares have room."""
+        """Of any shares; None if no shares have room."""
         first = next(self.leaves(), None)
         return None if first is None else replace(first.bound, seconds=self.least_s)
 
     def computing_s(self) -> float:
-        """Returns the least seconds of computing alone of any shares."""
+        """Of any shares."""
         return self._least_computing(*self._corners()).seconds
 
     def _corners(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -172,7 +165,7 @@ class AnyShares:
                     heapq.heappush(boxes, part)
 
     def _most(self, kind: int) -> int:
-        """Returns the largest share of a rank of a kind that may be needed, if all others have one sequence."""
+        """Largest share of a rank of a kind that may be needed, if all others have one sequence."""
         count = self._counts[kind]
         return max(1, -(-(self.batch - sum(self._counts) + count) // count))
 
@@ -180,8 +173,7 @@ class AnyShares:
         return sum(n * m for n, m in zip(self._counts, most)) >= self.batch
 
     def _halves(self, box: _Box) -> list[_Box]:
-        """Returns the two halves of a box along the kind whose computing differs most, without shares that are too
-        few."""
+        """Along the kind whose computing differs most, without shares that are too few."""
         ends = [(self._clock_s(k, h) - self._clock_s(k, m), k) for k, (m, h) in enumerate(zip(box.low, box.high))]
         k = max((spread, k) for spread, k in ends if box.low[k] < box.high[k])[1]
         middle = (box.low[k] + box.high[k]) // 2
@@ -199,7 +191,7 @@ class AnyShares:
         return _Box(max(seconds, self._computing_s(low)), 0, low, high)
 
     def _least_computing(self, low: tuple[int, ...], high: tuple[int, ...]) -> _Box:
-        """Returns the shares with the least computing of the slowest rank."""
+        """Shares with the least computing of the slowest rank."""
         boxes = [self._box(low, high, 0.0)]
         while not self._reaches(boxes[0].low):
             for part in self._halves(heapq.heappop(boxes)):
@@ -223,7 +215,7 @@ class AnyShares:
         return tuple(of_kind[kind] for kind in self.machine.kinds)
 
     def _bounded(self, box: _Box) -> _Box:
-        """Returns the box with the joint bound of its lowest corner."""
+        """With the joint bound of the lowest corner."""
         ranked = self._jobs(box.low)
         hardest = tightest(ranked, self.machine)
         bound = None
@@ -235,7 +227,7 @@ class AnyShares:
         return _Box(seconds, 1, box.low, box.high, bound)
 
     def _finished(self, box: _Box) -> _Box:
-        """Returns the box, whose lowest corner is shares of the batch, with the last bound of this corner."""
+        """With the last bound of the lowest corner, which is shares of the batch."""
         box = box if box.stage else self._bounded(box)
         bound = box.bound
         if self._fluid is not None and self._left and bound is not None:
@@ -246,7 +238,7 @@ class AnyShares:
         return _Box(seconds, 2, box.low, box.high, bound)
 
     def _has_room(self, hardest: Workload) -> bool:
-        """Whether each moment has room for the chunks that it reads."""
+        """For the chunks that each moment reads."""
         read = (size * self.layout.ranks for size in facts_of(hardest, self.layout).read_bytes)
         budget = self.machine.gpu_budget_bytes
         return all(m.peak_bytes + size <= budget for m, size in zip(hardest.moments, read))
@@ -267,9 +259,8 @@ class AnyShares:
 
 
 def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
-    """Returns one workload that stands for all of `workloads` (one per rank) in a plan, because all ranks run one plan.
-    Moment by moment it leaves as little room on `machine.gpu` (the weakest of each figure) as the fullest rank has on
-    its own GPU. Its moments last as long as those of the slowest rank, on the GPU of that rank.
+    """One workload that stands for all of `workloads` (one per rank). Moment by moment it leaves as little room on
+    `machine.gpu` (the weakest of each figure) as the fullest rank has, and lasts as long as on the slowest rank's GPU.
 
     Raises PstarError for workloads that are not one per rank, or not of one model and shape of iteration.
     """
@@ -305,7 +296,6 @@ def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
 
 
 def _check_one_job(workloads: Sequence[Workload], machine: Machine) -> None:
-    """Raises PstarError unless there is one workload per rank, all of one model and shape of iteration."""
     if len(workloads) != machine.world_size:
         raise PstarError(
             f"{len(workloads)} workloads for the {machine.world_size} ranks of {machine.name}; give one per rank"

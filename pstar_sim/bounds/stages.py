@@ -1,12 +1,10 @@
 """A lower bound of the seconds of a pipeline's iteration, for any plans of its stages.
 
-[Note: the bound of stages] The GPUs of a stage compute all its moments in every iteration, one after the other. So no
-iteration is shorter than the moments of the stage that computes longest. If the optimizer steps of all stages meet, no
-moment of an iteration begins before the meeting of the iteration before: on every compute queue it comes behind it.
-Then no iteration is shorter than the longest path from one meeting to the next: through the moments of a stage in their
-order, and through each transfer, which begins when both stages have ended the moments that it follows and for which the
-moments that need it wait. Updates, copies, and the order of transfers on their queues are left out; they only delay.
-The bound is that of the cut, the schedule and the micro-batches: another cut may be faster.
+[Note: the bound of stages] No iteration is shorter than the moments of the stage that computes longest. If the
+optimizer steps of all stages meet, none is shorter than the longest path from one meeting to the next: through the
+moments of a stage in their order, and through each transfer, which begins when both stages have ended the moments that
+it follows and for which the moments that need it wait. Updates, copies, and the order of transfers on their queues are
+left out; they only delay. The bound is that of the cut, the schedule and the micro-batches: another cut may be faster.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ _Key = tuple[int, int, str, int]
 
 
 def stages_bound_s(plans: PlanSet) -> float:
-    """Returns the seconds of [Note: the bound of stages]."""
+    """[Note: the bound of stages]"""
     costs = [cost_of(plan.workload, plan.machine, plan.layout) for plan in plans.plans]
     longest_s = max(sum(cost.moments_s) for cost in costs)
     return max(longest_s, _path_s(plans, costs)) if has_barrier(plans.plans) else longest_s
 
 
 def _path_s(plans: PlanSet, costs: list[CostModel]) -> float:
-    """Returns the end of the last moment of any stage, if all begin at 0."""
+    """The end of the last moment of any stage, if all begin at 0."""
     needs: list[defaultdict[int, list[_Key]]] = [defaultdict(list) for _ in costs]
     makes: list[defaultdict[int, list[tuple[_Key, float]]]] = [defaultdict(list) for _ in costs]
     for stage, (plan, cost) in enumerate(zip(plans.plans, costs)):

@@ -1,12 +1,11 @@
 """A lower bound of offloaded activations alone: computing, and the waits for the copies of stashes.
 
-[Note: the bound of stashes] No plan is faster than the following schedule. The moments run one after the other. Each
-stash is copied out after the moment that makes it. The moment after which the stash's bytes are no longer counted waits
-for this copy. The stash is copied in after the moment from which its bytes are counted again. The moment that needs the
-stash waits for this copy. The link carries nothing else. Every plan has these waits (the checker proves them) and more
-traffic on the link. In each direction the copies run in the order in which the stashes are made. A stash made earlier
-is also awaited earlier, so no other order makes any wait end earlier. Successive iterations do not overlap on the
-compute queue.
+[Note: the bound of stashes] No plan is faster than this schedule. The moments run one after the other. Each stash is
+copied out after the moment that makes it, and the moment after which its bytes are no longer counted waits for the
+copy. It is copied in after the moment from which its bytes are counted again, and the moment that needs it waits. The
+link carries nothing else. Every plan has these waits (the checker proves them). In each direction the copies run in the
+order in which the stashes are made; one made earlier is also awaited earlier, so no other order makes any wait end
+earlier.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ __all__ = ["stash_bound_s"]
 
 
 def stash_bound_s(w: Workload, cost: CostModel) -> float:
-    """Returns the seconds of one iteration by [Note: the bound of stashes]; without stashes, the seconds of computing
-    alone."""
+    """[Note: the bound of stashes]; without stashes, computing alone."""
     moves = TripMoves(replace(w, borders=()))
     ends_s: list[float] = []  # of the copies, in the order in which they begin
     out_s: dict[int, float] = {}  # stash -> end of its copy out

@@ -42,8 +42,8 @@ class Windows:
         """Returns the least seconds of an iteration if nothing of J_j is pinned: for each resource that works serially
         ("adam", "h2d", "d2h"), an array with an entry per window.
 
-        At least the shortest work of another resource comes before the resource's first work in the window and after
-        its last work. On several ranks the shortest sum over the ranks and the shortest gather are added.
+        The shortest work of another resource comes before the resource's first work in the window and after its last;
+        on several ranks the shortest sum over the ranks and the shortest gather too.
 
         adam_s: CPU Adam, per parameter.
         up, down: bytes per second.
@@ -60,7 +60,7 @@ class Windows:
         return found
 
     def gpu_s(self, adam_s: float) -> Array:
-        """Returns the least seconds of an iteration if the GPU updates all of J_j: an entry per window.
+        """Least seconds of an iteration if the GPU updates all of J_j: an entry per window.
 
         adam_s: GPU Adam, per parameter.
         """
@@ -69,8 +69,7 @@ class Windows:
 
 
 def update_windows(facts: BoundFacts) -> Iterator[Windows]:
-    """Yields the windows from each chunk's last gradient to its next first read: of all chunks, then of all but the
-    small chunks."""
+    """From each chunk's last gradient to its next first read: of all chunks, then of all but the small ones."""
     for members in _groups(facts):
         first, final = facts.first[members], facts.final[members]
         span_s = np.maximum(0.0, facts.clock[final + 1] - facts.clock[first])
@@ -78,7 +77,7 @@ def update_windows(facts: BoundFacts) -> Iterator[Windows]:
 
 
 def barrier_windows(facts: BoundFacts, *, clip: bool) -> Iterator[Windows]:
-    """Yields the windows from the end of the last moment to each chunk's next first read.
+    """From the end of the last moment to each chunk's next first read.
 
     clip: on several ranks, the windows begin with the last sum over the ranks.
     """
@@ -89,8 +88,8 @@ def barrier_windows(facts: BoundFacts, *, clip: bool) -> Iterator[Windows]:
 
 
 def _groups(facts: BoundFacts) -> list[NDArray[np.bool_]]:
-    """Returns the masks of all chunks, and of all but the small ones. Small chunks have the shortest copies, so the
-    windows without them are tighter."""
+    """Masks of all chunks, and of all but the small ones: these have the shortest copies, so the windows without them
+    are tighter."""
     everything = np.ones(len(facts.params), dtype=bool)
     if not everything.size:
         return []

@@ -1,8 +1,7 @@
 """Attention kernels: which one a job runs, and its calls as a moment names them.
 
-A kernel is a property of a job; its rates are a GPU's (attention_rates.py). Fused kernels keep one log-sum per query
-and no scores, so all of them need the same memory. They leave out what a causal mask or a window hides. torch's
-memory-efficient kernel leaves out what a causal mask hides, and no window. The math kernel computes every score as
+Rates of kernels are a GPU's (attention_rates.py). Fused kernels keep one log-sum per query and no scores, and leave out
+what a causal mask or a window hides; torch's memory-efficient kernel no window. The math kernel computes every score as
 matrix products, keeps the probabilities, and has no calls.
 """
 
@@ -47,16 +46,15 @@ ATTENTION: Mapping[str, AttentionKernel] = {
 
 
 def call_flops(call: AttentionCall) -> int:
-    """Returns the flops of a call as torch counts them: a causal mask saves none. Forward has two products, the scores
-    and the scores by the values; backward five, the scores again and the gradients of scores, values, queries and
-    keys."""
+    """As torch counts them: a causal mask saves none. Forward has two products, the scores and the scores by the
+    values; backward five, the scores again and the gradients of scores, values, queries and keys."""
     heads, queries, keys, key_width, value_width, _, backward = call
     widths = 3 * key_width + 2 * value_width if backward else key_width + value_width
     return 2 * heads * queries * keys * widths
 
 
 def needed_flops(call: AttentionCall) -> float:
-    """Returns the flops of the scores that the mask leaves."""
+    """Flops of the scores that the mask leaves."""
     _, queries, keys, *_, causal, _ = call
     if not causal:
         return float(call_flops(call))

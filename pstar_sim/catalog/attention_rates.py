@@ -45,7 +45,7 @@ class KernelRates(Table, frozen=True, kw_only=True):
     known: Annotated[Known, says("how the rates are known")]
 
     def of(self, call: AttentionCall) -> float:
-        """Returns the TFLOPS of a call."""
+        """TFLOPS of a call."""
         _, _, keys, key_width, value_width, causal, backward = call
         rate = self.backward if backward else self.forward
         half = self.half_causal if causal else self.half
@@ -53,7 +53,7 @@ class KernelRates(Table, frozen=True, kw_only=True):
 
     @property
     def both(self) -> float:
-        """TFLOPS of both passes together: five parts of backward for two of forward."""
+        """Of both passes together: five parts of backward for two of forward."""
         return 3.5 / (1 / self.forward + 2.5 / self.backward)
 
     def _width(self, width: float) -> float:
@@ -75,14 +75,14 @@ class AttentionRates(Origin, frozen=True, kw_only=True):
 
 @cache
 def attention_rates() -> Mapping[str, AttentionRates]:
-    """Returns the rates by generation. Raises CatalogError for a field that is missing or wrong."""
+    """By generation. Raises CatalogError for a field that is missing or wrong."""
     name = "attention.toml"
     raws = parse_toml(name, (files("pstar_sim.catalog") / name).read_text(encoding="utf-8"))
     return {generation: read_table(AttentionRates, name, generation, raw) for generation, raw in raws.items()}
 
 
 def attention_rate(generation: str, kernel: str, call: AttentionCall) -> float:
-    """Returns the rate of a call over that of the usual kernel, both passes together, without a mask, on long sequences
-    and wide heads. 1 for a generation that has no rates."""
+    """A call's rate over that of the usual kernel, both passes together, without a mask, on long sequences and wide
+    heads; 1 for a generation that has no rates."""
     rates = attention_rates().get(generation)
     return 1.0 if rates is None else rates.of(kernel, call)

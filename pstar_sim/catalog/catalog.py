@@ -1,16 +1,14 @@
 """The catalog: reads TOML files into parts and machines, the shipped files first and a user's file over them.
 
-The shipped files are gpus.toml, links.toml, hosts.toml, disks.toml, frameworks.toml and machines.toml beside this
-module; the parts declare their keys. A user's file holds the same entries as [gpus.NAME], [links.NAME],
-[hosts.NAME], [disks.NAME], [frameworks.NAME] and [machines.NAME]. An entry with a new name extends the catalog and must
-be complete, except for source and checked, because the file is its own source. An entry with a known name overrides the
-fields that it gives. If a user's file has several machines, `machine = "NAME"` at its head chooses one of them.
+The shipped files (gpus.toml, ..., machines.toml) lie beside this module; the parts declare their keys. A user's file
+holds the same entries as [gpus.NAME], ..., [machines.NAME]. An entry with a new name extends the catalog and must be
+complete, except for source and checked. One with a known name overrides the fields that it gives.
 
 [Note: which figure is used] Figures of an entry's `calibrated` table are preferred, field by field, and used as they
 are. A datasheet peak is multiplied by the entry's efficiency; if the entry gives none, by the efficiency of its
 generation or of the efficiency model. A user's datasheet figure displaces the calibrated figure of the same name.
-`measured` is true of a part that has a calibration. Calibrated rates of a card that come without launch_us are those of
-whole iterations: they contain its operators and launches, so nothing else takes time.
+Calibrated rates of a card that come without launch_us are those of whole iterations: they contain its operators and
+launches.
 """
 
 from __future__ import annotations
@@ -61,9 +59,7 @@ _DISPLACED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
-    """Checked entries by name.
-
-    efficiency: the figures that entries leave out ([Note: the efficiency model]).
+    """efficiency: the figures that entries leave out ([Note: the efficiency model]).
     own: defined by a user's file.
     main: chosen by this file.
     """
@@ -102,7 +98,7 @@ class Catalog:
         return Link(**{"pageable_bytes_per_s": self.efficiency.pageable_bytes_per_s} | _figures(Link, self.links[name]))
 
     def fabric(self, name: str) -> Fabric:
-        """Returns a link between GPUs or nodes, at the slower of its two directions."""
+        """At the slower of the link's two directions."""
         link = self.link(name)
         rate, table = min((link.h2d_bytes_per_s, link.h2d_table), (link.d2h_bytes_per_s, link.d2h_table))
         return Fabric(
@@ -179,7 +175,7 @@ class Catalog:
         return with_nodes(machine, given.nodes)
 
     def _shared_memory(self, e: Entry[MachineEntry], host: Host, node: Sequence[Rank]) -> Host:
-        """Returns the host with the memory that the GPUs leave. Raises CatalogError where they leave nothing."""
+        """The memory that the GPUs leave. Raises CatalogError where they leave nothing."""
         left = host.memory_bytes - sum(rank.gpu.usable_bytes for rank in node)
         if left <= host.reserved_bytes:
             raise e.refuse(
@@ -188,9 +184,8 @@ class Catalog:
         return replace(host, memory_bytes=left)
 
     def _framework(self, e: Entry[MachineEntry], node: Sequence[Rank]) -> Framework | None:
-        """Returns the framework that the machine's entry names, else the catalog's first framework for cards of a known
-        generation. Returns None where a GPU's measured launches, or its rates of whole iterations, include the
-        framework's Python."""
+        """The framework that the entry names, else the catalog's first for cards of a known generation. None where a
+        GPU's measured launches, or its rates of whole iterations, include the framework's Python."""
         if e.values.framework is not None:
             return self.framework(e.known("framework", "framework", tuple(self.frameworks)))
         if any(rank.gpu.measured or rank.gpu.products is None for rank in node):
@@ -198,8 +193,7 @@ class Catalog:
         return self.framework(next(iter(self.frameworks)))
 
     def _ranks(self, e: Entry[MachineEntry]) -> list[Rank]:
-        """Returns the ranks of one node: `gpus` equal ranks, or the groups of `ranks` with their sequences per
-        micro-batch."""
+        """Of one node: `gpus` equal ranks, or the groups of `ranks` with their sequences per micro-batch."""
         groups = _groups(e)
         total = sum(gpus * batch for _, gpus, batch in groups)
         ranks: list[Rank] = []
@@ -226,7 +220,7 @@ def _factors(given: MachineEntry) -> dict[str, float]:
 
 
 def _groups(e: Entry[MachineEntry]) -> list[tuple[str, int, float]]:
-    """Returns each group of equal GPUs in a node: (path of its fields, number of GPUs, sequences per GPU)."""
+    """(path of its fields, number of GPUs, sequences per GPU) of each group in a node."""
     given = e.values
     missing = [field for field in ("gpu", "gpus", "link") if getattr(given, field) is None]
     if given.ranks is not None:
@@ -245,8 +239,8 @@ def _groups(e: Entry[MachineEntry]) -> list[tuple[str, int, float]]:
 
 
 def with_nodes(machine: Machine, nodes: int) -> Machine:
-    """All nodes are like the first. The price grows in proportion. Raises CatalogError for several nodes without a
-    network between them."""
+    """All nodes like the first. The price grows in proportion. Raises CatalogError for several nodes without a
+    network."""
     whole(f"machine {machine.name!r}: nodes", nodes, most=MOST_NODES_OF_A_MACHINE, error=CatalogError)
     if nodes > 1 and machine.network is None:
         raise CatalogError(
@@ -257,8 +251,8 @@ def with_nodes(machine: Machine, nodes: int) -> Machine:
 
 
 def _launch_s(e: Entry[Any], efficiency: Efficiency) -> float | None:
-    """Returns the seconds of the launches of a moment, for an entry that does not give them. Returns None where the
-    rates are those of whole iterations; raises CatalogError if such a card also has products by shape."""
+    """For an entry that does not give them. None where the rates are those of whole iterations; raises CatalogError if
+    such a card also has products by shape."""
     card = e.values
     if not any(getattr(card.calibrated, f"{dtype}_tflops", None) for dtype in DTYPES):
         return efficiency.launch_s
@@ -268,8 +262,8 @@ def _launch_s(e: Entry[Any], efficiency: Efficiency) -> float | None:
 
 
 def _products(e: Entry[Any], generation: Generation | None) -> ProductShape | None:
-    """Returns the card's own table, else its generation's figures. None where a measured curve by flops replaces both.
-    Raises CatalogError for a card that names a generation but not its SMs."""
+    """The card's own table, else its generation's figures. None where a measured curve by flops replaces both. Raises
+    CatalogError for a card that names a generation but not its SMs."""
     card = e.values
     if card.products is not None:
         figures = {f.attribute: f.from_file(getattr(card.products, f.name)) for f in figures_of(ProductShape)}
@@ -282,8 +276,7 @@ def _products(e: Entry[Any], generation: Generation | None) -> ProductShape | No
 
 
 def _known(card: Any, generation: Generation | None) -> str:
-    """Returns how the rate of large products is known. This rate moves the seconds of a moment most; operators' share
-    of the bandwidth and launches are assumed for every card."""
+    """How the rate of large products is known, which moves the seconds of a moment most."""
     if card.products is not None:
         return str(card.products.known)
     if generation is None:
@@ -293,8 +286,8 @@ def _known(card: Any, generation: Generation | None) -> str:
 
 
 def _figures(part: type, e: Entry[Any], shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, Any]:
-    """Returns the part's name, origin and figures, by attribute. Figures that the entry does not give are left out.
-    Raises CatalogError for a figure whose share is not known, and for a curve that contradicts its rate.
+    """Name, origin and figures that the entry gives, by attribute. Raises CatalogError for a figure whose share is not
+    known, and for a curve that contradicts its rate.
 
     shares: that an entry may leave out.
     """
@@ -315,7 +308,7 @@ def _figures(part: type, e: Entry[Any], shares: Mapping[str, float] = MappingPro
 
 
 def _stated(e: Entry[Any], figure: Figure, shares: Mapping[str, float]) -> Any:
-    """Returns the entry's figure times the share that the part reaches; None where the entry does not give it."""
+    """Times the share that the part reaches."""
     value = getattr(e.values, figure.name, None)
     if value is None or not figure.share:
         return value
@@ -326,8 +319,8 @@ def _stated(e: Entry[Any], figure: Figure, shares: Mapping[str, float]) -> Any:
 
 
 def _check_curve(e: Entry[Any], points: Points, curve: Sequence[tuple[float, float]] | None) -> None:
-    """Raise CatalogError for a curve without its best rate, and for a rate above the curve's best. It may be lower, as
-    for a throttled link. Adam's rate is one of the curve's rates.
+    """Raise CatalogError for a curve without its best rate, and for a rate above the curve's best (lower for a
+    throttled link). Adam's rate is one of the curve's.
     """
     if curve is None:
         return
@@ -354,8 +347,7 @@ def _source(part: Any) -> str:
 
 
 def _in_gb(file: str, table: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of a file's table, with sizes in GiB (memory_gib = 24) as sizes in GB. Raises CatalogError
-    for a size in both."""
+    """Sizes in GiB (memory_gib = 24) as sizes in GB. Raises CatalogError for a size in both."""
     keys = fields_of(TABLES[table])
 
     def converted(name: str, raw: dict[str, Any]) -> dict[str, Any]:
@@ -379,7 +371,7 @@ def _read(raws: Mapping[str, Mapping[str, tuple[str, object]]], table: str) -> d
 
 @cache
 def _shipped() -> dict[str, dict[str, tuple[str, object]]]:
-    """Returns table -> name -> (file, raw table). Cached, because the files do not change while a program runs."""
+    """Table -> name -> (file, raw table). Cached: the files do not change while a program runs."""
     shipped: dict[str, dict[str, tuple[str, object]]] = {}
     for table in TABLES:
         file = f"{table}.toml"
@@ -409,7 +401,7 @@ def _merged(file: str, known: object, given: object) -> object:
 
 
 def load_catalog(user_file: str | Path | None = None) -> Catalog:
-    """Lays a user's file over the shipped catalog. Raises CatalogError for a wrong entry in either."""
+    """A user's file over the shipped catalog. Raises CatalogError for a wrong entry in either."""
     raws = {table: dict(entries) for table, entries in _shipped().items()}
     own: list[str] = []
     main: str | None = None

@@ -1,7 +1,7 @@
 """Rates that depend on size: measured points, with interpolation between them.
 
-A curve is ((size, rate), ...), sizes ascending; () stands for no curve. Between two points the rate is interpolated
-linearly over the logarithm of the size. Beyond the first and the last point the rate is constant.
+A curve is ((size, rate), ...), sizes ascending; () stands for no curve. Rates are interpolated linearly over the
+logarithm of the size, and constant beyond the first and the last point.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ Curve = tuple[tuple[float, float], ...]
 
 
 def rate_at(curve: Curve, size: float) -> float:
-    """Returns the curve's rate at `size` (> 0).
-
+    """size: > 0.
     curve: at least one point.
     """
     sizes = [point[0] for point in curve]

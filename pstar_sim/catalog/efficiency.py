@@ -1,13 +1,12 @@
 """Efficiency: the shares of datasheet peaks that machines reach, from five parameters fitted to published runs and two
-assumed parameters.
+assumed.
 
-[Note: the efficiency model] Every GPU, link and host of the catalog is timed by one formula (cost.py); machines differ
-in data. A figure that an entry gives is used. A figure that the entry leaves out is derived here: matrix rates are
-matmul x peak (16 bit: the plateau of the card's generation); bandwidth of the GPU's memory is hbm x peak; beginnings
-and ends of a moment's kernels take launch_us; CPU Adam runs at the lower of the rate that the DRAM feeds (adam_dram x
-peak / 28 bytes per parameter) and the rate that the cores compute, or at adam_found_gparams_per_s where a launcher left
-a process one thread; copies of memory that is not pinned run at pageable_gb_per_s. The parameters are the same for all
-machines: none depends on a model, a system or a node. `pstar validate` shows the errors of what rests on them.
+[Note: the efficiency model] A figure that an entry leaves out is derived here: matrix rates are matmul x peak (16 bit:
+the plateau of the card's generation); bandwidth of the GPU's memory is hbm x peak; beginnings and ends of a moment's
+kernels take launch_us; CPU Adam runs at the lower of the rate that the DRAM feeds (adam_dram x peak / 28 bytes per
+parameter) and the rate that the cores compute, or at adam_found_gparams_per_s where a launcher left a process one
+thread; copies of memory that is not pinned run at pageable_gb_per_s. No parameter depends on a model, a system or a
+node. `pstar validate` shows the errors of what rests on them.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Efficiency:
     ]
 
     def adam_params_per_s(self, dram_peak_bytes_per_s: float, cores: int) -> float:
-        """Returns the rate of CPU Adam on a host, in parameters per second, with all cores given to Adam."""
+        """On a host, with all cores given to Adam."""
         by_dram = dram_peak_bytes_per_s * self.adam_dram / ADAM_BYTES_PER_PARAM
         return min(by_dram, cores * self.adam_params_per_core_s)
 
@@ -81,8 +80,7 @@ _TABLES = {known: table_of(Efficiency, f"The table [{known}] of efficiency.toml.
 
 
 def read_efficiency(file: str, text: str) -> Efficiency:
-    """Returns the parameters of a file like efficiency.toml. Raises CatalogError for a field that is missing or
-    wrong."""
+    """file: like efficiency.toml. Raises CatalogError for a field that is missing or wrong."""
     raw = parse_toml(file, text)
     rates: dict[str, float] = {}
     for known, table in _TABLES.items():
@@ -94,12 +92,12 @@ def read_efficiency(file: str, text: str) -> Efficiency:
 
 @cache
 def fitted() -> Efficiency:
-    """Returns the parameters shipped with the project."""
+    """Shipped with the project."""
     return read_efficiency(_NAME, _shipped())
 
 
 def efficiency_tables() -> Mapping[str, Any]:
-    """Returns "fitted" and "assumed" -> figures, source and date."""
+    """ "fitted" and "assumed" -> figures, source and date."""
     return parse_toml(_NAME, _shipped())
 
 

@@ -1,7 +1,6 @@
 """The tables of catalog files: the types of the entries of gpus.toml, of its sister files, and of a user's file.
 
-The tables of parts follow from the parts (figures.py). A `calibrated` table holds effective values with a source of
-their own; catalog.py says which figure is used ([Note: which figure is used]).
+The tables of parts follow from the parts (figures.py).
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ class Entry(Generic[_E]):
         return cls(file, name, raw, read_table(table, file, name, raw))
 
     def refuse(self, field: str, want: str) -> CatalogError:
-        """Returns the error for a value that is in range but contradicts another field.
+        """For a value that is in range but contradicts another field.
 
         field: such as "calibrated.usable_gb" in a table below.
         """
@@ -133,14 +132,14 @@ class Entry(Generic[_E]):
         return CatalogError(f"{self.file}: [{place}] {last} = {self.written(field)!r}; must be {want}")
 
     def known(self, what: str, field: str, names: tuple[str, ...]) -> str:
-        """Returns the field, which names an entry of another table. Raises CatalogError if no entry has that name."""
+        """The field names an entry of another table. Raises CatalogError if no entry has that name."""
         name = str(self.written(field))
         if name not in names:
             raise self.refuse(field, f"the name of a {what}, such as {nearest(name, names) or ', '.join(names)}")
         return name
 
     def written(self, field: str) -> Any:
-        """Returns the value of a field as it was written, None where it was not.
+        """As it was written, None where it was not.
 
         field: as for `refuse`, or "ranks[0].gpu".
         """

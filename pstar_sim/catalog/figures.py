@@ -71,13 +71,12 @@ class Origin(Table, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a part's table in a TOML file, declared at the attribute that it stands before in the table.
+    """A key of a part's table in a TOML file.
 
     kind: type, with its range.
     says: meaning there; "" for a key of the calibrated table only.
     default: None for a key that may be left out.
     known: how a shipped figure is known, unless its entry says otherwise.
-    attribute: where it is declared.
     """
 
     name: str
@@ -88,7 +87,7 @@ class Key:
     attribute: str = ""
 
     def field(self, meaning: str, *, name: str, optional: bool = False) -> tuple[Any, ...]:
-        """Returns the field of a table for `defstruct`."""
+        """For `defstruct`."""
         default = None if optional else self.default
         kind: Any = Annotated[self.kind | None if default is None else self.kind, says(meaning)]
         return (name, kind) if default is NODEFAULT else (name, kind, default)
@@ -125,7 +124,7 @@ class Figure(Key):
 
     @cached_property
     def range(self) -> tuple[float, float]:
-        """Its least and largest value, in SI units."""
+        """In SI units."""
         limits: tuple[Any, Any] = next(((m.ge, m.le) for m in split(self.kind)[2] if m.ge is not None), (0, 1))
         low, high = (float(f"{limit * self.unit[1]:.12g}") for limit in limits)
         return low, high
@@ -135,7 +134,7 @@ class Figure(Key):
         return self.calibrated_name or self.name
 
     def get(self, part: object) -> Any:
-        """Returns the figure of a part; None where it has none."""
+        """None where the part has no such figure."""
         value = getattr(part, self.attribute)
         return value.get(self.item) if self.item else value
 
@@ -146,14 +145,14 @@ class Figure(Key):
         return replace(part, **{self.attribute: figure})
 
     def from_file(self, value: Any) -> Any:
-        """Returns the value of a file in SI units."""
+        """In SI units."""
         scale = self.unit[1]
         if scale == 1:
             return value
         return round(value * scale) if self.whole else value * scale
 
     def of(self, part: object) -> Any:
-        """Returns the figure of a part as a file has it; None where the part has none."""
+        """As a file has it; None where the part has none."""
         value, scale = self.get(part), self.unit[1]
         if value is None or scale == 1:
             return value
@@ -182,7 +181,7 @@ class Points(Figure):
 
 @cache
 def keys_of(part: type) -> tuple[Key, ...]:
-    """Returns the keys that the attributes of a part declare, in order."""
+    """Declared by the attributes of a part, in order."""
     found: list[Key] = []
     for name, hint in typing.get_type_hints(part, include_extras=True).items():
         for note in getattr(hint, "__metadata__", ()):
@@ -199,7 +198,7 @@ def figures_of(part: type) -> tuple[Figure, ...]:
 
 
 def calibrated_figures(part: type) -> list[Figure]:
-    """Returns rates, curves, and figures that stand nowhere else."""
+    """Rates, curves, and figures that stand nowhere else."""
 
     def place(figure: Figure) -> int:
         return 1 if isinstance(figure, Points) else 2 if figure.written == "calibrated" else 0
@@ -208,10 +207,7 @@ def calibrated_figures(part: type) -> list[Figure]:
 
 
 def table_of(part: type, what: str, calibrated: str = "", *, known: Known | None = None) -> type[Table]:
-    """Returns the type of the part's table in a TOML file.
-
-    known: only figures known so.
-    """
+    """known: only figures known so."""
     keys = [key for key in keys_of(part) if key.says and known in (None, key.known)]
     fields = [key.field(key.says, name=key.name) for key in keys]
     if calibrated:
@@ -260,8 +256,7 @@ def _checks(part: type) -> tuple[tuple[Callable[..., object], str], ...]:
 
 
 def worst_of(parts: Sequence[Any]) -> dict[str, Any]:
-    """Returns the worst value of each figure over several parts, by attribute; None where a part has none. Mappings and
-    curves are left out."""
+    """Of each figure, by attribute; None where a part has none. Mappings and curves are left out."""
     found: dict[str, Any] = {}
     kind: type = type(parts[0])
     for figure in figures_of(kind):

@@ -1,8 +1,8 @@
 """Generations of GPUs: how the rate of a matrix product depends on its shape, as read from generations.toml.
 
-Cards of one generation differ only in datasheet figures: peaks and the number of SMs. A card names its generation and
-takes three figures from it: products by shape ([Note: seconds of a product]), the plateau as the rate of large products
-in 16 bit, and the rate of fused attention.
+Cards of one generation differ only in peaks and the number of SMs. A card takes three figures from its generation:
+products by shape ([Note: seconds of a product]), the plateau as the rate of large products in 16 bit, and the rate of
+fused attention.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Generation(Origin, frozen=True, kw_only=True):
         return self.known["plateau"] == "assumed"
 
     def shape(self, sms: int, hbm_peak_bytes_per_s: float) -> ProductShape:
-        """Returns the products of a card with `sms` streaming multiprocessors and this datasheet bandwidth."""
+        """Of a card with `sms` streaming multiprocessors and this datasheet bandwidth."""
         return ProductShape(
             sms=sms,
             tile=self.tile,
@@ -71,8 +71,8 @@ class _Like(Origin, frozen=True, kw_only=True):
 
 
 def read_generations(file: str, text: str) -> dict[str, Generation]:
-    """Returns the generations of a file like generations.toml, by name. Raises CatalogError for a field that is missing
-    or wrong, and for a `like` that does not name a generation with figures of its own."""
+    """file: like generations.toml. Raises CatalogError for a field that is missing or wrong, and for a `like` that does
+    not name a generation with figures of its own."""
     found: dict[str, Generation] = {}
     raws = parse_toml(file, text)
     alike = [name for name, raw in raws.items() if isinstance(raw, dict) and "like" in raw]
@@ -93,6 +93,6 @@ def read_generations(file: str, text: str) -> dict[str, Generation]:
 
 @cache
 def generations() -> Mapping[str, Generation]:
-    """Returns the generations shipped with the project."""
+    """Shipped with the project."""
     name = "generations.toml"
     return read_generations(name, (files("pstar_sim.catalog") / name).read_text(encoding="utf-8"))

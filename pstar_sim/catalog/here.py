@@ -1,7 +1,7 @@
 """The machine that this process runs on: GPUs and their free memory, RAM and cgroup limit, cores.
 
-Figures that cannot be read (bandwidths, Adam rate) come from the catalog, and the machine's notes say so. The only
-sources are nvidia-smi, /proc and /sys, which are arguments. Nothing is allocated, and torch is not imported.
+Figures that cannot be read (bandwidths, Adam rate) come from the catalog, and the machine's notes say so. The sources
+are nvidia-smi, /proc and /sys. torch is not imported.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _whole(line: str, word: str) -> int:
 
 
 def _link(catalog: Catalog, gpu: Gpu, generation: str, width: str, notes: list[str]) -> Link:
-    """Returns the catalog's link of that PCIe generation, slowed down to the lanes in use. A virtual machine may hide
-    generation and lanes; then a link is assumed and a note says so."""
+    """Slowed down to the lanes in use. A virtual machine may hide generation and lanes; then a link is assumed and a
+    note says so."""
     name = f"pcie{generation}-x16"
     if name not in catalog.links or not width.isdigit() or int(width) < 1:
         like = next((e for e in catalog.machines.values() if e.values.gpu == gpu.name), None)
@@ -133,8 +133,7 @@ def _host(catalog: Catalog, root: Path, cores: int, notes: list[str]) -> Host:
 
 
 def read_memory(root: Path) -> tuple[int, int]:
-    """Returns the bytes that this process may use (RAM, or its cgroup's limit if lower), and of them the available
-    ones.
+    """Bytes that this process may use (RAM, or its cgroup's limit if lower), and of them the available ones.
 
     Raises CatalogError where /proc/meminfo cannot be read.
     """
@@ -159,7 +158,7 @@ def read_memory(root: Path) -> tuple[int, int]:
 
 
 def read_cores(root: Path) -> int:
-    """Returns the cores that this process may use: its affinity, or its cgroup's CPU quota if lower (at least 1)."""
+    """Of this process: its affinity, or its cgroup's CPU quota if lower (at least 1)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     quotas = [float(cores)]
     for path in _groups(root, "cpu"):
@@ -188,14 +187,13 @@ def read_numa(root: Path, cores: Collection[int] | None = None) -> tuple[int, in
 
 
 def _numbers(ranges: str) -> set[int]:
-    """Returns the numbers of a list such as "0-3,8"."""
+    """Of a list such as "0-3,8"."""
     pairs = [part.partition("-") for part in ranges.split(",")]
     return {n for low, _, high in pairs for n in range(int(low), int(high or low) + 1)}
 
 
 def _groups(root: Path, controller: str) -> Sequence[Path]:
-    """Returns the folders of this process's cgroup and of all cgroups above it: version 2, and version 1 of one
-    controller."""
+    """This process's cgroup and all above it: version 2, and version 1 of one controller."""
     folders: list[Path] = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Rows of `pstar machines` and `pstar models`: plain values, one dict per row, the same keys in every row."""
+"""Rows of `pstar machines` and `pstar models`: one dict per row, the same keys in every row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["list_machines", "list_models"]
 
 
 def list_machines(user_file: str | Path | None = None) -> list[dict[str, object]]:
-    """Returns every machine of the catalog (and of a user's file), in catalog order, without "here"."""
+    """Of the catalog (and of a user's file), in its order, without "here"."""
     catalog = load_catalog(user_file)
     rows: list[dict[str, object]] = []
     for name in catalog.machines:
@@ -44,13 +44,12 @@ def _tflops(rates: Mapping[str, float]) -> float | int | None:
 
 
 def _short(value: float) -> float | int:
-    """Keeps three digits, enough for a table. A whole number becomes an int."""
+    """Three digits. A whole number becomes an int."""
     rounded = float(f"{value:.3g}") if value < 1000 else round(value)
     return int(rounded) if rounded == int(rounded) else rounded
 
 
 def list_models() -> list[dict[str, object]]:
-    """Returns every model of the catalog, in catalog order."""
     rows: list[dict[str, object]] = []
     for name in model_names():
         m = model_entry(name)

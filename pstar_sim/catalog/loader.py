@@ -1,7 +1,5 @@
-"""Loading of machines: by name from the catalog, from a file, or the machine that this process runs on; with other
-sizes where they are given.
-
-catalog.py explains the files, and how a user's file goes over the shipped files.
+"""Loads machines: by name from the catalog, from a file, or the machine that this process runs on; with other sizes
+where they are given.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ ASSUMED_READ_BYTES_PER_S, ASSUMED_WRITE_BYTES_PER_S = 3e9, 1.5e9  # of each file
 
 
 def machine_names(user_file: str | Path | None = None) -> tuple[str, ...]:
-    """Returns the names that `load_machine` knows, in catalog order, without "here"."""
+    """That `load_machine` knows, in catalog order, without "here"."""
     return tuple(load_catalog(user_file).machines)
 
 
@@ -120,8 +118,8 @@ def _only_machine(file: str) -> Machine:
 
 
 def as_listed(machine: Machine) -> Machine | None:
-    """Returns the machine of the catalog that has this name. None where there is none, and for "virtual", whose memory
-    has no usual size."""
+    """The machine of the catalog that has this name. None where there is none, and for "virtual", whose memory has no
+    usual size."""
     try:
         return None if machine.name == "virtual" else load_machine(machine.name)
     except PstarError:
@@ -151,8 +149,8 @@ def resize(machine: Machine, *, gpu_memory: str | int | None = None, host_memory
 
 
 def with_disks(machine: Machine, folders: Sequence[str | Path]) -> Machine:
-    """Returns the machine with disks that have the free room of these folders, at the rates of the machine's own disks,
-    or at assumed rates if it has none. Raises CatalogError for a folder that cannot be read."""
+    """Disks with the free room of these folders, at the rates of the machine's own, or at assumed rates if it has none.
+    Raises CatalogError for a folder that cannot be read."""
     if not isinstance(folders, (list, tuple)) or not all(isinstance(each, (str, Path)) for each in folders):
         raise refused("disks", folders, "folders, such as ['/nvme/run']", CatalogError)
     if not folders:

@@ -1,7 +1,7 @@
 """Machine, Rank, Gpu, Link, Host and the fabric between GPUs: the hardware that a plan is made for, as plain values.
 
-This module defines the fields and the values that they may take. A part with a wrong value raises CatalogError when it
-is made. The TOML files and `catalog.py` say where the numbers come from. Knows no workload and no clock.
+A part with a wrong value raises CatalogError when it is made. The TOML files and `catalog.py` say where the numbers
+come from.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _Products = table_of(
 
 
 def _products(dtype: str) -> Points:
-    """Returns the curve of the products of a dtype, by their size."""
+    """By the size of a product."""
     return Points(
         f"{dtype}_table",
         Annotated[FileCurve, curve("GFLOP of a product", "TFLOP/s")],
@@ -80,7 +80,7 @@ def _products(dtype: str) -> Points:
 
 
 def _copies(key: str, best: str) -> Points:
-    """Returns the curve of copies in one direction, by their size."""
+    """In one direction, by size."""
     kind = Annotated[FileCurve, curve("MB of a copy", "GB/s")]
     return Points(key, kind, calibrated="rate by size of a copy", best=best, units=(1e6, GB))
 
@@ -369,7 +369,7 @@ class Fabric:
         _check("link", self)
 
     def rate_of(self, size_bytes: float) -> float:
-        """Returns the bytes/s of a collective of `size_bytes` (> 0)."""
+        """Bytes/s of a collective of `size_bytes` (> 0)."""
         return self.bytes_per_s * share_at(self.table, size_bytes)
 
 
@@ -575,14 +575,14 @@ class Host:
             )
 
     def adam_params_per_s_on(self, threads: int) -> float:
-        """Returns the rate of CPU Adam that runs alone on so many threads."""
+        """CPU Adam alone on so many threads."""
         if self.adam_table:
             return rate_at(self.adam_table, threads)
         of_one = self.adam_params_per_core_s or self.adam_params_per_s / self.cores
         return min(self.adam_params_per_s, threads * of_one)
 
     def as_launched(self, params_per_s: float) -> Host:
-        """Returns the host where each process has the one thread that launchers leave it.
+        """Where each process has the one thread that launchers leave it.
 
         params_per_s: of its CPU step with all that goes with it, where adam_table does not say it.
         """
@@ -633,7 +633,7 @@ class Framework:
         _check("framework", self)
 
     def seconds(self, operators: int) -> float:
-        """Returns the Python of a moment of so many operators; 0: not counted."""
+        """Python of a moment of so many operators; 0: not counted."""
         return max(self.python_s, operators * self.operator_s)
 
 
@@ -735,12 +735,12 @@ class Machine:
 
     @cached_property
     def gpu(self) -> Gpu:
-        """The GPU of every rank; where GPUs differ, one with the worst value of each figure."""
+        """Where GPUs differ, one with the worst value of each figure."""
         return _weakest_gpu([r.gpu for r in self.ranks])
 
     @cached_property
     def link(self) -> Link:
-        """The link of every rank; where links differ, one with the worst value of each figure."""
+        """Where links differ, one with the worst value of each figure."""
         return _weakest_link([r.link for r in self.ranks])
 
     @cached_property
@@ -761,17 +761,17 @@ class Machine:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of ranks that share a batch, sum their gradients and may slice their chunks: all, because each has the
-        whole model."""
+        """Ranks that share a batch, sum their gradients and may slice their chunks: all, because each has the whole
+        model."""
         return len(self.ranks)
 
     @property
     def local_ranks(self) -> int:
-        """Number of ranks of one node, which share its host, disks and links."""
+        """Ranks of one node, which share its host, disks and links."""
         return self.world_size // self.nodes
 
     def with_nodes(self, nodes: int) -> Machine:
-        """All nodes are like the first node. The price grows in proportion."""
+        """All nodes like the first. The price grows in proportion."""
         node, price = self.ranks[: self.local_ranks], self.price_usd_per_hour
         return replace(
             self,
@@ -782,70 +782,67 @@ class Machine:
 
     @property
     def pool_bytes(self) -> int | None:
-        """Bytes of the one memory of a unified machine's node; None where GPUs have a memory of their own."""
+        """The one memory of a unified machine's node; None where GPUs have a memory of their own."""
         if not self.unified:
             return None
         return self.host.memory_bytes + sum(rank.gpu.usable_bytes for rank in self.ranks[: self.local_ranks])
 
     @property
     def host_memory_of(self) -> str:
-        """Words behind a size of host memory that is advised: what it is taken from. Empty where it can be added."""
+        """What an advised size of host memory is taken from. Empty where it can be added."""
         return " of its one memory, the rest for the GPU" if self.unified else ""
 
     @property
     def gpu_budget_bytes(self) -> int:
-        """Bytes of each GPU that a plan may use."""
+        """Of each GPU, that a plan may use."""
         return self.gpu.budget_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that torch keeps on a GPU beside tensors and context, where they are free (`Framework.kept_bytes`)."""
+        """That torch keeps on a GPU beside tensors and context, where they are free (`Framework.kept_bytes`)."""
         return 0 if self.framework is None else self.framework.kept_bytes
 
     @property
     def host_budget_bytes(self) -> int:
-        """Bytes of the host that a plan may use on each rank: its part of the node."""
+        """Each rank's part of the node."""
         return self.host.budget_bytes // self.local_ranks
 
     @property
     def pinned_budget_bytes(self) -> int | None:
-        """Bytes that each rank can pin: its part of the node; None: all."""
+        """Each rank's part of the node; None: all."""
         return None if self.host.pinned_bytes is None else self.host.pinned_bytes // self.local_ranks
 
     @property
     def nvme_budget_bytes(self) -> int:
-        """Bytes of the disks that a plan may use on each rank: its part of the node; 0 without disks."""
+        """Each rank's part of the node; 0 without disks."""
         return 0 if self.nvme is None else self.nvme.memory_bytes // self.local_ranks
 
     @property
     def update_threads(self) -> float:
-        """Threads of one rank's updates on the CPU: its part of the node's cores, or those that it has of them."""
+        """Of one rank's updates on the CPU: its part of the node's cores, or those that it has of them."""
         part = self.host.cores / self.local_ranks
         return part if self.host.threads is None else min(part, self.host.threads)
 
     @property
     def adam_params_per_s(self) -> float:
-        """Rate of CPU Adam on one rank, with its part of the node's cores, or with the threads that it has of them."""
+        """Of one rank, with its part of the node's cores, or with the threads that it has of them."""
         part = self.host.adam_params_per_s / self.local_ranks
         return part if self.host.threads is None else min(part, self.host.adam_params_per_s_on(self.host.threads))
 
     @property
     def compute_while_net(self) -> float:
-        """Times as long as alone that compute takes while a collective runs, as stated, or by the framework's
-        net_loss."""
+        """As stated, or by the framework's net_loss."""
         loss = 0.0 if self.framework is None else self.framework.net_loss
         return self.slowdowns.get(BY_COLLECTIVES, 1 / (1 - loss))
 
     @property
     def calibrated(self) -> bool:
-        """Host, GPUs and links were all measured on this machine."""
         return self.host.measured and all(r.gpu.measured and r.link.measured for r in self.ranks)
 
     @property
     def confidence_by_input(self) -> dict[str, str]:
-        """Input of a prediction -> "calibrated", or one of KNOWN, without parts that this machine lacks. An input of
-        several parts is known as well as the worst of them. "compute" is the rate of large products, "operators" all
-        other kernels and launches."""
+        """Input of a prediction -> "calibrated", or one of KNOWN: the worst of its parts. "compute" is the rate of
+        large products, "operators" all other kernels and launches."""
         found = {
             "compute": _worst((r.gpu.measured, r.gpu.known) for r in self.ranks),
             "link": _worst((r.link.measured, r.link.known) for r in self.ranks),
@@ -889,7 +886,7 @@ def _weakest_gpu(gpus: Sequence[Gpu]) -> Gpu:
 
 
 def _weakest_products(shapes: Sequence[ProductShape | None]) -> ProductShape | None:
-    """The worst value of each figure; None if some GPU has no products by shape."""
+    """None if some GPU has no products by shape."""
     return None if None in shapes else ProductShape(**worst_of(shapes))
 
 

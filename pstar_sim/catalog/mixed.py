@@ -2,7 +2,7 @@
 
 A part is a machine of the catalog with one GPU, or the GPU of such a machine, and the number of such GPUs. Each GPU
 keeps the link of its machine. The host is the host of the first part's machine. The GPUs reach each other over their
-links, and every GPU has an equal share of the batch. A machine file can describe other hosts, networks and shares.
+links, and every GPU has an equal share of the batch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ JOIN = "+"
 
 
 def names_parts(name: str, catalog: Catalog) -> bool:
-    """Returns whether the name lists parts and is not the name of a machine of the catalog."""
+    """Whether the name lists parts and is not that of a machine of the catalog."""
     return JOIN in name and spelled(name, catalog.machines) not in catalog.machines
 
 
 def mixed_machine(name: str, catalog: Catalog) -> Machine:
-    """Returns the machine of these parts. Raises CatalogError for a part that is empty or has no GPU, and for GPUs that
-    are all the same; UnknownName for a part that is not a machine with one GPU."""
+    """Raises CatalogError for a part that is empty or has no GPU, and for GPUs that are all the same; UnknownName for a
+    part that is not a machine with one GPU."""
     known = _single(catalog)
     counts: dict[str, int] = {}
     for part in name.split(JOIN):
@@ -65,7 +65,7 @@ def mixed_machine(name: str, catalog: Catalog) -> Machine:
 
 
 def _single(catalog: Catalog) -> Mapping[str, str]:
-    """Returns name of a part -> name of the machine."""
+    """Name of a part -> name of the machine."""
     found = {name: name for name, e in catalog.machines.items() if e.values.gpus == 1 and e.values.nodes == 1}
     of_gpus = {str(catalog.machines[name].values.gpu): name for name in reversed(found)}
     return {**of_gpus, **found}

@@ -1,4 +1,4 @@
-"""Shapes of known models, from models.toml. Knows the number of parameters of a shape, not its computation."""
+"""Shapes of known models, from models.toml."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class ModelEntry(Table, frozen=True, kw_only=True):
 
     @property
     def causal(self) -> bool:
-        """Whether a token attends to those before it alone: language models, gpt and llama."""
+        """Whether a token attends to those before it alone."""
         return self.family in ("gpt", "llama")
 
     @property
@@ -104,8 +104,7 @@ class ModelEntry(Table, frozen=True, kw_only=True):
         return self.own_head_dim or self.hidden // self.heads
 
     def takes(self, sequence: int) -> bool:
-        """Returns whether the model can run a sequence of text: with rotary positions any, because nothing in the model
-        has their size."""
+        """With rotary positions any: nothing in the model has the size of a sequence."""
         return sequence <= self.max_seq or self.family == "llama"
 
     @property
@@ -113,16 +112,16 @@ class ModelEntry(Table, frozen=True, kw_only=True):
         return self.head_dim if self.latent is None else self.latent.value
 
     def has_experts(self, layer: int) -> bool:
-        """Returns whether the layer (counted from 0) has experts in place of one feed-forward layer."""
+        """Layers are counted from 0."""
         return self.experts is not None and layer >= self.experts.dense_layers
 
     def window_of(self, layer: int) -> int:
-        """Returns the tokens that a layer (counted from 0) sees; 0 for all."""
+        """Tokens that a layer (counted from 0) sees; 0 for all."""
         return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
 
     @property
     def active_params(self) -> int:
-        """Parameters that one token goes through: all parameters but those of experts that the token is not sent to."""
+        """All parameters but those of experts that a token is not sent to."""
         if self.experts is None:
             return self.params
         idle = self.experts.count - self.experts.per_token
@@ -135,7 +134,7 @@ class _Row(ModelEntry, frozen=True, kw_only=True):
 
 
 def expert_params(m: ModelEntry) -> int:
-    """Returns the number of parameters of one expert of one layer; 0 for a model without experts."""
+    """Of one layer; 0 for a model without experts."""
     if m.experts is None:
         return 0
     h, f = m.hidden, m.experts.ffn
@@ -143,7 +142,7 @@ def expert_params(m: ModelEntry) -> int:
 
 
 def _attention_params(m: ModelEntry) -> int:
-    """Returns the number of parameters of the attention of one layer of the llama family."""
+    """Of one layer of the llama family."""
     h = m.hidden
     if m.latent is not None:
         x = m.latent
@@ -157,7 +156,7 @@ def _attention_params(m: ModelEntry) -> int:
 
 
 def _mlp_params(m: ModelEntry, layer: int) -> int:
-    """Returns the number of parameters of a feed-forward layer, or of its experts, in the llama family."""
+    """Of a feed-forward layer, or of its experts, in the llama family."""
     x = m.experts
     if x is None or not m.has_experts(layer):
         return 3 * m.hidden * m.ffn
@@ -191,7 +190,7 @@ def _entry(file: str, name: str, raw: object) -> ModelEntry:
 
 
 def _check_shape(e: Entry[_Row], m: ModelEntry) -> None:
-    """Raise CatalogError, naming the field, for a shape that contradicts itself or its `params`."""
+    """Raise CatalogError for a shape that contradicts itself or its `params`."""
     if m.hidden % m.heads and not (m.own_head_dim or m.latent):
         raise e.refuse("heads", f"a divisor of hidden = {m.hidden}, where head_dim is not given")
     if m.heads % m.kv_heads or (m.family != "llama" and m.kv_heads != m.heads):
@@ -246,8 +245,7 @@ def _check_image(e: Entry[_Row], m: ModelEntry) -> None:
 
 
 def read_models(file: str, text: str) -> dict[str, ModelEntry]:
-    """Returns the models by name, in the order of the file. Raises CatalogError for an entry that is wrong, or for a
-    name that is used twice."""
+    """In the order of the file. Raises CatalogError for an entry that is wrong, or for a name that is used twice."""
     models = {name: _entry(file, name, raw) for name, raw in parse_toml(file, text).items()}
     taken = set(models)
     for m in models.values():
@@ -266,17 +264,17 @@ def _models() -> dict[str, ModelEntry]:
 
 
 def model_names() -> tuple[str, ...]:
-    """Returns the names of all models, in catalog order, without aliases."""
+    """In catalog order, without aliases."""
     return tuple(_models())
 
 
 def is_model(name: str) -> bool:
-    """Returns whether the catalog has a model of exactly this name."""
+    """Of exactly this name."""
     return name in _models()
 
 
 def model_entry(name: str) -> ModelEntry:
-    """Returns the model of that name or alias. Raises UnknownName, and ModelError for a value that is not a name."""
+    """By name or alias. Raises UnknownName, and ModelError for a value that is not a name."""
     models = _models()
     text("model", name, "the name of a model, such as '12B'", error=ModelError)
     if name in models:

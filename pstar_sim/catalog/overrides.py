@@ -2,7 +2,7 @@
 
 A path names the figure. The value is a size (48GB), a rate (25GB/s), flops (150T), a count, a duration (10us), true or
 false, or a change of the present figure: +10%, -25%, x2. Each figure must stay in the range of catalog files, and a
-value that contradicts another figure is refused. Knows no workload.
+value that contradicts another figure is refused.
 
 [Note: cores and Adam] The rate of CPU Adam is a figure of its own, measured with all cores. `host.cores` scales the
 rate in proportion, up to the rate that the DRAM bandwidth allows (28 bytes per parameter). `host.dram` lowers the rate
@@ -35,9 +35,7 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True)
 class _Path:
-    """A figure that can be replaced.
-
-    quantity: how it is written.
+    """quantity: how it is written.
     low, high: in SI units.
     get: None where the machine has no such part.
     """
@@ -71,7 +69,7 @@ def override(machine: Machine, changes: Mapping[str, Value] | Iterable[str]) -> 
 
 
 def _plain(value: object) -> Any:
-    """Returns the value, with numpy's numbers as Python's."""
+    """numpy's numbers as Python's."""
     if isinstance(value, (str, bool)) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
@@ -82,7 +80,7 @@ def override_paths() -> tuple[str, ...]:
 
 
 def override_rows() -> list[tuple[str, str, str, str]]:
-    """Returns one row per path, for people: its name, its value and how the value is written, and its range."""
+    """One row per path: its name, its value and how it is written, and its range."""
     rows = []
     for path, figure in _PATHS.items():
         quantity = figure.quantity
@@ -92,8 +90,8 @@ def override_rows() -> list[tuple[str, str, str, str]]:
 
 
 def parse_settings(texts: Iterable[str]) -> dict[str, Value]:
-    """Returns ["gpu.memory=48GB", "nodes=2"] as a mapping. Raises CatalogError for a text that is not PATH=VALUE, and
-    for a path that is given twice."""
+    """["gpu.memory=48GB", "nodes=2"] as a mapping. Raises CatalogError for a text that is not PATH=VALUE, and for a
+    path that is given twice."""
     found: dict[str, Value] = {}
     for text in texts:
         if not isinstance(text, str):
@@ -109,9 +107,9 @@ def parse_settings(texts: Iterable[str]) -> dict[str, Value]:
 
 
 def _in_order(machine: Machine, given: Mapping[str, Value]) -> list[str]:
-    """Returns the paths as listed: nodes and GPUs, which multiply the present parts, come first, and cores before
-    Adam's own rate. Where a memory shrinks, the figures that are subtracted from it are set before it, so that no
-    intermediate machine contradicts itself."""
+    """Nodes and GPUs, which multiply the present parts, come first, and cores before Adam's own rate. Where a memory
+    shrinks, the figures that are subtracted from it are set before it, so that no intermediate machine contradicts
+    itself."""
     places = {path: place for place, path in enumerate(_PATHS)}
     paths = sorted(given, key=lambda path: places.get(path, len(places)))
     for memory, taken in (("gpu.memory", "gpu.context"), ("host.memory", "host.reserved")):
@@ -152,7 +150,7 @@ _RELATIVE = re.compile(r"([+-])\s*([0-9]+(?:\.[0-9]*)?)\s*%|[x*]\s*([0-9]+(?:\.[
 
 
 def _number(machine: Machine, path: str, figure: _Path, value: Value) -> float:
-    """Returns the value in SI units (true as 1, false as 0)."""
+    """In SI units (true as 1, false as 0)."""
     quantity = figure.quantity
     refusal = CatalogError(
         f"{path} = {value!r} is no {quantity.what}; write {quantity.example}"
@@ -182,8 +180,7 @@ def _number(machine: Machine, path: str, figure: _Path, value: Value) -> float:
 
 
 def _changed(quantity: Quantity, present: float, change: re.Match[str]) -> float:
-    """Returns the figure after a change such as +10 % or x2. A count stays a whole number, and becomes 0 only by a
-    decrease."""
+    """Such as +10 % or x2. A count stays a whole number, and becomes 0 only by a decrease."""
     if change[3] is not None:
         number = present * float(change[3])
     else:
@@ -197,7 +194,7 @@ def _changed(quantity: Quantity, present: float, change: re.Match[str]) -> float
 
 
 def _with(machine: Machine, name: str, change: Callable[[Any], Any]) -> Machine:
-    """Changes the part of every rank, or of the node."""
+    """The part of every rank, or of the node."""
     if name in ("gpu", "link"):
         ranks = tuple(replace(rank, **{name: change(getattr(rank, name))}) for rank in machine.ranks)
         return replace(machine, ranks=ranks)
@@ -205,7 +202,7 @@ def _with(machine: Machine, name: str, change: Callable[[Any], Any]) -> Machine:
 
 
 def _new(name: str) -> Fabric | Nvme:
-    """Returns a part that a machine lacks. Its size and rates are set next."""
+    """A part that a machine lacks. Its size and rates are set next."""
     if name == "nvme":
         rates: dict[str, Any] = dict.fromkeys(("memory_bytes", "read_bytes_per_s", "write_bytes_per_s"), 1)
         return Nvme(name=name, **rates, latency_s=1e-4, measured=False, source="set by hand")
@@ -232,7 +229,7 @@ def _gpu_memory(machine: Machine, size: float) -> Machine:
 
 
 def _cores(machine: Machine, count: float) -> Machine:
-    """Returns the machine with `count` cores, and Adam's rate on them: [Note: cores and Adam]."""
+    """[Note: cores and Adam]"""
     host = machine.host
     most = max(host.adam_params_per_s, host.dram_bytes_per_s / ADAM_BYTES_PER_PARAM)
     rate = min(host.adam_params_per_s * count / host.cores, most)
@@ -255,7 +252,7 @@ def _hbm(machine: Machine, rate: float) -> Machine:
 
 
 def _dram(machine: Machine, rate: float) -> Machine:
-    """Returns the machine with another DRAM bandwidth, and Adam's rate with it: [Note: cores and Adam]."""
+    """[Note: cores and Adam]"""
     host = machine.host
     most = max(rate / ADAM_BYTES_PER_PARAM, 0.0)
     adam = min(host.adam_params_per_s, most) if rate < host.dram_bytes_per_s else host.adam_params_per_s
@@ -282,7 +279,7 @@ def _both_ways(machine: Machine, rate: float) -> Machine:
 
 
 def _paths() -> dict[str, _Path]:
-    """Returns the figures that the parts declare, and those that change several attributes."""
+    """The figures that the parts declare, and those that change several attributes."""
     paths = {
         "nodes": _Path(COUNT, 1, 4096, lambda m: m.nodes, lambda m, count: m.with_nodes(round(count))),
         "gpus": _Path(COUNT, 1, 64, lambda m: m.local_ranks, _gpus),
@@ -322,7 +319,6 @@ def _check_disk(machine: Machine, given: Mapping[str, Value]) -> None:
 
 
 def _check(machine: Machine, given: Mapping[str, Value]) -> None:
-    """Raise CatalogError for values that contradict the rest of the machine."""
     refuse = partial(_refusal, machine, given)
     if "link.bandwidth" in given and ("link.h2d" in given or "link.d2h" in given):
         raise refuse(
@@ -343,8 +339,8 @@ def _check(machine: Machine, given: Mapping[str, Value]) -> None:
 
 
 def _named(was: Machine, machine: Machine, given: Mapping[str, Value]) -> Machine:
-    """Writes the changes into the `source` of the parts. A machine with another GPU speed gets another name, because
-    recorded timings of the old machine do not hold for it."""
+    """Writes the changes into the parts' `source`. A machine with another GPU speed gets another name: recorded timings
+    do not hold for it."""
     note = "; by hand: " + ", ".join(f"{path} = {value}" for path, value in given.items())
 
     for part in ("gpu", "link", "host"):

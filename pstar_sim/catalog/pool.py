@@ -1,6 +1,4 @@
-"""The pool of a unified machine: the one memory that its GPUs and its host share. A byte belongs either to a GPU or to
-the host, so no byte is counted twice.
-"""
+"""The pool of a unified machine: the one memory that its GPUs and its host share, each byte with one of them."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ __all__ = ["share_pool"]
 
 
 def share_pool(machine: Machine, pool_bytes: int, *, gpu_given: bool, host_given: bool) -> Machine:
-    """Divides the pool of each node between its GPUs and its host.
-
-    gpu_given, host_given: the share was given by hand; the other place has the rest.
+    """gpu_given, host_given: the share was given by hand; the other place has the rest.
 
     Raises CatalogError if the given shares are larger than the pool, or if nothing is left for the other share.
     """

@@ -2,7 +2,7 @@
 
 [Note: seconds of a product] A product of m x k by k x n is cut into tiles of the result. Each streaming multiprocessor
 (SM) computes one tile at a time, so the tiles go in waves, and the last wave leaves SMs idle. Each tile begins and ends
-with work that does not depend on k. Meanwhile the factors and the result move through the memory of the GPU. So
+with work that does not depend on k. So
 
     waves      = batches * ceil(m / tile rows) * ceil(n / tile columns) / SMs
     arithmetic = flops / rate * (1 + wave_loss * (ceil(waves) / waves - 1)) * (1 + depth / k)
@@ -10,7 +10,7 @@ with work that does not depend on k. Meanwhile the factors and the result move t
     seconds    = (arithmetic ** 4 + memory ** 4) ** (1 / 4) + kernel_s
 
 where `rate` is the rate of large products (`Gpu.flops_per_s`). The longer of arithmetic and memory decides; the fourth
-power rounds the corner between them. GPUs of a generation differ in SMs and rates alone.
+power rounds the corner between them.
 
 benchmarks/gemm.py fits the figures to measured products and gives their errors.
 """

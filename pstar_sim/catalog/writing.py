@@ -1,6 +1,4 @@
-"""Writing of machines: a machine as a catalog file, which `load_machine` reads back. Sizes come back exactly, rates up
-to rounding.
-"""
+"""Writes machines as catalog files, which `load_machine` reads back: sizes exactly, rates up to rounding."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ __all__ = ["machine_toml", "save_machine"]
 
 
 def machine_toml(machine: Machine, *, checked: date) -> str:
-    """Returns the machine's catalog file. Raises CatalogError for a machine whose ranks differ, because one entry
-    cannot describe them."""
+    """Raises CatalogError for a machine whose ranks differ, because one entry cannot describe them."""
     if machine.mixed:
         raise CatalogError(f"machine {machine.name!r} has ranks that differ; write its file by hand")
     whole = _whole(machine, _per_root(machine))
@@ -39,8 +36,7 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
 
 
 def _per_root(machine: Machine) -> int | None:
-    """Returns the number of GPUs on one PCIe switch; None without a switch. Raises CatalogError for switches of
-    different widths."""
+    """GPUs on one PCIe switch; None without one. Raises CatalogError for switches of different widths."""
     local = machine.local_ranks
     roots = [r.root for r in machine.ranks[:local]]
     width = next((i for i, root in enumerate(roots) if root != roots[0]), local) if roots[0] is not None else None
@@ -108,8 +104,8 @@ def _of_part(
 
 
 def _holds(figure: Figure, part: object) -> bool:
-    """Returns whether the part still has the figure as measured: a curve does not hold where its rate was set by hand
-    above the best rate of the curve, or is none of Adam's rates."""
+    """A curve does not hold where its rate was set by hand above the best rate of the curve, or is none of Adam's
+    rates."""
     if not isinstance(figure, Points) or not figure.get(part):
         return True
     kind: type = type(part)
@@ -123,7 +119,7 @@ def _given(fields: Mapping[str, object]) -> dict[str, object]:
 
 
 def _whole(machine: Machine, per_root: int | None) -> dict[str, object]:
-    """Returns the machine's own table, which names the parts.
+    """The machine's own table, which names the parts.
 
     per_root: GPUs on one PCIe switch, None without a switch.
     """
@@ -152,7 +148,7 @@ def _name(part: Fabric | Nvme | Framework | None) -> str | None:
 
 
 def save_machine(machine: Machine, path: str | Path) -> None:
-    """Write the machine's file, atomically."""
+    """Atomic."""
     write_atomically(Path(path), machine_toml(machine, checked=date.today()), error=CatalogError)
 
 

@@ -1,6 +1,4 @@
-"""Errors by class of machine. Validation keeps them, and answers show them with predicted times (planner/trust.py).
-Also counts the rows that lie inside the bar that an answer would have quoted for them.
-"""
+"""Errors by class of machine. Validation keeps them, and answers show them with predicted times (planner/trust.py)."""
 
 from __future__ import annotations
 
@@ -81,7 +79,7 @@ def _quoted(r: Result, groups: Mapping[str, Mapping[str, list[Result]]]) -> Quot
 
 
 def inside_by_source(quoted: Iterable[Quoted]) -> float:
-    """Returns the share of rows inside their bars, where every source has the same weight, as in a bar."""
+    """Share of rows inside their bars, where every source has the same weight, as in a bar."""
     of: dict[str, list[bool]] = {}
     for row, bar, _ in quoted:
         of.setdefault(row.publisher, []).append(abs(row.error) <= bar)
@@ -89,8 +87,8 @@ def inside_by_source(quoted: Iterable[Quoted]) -> float:
 
 
 def binomial_interval(rows: int) -> tuple[int, int]:
-    """Returns (least, most) of the number of rows inside their bars, with 90 % probability. Each of the `rows` is
-    inside with probability INSIDE (normal law)."""
+    """(least, most) of the number of rows inside their bars, with 90 % probability, if each is inside with probability
+    INSIDE (normal law)."""
     middle, wide = rows * INSIDE, _Z90 * math.sqrt(rows * INSIDE * (1 - INSIDE))
     return max(0, math.floor(middle - wide)), min(rows, math.ceil(middle + wide))
 
@@ -132,7 +130,7 @@ def _sources(results: Iterable[Result]) -> int:
 
 
 def _bar(results: Sequence[Result]) -> float:
-    """Returns the error that INSIDE of the rows do not exceed, where every source has the same weight."""
+    """The error that INSIDE of the rows do not exceed, where every source has the same weight."""
     rows_of = Counter(r.publisher for r in results)
     ordered = sorted((abs(r.error), 1 / rows_of[r.publisher] / len(rows_of)) for r in results)
     below, share = 0.0, []

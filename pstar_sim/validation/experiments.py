@@ -1,7 +1,6 @@
 """Experiments: published runs as jobs for the policies here, with machine, workload, settings and batches.
 
-Everything in this file is a fact about the runs (from the rows, the systems' code and logs) or an assumption that NOTES
-states. Nothing is fitted to a row.
+Everything here is a fact about the runs (from the rows, the systems' code and logs) or an assumption that NOTES states.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ POLARIS_CORES_A_RANK = 7
 
 
 def runs_of(rows: Iterable[PublishedRow]) -> list[tuple[PublishedRow, ...]]:
-    """Returns the rows grouped by run, in the order of each run's first row."""
+    """By run, in the order of each run's first row."""
     found: dict[tuple[str, ...], list[PublishedRow]] = {}
     for row in rows:
         found.setdefault(row.run, []).append(row)
@@ -101,8 +100,7 @@ def experiment_of(run: tuple[PublishedRow, ...], efficiency: Efficiency | None =
 
 @cache
 def _harness() -> Mapping[str, float]:
-    """Returns the seconds per micro-batch that a training loop spends outside the model, by source of the
-    measurement."""
+    """Seconds per micro-batch that a training loop spends outside the model, by source of the measurement."""
     text = (files("pstar_sim.validation") / "data" / "harness.toml").read_text(encoding="utf-8")
     return {name: float(entry["loop_ms"]) / 1e3 for name, entry in toml_loads(text).items()}
 
@@ -145,7 +143,7 @@ def _dos_model(row: PublishedRow) -> ModelEntry:
 
 
 def _dos_policy(system: str) -> str:
-    """Takes the system's name in the logs of Deep Optimizer States."""
+    """By the name in the logs of Deep Optimizer States."""
     options: list[str] = ["subgroup=100000000"]
     if match := re.search(r"ratio([\d.]+)", system):
         options.append(f"ratio={float(match[1]):g}")
@@ -249,7 +247,7 @@ def _yard(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
 
 
 def _with_ratio(machine: Machine, ratio: float) -> Machine:
-    """Returns the machine limited to the shares of GPU and host memory that PatrickStar may use."""
+    """Limited to the shares of GPU and host memory that PatrickStar may use."""
     reserved = round(machine.host.memory_bytes * (1 - ratio))
     machine = replace(machine, host=replace(machine.host, reserved_bytes=reserved))
     return with_gpu_bytes(machine, round(machine.gpu.usable_bytes * ratio) + machine.gpu.context_bytes)
@@ -262,7 +260,7 @@ _VM_LAYERS = (16, 24, 32, 48, 64, 78, 100)
 
 
 def _vm_policy(system: str) -> str:
-    """Takes the system's name in STRONGHOLD's logs."""
+    """By the name in STRONGHOLD's logs."""
     if match := _VM_WINDOW.fullmatch(system):
         return "stronghold" + (f":window={match[1]}" if match[1] else "")
     return _VM_POLICIES[system]

@@ -1,6 +1,5 @@
-"""Limits: the largest models that publications report on machines of the catalog, and the policy that stands for each
-system.
-"""
+"""The largest models that publications report on machines of the catalog, and the policy that stands for each
+system."""
 
 from __future__ import annotations
 
@@ -29,10 +28,7 @@ _POLICIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedLimit:
-    """The largest model that a system trained, by a publication.
-
-    policy: stands for the system; None if none does.
-    """
+    """policy: stands for the system; None if none does."""
 
     system: str
     policy: str | None
@@ -41,7 +37,7 @@ class PublishedLimit:
 
 
 def published_limits(machine: Machine) -> tuple[PublishedLimit, ...]:
-    """Returns the published limits of this machine with all its ranks; empty if no publication names the machine."""
+    """Of this machine with all its ranks."""
     return tuple(
         PublishedLimit(system=row.system, policy=_POLICIES.get(row.system), params=row.value, source=row.source)
         for row in published_rows()

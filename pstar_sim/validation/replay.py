@@ -1,4 +1,4 @@
-"""Replay: plans a published run by its policy and simulates it. The results are in the metrics of the run's rows.
+"""Replay: plans a published run by its policy and simulates it.
 
 [Note: phases] Published timers wait for the GPU, so their phases meet. Forward is from the first moment's start to the
 last forward moment's end (of each micro-batch, added up). The optimizer step is from the first update of any chunk to
@@ -27,7 +27,7 @@ __all__ = ["Phases", "Prediction", "phases_of", "predict", "replay"]
 
 @dataclass(frozen=True, kw_only=True)
 class Phases:
-    """Seconds of one iteration by [Note: phases]; their sum is the iteration's time."""
+    """[Note: phases]; their sum is the iteration's time."""
 
     forward_s: float
     backward_s: float
@@ -36,7 +36,7 @@ class Phases:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The simulator's results for one experiment: predicted values by metric, or the reason why there are none.
+    """Predicted values by metric, or the reason why there are none.
 
     batch: that was used; of several, the fastest.
     """
@@ -48,7 +48,7 @@ class Prediction:
 
 
 def phases_of(plan: Plan, timeline: Timeline) -> Phases:
-    """Returns the phases of the steady iteration. Raises PstarError for a plan without compute or update steps."""
+    """Of the steady iteration. Raises PstarError for a plan without compute or update steps."""
     moments = plan.workload.moments
     last = max(span.iteration for span in timeline.spans)
     spans = [span for span in timeline.spans if span.iteration == last]
@@ -70,9 +70,8 @@ def phases_of(plan: Plan, timeline: Timeline) -> Phases:
 
 
 def replay(experiment: Experiment) -> Prediction:
-    """Plan and simulate the experiment. Of several batches, the batch with the most tokens per second counts; of
-    several sizes, the largest that fits. The result of an experiment that does not fit has a reason instead of
-    predictions."""
+    """Of several batches, that with the most tokens per second counts; of several sizes, the largest that fits. The
+    result of an experiment that does not fit has a reason instead of predictions."""
     if len(experiment.sizes) > 1:
         return _largest(experiment)
     found: list[tuple[float, int, Plan, Timeline]] = []
@@ -111,8 +110,7 @@ def _check_host(experiment: Experiment, size: int) -> None:
 
 
 def _largest(experiment: Experiment) -> Prediction:
-    """Returns the prediction for the largest size that fits, by bisection: here a larger model never fits where a
-    smaller model does not."""
+    """By bisection: here a larger model never fits where a smaller one does not."""
     low, high = -1, len(experiment.sizes)
     batch = experiment.batches[0]
     policy = find_policy(experiment.policy)
@@ -133,7 +131,7 @@ def _largest(experiment: Experiment) -> Prediction:
 
 
 def predict(experiment: Experiment, plan: Plan, timeline: Timeline, batch: int) -> dict[str, float]:
-    """Returns the predicted values by the metrics' names, in their units."""
+    """By the metrics' names, in their units."""
     phases = phases_of(plan, timeline)
     iteration_s = timeline.iteration_s + experiment.loop_s * experiment.micro_batches
     ranks = experiment.machine.data_parallel_size
@@ -203,8 +201,7 @@ def _chunk_bytes(plan: Plan, timeline: Timeline, moment: int) -> int:
 
 
 def row_value(row: PublishedRow, outcome: Prediction) -> float | None:
-    """Returns the prediction for a row; None where the run did not fit. Raises PstarError for a metric that is not
-    predicted."""
+    """None where the run did not fit. Raises PstarError for a metric that is not predicted."""
     if outcome.reason:
         return None
     if row.metric not in outcome.predicted:

@@ -66,9 +66,7 @@ FIRST_FILE = next(iter(FILES))
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One row in scope.
-
-    predicted: None where the run does not fit here.
+    """predicted: None where the run does not fit here.
     kind: "time" (a whole iteration), "phase", "memory" or "size".
     machine: that of the replay, as `policy`.
     publisher: who measured it.
@@ -105,7 +103,7 @@ class Result:
 
     @property
     def error(self) -> float:
-        """predicted / published - 1; -1 where nothing was predicted."""
+        """-1 where nothing was predicted."""
         return -1.0 if self.predicted is None else self.predicted / self.published - 1
 
     @property
@@ -127,7 +125,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Errors over `rows` rows.
+    """Over `rows` rows.
 
     median, p90, worst: of the absolute error.
     bias: median of `Result.slower` of times and phases; None where no such row fits.
@@ -199,13 +197,12 @@ class Validation(Collection):
         return self.results
 
     def errors(self, **wanted: str) -> Errors | None:
-        """Returns the errors of the results whose fields have these values, as in errors(use="tested", kind="time")."""
+        """Of the results whose fields have these values, as in errors(use="tested", kind="time")."""
         return errors_of(r for r in self.results if all(getattr(r, k) == v for k, v in wanted.items()))
 
     def pairs(self) -> list[Pair]:
-        """Returns the pairs of rows of iteration times whose published values differ by more than 10 %. The kind is
-        "systems" (on one machine, model and batch) or "models" (of one system on one machine). At least one row of a
-        pair is tested."""
+        """Pairs of iteration times whose published values differ by more than 10 %, at least one tested. The kind is
+        "systems" (on one machine, model and batch) or "models" (of one system on one machine)."""
         speeds = [r for r in self.results if r.metric in _SPEED]
         found: list[Pair] = []
         for a, b in combinations(speeds, 2):
@@ -228,12 +225,11 @@ class Validation(Collection):
         return sum(p.kept for p in pairs), len(pairs)
 
     def first_replayed(self) -> Validation:
-        """The rows that had never been replayed when their scope was fixed: of all files but the first."""
+        """Of all files but the first, which had never been replayed when their scope was fixed."""
         return replace(self, results=tuple(r for r in self.results if r.file != FIRST_FILE))
 
     def by_distance(self) -> dict[str, Errors]:
-        """Returns the errors of tested times by the distance of the run's machine from the machines of the fitted rows
-        ([Note: distance]), the nearest first. Empty where no row is fitted."""
+        """Errors of tested times by [Note: distance], the nearest first. Empty where no row is fitted."""
         distance = self.distances()
         groups: dict[str, list[Result]] = {name: [] for name in DISTANCES}
         for r in self.results if distance is not None else ():
@@ -243,7 +239,7 @@ class Validation(Collection):
         return {name: e for name, rows in groups.items() if (e := errors_of(rows)) is not None}
 
     def distances(self) -> Callable[[Result], str] | None:
-        """Returns the function from a row to its distance, by [Note: distance]; None where no row is fitted."""
+        """None where no row is fitted."""
         fitted = [r for r in self.results if r.use == "fitted"]
         machines, generations = {_machine_of(r) for r in fitted}, {_generation(r) for r in fitted}
 
@@ -253,7 +249,7 @@ class Validation(Collection):
         return distance if fitted else None
 
     def misses(self) -> list[Result]:
-        """Returns the tested rows beyond FAR, the worst first."""
+        """Tested rows beyond FAR, the worst first."""
         missed = [r for r in self.results if r.use == "tested" and abs(r.error) > FAR]
         return sorted(missed, key=lambda r: -abs(r.error))
 
@@ -296,7 +292,7 @@ class Validation(Collection):
 
 
 def _machine_of(r: Result) -> tuple[str, int]:
-    """Returns the catalog's machine and the number of its nodes, without the number of GPUs in use."""
+    """The catalog's machine and the number of its nodes."""
     return r.machine.partition(" (")[0], r.nodes
 
 

@@ -207,7 +207,7 @@ def read_rows(file: str, text: str, kind: str = "measurements.csv") -> tuple[Pub
 
 @cache
 def published_rows() -> tuple[PublishedRow, ...]:
-    """Returns the rows shipped with the project, of all files."""
+    """Shipped with the project, of all files."""
     folder = files("pstar_sim.validation") / "data"
     return tuple(
         row for name in FILES for row in read_rows(name, (folder / name).read_text(encoding="utf-8"), kind=name)

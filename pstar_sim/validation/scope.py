@@ -43,8 +43,8 @@ class ScopeRule:
 
 
 def read_scope(file: str, text: str) -> tuple[ScopeRule, ...]:
-    """Returns the rules in order. Raises CatalogError for a rule without name, use or reason, with an unknown key, or
-    with `inferred` where nothing was looked at."""
+    """In order. Raises CatalogError for a rule without name, use or reason, with an unknown key, or with `inferred`
+    where nothing was looked at."""
     try:
         raw_rules = toml_loads(text).get("rule", [])
     except TOMLDecodeError as error:
@@ -80,7 +80,7 @@ def read_scope(file: str, text: str) -> tuple[ScopeRule, ...]:
 
 
 def rule_of(row: PublishedRow, rules: Iterable[ScopeRule]) -> ScopeRule:
-    """Returns the first that matches. Raises CatalogError for a row that no rule matches."""
+    """The first that matches. Raises CatalogError for a row that no rule matches."""
     for rule in rules:
         if rule.matches(row):
             return rule

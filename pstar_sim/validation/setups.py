@@ -55,7 +55,7 @@ class Experiment(Axes):
     kernels: str | None = "eager"
 
     def workload(self, batch: int, size: ModelEntry | None = None) -> Workload:
-        """Returns one rank's share. Raises ModelError as `workload_of` does."""
+        """One rank's share. Raises ModelError as `workload_of` does."""
         return workload_of(
             size or self.sizes[0],
             batch=batch,
@@ -129,7 +129,7 @@ def whole_number(row: PublishedRow, what: str, text: str) -> int:
 def gpt_entry(
     layers: int, hidden: int, heads: int, *, vocab: int, positions: int, source: str = "a published run"
 ) -> ModelEntry:
-    """Returns the entry of a published GPT, with tied embeddings and MLPs of four times the hidden width."""
+    """With tied embeddings and MLPs of four times the hidden width."""
     entry = ModelEntry(
         name=f"gpt {layers}x{hidden}",
         family="gpt",

@@ -111,7 +111,7 @@ def _eager(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
 
 
 def as_set_up(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
-    """Returns the experiment of a run whose row says as which job it is replayed."""
+    """For a run whose row says as which job it is replayed."""
     row, setup = run[0], dict(run[0].setup)
     sequence = whole_number(row, "sequence", row.sequence)
     entry = model_entry(row.params)
