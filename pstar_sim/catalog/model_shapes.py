@@ -6,9 +6,10 @@ from functools import cache
 from importlib.resources import files
 from typing import Annotated, Literal
 
-from msgspec import field
+from msgspec import field, structs
 
 from pstar_sim.arguments import spelled, text
+from pstar_sim.catalog.configurations import is_configuration, read_configuration, shape_of
 from pstar_sim.catalog.entries import Entry
 from pstar_sim.errors import CatalogError, ModelError, UnknownName
 from pstar_sim.schema.fields import Checked, Table, Text, between, says
@@ -186,11 +187,24 @@ def _entry(file: str, name: str, raw: object) -> ModelEntry:
     e = Entry.read(file, name, raw, _Row)
     m = ModelEntry(**{key: getattr(e.values, key) for key in ModelEntry.__struct_fields__} | {"name": name})
     _check_shape(e, m)
+    if count_params(m) != m.params:
+        raise e.refuse("params", f"{count_params(m)}, which is what the shape has")
     return m
 
 
-def _check_shape(e: Entry[_Row], m: ModelEntry) -> None:
-    """Raise CatalogError for a shape that contradicts itself or its `params`."""
+def _configured(model: str) -> ModelEntry:
+    """Returns the shape of a configuration of transformers. Raises NoPreset, ModelError, and CatalogError for a value
+    that no model can have."""
+    path, values = read_configuration(model)
+    raw = {**shape_of(model, values), "params": 1, "source": str(path)}
+    e = Entry.read(str(path), model, raw, ModelEntry)
+    m = structs.replace(e.values, name=model)
+    _check_shape(e, m)
+    return structs.replace(m, params=count_params(m))
+
+
+def _check_shape(e: Entry[ModelEntry], m: ModelEntry) -> None:
+    """Raise CatalogError, naming the field, for a shape that contradicts itself."""
     if m.hidden % m.heads and not (m.own_head_dim or m.latent):
         raise e.refuse("heads", f"a divisor of hidden = {m.hidden}, where head_dim is not given")
     if m.heads % m.kv_heads or (m.family != "llama" and m.kv_heads != m.heads):
@@ -199,8 +213,6 @@ def _check_shape(e: Entry[_Row], m: ModelEntry) -> None:
         raise e.refuse("attention_bias", "left out outside the llama family, where all biases are there anyway")
     _check_details(e, m)
     _check_image(e, m)
-    if count_params(m) != m.params:
-        raise e.refuse("params", f"{count_params(m)}, which is what the shape has")
 
 
 _DETAILS = (
@@ -216,7 +228,7 @@ _DETAILS = (
 )
 
 
-def _check_details(e: Entry[_Row], m: ModelEntry) -> None:
+def _check_details(e: Entry[ModelEntry], m: ModelEntry) -> None:
     """Details outside the llama family, or that exclude each other, are refused."""
     given = [name for name in _DETAILS if getattr(e.values, name)]
     if given and m.family != "llama":
@@ -231,7 +243,7 @@ def _check_details(e: Entry[_Row], m: ModelEntry) -> None:
         raise e.refuse("experts.dense_layers", f"below layers = {m.layers}")
 
 
-def _check_image(e: Entry[_Row], m: ModelEntry) -> None:
+def _check_image(e: Entry[ModelEntry], m: ModelEntry) -> None:
     """A ViT has patch, image and classes, every other family a vocabulary."""
     if m.family == "vit":
         if not (m.patch and m.image and m.classes) or m.image % m.patch:
@@ -269,12 +281,18 @@ def model_names() -> tuple[str, ...]:
 
 
 def is_model(name: str) -> bool:
-    """Of exactly this name."""
-    return name in _models()
+    """Returns whether the catalog has a model of exactly this name, or the name means a configuration of a preset."""
+    if not is_configuration(name):
+        return name in _models()
+    try:
+        return bool(_configured(name))
+    except (ModelError, CatalogError):
+        return False
 
 
 def model_entry(name: str) -> ModelEntry:
-    """By name or alias. Raises UnknownName, and ModelError for a value that is not a name."""
+    """Returns the model of that name or alias, or of that configuration. Raises UnknownName, and ModelError for a value
+    that is not a name and for a configuration that cannot be read or is of no preset."""
     models = _models()
     text("model", name, "the name of a model, such as '12B'", error=ModelError)
     if name in models:
@@ -285,4 +303,6 @@ def model_entry(name: str) -> ModelEntry:
     by_alias = {alias: m for m in models.values() for alias in m.aliases}
     if name in by_alias:
         return by_alias[name]
+    if is_configuration(name):
+        return _configured(name)
     raise UnknownName("model", name, (*models, *by_alias), "any other model: a trace, from pstar trace hf:ORG/NAME")

@@ -105,7 +105,10 @@ class OptionalWorkloadFlags(Axes):
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", autocompletion=model_names, help="instead of --trace: a model preset (see `pstar models`)"
+            metavar="NAME",
+            autocompletion=model_names,
+            help="instead of --trace: a model preset (see `pstar models`), or hf:FILE, hf:FOLDER or ORG/NAME: a "
+            "config.json of transformers, the name from the local cache",
         ),
     ] = None
     batch: Batch = None

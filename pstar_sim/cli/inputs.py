@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pstar_sim.arguments import parse_bytes
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.cli.captured import CapturedJob, has_preset
 from pstar_sim.core.plan import Settings
 from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import ModelError, PstarError
@@ -93,13 +94,14 @@ def workloads_of(job: OptionalWorkloadFlags, machine: Machine, *, nearly: bool =
 
 def job_of(flags: OptionalWorkloadFlags) -> Job:
     """Raises PstarError for flags that are missing or do not go together."""
-    if flags.trace is not None:
+    captured = flags.model is not None and not has_preset(flags.model)
+    if flags.trace is not None or captured:
         for name, axis in all_axes().items():
-            if axis.not_of_traces and getattr(flags, name) is not None:
+            if axis.not_of_traces and getattr(flags, name) is not None and not (captured and axis.of_modules):
                 raise PstarError(f"--{name} is for presets (--model); {axis.not_of_traces}")
-    else:
+    if flags.trace is None:
         _check_sizes(flags)
-    return Job(
+    return (CapturedJob if captured else Job)(
         model=flags.model,
         trace=flags.trace,
         batch=flags.batch,

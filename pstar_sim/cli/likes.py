@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pstar_sim.catalog.model_shapes import model_entry
+from pstar_sim.catalog.model_shapes import is_model, model_entry
 from pstar_sim.cli.flags import SettingFlags
 from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import PstarError
@@ -44,7 +44,8 @@ _PLAIN = "predicted with weights in {}: autocast over fp32 weights takes more me
 
 
 def _not_under_autocast(job: Any) -> bool:
-    return getattr(job, "model", None) is not None and bool(without_autocast(model_entry(job.model), job))
+    model = getattr(job, "model", None)
+    return model is not None and is_model(model) and bool(without_autocast(model_entry(model), job))
 
 
 @dataclass(frozen=True, kw_only=True)

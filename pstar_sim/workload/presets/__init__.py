@@ -23,7 +23,7 @@ from msgspec import structs
 
 from pstar_sim.arguments import flag, whole
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.catalog.model_shapes import ModelEntry, model_entry, model_names
+from pstar_sim.catalog.model_shapes import ModelEntry, is_model, model_entry
 from pstar_sim.dtypes import BASES, DTYPES, MASTER, NATIVE, WORKING
 from pstar_sim.errors import ModelError
 from pstar_sim.python310 import Unpack
@@ -366,7 +366,7 @@ def _positions_note(entry: ModelEntry, sequence: int) -> str:
 def can_vary(workload: Workload, shape: ModelEntry | None = None) -> bool:
     """Whether `variant` can write the workload anew: a preset whose shape is given or in the catalog, not one of
     another catalog or written by hand."""
-    return workload.source == "preset" and (shape is not None or workload.model in model_names())
+    return workload.source == "preset" and (shape is not None or is_model(workload.model))
 
 
 def variant(

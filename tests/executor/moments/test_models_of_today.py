@@ -3,6 +3,9 @@ layers are held against captures."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from msgspec import structs
 
@@ -37,6 +40,19 @@ def test_transformers_builds_it_with_as_many_parameters(name: str) -> None:
     # Two layers (of experts) and those before; each further layer adds as much, and tests of the catalog have the sum.
     entry = with_layers(name, 2)
     assert sum(p.numel() for p in built(entry).parameters()) == entry.params
+
+
+@pytest.mark.parametrize("name", [*KNOWN, "gpt2", "bert-base"])
+def test_its_configuration_leads_back_to_its_shape(name: str, tmp_path: Path) -> None:
+    entry = model_entry(name)
+    config, architecture = config_of(entry)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**config.to_dict(), "architectures": [architecture]}, default=str))
+    again = model_entry(f"hf:{file}")
+    own = {"name", "aliases", "notes", "source", "kernels", "own_head_dim"}
+    shapes = [{key: value for key, value in structs.asdict(one).items() if key not in own} for one in (entry, again)]
+    assert shapes[0] == shapes[1]
+    assert entry.head_dim == again.head_dim
 
 
 @pytest.mark.whole

@@ -1,0 +1,80 @@
+"""Jobs of configurations for which no preset is written: each is captured once, and its trace is kept.
+
+The traces lie in the user's cache folder. What decides a trace is in the name of its file: the configuration's text,
+sizes, axes, and versions. A file may be removed at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from pstar_sim.catalog.configurations import NoPreset, configuration_file, is_configuration
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.model_shapes import model_entry
+from pstar_sim.cli.executor_parts import executor_module
+from pstar_sim.planner.jobs import Job
+from pstar_sim.version import __version__
+from pstar_sim.workload.trace import load_trace, save_trace
+from pstar_sim.workload.workload import Workload, repeat_micro_batch, with_optimizer
+
+__all__ = ["CapturedJob", "has_preset"]
+
+_DECIDING = ("torch", "transformers")
+"""Packages whose versions decide what a capture finds."""
+
+
+def has_preset(model: str) -> bool:
+    """Returns False for a configuration for which no preset is written. Raises ModelError for one that cannot be
+    read."""
+    if not is_configuration(model):
+        return True
+    try:
+        model_entry(model)
+    except NoPreset:
+        return False
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedJob(Job):
+    """A job whose model is captured. As in a preset, activations are recomputed unless something else is said."""
+
+    def share(self, batch: int | None, machine: Machine) -> Workload:
+        assert self.model is not None and batch is not None and self.seq is not None
+        axes = {
+            "dtype": self.dtype_on(machine) if self.autocast is None else None,
+            "autocast": self.autocast,
+            "checkpointing": self.checkpointing is not False,
+            "attention": self.attention,
+        }
+        shape = {"batch": batch, "sequence": self.seq, **{name: value for name, value in axes.items() if value}}
+        file = configuration_file(self.model)
+        kept = _cache() / f"{_digest(file, shape)}.parquet"
+        if not kept.is_file():
+            captured = executor_module("capture").capture(f"hf:{file}", **shape)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            save_trace(captured, kept)
+        workload = with_optimizer(load_trace(kept), self.optimizer, self.masters)
+        return workload if self.micro_batches in (None, 1) else repeat_micro_batch(workload, self.micro_batches)
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pstar-sim" / "captures"
+
+
+def _digest(file: Path, shape: Mapping[str, object]) -> str:
+    """Returns what names the trace of a configuration."""
+    versions = [__version__]
+    for package in _DECIDING:
+        try:
+            versions.append(version(package))
+        except PackageNotFoundError:  # the capture says so
+            versions.append("")
+    rows = [str(file.resolve()), file.read_text(encoding="utf-8"), shape, versions]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:24]
