@@ -10,7 +10,7 @@ __all__ = ["run_ranks"]
 
 
 def run_ranks() -> int:
-    """Returns the exit status of one of several ranks."""
+    """The exit status of one of several ranks."""
     from pstar_sim.cli.torchrun import main
 
     return main()

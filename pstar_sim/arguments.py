@@ -1,7 +1,7 @@
 """Arguments of the public functions: each value of a wrong kind gets one clear error.
 
 Each function returns the given value (a number as Python's own type), or raises PstarError with the argument, the value
-and what would do. Sizes and rates given as words ("8GB", "2GB/s") are read here too. Knows no workload and no machine.
+and what would do.
 """
 
 from __future__ import annotations
@@ -52,15 +52,14 @@ def refused(name: str, value: object, want: str, error: type[PstarError] = Pstar
 
 
 def spelled(name: str, known: Iterable[str]) -> str:
-    """Returns the known name that equals `name` in all but upper and lower case. Returns `name` itself if there is
-    none, or more than one."""
+    """The known name that equals `name` but for case; `name` itself if there is none, or more than one."""
     names_ = list(known)
     alike = [other for other in names_ if other.lower() == name.lower()]
     return alike[0] if len(alike) == 1 and name not in names_ else name
 
 
 def whole(name: str, value: object, *, least: int = 1, most: int = MOST, error: type[PstarError] = PstarError) -> int:
-    """Returns a plain int; `value` may be a numpy integer."""
+    """`value` may be a numpy integer."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise refused(name, value, f"a whole number of at least {least}", error)
     found = int(value)
@@ -72,7 +71,7 @@ def whole(name: str, value: object, *, least: int = 1, most: int = MOST, error: 
 def number(
     name: str, value: object, *, above: float = 0.0, also: bool = False, error: type[PstarError] = PstarError
 ) -> float:
-    """Returns a finite number. Numbers whose sums or quotients could overflow are refused.
+    """Finite. Numbers whose sums or quotients could overflow are refused.
 
     also: `above` itself is accepted.
     """
@@ -86,7 +85,7 @@ def number(
 
 
 def real(value: object) -> float:
-    """Returns NaN for a value that is not a number."""
+    """NaN for a value that is not a number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
@@ -144,7 +143,7 @@ def parse_bytes_per_s(text: str) -> float:
 
 
 def size_bytes(name: str, value: object, *, error: type[PstarError] = PstarError) -> int:
-    """Takes a whole number, or a text such as "128MiB"."""
+    """A whole number, or a text such as "128MiB"."""
     if isinstance(value, str):
         try:
             return parse_bytes(value)
@@ -174,7 +173,7 @@ def names(name: str, value: object, want: str) -> list[object]:
 
 
 def function(name: str, value: object) -> None:
-    """Raises PstarError unless the value is a function. The caller handles None."""
+    """The caller handles None."""
     if not callable(value):
         raise refused(name, value, "a function")
 

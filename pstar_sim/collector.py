@@ -1,8 +1,7 @@
 """Collector: switches Python's cycle collector off while plans are made and proved.
 
-The attempts of a search, plans, timelines and proofs are hundreds of thousands of small objects, with few reference
-cycles. The cycle collector visits them again and again, for a third of the CPU time, and frees next to nothing.
-Reference counts still free all objects that are not in cycles.
+Plans, timelines and proofs are hundreds of thousands of small objects, with few reference cycles. The cycle collector
+visits them for a third of the CPU time, and frees next to nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ _was_enabled = False  # whether the collector was on before the first of them
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """The cycle collector is off inside, and on again, if it was on before, when the last thread has left. Also a
-    decorator: `@without_garbage_collection()`.
-    """
+    """On again, if it was on before, when the last thread has left. Also a decorator:
+    `@without_garbage_collection()`."""
     global _inside, _was_enabled
     with _lock:
         if not _inside:

@@ -1,7 +1,6 @@
 """Dtypes: the one table of the number formats in which a model is stored, multiplied and summed.
 
-A workload and its tensors name their dtype, so that files are plain text. Whoever needs a property of a dtype asks its
-row here. The optimizer keeps its own states in `MASTER`, or as the optimizer says.
+Workloads and tensors name their dtype, so that files are plain text.
 
 [Note: storage] A frozen matrix may be stored in a dtype of `BASES`, with scales. Its elements are then bytes, of which
 `Dtype.stored` gives the number. No operator computes in such a dtype. Each linear layer dequantises its matrix to the
@@ -30,9 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dtype:
-    """A number format.
-
-    name: in files and flags.
+    """name: in files and flags.
     bytes: width of a stored element.
     products: dtypes by whose rate the GPU multiplies it; the first known rate counts.
     scaled: gradients need loss scaling, because small ones are lost and sums may overflow.
@@ -47,8 +44,7 @@ class Dtype:
     packed: Callable[[int, int], int] | None = None
 
     def stored(self, shape: Sequence[int]) -> int:
-        """Returns the elements of `bytes` in which a tensor is stored. One of more than two dimensions is a stack of
-        matrices."""
+        """Elements of `bytes` in which a tensor is stored. One of more than two dimensions is a stack of matrices."""
         if self.packed is None:
             return prod(shape)
         *stack, columns = shape
@@ -121,12 +117,12 @@ AUTOCAST = tuple(name for name in NATIVE if name != MASTER)
 
 
 def same_size(one: str, other: str) -> bool:
-    """Returns whether both dtypes are known and an element has as many bytes in one as in the other."""
+    """Both are known, with as many bytes per element."""
     return one in DTYPES and other in DTYPES and DTYPES[one].bytes == DTYPES[other].bytes
 
 
 def unscaled(name: str) -> str:
-    """Returns the dtype of the same size whose gradients need no loss scaling: bf16 for fp16, else the dtype itself."""
+    """The dtype of the same size whose gradients need no loss scaling: bf16 for fp16."""
     if name not in DTYPES or not DTYPES[name].scaled:
         return name
     return next(row.name for row in DTYPES.values() if not row.scaled and row.bytes == DTYPES[name].bytes)

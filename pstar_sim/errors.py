@@ -1,8 +1,7 @@
 """Errors, each class with its meaning.
 
 Every error that a user can cause derives from `PstarError`. The command line prints its text as one line and exits with
-status 2, 3 where the error is an answer (`DoesNotFit`, `NothingFits`), or 143 (`Stopped`). The text names the thing,
-the value, and what would do. `assert` is for conditions that cannot fail.
+status 2, 3 where the error is an answer (`DoesNotFit`, `NothingFits`), or 143 (`Stopped`).
 """
 
 from __future__ import annotations

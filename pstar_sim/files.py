@@ -1,4 +1,4 @@
-"""Atomic writing of files: these functions write every kind of file. Knows no format.
+"""Atomic writing of files of every kind.
 
 [Note: what is written over] A regular file is replaced and keeps its permissions; a missing file is made. For a
 symbolic link, the file to which the link leads is replaced. Folders, devices, pipes and sockets are refused,
@@ -28,8 +28,8 @@ def write_atomically(path: Path, text: str, *, error: type[PstarError] = PstarEr
 
 
 def check_writable(path: Path, *, error: type[PstarError] = PstarError) -> Path:
-    """Returns the file that writing would replace or make ([Note: what is written over]), for callers that have work to
-    do before. Raises `error`, naming `path`, where it cannot be written."""
+    """The file that writing would replace or make, for callers that have work to do before. Raises `error`, naming
+    `path`, where it cannot be written."""
     try:
         target = _target(path, error)
         with tempfile.TemporaryFile(dir=target.parent):
@@ -68,7 +68,7 @@ def _refusal(path: Path, reason: OSError, error: type[PstarError]) -> PstarError
 
 
 def _target(path: Path, error: type[PstarError]) -> Path:
-    """Follows the links of `path`."""
+    """Follows links."""
     target = path
     for _ in range(_LINKS):
         if not target.is_symlink():
@@ -102,7 +102,7 @@ _KINDS = (
 
 
 def _mode(target: Path) -> int:
-    """Returns the permissions of the file that is replaced; for a new file, the permissions of any new file."""
+    """Of the file that is replaced; else those of any new file."""
     try:
         return stat.S_IMODE(target.stat().st_mode)
     except FileNotFoundError:

@@ -28,9 +28,7 @@ _WRITTEN = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([a-z]*(?:\s*/\
 
 @dataclass(frozen=True)
 class Quantity:
-    """A kind of figure.
-
-    what: name of the kind, for messages.
+    """what: name of the kind, for messages.
     example: a value as users write it.
     units: unit in lower case -> its value in SI units.
     words: instead of a number.
@@ -48,8 +46,7 @@ class Quantity:
     shown: Callable[[float], str] = "{:g}".format
 
     def parse(self, text: str) -> float:
-        """Returns the value in SI units; -1 for any negative value. Raises ValueError for a text that is not such a
-        quantity."""
+        """In SI units; -1 for any negative value. Raises ValueError for a text that is not such a quantity."""
         if text.lower() in self.words:
             return self.words[text.lower()]
         if text.startswith("-") and self.units:

@@ -3,8 +3,7 @@ up when the answer is shown.
 
 The form "proof" of a plan is the checker's report: a plan can check itself without knowing its checker.
 
-An answer knows the name of a form, not its renderer. The package's front door (`pstar_sim/__init__.py`), which every
-import of a module of the package passes, registers the renderers.
+`pstar_sim/__init__.py`, which every import of a module of the package passes, registers the renderers.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Text for a terminal of a given width: prose and tables that never cut a number. `table_text` prints every table of
-the project.
+"""Text for a terminal of a given width: prose and tables that never cut a number.
 
 [Note: narrow terminals] A table that is too wide is made narrower in this order: heads fold at spaces; long texts fold
 at spaces, the longest first; names fold behind - _ : , = and /; columns without room go to a second table below the
-first, which repeats the first column. A line between the two tables says how wide a terminal has to be for a single
-table. Nothing is dropped, no number is parted from its unit, and no figure is cut: a line with a figure wider than the
-terminal is longer than the terminal.
+first, which repeats the first column. Nothing is dropped, no number is parted from its unit, and no figure is cut: a
+line with a figure wider than the terminal is longer than the terminal.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _BEHIND = re.compile(r"(?<=[-_:,=/])(?=\w)")
 
 
 def terminal_width() -> int:
-    """Returns the columns of stdout: COLUMNS where it is set, else the terminal's, else 120."""
+    """COLUMNS where it is set, else the terminal's, else 120."""
     asked = os.environ.get("COLUMNS", "")
     if asked.isdecimal() and int(asked) > 0:
         return max(LEAST, int(asked))
@@ -60,8 +58,8 @@ def _has(encoding: str | None, character: str) -> bool:
 
 
 def wrap(text: str, width: int, *, indent: str = "", hanging: str = "  ") -> list[str]:
-    """Returns lines no longer than `width` where words allow it. Each line of the text begins a new line, with its own
-    leading spaces and `indent`."""
+    """Lines no longer than `width` where words allow it. Each line of the text begins a new line, with its own leading
+    spaces and `indent`."""
     lines: list[str] = []
     for line in text.split("\n"):
         own = indent + line[: len(line) - len(line.lstrip())]
@@ -159,7 +157,7 @@ def _fold(cell: str, width: int) -> list[str]:
 
 
 def _blocks(columns: Sequence[_TextColumn], width: int, keys: int) -> list[list[_TextColumn]]:
-    """Returns the columns, divided among as few tables as the width allows."""
+    """Divided among as few tables as the width allows."""
     if _taken(columns) <= width:
         return [list(columns)]
     first = list(columns[:keys])
@@ -191,8 +189,7 @@ def _block(columns: Sequence[_TextColumn], width: int, rule_before: int | None) 
 
 
 def _widths(columns: Sequence[_TextColumn], width: int) -> list[int]:
-    """Columns are folded as little as the width allows. Heads fold first, then texts, then names. Of each kind, the
-    widest folds first."""
+    """Heads fold first, then texts, then names; of each kind the widest first."""
     widths = [column.widest for column in columns]
     over = sum(widths) + len(GAP) * (len(widths) - 1) - width
     for limits in zip(*((column.natural, column.spaced, column.least) for column in columns)):

@@ -1,8 +1,7 @@
-"""Workloads and machines for tests: random workloads and machines, small but varied, and others with figures that can
-be worked out by hand. `check_policy` tries a user's policy on random jobs, with the checker and the simulator.
+"""Workloads and machines for tests: random ones, small but varied, and others with figures that can be worked out by
+hand. `check_policy` tries a user's policy on random jobs.
 
-For the tests of this project and of any policy. Needs neither torch nor hypothesis: all randomness comes from the
-`random.Random` that the caller passes in.
+All randomness comes from the `random.Random` that the caller passes in.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ def chain_workload(
     """Returns a chain of equal layers. Each layer has one FWD and one BWD moment (with checkpointing a RECOMPUTE moment
     before BWD); the optimizer step is last.
 
-    params_per_layer is divided into `tensors_per_layer` equal tensors of shape (n,). Each moment of a layer reads all
-    its tensors; every gradient arrives in the layer's BWD moment.
+    params_per_layer is divided into `tensors_per_layer` equal tensors. Each moment of a layer reads all its tensors;
+    every gradient arrives in the layer's BWD moment.
 
     flops: flops of one FWD or RECOMPUTE moment (BWD twice that, the optimizer step none).
     forward_s: measured seconds of one FWD or RECOMPUTE moment; the workload then counts as recorded (on "virtual").
@@ -218,7 +217,7 @@ def round_machine(
 
 
 def _opened(layers: int, checkpointing: bool) -> list[tuple[str, Phase, int]]:
-    """(event, phase, layer) of each moment of a chain, without the optimizer step."""
+    """(event, phase, layer) of each moment, without the optimizer step."""
     opened: list[tuple[str, Phase, int]] = [("begin", Phase.FWD, i) for i in range(layers)]
     for i in reversed(range(layers)):
         if checkpointing:
@@ -241,11 +240,9 @@ def random_workload(
     """Returns a small model of random shape (1-8 layers, 1-4 micro-batches); the same seed gives the same workload.
 
     The model has an embedding, layers of one to three matrices with small tensors beside them, and a head. Sometimes
-    the head is tied to the embedding, which is then read at both ends, or there is a tensor much larger than the rest,
-    a frozen layer, two optimizer groups, a layer used in two places (its gradients arrive twice) or a tensor that
-    nothing reads. At least one tensor is trainable. Most matrices have 0.25 to 8 MiB. The tide rises over FWD and falls
-    over BWD, with spikes. A setting that is None is chosen at random; `unused=False` and the like leave the feature
-    out.
+    the head is tied to the embedding, or there is a tensor much larger than the rest, a frozen layer, two optimizer
+    groups, a layer used in two places or a tensor that nothing reads. At least one tensor is trainable. A setting that
+    is None is chosen at random; `unused=False` and the like leave the feature out.
     """
     rng = seed if isinstance(seed, random.Random) else random.Random(seed)
 
@@ -298,9 +295,7 @@ def random_workload(
 
 @dataclass(kw_only=True)
 class _Drawn:
-    """Tensors of a random model. Each is drawn when it is added.
-
-    uniform: all matrices are alike, as in a real transformer.
+    """uniform: all matrices are alike, as in a real transformer.
     unit: mean elements of a matrix.
     two_groups: biases have an optimizer group of their own.
     """
@@ -342,8 +337,7 @@ class _Drawn:
 
 
 class _Opened(NamedTuple):
-    """A moment of a random workload: the event that opens it, tensors read, tensors whose gradient arrives, relative
-    work."""
+    """The event that opens a moment, tensors read, tensors whose gradient arrives, relative work."""
 
     event: str
     module: str
@@ -356,7 +350,7 @@ class _Opened(NamedTuple):
 def _random_table(
     rng: random.Random, embedding: int, rows: Sequence[list[int]], head: int, *, checkpointing: bool
 ) -> list[_Opened]:
-    """Returns the moments of one micro-batch.
+    """One micro-batch.
 
     rows: tensors of each layer.
     head: the embedding where it is tied.
@@ -386,8 +380,7 @@ def _random_table(
 def _random_moments(
     rng: random.Random, table: Sequence[_Opened], tensors: Sequence[Tensor]
 ) -> tuple[list[Moment], list[Use]]:
-    """Returns the moments, including the optimizer step, and their uses. The tide rises over FWD and falls over BWD,
-    with spikes."""
+    """With the optimizer step. The tide rises over FWD and falls over BWD, with spikes."""
     base = rng.choice((0, rng.randint(0, MIB)))
     per_layer = rng.randint(0, 4 * MIB) if rng.random() < 0.8 else rng.randint(0, 32 * MIB)
     level = base
@@ -445,9 +438,8 @@ def _step(*, start_bytes: int, peak_bytes: int, end_bytes: int, duration_s: floa
 
 
 def random_machine(rng: random.Random, workload: Workload) -> Machine:
-    """Returns a machine of one GPU, with sizes near the workload's needs. GPU memory ranges from too little for the
-    worst moment to enough for all data. Host memory is sometimes too small. The rates vary, so that each resource binds
-    in some machines."""
+    """One GPU, with sizes near the workload's needs: from too little for the worst moment to enough for all data. Host
+    memory is sometimes too small. The rates vary, so that each resource binds in some machines."""
     width = DTYPES[workload.dtype].bytes
     share = rng.choice((0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.5, 5.0, 10.0)) * rng.uniform(0.8, 1.2)
     gpu_bytes = workload.peak_non_model_bytes + int(share * workload.params * width)
@@ -518,8 +510,8 @@ def random_settings(rng: random.Random) -> Settings:
 
 
 def random_jitter(rng: random.Random, plan: Plan) -> Jitter:
-    """Returns factors for `play`: each queue is slower or faster than predicted by a factor of up to 10, each step by a
-    further factor of up to 4."""
+    """Each queue is slower or faster than predicted by a factor of up to 10, each step by a further factor of up to
+    4."""
     pace = {queue: 10 ** rng.uniform(-1, 1) for queue in sorted({step.queue for step in plan.steps})}
     queue_of = {step.id: step.queue for step in plan.steps}
     return lambda step, iteration: pace[queue_of[step]] * 4 ** rng.uniform(-1, 1)

@@ -16,7 +16,7 @@ BYTES_OF = {"": 1, "b": 1, "kb": KB, "mb": MB, "gb": GB, "tb": TB, "kib": KIB, "
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Returns a decimal size: "12.3 GB"."""
+    """Decimal: "12.3 GB"."""
     for unit, scale in (("TB", TB), ("GB", GB), ("MB", MB), ("kB", KB)):
         if abs(size_bytes) >= scale:
             return f"{size_bytes / scale:.4g} {unit}" if unit != "GB" else f"{size_bytes / scale:.2f} GB"
@@ -24,7 +24,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_s(time_s: float) -> str:
-    """Returns "1.234 s", "12.3 ms", "45 us"."""
+    """Such as "1.234 s", "12.3 ms", "45 us"."""
     if time_s >= 1:
         return f"{time_s:.3f} s"
     if time_s >= 1e-3:
@@ -33,14 +33,14 @@ def format_s(time_s: float) -> str:
 
 
 def format_params(count: float) -> str:
-    """Returns "8.03 B", "124.4 M", "4,096"."""
+    """Such as "8.03 B", "124.4 M", "4,096"."""
     if count >= 1e9:
         return f"{count / 1e9:.2f} B"
     return f"{count / 1e6:.1f} M" if count >= 50_000 else f"{count:,.0f}"
 
 
 def format_count(number: int, what: str) -> str:
-    """Returns "1 chunk", "2 micro-batches".
+    """Such as "1 chunk", "2 micro-batches".
 
     what: word for a single thing.
     """
@@ -60,5 +60,5 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def format_error(share: float | None) -> str:
-    """Returns "± 12 %"; "± ?" for None."""
+    """Such as "± 12 %"; "± ?" for None."""
     return "± ?" if share is None else f"± {share * 100:.0f} %"

@@ -255,7 +255,7 @@ class CudaDevice:
 
 
 def open_device(name: str, *, cores: int = 2) -> Device:
-    """ "auto" is CUDA where there is a device, else virtual. Raises PlanError for a missing device.
+    """Name "auto" is CUDA where there is a device, else virtual. Raises PlanError for a missing device.
 
     cores: those that the process may use.
     """

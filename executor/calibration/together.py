@@ -97,7 +97,7 @@ def _window(
 def slowdowns(
     actions: Mapping[str, Action], bench: Bench, watched: Callable[[Mapping[str, Action], float], dict[str, float]]
 ) -> dict[str, float]:
-    """ "A_while_B" -> factor, at least 1, by which A takes longer while B runs.
+    """Returns "A_while_B" -> factor, at least 1, by which A takes longer while B runs.
 
     Actions alone and side by side are timed in turns, so that a busy spell affects both. Factors are of medians over
     the rounds.

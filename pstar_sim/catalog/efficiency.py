@@ -97,7 +97,7 @@ def fitted() -> Efficiency:
 
 
 def efficiency_tables() -> Mapping[str, Any]:
-    """ "fitted" and "assumed" -> figures, source and date."""
+    """Tables "fitted" and "assumed" -> figures, source and date."""
     return parse_toml(_NAME, _shipped())
 
 

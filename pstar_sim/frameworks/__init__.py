@@ -1,5 +1,3 @@
-"""Frameworks: reads and writes configurations of DeepSpeed, FSDP and others, and predicts them under the policy that
-stands for the framework.
-
-One module per framework holds its table, its reader and its writer; targets.py lists these modules.
+"""Frameworks: reads and writes configurations of DeepSpeed, FSDP and others, and predicts them. One module per
+framework holds its table, its reader and its writer; targets.py lists them.
 """

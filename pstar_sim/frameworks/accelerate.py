@@ -1,6 +1,5 @@
-"""accelerate: reads and writes the YAML of `accelerate config` with FSDP 1 or 2. A single
-process and DDP are read as everything on the GPU and written for a plan of that under autocast; DeepSpeed is only read,
-by the module deepspeed.py.
+"""accelerate: reads and writes the YAML of `accelerate config` with FSDP 1 or 2, one process or DDP; DeepSpeed is only
+read, by deepspeed.py.
 """
 
 from __future__ import annotations
@@ -183,9 +182,9 @@ def _details(found: KeyReading, details: dict[str, object]) -> tuple[tuple[str, 
 
 
 def _sharding(found: KeyReading, file: str) -> tuple[bool, int | str, list[str]]:
-    """Returns whether parameters are given up after forward, the replicas, and notes on settings that are not modelled.
-    accelerate reads the first from the sharding strategy (a word or its number) with FSDP 1, and from
-    fsdp_reshard_after_forward with FSDP 2. A hybrid strategy has a replica in each node."""
+    """(whether parameters are given up after forward, the replicas, notes on settings that are not modelled). FSDP 1
+    says the first by the sharding strategy (a word or its number), FSDP 2 by fsdp_reshard_after_forward. A hybrid
+    strategy has a replica in each node."""
     one = found.usual("version", 1) == 1
     notes = []
     if found["reshard" if one else "strategy"] not in (None, AUTO):
@@ -210,7 +209,7 @@ def _sharding(found: KeyReading, file: str) -> tuple[bool, int | str, list[str]]
 
 
 def _as_deepspeed(found: KeyReading, file: str, notes: list[str]) -> Configuration:
-    """Raises PstarError where the configuration names a file of DeepSpeed's own, and asks for that file instead."""
+    """Raises PstarError where the configuration names a file of DeepSpeed's own."""
     if found.known("ds_file") is not None:
         raise PstarError(f"{file}: {_DS}.deepspeed_config_file = {found['ds_file']!r}: give that file to --like")
     zero: dict[str, Any] = {"stage": found.usual("ds_stage", 2)}
@@ -235,8 +234,8 @@ def _as_deepspeed(found: KeyReading, file: str, notes: list[str]) -> Configurati
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Returns the bytes that the GPU holds beside the plan's lists where the model is whole on every GPU:
-    DistributedDataParallel has its buckets beside the gradients (gradient_as_bucket_view is off by default)."""
+    """Where the model is whole on every GPU, DistributedDataParallel has its buckets beside the gradients
+    (gradient_as_bucket_view is off by default)."""
     if configuration.base != "all_on_gpu" or ranks == 1:
         return 0
     return DTYPES[workload.dtype].bytes * workload.trainable_params
@@ -297,8 +296,8 @@ def write(configuration: Configuration) -> str:
 
 
 def express(plan: Plan) -> Expressed:
-    """Returns the nearest FSDP 2 configuration, or that of one process or of DistributedDataParallel for `all_on_gpu`
-    under autocast, which accelerate has without sharding alone. The script sets clipping, batch and micro-batches."""
+    """The nearest FSDP 2 configuration, or that of one process or of DistributedDataParallel for `all_on_gpu` under
+    autocast. The script sets clipping, batch and micro-batches."""
     if plan.workload.autocast and split_spec(plan.policy)[0] == "all_on_gpu":
         return _express_whole(plan)
     details: dict[str, object] = {

@@ -1,5 +1,5 @@
-"""Configurations of frameworks in our terms: the policy that stands for a configuration, the facts of the job that it
-states, and how the framework allocates on the host.
+"""Configurations of frameworks in our terms: a policy that stands for one, facts of the job, and how the framework
+allocates on the host.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ class Configuration:
     dtype: None where the file leaves it to the script, as for the next seven attributes.
     autocast: dtype of autocast over fp32 weights.
     batch_per_gpu: sequences per micro-batch of each GPU.
-    clip: whether gradients are clipped by their global norm.
-    checkpointing: activations are recomputed.
-    recompute: those of less than all blocks.
+    recompute: activations of less than all blocks.
     train_batch: sequences per iteration on all GPUs.
     pinned: gradients and states on the host are page-locked.
     pinned_params: the same for parameters.
@@ -65,7 +63,7 @@ class Configuration:
 
     @property
     def options(self) -> dict[str, object]:
-        """All options of the policy, including options at their default values."""
+        """Including options at their default values."""
         return in_full(self.policy)
 
     @property
@@ -96,13 +94,12 @@ class Configuration:
         return replace(self, policy=spec(self.base, {**options, **changed}))
 
     def job(self, workload: Workload) -> Workload:
-        """Returns the workload as the configuration's policy runs it: the inputs of recomputed blocks may go to the
-        host."""
+        """As the configuration's policy runs it: the inputs of recomputed blocks may go to the host."""
         return in_order(self.base, workload, ON_HOST) if self.options.get("checkpoints") == "host" else workload
 
 
 def in_full(policy: str) -> dict[str, object]:
-    """Returns all options, also those at their default values."""
+    """Also options at their default values."""
     found = find_policy(policy)
     set_options = dict(found.values) if isinstance(found, Specified) else {}
     base = found.policy if isinstance(found, Specified) else found
@@ -110,13 +107,13 @@ def in_full(policy: str) -> dict[str, object]:
 
 
 def spec(name: str, options: Mapping[str, object]) -> str:
-    """Returns the normalised spec, without options that the policy does not have."""
+    """Normalised, without options that the policy does not have."""
     known = options_of(find_policy(name))
     words = ",".join(f"{key}={show(options[key])}" for key in known if key in options)
     return policy_name(f"{name}:{words}") if words else name
 
 
 def _hidden_size(workload: Workload) -> int:
-    """The most frequent length of the model's vectors (norms and biases); 0 where it has none."""
+    """The most frequent length of the model's vectors (norms and biases)."""
     lengths = Counter(t.shape[0] for t in workload.tensors if len(t.shape) == 1)
     return lengths.most_common(1)[0][0] if lengths else 0

@@ -303,13 +303,13 @@ def driver(configuration: Configuration) -> str:
 
 
 def _loading(stage: int) -> str:
-    """With stage 3, zero.Init slices the model while it is made (the HF Trainer uses zero.Init); otherwise every
-    process loads the whole model."""
+    """With stage 3, zero.Init (which the HF Trainer uses) slices the model while it is made; otherwise every process
+    loads the whole model."""
     return "whole" if stage == 3 else "each"
 
 
 def _micro_batches(found: KeyReading) -> int | None:
-    """DeepSpeed runs a batch of an iteration that is given alone as one micro-batch."""
+    """A batch of an iteration that is given alone runs as one micro-batch."""
     alone = found.known("train_batch") is not None and not {"batch_per_gpu", "micro_batches"} & found.named
     return 1 if alone else found.known("micro_batches")
 
@@ -335,7 +335,7 @@ def _dtype(found: KeyReading) -> str | None:
 
 
 def _optimizer(found: KeyReading) -> tuple[str | None, list[str]]:
-    """Returns pstar_sim's name (None where the script brings its own), and notes on settings that are not modelled."""
+    """pstar_sim's name (None where the script brings its own), and notes on settings that are not modelled."""
     if found["bf16_states"] is True:
         return "adamw-bf16-states", []
     written = found.known("optimizer")
@@ -384,8 +384,7 @@ _SIZES = {
 
 
 def _notes(found: KeyReading, stage: int, states: str, params: str) -> list[str]:
-    """Returns notes on combinations of keys that are not modelled, and on defaults that depend on DeepSpeed's
-    version."""
+    """On combinations of keys that are not modelled, and on defaults that depend on DeepSpeed's version."""
     zero3, zero12 = stage == 3, stage in (1, 2)
     on_host = found["checkpoints_on_host"] is True
     offloaded3 = zero3 and states == "cpu" and params != "nvme"
@@ -423,7 +422,7 @@ def _notes(found: KeyReading, stage: int, states: str, params: str) -> list[str]
 
 
 def _details(found: KeyReading, stage: int, states: str, params: str) -> tuple[tuple[str, object], ...]:
-    """Returns how DeepSpeed allocates, beside the policy's options: (name, value)."""
+    """How DeepSpeed allocates, beside the policy's options."""
     kept: dict[str, object] = {"stage": stage, "states": states, "params": params}
     if states == "nvme":
         kept["states_buffers"] = found.usual("states_buffers", 4)
@@ -476,8 +475,7 @@ def _values_of_places(c: Configuration) -> dict[str, object]:
 
 
 def write(configuration: Configuration) -> str:
-    """Returns the configuration as the text of a JSON file. Values that the configuration leaves to the script are left
-    out."""
+    """As JSON. Values that the configuration leaves to the script are left out."""
     content = nested(KEYS, values_of(configuration))
     zero = content[_ZERO]
     zero |= {"overlap_comm": True, "contiguous_gradients": True}
@@ -485,7 +483,7 @@ def write(configuration: Configuration) -> str:
 
 
 def _allocations(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Allocation, ...]:
-    """Returns one rank's: see [Note: pinned blocks] in host_memory.py.
+    """Of one rank: see [Note: pinned blocks] in host_memory.py.
 
     Stages 1 and 2 have flat buffers of the rank's slices. Stage 3 has masters, gradients and moments by sub-group;
     gradients in the working dtype, and offloaded parameters, lie in one buffer each.
@@ -536,8 +534,8 @@ def _stage3_allocations(
 
 
 def _parameters(configuration: Configuration, numels: list[int], width: int) -> list[Allocation]:
-    """DeepSpeed pins parameters off the GPU one by one, then moves them into one buffer. PyTorch keeps the small blocks
-    that this frees."""
+    """DeepSpeed pins parameters one by one, then moves them into one buffer. PyTorch keeps the small blocks that this
+    frees."""
     detail = configuration.detail
     if detail["params"] == "none":
         return []
@@ -561,16 +559,15 @@ def _whole(value: object) -> int:
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Returns the bytes that the GPU holds beside the plan's lists: with stage 0 in 16 bits, working gradients and fp32
-    gradients. With several micro-batches the lists of all_on_gpu include the fp32 gradients already."""
+    """With stage 0 in 16 bits, working gradients and fp32 gradients. With several micro-batches the lists of all_on_gpu
+    include the latter."""
     if configuration.detail["stage"] != 0 or workload.dtype == MASTER:
         return 0
     return workload.trainable_params * (2 if workload.micro_batches > 1 else 6)
 
 
 def _unpinned(configuration: Configuration) -> str:
-    """Returns what pins less memory. accelerate's own file (which says its type) has no key for it, and can name one of
-    DeepSpeed's."""
+    """What pins less memory. accelerate's own file (which says its type) can only name one of DeepSpeed's."""
     sections = {"states": "offload_optimizer", "params": "offload_param"}
     offloading = " and ".join(name for what, name in sections.items() if configuration.detail[what] != "none")
     file = "a deepspeed_config_file that has " if "type" in configuration.detail else ""
@@ -673,7 +670,7 @@ def _without_pinning(configuration: Configuration) -> Configuration:
 
 
 def _nearest(plan: Plan) -> tuple[str, dict[str, object], list[str]]:
-    """Returns name and options of the nearest DeepSpeed policy, and notes on what it cannot express."""
+    """Name and options of the nearest DeepSpeed policy, and what it cannot express."""
     known = options_of_plan(plan, *_OWN)
     cannot = common_limits(plan, DEEPSPEED, *_OWN)
     if known is None:

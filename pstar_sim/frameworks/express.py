@@ -1,5 +1,5 @@
-"""Plans in the terms of a framework: the configuration nearest to a plan, the facts that it states, and the parts of
-the plan that the framework cannot express.
+"""Plans in the terms of a framework: the nearest configuration, the facts that it states, and what the framework cannot
+express.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ NOT_PINNED = "host memory not pinned: the host cannot pin as much"
 
 @dataclass(frozen=True, kw_only=True)
 class Expressed:
-    """A plan in the terms of a framework.
-
-    configuration: nearest to the plan.
+    """configuration: nearest to the plan.
     says: parts of the plan that the file states, one per line.
     cannot: parts that the framework cannot express, one per line.
     """
@@ -45,7 +43,7 @@ class Expressed:
 
 @dataclass(frozen=True, kw_only=True)
 class Whereabouts:
-    """Shares of the bytes of each kind between two iterations.
+    """Between two iterations, as shares of the bytes of each kind.
 
     streamed: chunks whose states come to the GPU for their update.
     """
@@ -58,7 +56,6 @@ class Whereabouts:
 
 
 def whereabouts(plan: Plan) -> Whereabouts:
-    """Returns where the plan keeps parameters and states between two iterations."""
     held: dict[tuple[bool, Place], int] = {}
     on_gpu = {(r.chunk, r.list) for r in plan.initial if r.place is Place.GPU}
     for r in plan.initial:
@@ -83,9 +80,9 @@ def whereabouts(plan: Plan) -> Whereabouts:
 
 
 def job_left(plan: Plan, configuration: Configuration) -> tuple[Workload, Settings]:
-    """Returns the job that a framework runs in place of the plan's: depth-first, updated in optimizer.step(), with the
-    activations of all blocks kept or all recomputed, in the precision, with the recomputation and by the optimizer that
-    the configuration states, with fp32 masters. A traced workload otherwise stays as it is."""
+    """The job that a framework runs in place of the plan's: depth-first, updated in optimizer.step(), the activations
+    of all blocks kept or all recomputed, in the precision and by the optimizer that the configuration states, with fp32
+    masters. A traced workload otherwise stays as it is."""
     settings = replace(plan.settings, update="step", loop="own")
     w, c = plan.workload, configuration
     changes: AxesGiven = {}
@@ -102,15 +99,13 @@ def job_left(plan: Plan, configuration: Configuration) -> tuple[Workload, Settin
 
 
 def options_of_plan(plan: Plan, *names: str) -> Mapping[str, object] | None:
-    """Returns all options of the plan's policy if it is one of `names`, else None."""
+    """All options of the plan's policy if it is one of `names`."""
     base = split_spec(plan.policy)[0]
     return in_full(plan.policy) if base in names else None
 
 
 def common_limits(plan: Plan, framework: str, *own: str, autocast: bool = False) -> list[str]:
-    """Parts of the plan that no framework can express, one per line.
-
-    own: policies of the framework itself.
+    """own: policies of the framework itself.
     autocast: the configuration states autocast.
     """
     base = split_spec(plan.policy)[0]
@@ -139,10 +134,7 @@ def common_limits(plan: Plan, framework: str, *own: str, autocast: bool = False)
 
 
 def optimizer_limits(w: Workload, framework: str, written: str | None) -> list[str]:
-    """What a file cannot say of the optimizer, one per line.
-
-    written: name here of the optimizer that the file names; None: the script makes it.
-    """
+    """written: name here of the optimizer that the file names; None: the script makes it."""
     said = []
     if written is None:
         said.append(f"the optimizer {w.optimizer.name}: the script makes {w.optimizer.script}")
@@ -160,14 +152,14 @@ def _follows_tide(plan: Plan) -> bool:
 
 
 def common_says(plan: Plan) -> list[str]:
-    """Facts of the job that the file states for every framework."""
+    """Stated for every framework."""
     w = plan.workload
     steps = f" in {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""
     return [f"{w.batch} sequences per GPU{steps}, {w.compute_dtype}"]
 
 
 def placed(plan: Plan, *, zero_offload: bool) -> tuple[str, dict[str, object]]:
-    """Name and options of the DeepSpeed policy that keeps model data where the plan keeps most of them.
+    """The DeepSpeed policy that keeps model data where the plan keeps most of them.
 
     zero_offload: parameters may stay whole on the GPU with everything else on the host.
     """

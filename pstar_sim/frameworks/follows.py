@@ -1,8 +1,7 @@
-"""Configurations as policies: the policy that stands for the framework plans, with the host memory that the framework
-really takes.
+"""Configurations as policies: a policy plans, with the host memory that the framework really takes.
 
-A policy by itself counts host bytes per parameter. Here the framework's own blocks, rounded as PyTorch rounds them
-(host_memory.py), replace these bytes. The blocks alone decide whether the host has room.
+The framework's own blocks, rounded as PyTorch rounds them (host_memory.py), replace the policy's host bytes and decide
+whether the host has room.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ _GPU_BUFFER = "the framework's own gradients"
 
 
 def as_run(machine: Machine, configuration: Configuration) -> Machine:
-    """Returns the machine as such a run uses it: its GPUs driven by the framework, and each of several processes with
-    the thread that torchrun and accelerate leave it (`Host.as_launched`). Another framework that the machine's file
-    names, and threads that a user states, stay."""
+    """GPUs driven by the framework, and each of several processes with the thread that torchrun and accelerate leave it
+    (`Host.as_launched`), unless the machine's file names another framework or the user states threads."""
     catalog, driver = load_catalog(), target_of(configuration).driver(configuration)
     usual = machine.framework == catalog.framework(next(iter(catalog.frameworks)))
     host = machine.host
@@ -47,7 +45,7 @@ def as_run(machine: Machine, configuration: Configuration) -> Machine:
 
 
 def _planned_on(machine: Machine, gpu_bytes: int) -> Machine:
-    """Returns the machine with host memory enough for every policy, and with gpu_bytes less memory per GPU."""
+    """With host memory enough for every policy, and gpu_bytes less memory per GPU."""
     ranks = tuple(
         replace(rank, gpu=replace(rank.gpu, usable_bytes=max(rank.gpu.context_bytes + 1, left)))
         for rank in machine.ranks
@@ -58,8 +56,8 @@ def _planned_on(machine: Machine, gpu_bytes: int) -> Machine:
 
 
 def _copied(plan: Plan, configuration: Configuration) -> Plan:
-    """Copies run at the rate of memory that is not pinned, if the configuration pins none. A policy with an option for
-    this has marked its copies itself."""
+    """Copies run at the rate of memory that is not pinned, if the configuration pins none and the policy has no option
+    for this."""
     pinned = configuration.pinned or "pinned" in configuration.options
     if pinned or plan.machine.link.pageable_bytes_per_s is None:
         return plan
@@ -67,10 +65,7 @@ def _copied(plan: Plan, configuration: Configuration) -> Plan:
 
 
 class Follows:
-    """A policy (workload, machine, settings) -> Plan that follows a configuration; `__name__` is its label.
-
-    plans_by: spec of the policy that stands for the configuration.
-    """
+    """plans_by: spec of the policy that stands for the configuration."""
 
     def __init__(self, configuration: Configuration, label: str) -> None:
         self.configuration = configuration
@@ -81,8 +76,8 @@ class Follows:
         return f"<policy {self.__name__}: {self.configuration.policy}>"
 
     def __call__(self, workload: Workload, machine: Machine, settings: Settings) -> Plan:
-        """Raises DoesNotFit if the framework's allocations exceed the host, or if the policy's lists exceed the GPU or
-        the disks."""
+        """Raises DoesNotFit if the framework's allocations exceed the host, or the policy's lists the GPU or the
+        disks."""
         configuration, alone = self.configuration.for_model(workload), machine.host
         machine = as_run(machine, configuration)
         memory, ranks = target_of(configuration).memory, machine.data_parallel_size
@@ -108,9 +103,8 @@ class Follows:
         return self._with_own_buffers(_copied(plan, configuration), machine, need.host_bytes, more_bytes)
 
     def _with_own_buffers(self, plan: Plan, machine: Machine, host_bytes: int, gpu_bytes: int) -> Plan:
-        """The GPU buffer is gpu_bytes; the host buffer is so large that it and the lists take host_bytes, the most that
-        the framework takes at any time (weights while they are loaded included). Raises DoesNotFit if the lists, or
-        host_bytes, exceed the host."""
+        """The host buffer is so large that it and the lists take host_bytes, the most that the framework takes at any
+        time. Raises DoesNotFit if the lists, or host_bytes, exceed the host."""
         kept = tuple(b for b in plan.buffers if b[1] is not Place.HOST or b[0] == STASHES)
         gone = {name for name, *_ in plan.buffers} - {name for name, *_ in kept}
         own = sum(size for name, place, size in plan.buffers if place is Place.HOST and name in gone)

@@ -1,10 +1,8 @@
 """FSDP under each of its names: the policies that stand for it, and its allocations on the host.
 
-With offloading, all model data live on the host. The parameters of a block come to the GPU when the block runs,
-gradients leave beside the backward pass, and torch's AdamW updates on the CPU in optimizer.step(). The policy is
-zero_infinity with its lists on the host, without buckets. Without offloading, everything is on the GPUs in slices:
-zero3_resident. Parameters are fp32 under mixed precision, and are their own masters: 16 bytes per parameter with AdamW.
-In pure bf16 (a workload without fp32 masters) it is half of that.
+With offloading, the policy is zero_infinity with its lists on the host, without buckets; else zero3_resident.
+Parameters are fp32 under mixed precision, and are their own masters: 16 bytes per parameter with AdamW. In pure bf16 (a
+workload without fp32 masters) it is half of that.
 """
 
 from __future__ import annotations
@@ -60,8 +58,8 @@ def reshards(configuration: Configuration) -> bool:
 
 
 def _allocations(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Allocation, ...]:
-    """Returns one rank's requests where everything is offloaded. FSDP 2 pins each parameter, FSDP 1 the flat parameter
-    of each wrapped block. A gradient arrives in a block as large as its parameter."""
+    """One rank's requests where everything is offloaded. FSDP 2 pins each parameter, FSDP 1 the flat parameter of each
+    wrapped block. A gradient arrives in a block as large as its parameter."""
     if not offloads(configuration):
         return ()
     tensors, width = trained(workload), workload.optimizer.master_bytes  # a parameter is its own master
@@ -123,7 +121,7 @@ def express_as(
     recomputes_blocks: bool = False,
     optimizer: str | None = None,
 ) -> Expressed:
-    """The nearest FSDP configuration, with offloading if the plan keeps anything off the GPU.
+    """With offloading if the plan keeps anything off the GPU.
 
     optimizer: that of the file, as for `optimizer_limits`.
     recomputes_blocks: the file can say which blocks are recomputed (every-N).

@@ -1,10 +1,9 @@
 """Host memory of a framework: the blocks that it requests, and the bytes that PyTorch then takes.
 
 [Note: pinned blocks] PyTorch allocates pinned host memory from a cache (CachingHostAllocator). The cache rounds each
-request up to a power of two: a buffer of 2.1 GB takes 4.3 GB. The allocator keeps a freed block for a later request of
-the same size class and does not return it to the system. Memory that is not pinned takes the requested bytes. A recent
-PyTorch can round less (`pinned_max_round_threshold_mb` and its like in PYTORCH_ALLOC_CONF), and DeepSpeed to
-pin by itself (DS_PIN_MEMORY_BACKEND=native). Neither is the default, and neither is assumed.
+request up to a power of two: a buffer of 2.1 GB takes 4.3 GB. It keeps a freed block for a later request of the same
+size class. A recent PyTorch can round less (`pinned_max_round_threshold_mb` in PYTORCH_ALLOC_CONF), and DeepSpeed pin
+by itself (DS_PIN_MEMORY_BACKEND=native); neither is the default, nor assumed.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """Memory that one rank requests under one name.
-
-    name: its content, in words.
+    """name: its content, in words.
     sizes: of each request.
     pinned: whether it is page-locked.
     freed: by the framework; only PyTorch's cache of pinned memory still holds it.
@@ -48,13 +45,13 @@ class Allocation:
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes that the allocation takes of the host: [Note: pinned blocks]."""
+        """[Note: pinned blocks]"""
         return sum(map(_power_of_two, self.sizes)) if self.pinned else self.asked_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
-    """Copies of a job's state on the host of the node that has most, beside what training holds.
+    """A job's state on the host of the node that has most, beside what training holds.
 
     saving_bytes, saved: while a checkpoint is written, and what is copied, in words.
     resuming_bytes, read: the same while a checkpoint is read.
@@ -70,7 +67,7 @@ class Copies:
 
 @dataclass(frozen=True, kw_only=True)
 class HostNeed:
-    """Host memory that a framework takes on one rank.
+    """On one rank.
 
     allocations: from the first step on.
     startup_bytes: weights while they are loaded, freed before the allocations are made.
@@ -87,7 +84,7 @@ class HostNeed:
 
     @property
     def asked_bytes(self) -> int:
-        """Requested bytes of the allocations, and the activations."""
+        """Of the allocations, and the activations."""
         return sum(a.asked_bytes for a in self.allocations) + self.stash_bytes
 
     @property
@@ -97,21 +94,21 @@ class HostNeed:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of page-locked memory, as PyTorch rounds them."""
+        """As PyTorch rounds them."""
         return sum(a.taken_bytes for a in self.allocations if a.pinned)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are held while the job trains."""
+        """While the job trains."""
         return self.asked_bytes + self.rounding_bytes
 
     @property
     def host_bytes(self) -> int:
-        """The most bytes at any time."""
+        """The most at any time."""
         return max(self.held_bytes, self.startup_bytes)
 
     def phases(self, local_ranks: int) -> tuple[Phase, ...]:
-        """The weights that were loaded are freed before the first step."""
+        """Loaded weights are freed before the first step."""
         loading, steps, copies = self.startup_bytes * local_ranks, self.held_bytes * local_ranks, self.copies
         pinned = self.pinned_bytes * local_ranks
         first = (
@@ -127,7 +124,7 @@ class HostNeed:
         return (*first, replace(saving, instead=copies.instead), resuming if own >= loading else again)
 
     def parts(self) -> list[str]:
-        """Returns phrases for a message."""
+        """For a message."""
         if self.startup_bytes > self.held_bytes:
             how = f", {self.loading}" if self.loading else ""
             return [f"{format_bytes(self.startup_bytes)} of weights while they are loaded{how}"]
@@ -141,8 +138,7 @@ class HostNeed:
         return said
 
     def shortage(self, machine: Machine, policy: str) -> DoesNotFit | None:
-        """Returns the error for a host without enough room, or without enough memory that can be pinned; None where
-        there is enough."""
+        """For a host without enough room, or without enough memory that can be pinned."""
         if self.host_bytes > machine.host_budget_bytes:
             return DoesNotFit(
                 policy=policy,
@@ -188,8 +184,7 @@ class MemoryRules:
     def shortage(
         self, configuration: Configuration, workload: Workload, machine: Machine, policy: str
     ) -> DoesNotFit | None:
-        """Returns the error for a host without enough room for the configuration, with the value of the configuration
-        that would do; None where there is enough."""
+        """For a host without enough room for the configuration, with the value of it that would do."""
         short = self.host_need(configuration, workload, machine).shortage(machine, policy)
         if short is None:
             return None
@@ -202,7 +197,6 @@ class MemoryRules:
         return short
 
     def pins_too_much(self, configuration: Configuration, workload: Workload, machine: Machine) -> bool:
-        """Whether more than the machine can pin is pinned."""
         need = self.host_need(configuration, workload, machine)
         return machine.pinned_budget_bytes is not None and need.pinned_bytes > machine.pinned_budget_bytes
 
@@ -231,7 +225,7 @@ def allocation(name: str, size_bytes: float, *, pinned: bool) -> Allocation:
 
 
 def tensor_allocations(name: str, numels: Iterable[int], width: float, *, pinned: bool) -> Allocation:
-    """Returns one request per tensor.
+    """One request per tensor.
 
     numels: elements of each tensor.
     width: bytes per element.
@@ -240,23 +234,22 @@ def tensor_allocations(name: str, numels: Iterable[int], width: float, *, pinned
 
 
 def moments_bytes_per_param(workload: Workload) -> float:
-    """Returns the bytes per parameter of the optimizer's states, without the master."""
+    """Without the master."""
     return workload.states_bytes_per_param - workload.optimizer.master_bytes
 
 
 def trained(workload: Workload) -> list[Tensor]:
-    """Returns the parameters that are updated, in the model's order."""
+    """In the model's order."""
     return [t for t in workload.tensors if t.tied_to is None and not t.frozen]
 
 
 def rank_sizes(tensors: Iterable[Tensor], ranks: int) -> list[int]:
-    """Returns the elements of each tensor. Slices are padded to equal length."""
+    """Slices are padded to equal length."""
     return [-(-t.numel // ranks) for t in tensors]
 
 
 def sub_groups(numels: Sequence[int], most: int) -> list[int]:
-    """Returns the elements of each. Tensors are added in order; the tensor that reaches `most` elements closes its
-    sub-group."""
+    """Elements of each. The tensor that reaches `most` elements closes its sub-group."""
     groups: list[int] = []
     held = 0
     for numel in numels:

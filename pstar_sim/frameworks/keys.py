@@ -1,7 +1,5 @@
-"""Keys of a framework's configuration: one table, by which a file is read and written.
-
-Each key of a file is either used, without effect on memory and time, or reported as not modelled. A key that is in no
-table raises an error that names the nearest key.
+"""Keys of a framework's configuration: one table, by which a file is read and written. A key that is in no table raises
+an error that names the nearest key.
 """
 
 from __future__ import annotations
@@ -29,9 +27,7 @@ Count = Annotated[int, least(1)]
 
 
 class KeyEffect(Enum):
-    """The effect of a key on a prediction.
-
-    USED: the prediction depends on the key.
+    """USED: the prediction depends on the key.
     NONE: no effect on memory and time.
     NOT_MODELLED: may have an effect, which is not predicted.
     """
@@ -43,9 +39,7 @@ class KeyEffect(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """A key of a framework's configuration.
-
-    path: dotted; a path that ends with ".*" stands for every key below it.
+    """path: dotted; a path that ends with ".*" stands for every key below it.
     name: of its value, for a key that is used.
     kind: None for any type.
     default: the framework's default; for a key that is not modelled, the value at which it has no effect.
@@ -62,20 +56,16 @@ class Key:
 
 
 def used(path: str, name: str, kind: Any, default: object = None, *, also: tuple[str, ...] = ()) -> Key:
-    """A prediction depends on its value.
-
-    also: read as this key, but not written.
-    """
+    """also: read as this key, but not written."""
     return Key(path=path, effect=KeyEffect.USED, name=name, kind=kind, default=default, also=also)
 
 
 def ignored(*paths: str) -> tuple[Key, ...]:
-    """Returns keys without an effect on memory and time."""
     return tuple(Key(path=path, effect=KeyEffect.NONE) for path in paths)
 
 
 def unmodelled(path: str, why: str, off: object = False, *, also: tuple[str, ...] = ()) -> Key:
-    """Returns a key that may have an effect, although it is not modelled.
+    """A key that may have an effect, but is not modelled.
 
     off: where the key has no effect.
     also: read as this key.
@@ -85,10 +75,8 @@ def unmodelled(path: str, why: str, off: object = False, *, also: tuple[str, ...
 
 @dataclass(frozen=True, kw_only=True)
 class KeyReading:
-    """The values of a file, by a table of keys.
-
-    values: used key -> value; AUTO where the file leaves the key to the script, the framework's default where it does
-        not name the key.
+    """values: used key -> value; AUTO where the file leaves the key to the script, the framework's default where it
+        does not name the key.
     named: used keys that the file names.
     without_effect: paths of keys without an effect.
     notes: one per key that is not modelled.
@@ -104,7 +92,7 @@ class KeyReading:
         return self.values[name]
 
     def known(self, name: str) -> Any:
-        """Returns the value of a key; None where the file leaves the key to the script."""
+        """None where the file leaves the key to the script."""
         value = self.values[name]
         return None if value == AUTO else value
 
@@ -115,9 +103,7 @@ class KeyReading:
 
 
 def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> KeyReading:
-    """Returns the content of a file, by the table.
-
-    Raises PstarError, naming file and key, for a content that is not a table, an unknown key (with the nearest key),
+    """Raises PstarError, naming file and key, for a content that is not a table, an unknown key (with the nearest key),
     and a value of another type.
     """
     if not isinstance(content, dict):
@@ -149,8 +135,7 @@ def _off(key: Key, value: object) -> bool:
 def _leaves(
     content: Mapping[str, Any], table: Mapping[str, Key], file: str, what: str, above: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yields path and value of each key. A table in the file is read key by key if the table of keys has keys below
-    it."""
+    """Path and value of each key. A table in the file is read key by key if the table of keys has keys below it."""
     for name, value in content.items():
         path = f"{above}{name}"
         star = _star(path, table)
@@ -169,7 +154,7 @@ def _leaves(
 
 
 def _near(name: str, table: Mapping[str, Key], above: str) -> str:
-    """The known key most like it, else "": of the same table of the file, or with the same name in another."""
+    """The known key most like it: of the same table of the file, or with the same name in another."""
     beside = {one.removeprefix(above).partition(".")[0] for one in table if one.startswith(above)}
     near = nearest(name, sorted(beside - {"*"}))
     if near:
@@ -178,7 +163,7 @@ def _near(name: str, table: Mapping[str, Key], above: str) -> str:
 
 
 def _star(path: str, table: Mapping[str, Key]) -> str:
-    """The path ending in ".*" that covers this one; "" if there is none."""
+    """The path ending in ".*" that covers this one."""
     parts = path.split(".")
     stars = (".".join(parts[:n]) + ".*" for n in range(len(parts), 0, -1))
     return next((star for star in stars if star in table), "")
@@ -203,7 +188,7 @@ def _value(key: Key, value: object, file: str) -> object:
 
 
 def nested(keys: Sequence[Key], values: Mapping[str, object]) -> dict[str, Any]:
-    """Returns the tables of a file with these values (used key -> value), in the order of `keys`, without None."""
+    """Tables of a file with these values (used key -> value), in the order of `keys`, without None."""
     content: dict[str, Any] = {}
     for key in keys:
         if key.effect is not KeyEffect.USED or values.get(key.name) is None:

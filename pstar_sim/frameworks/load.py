@@ -1,4 +1,4 @@
-"""Loading of configurations: the ending of a file says which framework it belongs to."""
+"""The ending of a file says which framework its configuration belongs to."""
 
 from __future__ import annotations
 

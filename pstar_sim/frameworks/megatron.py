@@ -1,5 +1,5 @@
-"""Megatron-LM: writes its flags. Its distributed optimizer slices the optimizer states. Parameters and their fp32
-gradients stay whole on every GPU. A share of the states may live on the host and is updated there.
+"""Megatron-LM: writes its flags. Its distributed optimizer slices the optimizer states, a share of which may live on
+the host and is updated there. Parameters and their fp32 gradients stay whole on every GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHARE = "share"
 
 
 def write(configuration: Configuration) -> str:
-    """Returns one flag per line."""
+    """One flag per line."""
     c, detail = configuration, configuration.detail
     share = detail[_SHARE]
     flags = [
@@ -95,7 +95,7 @@ def express(plan: Plan) -> Expressed:
 
 
 def _partly(share: float, own_params: int) -> str:
-    """Returns the spec of the policy with this share (0 to 1) of the optimizer on the host.
+    """The policy with this share (0 to 1) of the optimizer on the host.
 
     own_params: of one rank, cut into enough sub-groups for the share.
     """
@@ -106,7 +106,7 @@ def _partly(share: float, own_params: int) -> str:
 
 
 def _allocations(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Allocation, ...]:
-    """Returns the host memory that one rank requests for the offloaded share: one request per parameter."""
+    """Of one rank, for the offloaded share: one request per parameter."""
     share = configuration.detail[_SHARE]
     assert isinstance(share, float | int)
     sizes = [int(share * size) for size in rank_sizes(trained(workload), ranks)]
@@ -118,8 +118,8 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Returns the bytes that the GPU holds beside the plan's lists: fp32 gradients of all parameters. Where states are
-    on the GPU, gradients of the rank's own slices are left out, because the policy counts them."""
+    """fp32 gradients of all parameters. Where states are on the GPU, the policy counts those of the rank's own
+    slices."""
     counted = 1 / ranks if configuration.base == "zero3_resident" else 0.0
     return int(4 * workload.trainable_params * (1 - counted))
 

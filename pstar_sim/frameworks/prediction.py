@@ -1,4 +1,4 @@
-"""Predictions: memory and seconds of a framework's configuration on a machine, host memory first.
+"""Predictions of memory and seconds of a framework's configuration on a machine.
 
 The seconds are those of the policy that stands for the configuration (follows.py), not of a policy of this project.
 """
@@ -68,7 +68,7 @@ class ConfigurationPrediction:
         return replace(self, configuration=replace(self.configuration, notes=(*self.configuration.notes, *notes)))
 
     def as_policy(self) -> Follows:
-        """Returns the configuration as a policy, for `compare`."""
+        """For `compare`."""
         return Follows(self.configuration, self.label)
 
     def as_fit(self) -> Fit:

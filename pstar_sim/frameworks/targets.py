@@ -16,9 +16,7 @@ __all__ = ["TARGETS", "Target", "target_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A framework.
-
-    file: kind that is written, in words.
+    """file: kind that is written, in words.
     express: also gives the parts of the plan that cannot be expressed.
     driver: framework of the catalog whose Python drives the GPUs.
     read: (content of a file, name of the file) -> configuration; None: not read.

@@ -106,7 +106,7 @@ def read(content: object, file: str) -> Configuration:
 
 
 def write(configuration: Configuration) -> str:
-    """Returns the configuration as the text of a TOML file. `read` of the text gives the configuration back."""
+    """As TOML. `read` of the text gives the configuration back."""
     c = configuration
     values: dict[str, object] = {
         "batch_per_gpu": c.batch_per_gpu,

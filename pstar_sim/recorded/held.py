@@ -1,5 +1,5 @@
-"""What a device holds at the peak of a step: bytes by kind, and by the calls that allocated them. One value for a
-snapshot and for a plan, so that any two stand beside each other."""
+"""What a device holds at the peak of a step, by kind and by the calls that allocated it; one value for a snapshot and
+for a plan."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Held:
 
 
 def held_of_timeline(timeline: Timeline, name: str, *, place: str = "gpu") -> Held:
-    """Returns the peak of a simulated or measured timeline. At equal times the last sample of a kind counts."""
+    """At equal times the last sample of a kind counts."""
     now: dict[str, int] = {}
     most, best, best_s = -1, now, 0.0
     rows = [s for s in timeline.samples if s.place == place]
@@ -85,7 +85,7 @@ def held_of_timeline(timeline: Timeline, name: str, *, place: str = "gpu") -> He
 
 
 def held_of_snapshot(snapshot: Snapshot, device: int | None = None, job: Workload | None = None) -> Held:
-    """Returns the peak of the last whole step of a device (`tide.last_step`).
+    """Of the last whole step of a device (`tide.last_step`).
 
     job: names what was allocated before the recording (recorded/kinds.py).
     """

@@ -67,7 +67,7 @@ class _Calls(NamedTuple):
 
 
 def kinds_of(history: DeviceHistory, job: Workload | None = None) -> NDArray[np.int64]:
-    """Returns for each block an index into KINDS ([Note: how a block is named])."""
+    """For each block an index into KINDS ([Note: how a block is named])."""
     blocks, events = history.blocks, history.events
     calls = [_Calls.of(stack) for stack in history.stacks]
     tags = [_tagged(tag) for tag in history.tags]
@@ -142,8 +142,7 @@ def _rounded(size: int) -> int:
 
 
 def site_words(history: DeviceHistory, row: int) -> str:
-    """Returns the call that allocated a block, in words: the innermost one outside of torch, and what of torch it
-    called."""
+    """The innermost call outside of torch that allocated a block, and what of torch it called."""
     stack = history.stacks[int(history.blocks.stack[row])]
     if not stack:
         return "before the recording" if history.blocks.born[row] < 0 else "autograd (no Python calls)"

@@ -1,10 +1,9 @@
 """Reader of pickles of plain values: None, bool, int, float, str, list, tuple, and dict with texts for keys.
 
-A pickle is a program, and Python's own reader runs what the program names. This reader has no instruction that finds a
-class, calls or imports: a file with such an instruction is refused there. What a file can cost is bounded by its size:
-each instruction makes one value at most, a list, dict or tuple takes LEAST_BYTES of the file, and the keys of dicts are
-texts, whose hashes a file cannot choose. A list that stands in many places is one object, so what a file describes may
-be far larger than the file: callers bound what they walk.
+Python's own reader runs what a pickle names. This one has no instruction that finds a class, calls or imports: a file
+with such an instruction is refused there. What a file can cost is bounded by its size: each instruction makes one value
+at most, a list, dict or tuple takes LEAST_BYTES of the file, and the keys of dicts are texts, whose hashes a file
+cannot choose. A list may stand in many places: callers bound what they walk.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class PickleFault(Exception):
 
 
 def read_plain(data: bytes) -> Any:
-    """Returns the value. Raises PickleFault, and nothing else, for any other bytes."""
+    """Raises PickleFault, and nothing else, for bytes that are none."""
     if data[:1] != bytes([_PROTO]) or not data[1:2] or data[1] > 5:
         raise PickleFault("it does not begin as a pickle of protocol 2 to 5")
     try:
@@ -51,7 +50,7 @@ def read_plain(data: bytes) -> Any:
 
 
 def _run(data: bytes) -> Any:
-    """Runs the instructions: a stack of values, the heights of its marks, and a memo of values by number."""
+    """A stack of values, the heights of its marks, and a memo of values by number."""
     at, end, made = 2, len(data), 0
     most = SOME + end // LEAST_BYTES
     stack: list[Any] = []

@@ -1,12 +1,11 @@
-"""Rates of a machine from a trace of torch's profiler (Chrome trace JSON): copies, products, launches, CPU Adam and
-collectives, as the run that was traced had them.
+"""Rates of a machine from a trace of torch's profiler (Chrome trace JSON).
 
 [Note: rates of a trace] Sizes within a factor of two are one point of a curve, each shape with the median of its
 seconds. A product is an operator with its shapes (`record_shapes=True`), and takes the seconds of its kernels, or,
 where there is no GPU, its own. A copy has its bytes; those of memory that is not pinned are apart. A kernel that was
-launched before the one in front of it had ended waits for nothing but that end, so the gap between the two, with the
-shortest kernels, is what a kernel begins and ends with. A collective also waits for the other ranks: the fastest
-quarter of each size counts. What the trace does not have stays as it is in the machine that it is applied to.
+launched before the one in front of it had ended waits for that end alone, so the gap between the two, with the shortest
+kernels, is what a kernel begins and ends with. A collective also waits for the other ranks: the fastest quarter of each
+size counts. What the trace does not have stays as it is in the machine that it is applied to.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _SENT: Mapping[str, Callable[[float, float, int], float]] = {
 
 
 class _Point(NamedTuple):
-    """Something of a size on the axis of a curve, whose amount (flops, bytes, parameters) took so many seconds."""
+    """Of a size on the axis of a curve; its amount (flops, bytes, parameters) took so many seconds."""
 
     size: float
     amount: float
@@ -157,8 +156,8 @@ def _read(path: Path) -> _Trace:
 
 
 def _curve(points: Iterable[_Point], *, fastest: bool = False) -> Curve:
-    """Returns a point per size within a factor of two. Points of one shape count with their median seconds, or with the
-    median of their fastest quarter. Sizes seen less than three times are left out where others are seen more often."""
+    """A point per size within a factor of two. Points of one shape count with their median seconds, or with the median
+    of their fastest quarter. Sizes seen less than three times are left out where others are seen more often."""
     groups: list[list[_Point]] = []
     for point in sorted(points, key=lambda point: point.size):
         if groups and point.size <= 2 * groups[-1][0].size:
@@ -191,7 +190,7 @@ def _copies(copies: Sequence[_Event], way: str) -> Iterator[_Point]:
 
 
 def _products(spans: Sequence[_Event], kernels: Sequence[_Event], *, on_gpu: bool) -> dict[str, list[_Point]]:
-    """Returns dtype -> the flops of each product."""
+    """dtype -> the flops of each product."""
     seconds: dict[object, float] = defaultdict(float)
     for kernel in kernels:
         seconds[kernel.args.get("External id")] += kernel.dur * 1e-6
@@ -228,8 +227,7 @@ def _dtype(event: _Event) -> str | None:
 
 
 def _kernel_s(spans: Sequence[_Event], kernels: Sequence[_Event]) -> float | None:
-    """Returns the gap between kernels that follow each other without a wait, and the duration of the shortest; None
-    where no kernel waited for another."""
+    """The gap between kernels that follow each other without a wait, and the duration of the shortest."""
     launched = {
         e.args.get("correlation"): e.ts + e.dur for e in spans if e.cat == "cuda_runtime" and "Launch" in e.name
     }
@@ -251,7 +249,7 @@ def _kernel_s(spans: Sequence[_Event], kernels: Sequence[_Event]) -> float | Non
 
 
 def _updates(spans: Sequence[_Event], *, on_gpu: bool) -> Iterator[_Point]:
-    """Yields the parameters of each fused Adam on the CPU: one that launched nothing."""
+    """Each fused Adam on the CPU: one that launched nothing."""
     launches = sorted(e.ts for e in spans if e.cat == "cuda_runtime") if on_gpu else []
     for event in spans:
         if event.cat != "cpu_op" or event.name not in ("aten::_fused_adamw_", "aten::_fused_adam_"):
@@ -267,7 +265,7 @@ def _updates(spans: Sequence[_Event], *, on_gpu: bool) -> Iterator[_Point]:
 
 
 def _collectives(kernels: Sequence[_Event]) -> Iterator[_Point]:
-    """Yields the bytes that a rank sends in each collective whose sizes NCCL said, by the bytes of all slices."""
+    """Bytes that a rank sends in each collective whose sizes NCCL said, by the bytes of all slices."""
     for kernel in kernels:
         args = kernel.args
         sent = _SENT.get(str(args.get("Collective name")))
@@ -282,7 +280,7 @@ def _collectives(kernels: Sequence[_Event]) -> Iterator[_Point]:
 
 
 def machine_named_by(profile: Profile, catalog: Catalog | None = None) -> str | None:
-    """Returns the first machine of the catalog whose GPU the trace names."""
+    """The first of the catalog whose GPU the trace names."""
     catalog = catalog or load_catalog()
     if profile.gpu is None:
         return None
@@ -291,7 +289,7 @@ def machine_named_by(profile: Profile, catalog: Catalog | None = None) -> str | 
 
 
 def with_profile(machine: Machine, profile: Profile, *, name: str) -> Machine:
-    """Returns the machine with the rates of a trace in place of its own."""
+    """The rates of a trace in place of its own."""
     source = f"measured in a trace of torch's profiler, {Path(profile.path).name}: {', '.join(profile.counts)}"
     gpu = _gpu(machine.gpu, profile, source, name)
     link = _link(machine.link, profile, source, name)

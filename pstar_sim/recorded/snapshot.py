@@ -4,10 +4,9 @@ blocks of each device, and the bytes allocated and reserved after each event.
 [Note: what a snapshot knows] A snapshot has the allocator's segments at the time of the dump, and its latest events.
 Events name addresses, so a block is an `alloc` until the `free_completed` of the same address; a request to free alone
 ends nothing, since another stream may still use the block. Blocks that live at the dump without an `alloc`, and frees
-without one, were allocated before the first event: the recording began later, or its ring of `max_entries` events was
-full and lost its start. An event has the bytes that were asked for; the allocator takes multiples of ROUND_BYTES, which
-is what `torch.cuda.memory_allocated` counts. What a segment holds beyond its blocks is reserved and free: more than
-anybody asked for at once where it is in pieces.
+without one, were allocated before the first event: the recording began later, or its ring of `max_entries` events lost
+its start. An event has the bytes that were asked for; the allocator takes multiples of ROUND_BYTES, which
+`torch.cuda.memory_allocated` counts. What a segment holds beyond its blocks is reserved and free.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ class DeviceHistory:
         return len(self.time_us)
 
     def live_at(self, state: int) -> NDArray[np.bool_]:
-        """Returns for each block whether it lives after `state` events."""
+        """For each block, whether it lives after `state` events."""
         return (self.blocks.born < state) & (self.blocks.died >= state)
 
     @cached_property
@@ -137,7 +136,7 @@ class DeviceHistory:
         return self.blocks.born < 0
 
     def lost_words(self) -> str | None:
-        """Says what the recording does not have; None if it has everything."""
+        """What the recording does not have."""
         count = int(self.before.sum())
         if not count:
             return None
@@ -151,15 +150,15 @@ class DeviceHistory:
         return f"the allocation of {count:,} blocks of {size} is missing: {why}"
 
     def steps(self) -> list[tuple[int, int]]:
-        """Returns (first event, event after the last) of each step that the marks bound: steps of the profiler, else
-        from one end of the optimizer's step to the next."""
+        """(first event, event after the last) of each step that the marks bound: steps of the profiler, else from one
+        end of the optimizer's step to the next."""
         profiler = [(m.start_us, m.end_us) for m in self.marks if m.name.startswith("ProfilerStep#")]
         ends = sorted(m.end_us for m in self.marks if m.name.startswith("Optimizer.step#"))
         spans = sorted(profiler) if profiler else list(itertools.pairwise(ends))
         return [(self.event_at(start), self.event_at(end)) for start, end in spans if end > start]
 
     def event_at(self, time_us: int) -> int:
-        """Returns the number of the first event at or after a time."""
+        """The first at or after a time."""
         return int(np.searchsorted(self.time_us, time_us))
 
 
@@ -175,7 +174,7 @@ class Snapshot:
     pinned_bytes: int | None = None
 
     def device(self, number: int | None = None) -> DeviceHistory:
-        """Returns the device of that number, or the one that held most. Raises TraceError for another number."""
+        """Of that number, or the one that held most. Raises TraceError for another number."""
         if number is None:
             return max(self.devices, key=lambda d: int(d.allocated_bytes.max()))
         for device in self.devices:
@@ -186,7 +185,7 @@ class Snapshot:
 
 
 def is_snapshot(path: str | Path) -> bool:
-    """Whether the file begins as a pickle of protocol 2 or newer."""
+    """As a pickle of protocol 2 or newer begins."""
     try:
         with Path(path).open("rb") as file:
             return file.read(1) == b"\x80"
@@ -272,8 +271,6 @@ def _rounded(size: int) -> int:
 
 
 class _Builder:
-    """Follows the events of one device in order."""
-
     def __init__(self, device: int, walk: _Walk) -> None:
         self.device, self.walk = device, walk
         self.time_us: list[int] = []
@@ -328,7 +325,7 @@ class _Builder:
         self.rows[row][4] = self._stack(event)
 
     def close(self, segments: Sequence[Mapping[str, Any]]) -> None:
-        """The segments at the dump: blocks that no event allocated, and what is free."""
+        """Blocks that no event allocated, and what is free."""
         seen: set[int] = set()
         for segment in segments:
             total = _whole(segment, "total_size", "a segment")
@@ -413,7 +410,7 @@ class _Builder:
 
 
 def _marks(rows: Sequence[Mapping[str, Any]], device: int) -> list[Mark]:
-    """Returns the named stretches, by their begin; one without an end is left out."""
+    """By their begin; one without an end is left out."""
     open_: dict[str, list[int]] = collections.defaultdict(list)
     found: list[Mark] = []
     for row in rows:

@@ -30,8 +30,8 @@ Ints = NDArray[np.int64]
 
 
 def last_step(history: DeviceHistory) -> tuple[int, int]:
-    """Returns (first event, event after the last) of the last whole step that marks bound; of the whole recording
-    without marks, or where an error ended it in a later step."""
+    """(first event, event after the last) of the last whole step that marks bound; of the whole recording without
+    marks, or where an error ended it in a later step."""
     steps = history.steps()
     if not steps or (history.out_of_memory and history.out_of_memory[-1].event >= steps[-1][1]):
         return 0, history.events
@@ -41,8 +41,8 @@ def last_step(history: DeviceHistory) -> tuple[int, int]:
 def tide_of(
     history: DeviceHistory, kinds: NDArray[np.int64], job: Workload | None = None, *, label: str = ""
 ) -> Timeline:
-    """Returns the bytes of the last step by kind, with a span per moment where the run has marked the moments. Raises
-    TraceError for a device without events."""
+    """Bytes of the last step by kind, with a span per moment where the run has marked the moments. Raises TraceError
+    for a device without events."""
     if not history.events:
         raise TraceError(
             f"device {history.device} has no events, so there is no tide; record them with "
@@ -76,7 +76,7 @@ def tide_of(
 
 
 def _by_kind(history: DeviceHistory, kinds: NDArray[np.int64]) -> Ints:
-    """Returns the bytes of each kind before the first event and after each."""
+    """Before the first event and after each."""
     blocks = history.blocks
     change = np.zeros((len(KINDS), history.events + 1), np.int64)
     np.add.at(change, (kinds, np.maximum(blocks.born + 1, 0)), blocks.size_bytes)
@@ -86,7 +86,7 @@ def _by_kind(history: DeviceHistory, kinds: NDArray[np.int64]) -> Ints:
 
 
 def _highest(total: Ints) -> Ints:
-    """Returns all instants, or the highest of each of MOST_INSTANTS stretches."""
+    """All instants, or the highest of each of MOST_INSTANTS stretches."""
     if len(total) <= MOST_INSTANTS:
         return np.arange(len(total))
     edges = np.linspace(0, len(total), MOST_INSTANTS + 1).astype(np.int64)
@@ -94,8 +94,8 @@ def _highest(total: Ints) -> Ints:
 
 
 def moment_events(history: DeviceHistory, job: Workload) -> list[int]:
-    """Returns for each moment of a job the event from which on it is open, in the last step that has all marks; [] if
-    the run did not mark them ([Note: moments of a snapshot])."""
+    """For each moment of a job the event from which on it is open, in the last step that has all marks; [] if the run
+    did not mark them ([Note: moments of a snapshot])."""
     names = [moment.name for moment in job.moments]
     known = set(names)
     marks = [mark for mark in history.marks if mark.name in known]
@@ -120,8 +120,7 @@ def _spans(history: DeviceHistory, opened: Sequence[int], first: int, end: int) 
 
 
 def with_tide(job: Workload, history: DeviceHistory, kinds: NDArray[np.int64]) -> Workload:
-    """Returns the job with the non-model bytes of the snapshot in place of its own. Raises TraceError where the run did
-    not mark the moments of the job."""
+    """With the non-model bytes of the snapshot. Raises TraceError where the run did not mark the moments of the job."""
     opened = moment_events(history, job)
     if not opened:
         raise TraceError(

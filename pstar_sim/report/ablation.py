@@ -54,7 +54,7 @@ def without_cells(line: Line) -> tuple[str, ...]:
 
 
 def ablation_text(ablation: Ablation, *, width: int | None = None) -> str:
-    """Returns everything that `pstar ablate` prints."""
+    """All that `pstar ablate` prints."""
     width = terminal_width() if width is None else width
     ladder = f"from {ablation.lines[0].policy} to {ablation.policy}, one change at a time"
     lines = [*wrap(heading(ablation), width), ""]

@@ -1,6 +1,6 @@
 """Curves: a timeline's byte samples as arrays over time or over moments, for pictures and tables.
 
-Pure numbers, no matplotlib. Bytes in int64, seconds relative to the start of the steady iteration.
+Bytes in int64, seconds relative to the start of the steady iteration.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """Bytes of each category at one place, constant between changes: values[c][i] holds in [edges[i], edges[i + 1]).
+    """Bytes of each category at one place: values[c][i] holds in [edges[i], edges[i + 1]).
 
     edges: n + 1 positions (seconds, or moment numbers), ascending.
     values: category -> n bytes.
@@ -63,7 +63,7 @@ class Curves:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseBand:
-    """A stretch of the iteration in one phase, [start, end) in the unit of the x axis."""
+    """[start, end) in the unit of the x axis."""
 
     name: str
     start: float
@@ -71,8 +71,8 @@ class PhaseBand:
 
 
 def steady_start_s(timeline: Timeline) -> float:
-    """Returns the time on the clock of the spans: the end of the compute queue's work in the iteration before. A
-    timeline of one iteration begins with its first moment.
+    """On the clock of the spans: the end of the compute queue's work in the iteration before. A timeline of one
+    iteration begins with its first moment.
 
     Raises PstarError for a timeline without compute spans.
     """
@@ -88,7 +88,7 @@ def steady_start_s(timeline: Timeline) -> float:
 
 
 def moment_windows(timeline: Timeline) -> tuple[IntArray, FloatArray, FloatArray]:
-    """Returns (indices, start_s, end_s) of the steady iteration, in order; seconds relative to its start.
+    """(indices, start_s, end_s) of the steady iteration, in order, relative to its start.
 
     Raises PstarError for a timeline without compute spans.
     """
@@ -104,10 +104,8 @@ def moment_windows(timeline: Timeline) -> tuple[IntArray, FloatArray, FloatArray
 
 
 def byte_curves(timeline: Timeline, *, x: str = "time", place: str = "gpu") -> Curves:
-    """Returns the curve of every category's bytes.
-
-    x: "time": all changes, in seconds. "moment": one value per moment, that of the instant with the largest total until
-        the next moment.
+    """x: "time": all changes, in seconds. "moment": one value per moment, that of the instant with the largest total
+        until the next moment.
 
     Raises PstarError for another x and for a timeline without samples of `place`.
     """
@@ -147,8 +145,8 @@ def axis_unit(top_bytes: float) -> tuple[int, str]:
 
 
 def phase_bands(timeline: Timeline, *, x: str = "time") -> tuple[PhaseBand, ...]:
-    """Returns FWD, BWD (with recomputation) and ADAM as stretches of the x axis. Empty if phases are not known. By
-    time, a stretch in which no phase computes and updates run, on the GPU or on the host, is ADAM as well."""
+    """FWD, BWD (with recomputation) and ADAM. Empty if phases are not known. By time, a stretch in which no phase
+    computes and updates run is ADAM as well."""
     if not timeline.phases:
         return ()
     moments, start_s, end_s = moment_windows(timeline)
@@ -166,7 +164,7 @@ def phase_bands(timeline: Timeline, *, x: str = "time") -> tuple[PhaseBand, ...]
 
 
 def _with_updates(timeline: Timeline, bands: Sequence[PhaseBand]) -> Iterator[PhaseBand]:
-    """And in the gaps before, between and after the bands the stretches from the first update to the last."""
+    """And in the gaps around the bands the stretches from the first update to the last."""
     origin = steady_start_s(timeline)
     updates = [(s.start_s - origin, s.end_s - origin) for s in timeline.spans if s.kind in UPDATES]
     at_s = 0.0

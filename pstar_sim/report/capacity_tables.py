@@ -47,7 +47,7 @@ _DATA_PARALLEL = (
 
 
 def _named(machine: Machine) -> str:
-    """Returns the machine's name, with the memory sizes that are not those of the catalog's machine of this name."""
+    """With the memory sizes that are not those of the catalog's machine of this name."""
     listed = as_listed(machine)
     if listed is None:
         return machine.name
@@ -69,10 +69,7 @@ def _kernels(kernels: str) -> str:
 
 
 def fits_text(answer: Fits, *, width: int | None = None, why: bool = False) -> str:
-    """Yes or no, why, and the smallest change that would make the job fit; then a line per policy.
-
-    why: also what takes the room on the host, and a paragraph for each policy that does not fit.
-    """
+    """why: also what takes the room on the host, and a paragraph for each policy that does not fit."""
     width = terminal_width() if width is None else width
     lines = [*_folded((*_verdict(answer), "", *_asked(answer)), width), ""]
     columns = ["policy", "fits", "GPU needs", "GPU left", "host needs", "host left", "iteration"]
@@ -162,7 +159,7 @@ def _yes(answer: Fits) -> list[str]:
 
 
 def shown_on_card(row: Fit) -> list[str]:
-    """Returns a sentence on what nvidia-smi will show; none where the answer has no need of a card."""
+    """On what nvidia-smi will show; none where the answer has no need of a card."""
     if row.gpu_shown_bytes is None or not row.gpu_reserve_bytes:
         return []
     shown, beside = format_size(row.gpu_shown_bytes), format_size(row.gpu_reserve_bytes)
@@ -213,7 +210,7 @@ def _named_change(change: SmallestChange, answer: Fits) -> str:
 
 
 def _lack(row: Fit, machine: Machine, loading: Loading) -> str:
-    """Names the bytes needed of the place that is short, the bytes that can be used, and the difference."""
+    """Bytes needed of the place that is short, those that can be used, and the difference."""
     needed = {"gpu": row.gpu_needed_bytes, "host": row.host_needed_bytes}.get(row.short_of or "")
     if needed is None:
         return f"lacks {format_bytes(row.short_bytes or 0)} on {row.short_of}"
@@ -260,7 +257,7 @@ def _fit_cells(row: Fit, *, why: bool) -> tuple[str, ...]:
 
 
 def limits_text(answer: Limits, *, width: int | None = None) -> str:
-    """One line per policy, with published limits where there are any, and the bytes that the next size lacks."""
+    """One line per policy."""
     width = terminal_width() if width is None else width
     m = answer.machine
     each = "" if m.world_size == 1 else f" for each of {m.world_size} GPUs"
@@ -421,8 +418,7 @@ def sensitivity_text(answer: Sensitivity, *, width: int | None = None) -> str:
 
 
 def _kept_text(row: PartEffect, now: PartEffect) -> str:
-    """Why the shown time is that of the present plan: a plan made for the better part would be slower. Empty
-    otherwise."""
+    """A plan made for the better part would be slower than the present plan, whose time is shown."""
     from pstar_sim.planner.sensitivity import PLANNED, REPLAYED
 
     if row.how == PLANNED or now.iteration_s is None:

@@ -1,10 +1,9 @@
 """The catalog as pages: every figure of every entry, and whether it is measured, fitted, from a datasheet or assumed.
 
-[Note: how a figure is known] A figure in an entry's `calibrated` table was measured, and so is a card's memory, which
-its driver reports. Other sizes, peaks and line rates come from a datasheet. Shares of peaks that a machine reaches,
-latencies and reserved memory are assumed, and so is every figure of an entry whose source calls it an estimate or a
-placeholder. Figures fitted to published runs are in files of their own (efficiency.toml, frameworks.toml,
-generations.toml), which say how each figure is known.
+[Note: how a figure is known] A figure in an entry's `calibrated` table was measured, as is a card's memory. Other
+sizes, peaks and line rates come from a datasheet. Shares of peaks, latencies and reserved memory are assumed, and so is
+every figure of an entry whose source calls it an estimate or a placeholder. Figures fitted to published runs are in
+files of their own (efficiency.toml, frameworks.toml, generations.toml), which say how each is known.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _GUESSED = ("an estimate", "placeholder", "from memory")
 
 
 def catalog_page(table: str) -> str:
-    """Returns a table of the catalog in Markdown: a row per figure with its value, how it is known, and its source.
+    """In Markdown: a row per figure with its value, how it is known, and its source.
 
     table: one of PAGES.
 
@@ -45,8 +44,7 @@ def catalog_page(table: str) -> str:
 
 
 def known_figures(table: str) -> dict[str, list[tuple[str, str, str, str]]]:
-    """Returns the figures of each entry of a table: (figure, its value, how it is known, its source). How a figure is
-    known is one of `machine.KNOWN`, by [Note: how a figure is known]."""
+    """Entry -> (figure, its value, how it is known, its source). How a figure is known is one of `machine.KNOWN`."""
     if table == "generations":
         return {
             name: [

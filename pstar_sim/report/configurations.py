@@ -1,4 +1,4 @@
-"""Text and table of predictions for configurations of other frameworks, host memory first."""
+"""Predictions for configurations of other frameworks, host memory first."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _HEADS = (
 
 
 def predictions_text(predictions: Sequence[ConfigurationPrediction], *, width: int | None = None) -> str:
-    """A table, and for each configuration the parts of its host memory, why it does not fit, the policy that stands for
-    it, and the settings that are not modelled."""
+    """A table, and for each configuration the parts of its host memory, why it does not fit, its policy, and the
+    settings that are not modelled."""
     width = terminal_width() if width is None else width
     lines = [table_text(_HEADS, [_cells(p) for p in predictions], width=width).rstrip()]
     for p in predictions:

@@ -1,7 +1,7 @@
 """The reference page of each file format, made from the types by which its files are read.
 
-The field of a type defines the values, the meaning and the default of a key. The unit follows from the key's name. A
-page of the documentation that says `<!-- format: NAME -->` gets `format_page(NAME)` there.
+The unit of a key follows from its name. A page of the documentation that says `<!-- format: NAME -->` gets
+`format_page(NAME)` there.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ _UNITS = (
 
 @dataclass(frozen=True)
 class Format:
-    """One kind of file.
-
-    what: its purpose, in one or two sentences.
+    """what: its purpose, in one or two sentences.
     version: that this package writes, and the newest that it reads.
     tables: heading -> type of the keys below it.
     more: Markdown behind the tables.
@@ -126,8 +124,7 @@ FORMATS = ("machine", "prices", "grid", "options", "plan", "timeline", "run", "t
 
 
 def format_page(name: str) -> str:
-    """Returns the reference of a format in Markdown: its purpose, its version, and a table of keys for each of its
-    tables.
+    """In Markdown: purpose, version, and a table of keys for each of its tables.
 
     Raises KeyError for a name that is not in FORMATS.
     """
@@ -141,7 +138,7 @@ def format_page(name: str) -> str:
 
 
 def _tables(title: str, table: type[Struct], shown: set[type[Struct]]) -> Iterator[tuple[str, type[Struct]]]:
-    """Yields the table and those below it, each once, with titles."""
+    """The table and those below it, each once, with titles."""
     if table in shown:
         return
     shown.add(table)
@@ -209,8 +206,8 @@ def _defaults(cls: Any) -> dict[str, object]:
 
 
 def _said(cls: Any) -> dict[str, str]:
-    """Describes the fields of a dataclass: from lines "name: text" or "name, other: text" of its docstring, with the
-    indented lines below them; else the meaning of the figure in a machine file."""
+    """Meaning of each field of a dataclass: from lines "name: text" or "name, other: text" of its docstring, with the
+    indented lines below them; else that of the figure in a machine file."""
     known = {f.name for f in dataclasses.fields(cls)} if cls is not None else set()
     found = {} if cls is None else {figure.attribute: figure.says for figure in figures_of(cls)}
     names: list[str] = []

@@ -1,5 +1,5 @@
 """HTML of results for notebooks, behind `_repr_html_`: tables and small pictures without scripts, in the colours of the
-notebook's own theme. A picture is an SVG inside the HTML, stacked as in the tide picture."""
+notebook's own theme."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def workload_html(workload: Workload) -> str:
 
 
 def plan_html(plan: Plan) -> str:
-    """Returns the job of a plan, its chunks and steps, and its bytes in each place between two iterations, as HTML."""
+    """Job, chunks, steps, and bytes in each place between two iterations."""
     w = plan.workload
     modes = [f"{plan.modes.count(mode)} {mode}" for mode in MODES if mode in plan.modes]
     rows = [
@@ -106,7 +106,7 @@ def comparison_html(comparison: Comparison) -> str:
 
 
 def planned_html(planned: Planned) -> str:
-    """The line of the table, the number of steps by kind, and the picture of the bytes on the GPU."""
+    """The line of the table, the number of steps by kind, and the bytes on the GPU."""
     steps = f"<p><small>{escape(_kinds(planned.plan))}</small></p>"
     return f"{_table(HEADS, [cells(planned.row)])}{steps}{_tide(planned.timeline)}"
 
@@ -131,7 +131,7 @@ def _kinds(plan: Plan) -> str:
 
 
 def _tide(timeline: Timeline) -> str:
-    """GPU memory over the iteration; "" for a timeline without samples."""
+    """GPU memory over the iteration; "" without samples."""
     try:
         curves = byte_curves(timeline)
     except PstarError:  # a timeline may have no samples; its table needs none
@@ -143,7 +143,7 @@ def _tide(timeline: Timeline) -> str:
 def _stacked(
     edges: np.ndarray, values: Mapping[str, np.ndarray], top: float, says: str, *, hanging: str | None = None
 ) -> str:
-    """Returns an SVG with its legend. Areas of `hanging` start from the top.
+    """An SVG with its legend. Areas of `hanging` start from the top.
 
     edges: n + 1 positions.
     values: category -> n bytes.

@@ -1,5 +1,4 @@
-"""Legends and titles. Pictures of one kind that share a figure share a legend, beside the axes that were drawn last. A
-title is no wider than its axes."""
+"""Legends and titles. Pictures of one kind that share a figure share a legend."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ Handles = dict[str, Any]
 
 
 def size_points(ax: Axes) -> tuple[float, float]:
-    """Returns width and height of the axes in points, as far as they are known before the layout."""
+    """Width and height of the axes, as far as known before the layout."""
     figure = ax.get_figure(root=True)
     assert figure is not None
     box = ax.get_position()
@@ -28,7 +27,7 @@ def size_points(ax: Axes) -> tuple[float, float]:
 
 
 def broken(title: str, ax: Axes) -> str:
-    """Returns the title in lines that are no wider than the axes; a name of a policy may break behind its parts."""
+    """Lines no wider than the axes; a policy's name may break behind its parts."""
     letters = max(20, int(size_points(ax)[0] / TITLE_POINTS))
     lines = [""]
     for part in re.split(r"(?<=[ ,:])", title):
@@ -39,20 +38,19 @@ def broken(title: str, ax: Axes) -> str:
 
 
 def ink(ax: Axes) -> Any:
-    """Returns the colour of words and lines on the axes: light in a dark style."""
+    """Of words and lines on the axes: light in a dark style."""
     return ax.xaxis.label.get_color()
 
 
 def dark(ax: Axes) -> bool:
-    """Whether words are light. Paper may be transparent, words are not."""
+    """Paper may be transparent, words are not."""
     from matplotlib.colors import to_rgb
 
     return min(to_rgb(ink(ax))) > 0.5
 
 
 def shared_legend(ax: Axes, handles: Mapping[str, Any], kind: str, in_order: Callable[[Handles], list[str]]) -> None:
-    """Draws the legend right of its axes. The legend of an earlier picture of this kind in the figure is merged into
-    it.
+    """Right of the axes, merged with that of an earlier picture of this kind.
 
     in_order: orders the names.
     """

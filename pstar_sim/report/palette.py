@@ -1,5 +1,5 @@
 """Colours of every picture and page: Okabe and Ito's palette and neighbours of it, which stay distinct under every
-common colour blindness, and the names of queues beside them. The pictures say which data each colour stands for."""
+common colour blindness, and the names of queues."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ SPARE = (VERMILION, YELLOW, "#AA66FF", WINE, "#F5A6C9", "#AAEE88", "#220088", "#
 
 
 def policy_colours(policies: Iterable[str]) -> list[str]:
-    """Returns the colours of the policies of one picture, which differ for up to eight policies without a colour of
-    their own. A policy with options has the colour of its name if no other policy of the picture has it."""
+    """Of one picture; up to eight policies without a colour of their own differ. A policy with options has its name's
+    colour if no other policy of the picture has it."""
     names = list(policies)
     taken = {POLICIES[name] for name in names if name in POLICIES}
     spare = cycle(SPARE)

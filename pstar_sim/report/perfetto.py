@@ -1,9 +1,8 @@
-"""Chrome trace JSON of timelines, for ui.perfetto.dev: one lane per queue, counters of memory, flows from fetch to use.
+"""Chrome trace JSON of timelines, for ui.perfetto.dev.
 
 The format is the JSON that Perfetto documents under "other formats": complete events (ph X), counters (C), metadata (M)
-and flows (s, f); times in microseconds. The trace has all iterations of a timeline; counters cover the steady
-iteration. Several timelines (a prediction and a run) are groups of lanes below each other, whose steady iterations
-begin together.
+and flows (s, f); times in microseconds. Counters cover the steady iteration. Several timelines are groups of lanes,
+whose steady iterations begin together.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ _LANES = {
 
 
 def to_perfetto(timelines: Timeline | Sequence[Timeline], plan: Plan | None = None) -> dict[str, Any]:
-    """Returns the trace as an object ready for `json.dump`. Raises PstarError where one of several timelines has no
-    compute spans.
+    """Ready for `json.dump`. Raises PstarError where one of several timelines has no compute spans.
 
     plan: gives moments, lists and parts of chunks their names.
     """
@@ -93,7 +91,7 @@ def _about(timeline: Timeline) -> Mapping[str, Any]:
 
 
 def _counters(timeline: Timeline, pid: int, shift_s: float) -> list[dict[str, Any]]:
-    """Returns one counter event for every change of a place, drawn stacked in chrome://tracing."""
+    """One event for every change of a place, drawn stacked in chrome://tracing."""
     origin = steady_start_s(timeline) + shift_s
     events: list[dict[str, Any]] = []
     for place in sorted({s.place for s in timeline.samples}):

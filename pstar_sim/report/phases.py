@@ -37,7 +37,7 @@ def phases_text(rows: Sequence[Fit], host: Host, *, width: int | None = None) ->
 
 
 def short_phases(row: Fit, host: Host) -> Iterator[str]:
-    """Yields a sentence for saving and for resuming if the host has no room for it."""
+    """For saving and for resuming if the host has no room."""
     for phase in row.phases[2:]:
         if _lacks(phase, host):
             need = f"{format_size(phase.host_bytes)} of host memory of a node, of {format_size(host.budget_bytes)}"

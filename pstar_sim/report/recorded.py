@@ -26,7 +26,6 @@ _NAMES = {**CATEGORY_NAMES, UNKNOWN: "unknown"}
 
 
 def planned(plan: Plan, timeline: Timeline, name: str) -> Held:
-    """Returns the peak of a plan's simulated timeline."""
     held = held_of_timeline(timeline, name)
     moments, start_s, _ = moment_windows(timeline)
     begun = int(moments[max(0, int(np.searchsorted(start_s, held.at_s or 0.0, side="right")) - 1)])
@@ -36,7 +35,7 @@ def planned(plan: Plan, timeline: Timeline, name: str) -> Held:
 
 
 def held_text(held: Held, *, width: int) -> str:
-    """Returns the peak by kind, with the largest calls of each kind, and the words below it."""
+    """By kind, with the largest calls of each."""
     rows: list[tuple[str, str, str]] = []
     for kind in KINDS:
         if size := held.kinds.get(kind):
@@ -50,7 +49,7 @@ def held_text(held: Held, *, width: int) -> str:
 
 
 def notes_of(held: Held) -> Iterator[str]:
-    """Yields sentences below a table: fragmentation, refusals, what the recording lacks."""
+    """Below a table: fragmentation, refusals, what the recording lacks."""
     if held.reserved_bytes is not None and held.reserved_bytes > held.bytes:
         free = held.reserved_bytes - held.bytes
         yield (
@@ -87,7 +86,7 @@ def _of(sites: Sequence[Site], kind: str) -> list[Site]:
 
 
 def beside_text(first: Held, second: Held, *, width: int) -> str:
-    """Returns both peaks by kind, and below a difference the calls in which it lies."""
+    """By kind, and below a difference the calls in which it lies."""
     floor = LEAST_SHARE * max(first.bytes, second.bytes)
     rows: list[tuple[str, str, str, str]] = []
     for kind in KINDS:
@@ -113,8 +112,7 @@ def _row(name: str, one: int | None, two: int | None) -> tuple[str, str, str, st
 
 
 def _calls(first: Held, second: Held, kind: str) -> list[tuple[str, int | None, int | None]]:
-    """Returns (call, bytes of the first, of the second), the largest difference first; None for a plan, which has no
-    calls."""
+    """(call, bytes of the first, of the second), the largest difference first; None for a plan, which has no calls."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for which, held in enumerate((first, second)):
         for site in _of(held.sites, kind):
@@ -124,8 +122,8 @@ def _calls(first: Held, second: Held, kind: str) -> list[tuple[str, int | None, 
 
 
 def run_figures(predicted: Timeline, measured: Timeline) -> list[Figure]:
-    """Returns what a run of a plan took beside its prediction: seconds, work of queues, waits by cause, bytes moved and
-    held. A figure that only one of them has is 0 in the other."""
+    """Seconds, work of queues, waits by cause, bytes moved and held. A figure that only one of them has is 0 in the
+    other."""
     columns: list[dict[str, float]] = []
     for timeline, other in ((predicted, measured), (measured, predicted)):
         row: dict[str, float] = {"iteration_s": timeline.iteration_s}

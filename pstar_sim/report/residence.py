@@ -1,7 +1,6 @@
-"""Residence: the data of each chunk on the GPU at every instant of the steady iteration, for the residency map.
+"""Residence: the data of each chunk on the GPU at every instant of the steady iteration.
 
-The policies' ledger books the steps of a timeline in the order in which they began and ended, from the start of the
-iteration on.
+The policies' ledger books a timeline's steps in the order in which they began and ended.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Residence:
-    """The data of chunks on the GPU, in bins of time of equal length.
+    """In bins of time of equal length.
 
     edges_s: n + 1, from the start of the steady iteration.
     first_chunks: of each row of `contents`; a row ends before the next.
-    contents: rows x n indices into CONTENTS, with n bins: the kind of most of the bytes that the row has on the GPU. A
-        chunk counts in a bin as what it was for the longest time.
+    contents: rows x n indices into CONTENTS: the kind of most of the bytes that the row has on the GPU. A chunk counts
+        in a bin as what it was for the longest time.
     """
 
     edges_s: NDArray[np.float64]
@@ -75,8 +74,7 @@ def residence(plan: Plan, timeline: Timeline, *, bins: int = 240) -> Residence:
 
 
 def _spells(plan: Plan, timeline: Timeline) -> dict[int, list[tuple[float, float, int]]]:
-    """Returns chunk -> (begin, end, index into CONTENTS) from the first iteration on, in seconds from the start of the
-    steady iteration."""
+    """Chunk -> (begin, end, index into CONTENTS), in seconds from the start of the steady iteration."""
     book = _Book(plan)
     known = {step.id: step for step in plan.steps}
     check_of_plan(plan, timeline)
@@ -102,7 +100,6 @@ def _spells(plan: Plan, timeline: Timeline) -> dict[int, list[tuple[float, float
 
 
 def check_of_plan(plan: Plan, timeline: Timeline) -> None:
-    """Raise PstarError for a timeline with steps that are not in the plan."""
     known = {step.id: step for step in plan.steps}
     for span in timeline.spans:
         step = known.get(span.step)
@@ -115,8 +112,6 @@ def check_of_plan(plan: Plan, timeline: Timeline) -> None:
 
 
 class _Book:
-    """The data of each chunk on the GPU, while the steps of a plan begin and end."""
-
     def __init__(self, plan: Plan) -> None:
         self._held = Holdings(plan.layout, plan.initial)
         self._lists = [(name, _OF_CATEGORY[category_of(name)]) for name in _lists_on_gpu(plan)]

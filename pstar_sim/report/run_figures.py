@@ -1,4 +1,4 @@
-"""Measured and predicted figures of a run side by side: the figures, their table, and the JSON of both."""
+"""Measured and predicted figures of a run side by side, their table, and the JSON of both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORMS: Mapping[str, Callable[[float], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A quantity, predicted and measured, in its base unit ("B", "s" or "/s")."""
+    """In its base unit ("B", "s" or "/s")."""
 
     name: str
     unit: str
@@ -39,8 +39,8 @@ class Figure:
         return self.name, form(self.predicted), form(self.measured), self._difference(form)
 
     def _difference(self, form: Callable[[float], str]) -> str:
-        """Returns the difference in percent, or in the figure's unit where the measured figure is more than twice the
-        predicted: beside a small floor, or none, percentages say nothing."""
+        """In percent, or in the figure's unit where the measured is more than twice the predicted: beside a small floor
+        percentages say nothing."""
         if self.predicted == self.measured:
             return "equal"
         if self.difference > 1:
@@ -49,7 +49,7 @@ class Figure:
 
 
 def figures(predicted: Mapping[str, float], measured: Mapping[str, float]) -> list[Figure]:
-    """Returns the figures of the keys that both have, in order. A key ends in "_s" (seconds) or "_bytes"."""
+    """Of the keys that both have, in order. A key ends in "_s" (seconds) or "_bytes"."""
     rows = []
     for key, value in predicted.items():
         if key in measured:
@@ -63,9 +63,9 @@ def figures_text(rows: Sequence[Figure], *, width: int) -> str:
 
 
 def losses_text(columns: Mapping[str, Sequence[float]], *, width: int, first: int = 0, most: int | None = None) -> str:
-    """Returns losses per step, one column per run, and in each row the largest relative difference to the first column.
+    """One column per run, and in each row the largest relative difference to the first.
 
-    most: rows; if there are more steps, the first and the last are shown.
+    most: rows; of more steps, the first and the last are shown.
     """
     heads = ["step", *columns, *(["relative difference"] if len(columns) > 1 else [])]
     rows = list(enumerate(zip(*columns.values()), start=first))

@@ -1,12 +1,8 @@
 """The schedule picture: the work of every queue at every instant of an iteration.
 
-[Note: reading a schedule picture] The picture has a row per queue and a bar per step, with the number of its chunk
-where there is room. With its plan, a bar that is a part of a step also says which, 3 (2/8) for chunk 3. Bars of compute
-are moments with their numbers, in the grey of their phase. A gap is time in which the queue waits. The picture shows
-the steady iteration: steps still running from the iteration before are at the left edge, and steps that run on into the
-next iteration are cut off at the right edge.
-
-Draws on the axes it is given, opens no window, calls no `show`.
+[Note: reading a schedule picture] The picture has a row per queue and a bar per step, with the number of its chunk, or
+with its plan of a part: 3 (2/8). Bars of compute are moments with their numbers, in the grey of their phase. A gap is
+time in which the queue waits. Steps of the steady iteration that run on into the next are cut off at the right edge.
 """
 
 from __future__ import annotations
@@ -78,8 +74,7 @@ def _draw_bars(
     rows: list[Queue],
     parts: Mapping[int, Part],
 ) -> tuple[dict[str, Any], set[str]]:
-    """A bar per span, in the row of its queue. Returns one bar per name, and what the numbers on the bars are, both for
-    the legend.
+    """Returns one bar per name, and what the numbers on the bars are, both for the legend.
 
     parts: id of a step -> its part.
     """
@@ -113,7 +108,7 @@ def _in_order(handles: Handles) -> list[str]:
 
 
 def _steady_spans(timeline: Timeline) -> list[tuple[Span, float, float]]:
-    """Returns the spans that take time, each with start and end in the iteration."""
+    """With start and end in the iteration."""
     origin = steady_start_s(timeline)
     found = []
     for span in timeline.spans:

@@ -29,8 +29,7 @@ HEADS = (
 
 
 def stages_text(comparison: StagesComparison, *, width: int | None = None) -> str:
-    """The table of a comparison, the reasons of what does not fit, and what was left out. Peaks of stages that differ
-    are the smallest and the largest."""
+    """Peaks of stages that differ are the smallest and the largest."""
     width = terminal_width() if width is None else width
     fitting = [row for row in comparison.rows if row.fits]
     machine, job = comparison.machine, comparison.job
@@ -85,8 +84,8 @@ def _span(sizes: Sequence[int]) -> str:
 
 
 def stages_figure(plans: PlanSet, timelines: Sequence[Timeline], *, width: float = 12.0) -> Figure:
-    """Draws the queues of every stage over one iteration, the first stage above. Bars of compute are cells: the forward
-    or the backward pass of a micro-batch, with its number. What lasts less than a pixel is left out.
+    """The queues of every stage over one iteration, the first above. Bars of compute are cells: the forward or the
+    backward pass of a micro-batch, with its number. What lasts less than a pixel is left out.
 
     width: in inches.
     """
@@ -131,9 +130,9 @@ def _rows_of(timeline: Timeline) -> list[Any]:
 def _bars(
     moments: Sequence[Any], timeline: Timeline, queue: Any, origin: float
 ) -> list[tuple[float, float, str, str, str]]:
-    """Returns (begin, end, name, colour, number) of the bars of one queue; moments of one cell without a gap are one.
+    """(begin, end, name, colour, number) of the bars of one queue; moments of one cell without a gap are one.
 
-    origin: where the iteration begins, in seconds of the simulation.
+    origin: where the iteration begins.
     """
     gap_s = timeline.iteration_s / 4000
     bars: list[tuple[float, float, str, str, str]] = []

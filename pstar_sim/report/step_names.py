@@ -1,5 +1,4 @@
-"""Names of chunks and steps in pictures: the layers of a chunk, and the chunk that a step handles. A timeline knows the
-chunk; the plan also knows layers, list and part, without which the copies of one chunk would all have one name."""
+"""Names of chunks and steps in pictures. Only the plan knows a step's layers, list and part."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ _USUAL = (None, "param", "grad")
 
 
 def chunk_words(plan: Plan | None) -> Mapping[int, str]:
-    """Returns id of a step -> "chunk 3 (h.1.mlp)", "chunk 3 (h.1.mlp), momentum" or "chunk 3 (h.1.mlp), part 2 of 8".
-    The kind of the step tells parameters and gradients apart. Empty without a plan."""
+    """Id of a step -> "chunk 3 (h.1.mlp)", "chunk 3 (h.1.mlp), momentum" or "chunk 3 (h.1.mlp), part 2 of 8". Empty
+    without a plan."""
     if plan is None:
         return {}
     layers = layer_names(plan)
@@ -29,8 +28,8 @@ def chunk_words(plan: Plan | None) -> Mapping[int, str]:
 
 
 def layer_names(plan: Plan) -> tuple[str, ...]:
-    """Returns for each chunk the module that holds all its parameters, "h.0 to h.1" for neighbouring blocks, or the
-    number of its small tensors."""
+    """The module that holds all of a chunk's parameters, "h.0 to h.1" for neighbouring blocks, or the number of its
+    small tensors."""
     names = []
     for chunk in plan.layout.chunks:
         tensors = [plan.workload.tensors[slot.tensor].name for slot in chunk.slots]
@@ -46,11 +45,11 @@ def layer_names(plan: Plan) -> tuple[str, ...]:
 
 
 def block_name(layer: str) -> str:
-    """Returns the block of a layer, with the last two parts of its name: "layers.3"."""
+    """The last two parts of its name: "layers.3"."""
     return ".".join(_block(layer.partition(" to ")[0].split("."))[-2:])
 
 
 def _block(module: list[str]) -> list[str]:
-    """Returns the parts of the module's name up to the last number."""
+    """Up to the last number."""
     numbers = [n for n, part in enumerate(module) if part.isdigit()]
     return module[: numbers[-1] + 1] if numbers else module

@@ -1,7 +1,6 @@
 """Pictures of capacity questions: the largest model by machine, time along one axis of a sweep, and maps of two axes.
 
-Each function draws on the axes it is given (or on new axes), opens no window, calls no `show`. Frames are those of
-`Sweep.to_frame()`.
+Frames are those of `Sweep.to_frame()`.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
 
 
 def _with_memory(limits: Limits) -> str:
-    """Memory is that of a GPU: machines of equal GPUs may differ in host memory."""
+    """Machines of equal GPUs may differ in host memory."""
     m = limits.machine
     each = "" if m.data_parallel_size == 1 else " per GPU"
     return f"{m.name}\n{m.gpu_budget_bytes / GB:.0f} GB of GPU and\n{m.host_budget_bytes / GB:.0f} GB of RAM{each}"
@@ -71,10 +70,7 @@ def _with_memory(limits: Limits) -> str:
 def _bar(
     ax: Any, y: float, row: Limit, thick: float, widest: float, colour: str, *, machine: str, legend: bool
 ) -> None:
-    """Draw one policy on one machine, with billions of parameters beside the bar.
-
-    widest: length of the longest.
-    """
+    """widest: length of the longest bar."""
     billions = (row.params or 0) / 1e9
     label = row.policy if legend else None
     ax.barh(y, billions, thick * 0.92, color=colour, label=label, gid=f"{machine} {row.policy}")
@@ -155,7 +151,7 @@ def plot_map(
 
 
 def _table(frame: pandas.DataFrame, x: str, y: str, value: str) -> pandas.DataFrame:
-    """Returns the column `value` of the frame as a table, rows by `y`, columns by `x`, in the order of the sweep."""
+    """Rows by `y`, columns by `x`, in the order of the sweep."""
     frame = _over(frame, [x, y])
     if frame["policy"].nunique() != 1:
         raise PstarError(f"a map shows one policy, not {', '.join(frame['policy'].unique())}; choose one")
@@ -207,7 +203,7 @@ def _label(ax: Axes, table: pandas.DataFrame, x: str, y: str) -> None:
 
 
 def words_colour(binds: Any) -> str:
-    """Returns the colour of words on a field, with a contrast of at least 4.5 to it."""
+    """With a contrast of at least 4.5 to the field."""
     return "white" if BINDS.get(binds, NOTHING) in (BLUE, WINE) else "black"
 
 

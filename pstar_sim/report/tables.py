@@ -41,8 +41,6 @@ BINDS_WORDS = BINDS_NAMES | {"h2d": "copies to the GPU", "d2h": "copies to the h
 
 
 class TableAnswer(Protocol):
-    """The attributes that every answer about one job on one machine has."""
-
     @property
     def workload(self) -> Workload: ...
     @property
@@ -54,7 +52,7 @@ class TableAnswer(Protocol):
 
 
 def heading(answer: TableAnswer) -> str:
-    """Job, setting and machine; for "here" also the parts that were found and those assumed."""
+    """Job, setting and machine; for "here" also the parts found and those assumed."""
     w, m, s = answer.workload, answer.machine, answer.settings
     barrier = s.barrier(w.compute_dtype)
     parts = [
@@ -91,7 +89,7 @@ def _costs_left_out(comparison: Comparison) -> bool:
 
 
 def batch_words(answer: TableAnswer) -> str:
-    """Returns the batch of all GPUs together, and the share of each GPU."""
+    """Of all GPUs together, and the share of each."""
     w, ranks = answer.workload, answer.machine.data_parallel_size
     words = f"batch {answer.batch}"
     if w.micro_batches > 1:
@@ -108,7 +106,7 @@ HEADS = (
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Returns a row's figures in words, in the order of HEADS. A missing figure is empty."""
+    """In the order of HEADS. A missing figure is empty."""
     if not row.fits:
         return (row.policy, "no", *[""] * 9)
     return (
@@ -127,14 +125,14 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def format_size(size_bytes: float | None) -> str:
-    """Tenths of a GB from 1 GB on; "" for None."""
+    """Tenths of a GB from 1 GB on."""
     if size_bytes is None:
         return ""
     return f"{size_bytes / GB:.1f} GB" if abs(size_bytes) >= GB else format_bytes(size_bytes)
 
 
 def format_change(change: float, *errors: float | None) -> str:
-    """A share with its bar, in the form of `format_barred`.
+    """A share with its bar.
 
     errors: bars of both times.
     """
@@ -143,7 +141,7 @@ def format_change(change: float, *errors: float | None) -> str:
 
 
 def format_barred(change: float, bar: float | None) -> str:
-    """Both are shares: "-2.1 ± 0.4 %", with "?" for a bar of None. Below 1 % both have two digits after the point, and
+    """Both are shares: "-2.1 ± 0.4 %", with "?" for a bar of None. Below 1 % both have two digits after the point,
     below 0.1 % three, so that the bar of a small change is not shown as 0."""
     if abs(change) < 5e-5:
         return "no change"
@@ -159,8 +157,7 @@ def format_percent(share: float) -> str:
 
 
 def reasons(comparison: Comparison) -> list[str]:
-    """Returns a text for every policy that does not fit: the reason, the lacking bytes, and a change that would make it
-    fit."""
+    """For every policy that does not fit: the reason, the lacking bytes, and a change that would make it fit."""
     return [row.reason or f"{row.policy} does not fit" for row in comparison.rows if not row.fits]
 
 
@@ -205,7 +202,7 @@ def refusal_text(comparison: Comparison, *, width: int | None = None) -> str:
 
 
 def trust_lines(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
-    """Returns a line on the known errors of the shown times; no line without times.
+    """Known errors of the shown times; no line without times.
 
     pairs: (policy, label of its error).
     """
@@ -221,14 +218,13 @@ def trust_lines(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
 
 
 def sources_of_times(workload: Workload, machine: Machine, pairs: Sequence[tuple[str, str | None]]) -> list[str]:
-    """Returns a line on how the inputs of the shown times are known, and a line on the errors of the times; no line
-    without times."""
+    """How the inputs of the shown times are known, and their errors; no line without times."""
     errors = trust_lines(pairs)
     return [f"inputs: {confidence_line(confidence(workload, machine))}", *errors] if errors else []
 
 
 def _bounds(rows: Sequence[Row]) -> list[str]:
-    """Returns a text per bound that the rows are compared with. Several bounds each name their policies."""
+    """A text per bound; several each name their policies."""
     policies: dict[tuple[float | None, str], list[str]] = {}
     for row in rows:
         policies.setdefault((row.lower_bound_s, _certificate(row)), []).append(row.policy)

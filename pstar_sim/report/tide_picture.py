@@ -2,17 +2,14 @@
 
 [Note: reading a tide picture] Model data (optimizer states, parameters, gradients, buffers) stands on the floor.
 Non-model data hangs from the capacity line; its lower edge, the tide line, is the capacity that is left for chunks.
-White between the two is free. A policy that ignores the tide plans with one constant capacity, that of the tide's peak:
-it can never use the room between this constant (dotted) and the tide line (hatched).
+White between the two is free. A policy that ignores the tide can never use the room between the capacity at the tide's
+peak (dotted) and the tide line (hatched).
 
 A measured timeline is laid over the first prediction as lines: the measured tide line and model data, and the measured
-phases as a second strip. The hatching is then left out, and the time axis ends where the longer timeline ends. In a
-whole figure, the picture by moment lays one timeline over the other; the picture by time shows them below each other.
+phases as a second strip. The picture by moment lays one timeline over the other, without hatching; the picture by time
+shows them below each other.
 
-[Note: one axis of time] Timelines that are drawn together share the axis of time, so that the faster timeline is
-shorter.
-
-Draws on the axes it is given, opens no window, calls no `show`.
+[Note: one axis of time] Timelines that are drawn together share the axis of time.
 """
 
 from __future__ import annotations
@@ -85,7 +82,7 @@ def _plot(
     *,
     hatch: bool = True,
 ) -> Handles:
-    """Gives all timelines one x and y range. Returns the entries of a legend.
+    """All timelines get one x and y range. Returns the entries of a legend.
 
     hatch: the room that a static partition cannot reach.
     """
@@ -118,7 +115,7 @@ def _plot(
 
 @dataclass(frozen=True)
 class _Strip:
-    """Strips above the capacity line that name phases, each tall enough for its letters.
+    """Strips above the capacity line that name phases.
 
     start: of the first strip, in the unit of the y axis.
     end: of the y axis.
@@ -182,8 +179,7 @@ def tide_figure(
     title: str = "",
     width: float | None = None,
 ) -> Figure:
-    """Made without pyplot: a row for every timeline, a column for every x of `xs`, one legend below. Save it with
-    `.savefig(file)`.
+    """Made without pyplot: a row for every timeline, a column for every x of `xs`.
 
     measured: a run of the first timeline. By moment it is drawn over the prediction; by time each has a row, on one
         axis. `xs` is ignored then.
@@ -231,7 +227,7 @@ def _legend_below(figure: Figure, handles: Handles, title: str) -> None:
 
 
 def _capacity(timeline: Timeline, place: str) -> int:
-    """Returns the plan's budget of the place; for a timeline without a budget, the timeline's peak."""
+    """The plan's budget of the place; without a budget, the timeline's peak."""
     known = timeline.budget_bytes.get(place) or timeline.peak_bytes.get(place)
     return known if known else int(byte_curves(timeline, place=place).total.max())
 
@@ -294,8 +290,8 @@ def _draw(timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: 
 def _phases(
     timeline: Timeline, ax: Axes, x: str, strip: _Strip, named: Handles, unnamed: Handles, *, measured: bool
 ) -> None:
-    """Draw a strip above the capacity line, with the names of phases that have room for a name. The strip of a measured
-    timeline lies above the strip of its prediction.
+    """A strip above the capacity line, with the names of phases that have room. The strip of a measured timeline lies
+    above that of its prediction.
 
     named, unnamed: get the phases drawn with a name, and without.
     """
@@ -340,7 +336,7 @@ def _overlay(
 
 
 def _in_order(handles: Handles) -> list[str]:
-    """Returns the names of the legend, from the top of a picture to its floor."""
+    """From the top of a picture to its floor."""
     order = [NAMES[c] for c in ("non-model", "buffer", "grad", "param", "states")]
     order += [_WASTE, "capacity of a static partition", "capacity (the plan's budget)"]
     return [n for n in order if n in handles] + [n for n in handles if n not in order]

@@ -1,4 +1,4 @@
-"""Predicted against published, for a terminal: a summary by machine and system, phases, orders, and every miss."""
+"""Predicted against published, for a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["validation_text"]
 
 
 def validation_text(validation: Validation, *, width: int | None = None, every_row: bool = False) -> str:
-    """Returns everything that `pstar validate` prints.
+    """All that `pstar validate` prints.
 
     every_row: also each row in scope.
     """
@@ -73,7 +73,7 @@ _USES = {
 
 
 def summary_text(v: Validation, width: int) -> str:
-    """Returns one line per machine and system: rows, and the absolute error of iteration times, phases and memory."""
+    """Per machine and system: rows, and the absolute error of iteration times, phases and memory."""
     heads = ("machine", "system", "use", "rows", "median", "90th", "time", "phases", "memory")
     lines: dict[tuple[str, str, str], list[Result]] = {}
     for r in v.results:
@@ -88,7 +88,7 @@ def summary_text(v: Validation, width: int) -> str:
 
 
 def files_text(v: Validation, width: int) -> str:
-    """Returns one line per file of rows and use: errors, bias of the seconds, runs that do not fit, and orders kept."""
+    """Per file of rows and use: errors, bias of the seconds, runs that do not fit, and orders kept."""
     heads = ("rows of", "use", "rows", "median", "90th", "bias", "do not fit", "systems", "models")
     rows: list[tuple[str, ...]] = []
     for file in dict.fromkeys(r.file for r in v.results):
@@ -104,7 +104,7 @@ def files_text(v: Validation, width: int) -> str:
 
 
 def distance_text(v: Validation, width: int) -> str:
-    """Returns one line per distance of tested times from the machines of the fitted rows."""
+    """Per distance of tested times from the machines of the fitted rows."""
     rows = [
         (name, str(e.rows), _share(e.median), _share(e.p90), "" if e.bias is None else f"{e.bias:+.1%}")
         for name, e in v.by_distance().items()
@@ -114,8 +114,8 @@ def distance_text(v: Validation, width: int) -> str:
 
 
 def _inside(v: Validation) -> list[str]:
-    """The share of rows inside the bar that an answer would quote for them without their source, for classes with a bar
-    of their own and for those with the bar of all rows."""
+    """The share of rows inside the bar that an answer would quote without their source, for classes with a bar of their
+    own and for those with the bar of all rows."""
     quoted = quoted_bars(v.results)
     if not quoted:
         return []
@@ -194,7 +194,7 @@ def _rows_text(title: str, rows: Sequence[Result], width: int) -> str:
 
 
 def _family(system: str) -> str:
-    """Returns its name without options: systems that differ in one only (gap5, ratio0.8) share a line."""
+    """Systems that differ in an option only (gap5, ratio0.8) share a line."""
     words = [w for w in system.split(" ") if not w.startswith(("gap", "ratio"))]
     return " ".join(words)
 

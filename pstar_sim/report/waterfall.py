@@ -1,7 +1,5 @@
 """The waterfall of an ablation: seconds per iteration from the first line to the last. Each change is a floating bar. A
 second picture shows the bytes that each line copies.
-
-Draws on the axes it is given, opens no window, calls no `show`.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ def plot_waterfall(ablation: Ablation, ax: Axes | Iterable[Axes] | None = None) 
 
 
 def waterfall_figure(ablation: Ablation, *, pyplot: bool = False) -> Figure:
-    """Made without pyplot. Save it with `.savefig(file)`."""
+    """Made without pyplot."""
     size = (11.0, 1.5 + 0.36 * (len(ablation.lines) + 1))
     if pyplot:
         from matplotlib import pyplot as plt

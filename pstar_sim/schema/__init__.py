@@ -1,3 +1,3 @@
-"""The one schema library: every file format and option is a declared type, which msgspec reads. A refused value gets a
-message of one sentence.
+"""The one schema library: every file format and option is a declared type, which msgspec reads. A refused value gets
+one sentence.
 """

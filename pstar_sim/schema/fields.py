@@ -51,22 +51,19 @@ class Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition, beyond bounds, on a value of the right type.
-
-    want: the condition in words.
-    """
+    """want: the condition in words."""
 
     test: Callable[[Any], bool]
     want: str
 
 
 def says(meaning: str) -> Meta:
-    """Returns the note that gives a field its meaning, for the field's page."""
+    """For the field's page."""
     return Meta(description=meaning)
 
 
 def between(low: float, high: float) -> Meta:
-    """Returns the note for a number from `low` to `high`, both included. NaN is outside."""
+    """Both included. NaN is outside."""
     return Meta(ge=low, le=high)
 
 
@@ -106,10 +103,7 @@ Curve = tuple[tuple[Positive, Positive], ...]
 
 
 def curve(size: str, rate: str) -> Meta:
-    """Returns the note with the words for a field that is a `Curve`.
-
-    size, rate: meaning and unit of a pair's numbers.
-    """
+    """size, rate: meaning and unit of a pair's numbers."""
     words = f"a list of [{size}, {rate}] pairs of positive numbers, sizes ascending"
     return Meta(extra={"rule": Rule(_ascending, words)})
 
@@ -124,7 +118,7 @@ class Field:
 
 @cache
 def fields_of(table: type[Struct]) -> dict[str, Field]:
-    """Returns the fields of a table by name, in the order of declaration; fields of its base come last."""
+    """In the order of declaration; fields of the base come last."""
     base = getattr(table.__base__, "__struct_fields__", ())
     hints = typing.get_type_hints(table, include_extras=True)
     found = {}
@@ -156,7 +150,7 @@ def is_table(kind: Any) -> bool:
 
 
 def meaning(kind: Any) -> str:
-    """Returns what `says` gave; "" without."""
+    """What `says` gave."""
     return next((m.description for m in split(kind)[2] if m.description), "")
 
 
@@ -166,7 +160,7 @@ def rule_of(kind: Any) -> Rule | None:
 
 
 def want(kind: Any, table: str = "an object") -> str:
-    """Returns the values that the type accepts, in words.
+    """The values that the type accepts, in words.
 
     table: word for one in this kind of file.
     """
@@ -208,7 +202,7 @@ _WANT: dict[object, Callable[[tuple[Any, ...], Sequence[Meta], str], str]] = {
 
 
 def _entries(args: tuple[object, ...]) -> str:
-    """Returns "texts", "tables", "numbers"; for a tuple of fixed length "2 whole numbers"."""
+    """Words: "texts", "tables", "numbers"; for a tuple of fixed length "2 whole numbers"."""
     base = split(args[0])[0]
     words = "tables" if is_table(base) else {int: "whole numbers", float: "numbers"}.get(base, "texts")
     return words if len(args) == 1 or args[-1] is Ellipsis else f"{len(args)} {words}"

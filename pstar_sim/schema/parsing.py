@@ -1,4 +1,4 @@
-"""The text of TOML and JSON files as plain values, and the version at the head of a file."""
+"""TOML and JSON files as plain values, and the version at their head."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def parse_toml(file: str, text: str) -> dict[str, object]:
 
 
 def read_toml(path: Path, what: str, version: int) -> dict[str, object]:
-    """Returns the content of a file without its `version`, which is optional because the first edition had none. Raises
-    CatalogError for a file that cannot be read, is not TOML, or is of a newer version.
+    """Without `version`, which is optional because the first edition had none. Raises CatalogError for a file that
+    cannot be read, is not TOML, or is of a newer version.
 
     version: newest that this package reads.
     """
@@ -72,9 +72,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def without_head(values: object, *, what: str, format: str, version: int, error: type[PstarError]) -> dict[str, Any]:
-    """Returns a JSON object without its fields `format` and `version`. Raises `error` for another format or another
-    version.
-    """
+    """A JSON object without its fields `format` and `version`. Raises `error` for another format or version."""
     if not isinstance(values, dict) or values.get("format") != format:
         raise error(f"is not {what} (field 'format' is not {format!r})")
     _check_version(values.get("version"), format.removeprefix("pstar-sim "), version, error)

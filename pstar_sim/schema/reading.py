@@ -1,4 +1,4 @@
-"""Reading of values into declared types, by msgspec. Where msgspec refuses, the first `Fault` from the top down is
+"""Reads values into declared types, by msgspec. Where msgspec refuses, the first `Fault` from the top down is
 raised."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLAIN = (date, datetime)  # types that TOML has beside JSON's: TOML has dates, 
 
 
 class Fault(Exception):
-    """The first value that does not fit its type. The file's reader names the file.
+    """The first value that does not fit its type.
 
     path: keys and indices that lead to the value.
     value: `MISSING` where there is none.
@@ -41,11 +41,11 @@ class Fault(Exception):
         self.known = known
 
     def under(self, key: str | int) -> Fault:
-        """Moves the fault one table or list further up."""
+        """One table or list further up."""
         return Fault((key, *self.path), self.value, self.want, self.known)
 
     def in_json(self) -> str:
-        """Returns "field 'machine.host.cores' is 0; it must be ..."."""
+        """Such as "field 'machine.host.cores' is 0; it must be ..."."""
         where = dotted(self.path)
         if self.value is REFUSED:
             return f"field {where!r}: {self.want}" if where else self.want
@@ -57,7 +57,7 @@ class Fault(Exception):
         return f"field {where!r} is {brief(self.value)}; it {self.want}"
 
     def in_toml(self, file: str, name: str) -> str:
-        """ "my.toml: [mine.calibrated] usable_gb = 0; must be ...", for the entry `name`."""
+        """For the entry `name`: "my.toml: [mine.calibrated] usable_gb = 0; must be ..."."""
         if not self.path:
             return f"{file}: {name} = {self.value!r}; must be a table: [{name}] and its fields below it"
         *above, field = self.path
@@ -89,13 +89,13 @@ def dotted(path: Path) -> str:
 
 
 def brief(value: object) -> str:
-    """Returns the value for a message, as JSON, cut to 60 characters."""
+    """As JSON, cut to 60 characters."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def convert(kind: type[T] | Any, value: object, *, whole_fields: bool = False) -> T:
-    """Returns `value`, made of plain values, as a value of the type. Raises Fault.
+    """value: made of plain values. Raises Fault.
 
     whole_fields: a fault names the field of a table, not a place within.
     """
@@ -122,7 +122,7 @@ def read_table(kind: type[T], file: str, name: str, raw: object) -> T:
 
 
 def _faults(kind: Any, value: object, path: Path, word: str, whole: bool) -> Iterator[Fault]:
-    """Yields the faults of a value from the top down; none where msgspec accepts the value."""
+    """From the top down; none where msgspec accepts the value."""
     try:
         msgspec.convert(value, kind, builtin_types=_PLAIN)
         return

@@ -1,5 +1,5 @@
-"""Dataclasses in JSON files: a Struct is derived from each dataclass, so that msgspec can read it. The dataclass is
-then made from the Struct's values, so that the dataclass's own checks run.
+"""Dataclasses in JSON files: msgspec reads a Struct derived from each; the dataclass is then made of its values, so
+that its own checks run.
 
 Whole numbers have at most 64 bits, and other numbers are finite. A tuple of rows is stored by columns where the format
 says so: `Annotated[Workload, columns(tensors=Tensor)]`.
@@ -52,21 +52,19 @@ def to_columns(cls: type, rows: Iterable[Any]) -> dict[str, list[Any]]:
 
 
 def read_record(kind: type[T] | Any, values: object) -> T:
-    """Returns a value of the type, a dataclass or a type with dataclasses in it, from plain values of JSON. Raises
-    Fault, also where the dataclass itself refuses."""
+    """values: plain values of JSON. Raises Fault, also where a dataclass itself refuses."""
     found: T = made(kind, convert(file_kind(kind), values))
     return found
 
 
 def made(kind: type[T] | Any, form: Any) -> T:
-    """Returns a value of the type from a value that was read as `file_kind(kind)`. Raises Fault where a dataclass
-    itself refuses."""
+    """form: read as `file_kind(kind)`. Raises Fault where a dataclass itself refuses."""
     maker = _maker(file_kind(kind))
     return typing.cast(T, form if maker is None else maker(form))
 
 
 def file_kind(kind: Any) -> Any:
-    """Returns the type that stands for values of this type in a file."""
+    """The type that stands for values of this type in a file."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return _annotated_kind(*args)
@@ -82,7 +80,7 @@ def file_kind(kind: Any) -> Any:
 
 
 def _annotated_kind(base: Any, *notes: object) -> Any:
-    """Returns the type with the notes that are bounds and words; other readers of the type have notes of their own."""
+    """With the notes that are bounds and words."""
     by_column = next((note for note in notes if isinstance(note, _ColumnFields)), None)
     words = [note for note in notes if isinstance(note, Meta)]
     bounded = any(m.ge is not None or m.gt is not None for m in words)
@@ -94,7 +92,7 @@ _CLASS_OF: dict[type[Struct], type] = {}
 
 
 def record_class(table: type[Struct]) -> type | None:
-    """Returns the dataclass that a table was derived from, or whose columns it holds; None for any other table."""
+    """The dataclass that a table was derived from, or whose columns it holds."""
     return _CLASS_OF.get(table)
 
 

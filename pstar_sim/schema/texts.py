@@ -16,8 +16,8 @@ _SWITCH = {"on": True, "off": False}
 
 
 def from_text(kind: Any, text: str) -> object:
-    """Returns on or off, a word of a choice, a number (a whole number also as 1e9). Of a union, the first type that
-    accepts the text counts. Raises ValueError for any other text."""
+    """On or off, a word of a choice, a number (a whole number also as 1e9). Of a union, the first type that accepts the
+    text counts. Raises ValueError for any other text."""
     for arm in _arms(kind):
         try:
             value: object = msgspec.convert(_plain(split(arm)[0], text), arm)
@@ -43,14 +43,14 @@ def _plain(base: Any, text: str) -> object:
 
 
 def allowed(kind: Any) -> str:
-    """Returns words: "none | edf | a whole number of at least 1"."""
+    """Such as "none | edf | a whole number of at least 1"."""
     return " | ".join(
         " | ".join(words_of(arm)) if split(arm)[0] in (bool, Literal) else want(arm) for arm in _arms(kind)
     )
 
 
 def words_of(kind: Any) -> tuple[str, ...]:
-    """Returns the words of the type, for a hint at a misspelt word."""
+    """For a hint at a misspelt word."""
     found: tuple[str, ...] = ()
     for arm in _arms(kind):
         base, words, _ = split(arm)

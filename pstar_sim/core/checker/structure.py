@@ -224,7 +224,7 @@ def _check_updates(plan: Plan) -> None:
 
 
 def check_pins(plan: Plan) -> None:
-    """ "pin" keeps the states of its Adam on the gpu, "stream" does not."""
+    """Mode "pin" keeps the states of its Adam on the gpu, "stream" does not."""
     for step in plan.steps:
         if step.kind is Kind.GPU_UPDATE and step.chunk is not None and plan.layout.states_of(step.chunk).names:
             states = plan.layout.states_of(step.chunk).names

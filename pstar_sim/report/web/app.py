@@ -196,7 +196,7 @@ def _more(
     policies: tuple[str, ...],
     found: Comparison,
 ) -> None:
-    """The gain of a link that is FASTER per cent faster, by policy."""
+    """The gain of a link that is FASTER per cent faster."""
     st.subheader(f"What {FASTER} % more link brings")
     factor = float(dict(changes).get("link.bandwidth", "x1")[1:]) * (1 + FASTER / 100)
     faster = (*(c for c in changes if c[0] != "link.bandwidth"), ("link.bandwidth", f"x{factor:.6g}"))

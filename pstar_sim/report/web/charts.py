@@ -1,13 +1,12 @@
 """Charts: timelines as Plotly figures, written as plain values, for the report and the app.
 
-[Note: colours of the theme] A colour that depends on the theme is a word that begins with "@" (THEMES). The script of a
-page replaces the word by the theme's colour when the page is shown and when the theme changes; `themed` does so here.
+[Note: colours of the theme] A colour that depends on the theme is a word that begins with "@" (THEMES), which the
+script of a page, and `themed`, replace.
 
-[Note: joined] A chart never draws more than a screen can show. Joined elements are counted, and a note gives their
-number. Where a curve has more corners than MOST_CORNERS, a point is the highest instant of its stretch. Where a lane
-has bars shorter than 1/RESOLUTION of the iteration, neighbours share a bar that lists them. Such a bar is as long as
-the resolution and as high as the share of its length in which the queue works: its area is the work. At full height a
-queue with a short step every 1/RESOLUTION would look busy all the time.
+[Note: joined] A chart never draws more than a screen can show, and a note gives the number of joined elements. Where a
+curve has more corners than MOST_CORNERS, a point is the highest instant of its stretch. Where a lane has bars shorter
+than 1/RESOLUTION of the iteration, neighbours share a bar that lists them. Such a bar is as long as the resolution and
+as high as the share of its length in which the queue works: its area is the work.
 """
 
 from __future__ import annotations
@@ -64,7 +63,8 @@ CONTENT_COLOURS = ("@faint", CATEGORIES["param"], CATEGORIES["grad"], CATEGORIES
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """figure: "data" and "layout" of a Plotly figure; colours as in [Note: colours of the theme].
+    """Has "data" and "layout" of a Plotly figure; colours as in [Note: colours of the theme].
+
     legend: name -> colour.
     lines: name in the legend -> style, one of LINE_STYLES.
     notes: one per kind of elements that were joined.
@@ -77,7 +77,6 @@ class Chart:
 
 
 def themed(value: Any, theme: str = "light") -> Any:
-    """Returns the figure with the colours of a theme in place of the words for them."""
     if isinstance(value, dict):
         return {key: themed(one, theme) for key, one in value.items()}
     if isinstance(value, list):
@@ -86,7 +85,6 @@ def themed(value: Any, theme: str = "light") -> Any:
 
 
 def layout(*, height: int, **more: Any) -> Figure:
-    """Returns the layout that all charts share."""
     shared: Figure = {
         "height": height,
         "margin": {"l": 64, "r": 12, "t": 12, "b": 46},
@@ -101,7 +99,7 @@ def layout(*, height: int, **more: Any) -> Figure:
 
 
 def axis(title: str, **more: Any) -> Figure:
-    """Returns an axis without a line at zero."""
+    """Without a line at zero."""
     return {
         "title": {"text": title, "standoff": 8},
         "gridcolor": "@grid",
@@ -117,8 +115,7 @@ def axis(title: str, **more: Any) -> Figure:
 def tide_chart(
     timeline: Timeline, *, x: str, right: float, top_bytes: float, over: tuple[str, Timeline] | None = None
 ) -> Chart:
-    """Bytes on the GPU over the iteration, against x = "time" or "moment": model data stands on the floor, non-model
-    data hangs from the capacity.
+    """Bytes on the GPU over the iteration, against x = "time" or "moment".
 
     right: end of the x axis.
     top_bytes: capacity on the y axis.
@@ -202,7 +199,7 @@ def _area(xs: list[float], top: Any, values: Any, name: str, colour: str, scale:
 
 
 def _line(xs: list[float], values: Any, colour: str, width: float, scale: int) -> Figure:
-    """Draws a curve that is constant from each x to the next.
+    """Constant from each x to the next.
 
     scale: bytes of the unit.
     """
@@ -216,13 +213,13 @@ def _scaled(values: Any, scale: int) -> list[float]:
 
 
 def _numbers(values: Any) -> list[float]:
-    """Returns the values with six digits, more than a screen shows."""
+    """Six digits, more than a screen shows."""
     return [float(f"{v:.6g}") for v in np.asarray(values, np.float64).tolist()]
 
 
 def _thinned(curves: Curves) -> tuple[Curves, str]:
-    """Returns the curves with at most MOST_CORNERS points, and a note on the joined points. A point is the instant of
-    its stretch with the most bytes."""
+    """At most MOST_CORNERS points, and a note on the joined ones. A point is the instant of its stretch with the most
+    bytes."""
     count = len(curves.edges) - 1
     if count <= MOST_CORNERS:
         return curves, ""
@@ -235,8 +232,8 @@ def _thinned(curves: Curves) -> tuple[Curves, str]:
 
 
 def _phases(timeline: Timeline, x: str, top: float, right: float) -> Figure:
-    """Returns a strip above the capacity with the names of phases that have room for a name. Each name carries the
-    share of the width that its stretch takes. A narrow screen leaves out the names with small shares."""
+    """Above the capacity, names of phases that have room. Each carries the share of the width that its stretch takes: a
+    narrow screen leaves out those with small shares."""
     bands = phase_bands(timeline, x=x)
     shapes, names = [], []
     for band in bands:
@@ -258,10 +255,7 @@ def _phases(timeline: Timeline, x: str, top: float, right: float) -> Figure:
 
 @dataclass(slots=True)
 class _Bar:
-    """Steps of one lane that share it.
-
-    busy_s: by (name, colour).
-    """
+    """busy_s: by (name, colour)."""
 
     start_s: float
     end_s: float
@@ -337,7 +331,7 @@ def same_lanes(charts: Sequence[Chart]) -> list[Chart]:
 
 
 def _rows(timeline: Timeline, names: Mapping[int, str]) -> dict[str, list[_Bar]]:
-    """Returns lane -> its bars of the steady iteration in order of time, each bar of one step or one wait.
+    """Lane -> its bars of the steady iteration in order of time, each of one step or one wait.
 
     names: id of a step -> its chunk, in words.
     """
@@ -358,7 +352,7 @@ def _rows(timeline: Timeline, names: Mapping[int, str]) -> dict[str, list[_Bar]]
 
 
 def _bar_traces(bars: Sequence[tuple[str, _Bar]]) -> list[Figure]:
-    """Returns one trace per name and colour.
+    """One trace per name and colour.
 
     bars: (lane, bar).
     """
@@ -383,7 +377,7 @@ def _bar_traces(bars: Sequence[tuple[str, _Bar]]) -> list[Figure]:
 
 
 def _heights(bars: Sequence[tuple[str, _Bar]]) -> float | list[float]:
-    """Returns one height where all bars are full."""
+    """One height where all bars are full."""
     shares = [_share(bar) for _, bar in bars]
     return LANE if min(shares) == 1 else [round(LANE * max(share, LEAST), 3) for share in shares]
 
@@ -437,7 +431,7 @@ def _about(span: Span, names: Mapping[int, str]) -> str:
 
 
 def residence_chart(found: Residence, *, right_s: float, layers: Sequence[str]) -> Chart:
-    """A row per chunk, or per few: its data on the GPU over the iteration.
+    """A row per chunk, or per few.
 
     layers: of each chunk.
     """
@@ -473,7 +467,7 @@ def residence_chart(found: Residence, *, right_s: float, layers: Sequence[str]) 
 
 
 def _ticks(layers: Sequence[str]) -> Figure:
-    """Chunks with the blocks in which they begin, evenly spread."""
+    """The blocks in which chunks begin, evenly spread."""
     chunks = range(0, len(layers), max(1, -(-len(layers) // TICKS)))
     return {
         "tickvals": [chunk + 0.5 for chunk in chunks],

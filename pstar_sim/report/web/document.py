@@ -1,6 +1,5 @@
-"""Document: one HTML file that contains its style, script, Plotly and figures, and loads nothing else.
-
-The page has a content security policy, under which a browser loads only the content of the file.
+"""Document: one HTML file that contains its style, script, Plotly and figures, and by its content security policy loads
+nothing else.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ def plotly_script() -> str:
 
 
 def document(title: str, body: str, data: Mapping[str, Any], *, script: str) -> str:
-    """Returns the page.
-
-    data: read by the script.
+    """data: read by the script.
     script: file beside this module.
 
     Raises PstarError where Plotly is not installed.
@@ -94,12 +91,12 @@ def _swatch(colour: str, line: str | None) -> str:
 
 
 def breakable(text: str) -> str:
-    """Returns HTML in which a long name, of a policy with its options, may break behind its parts."""
+    """A long name, of a policy with its options, may break behind its parts."""
     return re.sub(r"([_:,=])(?=\S)", r"\1<wbr>", escape(text, quote=False))
 
 
 def unbroken(text: str) -> str:
-    """Returns HTML in which a number stays on one line with its error and its unit."""
+    """A number stays on one line with its error and its unit."""
     return re.sub(r" (?=[±%]|(?:s|ms|us|GB|days)\b)|(?<=±) ", "&nbsp;", escape(text, quote=False))
 
 

@@ -1,5 +1,4 @@
-"""The report of plans: pictures, table, certificate and explanation of one plan or several, or of a run beside its
-prediction, as one HTML file.
+"""The report of one plan or several, or of a run beside its prediction, as one HTML file.
 
 The first screen holds the answer, four figures, where they come from, and the tide.
 """
@@ -46,9 +45,7 @@ _TWO_PEAKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """Where a page comes from.
-
-    command: that wrote it, with the names of its files alone.
+    """command: that wrote it, with the names of its files alone.
     date: as people write it.
     """
 
@@ -80,17 +77,14 @@ class Subject:
     @property
     def as_planned(self) -> bool:
         """Whether the seconds are those of the plan's own machine. A run is predicted with the rates that it measures
-        at its start; bound and error of the plan are not about such seconds."""
+        at its start."""
         if self.measured or self.examined is None:
             return False
         return math.isclose(self.timeline.iteration_s, self.examined.timeline.iteration_s, rel_tol=1e-6)
 
 
 class _Quantity(NamedTuple):
-    """A line of the figures.
-
-    unit: of `number`, as in `Figure`, in which plans are compared; "" for a line that has no difference.
-    """
+    """unit: of `number`, as in `Figure`, in which plans are compared; "" for a line that has no difference."""
 
     name: str
     text: str
@@ -99,7 +93,7 @@ class _Quantity(NamedTuple):
 
 
 def plan_report(subjects: Sequence[Subject], made: Made) -> str:
-    """Returns HTML, subjects side by side. A measured subject is also drawn over the one before it.
+    """Subjects side by side. A measured subject is also drawn over the one before it.
 
     Raises PstarError for no subject, for a timeline of another plan, and where Plotly is not installed.
     """
@@ -160,7 +154,7 @@ class _Page:
         )
 
     def _tiles(self) -> str:
-        """Four figures; of several subjects, each below the other."""
+        """Of several subjects, each below the other."""
         four = [list(_four(subject)) for subject in self.subjects]
         tiles = []
         for row in zip(*four):
@@ -173,7 +167,7 @@ class _Page:
         return f'<dl class="tiles">{"".join(tiles)}</dl>'
 
     def _verdict(self) -> str:
-        """The seconds of each subject: a prediction compared with the first one, a run with its own prediction."""
+        """A prediction is compared with the first one, a run with its own prediction."""
         first, *others = self.subjects
         said = [f"{first.title}: {format_s(first.timeline.iteration_s)} per iteration{_error(first)}"]
         if not others and not first.measured:
@@ -223,7 +217,7 @@ class _Page:
         return f'<div class="columns">{"".join(f"<div>{cell}</div>" for cell in cells)}</div>'
 
     def _each(self, name: str, says: Sequence[str], charts: Sequence[Chart]) -> str:
-        """Returns the legend, and a column per subject with its chart.
+        """The legend, and a column per subject with its chart.
 
         says: each chart in words.
         """
@@ -262,7 +256,7 @@ class _Page:
         )
 
     def _both(self, drawn: dict[str, list[Chart]]) -> str:
-        """Returns the second of two plans of one job drawn over the first, and adds the charts to `drawn`."""
+        """The second of two plans of one job drawn over the first; adds the charts to `drawn`."""
         if len(self.subjects) != 2 or self.overlaid or not self._alike():
             return ""
         first, other = self.subjects
@@ -407,7 +401,7 @@ def _binds(subject: Subject) -> str:
 
 
 def _four(subject: Subject) -> Iterator[tuple[str, str]]:
-    """Yields four figures with their names, with as many digits as their error leaves them."""
+    """Four figures with their names, with as many digits as their error leaves them."""
     plan, timeline, error = subject.plan, subject.timeline, _error(subject)
     seconds = timeline.iteration_s
     yield "per iteration", f"{_digits_s(seconds)}{error}"
@@ -427,7 +421,7 @@ def _digits_s(seconds: float) -> str:
 
 
 def _bound_s(subject: Subject) -> float | None:
-    """Returns the lower bound of a plan; None where it counts no disks, or is not about these seconds."""
+    """None where the bound counts no disks, or is not about these seconds."""
     bound_s = subject.plan.predictions.get("lower_bound_s")
     return bound_s if bound_s and subject.as_planned and not moves_on_disks(subject.timeline.moved_bytes) else None
 
@@ -465,7 +459,7 @@ def _quantities(subject: Subject) -> Iterator[_Quantity]:
 
 
 def _difference(one: _Quantity | None, other: _Quantity | None) -> str:
-    """Of figures; a cause of waits that only one has is 0 for the other."""
+    """A cause of waits that only one has is 0 for the other."""
     known = one or other
     if known is None or not known.unit:
         return ""
@@ -474,7 +468,7 @@ def _difference(one: _Quantity | None, other: _Quantity | None) -> str:
 
 
 def _ways(timeline: Timeline) -> Iterator[tuple[str, str]]:
-    """Yields key and name. The ways to and from disks are there only if something moves."""
+    """Key and name. The ways to and from disks are there only if something moves."""
     yield "h2d", "host to GPU"
     yield "d2h", "GPU to host"
     for way, name in (("nvme_read", "read from disk"), ("nvme_write", "written to disk")):
@@ -513,7 +507,7 @@ def _chunks_words(found: Residence) -> str:
 
 
 def _proof(subject: Subject, examined: Examined) -> str:
-    """Returns the certificate for readers who know no checker, as HTML."""
+    """The certificate for readers who know no checker."""
     report, plan = examined.report, subject.plan
     rooms = []
     for place, size in report.peak_bytes.items():
@@ -545,7 +539,7 @@ def _proof(subject: Subject, examined: Examined) -> str:
 
 
 def _places(subject: Subject) -> Iterator[tuple[str, str, str]]:
-    """Yields each category, the sum, and the capacity."""
+    """Each category, the sum, and the capacity."""
     cut = _between(subject.plan)
     sampled = set(subject.timeline.columns("samples")["place"])
     for place, name in _PLACES.items():

@@ -1,9 +1,7 @@
-"""The what-if page: the points of sweeps as one HTML file. The reader chooses machine, model, batch and policy; the
-page says whether the job fits, how fast it runs, its price and its bottleneck.
+"""The what-if page: the points of sweeps as one HTML file, among which the reader chooses.
 
 [Note: errors of a page] Seconds, and figures computed from them, have the error that validation found for the class of
-machine. The largest model lies between the largest model of the sweep that fits and the next larger model, which does
-not.
+machine. The largest model lies between the largest of the sweep that fits and the next larger one.
 """
 
 from __future__ import annotations
@@ -33,9 +31,7 @@ _NAMES = {"seq": "tokens per sequence", "micro_batches": "micro-batches"}
 
 
 def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, prices: str | None = None) -> str:
-    """Returns the page of these points as HTML.
-
-    points: rows of results files; of two for the same point the later counts.
+    """points: rows of results files; of two for the same point the later counts.
     axes: where a point lacks one, it has the unchanged figure.
     prices: a file that comes before the shipped prices.
 
@@ -82,7 +78,7 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
 
 
 def distinct_points(points: Sequence[Mapping[str, object]], axes: Sequence[str]) -> list[Mapping[str, object]]:
-    """Returns the points; of several rows for the same point, the last."""
+    """Of several rows for the same point, the last."""
     return list({tuple(_value(point, axis) for axis in axes): point for point in points}.values())
 
 
@@ -91,14 +87,13 @@ def _parts(axes: Sequence[str]) -> list[str]:
 
 
 def _in_order(axes: Sequence[str], model: str) -> list[str]:
-    """Returns the axes in the order in which a reader chooses: the machine and its parts, the model, the others, the
-    policy."""
+    """In the order in which a reader chooses: the machine and its parts, the model, the others, the policy."""
     others = [axis for axis in axes if axis not in ("machine", model, "policy", *_parts(axes))]
     return ["machine", *_parts(axes), model, *others, "policy"]
 
 
 def _value(point: Mapping[str, object], axis: str) -> object:
-    """The value "x1" stands for an unchanged figure."""
+    """Value "x1" stands for an unchanged figure."""
     value = point.get(axis)
     return "x1" if value is None and axis.startswith("set.") else "" if value is None else value
 
@@ -108,7 +103,7 @@ def _values(points: Sequence[Mapping[str, object]], axis: str) -> list[object]:
 
 
 def _labels(axis: str, values: Sequence[object]) -> list[object]:
-    """Files without their folders, where their names differ: a page is sent to others, who do not have the folders."""
+    """Files without their folders, where their names differ: a page is sent to others."""
     names: list[object] = [Path(str(value)).name for value in values]
     return names if axis in ("machine", "trace") and len({*names}) == len(names) else list(values)
 
