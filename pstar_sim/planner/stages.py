@@ -303,7 +303,8 @@ def compare_stages(
     settings = settings or Settings()
     rows: list[StagesRow] = []
     best: PlannedStages | None = None
-    missing, slower = list(left_out), list[str]()
+    missing: dict[str, list[str]] = {}
+    slower: list[str] = []
     prune = not every and len(ways) > 1
     bounds = [_bound_s(job, machine, way, settings) if prune else 0.0 for way in ways]
     for n, at in enumerate(sorted(range(len(ways)), key=bounds.__getitem__)):
@@ -328,7 +329,7 @@ def compare_stages(
                 rows.append(replace(short, needed_bytes=error.needed_bytes, available_bytes=error.available_bytes))
                 continue
             except CannotPlan as error:
-                missing.append(f"{way.parallelism} by {policy}: {error}")
+                missing.setdefault(f"by {policy}: {error}", []).append(str(way.parallelism))
                 continue
             rows.append(_row(said, planned))
             best = planned if best is None or planned.iteration_s < best.iteration_s else best
@@ -337,7 +338,7 @@ def compare_stages(
         job=job,
         machine=machine,
         rows=tuple(rows),
-        left_out=tuple(missing),
+        left_out=(*left_out, *(f"{', '.join(dict.fromkeys(of))} {why}" for why, of in missing.items())),
         slower=tuple(slower),
         notes=tuple(machine_notes(machine, ())),
         best=best,

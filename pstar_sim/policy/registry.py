@@ -35,8 +35,8 @@ ELSEWHERE = {
 }
 """What users of PyTorch and DeepSpeed call a policy -> its spec, as the readers of their configurations choose it
 (frameworks/). Stages 1 and 2 differ in the bytes of gradients, of which the policy keeps those of stage 2."""
-STAGED = ("all_on_gpu", "tide")
-"""Policies of a question about parallelism that names none: everything on the GPUs, and what leaves them."""
+STAGED = ("all_on_gpu", "zero3_resident", "tide")
+"""Policies of a question about parallelism that names none: all on the GPUs, in slices, and what leaves the GPUs."""
 _SPREAD = {"tp", "pp", "megatron", "tensor", "pipeline", "3d"}
 """Words for a spread of a job over GPUs, which is not a policy."""
 

@@ -24,7 +24,7 @@ from pstar_sim.errors import ModelError
 from pstar_sim.workload.mixing import levelled
 from pstar_sim.workload.orders import Order
 from pstar_sim.workload.tape import Crossing
-from pstar_sim.workload.workload import Border, Moment, Phase, Use, Workload, copy_moment
+from pstar_sim.workload.workload import Border, Moment, Phase, Use, Workload, copy_moment, repeat_micro_batch
 
 __all__ = ["SCHEDULES", "Cell", "cells_of", "in_schedule"]
 
@@ -54,9 +54,12 @@ def in_schedule(
     workload: Workload, crossings: Sequence[Crossing], cells: Sequence[Cell], stage: int, stages: int
 ) -> Workload:
     """Returns the job of stage number `stage`: `workload`, which is one micro-batch of it, run in the order of `cells`.
+    With each forward pass before its own backward pass, as where there is one stage, that order is depth-first.
 
     crossings: of the micro-batch, at its borders to other stages.
     """
+    if not crossings and all(cells[n].micro_batch == cells[n + 1].micro_batch for n in range(0, len(cells), 2)):
+        return repeat_micro_batch(workload, len(cells) // 2)
     body = workload.moments[:-1]
     turn = next(i for i, m in enumerate(body) if m.phase is not Phase.FWD)
     passes = range(turn), range(turn, len(body))

@@ -241,6 +241,16 @@ def test_stages_leave_the_gpu_under_a_budget(node: Machine) -> None:
     assert all(r.peak_bytes["gpu"] <= r.budget_bytes["gpu"] for r in reports)
 
 
+@pytest.mark.parametrize("policy", ["zero3_resident", "zero3_offload", "zero_offload", "patrickstar", "optimal"])
+def test_policies_of_loops_plan_ranks_that_split_layers(node: Machine, policy: str) -> None:
+    """One stage runs its micro-batches one after the other, as a loop does: each policy plans it."""
+    planned = plan_stages(JOB, node, policy, Parallelism(tensor=2))
+    (plan,) = planned.plans.plans
+    assert plan.workload.order.one_by_one and plan.workload.micro_batches == 4
+    assert any(m.collectives for m in plan.workload.moments)
+    assert examine_set(planned.plans)[1] == planned.iteration_s >= planned.lower_bound_s
+
+
 def test_a_stage_has_its_part_of_the_node(node: Machine) -> None:
     own = machine_of_stage(node, Parallelism(pipeline=4), 1)
     assert own.world_size == 1 and own.host.memory_bytes == node.host.memory_bytes // 4
