@@ -26,7 +26,7 @@ from pstar_sim.cli.flags import (
 )
 from pstar_sim.cli.likes import Like, read_likes
 from pstar_sim.cli.output import note, say, say_json, tell
-from pstar_sim.cli.staging import Parallel, compare_spread, refuse_beside
+from pstar_sim.cli.staging import Parallel, compare_spread, refuse_beside, spread_like
 from pstar_sim.errors import PstarError
 
 if TYPE_CHECKING:
@@ -74,6 +74,9 @@ def fits(
     likes = read_likes(like)
     named, loading = asked.policy, asked.loading
     if likes is not None:
+        beside = {"loading": loading, "why": why, "phases": phases}
+        if (status := spread_like(job, on, setting, likes, named, json=asked.json, **beside)) is not None:
+            return status
         job, setting = likes.fill(job, setting, machine)
         likes, loading = likes.loaded(loading)
     workloads = workloads_of(job, machine)

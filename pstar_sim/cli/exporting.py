@@ -12,12 +12,13 @@ from pstar_sim.cli.declare import command
 from pstar_sim.cli.flag_values import new_file
 from pstar_sim.cli.flags import PlanFile
 from pstar_sim.cli.output import check_apart, save_perfetto, say, say_json, tell
-from pstar_sim.cli.planning import checked_plan, measured_of
+from pstar_sim.cli.planning import checked_plan, measured_of, named
 from pstar_sim.errors import PstarError
 from pstar_sim.files import replaced_atomically, write_atomically
 
 if TYPE_CHECKING:
     from pstar_sim.core.plan import Plan
+    from pstar_sim.core.plan_set import PlanSet
 
 __all__ = ["commands"]
 
@@ -114,7 +115,12 @@ def export(
     that the framework cannot express and the prediction for that configuration under the framework's own policy."""
     if measured is not None and not targets.perfetto:
         raise PstarError("--measured goes with --perfetto; `pstar run --timeline` keeps both timelines itself")
+    from pstar_sim.core.plan_set import PlanSet
+    from pstar_sim.core.set_file import read_plans
+
     check_apart([plan, *([measured] if measured else [])], [*targets.written.values(), *([path] if path else [])])
+    if isinstance(stages := read_plans(Path(plan)), PlanSet):
+        return _write_degrees(plan, stages, targets, as_json=json)
     loaded, _ = checked_plan(plan)
     if targets.written and path is not None:
         raise PstarError("-o goes with --perfetto and --timeline; the other flags name their files themselves")
@@ -135,6 +141,39 @@ def export(
     else:
         save_perfetto([timeline, *beside], loaded, Path(path))
     tell(f"{path}: {len(timeline.spans)} spans of {timeline.iterations} iterations")
+    return 0
+
+
+def _write_degrees(plan: str, plans: PlanSet, targets: _Targets, *, as_json: bool) -> int:
+    """Writes the configurations of the plans of several stages."""
+    from pstar_sim.core.checker.meetings import prove_set
+    from pstar_sim.frameworks.express import express_set
+    from pstar_sim.frameworks.targets import TARGETS
+    from pstar_sim.terminal import terminal_width, wrap
+
+    able = {flag: degrees for flag, name in _FRAMEWORKS.items() if (degrees := TARGETS[name].degrees) is not None}
+    other = [f"--{flag}" for flag in targets.written if flag not in able]
+    if other or not targets.files:
+        raise PstarError(
+            f"{plan}: has the plans of stages ({plans.parallelism}), which {(*other, 'a timeline')[0]} cannot say; "
+            f"{' and '.join(f'--{flag}' for flag in able)} can"
+        )
+    with named(plan):
+        prove_set(plans)
+    first = plans.plans[0]
+    answers = []
+    for flag, file in targets.files.items():
+        target = TARGETS[_FRAMEWORKS[flag]]
+        expressed = express_set(plans, target.express, able[flag])
+        write_atomically(Path(file), target.write(expressed.configuration))
+        answers.append({"file": file, "says": list(expressed.says), "cannot_express": list(expressed.cannot)})
+        if not as_json:
+            texts = [f"{file}: {target.name}: {'; '.join(expressed.says)}."]
+            texts += [f"cannot express: {what}." for what in expressed.cannot]
+            texts.append(f"Predict it: pstar fits --like {file} --model {first.workload.model} --machine ...")
+            say("\n".join(line for text in texts for line in wrap(text, terminal_width())) + "\n")
+    if as_json:
+        say_json(answers)
     return 0
 
 

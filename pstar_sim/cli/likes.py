@@ -30,9 +30,10 @@ Like = Annotated[
     list[str] | None,
     typer.Option(
         metavar="FILE",
-        help="simulate this configuration too, host memory first: DeepSpeed's JSON, accelerate's YAML (FSDP) "
-        "or torchtitan's TOML; it also gives the batch, dtype and clipping that no flag gives; may be given several "
-        "times (`compare` has optimal beside it, `fits` only the policies that are named)",
+        help="simulate this configuration too, host memory first: DeepSpeed's JSON, accelerate's YAML (FSDP), "
+        "torchtitan's TOML or Megatron-LM's flags (.sh, .args); it also gives the batch, dtype and clipping that no "
+        "flag gives; may be given several times (`compare` has optimal beside it, `fits` "
+        "only the policies that are named)",
     ),
 ]
 
@@ -57,9 +58,8 @@ class Likes:
     def fill(self, job: Any, setting: SettingFlags, machine: Machine) -> tuple[Any, SettingFlags]:
         """Flags that are not given get the configurations' values. Raises PstarError if two configurations, or a
         configuration and a flag, contradict each other."""
-        ranks = machine.data_parallel_size
         given = {name: getattr(job, name) for name in _JOB}
-        asked = {name: say(ranks) for name, say in _JOB.items()}
+        asked = {name: say(machine) for name, say in _JOB.items()}
         if given["dtype"] not in (None, MASTER) or getattr(job, "trace", None) is not None:
             del asked["autocast"]  # the weights are in 16 bits, or were traced as they run
         filled = {name: self._answer(name, say, given[name]) for name, say in asked.items()}
@@ -67,7 +67,7 @@ class Likes:
             filled |= {"autocast": None, "dtype": filled["autocast"]}  # predict() notes it
         clip = self._answer("clip", lambda c: c.clip, setting.clip)
         for label, c in self.configurations:
-            _check_train_batch(label, c, filled, ranks)
+            _check_train_batch(label, c, filled, c.data_on(machine))
             _check_processes(label, c, machine)
         return replace(job, **filled), replace(setting, clip=clip)
 
@@ -81,6 +81,17 @@ class Likes:
             read = tuple((label, replace(c, loading=flag)) for label, c in read)
         ways = {str(target_of(c).memory.loading(c)) for _, c in read}
         return Likes(configurations=read), ways.pop() if len(ways) == 1 else flag
+
+    @property
+    def spread(self) -> tuple[str, Configuration] | None:
+        """The configuration with degrees beside data parallelism, which stands alone; None if none has any. Raises
+        PstarError for one beside others."""
+        one = next((pair for pair in self.configurations if pair[1].parallelism is not None), None)
+        if one is not None and len(self.configurations) > 1:
+            raise PstarError(
+                f"--like {one[0]} spreads the model ({one[1].parallelism}): give it alone, its answer is another table"
+            )
+        return one
 
     def _answer(self, name: str, say: Callable[[Configuration], Any], flag: Any) -> Any:
         value, source = flag, _flag(name, flag)
@@ -127,10 +138,10 @@ def _assumed(*, recomputed: bool) -> str:
     return "activations are taken as kept, which no file says; --checkpointing if the script recomputes them"
 
 
-def _total_batch(ranks: int) -> Callable[[Configuration], int | None]:
+def _total_batch(machine: Machine) -> Callable[[Configuration], int | None]:
     def say(c: Configuration) -> int | None:
         if c.batch_per_gpu is not None:
-            return c.batch_per_gpu * ranks
+            return c.batch_per_gpu * c.data_on(machine)
         if c.train_batch is not None and c.micro_batches is not None and c.train_batch % c.micro_batches == 0:
             return c.train_batch // c.micro_batches
         return None
@@ -138,23 +149,23 @@ def _total_batch(ranks: int) -> Callable[[Configuration], int | None]:
     return say
 
 
-def _micro_batches(ranks: int) -> Callable[[Configuration], int | None]:
+def _micro_batches(machine: Machine) -> Callable[[Configuration], int | None]:
     def say(c: Configuration) -> int | None:
         if c.micro_batches is None and c.train_batch is not None and c.batch_per_gpu is not None:
-            return max(1, c.train_batch // (c.batch_per_gpu * ranks))
+            return max(1, c.train_batch // (c.batch_per_gpu * c.data_on(machine)))
         return c.micro_batches
 
     return say
 
 
-def _axis(name: str, ranks: int) -> Callable[[Configuration], Any]:
-    return lambda c: getattr(c, name, None)
+def _axis(name: str, machine: Machine) -> Callable[[Configuration], Any]:
+    return lambda c: vars(c).get(name)  # its fields: a property may have the name of an axis
 
 
-_JOB: dict[str, Callable[[int], Callable[[Configuration], Any]]] = {
+_JOB: dict[str, Callable[[Machine], Callable[[Configuration], Any]]] = {
     "batch": _total_batch,
     "micro_batches": _micro_batches,
-    "seq": lambda ranks: lambda c: c.detail.get("sequence"),
+    "seq": lambda machine: lambda c: c.detail.get("sequence"),
     **{name: partial(_axis, name) for name in all_axes()},
 }
 

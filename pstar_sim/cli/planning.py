@@ -30,7 +30,7 @@ from pstar_sim.cli.flags import (
 )
 from pstar_sim.cli.likes import OURS, Like, Likes, read_likes
 from pstar_sim.cli.output import note, picture_kind, save_picture, say, say_json, tell
-from pstar_sim.cli.staging import Parallel, check_set, compare_spread, draw_set, plan_spread, refuse_beside
+from pstar_sim.cli.staging import Parallel, check_set, compare_spread, draw_set, plan_spread, refuse_beside, spread_like
 from pstar_sim.cli.usage import CommandGroup
 from pstar_sim.errors import DoesNotFit, FalseFigures, NothingFits, PlanError, PstarError
 
@@ -97,13 +97,15 @@ def compare(
     asked = _PlanningQuestion(
         job=job, on=on, setting=setting, global_batch=global_batch, loading=loading, certify=lp, quiet=json
     )
+    flags = {"global_batch": global_batch, "loading": loading, "certify": lp, "barrier_costs": barrier_costs}
     if parallel is not None:
-        flags = {"like": like, "loading": loading, "certify": lp, "barrier_costs": barrier_costs}
-        refuse_beside(parallel, global_batch=global_batch, **flags)
+        refuse_beside(parallel, like=like, **flags)
         return compare_spread(job, on, setting, parallel, policy, json=json)
     likes = read_likes(like)
     predictions: tuple[ConfigurationPrediction, ...] = ()
     if likes is not None:
+        if (status := spread_like(job, on, setting, likes, policy, json=json, **flags)) is not None:
+            return status
         asked, policy, predictions = _beside(asked, likes, policy)
     result = _compared(asked, policy, likes=predictions, barrier_cost=barrier_costs)
     say_notes(result)

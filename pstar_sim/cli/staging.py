@@ -17,10 +17,13 @@ from pstar_sim.cli.output import note, save_picture, say, say_json, tell
 from pstar_sim.errors import PstarError
 
 if TYPE_CHECKING:
+    from pstar_sim.catalog.machine import Machine
+    from pstar_sim.cli.likes import Likes
     from pstar_sim.core.plan_set import PlanSet
     from pstar_sim.planner.stages import StagesComparison
+    from pstar_sim.workload.parallelism import Parallelism
 
-__all__ = ["Parallel", "check_set", "compare_spread", "draw_set", "plan_spread", "refuse_beside"]
+__all__ = ["Parallel", "check_set", "compare_spread", "draw_set", "plan_spread", "refuse_beside", "spread_like"]
 
 Parallel = Annotated[
     str | None,
@@ -42,17 +45,17 @@ def refuse_beside(parallel: str, **flags: object) -> None:
 
 def _asked(
     job: OptionalWorkloadFlags,
-    on: MachineFlags,
+    machine: Machine,
     setting: SettingFlags,
-    parallel: str,
+    parallel: str | Parallelism,
     policies: Sequence[str],
     *,
     quiet: bool,
 ) -> StagesComparison:
-    from pstar_sim.cli.inputs import job_of, machine_of, settings_of
+    from pstar_sim.cli.inputs import job_of, settings_of
     from pstar_sim.planner.stages import compare_stages, ways_of
 
-    machine, settings, one = machine_of(on), settings_of(setting), job_of(job)
+    settings, one = settings_of(setting), job_of(job)
     ways, left_out = ways_of(one, machine, parallel)
     with bar("starting", quiet=quiet) as on_part:
         return compare_stages(
@@ -69,10 +72,47 @@ def compare_spread(
     *,
     json: bool,
 ) -> int:
+    from pstar_sim.cli.inputs import machine_of
     from pstar_sim.policy.registry import STAGED
+
+    return _say(_asked(job, machine_of(on), setting, parallel, policies or STAGED, quiet=json), json=json)
+
+
+def spread_like(
+    job: OptionalWorkloadFlags,
+    on: MachineFlags,
+    setting: SettingFlags,
+    likes: Likes,
+    policies: Sequence[str] | None,
+    *,
+    json: bool,
+    **flags: object,
+) -> int | None:
+    """Answers for a configuration with degrees beside data parallelism, by the policy that stands for it and those that
+    are named; None if no configuration has any.
+
+    flags: of which such an answer knows nothing.
+    """
+    from pstar_sim.cli.inputs import machine_of
+    from pstar_sim.frameworks.follows import as_run
+
+    if likes.spread is None:
+        return None
+    label, c = likes.spread
+    refuse_beside(str(c.parallelism), **flags)
+    machine = machine_of(on)
+    job, setting = likes.fill(job, setting, machine)
+    own = "all_on_gpu" if c.data_on(machine) == 1 and c.base == "zero3_resident" else c.policy
+    assert c.parallelism is not None
+    for words in (f"predicted as {own}, {c.parallelism}; host memory is the policy's, not {c.framework}'s", *c.notes):
+        note(f"{label}: {words}")
+    asked = list(dict.fromkeys([own, *(policies or ())]))
+    return _say(_asked(job, as_run(machine, c), setting, c.parallelism, asked, quiet=json), json=json)
+
+
+def _say(found: StagesComparison, *, json: bool) -> int:
     from pstar_sim.report.stages import stages_text
 
-    found = _asked(job, on, setting, parallel, policies or STAGED, quiet=json)
     if json:
         say_json([asdict(row) for row in found.rows])
         for words in (*found.left_out, *(f"{way}, the least that any plan of it takes" for way in found.slower)):
@@ -100,12 +140,13 @@ def plan_spread(
     *,
     json: bool,
 ) -> int:
+    from pstar_sim.cli.inputs import machine_of
     from pstar_sim.core.set_file import save_set
     from pstar_sim.policy.registry import STAGED
     from pstar_sim.report.stages import stages_text
     from pstar_sim.units import format_bytes, format_s
 
-    found = _asked(job, on, setting, parallel, STAGED if policy == "auto" else [policy], quiet=json)
+    found = _asked(job, machine_of(on), setting, parallel, STAGED if policy == "auto" else [policy], quiet=json)
     if found.best is None:
         if json:
             say_json({"fits": False, "rows": [asdict(row) for row in found.rows]})

@@ -21,6 +21,7 @@ from pstar_sim.frameworks.keys import AUTO, PARALLELISM, Count, KeyReading, igno
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.schema.fields import least
 from pstar_sim.schema.reading import brief, nearest
+from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["ACCELERATE", "KEYS", "express", "read", "write"]
@@ -45,6 +46,7 @@ KEYS = (
     used(f"{_FSDP}.fsdp_sharding_strategy", "strategy", None),
     used(f"{_PARALLEL}_dp_replicate_size", "replicas", Count, 1),
     used(f"{_PARALLEL}_dp_shard_size", "slices", None),
+    used(f"{_PARALLEL}_tp_size", "tensor", Count, 1),
     used(f"{_FSDP}.fsdp_cpu_ram_efficient_loading", "loads_once", bool, False),
     used(f"{_FSDP}.fsdp_state_dict_type", "saves", _StateDict),
     used(f"{_FSDP}.fsdp_activation_checkpointing", "checkpointing", bool, False),
@@ -154,6 +156,7 @@ def read(content: object, file: str) -> Configuration:
         policy=fsdp_policy(offload=found.usual("offload", False), reshard=reshard, replicas=replicas),
         dtype=_dtype(found),
         checkpointing=found.known("checkpointing") if "checkpointing" in found.named else None,
+        parallelism=Parallelism(tensor=found["tensor"]) if found["tensor"] > 1 else None,
         loading="whole" if found.usual("loads_once", False) else "each",
         details=_details(found, {"type": kind, "version": version, **_saves(found)}),
         notes=tuple(notes),

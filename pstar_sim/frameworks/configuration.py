@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.policy.kit.iteration_order import ON_HOST, in_order
 from pstar_sim.policy.kit.options import Specified, options_of, show, split_spec
 from pstar_sim.policy.registry import find_policy, policy_name
+from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["Configuration", "in_full", "spec"]
@@ -22,11 +24,12 @@ class Configuration:
 
     framework: target that reads and writes it (targets.py).
     policy: stands for the configuration, with its options.
-    dtype: None where the file leaves it to the script, as for the next seven attributes.
+    dtype: None where the file leaves it to the script, as for the next eight attributes.
     autocast: dtype of autocast over fp32 weights.
     batch_per_gpu: sequences per micro-batch of each GPU.
     recompute: activations of less than all blocks.
     train_batch: sequences per iteration on all GPUs.
+    parallelism: None for data parallelism alone.
     pinned: gradients and states on the host are page-locked.
     pinned_params: the same for parameters.
     loading: text of a `Loading`.
@@ -48,6 +51,8 @@ class Configuration:
     checkpointing: bool | None = None
     recompute: str | None = None
     optimizer: str | None = None
+    kernels: str | None = None
+    parallelism: Parallelism | None = None
     pinned: bool = True
     pinned_params: bool = True
     loading: str = "each"
@@ -72,6 +77,11 @@ class Configuration:
         replicas = self.options.get("replicas", 1)
         assert isinstance(replicas, int | str)
         return replicas
+
+    def data_on(self, machine: Machine) -> int:
+        """Returns the ranks that share a batch. Raises PstarError for degrees that the machine's GPUs do not have."""
+        spread = self.parallelism
+        return machine.data_parallel_size if spread is None else spread.data_on(machine.world_size)
 
     @property
     def detail(self) -> Mapping[str, object]:

@@ -46,6 +46,7 @@ from pstar_sim.policy.systems.sharded import (
     SUB_GROUP_PARAMS,
 )
 from pstar_sim.schema.fields import between, least
+from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["DEEPSPEED", "KEYS", "MEMORY", "express", "read", "write"]
@@ -172,6 +173,7 @@ KEYS = (
     unmodelled("use_data_before_expert_parallelism", PARALLELISM),
     unmodelled("disable_allgather", "parameters are taken to be all-gathered"),
     unmodelled("pipeline.*", PARALLELISM, off=None),
+    used("tensor_parallel.autotp_size", "tensor", Annotated[int, least(0)], 0),
     unmodelled("tensor_parallel.*", PARALLELISM, off=None),
     unmodelled("expert_parallel.*", PARALLELISM, off=None),
     unmodelled("compile.*", "compiled kernels are a choice of the model's preset (--kernels compiled)"),
@@ -287,6 +289,7 @@ def read(content: object, file: str) -> Configuration:
         train_batch_key="train_batch_size",
         clip=None if clip is None else clip > 0,
         optimizer=optimizer,
+        parallelism=Parallelism(tensor=found["tensor"]) if found["tensor"] > 1 else None,
         pinned=states == "none" or found.usual("pinned", True),
         pinned_params=params == "none" or found.usual("pinned_params", True),
         loading=_loading(stage),

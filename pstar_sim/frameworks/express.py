@@ -4,10 +4,11 @@ express.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.plan_set import PlanSet
 from pstar_sim.core.step import Place
 from pstar_sim.errors import ModelError, UnknownName
 from pstar_sim.frameworks.configuration import Configuration, in_full
@@ -17,12 +18,13 @@ from pstar_sim.policy.registry import built_in, can
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.axes import AxesGiven
 from pstar_sim.workload.optimizers import MASTERS
+from pstar_sim.workload.parallelism import CUTS, Parallelism
 from pstar_sim.workload.presets import variant
 from pstar_sim.workload.workload import Workload, activations_text, with_optimizer
 
 __all__ = [
-    "NOT_PINNED", "Expressed", "Whereabouts", "common_limits", "common_says", "job_left", "optimizer_limits",
-    "options_of_plan", "placed", "whereabouts",
+    "NOT_PINNED", "Expressed", "Whereabouts", "common_limits", "common_says", "express_set", "job_left",
+    "optimizer_limits", "options_of_plan", "placed", "whereabouts",
 ]  # fmt: skip
 
 NOT_PINNED = "host memory not pinned: the host cannot pin as much"
@@ -53,6 +55,20 @@ class Whereabouts:
     params_on_disks: float
     states_on_disks: float
     streamed: int
+
+
+def express_set(
+    plans: PlanSet, express: Callable[[Plan], Expressed], degrees: Callable[[Parallelism], Parallelism]
+) -> Expressed:
+    """Returns the plans of all stages in the terms of a framework; the first stage's stands for all.
+
+    express, degrees: of the framework (targets.py).
+    """
+    first, spread = plans.plans[0], replace(plans.parallelism, data=None)
+    found, said = express(first), degrees(replace(spread, cut=CUTS[0]))
+    configuration = replace(found.configuration, parallelism=said, micro_batches=first.workload.micro_batches)
+    cannot = [] if said == spread else [f"{spread}: {configuration.framework} has {said}"]
+    return Expressed(configuration=configuration, says=(str(said), *found.says), cannot=(*found.cannot, *cannot))
 
 
 def whereabouts(plan: Plan) -> Whereabouts:
@@ -121,7 +137,7 @@ def common_limits(plan: Plan, framework: str, *own: str, autocast: bool = False)
         )
     if settings.barrier(w.compute_dtype) is None:
         said.append(f"updates as gradients arrive: {framework} updates in optimizer.step()")
-    if not w.order.of_loop:
+    if not w.order.of_loop and not w.borders:
         said.append(f"the {w.order} order of micro-batches: {framework} runs them one after the other")
     if w.activations:
         said.append(f"activations block by block ({activations_text(w)})")

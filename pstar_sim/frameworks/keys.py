@@ -20,8 +20,8 @@ __all__ = [
 
 AUTO = "auto"
 """The value with which a file leaves a key to the script that reads it."""
-PARALLELISM = "only data parallelism is modelled"
-"""Why keys of other parallelism are not modelled."""
+PARALLELISM = "such parallelism is not modelled"
+"""Why keys of context and expert parallelism are not modelled."""
 Count = Annotated[int, least(1)]
 """Type of a value that counts something."""
 

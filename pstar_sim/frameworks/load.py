@@ -32,9 +32,8 @@ def load_configuration(path: str) -> Configuration:
     if ending not in _ENDINGS:
         known = ", ".join(f"{end} ({target.name})" for end, target in _ENDINGS.items())
         raise PstarError(
-            f"{path}: no framework has files with its ending; the ending must be one of {known}. FSDP2 code and "
-            "Megatron-LM's flags are written (pstar export) and not read: give accelerate's YAML for FSDP2; for "
-            "Megatron-LM `pstar export PLAN --megatron FILE` prints its prediction"
+            f"{path}: no framework has files with its ending; the ending must be one of {known}. FSDP2 code is written "
+            "(pstar export) and not read: give accelerate's YAML for FSDP2"
         )
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -74,11 +73,13 @@ def _launched_with(content: dict[str, object]) -> str:
 def _content(path: str, ending: str, text: str) -> object:
     if ending == ".toml":
         return parse_toml(path, text)
-    if ending != ".json":
+    if ending in (".yaml", ".yml"):
         try:
             return msgspec.yaml.decode(text)
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
             raise PstarError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from None
+    if ending != ".json":
+        return text
     try:
         return parse_json(text)
     except Fault as fault:

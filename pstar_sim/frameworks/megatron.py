@@ -1,11 +1,19 @@
-"""Megatron-LM: writes its flags. Its distributed optimizer slices the optimizer states, a share of which may live on
-the host and is updated there. Parameters and their fp32 gradients stay whole on every GPU.
+"""Megatron-LM: reads and writes its flags. Its distributed optimizer slices the optimizer states, a share of which may
+live on the host and is updated there. Parameters and their fp32 gradients stay whole on every GPU.
 """
 
 from __future__ import annotations
 
+import re
+import shlex
+import string
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Literal
+
 from pstar_sim.core.plan import Plan
 from pstar_sim.dtypes import MASTER
+from pstar_sim.errors import PstarError
 from pstar_sim.frameworks.configuration import Configuration, spec
 from pstar_sim.frameworks.express import Expressed, common_limits, common_says, optimizer_limits, whereabouts
 from pstar_sim.frameworks.host_memory import (
@@ -16,22 +24,141 @@ from pstar_sim.frameworks.host_memory import (
     tensor_allocations,
     trained,
 )
+from pstar_sim.frameworks.keys import PARALLELISM, Count, read_keys, unmodelled, used
+from pstar_sim.schema.fields import between, least
+from pstar_sim.workload.parallelism import Parallelism
+from pstar_sim.workload.pipeline import SCHEDULES
 from pstar_sim.workload.workload import ATTENTION_ALONE, Workload
 
-__all__ = ["MEGATRON", "MEMORY", "express", "write"]
+__all__ = ["MEGATRON", "MEMORY", "degrees", "express", "read", "write"]
 
 MEGATRON = "Megatron-LM"
 _SHARE = "share"
+
+KEYS = (
+    used("--micro-batch-size", "batch_per_gpu", Count),
+    used("--global-batch-size", "train_batch", Count),
+    used("--seq-length", "sequence", Count),
+    used("--bf16", "bf16", bool, False),
+    used("--fp16", "fp16", bool, False),
+    used("--clip-grad", "clip", Annotated[float, least(0)], 1.0),
+    used("--optimizer", "optimizer", Literal["adam", "sgd"], "adam"),
+    used("--tensor-model-parallel-size", "tensor", Count, 1),
+    used("--sequence-parallel", "sequence_parallel", bool, False),
+    used("--pipeline-model-parallel-size", "pipeline", Count, 1),
+    used("--use-distributed-optimizer", "sliced", bool, False),
+    used("--optimizer-cpu-offload", "offload", bool, False),
+    used("--optimizer-offload-fraction", "fraction", Annotated[float, between(0, 1)], 1.0),
+    used("--recompute-granularity", "recompute", Literal["full", "selective"]),
+    unmodelled("--recompute-method", "every block is taken to be recomputed", off="uniform"),
+    unmodelled("--recompute-num-layers", "every block is taken to be recomputed", off=1),
+    unmodelled("--num-layers-per-virtual-pipeline-stage", "interleaved schedules are not modelled", off=None),
+    unmodelled("--context-parallel-size", PARALLELISM, off=1),
+    unmodelled("--expert-model-parallel-size", PARALLELISM, off=1),
+    unmodelled("--use-torch-fsdp2", "give accelerate's YAML or torchtitan's TOML for FSDP 2"),
+    unmodelled("--fp8-format", "8-bit training is not modelled", off=None),
+)
+"""Flags that are read, as keys; a file may have others."""
+_FLAGS = {key.path: key for key in KEYS}
+_ASSIGNED = re.compile(r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)=([^\s()]*)\s*(?:#.*)?$", re.MULTILINE)
+_OPTIMIZERS = {"adam": "adamw", "sgd": "sgd-momentum"}
+
+
+def read(content: object, file: str) -> Configuration:
+    """Reads the flags in a script or a list of flags; shell variables that the file itself sets are replaced. Raises
+    PstarError as `read_keys` does, for flags without a value, and for values that only the shell knows."""
+    flags, others = _flags_in(str(content), file)
+    found = read_keys(KEYS, flags, file, "Megatron-LM's flags")
+    notes = list(found.notes)
+    if others:
+        notes.append(f"not read: {', '.join(others)}")
+    if found["bf16"] and found["fp16"]:
+        raise PstarError(f"{file}: --bf16 and --fp16 are both given; Megatron-LM takes one of them")
+    spread = Parallelism(tensor=found["tensor"], sequence=found["sequence_parallel"], pipeline=found["pipeline"])
+    share = found["fraction"] if found["offload"] else 0.0
+    policy = {0.0: spec("zero3_resident", {"reshard": False}) if found["sliced"] else "all_on_gpu", 1.0: "zero_offload"}
+    if found["pipeline"] > 1 and policy.get(share) != "all_on_gpu":
+        notes.append("not modelled: a distributed optimizer in a pipeline; predicted with whole states on every rank")
+    return Configuration(
+        framework=MEGATRON,
+        policy="all_on_gpu" if found["pipeline"] > 1 else policy.get(share) or _partly(share, _ALL),
+        dtype=next((dtype for dtype in ("bf16", "fp16") if found[dtype]), MASTER),
+        batch_per_gpu=found["batch_per_gpu"],
+        train_batch=found["train_batch"],
+        train_batch_key="--global-batch-size",
+        clip=found["clip"] > 0,
+        checkpointing=found["recompute"] == "full",
+        recompute=ATTENTION_ALONE if found["recompute"] == "selective" else None,
+        optimizer=_OPTIMIZERS[found["optimizer"]],
+        kernels="megatron",
+        parallelism=None if str(spread) == str(Parallelism()) else spread,
+        details=(("sequence", found["sequence"]), (_SHARE, share)),
+        notes=tuple(notes),
+    )
+
+
+_ALL = 20 << 40
+"""Parameters of any model, in one sub-group."""
+
+
+def degrees(spread: Parallelism) -> Parallelism:
+    """Pipelines run 1F1B; a sequence is split by ranks that split layers."""
+    return replace(spread, schedule=SCHEDULES[0], sequence=spread.sequence and spread.tensor > 1)
+
+
+def _flags_in(text: str, file: str) -> tuple[dict[str, object], list[str]]:
+    """Returns flag -> value of those in KEYS, and the names of all others."""
+    set_here = dict(_ASSIGNED.findall(text))
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise PstarError(f"{file}: is no list of flags and no shell script: {error}") from None
+    words = [word for part in words for word in part.strip("()").split()]
+    flags: dict[str, object] = {}
+    others: list[str] = []
+    for n, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name not in _FLAGS:
+            others += [name] if name.startswith("--") and name not in others else []
+            continue
+        if _FLAGS[name].kind is bool or _FLAGS[name].default is False:
+            flags[name] = True
+            continue
+        value = value if equals else words[n + 1] if n + 1 < len(words) else "--"
+        if value.startswith("--"):
+            raise PstarError(f"{file}: {name} has no value")
+        flags[name] = _number(_expanded(value, set_here, file, name))
+    return flags, others
+
+
+def _expanded(value: str, set_here: Mapping[str, str], file: str, flag: str) -> str:
+    for _ in set_here:
+        value = string.Template(value).safe_substitute(set_here).strip("\"'")
+    if "$" in value:
+        raise PstarError(f"{file}: {flag} {value} is a value that the file does not set; write the number in its place")
+    return value
+
+
+def _number(value: str) -> object:
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
 
 
 def write(configuration: Configuration) -> str:
     """One flag per line."""
     c, detail = configuration, configuration.detail
     share = detail[_SHARE]
+    sizes = {
+        "--micro-batch-size": c.batch_per_gpu,
+        "--global-batch-size": c.train_batch,
+        "--seq-length": detail["sequence"],
+    }
     flags = [
-        f"--micro-batch-size {c.batch_per_gpu}",
-        f"--global-batch-size {c.train_batch}",
-        f"--seq-length {detail['sequence']}",
+        *(f"{flag} {size}" for flag, size in sizes.items() if size is not None),
         *([f"--{c.dtype}"] if c.dtype != MASTER else []),
         f"--clip-grad {1.0 if c.clip else 0.0}",
         "--optimizer adam",
@@ -46,6 +173,13 @@ def write(configuration: Configuration) -> str:
             "--overlap-cpu-optimizer-d2h-h2d",
             "--use-precision-aware-optimizer",
         ]
+    spread = c.parallelism or Parallelism()
+    if spread.tensor > 1:
+        flags.append(f"--tensor-model-parallel-size {spread.tensor}")
+    if spread.sequence:
+        flags.append("--sequence-parallel")
+    if spread.pipeline > 1:
+        flags.append(f"--pipeline-model-parallel-size {spread.pipeline}")
     if c.recompute == ATTENTION_ALONE:
         flags += ["--recompute-granularity selective"]
     elif c.checkpointing:
@@ -76,12 +210,12 @@ def express(plan: Plan) -> Expressed:
         policy="zero_offload" if share == 1 else _partly(share, w.trainable_params // plan.machine.data_parallel_size),
         dtype=w.compute_dtype,
         batch_per_gpu=w.batch,
-        micro_batches=w.micro_batches,
         train_batch=w.batch * w.micro_batches * plan.machine.data_parallel_size,
         clip=plan.settings.clip,
-        checkpointing=True if w.checkpointing else None,
+        checkpointing=w.checkpointing,
         recompute=w.recompute if w.recompute == ATTENTION_ALONE else None,
         optimizer="adamw",
+        kernels="megatron",
         details=(("sequence", w.sequence), (_SHARE, share)),
         notes=tuple(text for text, applies in notes.items() if applies),
     )

@@ -10,6 +10,7 @@ from pstar_sim.frameworks import accelerate, deepspeed, fsdp, fsdp2, megatron, t
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.express import Expressed
 from pstar_sim.frameworks.host_memory import MemoryRules
+from pstar_sim.workload.parallelism import Parallelism
 
 __all__ = ["TARGETS", "Target", "target_of"]
 
@@ -18,6 +19,7 @@ __all__ = ["TARGETS", "Target", "target_of"]
 class Target:
     """file: kind that is written, in words.
     express: also gives the parts of the plan that cannot be expressed.
+    degrees: (degrees of a plan) -> those that the file says in their place; None: it says none.
     driver: framework of the catalog whose Python drives the GPUs.
     read: (content of a file, name of the file) -> configuration; None: not read.
     """
@@ -30,6 +32,7 @@ class Target:
     memory: MemoryRules
     driver: Callable[[Configuration], str] = lambda configuration: "pytorch"
     endings: tuple[str, ...] = ()
+    degrees: Callable[[Parallelism], Parallelism] | None = None
 
 
 TARGETS = {
@@ -70,14 +73,17 @@ TARGETS = {
             write=torchtitan.write,
             memory=fsdp.MEMORY,
             endings=(".toml",),
+            degrees=torchtitan.degrees,
         ),
         Target(
             name=megatron.MEGATRON,
             file="Megatron-LM's flags",
             express=megatron.express,
-            read=None,
+            read=megatron.read,
             write=megatron.write,
             memory=megatron.MEMORY,
+            endings=(".sh", ".args"),
+            degrees=megatron.degrees,
         ),
     )
 }

@@ -16,8 +16,9 @@ from pstar_sim.frameworks.express import Expressed
 from pstar_sim.frameworks.fsdp import express_as, fsdp_policy, offloads, reshards
 from pstar_sim.frameworks.keys import PARALLELISM, Count, ignored, nested, read_keys, unmodelled, used
 from pstar_sim.schema.fields import least
+from pstar_sim.workload.parallelism import Parallelism
 
-__all__ = ["KEYS", "TORCHTITAN", "express", "read", "write"]
+__all__ = ["KEYS", "TORCHTITAN", "degrees", "express", "read", "write"]
 
 TORCHTITAN = "torchtitan"
 _Dtype = Literal["bfloat16", "float32"]
@@ -31,14 +32,16 @@ KEYS = (
     used("training.mixed_precision_param", "dtype", _Dtype, "bfloat16"),
     used("parallelism.fsdp_reshard_after_forward", "reshard", Literal["default", "always", "never"], "default"),
     used("parallelism.data_parallel_replicate_degree", "replicas", Count, 1),
+    used("parallelism.tensor_parallel_degree", "tensor", Count, 1),
+    used("parallelism.pipeline_parallel_degree", "pipeline", Count, 1),
+    used("parallelism.pipeline_parallel_schedule", "schedule", str, "1F1B"),
+    used("parallelism.pipeline_parallel_microbatch_size", "pipelined_batch", Count, 1),
     used("activation_checkpoint.mode", "recompute", Literal["none", "selective", "full", "memory_budget"], "selective"),
     used("activation_checkpoint.selective_ac_option", "every", str, "2"),
     used("optimizer.name", "optimizer", str, "AdamW"),
     unmodelled("training.dtype", "parameters are taken to be fp32", off="float32"),
     unmodelled("optimizer.early_step_in_backward", "all updates are taken to run in optimizer.step()"),
     unmodelled("parallelism.data_parallel_shard_degree", "each replica is taken to slice over all its ranks", off=-1),
-    unmodelled("parallelism.tensor_parallel_degree", PARALLELISM, off=1),
-    unmodelled("parallelism.pipeline_parallel_degree", PARALLELISM, off=1),
     unmodelled("parallelism.context_parallel_degree", PARALLELISM, off=1),
     unmodelled("parallelism.expert_parallel_degree", PARALLELISM, off=1),
     unmodelled("parallelism.expert_tensor_parallel_degree", PARALLELISM, off=1),
@@ -68,6 +71,7 @@ KEYS = (
 
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam", "Muon": "muon"}
 """optimizer.name -> pstar_sim's name. Muon comes with branches of torchtitan; releases make the other two."""
+_SCHEDULES = {"1F1B": "1f1b", "GPipe": "gpipe"}
 _DTYPES = {DTYPES[dtype].torch_name: dtype for dtype in (WORKING, MASTER)}
 
 
@@ -88,12 +92,31 @@ def read(content: object, file: str) -> Configuration:
         )
     if found["optimizer"] not in _OPTIMIZERS:
         notes.append(f"not modelled: optimizer.name = {found['optimizer']}: predicted as AdamW")
+    spread = found["tensor"] * found["pipeline"] > 1
+    if found["pipeline"] > 1 and found["schedule"] not in _SCHEDULES:
+        notes.append(f"not modelled: parallelism.pipeline_parallel_schedule = {found['schedule']}: predicted as 1F1B")
+    whole, batch = found["batch_per_gpu"], found["pipelined_batch"] if found["pipeline"] > 1 else found["batch_per_gpu"]
+    if whole % batch:
+        raise PstarError(
+            f"{file}: training.local_batch_size = {whole} is no multiple of "
+            f"parallelism.pipeline_parallel_microbatch_size = {batch}; torchtitan refuses it"
+        )
+    train_batch = found["train_batch"] if found["train_batch"] > 0 else None
     return Configuration(
         framework=TORCHTITAN,
         policy=fsdp_policy(offload=found["offload"], reshard=found["reshard"] != "never", replicas=found["replicas"]),
         dtype=_DTYPES[found["dtype"]],
-        batch_per_gpu=found["batch_per_gpu"],
-        train_batch=found["train_batch"] if found["train_batch"] > 0 else None,
+        batch_per_gpu=batch,
+        micro_batches=whole // batch if train_batch is None and whole > batch else None,
+        parallelism=Parallelism(
+            tensor=found["tensor"],
+            sequence=found["tensor"] > 1,
+            pipeline=found["pipeline"],
+            schedule=_SCHEDULES.get(found["schedule"], "1f1b"),
+        )
+        if spread
+        else None,
+        train_batch=train_batch,
         train_batch_key="training.global_batch_size",
         clip=found["clip"] > 0,
         checkpointing=True if every else {"full": True, "none": False}.get(found["recompute"]),
@@ -110,13 +133,14 @@ def write(configuration: Configuration) -> str:
     c = configuration
     values: dict[str, object] = {
         "batch_per_gpu": c.batch_per_gpu,
-        "train_batch": c.train_batch,
+        "train_batch": None if c.parallelism and c.parallelism.pipeline > 1 and c.micro_batches else c.train_batch,
         "sequence": c.detail["sequence"],
         "clip": 1.0 if c.clip else 0.0,
         "offload": offloads(c),
         "dtype": DTYPES[c.dtype or WORKING].torch_name,
         "reshard": "always" if reshards(c) else "never",
         "replicas": None if c.replicas == 1 else c.replicas,
+        **_degrees(c),
         "recompute": "selective" if c.recompute else "full" if c.checkpointing else "none",
         "every": c.recompute and c.recompute.removeprefix("every-"),
         "optimizer": next(name for name, here in _OPTIMIZERS.items() if here == (c.optimizer or "adamw")),
@@ -125,6 +149,24 @@ def write(configuration: Configuration) -> str:
     for table, keys in nested(KEYS, values).items():
         lines += [f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items()), ""]
     return "\n".join(lines)
+
+
+def degrees(spread: Parallelism) -> Parallelism:
+    """Ranks that split layers split the sequence too."""
+    return replace(spread, sequence=spread.tensor > 1)
+
+
+def _degrees(c: Configuration) -> dict[str, object]:
+    """Returns the values of the degrees: a pipeline's micro-batches are those of one local batch."""
+    spread = c.parallelism
+    if spread is None:
+        return {}
+    said: dict[str, object] = {"tensor": spread.tensor if spread.tensor > 1 else None}
+    if spread.pipeline > 1:
+        said |= {"pipeline": spread.pipeline, "pipelined_batch": c.batch_per_gpu}
+        said["schedule"] = next(name for name, here in _SCHEDULES.items() if here == spread.schedule)
+        said["batch_per_gpu"] = (c.batch_per_gpu or 1) * (c.micro_batches or 1)
+    return said
 
 
 def express(plan: Plan) -> Expressed:

@@ -11,6 +11,7 @@ from pstar_sim.catalog.loader import as_listed, load_machine, machine_names
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.figures import moves_on_disks
 from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Kind
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import timed_as
 from pstar_sim.units import format_bytes, format_count
@@ -38,7 +39,8 @@ def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> l
     """plans: of the policies that fit."""
     plans = list(plans)
     copies = any(plan.moved_bytes["h2d"] or plan.moved_bytes["d2h"] for plan, _ in plans)
-    notes = [*added_gpus_notes(machine), *thread_notes(machine)]
+    on_cpu = not plans or any(step.kind is Kind.CPU_UPDATE for plan, _ in plans for step in plan.steps)
+    notes = [*added_gpus_notes(machine), *(thread_notes(machine) if on_cpu else [])]
     if machine.pool_bytes is not None:
         notes.append(
             f"{machine.name} has one memory of {format_bytes(machine.pool_bytes)} for CPU and GPU: memory that the "

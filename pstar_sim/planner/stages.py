@@ -340,7 +340,7 @@ def compare_stages(
         rows=tuple(rows),
         left_out=(*left_out, *(f"{', '.join(dict.fromkeys(of))} {why}" for why, of in missing.items())),
         slower=tuple(slower),
-        notes=tuple(machine_notes(machine, ())),
+        notes=tuple(machine_notes(machine, zip(best.plans.plans, best.timelines) if best else ())),
         best=best,
     )
 

@@ -102,7 +102,7 @@ def test_an_assumption_about_recomputation_is_said(ds: Path, capsys: pytest.Capt
             ["--like", "plan.json"],
             "plan.json: is a plan of pstar, not a framework's configuration; `pstar explain plan",
         ),
-        (["--like", "fsdp2.py"], "FSDP2 code and Megatron-LM's flags are written (pstar export) and not read: give"),
+        (["--like", "fsdp2.py"], "FSDP2 code is written (pstar export) and not read: give"),
         (["--like", "ds.json"], "the same file is given twice"),
         (["--like", "other.json"], "ds.json says 2 sequences on all GPUs together, but other.json says 4"),
         (["--micro-batches", "2", "--like", "alone.json"], "--micro-batches 2, but alone.json says 1 micro-batch;"),

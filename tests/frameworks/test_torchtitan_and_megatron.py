@@ -8,7 +8,7 @@ import pytest
 
 import pstar_sim as ps
 from pstar_sim import PstarError, Settings
-from pstar_sim.frameworks import deepspeed, megatron, torchtitan
+from pstar_sim.frameworks import accelerate, deepspeed, megatron, torchtitan
 from pstar_sim.frameworks.prediction import predict
 from pstar_sim.python310 import toml_loads
 from pstar_sim.testing import chain_workload, round_machine
@@ -34,7 +34,7 @@ def test_torchtitan_is_read_as_it_is_written() -> None:
     )  # fmt: skip
     assert named.policy == "zero3_resident:reshard=off,replicas=2" and named.without_effect == ("model.name",)
     assert "data_parallel_replicate_degree = 2" in torchtitan.write(named)
-    assert "tensor_parallel_degree = 2" in named.notes[0]
+    assert str(named.parallelism) == "tp=2,sp" and "tensor_parallel_degree = 2" in torchtitan.write(named)
     for name, optimizer in {"Adam": "adam", "AdamW": "adamw", "Muon": "muon"}.items():
         named = torchtitan.read({"optimizer": {"name": name}}, "x.toml")
         assert named.optimizer == optimizer and f'name = "{name}"' in torchtitan.write(named)
@@ -42,6 +42,66 @@ def test_torchtitan_is_read_as_it_is_written() -> None:
     assert "not modelled: optimizer.name = Dion: predicted as AdamW" in other.notes
     with pytest.raises(PstarError, match=r"x\.toml: trainin is not a known key .* did you mean training\?"):
         torchtitan.read({"trainin": {}}, "x.toml")
+
+
+def test_a_pipelined_batch_of_torchtitan_is_cut_into_micro_batches() -> None:
+    degrees = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 4, "pipeline_parallel_schedule": "GPipe"}
+    found = torchtitan.read({"training": {"local_batch_size": 6}, "parallelism": degrees}, "x.toml")
+    assert (found.batch_per_gpu, found.micro_batches, str(found.parallelism)) == (1, 6, "tp=2,sp,pp=4,schedule=gpipe")
+    assert torchtitan.read(toml_loads(torchtitan.write(found)), "x.toml") == found
+    with pytest.raises(PstarError, match=r"local_batch_size = 6 is no multiple of .*microbatch_size = 4"):
+        more = degrees | {"pipeline_parallel_microbatch_size": 4}
+        torchtitan.read({"training": {"local_batch_size": 6}, "parallelism": more}, "x.toml")
+
+
+SCRIPT = """#!/bin/bash
+TP=4  # of a node
+export SEQ="4096"
+ARGS=(
+    --tensor-model-parallel-size ${TP} --pipeline-model-parallel-size=2 --sequence-parallel \\
+    --micro-batch-size 1 --global-batch-size 32 --seq-length $SEQ --bf16 --lr 1e-4
+    --recompute-granularity selective
+)
+torchrun --nproc_per_node 8 pretrain_gpt.py ${ARGS[@]}
+"""
+
+
+def test_flags_of_megatron_are_read_from_a_script() -> None:
+    found = megatron.read(SCRIPT, "x.sh")
+    assert str(found.parallelism) == "tp=4,sp,pp=2" and found.policy == "all_on_gpu" and found.kernels == "megatron"
+    assert (found.batch_per_gpu, found.train_batch, found.detail["sequence"], found.dtype) == (1, 32, 4096, "bf16")
+    assert (found.checkpointing, found.recompute, found.clip, found.optimizer) == (False, "attention", True, "adamw")
+    assert found.notes == ("not read: --lr, --nproc_per_node",)
+    assert megatron.read("--use-distributed-optimizer", "x.sh").policy == "zero3_resident:reshard=off"
+    assert megatron.read("--optimizer-cpu-offload --fp16", "x.sh").policy == "zero_offload"
+    half = megatron.read("--optimizer-cpu-offload --optimizer-offload-fraction 0.5", "x.sh")
+    assert half.policy.startswith("zero3_offload:") and "ratio=0.5" in half.policy and half.dtype == "fp32"
+    assert megatron.read(megatron.write(half), "x.sh").policy == half.policy
+    pipelined = megatron.read("--pipeline-model-parallel-size 2 --use-distributed-optimizer", "x.sh")
+    assert "predicted with whole states on every rank" in pipelined.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--seq-length $SEQ", r"x\.sh: --seq-length \$SEQ is a value that the file does not set; write the number"),
+        ("--seq-length --bf16", r"x\.sh: --seq-length has no value"),
+        ("--seq-length", r"x\.sh: --seq-length has no value"),
+        ("--seq-length 0", r"x\.sh: --seq-length = 0; it must be a whole number of at least 1"),
+        ("--bf16 --fp16", r"x\.sh: --bf16 and --fp16 are both given"),
+        ("--seq-length 'x", r"x\.sh: is no list of flags and no shell script: No closing quotation"),
+    ],
+)
+def test_flags_that_cannot_be_read_are_named(flags: str, said: str) -> None:
+    with pytest.raises(PstarError, match=said):
+        megatron.read(flags, "x.sh")
+
+
+def test_degrees_of_deepspeed_and_accelerate() -> None:
+    found = deepspeed.read({"tensor_parallel": {"autotp_size": 4}, "zero_optimization": {"stage": 2}}, "ds.json")
+    assert str(found.parallelism) == "tp=4" and not any("autotp" in note for note in found.notes)
+    keys = {"parallelism_config": {"parallelism_config_tp_size": 2}, "distributed_type": "FSDP", "fsdp_config": {}}
+    assert str(accelerate.read(keys, "a.yaml").parallelism) == "tp=2"
 
 
 def test_megatron_keeps_parameters_and_gradients_on_the_gpu() -> None:

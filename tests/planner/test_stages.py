@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -521,6 +522,25 @@ class TestCommands:
         capsys.readouterr()
         assert main(["explain", str(file)]) == 2
         assert "has the plans of 2 stages (pp=2)" in capsys.readouterr().err
+
+    def test_files_of_frameworks_say_the_degrees(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """torchtitan's and Megatron's are written from stages, and read; others say that they cannot."""
+        file, titan, flags = (str(tmp_path / name) for name in ("plan.json", "x.toml", "x.sh"))
+        machine = ["--machine", "a100-40", "--gpus", "2"]
+        assert main(["plan", *self.ARGS, "--parallel", "pp=2", "-o", file]) == 0
+        assert main(["export", file, "--torchtitan", titan, "--megatron", flags]) == 0
+        assert "torchtitan: pp=2; 1 sequences per GPU in 4 micro-batches" in " ".join(capsys.readouterr().out.split())
+        for path, named in ((titan, []), (flags, ["--policy", "tide"])):
+            assert main(["fits", "--model", "tiny-gpt2", *machine, "--like", path, *named, "--json"]) == 0
+            said = capsys.readouterr()
+            rows = json.loads(said.out)
+            rows = rows["rows"] if isinstance(rows, dict) else rows
+            assert {row["parallel"] for row in rows} == {"pp=2"} and len(rows) == 1 + len(named) // 2
+            assert "predicted as all_on_gpu, pp=2" in said.err
+        assert main(["export", file, "--deepspeed", str(tmp_path / "ds.json")]) == 2
+        assert "--deepspeed cannot say; --torchtitan and --megatron can" in capsys.readouterr().err
+        assert main(["compare", "--model", "tiny-gpt2", *machine, "--like", titan, "--like", flags]) == 2
+        assert "give it alone" in capsys.readouterr().err
 
     def test_a_comparison_of_ways(self, capsys: pytest.CaptureFixture[str]) -> None:
         args = [*self.ARGS[:-2], "--parallel", "auto"]
