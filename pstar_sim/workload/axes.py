@@ -1,5 +1,5 @@
-"""Axes: how a model of a given shape runs and what of it is trained. Each axis is a field of `Axes`; flags, grids,
-presets, captures and published runs take their axes from there. (`AxesGiven` repeats names and types for signatures.)
+"""Axes: how a model of a given shape runs and what of it is trained. Flags, grids, presets, captures and published runs
+take their axes from the fields of `Axes`. (`AxesGiven` repeats names and types for signatures.)
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ __all__ = ["Axes", "AxesGiven", "Axis", "all_axes"]
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """What is said of an axis beside its name and type.
-
-    help: of its flag; "" for an axis that only published runs state.
+    """help: of its flag; "" for an axis that only published runs state.
     metavar: what stands for a value in the help.
     values: words for its values in a grid.
     names, plural: the values, if they are names, and what they are called.
@@ -188,24 +186,24 @@ class Axes:
 
     @property
     def given(self) -> AxesGiven:
-        """The axes of which something was said, names by the words used here."""
+        """Of which something was said, names by the words used here."""
         said = [(name, getattr(self, name), axis) for name, axis in all_axes().items()]
         values = {name: axis.words.get(str(value).lower(), value) for name, value, axis in said}
         return {name: value for name, value in values.items() if value is not None}  # type: ignore[return-value]
 
     def but(self, **changes: Unpack[AxesGiven]) -> Axes:
-        """Returns the axes, changed where something else is said."""
+        """Changed where something else is said."""
         said = {name: value for name, value in changes.items() if value is not None}
         return Axes(**(self.given | said))  # type: ignore[arg-type]
 
     @property
     def notes(self) -> list[str]:
-        """Words such as "math attention", for answers."""
+        """Such as "math attention", for answers."""
         stated = ((name, getattr(self, name), axis) for name, axis in all_axes().items() if axis.noted)
         return [f"{value} {name}" for name, value, axis in stated if value not in (None, axis.default)]
 
     def filled(self) -> Axes:
-        """Returns the axes with the defaults of a preset where nothing was said."""
+        """With the defaults of a preset where nothing was said."""
         return Axes(**{name: axis.default for name, axis in all_axes().items()}).but(**self.given)
 
 
@@ -229,6 +227,6 @@ class AxesGiven(TypedDict, total=False):
 
 @cache
 def all_axes() -> dict[str, Axis]:
-    """Returns what is said of each axis, in the order of declaration."""
+    """What is said of each axis, in the order of declaration."""
     hints = get_type_hints(Axes, include_extras=True)
     return {field.name: hints[field.name].__metadata__[0] for field in fields(Axes)}

@@ -2,9 +2,8 @@
 
 Each token goes through `per_token` of a layer's `count` experts. If every choice of experts is equally likely, one
 token uses none of the j experts of a chunk with probability C(count - j, per_token) / C(count, per_token). A
-micro-batch uses none of them with this probability to the power of its tokens. For one expert the chunk is used with
-probability 1 - (1 - per_token / count) ** tokens. A plan brings every chunk anyway, because the router's choice is
-known too late to fetch a chunk in time.
+micro-batch uses none of them with this probability to the power of its tokens. A plan brings every chunk anyway: the
+router's choice is known too late to fetch one in time.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ __all__ = ["experts_note", "use_probability"]
 
 
 def use_probability(experts: ExpertsShape, tokens: int, *, of: int = 1) -> float:
-    """Returns the probability that `tokens` tokens use at least one of `of` experts of a layer."""
+    """That `tokens` tokens use at least one of `of` experts of a layer."""
     missed = comb(experts.count - of, experts.per_token) / comb(experts.count, experts.per_token)
     return 1 - missed**tokens
 

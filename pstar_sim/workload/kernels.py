@@ -15,8 +15,7 @@ The attention kernel is a separate choice (catalog/attention.py), and so is the 
 - chunked: head and loss run piece by piece, and once more in the backward pass (torchtune, TRL).
 - fused: head, loss and their gradients run piece by piece in the forward pass (Liger's fused linear cross-entropy).
 
-BERT and ViT are written for eager kernels and the whole loss alone. The workload of a captured module names "captured":
-its operators run as they really do.
+BERT and ViT are written for eager kernels and the whole loss alone. A captured module names "captured".
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ CAPTURED = "captured"
 
 @dataclass(frozen=True, kw_only=True)
 class Flavour:
-    """The way in which operators run.
-
-    fused: activation, norm and rotary positions are one kernel each.
+    """fused: activation, norm and rotary positions are one kernel each.
     recomputed: backward computes outputs of norms and activations once more.
     loss: "unfused" (fp32 logits and a log-softmax beside them), "fused" (logits of the working dtype) or "in place"
         (fp32 logits that the loss overwrites).
@@ -56,5 +53,5 @@ LOSSES = ("whole", "chunked", FUSED)
 
 
 def kernels_text(kernels: str) -> str:
-    """Returns "fused kernels"; empty for a workload that names no flavour, such as one written by hand."""
+    """Such as "fused kernels"; empty for a workload that names no flavour."""
     return f"{kernels} kernels" if kernels else ""

@@ -31,7 +31,7 @@ class Loading:
         return self.way if self.dtype is None else f"{self.way}:{self.dtype}"
 
     def startup_bytes(self, workload: Workload, local_ranks: int) -> int:
-        """Returns the bytes of weights while they are loaded: the part of each of the node's ranks."""
+        """While weights are loaded: the part of each of the node's ranks."""
         if self.way == "in-place":
             return 0
         base = [t for t in workload.tensors if t.dtype in BASES]
@@ -40,8 +40,7 @@ class Loading:
         return weights if self.way == "each" else -(-weights // local_ranks)
 
     def words(self, local_ranks: int) -> str:
-        """Returns words after "loaded". Empty for weights in the working dtype and one rank, which can load them in one
-        way only."""
+        """After "loaded". Empty for weights in the working dtype and one rank."""
         way = {"whole": "once per node", "each": "whole by every process"}.get(self.way, "") if local_ranks > 1 else ""
         return " ".join(part for part in (way, self.dtype and f"in {self.dtype}") if part)
 
@@ -53,7 +52,7 @@ EACH_FP32 = Loading(way="each", dtype=MASTER)
 
 
 def loading_of(value: Loading | str | None) -> Loading:
-    """Returns `WHOLE` for None. Raises PstarError for an unknown way or dtype."""
+    """`WHOLE` for None. Raises PstarError for an unknown way or dtype."""
     if isinstance(value, Loading):
         return value
     if value is None:

@@ -1,10 +1,9 @@
 """LoRA: a preset whose own parameters are frozen and whose matrices have low-rank adapters beside them.
 
-`AdaptedTape` writes the same families (presets/) down with y = W x + s B (A x) for each target matrix W. A is rank x
-in, B is out x rank. The workload differs from training the whole model in these points:
+`AdaptedTape` writes the same families (presets/) with y = W x + s B (A x) for each target matrix W; A is rank x in, B
+out x rank. Beside training the whole model:
 
-- parameters: every base tensor is frozen (read, no gradient, no optimizer states). A and B are trained, in the working
-  dtype with the optimizer's states like any other parameter. (PEFT keeps adapters in fp32; in 16-bit training that is 2
+- parameters: every base tensor is frozen. A and B are trained, in the working dtype. (PEFT keeps adapters in fp32: 2
   bytes more for each adapter parameter.)
 - flops: forward takes 2 T r (in + out) more for each target, backward twice that. The gradients of the base matrices, a
   third of the model's matrix flops, are not computed.
@@ -13,16 +12,14 @@ in, B is out x rank. The workload differs from training the whole model in these
 - recompute: if a checkpointed layer's last matrix has an adapter, that matrix is recomputed too, because the tensor
   that backward needs last, A x, comes after it.
 
-The workload is an upper bound in two places. Inputs that autograd keeps only for a frozen matrix's gradient still count
-as kept. The backward pass still goes down to the embedding, though nothing below the lowest adapter is needed. Source:
-Hu et al., LoRA, 2021; peft's Linear layer.
+The workload is an upper bound: inputs that autograd keeps only for a frozen matrix's gradient count as kept, and the
+backward pass goes down to the embedding. Source: Hu et al., LoRA, 2021; peft's Linear layer.
 
 [Note: quantised base] With a base of `BASES` the frozen matrices of the layers' linear modules, adapted or not, are
 stored in it. Embeddings, head, norms, biases and routers keep the working dtype. Forward, recompute and backward each
-dequantise a matrix in front of its product: stored bytes are read, the matrix is written and read in the working dtype,
-and it is alive until the product ends. The matrices of all experts of a layer are dequantised together, as their
-grouped product needs them. Source: bitsandbytes' MatMul4Bit. Its 8-bit product multiplies 8-bit inputs in the forward
-pass and needs no dequantised matrix there, so that int8 is an upper bound.
+dequantise a matrix in front of its product: it is written and read in the working dtype, and alive until the product
+ends. The matrices of all experts of a layer are dequantised together. Source: bitsandbytes' MatMul4Bit. Its 8-bit
+product needs no dequantised matrix in the forward pass, so that int8 is an upper bound.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ def default_targets(family: str) -> tuple[str, ...]:
 
 
 def adapter_of(workload: Workload) -> Adapter | None:
-    """Derived from the tensors of `AdaptedTape`; None if it has none."""
+    """From the tensors of `AdaptedTape`."""
     found = [t for t in workload.tensors if t.name.endswith(".lora_A.weight")]
     if not found:
         return None
@@ -63,7 +60,7 @@ def adapter_of(workload: Workload) -> Adapter | None:
 
 
 def base_of(workload: Workload) -> str | None:
-    """Returns the dtype of `BASES` in which frozen matrices are stored; None if they have the working dtype."""
+    """The dtype of `BASES` in which frozen matrices are stored; None: the working dtype."""
     return next((t.dtype for t in workload.tensors if t.dtype in BASES), None)
 
 
@@ -160,8 +157,8 @@ class AdaptedTape(Tape):
         return target.a, target.b
 
     def _settle(self) -> None:
-        """Add the matmuls of matrices that the moment read but did not multiply. A recompute would have ended before
-        these, but an adapter needs the matmul before it."""
+        """Matmuls of matrices that the moment read but did not multiply. A recompute would have ended before these, but
+        an adapter needs the matmul before it."""
         left, self._pending, self._stacks = self._pending, [], []
         for name in left:
             if name in self._targets and self._phase is Phase.RECOMPUTE:
@@ -195,8 +192,8 @@ class AdaptedTape(Tape):
                 self._forward(self._targets[each])
 
     def _multiplied(self, products: Sequence[Product]) -> list[str]:
-        """Returns the first pending matrix if these are its products, several (q, k and v of one input), or the
-        matrices of all experts."""
+        """The first pending matrix if these are its products, several (q, k and v of one input), or the matrices of all
+        experts."""
         total = 0
         for count, name in enumerate(self._pending, start=1):
             total += self._numel(name)
@@ -212,8 +209,8 @@ class AdaptedTape(Tape):
         return self.base is not None and name in self._index and self.tensors[self._index[name]].dtype in BASES
 
     def _dequantise(self, names: Iterable[str]) -> int:
-        """Write the dequantised matrices, one after the other, those of all experts together. Returns the bytes that
-        are alive while the product runs, which the caller frees."""
+        """One matrix after the other, those of all experts together. Returns the bytes that are alive while the product
+        runs, which the caller frees."""
         names = [name for name in names if self._is_stored(name)]
         alone = [self._numel(name) * self.width for name in names if name in self._matrices]
         together = sum(self._numel(name) * self.width for name in names if name not in self._matrices)
@@ -237,7 +234,7 @@ class AdaptedTape(Tape):
         self._inside = False
 
     def gradient(self, names: Iterable[str], *, allocated: bool = True) -> None:
-        """Base parameters have no gradient, and `linear_backward` writes those of adapters."""
+        """Base parameters have none, and `linear_backward` writes those of adapters."""
 
     def linear_backward(
         self, names: Sequence[str], *, grad_in: int, grad_out: int, saved: int, product: Product, dead: int = 0
@@ -268,8 +265,7 @@ class AdaptedTape(Tape):
 
 
 def _is_quantised(name: str, shape: Sequence[int]) -> bool:
-    """Returns whether a parameter of a layer is the matrix of a linear module, or of an expert ([Note: quantised
-    base])."""
+    """Whether a parameter of a layer is the matrix of a linear module, or of an expert ([Note: quantised base])."""
     if len(shape) == 3:
         return ".experts." in name
     return len(shape) == 2 and name.endswith(".weight") and not name.endswith(".mlp.gate.weight")

@@ -1,19 +1,17 @@
 """Mixing: block by block, activations are kept, recomputed, or moved to the host and back.
 
-Kept and recomputed blocks come from two variants of one model: one keeps the activations of all blocks, the other
-recomputes them. An offloaded block is taken from the variant that keeps.
+Blocks come from two variants of one model: one keeps the activations of all blocks (offloaded ones too), the other
+recomputes them.
 
-A block is a module's path up to its first number ("h.5" of "h.5.mlp.c_fc"). The activations of a block's forward take
-memory until its backward is over. Every moment of block b therefore holds the bytes that it holds in its own variant,
-plus the bytes that the blocks before b keep here, less the bytes that they keep in that variant. Activations of
-different blocks do not overlap. A trace in which they do is not a stack of blocks and is refused.
+A block is a module's path up to its first number ("h.5" of "h.5.mlp.c_fc"). Every moment of block b holds the bytes
+that it holds in its own variant, plus the bytes that the blocks before b keep here, less those that they keep in that
+variant. A trace in which activations of different blocks overlap is refused.
 
 [Note: two stashes at a time] A stash has the time of the next offloaded block's forward pass to reach the host, and the
 time of that block's backward pass to come back. The tide counts the bytes of a block until the first moment behind the
 next offloaded block's forward pass, and again from the last moment before that block's backward pass. So the GPU holds
-at most two stashes: the stash that is being made (or used) and the stash on its way. If every second block is
-offloaded, each stash has the time of two blocks. The last offloaded block gets as many blocks' time as the offloaded
-block before.
+at most two stashes: the one being made (or used) and the one on its way. The last offloaded block gets as many blocks'
+time as the one before.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ def block_of(path: str) -> str | None:
 
 
 def block_names(w: Workload) -> list[str]:
-    """Returns the blocks in the order of the forward pass; empty for a model that is not a stack of blocks."""
+    """In the order of the forward pass; empty for a model that is not a stack of blocks."""
     return [block for block, forward, _ in block_runs(w) if block is not None and forward]
 
 
@@ -97,7 +95,7 @@ def mix_blocks(recomputed: Workload, kept: Workload, keep: Collection[str]) -> W
 def _check_variants(
     recomputed: Workload, kept: Workload, ours: Sequence[BlockRun], theirs: Sequence[BlockRun]
 ) -> list[str]:
-    """Returns the blocks. Raises TraceError unless both are of one job and stacks of the same blocks."""
+    """The blocks. Raises TraceError unless both are of one job and stacks of the same blocks."""
     if recomputed.micro_batches != 1 or kept.micro_batches != 1:
         raise TraceError("blocks are mixed in variants of one micro-batch; mix first, then repeat the micro-batch")
     if (recomputed.fingerprint, recomputed.batch, recomputed.sequence) != (kept.fingerprint, kept.batch, kept.sequence):
@@ -134,8 +132,7 @@ def _check_names(w: Workload, blocks: Sequence[str], named: Collection[str]) -> 
 
 
 def _more_below(blocks: Sequence[str], keep: Collection[str], left: Sequence[dict[str, int]]) -> list[list[int]]:
-    """Returns, per variant, the bytes that the blocks before the n-th keep here, less the bytes that they keep in the
-    variant.
+    """Per variant, the bytes that the blocks before the n-th keep here, less those that they keep in the variant.
 
     left: per variant (recomputed, kept), block -> bytes kept.
     """
@@ -170,7 +167,7 @@ def offload_blocks(w: Workload, offload: Collection[str]) -> Workload:
 
 
 def stashes_of(w: Workload, offload: Collection[str]) -> list[Stash]:
-    """Returns the stashes of the blocks `offload`, by [Note: two stashes at a time].
+    """[Note: two stashes at a time]
 
     Raises TraceError for a workload that has several micro-batches, offloads already, or is not a stack of blocks, and
     for a block that recomputes, that keeps nothing, or that is needed again before it could be gone.
@@ -201,8 +198,8 @@ def stashes_of(w: Workload, offload: Collection[str]) -> list[Stash]:
 
 
 def _stack(w: Workload, runs: Sequence[BlockRun], offload: Collection[str]) -> list[_Block]:
-    """Returns the blocks in the order of the forward pass. Raises TraceError if w is not a stack of blocks, or if a
-    block to offload is not among them."""
+    """In the order of the forward pass. Raises TraceError if w is not a stack of blocks, or if a block to offload is
+    not among them."""
     ahead = [(block, run) for block, forward, run in runs if block is not None and forward]
     blocks = [block for block, _ in ahead]
     backward = {block: run for block, forward, run in runs if block is not None and not forward}
@@ -227,7 +224,7 @@ def _stash(w: Workload, stack: Sequence[_Block], n: int, until: int, size: int) 
 
 
 def without_stashed(w: Workload, stashes: Sequence[Stash]) -> tuple[Moment, ...]:
-    """Returns the moments, each without the bytes of stashes that are on the host in it."""
+    """Without the bytes of stashes that are on the host."""
     start, peak, end = ([0] * len(w.moments) for _ in range(3))
     for stash in stashes:
         for m in range(stash.gone, stash.back + 1):
@@ -241,8 +238,7 @@ def without_stashed(w: Workload, stashes: Sequence[Stash]) -> tuple[Moment, ...]
 
 
 def block_runs(w: Workload) -> Sequence[BlockRun]:
-    """Returns the moments in runs of one block and direction. Moments of no block between two runs are a run of their
-    own."""
+    """The moments in runs of one block and direction. Moments of no block between two runs are a run of their own."""
     known = w.derived.get(_RUNS)
     if not isinstance(known, tuple):
         known = w.derived[_RUNS] = tuple(_block_runs(w.moments))
@@ -268,10 +264,9 @@ def _left_behind(w: Workload, runs: Sequence[BlockRun]) -> dict[str, int]:
 
 
 def levelled(cells: Sequence[tuple[int, Sequence[Moment]]]) -> list[Moment]:
-    """Returns the moments of cells that run one after the other. Each cell holds its own bytes, and those that the
-    other micro-batches have left so far.
+    """Each cell holds its own bytes, and those that the other micro-batches have left so far.
 
-    cells: (micro-batch, its moments, with the bytes of this micro-batch alone).
+    cells: (micro-batch, its moments, with the bytes of this micro-batch alone), one after the other.
     """
     level = {own: row[0].start_bytes for own, row in reversed(cells)}
     total = sum(level.values())
@@ -285,7 +280,7 @@ def levelled(cells: Sequence[tuple[int, Sequence[Moment]]]) -> list[Moment]:
 
 
 def shifted(moment: Moment, shift: int) -> Moment:
-    """Returns the moment with `shift` more non-model bytes, at least 0."""
+    """Non-model bytes, at least 0."""
     if not shift:
         return moment
     start, peak, end = (max(0, size + shift) for size in (moment.start_bytes, moment.peak_bytes, moment.end_bytes))

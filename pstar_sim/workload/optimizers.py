@@ -1,16 +1,15 @@
 """Optimizers: the states that each keeps, and what one update reads, writes and computes.
 
-A layout, a bound or a cost never multiplies by a list's width: it asks the `States` of a chunk. So an optimizer whose
-states have scales, or rows and columns, or other states for matrices, is a row of `OPTIMIZERS`.
+Layouts, bounds and costs ask the `States` of a chunk, so an optimizer whose states have scales, or rows and columns, or
+other states for matrices, is a row of `OPTIMIZERS`.
 
 [Note: masters] Every optimizer keeps a master copy of the parameter (`MASTER_LIST`), from which an update writes the
-working list. It has 4 bytes. Where a model is trained without fp32 masters (pure bf16), it has the width of the working
-list: it is the parameter itself. A gradient overwrites the working list, so no parameter takes its bytes twice.
+working list. It has 4 bytes. Without fp32 masters (pure bf16) it has the width of the working list: it is the parameter
+itself.
 
 [Note: granularity] An update may need more than one element at a time: a block of 8-bit states shares a scale, and Muon
 and Adafactor need a whole matrix. No block reaches over the end of a tensor, of a rank's slice or of a part of an
-update. Slices of several ranks do cut matrices: such a plan has the right bytes, and the executor refuses it. Where
-each rank has the whole model (all_on_gpu) nothing is cut.
+update. Slices of several ranks do cut matrices: such a plan has the right bytes, and the executor refuses it.
 
 [Note: traffic] In an update each state is read and written, the 2-byte gradient is read and the 2-byte parameter is
 written. With two fp32 moments and the master that is 2 * (4 + 4 + 4) + 2 + 2 = 28 bytes per parameter.
@@ -53,7 +52,7 @@ _NS_STEPS = 5  # Newton-Schulz iterations of torch.optim.Muon
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateList:
-    """A list of states. Its bytes are the sum of these figures.
+    """The bytes are the sum of these figures.
 
     per_block: of `States.block` elements.
     per_row, per_column: of each matrix; a tensor of more dimensions is a stack of matrices.
@@ -68,9 +67,7 @@ class StateList:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class States:
-    """What the tensors of a chunk keep, and what their update costs.
-
-    name: of the rule of the update.
+    """name: of the rule of the update.
     block: elements that are updated together, and whole: tensors are updated whole ([Note: granularity]).
     traffic_per_param: bytes of one update through memory; None: as in [Note: traffic].
     cpu_share: parameters per second of an update on the CPU over those of fused AdamW, as the executor runs both.
@@ -96,11 +93,11 @@ class States:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the lists, in storage order."""
+        """In storage order."""
         return tuple([row.name for row in self.lists])
 
     def list_bytes(self, numel: int, shapes: Iterable[Shape] = (), ranks: int = 1) -> dict[str, int]:
-        """Returns list -> bytes of one rank's slice.
+        """List -> bytes of one rank's slice.
 
         numel: elements of the slice, padding included.
         shapes: of the tensors in the slices of all ranks.
@@ -116,7 +113,7 @@ class States:
         }
 
     def update_bytes(self, numel: int, shapes: Iterable[Shape] = (), ranks: int = 1) -> int:
-        """Returns the reads and writes of one update ([Note: traffic]). Arguments as in `list_bytes`."""
+        """Reads and writes ([Note: traffic]). Arguments as in `list_bytes`."""
         if self.traffic_per_param is not None:
             return numel * self.traffic_per_param
         return 2 * sum(self.list_bytes(numel, shapes, ranks).values()) + numel * _IN_AND_OUT
@@ -124,7 +121,7 @@ class States:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """Tensors that have states of their own: those for which `of`, given name and shape, is true."""
+    """Tensors with states of their own: those for which `of`, given name and shape, is true."""
 
     states: States
     of: Callable[[str, Shape], bool]
@@ -146,7 +143,7 @@ class OptimizerSpec:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Tensors with other states. A tensor is of the first that takes it."""
+        """A tensor is of the first that takes it."""
         width = self.master_bytes
         return tuple(
             [replace(kind, states=_narrow(self.name, kind.states, width)) for kind in _KINDS.get(self.name, ())]
@@ -154,7 +151,7 @@ class OptimizerSpec:
 
     @property
     def all_states(self) -> tuple[States, ...]:
-        """The states of tensors of no kind, then those of each kind."""
+        """Of tensors of no kind, then of each kind."""
         lists = tuple([StateList(name=name, per_element=size) for name, size in self.state_bytes])
         plain = States(
             name=_REST.get(self.name, self.name),
@@ -166,26 +163,26 @@ class OptimizerSpec:
 
     @property
     def lists(self) -> tuple[str, ...]:
-        """Names of the lists of all tensors, in storage order."""
+        """Of all tensors, in storage order."""
         return tuple(dict.fromkeys(name for states in self.all_states for name in states.names))
 
     @property
     def whole(self) -> bool:
-        """Whether some tensors are updated whole ([Note: granularity])."""
+        """Whether some tensors are updated whole."""
         return any(states.whole for states in self.all_states)
 
     @property
     def least_bytes_per_param(self) -> float:
-        """Bytes of states of the tensors that keep least, rows and columns left out."""
+        """Of the tensors that keep least, rows and columns left out."""
         return min(sum(row.per_element + row.per_block / s.block for row in s.lists) for s in self.all_states)
 
     def kind_of(self, name: str, shape: Shape) -> int:
-        """Returns the position in `all_states` of the states of a tensor."""
+        """Position in `all_states`."""
         return next((n for n, kind in enumerate(_KINDS.get(self.name, ()), 1) if kind.of(name, shape)), 0)
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of a master; 4 for an optimizer of one's own that has none."""
+        """4 for an optimizer of one's own that has none."""
         return dict(self.state_bytes).get(MASTER_LIST, 4)
 
     @property
@@ -194,12 +191,11 @@ class OptimizerSpec:
         return MASTERS[1] if self.master_bytes < 4 else MASTERS[0]
 
     def of_width(self, width: int) -> OptimizerSpec:
-        """Returns the optimizer of a tensor of `width` bytes. One wider than the masters is its own: fp32 norms of a
-        bf16 model."""
+        """For a tensor of `width` bytes. One wider than the masters is its own: fp32 norms of a bf16 model."""
         return OPTIMIZERS[self.name] if width > self.master_bytes else self
 
     def states_by_dtype(self, dtypes: Iterable[str]) -> dict[str, tuple[States, ...]]:
-        """Returns dtype -> `all_states` of the optimizer of its tensors (`of_width`)."""
+        """dtype -> `all_states` of the optimizer of its tensors (`of_width`)."""
         return {name: self.of_width(STORAGE[name].bytes).all_states for name in set(dtypes)}
 
     @property
@@ -216,15 +212,15 @@ class OptimizerSpec:
         return self.name if self.masters == MASTERS[0] else f"{self.name} without fp32 masters"
 
     def without_masters(self, width: int) -> OptimizerSpec:
-        """Returns the optimizer of a model whose parameters have `width` bytes and no fp32 masters."""
+        """For a model whose parameters have `width` bytes and no fp32 masters."""
         plain = _narrow(self.name, self.all_states[0], width)
         sizes = tuple([(row.name, row.per_element) for row in plain.lists])
         return replace(self, state_bytes=sizes, dram_bytes_per_param=_traffic(sizes))
 
 
 def _narrow(name: str, states: States, width: int) -> States:
-    """Returns the states of an optimizer beside a master of `width` bytes. The moments that torch makes have the
-    parameter's dtype where it has no wider master."""
+    """Beside a master of `width` bytes. The moments that torch makes have the parameter's dtype where it has no wider
+    master."""
     follow = {MASTER_LIST} if name in _OWN_WIDTH else set(states.names)
     lists = [
         replace(r, per_element=min(r.per_element, width) if r.name in follow else r.per_element) for r in states.lists
@@ -241,17 +237,17 @@ _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|classifier|score|qa_outputs)(\.|$)
 
 
 def _is_large(name: str, shape: Shape) -> bool:
-    """Whether states have 8 bits, as bitsandbytes makes them."""
+    """As bitsandbytes makes states of 8 bits."""
     return prod(shape) >= _LEAST_8_BIT
 
 
 def _is_no_embedding(name: str, shape: Shape) -> bool:
-    """Whether states have 8 bits, as in the Trainer of transformers: embeddings keep 32."""
+    """As in the Trainer of transformers: embeddings keep 32 bits."""
     return _is_large(name, shape) and not _EMBEDDING.search(name)
 
 
 def _is_matrix(name: str, shape: Shape) -> bool:
-    """Whether Muon updates a tensor, by its usual split: matrices but for embeddings and the head."""
+    """Muon's usual split: matrices but for embeddings and the head."""
     return len(shape) == 2 and not _EMBEDDING.search(name) and not _HEAD.search(name)
 
 
@@ -260,7 +256,7 @@ def _has_columns(name: str, shape: Shape) -> bool:
 
 
 def _newton_schulz(shape: Shape) -> Sequence[tuple[int, int, int, int]]:
-    """Returns the products of the iterations, each A = X X^T, A A and (b A + c A A) X for X [m, n] with m <= n."""
+    """Each iteration is A = X X^T, A A and (b A + c A A) X for X [m, n] with m <= n."""
     m, n = sorted(shape)
     return _NS_STEPS * ((1, m, n, m), (1, m, m, m), (1, m, m, n))
 
@@ -275,7 +271,7 @@ def _states(name: str, *moments: StateList, **how: Any) -> States:
 
 
 def _in_8_bits(name: str, *moments: str) -> States:
-    """Returns bitsandbytes' states: a byte per element and an fp32 scale per block in each moment."""
+    """bitsandbytes': a byte per element and an fp32 scale per block in each moment."""
     lists = [StateList(name=each, per_element=1, per_block=4) for each in moments]
     return _states(name, *lists, block=_BLOCK)
 
@@ -379,7 +375,7 @@ ALIASES = {
 
 
 def _name_here(name: str) -> str:
-    """Returns the name in `OPTIMIZERS` of an optimizer, also by its class with its library: bnb.optim.AdamW."""
+    """The name in `OPTIMIZERS`, also of a class with its library: bnb.optim.AdamW."""
     library, _, word = name.lower().rpartition(".")
     library = library.partition(".")[0]
     if library in ("bnb", "bitsandbytes"):
@@ -388,7 +384,7 @@ def _name_here(name: str) -> str:
 
 
 def optimizer_spec(name: str, *, masters: str | None = None, width: int = 4) -> OptimizerSpec:
-    """Returns an optimizer by its name here, in a framework or in a library.
+    """By its name here, in a framework or in a library.
 
     masters: one of MASTERS; None: "fp32".
     width: bytes of the model's parameters.

@@ -8,8 +8,7 @@ __all__ = ["Order"]
 
 
 class Order(StrEnum):
-    """The order of an iteration, as a workload states it. Another order is another member, with an answer to each of
-    these questions; nothing infers the order from the moments.
+    """The order of an iteration, as a workload states it; nothing infers it from the moments.
 
     DEPTH_FIRST: each micro-batch runs forward and backward through the whole model before the next begins.
     LAYER_MAJOR: each block runs for all micro-batches before the next block does (relay.py).
@@ -22,20 +21,19 @@ class Order(StrEnum):
 
     @property
     def of_loop(self) -> bool:
-        """Whether a training loop of the user's own runs it; the engine runs every order (`session.step`)."""
+        """Whether a training loop of the user's own runs it; the engine runs every order."""
         return self is Order.DEPTH_FIRST
 
     @property
     def one_by_one(self) -> bool:
         """Whether a micro-batch is over before the next begins. Then alike micro-batches can stand for one another, and
-        their bytes on the host follow each other in the same room. Otherwise micro-batches run side by side, and all
-        have the same moments."""
+        their bytes on the host follow each other in the same room. Otherwise all have the same moments."""
         return self is Order.DEPTH_FIRST
 
     @property
     def sums_leave_gpu(self) -> bool:
         """Whether the sum of a chunk's gradients may leave the GPU between two micro-batches. Otherwise all its
-        gradients arrive one after the other, and the sum stays until it is complete."""
+        gradients arrive one after the other."""
         return self is not Order.LAYER_MAJOR
 
     @property
@@ -45,9 +43,9 @@ class Order(StrEnum):
 
     @property
     def words(self) -> str:
-        """Words behind the number of micro-batches; empty for the order that every loop has."""
+        """Behind the number of micro-batches; empty for the order that every loop has."""
         return {Order.DEPTH_FIRST: "", Order.LAYER_MAJOR: ", layer by layer", Order.PIPELINED: ", pipelined"}[self]
 
     def turns(self, micro_batches: int) -> int:
-        """Returns the number of turns from forward to backward, and from backward to forward, inside an iteration."""
+        """From forward to backward, and from backward to forward, inside an iteration."""
         return 1 if self is Order.LAYER_MAJOR else 2 * micro_batches - 1

@@ -1,7 +1,7 @@
 """Parallelism: how a model is spread over GPUs (how parameters are packed into chunks is the layout).
 
 It is written as a text, "tp=2,pp=2,dp=4", or composed of Whale's four primitives:
-`replica(pipeline(stage(split(2)), stage(split(2))), count=4)`. Each is the exact reverse of the other.
+`replica(pipeline(stage(split(2)), stage(split(2))), count=4)`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Parallelism:
 
     @property
     def composed(self) -> str:
-        """The parallelism as Python writes it with `replica`, `pipeline`, `stage` and `split`."""
+        """With `replica`, `pipeline`, `stage` and `split`."""
         inner = "stage()"
         if self.tensor > 1 or self.sequence:
             inner = f"stage(split({self.tensor}{', sequence=True' if self.sequence else ''}))"
@@ -87,8 +87,8 @@ class Parallelism:
         return f"replica({inner})" if self.data is None else f"replica({inner}, count={self.data})"
 
     def data_on(self, gpus: int) -> int:
-        """Returns the ranks of each stage that share its batch, on so many GPUs. Raises PstarError, with the nearest
-        number of stages that works."""
+        """Ranks of each stage that share its batch, on so many GPUs. Raises PstarError, with the nearest number of
+        stages that works."""
         data = self.data or max(1, gpus // (self.pipeline * self.tensor))
         if data * self.pipeline * self.tensor != gpus:
             near = [p for p in range(1, gpus + 1) if gpus % (p * self.tensor * (self.data or 1)) == 0]

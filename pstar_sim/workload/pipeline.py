@@ -1,8 +1,5 @@
 """Pipeline: the micro-batches of a stage in the order of a schedule.
 
-A stage of a pipeline runs a part of the model's blocks. It receives its input from the stage before, and the gradient
-of its output from the stage behind; the first stage has the batch, and the last the loss.
-
 [Note: schedules] A cell is the forward or the backward pass of one micro-batch through one part of the model. With
 "gpipe" a stage runs the forward passes of all micro-batches and then their backward passes. With "1f1b" stage r of p
 runs p - r - 1 forward passes ahead, then a forward and a backward pass in turns, then the backward passes that are
@@ -39,7 +36,7 @@ class Cell(NamedTuple):
 
 
 def cells_of(schedule: str, stage: int, stages: int, micro_batches: int) -> list[Cell]:
-    """Returns the cells of a stage in their order. Raises ModelError for an unknown schedule."""
+    """Raises ModelError for an unknown schedule."""
     if schedule not in SCHEDULES:
         raise ModelError(f"schedule is {schedule!r}; it is one of {', '.join(SCHEDULES)}")
     ahead = micro_batches if schedule == "gpipe" else min(micro_batches, stages - stage)
@@ -110,7 +107,7 @@ _FORWARD = ("activations", "tied weights")
 def _border(
     crossing: Crossing, cell: Cell, n: int, first: Sequence[int], moments: range, stage: int, stages: int
 ) -> Border:
-    """Returns the border of a crossing in the n-th cell: [Note: room for borders]."""
+    """Of a crossing in the n-th cell: [Note: room for borders]."""
     here = first[n] + crossing.moment - moments[0]
     if not crossing.receives:
         behind, until = here, first[min(n + 2, len(first) - 1)]
@@ -132,8 +129,7 @@ def _border(
 
 
 def _with_borders(moments: Sequence[Moment], crossed: Sequence[tuple[Crossing, Border]]) -> list[Moment]:
-    """Returns the moments, with the bytes that arrive before their own cell begins, and those that leave when it is
-    over."""
+    """With the bytes that arrive before their own cell begins, and those that leave when it is over."""
     start, peak, end = ([0] * len(moments) for _ in range(3))
     for crossing, border in crossed:
         begin, over = border.behind, border.until

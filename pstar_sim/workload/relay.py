@@ -3,19 +3,16 @@
 Each block runs forward for all micro-batches before the next block does, and then backward for all of them. So a
 block's parameters are needed twice per iteration, for any number of micro-batches.
 
-[Note: cells] The moments of a micro-batch are cut into parts: one part per block forward, one per block backward, and
-one for the moments between two blocks. The moments between the last block's forward and the last block's backward
-(head, loss) are one part, so that only one micro-batch's logits are alive at a time. A cell is one part of one
-micro-batch. A relay runs the cells part by part, and within a part from the first micro-batch to the last. So gradients
-are added in the same order as depth-first, and sums are bit-identical.
+[Note: cells] The moments of a micro-batch are cut into parts: one per block forward, one per block backward, and one
+for the moments between two blocks. Head and loss are one part, so that only one micro-batch's logits are alive at a
+time. A cell is one part of one micro-batch. A relay runs the cells part by part, and within a part from the first
+micro-batch to the last, so that sums are bit-identical with depth-first.
 
-The live bytes of a cell are its own bytes and the bytes that the other micro-batches have left so far. In a model that
-recomputes its activations the bytes left are a block's input for each block and micro-batch (the boundary stash), the
-output of the latest block for each micro-batch, and other bytes that autograd holds across parts, such as the gradient
-of a tied head until the embedding's gradient is there. The stash of a block is its input, the output of the block
-before it (`_boundary_bytes`). Two things may also hold the stash of the first block. A variable of the model
-(transformers' `inputs_embeds`) holds it until the model's forward returns, so it stays on the GPU until then. The loop
-holds it if it is the batch itself.
+The live bytes of a cell are its own and those that the other micro-batches have left so far: in a model that
+recomputes, a block's input for each block and micro-batch (the boundary stash), the output of the latest block, and
+what autograd holds across parts, such as the gradient of a tied head. The stash of the first block may also be held by
+a variable of the model (transformers' `inputs_embeds`), until the model's forward returns, or by the loop if it is the
+batch itself.
 """
 
 from __future__ import annotations
@@ -68,8 +65,8 @@ def relay(workload: Workload, *, stash: str = "gpu") -> Workload:
 
 
 def boundaries_on_host(workload: Workload) -> Workload:
-    """Returns the workload in its own order, with the boundary stash of each micro-batch on the host. Raises TraceError
-    as `relay` does for stash="host"."""
+    """In its own order, with the boundary stash of each micro-batch on the host. Raises TraceError as `relay` does for
+    stash="host"."""
     _check(workload, "host")
     made: list[Stash] = []
     for u, body in enumerate(_bodies(workload)):
@@ -119,7 +116,7 @@ def parts_of(workload: Workload) -> list[tuple[int, int]]:
 
 
 def _bodies(w: Workload) -> list[range]:
-    """Returns the moments of each micro-batch. Raises TraceError if these are not the same for all micro-batches."""
+    """Of each micro-batch. Raises TraceError if these are not alike."""
     begin = [next(i for i, m in enumerate(w.moments) if m.micro_batch == u) for u in range(w.micro_batches)]
     bodies = [range(a, b) for a, b in zip(begin, [*begin[1:], len(w.moments) - 1])]
     odd = odd_micro_batch(w)
@@ -132,7 +129,7 @@ def _bodies(w: Workload) -> list[range]:
 
 
 def _parts(w: Workload, body: range) -> list[BlockRun]:
-    """Returns the parts of a micro-batch. Raises TraceError if there are no blocks."""
+    """Of a micro-batch. Raises TraceError if there are no blocks."""
     runs = [
         (block, forward, range(moments[0], min(moments[-1], body[-1]) + 1))
         for block, forward, moments in block_runs(w)
@@ -159,8 +156,7 @@ def _with_stashes(made: Workload, stashes: Sequence[Stash]) -> Workload:
 
 
 def _stashes(source: Workload, parts: Sequence[BlockRun], cells: Sequence[Sequence[int]], count: int) -> list[Stash]:
-    """Returns the boundary stashes of `count` micro-batches of the depth-first workload `source`, which run `cells`
-    without a pause."""
+    """Of `count` micro-batches of the depth-first workload `source`, which run `cells` without a pause."""
     first = list(accumulate((len(cell) for cell in cells), initial=cells[0][0]))  # moment of each cell
     backward = _backward_parts(parts)
     blocks = [(n, block) for n, (block, forward, _) in enumerate(parts) if forward and block in backward]
@@ -196,8 +192,7 @@ def _boundary_bytes(w: Workload, begin: int, ahead: Sequence[Sequence[int]], bac
     back: where each block's backward begins.
 
     When a block's backward begins, the level is what all blocks up to it keep, and the gradient of its output. From one
-    block to the next it rises by a block's output, the input of the block after it. If blocks keep activations of their
-    own, it rises by those too.
+    block to the next it rises by a block's output, and by activations of its own that it keeps.
     """
     if not back:
         return []
@@ -217,7 +212,7 @@ def _backward_parts(parts: Sequence[BlockRun]) -> dict[str, int]:
 def _stashes_of(
     block: str, sizes: Sequence[int], first: Sequence[int], ahead: int, back: int, held: int
 ) -> list[Stash]:
-    """Returns the stash of each micro-batch in a block; none if a micro-batch has nothing to stash or no time.
+    """Of each micro-batch in a block; none if a micro-batch has nothing to stash or no time.
 
     sizes: bytes of each micro-batch.
     first: moment of each cell.

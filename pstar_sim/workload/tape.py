@@ -1,12 +1,12 @@
 """Tape: a workload written down operator by operator, as a model without torch would run it.
 
 A family (presets/) calls `open` at the begin of a moment, `op` for each operator that allocates, and `gradient` when a
-parameter's gradient is final. The tape keeps the level of live bytes and cuts it into moments.
+parameter's gradient is final. The tape cuts the level of live bytes into moments.
 
 [Note: sequence parallelism] Ranks that split the products of a layer have all of its input and, after a sum, all of its
 output; norms and residual sums are computed by each of them. With sequence parallelism each has these for its part of
 the tokens: an all-gather comes before the products, and a reduce-scatter takes the place of the sum. What is kept for
-backward is the part, so the gather is repeated there. The bytes that cross the links are the same.
+backward is the part, so the gather is repeated there.
 Source: Korthikanti et al., 2022.
 """
 
@@ -44,19 +44,19 @@ class Crossing(NamedTuple):
 
 
 def input_gradient(product: Product) -> Product:
-    """Returns the product that computes the gradient of a linear layer's input."""
+    """Of a linear layer's input."""
     batches, m, k, n = product
     return batches, m, n, k
 
 
 def weight_gradient(product: Product) -> Product:
-    """Returns the product that computes the gradient of a linear layer's weight."""
+    """Of a linear layer's weight."""
     batches, m, k, n = product
     return batches, n, m, k
 
 
 class Tape:
-    """A micro-batch while it is written down. All sizes are in bytes.
+    """Sizes are in bytes.
 
     width: of activations that products read and write.
     wide: of parameters, their gradients, and activations that autocast leaves alone.
@@ -96,7 +96,7 @@ class Tape:
     # Parameters
 
     def parameter(self, name: str, *shape: int) -> None:
-        """Declares a parameter. Its index is its place in the order of declaration."""
+        """Its index is its place in the order of declaration."""
         size = math.prod(shape) * self.wide
         self._index[name] = len(self.tensors)
         self.tensors.append(Tensor(name=name, shape=shape, dtype=self.dtype, bytes=size))
@@ -115,7 +115,7 @@ class Tape:
         return self._borrowed[name] if name in self._borrowed else self.tensors[self._index[name]]
 
     def weight_products(self, *products: Product) -> list[Product]:
-        """Returns the products that compute gradients of weights; none if the weights are not trained."""
+        """None if the weights are not trained."""
         return list(products)
 
     # Moments
@@ -207,7 +207,7 @@ class Tape:
         return size
 
     def reduce(self, size: int) -> None:
-        """The parts of a product of `size` bytes are added up: in place, or each rank gets its part of the sum."""
+        """The parts of a product are added up: in place, or each rank gets its part of the sum."""
         if not self.sequence:
             self.all_reduce(size)
             return
@@ -237,7 +237,7 @@ class Tape:
         self.crossings.append(Crossing(receives, what, len(self.moments), size, turn, counted))
 
     def borrow(self, name: str, *shape: int) -> None:
-        """A parameter of another stage, of which this stage holds a copy and adds gradients up ([Note: borders] in
+        """A parameter of another stage, of which this one holds a copy and adds gradients up ([Note: borders] in
         workload.py)."""
         size = math.prod(shape) * self.wide
         self._borrowed[name] = Tensor(name=name, shape=shape, dtype=self.dtype, bytes=size)
@@ -265,7 +265,7 @@ class Tape:
             self.op(self.size([name]), dead=size, read=size)
 
     def grown(self, names: Iterable[str]) -> int:
-        """Returns the bytes of the gradients as backward makes them: under autocast, those of the copies."""
+        """Of the gradients as backward makes them: under autocast, those of the copies."""
         return self.size(names) * self.width // self.wide
 
     def gradient(self, names: Iterable[str], *, allocated: bool = True) -> None:
@@ -283,9 +283,7 @@ class Tape:
     def linear_backward(
         self, names: Sequence[str], *, grad_in: int, grad_out: int, saved: int, product: Product, dead: int = 0
     ) -> None:
-        """The gradients of input and parameters together, then `gradient` for the parameters.
-
-        grad_in, grad_out: bytes of the gradients of input and (read) output.
+        """grad_in, grad_out: bytes of the gradients of input and (read) output.
         saved: bytes that the operator reads.
         product: of the forward pass.
         dead: bytes freed at the end of the operator.

@@ -1,7 +1,7 @@
 """Trace file: workloads in one Parquet file, one row per variant, and back again without loss.
 
-Header fields are typed columns; `moments`, `tensors` and `uses` are lists of structs. The file's metadata carries the
-format name and the schema version. Each row carries a digest of its content, so that a damaged file is refused.
+Header fields are typed columns; `moments`, `tensors` and `uses` are lists of structs. Each row carries a digest of its
+content, so that a damaged file is refused.
 """
 
 from __future__ import annotations
@@ -160,7 +160,6 @@ def load_trace(
 
 
 def moments_frame(w: Workload) -> pd.DataFrame:
-    """Returns one row per moment, with fields as columns."""
     import pandas as pd
 
     frame = pd.DataFrame([asdict(m) | {"phase": m.phase.value} for m in w.moments], columns=_names(Moment))
@@ -170,7 +169,7 @@ def moments_frame(w: Workload) -> pd.DataFrame:
 
 
 def tensors_frame(w: Workload) -> pd.DataFrame:
-    """Returns one row per tensor, with `numel`, `reads`, `gradients` (counts)."""
+    """With `numel`, `reads`, `gradients` (counts)."""
     import pandas as pd
 
     frame = pd.DataFrame([asdict(t) | {"numel": t.numel} for t in w.tensors], columns=[*_names(Tensor), "numel"])
@@ -185,7 +184,6 @@ def tensors_frame(w: Workload) -> pd.DataFrame:
 
 
 def uses_frame(w: Workload) -> pd.DataFrame:
-    """Returns moment, tensor, kind."""
     import pandas as pd
 
     return pd.DataFrame([(u.moment, u.tensor, u.kind.value) for u in w.uses], columns=_names(Use))
@@ -226,7 +224,7 @@ def _header(version: int) -> list[str]:
 
 
 def _schema(version: int = SCHEMA_VERSION, optional: Collection[str] = ()) -> Any:
-    """Returns the file's Arrow schema, with format and version in its metadata.
+    """With format and version in the metadata.
 
     optional: columns of _CHOSEN and _SELDOM.
     """
@@ -370,7 +368,7 @@ def _workload(source: Path, index: int, row: dict[str, Any]) -> Workload:
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row with pairs in place of the file's tables of two columns."""
+    """Pairs in place of the file's tables of two columns."""
     values = dict(row)
     if isinstance(row["optimizer"], dict):
         values["optimizer"] = {**row["optimizer"], "state_bytes": _pairs(row["optimizer"]["state_bytes"])}

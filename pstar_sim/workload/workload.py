@@ -1,7 +1,7 @@
 """Workload: one training iteration as data, the contents of a trace file and the input of every policy.
 
 A workload has tensors (parameters), moments (the clock, with flops and the tide) and uses (the moments that read each
-parameter, and in which its gradient arrives). A workload knows no machine, no chunk and no torch.
+parameter, and in which its gradient arrives).
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Moment:
 def copy_moment(
     moment: Moment, start_bytes: int, peak_bytes: int, end_bytes: int, micro_batch: int | None = None
 ) -> Moment:
-    """Returns a copy with these bytes, of this micro-batch. (`dataclasses.replace` takes several times as long.)"""
+    """`dataclasses.replace` takes several times as long."""
     return Moment(
         name=moment.name,
         phase=moment.phase,
@@ -329,20 +329,19 @@ class Workload:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the parameters (names, shapes, dtypes, ties, freezing). Equal models in the same dtype have equal
-        digests."""
+        """Digest of names, shapes, dtypes, ties, freezing and groups of the parameters."""
         rows = [(t.name, t.shape, t.dtype, t.frozen, t.tied_to, t.group) for t in self.tensors]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
     @cached_property
     def derived(self) -> dict[tuple[object, ...], object]:
         """What other modules derive once from this workload. A key begins with the name of the value and names all else
-        on which it depends. Equal workloads do not share these values."""
+        on which it depends."""
         return {}
 
     @cached_property
     def states_bytes_per_param(self) -> float:
-        """Mean bytes of optimizer states per trainable parameter; without any, those of a tensor of no kind."""
+        """Mean per trainable parameter; without any, of a tensor of no kind."""
         kinds = self.optimizer.states_by_dtype(t.dtype for t in self.tensors)
         numel, size = 0, 0
         for t in self.tensors:
@@ -363,12 +362,12 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens per iteration, of all micro-batches."""
+        """Per iteration, of all micro-batches."""
         return self.batch * self.sequence * self.micro_batches
 
     @property
     def compute_dtype(self) -> str:
-        """Dtype of the inputs of products, which decides their rate and whether gradients need loss scaling."""
+        """Of the inputs of products, which decides their rate and whether gradients need loss scaling."""
         return self.autocast or self.dtype
 
     @cached_property
@@ -383,9 +382,8 @@ class Workload:
 
     @cached_property
     def stash_room(self) -> tuple[tuple[str, int], ...]:
-        """(block, bytes) on the host: the most that a block's stashes take at a time, each in multiples of 256 bytes.
-        One by one, the stashes of a block come one after the other; side by side, the stashes of all micro-batches are
-        there together."""
+        """(block, bytes) on the host: the most that a block's stashes take at a time, each in multiples of 256
+        bytes."""
         sizes: dict[str, int] = {}
         there: dict[str, list[tuple[int, int]]] = {}  # block -> (needed, bytes) of stashes that are still in use
         for stash in self.stashes:
@@ -396,7 +394,7 @@ class Workload:
 
     @cached_property
     def stash_offsets(self) -> tuple[int, ...]:
-        """Of each stash in the `stash_room` of its block, in bytes."""
+        """In the `stash_room` of its block, in bytes."""
         ends: dict[str, int] = {}
         offsets = []
         for stash in self.stashes:
@@ -602,9 +600,8 @@ _PHASES = {"begin": (Phase.FWD, Phase.RECOMPUTE), "end": (Phase.FWD, Phase.RECOM
 
 def _check_order(w: Workload, bad: _Bad) -> None:
     """Micro-batches begin one after the other, each runs forward and then backward, and the optimizer step comes last.
-    A moment opens with the bytes with which the moment before it closed, except between two micro-batches of which the
-    first is over, because the batch is replaced. An iteration that is not known yet has no moment but the optimizer
-    step."""
+    A moment opens with the bytes with which the one before closed, except between two micro-batches of which the first
+    is over. An iteration that is not known yet has no moment but the optimizer step."""
     first, last = w.moments[0], w.moments[-1]
     if (first.micro_batch and first is not last) or last.micro_batch != w.micro_batches - 1:
         want = f"they go from 0 to {w.micro_batches - 1}, in order"
@@ -633,12 +630,12 @@ def _check_order(w: Workload, bad: _Bad) -> None:
 
 
 def _in_room(stash: Stash) -> int:
-    """Returns a multiple of 256 bytes."""
+    """In multiples of 256 bytes."""
     return -(-stash.bytes // 256) * 256
 
 
 def odd_micro_batch(w: Workload) -> int | None:
-    """Returns the first micro-batch that has other moments than micro-batch 0, or another order."""
+    """The first that has other moments than micro-batch 0, or another order."""
     rows: dict[int, list[tuple[str, Phase]]] = {}
     for m in w.moments[:-1]:
         rows.setdefault(m.micro_batch, []).append((m.name, m.phase))
@@ -646,7 +643,7 @@ def odd_micro_batch(w: Workload) -> int | None:
 
 
 def _check_begin(w: Workload, i: int, m: Moment, begun: int, bad: _Bad) -> None:
-    """Moment i is the first of its micro-batch.
+    """The first moment of a micro-batch.
 
     begun: micro-batches that begin before it.
     """
@@ -697,8 +694,8 @@ def _check_uses(w: Workload, bad: _Bad) -> None:
 
 
 def _check_choices(w: Workload, bad: _Bad) -> None:
-    """An offloaded block has one stash per micro-batch, and so has a block that recomputes from a boundary on the host.
-    No other block has a stash."""
+    """An offloaded block has one stash per micro-batch, and so has one that recomputes from a boundary on the host; no
+    other block has."""
     chosen = dict(w.activations)
     if len(chosen) != len(w.activations):
         raise bad("activations", len(w.activations), "each block is named once")
@@ -715,7 +712,7 @@ def _check_choices(w: Workload, bad: _Bad) -> None:
 
 
 def _check_stashes(w: Workload, bad: _Bad) -> None:
-    """Check each stash by itself and against the stash before it, and that the peaks count the bytes of all stashes."""
+    """By itself and against the one before it; the peaks count the bytes of all."""
     counted = [0] * (len(w.moments) + 1)  # changes of the bytes of stashes that the peaks count
     for i, s in enumerate(w.stashes):
         if s.bytes <= 0 or not 0 <= s.made < s.gone < s.back < s.needed < len(w.moments) - 1:
@@ -738,7 +735,7 @@ def _check_stashes(w: Workload, bad: _Bad) -> None:
 
 
 def _check_borders(w: Workload, bad: _Bad) -> None:
-    """Check each border by itself and against the one before it."""
+    """By itself and against the one before it."""
     for i, b in enumerate(w.borders):
         if b.what not in CROSSINGS:
             raise bad(f"borders[{i}].what", b.what, f"it is one of {', '.join(CROSSINGS)}")
@@ -751,10 +748,7 @@ def _check_borders(w: Workload, bad: _Bad) -> None:
 
 
 def _check_beside(i: int, s: Stash, before: Stash, bad: _Bad, *, in_turn: bool) -> None:
-    """Compares with the stash before it in the list.
-
-    in_turn: the stash made first is also gone first.
-    """
+    """in_turn: the stash made first is also gone first."""
     if s.made <= before.made:
         raise bad(f"stashes[{i}].made", s.made, "stashes come in the order in which they are made")
     if s.micro_batch == before.micro_batch:
@@ -777,7 +771,7 @@ class HasActivations(Protocol):
 
 
 def activations_text(w: HasActivations) -> str:
-    """Returns "activations recomputed", or block by block "blocks 0-4 of 20 offloaded, 5-19 kept"."""
+    """Such as "activations recomputed", or block by block "blocks 0-4 of 20 offloaded, 5-19 kept"."""
     if not w.activations:
         return f"activations {'recomputed' if w.checkpointing else 'kept'}"
     parts: list[tuple[str, str]] = []
@@ -795,7 +789,7 @@ def activations_text(w: HasActivations) -> str:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """ "0-3, 7" for 0, 1, 2, 3, 7; "0, 2 ... 8" for every second number."""
+    """Such as "0-3, 7" for 0, 1, 2, 3, 7; "0, 2 ... 8" for every second number."""
     strides = {b - a for a, b in pairwise(numbers)}
     if len(numbers) > 3 and len(strides) == 1 and strides != {1}:
         return f"{numbers[0]}, {numbers[1]} ... {numbers[-1]}"
@@ -820,9 +814,7 @@ def retype(w: Workload, dtype: str) -> Workload:
 
 
 def with_optimizer(w: Workload, name: str | None = None, masters: str | None = None) -> Workload:
-    """Returns the same job with another optimizer.
-
-    name: None: the workload's.
+    """name: None: the workload's.
     masters: as in `optimizer_spec`; None: the workload's.
 
     Raises UnknownName.
@@ -835,8 +827,8 @@ def with_optimizer(w: Workload, name: str | None = None, masters: str | None = N
 
 
 def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:
-    """Returns the same model with its one micro-batch repeated, `micro_batches` times in all. Raises TraceError if w
-    already has several, or for more than MOST_MOMENTS moments."""
+    """w: of one micro-batch, which then comes `micro_batches` times. Raises TraceError if w already has several, or for
+    more than MOST_MOMENTS moments."""
     instance("w", w, Workload, "a Workload", error=TraceError)
     micro_batches = whole("micro_batches", micro_batches, error=TraceError)
     if w.micro_batches != 1:

@@ -1,12 +1,11 @@
 """Presets: the workload of a known transformer, computed from its shape without torch.
 
-One file per family writes its models down operator by operator: parameters, flops and live bytes, in the order of one
-iteration. Each `write_*` follows PyTorch and transformers (module names, operators, the tensors that autograd saves,
-the end of local variables), so that a preset is close to a capture of the same model. The units are `u`, the bytes of
-one activation of the hidden size (batch x sequence x hidden, working dtype), and `f`, those of the feed-forward size. A
-residual stream value counts from its creation until no operator needs it. [Note: early stop] Non-reentrant
-checkpointing ends a recompute when the last tensor that backward needs exists. So a last matmul whose output only feeds
-the residual sum is not recomputed.
+One file per family writes its models operator by operator. Each `write_*` follows PyTorch and transformers (module
+names, operators, the tensors that autograd saves, the end of local variables), so that a preset is close to a capture
+of the same model. The units are `u`, the bytes of one activation of the hidden size (batch x sequence x hidden, working
+dtype), and `f`, those of the feed-forward size. A residual stream value counts from its creation until no operator
+needs it. [Note: early stop] Non-reentrant checkpointing ends a recompute when the last tensor that backward needs
+exists. So a last matmul whose output only feeds the residual sum is not recomputed.
 
 Source: transformers 5 models gpt2, llama (qwen2), bert, vit; torch 2.13 autograd formulas; sizes compared with storages
 counted under fake tensors. Bytes of the attention mask are left out, because without padding no mask is made.
@@ -102,9 +101,8 @@ def preset(
     recompute: less than all blocks: "attention" (its core alone), or "every-N" for the last of each N blocks.
 
     There is no dropout and no padding. The GPT family stands for the PatrickStar table, whose parameter counts have no
-    head of their own. So the head is the token embedding (tied) and the loss is the language model's, as the planning
-    figures assume, though the published runs classified sequences. Non-model bytes are logical bytes of live storages.
-    The accelerator's context is a term of the machine, not of the workload.
+    head of their own: the head is the token embedding (tied) and the loss is the language model's, though the published
+    runs classified sequences. Non-model bytes are logical bytes of live storages.
 
     Raises UnknownName (with the nearest names), and ModelError for a batch, sequence, dtype, attention or kernels that
     the model cannot have.
@@ -117,7 +115,7 @@ def preset(
 
 
 def default_dtype(machine: Machine, autocast: str | None = None) -> str:
-    """Returns the first that the GPU has natively: bf16, fp16, fp32. Under autocast the weights are fp32."""
+    """The first that the GPU has natively: bf16, fp16, fp32. Under autocast the weights are fp32."""
     return MASTER if autocast else next((dtype for dtype in NATIVE if dtype in machine.gpu.flops_per_s), MASTER)
 
 
@@ -130,7 +128,7 @@ def workload_of(
     model: str | None = None,
     **given: Unpack[AxesGiven],
 ) -> Workload:
-    """Returns the same as `preset`, for a shape that need not be in the catalog. Raises ModelError."""
+    """As `preset`, for a shape that need not be in the catalog. Raises ModelError."""
     name = model or entry.name
     micro_batches = whole(f"model {name}: micro_batches", micro_batches, error=ModelError)
     workload, _ = _written(entry, name, Axes(**given), batch=batch, sequence=sequence)
@@ -146,8 +144,8 @@ def stage_of(
     model: str | None = None,
     **given: Unpack[AxesGiven],
 ) -> tuple[Workload, Sequence[Crossing]]:
-    """Returns one micro-batch of a part of a model, and what crosses the part's borders. Raises ModelError, also for a
-    family that is not cut."""
+    """One micro-batch of a part of a model, and what crosses the part's borders. Raises ModelError, also for a family
+    that is not cut."""
     name = model or entry.name
     if entry.family not in CUT:
         want = f"presets of the families {' and '.join(CUT)} are cut into stages"
@@ -157,8 +155,8 @@ def stage_of(
 
 
 def _share_of(entry: ModelEntry, model: str, ranks: int) -> ModelEntry:
-    """Returns the model with a rank's part of each layer's heads, feed-forward width and vocabulary. Raises ModelError,
-    with the nearest number of ranks that works, for one that does not divide them."""
+    """A rank's part of each layer's heads, feed-forward width and vocabulary. Raises ModelError, with the nearest
+    number of ranks that works, for one that does not divide them."""
     if ranks == 1:
         return entry
     if entry.experts is not None or entry.latent is not None:
@@ -241,7 +239,7 @@ def _recorded() -> tuple[str, ...]:
 
 
 def axes_of(workload: Workload) -> Axes:
-    """Returns the axes of a preset, as far as its workload names them."""
+    """Of a preset, as far as its workload names them."""
     named = {what: getattr(workload, what) for what in _recorded()}
     derived = {"kernels": workload.kernels or None, "lora": adapter_of(workload), "base": base_of(workload)}
     states = workload.optimizer
@@ -271,7 +269,7 @@ def has_kernels(entry: ModelEntry, kernels: str) -> bool:
 
 
 def kernels_of(entry: ModelEntry, kernels: object, *, model: str | None = None) -> str:
-    """Returns the flavour in which a model runs: `kernels`, or with None the usual flavour of its entry.
+    """`kernels`, or with None the usual flavour of the entry.
 
     Raises ModelError for an unknown flavour, and for one for which the family is not written.
     """
@@ -299,7 +297,7 @@ def _check_names(model: str, given: Axes) -> None:
 
 
 def check_blocks(entry: ModelEntry, axes: Axes) -> None:
-    """Raises ModelError where the model has fewer blocks than every-N counts, so that none of them would recompute."""
+    """Raises ModelError where the model has fewer blocks than every-N counts."""
     every = re.fullmatch(_EVERY, axes.recompute) if isinstance(axes.recompute, str) else None
     if every and int(every[1]) > (n := entry.layers):
         want = f"the model has {n} blocks; every-{n} recomputes the last alone, --no-checkpointing none"
@@ -307,7 +305,7 @@ def check_blocks(entry: ModelEntry, axes: Axes) -> None:
 
 
 def _recomputed(refuse: Callable[[str, object, str], ModelError], axes: Axes, checkpointing: bool | None) -> Axes:
-    """Returns the axes without checkpoints where only attention is recomputed."""
+    """Without checkpoints where only attention is recomputed."""
     what = axes.recompute
     if what is None:
         return axes
@@ -321,7 +319,7 @@ def _recomputed(refuse: Callable[[str, object, str], ModelError], axes: Axes, ch
 
 
 def without_autocast(entry: ModelEntry, axes: Axes) -> str:
-    """Returns what of a job no preset runs under autocast, in words; "" if nothing."""
+    """What of a job no preset runs under autocast."""
     written = entry.family != "vit" and not (entry.experts or entry.latent or entry.qk_norm or entry.post_norms)
     others = (axes.lora, "adapters"), (axes.loss not in (None, LOSSES[0]), f"a {axes.loss} loss")
     return next((words for value, words in (*others, (not written, "this model")) if value), "")
@@ -364,8 +362,7 @@ def _positions_note(entry: ModelEntry, sequence: int) -> str:
 
 
 def can_vary(workload: Workload, shape: ModelEntry | None = None) -> bool:
-    """Whether `variant` can write the workload anew: a preset whose shape is given or in the catalog, not one of
-    another catalog or written by hand."""
+    """A preset whose shape is given or in the catalog."""
     return workload.source == "preset" and (shape is not None or is_model(workload.model))
 
 

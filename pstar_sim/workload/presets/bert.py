@@ -25,8 +25,7 @@ __all__ = ["write_bert"]
 
 
 def write_bert(t: Tape, s: Shape) -> None:
-    """Write BERT for masked language modelling: LayerNorm after each sum, separate q, k, v, exact GELU, transformed
-    head."""
+    """For masked language modelling: LayerNorm after each sum, separate q, k, v, exact GELU, transformed head."""
     m = s.model
     h, w = m.hidden, t.width
     u, f = s.tokens * h * w, s.tokens * m.ffn * w

@@ -31,7 +31,7 @@ __all__ = ["write_gpt"]
 
 
 def write_gpt(t: Tape, s: Shape) -> None:
-    """Write GPT-2: learned positions, LayerNorm with bias, fused qkv, "gelu_new" as eight operators or as one."""
+    """Learned positions, LayerNorm with bias, fused qkv, "gelu_new" as eight operators or as one."""
     m = s.model
     flavour = s.flavour
     h, w = m.hidden, t.width
@@ -67,7 +67,7 @@ def write_gpt(t: Tape, s: Shape) -> None:
     normed, again = (v, f) if flavour.recomputed else (0, 0)
 
     def activate(phase: Phase) -> None:
-        """Write the activation: from the product's output (f) to the input of the next product (f)."""
+        """From the product's output (f) to the input of the next product (f)."""
         if flavour.fused:
             if not (flavour.recomputed and phase is Phase.RECOMPUTE):
                 t.op(f, unsaved=f)
@@ -83,8 +83,7 @@ def write_gpt(t: Tape, s: Shape) -> None:
         t.op(wide, dead=copied_f, unsaved=2 * wide + f, read=2 * wide)
 
     def activate_backward() -> None:
-        """Write its backward: from the gradient of the activation's output (f) to that of its input (f). Frees the kept
-        tensors."""
+        """From the gradient of the activation's output (f) to that of its input (f). Frees the kept tensors."""
         if flavour.fused:
             t.op(f, dead=2 * f, read=2 * f)
             return

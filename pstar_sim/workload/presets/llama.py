@@ -1,8 +1,7 @@
 """Llama, Qwen, Mistral, Gemma, Mixtral, gpt-oss and DeepSeek-V3, operator by operator.
 
-A layer is a norm, attention, a norm and a feed-forward layer, with rotary positions. The parts that differ between
-models have files of their own: attention in llama_attention.py, feed-forward layers and experts in llama_mlp.py, norms
-in llama_norms.py. A sliding window changes only the flops of flash attention.
+The parts that differ between models have files of their own: llama_attention.py, llama_mlp.py, llama_norms.py. A
+sliding window changes only the flops of flash attention.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ __all__ = ["write_llama"]
 
 
 def write_llama(t: Tape, s: Shape) -> None:
-    """Write a model of the llama family: rotary positions, RMSNorm in fp32, gated feed-forward layers or experts."""
+    """Rotary positions, RMSNorm in fp32, gated feed-forward layers or experts."""
     m = s.model
     u, r = s.tokens * m.hidden * t.width, s.rows * m.hidden * t.wide
     v, table_out = s.part_of(u), s.tokens * m.hidden * t.wide
@@ -105,8 +104,8 @@ class _LayerWriter:
         return self._experts if self._experts is not None and self.s.model.has_experts(i) else self._dense
 
     def _names(self, i: int) -> tuple[str, str, str, str]:
-        """Returns the names of the norms before attention, behind it, before the feed-forward layer and behind it. In a
-        model without norms behind, those names are not used."""
+        """Of the norms before attention, behind it, before the feed-forward layer and behind it. A model without norms
+        behind does not use theirs."""
         block = f"model.layers.{i}"
         before = "pre_feedforward_layernorm" if self.post else "post_attention_layernorm"
         names = ("input_layernorm", "post_attention_layernorm", before, "post_feedforward_layernorm")
@@ -154,7 +153,7 @@ class _LayerWriter:
         return kept
 
     def _recompute_ends(self, mlp: GatedMlp | Experts, last: str) -> None:
-        """Write the end of a recompute, by [Note: early stop]. The residual is freed with its frame."""
+        """By [Note: early stop]. The residual is freed with its frame."""
         t, s, u, v = self.t, self.s, self.u, self.v
         if mlp.whole or self.post:
             mlp.finish(Phase.RECOMPUTE)
@@ -168,7 +167,7 @@ class _LayerWriter:
         t.op(dead=v if self.norms.upcast else s.casts * self.r)
 
     def backward(self, i: int, kept: int) -> None:
-        """Write the backward of layer i: from the gradient of its output (1 u) to that of its input."""
+        """From the gradient of layer i's output (1 u) to that of its input."""
         t, s, u, v, r, norms = self.t, self.s, self.u, self.v, self.r, self.norms
         block = f"model.layers.{i}"
         first, behind, second, last = self._names(i)

@@ -1,7 +1,6 @@
 """Attention of the llama family: grouped keys and values, or multi-head latent attention.
 
-Each class declares the parameters of a layer's attention, and names those that its first moment reads. The class writes
-the operators from the output of the layer's norm to the output of attention, and their backward.
+Each class writes the operators from the output of the layer's norm to the output of attention, and their backward.
 """
 
 from __future__ import annotations
@@ -50,15 +49,15 @@ class GroupedAttention:
         return [f"{block}.self_attn.{x}_norm.weight" for x in "qk"] if self.s.model.qk_norm else []
 
     def _late(self, block: str) -> list[str]:
-        """Returns the parameters of the second moment, without the output projection."""
+        """Of the second moment, without the output projection."""
         return [*self._inner(block), *([f"{block}.self_attn.sinks"] if self.s.model.sinks else [])]
 
     def first(self, block: str) -> list[str]:
         return self._weights(block, "qkv")
 
     def forward(self, block: str, phase: Phase, window: int) -> int:
-        """Write the forward: from the output of the layer's norm (of a rank's tokens) to that of attention (1 u).
-        Returns the bytes that the kernel keeps in addition to q, k, v and its output."""
+        """From the output of the layer's norm (of a rank's tokens) to that of attention (1 u). Returns the bytes that
+        the kernel keeps beside q, k, v and its output."""
         t, s, m, u, q, kv = self.t, self.s, self.s.model, self.u, self.out_bytes, self.kv
         widths = (self.q_width, self.kv_width, self.kv_width)
         t.op(3 * self.copied, read=s.casts * self.r)
@@ -80,7 +79,7 @@ class GroupedAttention:
         return kept
 
     def backward(self, block: str, kept: int, window: int, *, reads: list[str], own: bool) -> None:
-        """Write the backward: from the gradient of attention's output to that of the norm's output (1 u).
+        """From the gradient of attention's output to that of the norm's output (1 u).
 
         reads: of the last moment, besides the projections.
         own: no other operator needs the gradient of the output.

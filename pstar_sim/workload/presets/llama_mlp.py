@@ -1,9 +1,8 @@
 """Feed-forward layers of the llama family: one gated layer, or experts of which each token goes through a few.
 
-[Note: experts] A router gives each token to `per_token` of `count` experts. Rows of tokens are copied for each of their
-experts and sorted by expert. One grouped product per matrix computes all experts of a layer. The rows come back
-weighted and are added up, as in transformers 5 (grouped_mm). So all experts of a layer are read in one moment, and
-their gradients arrive in one moment. Each expert's matrices are tensors of their own, slices of the module's tensors,
+[Note: experts] Rows of tokens are copied for each of their experts and sorted by expert. One grouped product per matrix
+computes all experts of a layer, and the weighted rows are added up, as in transformers 5 (grouped_mm). So all experts
+of a layer are read in one moment, and their gradients arrive in one. Each expert's matrices are tensors of their own,
 so that a chunk holds whole experts. Loads are assumed balanced.
 """
 
@@ -46,7 +45,7 @@ class GatedMlp:
         return [self._weight(block, "gate"), self._weight(block, "up")]
 
     def forward(self, block: str, phase: Phase) -> None:
-        """Write the forward: from the norm's output to the input of the last product."""
+        """From the norm's output to the input of the last product."""
         t, s, u, f, fused = self.t, self.s, self.u, self.f, self.s.flavour.fused
         up = s.product(s.model.hidden, self.ffn)
         t.op(self.copied, read=s.casts * self.r)
@@ -64,7 +63,7 @@ class GatedMlp:
         t.cast([self._weight(block, "down")])
 
     def finish(self, phase: Phase) -> None:
-        """Writes the last product, whose output has 1 u."""
+        """The last product, whose output has 1 u."""
         if phase is Phase.RECOMPUTE:
             self.t.op(self.again)
         product = self.s.product(self.ffn, self.s.model.hidden)
@@ -72,7 +71,7 @@ class GatedMlp:
         self.t.op(self.u, dead=gone, unsaved=self.f - self.again, products=[product], read=self.f)
 
     def backward(self, block: str, *, own: bool) -> None:
-        """Write the backward: from the gradient of the output to that of the norm's output (1 u).
+        """From the gradient of the output to that of the norm's output (1 u).
 
         own: no other operator needs the gradient of the output.
         """
@@ -104,7 +103,7 @@ class GatedMlp:
 
 
 class Experts:
-    """Experts in place of a feed-forward layer: [Note: experts].
+    """[Note: experts]
 
     whole: a recompute runs all of it, because the gradient of the router's weights needs the experts' outputs.
     """
@@ -149,7 +148,7 @@ class Experts:
         return [f"{block}.mlp.gate.{x}" for x in (("weight", "bias") if self.x.biases else ("weight",))]
 
     def _of(self, block: str, matrix: str) -> list[str]:
-        """Returns a matrix of each expert, with its bias."""
+        """Of each expert, with its bias."""
         kinds = (matrix, f"{matrix}_bias") if self.x.biases else (matrix,)
         return [f"{block}.mlp.experts.{e}.{kind}" for e in range(self.x.count) for kind in kinds]
 
@@ -157,14 +156,14 @@ class Experts:
         return self._router(block)
 
     def _grouped(self, rows: int, columns: int) -> Product:
-        """Returns the product of all experts with their rows, in equal parts if possible."""
+        """Of all experts with their rows, in equal parts if possible."""
         count, all_rows = self.x.count, self.s.tokens * self.x.per_token
         if all_rows % count:
             return 1, all_rows, rows, columns
         return count, all_rows // count, rows, columns
 
     def forward(self, block: str, phase: Phase) -> None:
-        """Write the forward: from the norm's output to the sum of the experts' outputs (1 u)."""
+        """From the norm's output to the sum of the experts' outputs (1 u)."""
         t, s, u, wide, f = self.t, self.s, self.u, self.rows_h, self.rows_f
         h = s.model.hidden
         t.op(self.input32 + self.weight32, read=u if self.input32 else 0)

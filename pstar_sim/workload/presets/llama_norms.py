@@ -9,10 +9,8 @@ __all__ = ["Norms"]
 
 
 class Norms:
-    """Norms and rotary positions on a tape.
-
-    upcast: whether a norm keeps an fp32 copy of its input for backward. In fp32, under autocast (where its input is the
-        residual stream) or fused, it keeps the input.
+    """upcast: whether a norm keeps an fp32 copy of its input for backward. In fp32, under autocast (where its input is
+        the residual stream) or fused, it keeps the input.
     wide_output: whether a norm multiplies by its weight in fp32, as in Gemma, and keeps the other factor in fp32.
     """
 
@@ -27,7 +25,7 @@ class Norms:
         return size * 4 // self.t.width if self.upcast else 0
 
     def forward(self, size: int, rows: int, *, inner: bool = False) -> None:
-        """Write the forward: from the input to the norm's output, both `size` bytes.
+        """From the input to the norm's output, both `size` bytes.
 
         rows: number of norms.
         inner: only the norm needs the input.
@@ -53,8 +51,7 @@ class Norms:
             t.op(dead=size if self.upcast else 0, unsaved=0 if self.upcast else size)
 
     def backward(self, name: str, size: int, rows: int, *, residual: bool = True, shared: bool = False) -> None:
-        """Write the backward: from the gradient of the norm's output (and of the residual, both alive) to their sum, of
-        `size` bytes.
+        """From the gradient of the norm's output (and of the residual, both alive) to their sum, of `size` bytes.
 
         shared: other operators also need the gradient of the output, so that it stays.
         """
@@ -100,7 +97,7 @@ class Norms:
         return size * self.t.wide // self.t.width if self.autocast else size
 
     def rope(self, size: int) -> int:
-        """Write the rotary positions; the input stays. Returns the bytes of the output."""
+        """The input stays. Returns the bytes of the output."""
         t, out = self.t, self._rotated(size)
         t.op(out, read=size)
         if not self.fused:
@@ -111,7 +108,7 @@ class Norms:
         return out
 
     def rope_backward(self, size: int) -> None:
-        """Write the backward of the positions: from the gradient of the output to that of the input."""
+        """From the gradient of the output to that of the input."""
         t = self.t
         if self.fused:
             t.op(size, dead=size)

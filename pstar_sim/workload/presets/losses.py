@@ -20,10 +20,7 @@ CHUNKS = 8
 
 
 def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
-    """Write head and loss.
-
-    u: bytes of the last hidden state.
-    """
+    """u: bytes of the last hidden state."""
     t.open("begin", module, Phase.FWD, [weight])
     t.cast([weight])
     gathered = t.gather(u)
@@ -58,8 +55,8 @@ def loss_sums(t: Tape, s: Shape) -> None:
 
 
 def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, *, tied: bool) -> None:
-    """Write the backward of the loss, up to the gradient of the last hidden state (1 u, of which ranks that split the
-    sequence have a part). The gradient of a tied weight waits for the embedding's gradient."""
+    """Up to the gradient of the last hidden state (1 u, of which ranks that split the sequence have a part). The
+    gradient of a tied weight waits for the embedding's."""
     t.open("grad", ROOT, Phase.BWD)
     if s.axes.loss == "whole":
         _whole_loss_backward(t, s, module, weight, u, tied=tied)
@@ -92,7 +89,7 @@ def _pieces(s: Shape) -> Iterator[Product]:
 
 
 def _piece_of_loss(t: Tape, product: Product) -> int:
-    """Write head and loss of one piece, every operator a kernel of its own. Returns the bytes that it leaves alive."""
+    """Every operator a kernel of its own. Returns the bytes that a piece leaves alive."""
     logits, logits32 = _logits(product, t.width), _logits(product, 4)
     t.op(logits, products=[product], read=_hidden(product, t.width))
     if t.width < 4:
@@ -117,7 +114,7 @@ def _hidden(product: Product, width: int) -> int:
 
 def _whole_loss(t: Tape, s: Shape, module: str, u: int) -> None:
     """Logits in the working dtype, logits in fp32, and their log-softmax, which alone stays for backward. A fused loss
-    keeps the logits and a log-sum of each token. A loss in place keeps the fp32 logits."""
+    keeps the logits and a log-sum of each token, a loss in place the fp32 logits."""
     m = s.model
     logits = s.tokens * m.vocab * t.width
     logits32 = s.tokens * m.vocab * 4

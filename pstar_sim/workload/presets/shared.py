@@ -1,7 +1,4 @@
-"""Parts that several families share: linear layers, norms, attention, embeddings, losses, stacks of layers.
-
-The package gives units, sources and omissions.
-"""
+"""Linear layers, norms, attention, embeddings, losses and stacks of layers that several families share."""
 
 from __future__ import annotations
 
@@ -59,9 +56,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model with the batch that runs through it.
-
-    stage: the part that is written; None: the whole model.
+    """stage: the part that is written; None: the whole model.
 
     axes: with a value for each. Without a language head there are no logits over the vocabulary (the head of a few
         labels is left out). For `early_stop` see [Note: early stop].
@@ -88,15 +83,15 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Tokens of one rank beside the products."""
+        """Of one rank, beside the products."""
         return self.tokens // (self.part.tensor if self.part.sequence else 1)
 
     def part_of(self, size: int) -> int:
-        """Returns the bytes of one rank, beside the products, of an activation that has `size` bytes."""
+        """Of one rank, beside the products, of an activation of `size` bytes."""
         return size * self.rows // self.tokens
 
     def product(self, rows: int, columns: int) -> Product:
-        """Returns the product of every token with a rows x columns matrix."""
+        """Of every token with a rows x columns matrix."""
         return 1, self.tokens, rows, columns
 
     @property
@@ -120,11 +115,11 @@ class Shape:
 
     @property
     def attention_width(self) -> int:
-        """Width of the outputs of all heads."""
+        """Of the outputs of all heads."""
         return self.model.heads * self.model.value_dim
 
     def attend(self, window: int = 0, *, backward: bool = False) -> AttentionCall:
-        """Returns the call of a fused kernel.
+        """A call of a fused kernel.
 
         window: the most tokens that a token attends to; 0 for all.
         """
@@ -135,7 +130,7 @@ class Shape:
 
     @property
     def attention_products(self) -> tuple[Product, Product]:
-        """Returns the products of scores and weighted sum of the math kernel, of all heads of all sequences."""
+        """Scores and weighted sum of the math kernel, of all heads of all sequences."""
         m, batches = self.model, self.batch * self.model.heads
         return (batches, self.sequence, m.head_dim, self.sequence), (batches, self.sequence, self.sequence, m.value_dim)
 
@@ -144,11 +139,9 @@ class Shape:
 
 
 def attend(t: Tape, s: Shape, qkv: int, *, window: int = 0) -> int:
-    """Write scaled dot-product attention of q, k, v (qkv bytes together).
-
-    Returns the bytes that backward needs in addition to q, k, v and the output. Flash and efficient kernels keep one
-    fp32 log-sum per query. The math kernel computes in fp32, keeps scaled copies of q, k, v and the probabilities, and
-    needs the scores too.
+    """Scaled dot-product attention of q, k, v (qkv bytes together).Returns the bytes that backward needs beside q, k, v
+    and the output. Flash and efficient kernels keep one fp32 log-sum per query. The math kernel computes in fp32, keeps
+    scaled copies of q, k, v and the probabilities, and needs the scores too.
     """
     m = s.model
     u = s.tokens * s.attention_width * t.width
@@ -167,8 +160,7 @@ def attend(t: Tape, s: Shape, qkv: int, *, window: int = 0) -> int:
 
 
 def attend_backward(t: Tape, s: Shape, qkv: int, kept: int, *, window: int = 0) -> None:
-    """Write the backward of attention. The gradients of q, k, v replace these, the output, its gradient and the kept
-    tensors."""
+    """The gradients of q, k, v replace these, the output, its gradient and the kept tensors."""
     u = s.tokens * s.attention_width * t.width
     if s.recomputes_attention:
         _attend_again(t, s, qkv, kept, window)
@@ -184,8 +176,8 @@ def attend_backward(t: Tape, s: Shape, qkv: int, kept: int, *, window: int = 0) 
 
 
 def _attend_again(t: Tape, s: Shape, qkv: int, kept: int, window: int) -> None:
-    """Recompute what the forward pass did not keep. The math kernel ends with the probabilities, as a recompute stops
-    early; a fused kernel makes its output again."""
+    """What the forward pass did not keep. The math kernel ends with the probabilities, as a recompute stops early; a
+    fused kernel makes its output again."""
     if s.axes.attention == "math":
         scores = s.batch * s.model.heads * s.sequence**2 * 4
         t.op(kept + scores, dead=scores, products=s.attention_products[:1], read=qkv)
@@ -195,8 +187,8 @@ def _attend_again(t: Tape, s: Shape, qkv: int, kept: int, window: int) -> None:
 
 
 def embedding_backward(t: Tape, tables: list[str], tied: str | None, u: int) -> None:
-    """Writes dense gradients, one after the other. The gradient of the tied table is added to the head's gradient; both
-    and their sum are alive for a moment."""
+    """Dense gradients, one after the other. That of the tied table is added to the head's; both and their sum are alive
+    for a moment."""
     for name in tables:
         if name == tied:
             size = t.size([name])
@@ -234,8 +226,8 @@ def declare_norm(t: Tape, module: str, hidden: int) -> None:
 def layer_norm_backward(
     t: Tape, module: str, r: int, stats: int, *, residual: bool = True, grad: int | None = None
 ) -> None:
-    """Write the backward of the norm: from the gradient of its output (and of the residual, both alive) to their sum (1
-    r). Frees the norm's input.
+    """From the gradient of the norm's output (and of the residual, both alive) to their sum (1 r). Frees the norm's
+    input.
 
     grad: bytes of the gradient of its output, r by default.
     """
@@ -249,7 +241,7 @@ def layer_norm_backward(
 
 
 def declare_head(t: Tape, s: Shape, head: str, embedding: str) -> None:
-    """Declares the matrix of the head, which may be the embedding's table, here or in the first stage."""
+    """It may be the embedding's table, here or in the first stage."""
     if s.tied:
         t.tie(head, embedding)
     elif s.model.tied:
@@ -277,8 +269,7 @@ def begin(t: Tape, s: Shape, batch_bytes: int = 0, *, received: int = 0, table: 
 
 
 def _between_stages(t: Tape, s: Shape, table: str) -> tuple[int, int]:
-    """Returns the bytes of weights and gradients of a table that first and last stage share; 0 in any other part, and
-    for a table that is not trained."""
+    """Bytes of weights and gradients of a table that first and last stage share; 0 for a table that is not trained."""
     if not s.model.tied or s.part.first == s.part.last or not s.axes.language_head:
         return 0, 0
     size = t.size([table])
@@ -286,13 +277,13 @@ def _between_stages(t: Tape, s: Shape, table: str) -> tuple[int, int]:
 
 
 def head_comes(t: Tape, s: Shape, head: str) -> None:
-    """Write, in the moment before that of the head, that it may be another stage's."""
+    """In the moment before that of the head, which may be another stage's."""
     if copy := _between_stages(t, s, head)[0]:
         t.cross_once(True, "tied weights", copy, turn="first", counted=True)
 
 
 def gradient_comes(t: Tape, s: Shape, embedding: str) -> None:
-    """Write, in the moment before that of the embedding's gradient, that the head's may come from another stage."""
+    """In the moment before that of the embedding's gradient: the head's may come from another stage."""
     if summed := _between_stages(t, s, embedding)[1]:
         t.cross_once(True, "tied gradients", summed, turn="last")
 
@@ -349,8 +340,7 @@ def last_product_again(t: Tape, s: Shape, u: int, f: int) -> None:
 
 
 def separate_qkv_backward(t: Tape, s: Shape, module: str, order: tuple[str, str, str], u: int) -> None:
-    """Write the backward of three square projections of one input: from three gradients (3 u) to their sum (1 u; under
-    autocast in fp32)."""
+    """Three square projections of one input: from three gradients (3 u) to their sum (1 u; under autocast in fp32)."""
     h = s.model.hidden
     summed, copied = (s.tokens * h * t.wide, u) if s.casts else (u, 0)
     t.open("grad", f"{module}.{order[0]}", Phase.BWD, [n for x in order for n in linear(f"{module}.{x}")])

@@ -24,8 +24,8 @@ __all__ = ["write_vit"]
 
 
 def write_vit(t: Tape, s: Shape) -> None:
-    """Write a ViT for image classification: patches by a strided convolution, class token, LayerNorm before attention
-    and MLP, exact GELU."""
+    """For image classification: patches by a strided convolution, class token, LayerNorm before attention and MLP,
+    exact GELU."""
     m = s.model
     h, w = m.hidden, t.width
     u, f = s.tokens * h * w, s.tokens * m.ffn * w
