@@ -30,7 +30,16 @@ from pstar_sim.cli.flags import (
 )
 from pstar_sim.cli.likes import OURS, Like, Likes, read_likes
 from pstar_sim.cli.output import note, picture_kind, save_picture, say, say_json, tell
-from pstar_sim.cli.staging import Parallel, check_set, compare_spread, draw_set, plan_spread, refuse_beside, spread_like
+from pstar_sim.cli.staging import (
+    Parallel,
+    check_set,
+    compare_spread,
+    draw_set,
+    explain_set,
+    plan_spread,
+    refuse_beside,
+    spread_like,
+)
 from pstar_sim.cli.usage import CommandGroup
 from pstar_sim.errors import DoesNotFit, FalseFigures, NothingFits, PlanError, PstarError
 
@@ -318,11 +327,14 @@ def explain(
     steps: Annotated[int, typer.Option(parser=natural, metavar="N", help="first steps to show")] = 12,
 ) -> int:
     """Say what a plan does: what lives where and why, what binds, what the tide gains, its first steps."""
-    from pstar_sim.core.plan import load_plan
+    from pstar_sim.core.plan_set import PlanSet
+    from pstar_sim.core.set_file import read_plans
     from pstar_sim.planner.explain import explain as words
     from pstar_sim.planner.stated import examine
 
-    loaded = load_plan(path)
+    loaded = read_plans(Path(path))
+    if isinstance(loaded, PlanSet):
+        return explain_set(path, loaded)
     with named(path), bar("proving", quiet=False) as on_part:
         found = examine(loaded, on_part=on_part)
     cost = loaded.predictions.get("barrier_cost_s")

@@ -14,7 +14,7 @@ from pstar_sim.cli.bars import bar
 from pstar_sim.cli.exit_status import NO
 from pstar_sim.cli.flags import MachineFlags, OptionalWorkloadFlags, SettingFlags
 from pstar_sim.cli.output import note, save_picture, say, say_json, tell
-from pstar_sim.errors import PstarError
+from pstar_sim.errors import PlanError, PstarError
 
 if TYPE_CHECKING:
     from pstar_sim.catalog.machine import Machine
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from pstar_sim.planner.stages import StagesComparison
     from pstar_sim.workload.parallelism import Parallelism
 
-__all__ = ["Parallel", "check_set", "compare_spread", "draw_set", "plan_spread", "refuse_beside", "spread_like"]
+__all__ = [
+    "Parallel", "check_set", "compare_spread", "draw_set", "explain_set", "plan_spread", "refuse_beside", "spread_like",
+]  # fmt: skip
 
 Parallel = Annotated[
     str | None,
@@ -144,7 +146,7 @@ def plan_spread(
     from pstar_sim.core.set_file import save_set
     from pstar_sim.policy.registry import STAGED
     from pstar_sim.report.stages import stages_text
-    from pstar_sim.units import format_bytes, format_s
+    from pstar_sim.units import format_bytes, format_count, format_s
 
     found = _asked(job, machine_of(on), setting, parallel, STAGED if policy == "auto" else [policy], quiet=json)
     if found.best is None:
@@ -164,7 +166,7 @@ def plan_spread(
     tell(
         f"{path}: {row.policy}, {row.parallel}, {format_s(best.iteration_s)} per iteration, a bubble of "
         f"{best.bubble:.0%}; peaks at {format_bytes(peak)} of the GPU, of stage {row.peak_gpu_bytes.index(peak)}; "
-        f"{sum(len(plan.steps) for plan in best.plans.plans)} steps in {len(best.plans.plans)} stages"
+        f"{sum(len(plan.steps) for plan in best.plans.plans)} steps in {format_count(len(best.plans.plans), 'stage')}"
     )
     return 0
 
@@ -188,6 +190,20 @@ def check_set(path: str, plans: PlanSet, *, json: bool) -> int:
         f"{len(plans.meetings)} meetings, in no circle; simulated together{stated}: {seconds:.6g} s per iteration"
     )
     tell("\n".join(lines))
+    return 0
+
+
+def explain_set(path: str, plans: PlanSet) -> int:
+    from pstar_sim.core.checker.meetings import prove_set
+    from pstar_sim.planner.stages import PlannedStages
+    from pstar_sim.report.stages import explain_stages
+    from pstar_sim.sim.play import play_stages
+
+    try:
+        prove_set(plans)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
+    say(explain_stages(PlannedStages(plans=plans, timelines=play_stages(plans))))
     return 0
 
 

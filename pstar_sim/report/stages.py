@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.figures import BINDS_NAMES
+from pstar_sim.core.plan import Plan
 from pstar_sim.core.plan_set import PlanSet
 from pstar_sim.core.step import Kind
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.planner.stages import StagesComparison, StagesRow
+from pstar_sim.cost import CostModel
+from pstar_sim.planner.stages import PlannedStages, StagesComparison, StagesRow
 from pstar_sim.report.byte_curves import steady_start_s
 from pstar_sim.report.legends import shared_legend
 from pstar_sim.report.palette import PHASES, QUEUE_NAMES, STEPS
 from pstar_sim.report.tables import format_percent, format_size
 from pstar_sim.terminal import table_text, terminal_width, wrap
-from pstar_sim.units import format_s
+from pstar_sim.units import format_bytes, format_count, format_s
+from pstar_sim.workload.mixing import block_of
+from pstar_sim.workload.parallelism import Parallelism
+from pstar_sim.workload.pipeline import cells_of
+from pstar_sim.workload.tape import TENSOR
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["stages_figure", "stages_text"]
+__all__ = ["explain_stages", "stages_figure", "stages_text"]
 
 HEADS = (
     "parallelism", "policy", "batch", "iteration", "tokens/s", "above bound", "bubble", "sums", "bound by", "GPU peak",
@@ -81,6 +90,76 @@ def _lacks(row: StagesRow) -> str:
 def _span(sizes: Sequence[int]) -> str:
     least, most = format_size(min(sizes)), format_size(max(sizes))
     return least if least == most else f"{least} to {most}"
+
+
+def explain_stages(planned: PlannedStages, *, width: int | None = None) -> str:
+    """Seconds, bound and bubble of the plans of all stages, a row for each stage, and what splitting layers costs here
+    and would cost between nodes."""
+    width = terminal_width() if width is None else width
+    plans, spread = planned.plans.plans, planned.plans.parallelism
+    first, m, p = plans[0], plans[0].workload.micro_batches, spread.pipeline
+    over = planned.iteration_s / planned.lower_bound_s - 1
+    each = f"{format_count(m, 'micro-batch')} of {format_count(first.workload.batch, 'sequence')} on each rank"
+    machine = first.machine.name.partition(" stage ")[0]
+    bound = f"{format_percent(over)} above the lower bound of plans of these stages"
+    binds = BINDS_NAMES.get(planned.bound_by, planned.bound_by)
+    texts = [
+        f"{first.workload.model} on {machine}, {spread}, by {first.policy}: {each}.",
+        f"An iteration takes {format_s(planned.iteration_s)}, {bound}; bound by: {binds}.",
+    ]
+    if p > 1:
+        equal = f"{format_percent((p - 1) / (m + p - 1))}, (p - 1) / (m + p - 1)"
+        texts.append(
+            f"Bubble: a GPU computes nothing for {format_percent(planned.bubble)} of the iteration; stages that take "
+            f"equally long and wait for no link would have {equal}."
+        )
+    texts += _words_for_sums(plans)
+    rows = [_stage_cells(plan, t, spread, n) for n, (plan, t) in enumerate(zip(plans, planned.timelines))]
+    lines = [line for text in texts for line in wrap(text, width)]
+    return "\n".join(lines) + "\n\n" + table_text(STAGE_HEADS, rows, width=width, keys=1)
+
+
+STAGE_HEADS = ("stage", "layers", "in flight", "computes", "waits for sums", "GPU peak", "GPU has", "host peak")
+
+
+def _stage_cells(plan: Plan, timeline: Timeline, spread: Parallelism, stage: int) -> tuple[str, ...]:
+    cells = cells_of(spread.schedule, stage, spread.pipeline, plan.workload.micro_batches)
+    in_flight = max(accumulate(-1 if cell.backward else 1 for cell in cells))
+    return (
+        str(stage),
+        str(len({block for m in plan.workload.moments if (block := block_of(m.module))})),
+        str(in_flight),
+        format_percent(timeline.busy_s["compute"] / timeline.iteration_s),
+        format_percent(_sums_s(plan, plan.machine) / timeline.iteration_s),
+        format_size(timeline.peak_bytes["gpu"]),
+        format_size(plan.gpu_budget_bytes),
+        format_size(timeline.peak_bytes["host"]),
+    )
+
+
+def _sums_s(plan: Plan, machine: Machine) -> float:
+    """Seconds of an iteration in which layers wait for the ranks that split them."""
+    cost = CostModel(plan.workload, machine, plan.layout)
+    return sum(cost.group_s(m.collectives) for m in plan.workload.moments if m.collectives)
+
+
+def _words_for_sums(plans: Sequence[Plan]) -> list[str]:
+    """Returns why tensor ranks are planned inside a node; [] without any."""
+    plan = max(plans, key=lambda plan: sum(len(m.collectives) for m in plan.workload.moments))
+    machine, sums = plan.machine, [size for m in plan.workload.moments for _, _, size in m.collectives]
+    group = machine.group(TENSOR)
+    if group is None or not sums:
+        return []
+    here = _sums_s(plan, machine)
+    said = (
+        f"Tensor parallelism: layers of a stage wait {len(sums):,} times for sums over {group.ranks} ranks, of "
+        f"{format_bytes(max(sums))} at most: {format_s(here)} of the iteration over {group.fabric.name}"
+    )
+    if machine.network is None:
+        return [f"{said}. Nothing hides them, which is why it stays in a node."]
+    network = replace(machine.network, bytes_per_s=machine.network.bytes_per_s / machine.local_ranks)
+    away = format_s(_sums_s(plan, replace(machine, groups=(replace(group, fabric=network),))))
+    return [f"{said}. Over {network.name} between nodes they would take {away}, which is why it stays in a node."]
 
 
 def stages_figure(plans: PlanSet, timelines: Sequence[Timeline], *, width: float = 12.0) -> Figure:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -520,8 +521,24 @@ class TestCommands:
         file = tmp_path / "plan.json"
         assert main(["plan", *self.ARGS, "--parallel", "pp=2", "-o", str(file)]) == 0
         capsys.readouterr()
-        assert main(["explain", str(file)]) == 2
+        assert main(["report", str(file), "-o", str(tmp_path / "report.html")]) == 2
         assert "has the plans of 2 stages (pp=2)" in capsys.readouterr().err
+
+    def test_stages_are_explained(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """What is in flight, the bubble's formula, and sums of layers over the links that they have and would have."""
+        file = str(tmp_path / "plan.json")
+        job = ["--model", "tiny-gpt2", "--batch", "1", "--seq", "64", "--micro-batches", "4", "--policy", "tide"]
+        machine = ["--machine", "a100-40x8", "--nodes", "2", "--gpus", "2"]
+        assert main(["plan", *job, *machine, "--parallel", "tp=2,sp,pp=2", "-o", file]) == 0
+        capsys.readouterr()
+        assert main(["explain", file]) == 0
+        text = capsys.readouterr().out
+        said = " ".join(text.split())
+        assert "wait for no link would have 20.0 %, (p - 1) / (m + p - 1)." in said and "above the lower bound" in said
+        within, between = re.findall(r"([\d.]+) (us|ms)(?: of the iteration over|, which is why)", said)
+        scale = {"us": 1, "ms": 1000}
+        assert float(between[0]) * scale[between[1]] > float(within[0]) * scale[within[1]]
+        assert [line.split()[:3] for line in text.splitlines()[-2:]] == [["0", "1", "2"], ["1", "1", "1"]]
 
     def test_files_of_frameworks_say_the_degrees(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """torchtitan's and Megatron's are written from stages, and read; others say that they cannot."""
