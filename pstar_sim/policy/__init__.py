@@ -1,4 +1,4 @@
-"""Policies: pure functions from a workload, a machine and settings to a plan, with the parts that they share."""
+"""Policies: pure functions (workload, machine, settings) -> plan, with the parts that they share."""
 
 from pstar_sim.policy.family.plan_visits import plan_visits
 from pstar_sim.policy.kit.job import Job

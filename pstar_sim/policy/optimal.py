@@ -4,21 +4,18 @@ The plan is at most 0.01 % slower than the plan of any shipped policy without op
 search does not try, so another policy may be faster with options (benchmarks/options.py). If GPUs differ, the planner
 chooses the shares of the batch together with the plan (planner/balance.py).
 
-The plans that the search finds (family/searched.py) and the plans of the other policies are followed, and the fastest
-is taken. The plan has the name `optimal`; its `choices` name the policy that made it.
+The fastest of the searched plans (family/searched.py) and the other policies' plans, all followed, is taken. Its
+`choices` name the policy that made it.
 
-[Note: which order] In a loop of the user, micro-batches run one after the other, so a plan for such a loop has the
-order of the workload. If `session.step` runs the iterations (`Settings.loop`), plans of several micro-batches are also
-searched in layer-major order, with the boundary activations on the GPU and on the host. The policies whose plans are
-layer-major are then rivals too, and the fastest order is taken. With an order given (`optimal:order=depth-first`), no
-other order is searched.
+[Note: which order] A loop of the user runs micro-batches one after the other, in the order of the workload. If
+`session.step` runs the iterations (`Settings.loop`), layer-major order is searched too, with the boundary activations
+on the GPU and on the host. The layer-major policies are then rivals too, unless an order is given
+(`optimal:order=depth-first`).
 
 [Note: what is left] The largest gaps to the fluid bound (benchmarks/optimal.py) are in short iterations in which
-compute, both directions of the link and CPU Adam are busy for nearly all of the time. As far as is known, these gaps
-come from the plan and not from the bound, for two reasons. A longer search still finds faster plans there. And the
-closed form, evaluated at a plan's own numbers of pinned and streamed parameters, is within 2 % of that plan (3 to 5 %
-for Llama-3-8B and Qwen2.5-7B on an H100). For Qwen2.5-7B, at 0.6 s per iteration, the CPU Adam of one tensor alone
-takes 6 % of the iteration.
+compute, both directions of the link and CPU Adam are busy nearly all of the time. They seem to come from the plan, not
+from the bound: a longer search still finds faster plans there, and the closed form, at a plan's own numbers of pinned
+and streamed parameters, is within 2 % of that plan (3 to 5 % for Llama-3-8B and Qwen2.5-7B on an H100).
 """
 
 from __future__ import annotations
@@ -81,8 +78,8 @@ def optimal(
 
     shares: planner/balance.py has chosen them.
 
-    changes: coordinates of another point. If any is given, the plans of other policies are left out. The coordinate
-        `order` may also be "fastest", as in OPTIONS.
+    changes: coordinates of another point. If any is given, the plans of other policies are left out. `order` may also
+        be "fastest".
 
     Raises DoesNotFit, with the needs of optimal's own modes, if no policy fits.
     """
@@ -157,9 +154,9 @@ def _order_words(found: Sequence[SearchResult], best: SearchResult, orders: Sequ
 def _others(
     workload: Workload, machine: Machine, settings: Settings, own: Sequence[SearchResult], orders: Sequence[str]
 ) -> Iterator[SearchResult]:
-    """Yields the plans of the other shipped policies that fit. Leaves out layer-major policies if no such order is
-    searched, and policies that bring no states to the GPU if a found plan is faster than the closed form of their order
-    allows for pins alone (on several GPUs, only those of optimal's own space)."""
+    """Plans of the other shipped policies that fit. Left out: layer-major policies if no such order is searched; and
+    policies that bring no states to the GPU, if a found plan is faster than the closed form of their order allows for
+    pins alone (on several GPUs, only those of optimal's own space)."""
     best_s = min((f.seconds for f in own), default=math.inf)
     beaten = {not f.plan.workload.order.of_loop for f in own if best_s < f.pins_alone_s}
     for name, policy in _rivals().items():

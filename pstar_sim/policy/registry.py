@@ -1,6 +1,5 @@
-"""Policies by name: the built-in policies, and policies that installed packages offer as entry points `pstar.policies`.
-
-A name may carry options: `tide:capacity=peak,adam=fifo` (options.py).
+"""Policies by name: built-in ones, and those that installed packages offer as entry points `pstar.policies`. A name may
+carry options: `tide:capacity=peak,adam=fifo` (options.py).
 """
 
 from __future__ import annotations
@@ -60,25 +59,19 @@ def policies() -> dict[str, Policy]:
 
 
 def is_built_in(policy: Policy) -> bool:
-    """Whether it is shipped here, with or without options, or plans by such a policy (its attribute `plans_by` is the
-    spec)."""
+    """Whether it is shipped here, with or without options, or plans by such a policy (`plans_by`, a spec)."""
     spec = getattr(policy, "plans_by", None)
     found = find_policy(spec) if isinstance(spec, str) else policy
     return (found.policy if isinstance(found, Specified) else found) in _BUILT_IN.values()
 
 
 def can(policy: str | Policy) -> Capabilities:
-    """Returns the capabilities of a policy.
-
-    policy: spec or function.
-
-    Raises the errors of `find_policy`.
-    """
+    """Raises the errors of `find_policy`."""
     return capabilities_of(find_policy(policy) if isinstance(policy, str) else policy)
 
 
 def reorders(policy: str | Policy) -> bool:
-    """Returns whether the policy's plans are layer-major, by itself or by its option `order`. Raises the errors of
+    """Whether the plans are layer-major, by the policy itself or its option `order`. Raises the errors of
     `find_policy`."""
     found = find_policy(policy) if isinstance(policy, str) else policy
     if isinstance(found, Specified):
@@ -87,18 +80,18 @@ def reorders(policy: str | Policy) -> bool:
 
 
 def can_follow(settings: Settings, workload: Workload, policy: str | Policy) -> bool:
-    """Whether the loop of the settings can follow the policy's plans. A loop of the user runs micro-batches in the
-    order of the workload, `session.step` in any order. Raises the errors of `find_policy`."""
+    """Whether the loop of the settings can follow the policy's plans ([Note: which order] in optimal.py). Raises the
+    errors of `find_policy`."""
     return settings.loop == "step" or workload.micro_batches == 1 or not workload.order.of_loop or not reorders(policy)
 
 
 def named(wanted: Callable[[Capabilities], bool]) -> tuple[str, ...]:
-    """Returns the names of the shipped policies that have the wanted capabilities, in registry order."""
+    """Shipped policies with the wanted capabilities, in registry order."""
     return tuple(name for name, policy in _BUILT_IN.items() if wanted(capabilities_of(policy)))
 
 
 def policy_at(point: Point) -> str:
-    """Returns the policy without options."""
+    """The policy without options."""
     (name,) = named(lambda able: able.point == point)
     return name
 
@@ -120,7 +113,7 @@ def find_policy(spec: str) -> Policy:
 
 
 def own_words(spec: str) -> str:
-    """Returns the spec as `find_policy` takes it, for another spelling of a name and for those of ELSEWHERE."""
+    """The spec as `find_policy` takes it, for another spelling of a name and for those of ELSEWHERE."""
     name, options = split_spec(spec)
     if name in _BUILT_IN:
         return spec
@@ -136,7 +129,7 @@ def _letters(name: str) -> str:
 
 
 def policy_name(spec: str | Policy) -> str:
-    """Returns the normalised spec, or the function's own name. Raises the errors of `find_policy`."""
+    """The normalised spec, or the function's own name. Raises the errors of `find_policy`."""
     if not isinstance(spec, str):
         return str(getattr(spec, "__name__", type(spec).__name__))
     policy = find_policy(spec)

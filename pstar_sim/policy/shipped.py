@@ -1,4 +1,4 @@
-"""The policies shipped here beside `optimal`, which takes the best of them, in the order of the registry."""
+"""The policies shipped beside `optimal`, which takes the best of them, in the order of the registry."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The asynchronous policies pin the chunks that are used first. A closed form proposes the number of pins, and `choose`
-times each proposal (attempt.py). The window that `choose` finds fixes the order on each queue and the memory edges
+"""The asynchronous policies pin the chunks used first. A closed form proposes the number of pins, and `choose` times
+each proposal (attempt.py). The window that it finds fixes the order on each queue and the memory edges
 (passes/write_plan.py).
 """
 
@@ -54,8 +54,6 @@ class _Rival:
 
 
 class Asynchronous:
-    """One `Attempt` per number of pins; the best becomes a plan."""
-
     def __init__(
         self, name: str, workload: Workload, machine: Machine, settings: Settings, *, point: Point | None = None
     ) -> None:
@@ -77,9 +75,9 @@ class Asynchronous:
         return self._emit(chosen, attempts, most, bound_s)
 
     def _search(self, best: int, most: int, bound_s: float) -> list[Attempt]:
-        """Returns attempts with the closed form's number of pins, with no pins and with all pins. Neighbouring numbers
-        are added if `choose` finds an iteration clearly slower than the closed form predicts. Raises DoesNotFit if the
-        host has no room for the chunks that are not pinned."""
+        """Attempts with the closed form's number of pins, with none and with all. Neighbouring numbers are added if
+        `choose` finds an iteration clearly slower than the closed form predicts. Raises DoesNotFit if the host has no
+        room for the unpinned chunks."""
         g = self.job
         attempts: dict[int, Attempt] = {}
         error: DoesNotFit | None = None
@@ -120,7 +118,7 @@ class Asynchronous:
         return found
 
     def _static(self) -> _Rival | None:
-        """Returns None if static_partition does not fit. A choice that a comparison has made already is used again."""
+        """None if static_partition does not fit. A choice that a comparison has made already is used again."""
         g = self.job
         point = replace(self.point, capacity="peak")
         known = g.workload.derived.get(_RIVAL)
@@ -137,12 +135,12 @@ class Asynchronous:
             return None
 
     def rival(self) -> _Rival:
-        """Returns the choice of this policy, for use by another policy of the family. Raises DoesNotFit."""
+        """The choice of this policy, for another policy of the family. Raises DoesNotFit."""
         check_gpu(self.job)
         return self._remember(_fastest(self._search(*self._scan())))
 
     def _remember(self, chosen: Attempt) -> _Rival:
-        """Store the choice where the capacity is constant, because tide asks for it in the same job."""
+        """Where the capacity is constant, because tide asks for it in the same job."""
         g = self.job
         made = _Rival(g.machine, g.settings, self.point, chosen.pins, chosen.knobs.linger, chosen.fetched_bytes)
         if not g.follow_tide:
@@ -150,7 +148,7 @@ class Asynchronous:
         return made
 
     def _scan(self) -> tuple[int, int, float]:
-        """Returns the best and the largest number of pins by the closed form, and its seconds at the best."""
+        """The best and the largest number of pins by the closed form, and its seconds at the best."""
         most = most_pins_of(self.job)
         bounds = iteration_bounds(pin_facts(self.job), most)
         asked = self.point.pins

@@ -1,5 +1,3 @@
-"""An attempt: the draft of one course, and the order that `choose` finds for it."""
-
 from __future__ import annotations
 
 import math
@@ -24,7 +22,7 @@ __all__ = ["Attempt", "attempt", "attempt_course", "burden_of"]
 class Attempt:
     """One choice of modes, with the order that `choose` found.
 
-    left_out: micro-batches that the job of the course leaves out ([Note: a shorter job]), if any.
+    left_out: [Note: a shorter job].
     followed_s: seconds per iteration of the plan, if it was followed.
     """
 
@@ -70,18 +68,17 @@ class Attempt:
         return self.window.iteration_s + (self.left_out.seconds(self.window) if self.left_out is not None else 0.0)
 
     def plan(self, choices: Mapping[str, object] | None = None) -> Plan:
-        """choices: for `Plan.choices`, which `explain` prints."""
         return plan_of(self.schedule, self.draft, self.window, choices)
 
 
 def burden_of(made: Attempt) -> tuple[int, int]:
-    """Returns the burden of an attempt for `ties.least_of`: bytes fetched and number of pins. Bytes that go down need
-    no entry, because they equal the bytes fetched except for chunks that the GPU updates."""
+    """For `ties.least_of`: bytes fetched and pins. Bytes that go down equal the bytes fetched, except for chunks that
+    the GPU updates."""
     return made.fetched_bytes, made.pins
 
 
 def attempt(job: Job, modes: Modes, knobs: Knobs | None = None, *, like: Attempt | None = None) -> Attempt:
-    """Returns the attempt with these modes. Its window is stuck if a step never finds room.
+    """The window is stuck if a step never finds room.
 
     like: see `attempt_course`.
     """
@@ -91,7 +88,7 @@ def attempt(job: Job, modes: Modes, knobs: Knobs | None = None, *, like: Attempt
 def attempt_course(
     course: Course, *, limit_s: float = math.inf, like: Attempt | None = None, times_left_out: int = 0
 ) -> Attempt:
-    """Returns the same as `attempt`, for a course that is laid out already.
+    """For a course that is laid out already.
 
     limit_s: of all micro-batches. The attempt is given up once it is certain to take longer; see `choose`.
     like: an earlier attempt of the same job, whose equal rows are used again.

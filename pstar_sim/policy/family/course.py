@@ -1,7 +1,5 @@
-"""Course: one choice of modes laid out along the compute queue. A course says which chunk each position needs, how much
-room is left at each position, and which chunks stay on the GPU.
-
-A position is a block of moments or the update of a streamed chunk.
+"""Course: one choice of modes laid out along the compute queue: which chunk each position (a block of moments, or the
+update of a streamed chunk) needs, how much room is left there, and which chunks stay on the GPU.
 """
 
 from __future__ import annotations
@@ -28,13 +26,12 @@ LINGER_COPIES = 2
 class Knobs:
     """Settings of a search besides the modes. No knob changes the numbers that a plan computes.
 
-    linger: whether gradients on their way down have room. This pays unless memory is very tight.
+    linger: whether gradients on their way down have room, which pays unless memory is very tight.
     lead_chunks: room, in chunks, that early fetches leave free for urgent fetches.
     down: order of the copies to the host. "edf": as the next forward needs the chunks. "fifo": in the order the copies
         become ready.
     stay: largest share of the positions over which streamed parameters may stay between two iterations.
-    states_first: whether states go down before the parameters that stay, because states take room. The parameters are
-        then given up later.
+    states_first: whether states go down before the parameters that stay, which are then given up later.
     """
 
     linger: bool = True
@@ -45,9 +42,7 @@ class Knobs:
 
 
 class Course:
-    """One choice of modes, laid out along the compute queue.
-
-    positions, at, updates, sums, stays, room: as in `Schedule`.
+    """positions, at, updates, sums, stays, room: as in `Schedule`.
     touched: chunk that is not resident -> positions that need it.
     kept: gaps over which a chunk stays on the GPU.
     needed_whole: on several ranks, chunk -> stretches of positions that need the slices of all ranks, resident chunks
@@ -57,8 +52,8 @@ class Course:
     """
 
     def __init__(self, job: Job, modes: Modes, knobs: Knobs, blocks: Sequence[Sequence[int]] | None = None) -> None:
-        """blocks: chunk -> blocks over which it is on the GPU (on several ranks, all its slices), if the caller has
-        decided. With None, a chunk stays between its uses where there is room."""
+        """blocks: chunk -> blocks over which it is on the GPU (on several ranks, all its slices). None: a chunk stays
+        between its uses where there is room."""
         self.job = job
         self.modes = modes
         self.knobs = knobs
@@ -122,14 +117,14 @@ class Course:
         return touched, whole
 
     def _positions_of(self, blocks: Sequence[int]) -> list[int]:
-        """Updates between two neighbouring blocks are included, so the result has no gap there."""
+        """Updates between two neighbouring blocks are included."""
         mine = [self.at[blocks[0]]]
         for before, n in pairwise(blocks):
             mine += range(mine[-1] + 1, self.at[n] + 1) if n == before + 1 else [self.at[n]]
         return mine
 
     def _needed_room(self) -> list[int]:
-        """Returns what residents, the tide, the passes and the position itself leave at each position."""
+        """What residents, the tide, the passes and the position itself leave at each position."""
         job = self.job
         free = job.machine.gpu_budget_bytes - self.resident_bytes
         room = [free - position.tide_bytes for position in self.positions]
@@ -156,8 +151,8 @@ class Course:
                 self.room[n] += job.sizes[c]
 
     def _sum_stretches(self, c: int) -> list[Stretch]:
-        """Returns the positions that need the chunk's sum on the GPU. Between the last gradient and an update behind
-        the barrier, it need not be there."""
+        """Positions that need the chunk's sum on the GPU: not those between the last gradient and an update behind the
+        barrier."""
         job, update = self.job, self.updates.get(c)
         needed = [Stretch(self.at[job.block_of[a]], self.at[job.block_of[b]]) for _, a, b in job.uses.spans[c]]
         if c not in self.modes.spilt:
@@ -183,15 +178,15 @@ class Course:
         return kept
 
     def _is_dead(self, gap: UseGap) -> bool:
-        """Whether nothing reads what a working list holds over a gap: all of the gradient is in grad32, and the update
-        behind the barrier writes the list anew."""
+        """Nothing reads what a working list holds over the gap: all of the gradient is in grad32, and the update behind
+        the barrier writes the list anew."""
         job, c = self.job, gap.chunk
         waits = job.barrier is not None and gap.end == self.updates.get(c)
         return waits and job.all_in_grad32(c, self.modes.summed)
 
     def _keep_sums(self) -> None:
-        """Keep sums from the last gradient to an update behind the barrier, where there is room: before any working
-        list, because a sum that leaves is copied both ways."""
+        """From the last gradient to an update behind the barrier, where there is room. Before any working list, because
+        a sum that leaves is copied both ways."""
         job = self.job
         gaps = [
             UseGap(stretches[-2].last, stretches[-1].first, c)
@@ -205,7 +200,7 @@ class Course:
         self.room = [left - held for left, held in zip(self.room, held_over(kept, sizes, len(self.room)))]
 
     def _keep_whole(self) -> set[UseGap]:
-        """The slices stay where room is left after this rank's own slices and the gathers ahead."""
+        """Where room is left after this rank's own slices and the gathers ahead."""
         job = self.job
         if not self.needed_whole:
             return set()
@@ -255,8 +250,8 @@ class Course:
             self.room[n] -= min(size, max(0, self.room[n]))
 
     def _leaving(self) -> list[int]:
-        """Returns the bytes at each position still on their way down. A gradient counts for LINGER_COPIES of its
-        copies, states until their own copies have ended."""
+        """Bytes at each position still on their way down. A gradient counts for LINGER_COPIES of its copies, states
+        until their own copies have ended."""
         job, positions = self.job, self.positions
         rows = [0] * len(positions)
 
@@ -289,8 +284,8 @@ class Course:
         return rows
 
     def _arriving(self) -> list[int]:
-        """Returns what kept chunks leave free at each position for the states of streamed chunks on their way up. An
-        update counts for at least the seconds of its own copies, because they follow one another."""
+        """What kept chunks leave free at each position for states of streamed chunks on their way up. An update counts
+        for at least the seconds of its own copies, because they follow one another."""
         job = self.job
         rows = [0] * len(self.positions)
         copies = {
@@ -334,7 +329,6 @@ def _merged(stretches: Sequence[Stretch]) -> list[Stretch]:
 
 
 def _joined(chunk: int, stretches: Sequence[Stretch], kept: set[UseGap]) -> list[Stretch]:
-    """Two neighbours become one if the chunk stays on the GPU between them."""
     out: list[Stretch] = []
     for stretch in stretches:
         if out and UseGap(out[-1].last, stretch.first, chunk) in kept:

@@ -1,9 +1,8 @@
 """Eviction: which chunks stay on the GPU between two uses, by the coordinate `eviction` of a point (kit/points.py).
 
-Besides Belady's rule (residency.py) there are LRU and FIFO, which know nothing of the future and serve for comparison.
-LRU and FIFO run along the iteration like a cache: idle chunks stay until room is short, then the rule names the chunk
-that leaves. A chunk that left in a gap is fetched again at the end of the gap. All rules have the arguments and the
-result of `belady`.
+Besides Belady's rule (residency.py) there are LRU and FIFO, for comparison: they know nothing of the future. They run
+along the iteration like a cache: idle chunks stay until room is short, then the rule names the chunk that leaves. A
+chunk that left in a gap is fetched again at its end.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ __all__ = ["fifo", "keep_set", "lru"]
 def keep_set(
     eviction: str, gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]
 ) -> set[UseGap]:
-    """Returns the gaps between two uses over which the chunk stays on the GPU.
+    """Returns the gaps over which the chunk stays on the GPU.
 
     eviction: "belady", "lru" or "fifo".
     gaps, sizes, room: as for `belady`.
@@ -33,7 +32,7 @@ def keep_set(
 
 
 def lru(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> set[UseGap]:
-    """The chunk with the oldest last use leaves; of several, that with the lowest index."""
+    """The chunk with the oldest last use leaves; of several, the lowest index."""
     return _sweep_along(gaps, sizes, room, None)
 
 
@@ -45,7 +44,7 @@ def fifo(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], firs
 def _sweep_along(
     gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int] | None
 ) -> set[UseGap]:
-    """Run a cache along the iteration. If chunks may stay over the border, it runs further laps, so that the lap that
+    """A cache along the iteration. If chunks may stay over the border, it runs further laps, so that the lap that
     counts begins as it ends.
 
     first: the age of an idle chunk counts from this arrival. None: from its last use.
@@ -86,7 +85,7 @@ class _Idle:
         heapq.heappush(self._oldest, (since, gap.chunk, lap, gap))
 
     def take(self, lap: int, gap: UseGap) -> bool:
-        """Returns whether it was idle."""
+        """Whether it was idle."""
         if (lap, gap) not in self._entries:
             return False
         self._entries.discard((lap, gap))
@@ -94,7 +93,7 @@ class _Idle:
         return True
 
     def shrink(self, room_bytes: int) -> None:
-        """Removes the oldest first."""
+        """The oldest first."""
         while self._held_bytes > room_bytes and self._oldest:
             _, _, lap, gap = heapq.heappop(self._oldest)
             self.take(lap, gap)
@@ -104,7 +103,7 @@ _Entries = dict[int, list[tuple[int, UseGap]]]
 
 
 def _unrolled(gaps: Sequence[UseGap], length: int, laps: int) -> tuple[_Entries, _Entries]:
-    """Returns point -> (lap, gap) pairs that open there, and that close there."""
+    """Point -> (lap, gap) pairs that open there, and that close there."""
     opening: _Entries = {}
     closing: _Entries = {}
     for lap in range(laps + 1):
@@ -115,7 +114,7 @@ def _unrolled(gaps: Sequence[UseGap], length: int, laps: int) -> tuple[_Entries,
 
 
 def _that_fit(kept: set[UseGap], sizes: Sequence[int], room: Sequence[int]) -> set[UseGap]:
-    """If iterations do not repeat, a single one may hold too much over its border; then the oldest gaps go."""
+    """A single iteration may hold too much over its border; then the oldest gaps go."""
     length = len(room)
     left = list(room)
     for gap in kept:

@@ -1,23 +1,20 @@
-"""How many chunks should be pinned and how many streamed: a roofline over both numbers. `interleave` says which chunks
-these are.
+"""How many chunks to pin and how many to stream: a roofline over both numbers. `interleave` says which chunks.[Note:
+the roofline] Let x be the share of the chunks (by parameters) that are pinned, z the share that is streamed. The CPU
+updates the rest, 1 - x - z. All three kinds are spread evenly through the layers, so the CPU has the same share of the
+updates in every window ([Note: update windows] in pins.py). One iteration takes at least the seconds of each of these:
+(1) the work of the compute queue with its Adam steps; (2) CPU Adam, in each window and in total; (3) the copies in each
+direction, on a half-duplex link both directions together; (4) the traffic of host DRAM. The states of streamed chunks
+are copied up once and down once. Chunks that cannot be kept between forward and backward are copied up a second time.
+After the last turn to a backward pass, everything that it needs and that is not on the GPU is copied up. Behind a
+barrier all streamed chunks are updated before the next forward. What of their states did not fit on the GPU earlier
+arrives while the compute queue waits. The roofline ranks numbers of chunks and proves nothing.
 
-[Note: the roofline] Let x be the share of the chunks (by parameters) that are pinned, z the share that is streamed. The
-CPU updates the rest, 1 - x - z. All three kinds are spread evenly through the layers, so in every window ([Note: update
-windows] in pins.py) the CPU does the share 1 - x - z of the updates. One iteration takes at least the seconds of each
-of these: (1) the work of the compute queue with its Adam steps; (2) CPU Adam, in each window and in total; (3) the
-copies in each direction, on a half-duplex link both directions together; (4) the traffic of host DRAM. The states of
-streamed chunks are copied up once and down once. Chunks that cannot be kept between forward and backward are copied up
-a second time. After the last micro-batch turns to its backward pass, everything that this pass needs and that is not on
-the GPU is copied up. Behind a barrier all streamed chunks are updated before the next forward. The part of their states
-that did not fit on the GPU earlier arrives while the compute queue waits. The roofline ranks numbers of chunks and
-proves nothing.
-
-With several micro-batches, gradients add up on the GPU for a share of the chunks that are not pinned, streamed chunks
-first. Their sums take room there, and the GPU adds. Where sums may spill, the sums that have no room beside the working
-lists go down and come up between two micro-batches. A spill frees room at two turns; giving up working lists instead
-would cost the way up twice. All Adam of several micro-batches lies between the last micro-batch and the first, so
-`_in_turn_s` adds the seconds of the other micro-batches, one after another, and of the work between them. All other
-gradients go down in each micro-batch and the host adds them. The sum of a streamed chunk then comes up with its states.
+With several micro-batches, gradients of a share of the unpinned chunks add up on the GPU, streamed chunks first. Their
+sums take room there. Where sums may spill, the sums that have no room beside the working lists go down and come up
+between two micro-batches. A spill frees room at two turns; giving up working lists instead would cost the way up twice.
+All Adam of several micro-batches lies between the last micro-batch and the first, so `_in_turn_s` adds the seconds of
+the other micro-batches, one after another, and of the work between them. All other gradients go down in each
+micro-batch and the host adds them. The sum of a streamed chunk then comes up with its states.
 """
 
 from __future__ import annotations
@@ -41,9 +38,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class ModeFacts:
-    """Facts of a job for the roofline.
-
-    pins: of the closed form for pins, chunks in order of first use.
+    """pins: of the closed form for pins, chunks in order of first use.
     states_bytes: per chunk, of what comes up for its update and goes down after it.
     sum_bytes: per chunk; 0 with one micro-batch.
     lists: times per iteration that a gradient goes down if its sum is not on the GPU.
@@ -51,17 +46,15 @@ class ModeFacts:
     sums: as in `Point`.
     drops_pinned: whether pinned chunks drop their working lists between the last gradient and the update.
     drops_streamed: whether behind a barrier all streamed chunks do; otherwise those whose sum is on the GPU do.
-    dram_bytes_per_s: of the rank's part.
-    duplex: whether the link copies both ways at once.
-    dram_adam_bytes: per chunk, of one CPU update.
+    dram_bytes_per_s: the rank's part.
+    dram_adam_bytes,
     dram_add_bytes: per chunk, of all adds on the host.
     dram_fold_bytes: of the adds that CPU Adam makes, of all chunks.
     passing_bytes: GPU room of streaming one chunk: states and working list.
     last_room_bytes: room at the last moment with nothing pinned.
-    host_room_bytes: room of the host for lists of the chunks.
-    turn_s: from the iteration's begin to the last backward pass.
-    first_s: of the first micro-batch.
-    forward_s: of its forward pass.
+    host_room_bytes: for lists of the chunks.
+    turn_s: from the begin to the last backward pass.
+    forward_s: of the first micro-batch.
     adds_before: share of the adds on the GPU that come before the last micro-batch.
     """
 
@@ -127,7 +120,7 @@ def mode_facts(job: Job) -> ModeFacts:
 
 
 def _least_net_s(job: Job) -> float:
-    """Each updated chunk is gathered once, and its gradient is summed over the ranks in each micro-batch."""
+    """Each updated chunk is gathered once, and its gradient summed over the ranks in each micro-batch."""
     if job.ranks == 1:
         return 0.0
     each = sum(job.cost.collective_s(job.whole_bytes(c)) for c in job.candidates)
@@ -136,12 +129,12 @@ def _least_net_s(job: Job) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Closed-form seconds, of shape (len(pins), len(shares), len(sums)): by the number of pinned chunks, and by the
-    shares of the others that are streamed and whose sum is on the GPU.
+    """Of shape (len(pins), len(shares), len(sums)): by the number of pinned chunks, and by the shares of the others
+    that are streamed and whose sum is on the GPU.
 
-    seconds: seconds per iteration, the largest of several terms; inf where the GPU or the host lacks room.
-    floor_s: seconds without the terms that depend on which chunks have which mode (all windows except that of the last
-        chunk), and as if streamed parameters stayed on the GPU between iterations.
+    seconds: inf where the GPU or the host lacks room.
+    floor_s: without the terms that depend on which chunks have which mode (all windows except that of the last chunk),
+        and as if streamed parameters stayed on the GPU between iterations.
     spilt: share of the chunks whose sums spill.
     """
 
@@ -150,7 +143,6 @@ class Roofline:
     spilt: Array
 
     def at(self, number: int) -> Roofline:
-        """Returns the part with this one of the numbers of pins."""
         only = slice(number, number + 1)
         return Roofline(self.seconds[only], self.floor_s[only], self.spilt[only])
 
@@ -164,7 +156,7 @@ def roofline(
     spill: float = 0.0,
     in_turn: bool = True,
 ) -> Roofline:
-    """Returns the closed form of [Note: the roofline].
+    """The closed form of [Note: the roofline].
 
     spill: share of the bytes without room between two micro-batches for which sums make room.
     in_turn: whether `_in_turn_s` counts.
@@ -262,7 +254,7 @@ def roofline(
 
 
 def _longest(windows: Sequence[tuple[float, float, float]], inside_s: Array, cpu: Array) -> Array:
-    """Returns the seconds of the longest window, 0 where CPU Adam updates nothing.
+    """Seconds of the longest window, 0 where CPU Adam updates nothing.
 
     inside_s: besides the moments of each window.
     """
@@ -280,10 +272,9 @@ def _in_turn_s(
     up_s: tuple[Array, Array, Array, Array],
     down_s: tuple[Array, Array, Array],
 ) -> Array:
-    """Returns the seconds of the work that cannot overlap: the sum over all micro-batches but the last, each with the
-    forward pass behind it, plus the work between the last of them and the next iteration. Without a barrier this work
-    is the last backward pass, all updates and the first forward pass. Behind a barrier the last backward pass is
-    counted by itself.
+    """Work that cannot overlap: all micro-batches but the last, each with the forward pass behind it, plus the work
+    between the last of them and the next iteration. Without a barrier this is the last backward pass, all updates and
+    the first forward pass. Behind a barrier the last backward pass is counted by itself.
 
     computed_s: of the compute queue besides the moments: the adds of a micro-batch, and the updates.
     up_s: chunks that do not stay over a turn; spilt sums of a micro-batch; lists for the updates and for the next
@@ -311,9 +302,9 @@ def _most(*seconds: Array | float) -> Array:
 
 
 def _last_down_s(facts: ModeFacts, cpu: Array, z: Array, summed_cpu: Array, beside: Array, x: Array) -> Array:
-    """Returns the seconds of the copies down that have to end with the next iteration's first micro-batch, because the
-    lists have no room beside the chunks then: from the last turn on, gradients and sums of chunks that CPU Adam
-    updates, and states and parameters of streamed chunks."""
+    """Copies down that have to end with the next iteration's first micro-batch, because the lists have no room beside
+    the chunks then: from the last turn on, gradients and sums of chunks that CPU Adam updates, and states and
+    parameters of streamed chunks."""
     f = facts.pins
     working, states, sums = (float(np.sum(size)) for size in (f.working_bytes, facts.states_bytes, facts.sum_bytes))
     size = (cpu - summed_cpu + z) * working + summed_cpu * sums + z * states
@@ -321,8 +312,8 @@ def _last_down_s(facts: ModeFacts, cpu: Array, z: Array, summed_cpu: Array, besi
 
 
 def _windows(facts: ModeFacts) -> list[tuple[float, float, float]]:
-    """Returns (span, CPU Adam inside if the CPU updated all chunks, copies), in seconds, of the windows that can bind:
-    those on the upper envelope of span + share * Adam, then that of the last chunk."""
+    """(span, CPU Adam inside if the CPU updated all chunks, copies), in seconds, of the windows that can bind: those on
+    the upper envelope of span + share * Adam, then that of the last chunk."""
     f = facts.pins
     clock = np.concatenate(([0.0], np.cumsum(f.moments_s)))
     first, final = np.asarray(f.first), np.asarray(f.final)
@@ -341,7 +332,7 @@ def _windows(facts: ModeFacts) -> list[tuple[float, float, float]]:
 
 
 def _highest(value: Array, slope: Array) -> Iterator[int]:
-    """Yields the indices of the lines value + share * slope that are highest at some share from 0 to 1."""
+    """Indices of the lines value + share * slope that are highest at some share from 0 to 1."""
     j = int(np.lexsort((slope, value))[-1])
     yield j
     while len(steeper := np.flatnonzero(slope > slope[j])):
@@ -356,13 +347,11 @@ def _highest(value: Array, slope: Array) -> Iterator[int]:
 def interleave(
     order: Sequence[int], sizes: Sequence[int], pins: int, streams: int, head: int = 0, front: int = 0
 ) -> tuple[list[int], list[int]]:
-    """Returns (pinned, streamed) chunks of `order`. The first `front` chunks are streamed and the next `head` chunks
-    pinned. The other pins and streams are spread by error diffusion, weighted by bytes, so that every run of layers has
-    its share.
+    """Returns (pinned, streamed) chunks of `order`. The first `front` chunks are streamed and the next `head` pinned.
+    The others are spread by error diffusion, weighted by bytes, so that every run of layers has its share. The numbers
+    are met as nearly as sizes allow, and never exceeded.
 
     sizes: chunk -> bytes.
-
-    The numbers of pins and streams are met as nearly as sizes allow, and never exceeded.
     """
     front = min(front, streams, len(order))
     head = min(head, pins, len(order) - front)

@@ -1,6 +1,5 @@
-"""The gaps between the uses of a chunk, and the gaps over which the chunk stays on the GPU.
-
-The gaps to keep follow Belady's rule, with a capacity in bytes that changes with time.
+"""The gaps between the uses of a chunk, and those over which it stays on the GPU: Belady's rule, with a capacity in
+bytes that changes with time.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ __all__ = ["UseGap", "belady", "gaps_of", "held_over"]
 
 
 class UseGap(NamedTuple):
-    """A chunk is used at `start` and next at `end`; strictly between them it may be away from the GPU. If `end` is at
-    least the length of the iteration, the next use is in the next iteration. Only a clean chunk can stay over such a
-    gap."""
+    """A chunk is used at `start` and next at `end`. If `end` is at least the length of the iteration, the next use is
+    in the next iteration; only a clean chunk can stay over such a gap."""
 
     start: int
     end: int
@@ -26,12 +24,12 @@ class UseGap(NamedTuple):
 
 
 def gaps_of(chunk: int, uses: Sequence[int]) -> list[UseGap]:
-    """Returns the gaps between successive uses (ascending) that are not neighbours."""
+    """Gaps between successive uses (ascending) that are not neighbours."""
     return [UseGap(a, b, chunk) for a, b in pairwise(uses) if b > a + 1]
 
 
 def held_over(gaps: Iterable[UseGap], sizes: Sequence[int], count: int) -> list[int]:
-    """Returns the bytes that stay over `gaps` at each of `count` positions."""
+    """Bytes that stay over `gaps` at each of `count` positions."""
     change = [0] * (count + 1)
     for begin, end, chunk in gaps:
         change[begin + 1] += sizes[chunk]
@@ -43,15 +41,14 @@ def held_over(gaps: Iterable[UseGap], sizes: Sequence[int], count: int) -> list[
 
 
 def belady(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> set[UseGap]:
-    """Returns the gaps to keep. When the open gaps hold too much, the gap with the farthest end is given up (Belady's
-    rule with a capacity that varies).
+    """Returns the gaps to keep. When the open gaps hold too much, the gap with the farthest end is given up.
 
     sizes: chunk -> bytes.
-    room: bytes that kept gaps may take at each point of time, without the bytes that the points themselves need.
+    room: bytes for kept gaps at each point of time, beside what the points themselves need.
 
-    With chunks of equal size no other choice keeps more gaps, because the gap with the farthest end takes room for the
-    longest time. With a few larger chunks the rule is a heuristic, so given-up gaps are offered the remaining room, the
-    shortest gap first. A gap that passes the end of the iteration continues at its beginning.
+    With chunks of equal size no other choice keeps more gaps, because the farthest end takes room for longest. With a
+    few larger chunks the rule is a heuristic, so given-up gaps are offered the remaining room, the shortest first. A
+    gap that passes the end of the iteration continues at its beginning.
     """
     gone = _given_up(gaps, sizes, room)
     return _offered_again(gaps, sizes, room, gone)

@@ -1,10 +1,10 @@
 """Search: how many chunks to pin, how many to stream, and the knobs. `choose` times each trial.
 
-The search begins with the numbers that the roofline (modes.py) and the closed form for pins alone (pins.py) propose.
-From the best of these numbers the search goes downhill, changing one thing at a time. The search then starts again from
-trials that the descent does not reach (another knob, other modes for the largest chunks). The search ends when a plan
-is as good as the roofline, the effort is used up, or nothing is left to try. The effort is counted in scheduled steps,
-not in seconds, so equal arguments give equal plans. A search that is given more effort continues.
+The search begins with the numbers that the roofline (modes.py) and the closed form for pins alone (pins.py) propose,
+and goes downhill from the best, changing one thing at a time. It starts again from trials that the descent does not
+reach (another knob, other modes for the largest chunks). It ends when a plan is as good as the roofline, the effort is
+used up, or nothing is left to try. The effort is counted in scheduled steps, not in seconds, so equal arguments give
+equal plans. A search that is given more effort continues.
 """
 
 from __future__ import annotations
@@ -76,16 +76,13 @@ def _coarse(points: Sequence[T]) -> list[T]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """Everything that the search varies.
-
-    head: pins among the chunks used first.
+    """head: pins among the chunks used first.
     front: streams among the chunks used first, before the head.
-    hosts: unpinned chunks whose gradients add up on the host, streamed chunks last. 0 where sums on the GPU are no
-        choice.
+    hosts: unpinned chunks whose gradients add up on the host, streamed chunks last.
     spills: chunks whose sum on the GPU goes to the host between two micro-batches, spread evenly over those with such a
         sum.
     large: mode of each chunk much larger than the median, "cpu", "pin" or "stream", in order of first use. A large
-        chunk counts as several chunks, in proportion to its size.
+        chunk counts as several, in proportion to its size.
     """
 
     pins: int
@@ -99,7 +96,7 @@ class Trial:
 
 
 def _pinning(trial: Trial, pins: int) -> Trial:
-    """Returns the trial with another number of pins, in place of streams if there are any."""
+    """In place of streams, if there are any."""
     streams = max(0, trial.streams + trial.pins - pins) if trial.streams else 0
     return replace(trial, pins=pins, streams=streams, head=min(trial.head, pins), front=min(trial.front, streams))
 
@@ -115,15 +112,12 @@ class _Start(NamedTuple):
 
 
 class Search:
-    """The search in one job.
-
-    shown: the job of the attempts: `job`, or the same with fewer micro-batches.
-    effort_ops: steps that the search may still schedule. A trial that is given up before it is scheduled counts as a
-        step per chunk. Until a trial fits, the search goes on without effort.
+    """shown: the job of the attempts: `job`, or the same with fewer micro-batches.
+    effort_ops: steps still to schedule. A trial given up before it is scheduled counts as a step per chunk. Until a
+        trial fits, the search goes on without effort.
     no_room: trials without room -> the nearest trial that has room, None until it is sought.
     tried: trial -> its seconds; inf if it does not fit or was too slow.
     fastest: at most two attempts; the first has the least burden among equally fast ones (ties.py).
-    here: where the search goes downhill.
     starts: the best trials by the roofline for each share of SPILLS (for 0 alone where spilling is no choice), behind a
         barrier with several numbers of pins; the fastest first.
     """
@@ -184,8 +178,8 @@ class Search:
     def _best_starts(
         self, roof: Roofline, pins: Sequence[int], shares: Sequence[float], sums: Sequence[float]
     ) -> list[_Start]:
-        """Returns the best trial by the roofline. Behind a barrier, also returns the best trials with the smallest, the
-        middle and the largest of the numbers of pins whose roofline is within FLAT of its minimum."""
+        """The best trial by the roofline. Behind a barrier, also the best with the smallest, the middle and the largest
+        of the numbers of pins whose roofline is within FLAT of its minimum."""
         least_s = roof.seconds.min(axis=(1, 2))
         chosen = {int(least_s.argmin())}
         if self.facts.pins.barrier:
@@ -203,7 +197,7 @@ class Search:
         return _Start(float(roof.seconds[p, z, g]), pins[p], round(shares[z] * moving), hosts, spills)
 
     def _most(self) -> int:
-        """Returns an upper limit of the number of pins, taking all chunks to have the median size."""
+        """An upper limit of the number of pins, as if all chunks had the median size."""
         pinned = self.facts.pins.pinned_bytes
         if not pinned:
             return 0
@@ -213,7 +207,6 @@ class Search:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the fastest attempt; inf if there is none."""
         return self.best[0] if self.best is not None else math.inf
 
     @property
@@ -225,7 +218,7 @@ class Search:
         return self.effort_ops <= 0 and self.best is not None and not self._must_try
 
     def try_one(self, trial: Trial) -> bool:
-        """Returns whether it is better than `here`."""
+        """Whether it is better than `here`."""
         if not (self.fewest <= trial.pins <= self.most) or trial.streams < 0:
             return False
         if trial.pins + trial.streams > self.count + (self.surplus if trial.large else 0):
@@ -265,7 +258,7 @@ class Search:
 
     def _follow(self, found: Attempt) -> None:
         """A window that does not repeat may give too few seconds by several per cent. An attempt in a shorter job is
-        not followed, because `whole` makes it again."""
+        not followed: `whole` makes it again."""
         if not self._times_left_out:
             found.followed_s = period_s(found.plan())
             self.effort_ops -= len(found.draft.rows)
@@ -293,8 +286,8 @@ class Search:
         return replace(modes, summed=summed, spilt=frozenset(spilt))
 
     def _summed(self, modes: Modes, hosts: int) -> frozenset[int]:
-        """All unpinned chunks except `hosts` of them, spread evenly over those that CPU Adam updates, then over the
-        streamed ones."""
+        """All unpinned chunks but `hosts`, spread evenly over those that CPU Adam updates, then over the streamed
+        ones."""
         g = self.job
         by_adam = [c for c in g.candidates if c not in modes.pinned and c not in modes.streamed]
         streamed = [c for c in g.candidates if c in modes.streamed]
@@ -329,7 +322,7 @@ class Search:
         return seconds
 
     def whole(self) -> list[Attempt]:
-        """Returns the fastest attempts, made in the whole job. If none fits there, searches the whole job."""
+        """The fastest attempts, made in the whole job. If none fits there, searches the whole job."""
         if not self._times_left_out:
             return self.fastest
         made: list[Attempt] = []
@@ -407,8 +400,8 @@ class Search:
                 self._downhill()
 
     def _others(self, best: Trial) -> Iterable[Trial]:
-        """Without a barrier, the search makes all of `_elsewhere` first, and goes on from the fastest. Behind a
-        barrier, a trial with another knob begins far slower than its descent ends."""
+        """Without a barrier, the search goes on from the fastest of `_elsewhere`. Behind a barrier, a trial with
+        another knob begins far slower than its descent ends."""
         trials = self._elsewhere(best)
         return trials if self.facts.pins.barrier else self._fastest_first(trials)
 
@@ -421,7 +414,7 @@ class Search:
         return sorted(made, key=self.tried.__getitem__)
 
     def _downhill(self, parts: int = NEXT_STRIDE) -> None:
-        """Go downhill from `here`. The first changes are by the number of chunks divided by `parts`."""
+        """The first changes are by the number of chunks divided by `parts`."""
         stride = max(1, self.count // parts)
         while self.here is not None and not self.good_enough and not self.spent:
             if self._descend(stride):
@@ -472,8 +465,8 @@ class Search:
         return found
 
     def _with_host_room(self, trial: Trial) -> Trial | None:
-        """Returns the trial with the fewest pins, at least as many, for which the host has room, in place of streams;
-        None if there are none. The roofline counts bytes, not chunks."""
+        """The fewest pins, at least as many, for which the host has room, in place of streams; None if there are none.
+        The roofline counts bytes, not chunks."""
         fewer, more = trial.pins - 1, self.most + 1
         while more - fewer > 1:
             pins = trial.pins if fewer < trial.pins else (fewer + more) // 2
@@ -606,7 +599,7 @@ class Search:
         return replace(trial, pins=min(pins, self.most), streams=streams, large=large)
 
     def _descend(self, stride: int) -> bool:
-        """Returns whether one was better."""
+        """Whether one was better."""
         improved = False
         for pins, streams in self._directions():
             improved |= self._go(stride, pins=pins, streams=streams)

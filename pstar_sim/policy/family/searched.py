@@ -1,9 +1,8 @@
-"""Plans by search: all three ways to update a chunk, in numbers that a roofline proposes and neighbouring trials
-improve.
+"""Plans by search: chunks are pinned (states stay on the GPU), streamed (states come for one update) or updated on the
+CPU, in numbers that a roofline proposes and neighbouring trials improve.
 
-Chunks are pinned (states stay on the GPU), streamed (states come for one update) or updated on the CPU. If the caller
-leaves the chunk size open, a few sizes are tried, and the most promising searches continue. The plans found are
-followed (pace.py).
+If the caller leaves the chunk size open, a few sizes are tried, and the most promising searches continue. The plans
+found are followed (pace.py).
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ class SearchResult:
 
 @without_garbage_collection()
 def searched(name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> Plan:
-    """Returns the best plan of the search at the usual chunk size, for a policy of the family other than optimal that
-    may stream states. Raises DoesNotFit."""
+    """The best plan of the search at the usual chunk size, for a policy of the family other than optimal that may
+    stream states. Raises DoesNotFit."""
     own = own_plans(workload, machine, settings, point, name)
     best = least_of(own, seconds=lambda f: f.seconds, burden=lambda f: burden(f.plan))
     predictions = dict(best.plan.predictions) | {"policy_iteration_s": best.seconds}
@@ -95,7 +94,7 @@ def own_plans(
     *,
     sizes: bool = False,
 ) -> Iterator[SearchResult]:
-    """Searches each chunk size, and yields the fastest plans of the best search.
+    """The fastest plans of the best search over chunk sizes.
 
     sizes: whether other sizes are tried, if the settings leave the size open.
 
@@ -111,7 +110,7 @@ def own_plans(
 
 
 def jobs_of_sizes(name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> Iterator[Job]:
-    """Yields the job at each chunk size that `own_plans` tries, the usual size first."""
+    """At each chunk size that `own_plans` tries, the usual size first."""
     over = _Sizes(workload, machine, settings, point, name, True)
     for layout in chain((over.usual,), over.others()):
         yield over.job(layout)
@@ -123,7 +122,7 @@ class _Sizes:
     faster plan.
 
     usual: the layout at the usual size.
-    few: few chunks at the usual size, so that smaller chunks gain more.
+    few: few chunks at the usual size; smaller chunks then gain more.
     searches: over the sizes that fit.
     tried: size -> seconds, as words.
     all_ops, left_ops: steps that the searches may schedule, in total and still.
@@ -177,7 +176,7 @@ class _Sizes:
             self._continue()
 
     def _coarse(self) -> Layout | None:
-        """Returns larger chunks to begin with, if attempts at the usual size take too much effort for a search."""
+        """Larger chunks to begin with, if attempts at the usual size take too much effort for a search."""
         job = self.job(self.usual)
         visits = sum(len(job.touched[c]) for c in job.moving)
         if not self._open or visits <= VISITS:
@@ -222,8 +221,7 @@ class _Sizes:
             self._reason = self._reason or search.short()
 
     def _look_elsewhere(self) -> None:
-        """If nothing fits, look also with a constant capacity: sometimes the room at low tide is better left to chunks
-        that pass through."""
+        """With a constant capacity: sometimes the room at low tide is better left to chunks that pass through."""
         if self._open and not self._far():
             less = round((1 - ALONE) * self.all_ops)
             self.all_ops, self.left_ops = self.all_ops - less, self.left_ops - less
@@ -245,7 +243,7 @@ class _Sizes:
                 yield layout
 
     def _attempt_ops(self, layout: Layout) -> float:
-        """Returns 0 before any attempt fitted."""
+        """0 before any attempt fitted."""
         if not self.searches:
             return 0.0
         first = self.searches[0]
@@ -264,7 +262,6 @@ class _Sizes:
         self._run_on(search, partial(Search.run, like=None if best is search else best), least)
 
     def _run_on(self, search: Search, run: Callable[[Search, int], object], effort_ops: int) -> None:
-        """Records what came of it."""
         before_s = search.seconds
         run(search, effort_ops)
         self._in_vain[search] = 0 if search.seconds < before_s else self._in_vain[search] + 1

@@ -1,15 +1,14 @@
 """Attempts of a job with many micro-batches, made in a job with fewer of them.
 
-[Note: a shorter job] All micro-batches but the first and the last do the same work with the same chunks. So an attempt
-soon gets into a steady state, in which each micro-batch takes as long as the micro-batch before. The search makes its
-attempts in a job with SHOWN micro-batches, and adds the seconds of the middle micro-batch once for each micro-batch
-that is left out. A queue with more work per micro-batch than the middle micro-batch lasts falls behind a little in each
-micro-batch, until the other queues wait for it. So each micro-batch left out counts at least the work of its busiest
-queue. Plans are made in the whole job (`Search.whole`).
+[Note: a shorter job] All micro-batches but the first and the last do the same work with the same chunks, so an attempt
+soon gets into a steady state. The search makes its attempts in a job with SHOWN micro-batches, and adds the seconds of
+the middle one for each that is left out. A queue with more work per micro-batch than the middle one lasts falls behind
+a little in each, until the other queues wait for it. So each micro-batch left out counts at least the work of its
+busiest queue. Plans are made in the whole job (`Search.whole`).
 
 Where an attempt gets into a steady state, its seconds are those of the whole job to 1e-5. With few micro-batches, a
-queue may fall behind until the end of the iteration, and no other queue waits for it. The seconds are then too many.
-So jobs with fewer than FEWEST micro-batches are not shortened. Behind a barrier the updates wait for every queue that
+queue may fall behind until the end of the iteration, and no other queue waits for it: the seconds are then too many. So
+jobs with fewer than FEWEST micro-batches are not shortened. Behind a barrier the updates wait for every queue that
 brings gradients, so jobs from FEWEST_BEHIND_BARRIER micro-batches on are shortened.
 """
 
@@ -35,8 +34,7 @@ FEWEST, FEWEST_BEHIND_BARRIER = 12, 8
 
 
 def shorter(workload: Workload, *, barrier: bool) -> Workload | None:
-    """Returns the workload with SHOWN micro-batches; None for too few micro-batches, for micro-batches that differ or
-    do not follow one another, and for stashes.
+    """None for too few micro-batches, for micro-batches that differ or do not follow one another, and for stashes.
 
     barrier: whether updates wait for the end of the last micro-batch.
     """
@@ -51,12 +49,12 @@ def shorter(workload: Workload, *, barrier: bool) -> Workload | None:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Micro-batches that a shorter job leaves out, and the middle micro-batch, which stands for each of them.
+    """Micro-batches left out. The middle one stands for each of them.
 
-    work_s: nominal, of the middle micro-batch.
-    link_s: nominal, of the middle micro-batch: of the busier direction, or of both if they share the link.
-    fetched_bytes: to the GPU, of the middle micro-batch.
-    begin, end: ops of the compute queue, by their order there, at which the middle micro-batch and the next begin.
+    work_s: nominal, of the middle one.
+    link_s: nominal, of the busier direction, or of both if they share the link.
+    fetched_bytes: to the GPU, of the middle one.
+    begin, end: ops of the compute queue at which the middle micro-batch and the next begin.
     """
 
     times: int
@@ -71,10 +69,7 @@ class LeftOut:
         return self.times * max(self.link_s, *self.work_s.values())
 
     def seconds(self, window: Window) -> float:
-        """Returns the seconds of the micro-batches left out.
-
-        window: of the shorter job.
-        """
+        """window: of the shorter job."""
         return max(self.least_s, self.times * (window.starts_s[self.end] - window.starts_s[self.begin]))
 
 

@@ -1,8 +1,7 @@
 """static_partition: tide with a constant capacity, sized for the peak of the non-model data.
 
-Prefetch, the choice of gaps to keep, the order of CPU Adam and the rule for pins are those of tide (asynchronous.py),
-but every moment uses only the room that the peak leaves free. The difference between the two policies shows what
-following the tide is worth.
+All other rules are those of tide (asynchronous.py). The difference between the two shows what following the tide is
+worth.
 """
 
 from __future__ import annotations

@@ -1,2 +1,1 @@
-"""Parts for policies: facts of a job, schedules, options, points, capabilities. The parts know no policy and no
-pass."""
+"""Parts for policies, which know no policy and no pass: facts of a job, schedules, options, points, capabilities."""

@@ -15,8 +15,7 @@ __all__ = ["Block", "Position", "blocks_of"]
 class Block:
     """Moments first..last (inclusive) that need the same `chunks`.
 
-    tide_bytes: highest of the moments.
-    seconds: sum over the moments.
+    tide_bytes: of the highest moment.
     """
 
     first: int
@@ -43,8 +42,7 @@ def blocks_of(
     uses: Facts, seconds: Sequence[float], tide: Sequence[int], permanent: frozenset[int], cuts: frozenset[int]
 ) -> list[Block]:
     """Two neighbours become one block if they need the same chunks. A moment that needs no chunk joins the block before
-    it if its tide is no higher and if it takes no time or stands between two moments with the same needs. The room that
-    a block needs is the room that its worst moment needs.
+    it if its tide is no higher and if it takes no time or stands between two moments with the same needs.
 
     permanent: chunks that are always on the GPU.
     cuts: moments that have to open a block. The last moment (the optimizer step) is always a block of its own.

@@ -1,5 +1,5 @@
-"""Charges: seconds and bytes of the rows of a draft, from the table of core/step.py and the cost model. Each charge is
-computed once."""
+"""Charges: seconds and bytes of the rows of a draft, from the table of core/step.py and the cost model, each computed
+once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHARGES = ("charges",)  # key of `Workload.derived`
 
 
 def step_bytes(cost: CostModel, kind: Kind, chunk: int | None, list_name: str | None, trip: int | None = None) -> int:
-    """Returns `Step.bytes`, by the table of core/step.py."""
+    """`Step.bytes`, by the table of core/step.py."""
     if kind is Kind.COMPUTE:
         return 0
     if kind in TRIPS:
@@ -44,10 +44,10 @@ def charges_of(cost: CostModel) -> Charges:
 
 
 class Charges:
-    """Charges of the rows of a job whose moving chunks live on the host.
+    """Of the rows of a job whose moving chunks live on the host.
 
-    A copy to the place where a chunk lives takes no bytes there, because that place holds the chunk's lists all the
-    time. A gradient list ("grad") is an exception: a write-back takes bytes for it, and the add frees them.
+    A copy to the place where a chunk lives takes no bytes there: that place holds the chunk's lists all the time. The
+    exception is a gradient list ("grad"): a write-back takes bytes for it, and the add frees them.
     """
 
     def __init__(self, cost: CostModel) -> None:

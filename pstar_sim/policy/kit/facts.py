@@ -1,6 +1,5 @@
-"""Facts of a job: the moments that read its chunks, the moments in which their gradients arrive, and the tide.
-
-The facts are computed once per workload and layout, for policies and bounds.
+"""Facts of a job: the moments that read its chunks and in which their gradients arrive, and the tide. They are computed
+once per workload and layout, for policies and bounds.
 """
 
 from __future__ import annotations
@@ -25,12 +24,9 @@ def facts_of(workload: Workload, layout: Layout) -> Facts:
 
 
 class Facts:
-    """Facts of a job, by chunk and by moment.
-
-    reads: chunk -> ascending moments that read any of its parameters.
+    """reads: chunk -> ascending moments that read any of its parameters.
     final: (micro-batch, tensor) -> the last moment in which the tensor's gradient arrives.
-    spans: chunk -> one (micro-batch, first moment, last moment) per micro-batch. A gradient of the chunk first becomes
-        final in the first moment, and the last of them in the last moment.
+    spans: chunk -> one (micro-batch, first moment, last moment) per micro-batch, in which its gradients become final.
     """
 
     def __init__(self, workload: Workload, layout: Layout) -> None:
@@ -56,8 +52,7 @@ class Facts:
         self.spans = tuple(tuple((batch, *mine[batch]) for batch in sorted(mine)) for mine in spans)
 
     def check(self) -> None:
-        """Raise CannotPlan for a parameter that is read after its last gradient, which has overwritten the
-        parameter."""
+        """Raise CannotPlan for a parameter that is read after its last gradient has overwritten it."""
         if self._read_too_late is not None:
             tensor, moment, gradient = self._read_too_late
             raise CannotPlan(
@@ -78,16 +73,14 @@ class Facts:
 
     @cached_property
     def read_in(self) -> tuple[frozenset[int], ...]:
-        """Moment -> chunks that the moment reads."""
         chunk_of = self.layout.chunk_of
         return tuple(frozenset(chunk_of[t] for t in tensors) for tensors in self.workload.reads)
 
     @cached_property
     def touched(self) -> tuple[tuple[int, ...], ...]:
-        """Chunk -> ascending moments in which its working list has to be on the GPU: every moment that reads the chunk.
-        In the last micro-batch that gives the chunk a gradient, gradients overwrite the working list in place. There,
-        all moments from the first final gradient to the last (or to a later read) count too. In earlier
-        micro-batches a gradient has a list of its own."""
+        """Chunk -> ascending moments in which its working list has to be on the GPU: every moment that reads it. In its
+        last micro-batch gradients overwrite the list in place, so all moments from the first final gradient to the last
+        (or to a later read) count too. In earlier micro-batches a gradient has a list of its own."""
         # Once the first gradient of its last micro-batch has overwritten a part of a working list, the list holds bytes
         # that exist nowhere else. It stays until the last gradient has arrived and the list can be written back.
         rows: list[tuple[int, ...]] = []
@@ -102,7 +95,7 @@ class Facts:
 
     @cached_property
     def by_moment(self) -> tuple[tuple[int, ...], ...]:
-        """Moment -> ascending chunks whose working list has to be on the GPU in the moment."""
+        """Moment -> ascending chunks whose working list has to be on the GPU."""
         needs: list[list[int]] = [[] for _ in self.workload.moments]
         for c, moments in enumerate(self.touched):
             for m in moments:
@@ -120,7 +113,7 @@ class Facts:
 
     @cached_property
     def every_batch(self) -> bool:
-        """Whether each chunk of `trained` gets a gradient in every micro-batch."""
+        """Each chunk of `trained` gets a gradient in every micro-batch."""
         return all(len(self.spans[c]) == self.workload.micro_batches for c in self.trained)
 
     @cached_property
@@ -132,8 +125,7 @@ class Facts:
         return STORAGE[self.layout.chunks[chunk].dtype].bytes
 
     def reads_until_final(self, chunk: int) -> tuple[int, ...]:
-        """Returns the moments that read the chunk, up to the moment of its last gradient; all of them if it has no
-        gradient."""
+        """Moments that read the chunk, up to that of its last gradient; all of them if it has none."""
         final = self.last_gradient(chunk)
         return self.reads[chunk] if final < 0 else tuple(m for m in self.reads[chunk] if m <= final)
 
@@ -141,7 +133,7 @@ class Facts:
         return bool(self.spans[chunk])
 
     def first_use(self, chunk: int) -> int:
-        """Returns the first moment that needs the chunk; len(moments) if none does."""
+        """The first moment that needs the chunk; len(moments) if none does."""
         return self.touched[chunk][0] if self.touched[chunk] else len(self.workload.moments)
 
     def last_gradient(self, chunk: int) -> int:
@@ -149,21 +141,21 @@ class Facts:
         return self.spans[chunk][-1][2] if self.spans[chunk] else -1
 
     def home_lists(self, chunk: int) -> tuple[str, ...]:
-        """Returns the lists that a chunk keeps all the time in the place where it lives: the working list and, for a
-        chunk that is updated, its states (with several micro-batches also grad32)."""
+        """Lists that a chunk keeps all the time in the place where it lives: the working list and, if updated, its
+        states (with several micro-batches also grad32)."""
         if not self.updated(chunk):
             return ("param",)
         accumulated = ("grad32",) if self.workload.micro_batches > 1 else ()
         return ("param", *self.layout.states_of(chunk).names, *accumulated)
 
     def home_bytes(self, chunk: int) -> int:
-        """Returns the bytes of `home_lists`, of one rank's slice."""
+        """Of `home_lists`, of one rank's slice."""
         return sum(self.layout.payload_bytes(chunk, name) for name in self.home_lists(chunk))
 
     @cached_property
     def tide(self) -> tuple[int, ...]:
-        """Non-model bytes that a plan assumes for each moment. The cut counts the last moment's peak ([Note: the cut]).
-        If the first moment's peak is lower, every moment is assumed to hold the difference too."""
+        """Non-model bytes that a plan assumes for each moment. The cut counts the last moment's peak ([Note: the cut]);
+        if the first moment's is lower, every moment is assumed to hold the difference too."""
         peaks = [m.peak_bytes for m in self.workload.moments]
         extra = max(0, peaks[-1] - peaks[0])
         return tuple(peak + extra for peak in peaks)

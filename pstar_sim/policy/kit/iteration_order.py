@@ -1,4 +1,4 @@
-"""Order: the order in which the plans of a policy run an iteration. relay.py makes the layer-major order."""
+"""Order: in which the plans of a policy run an iteration. relay.py makes the layer-major order."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ def order_of(workload: Workload) -> str:
 
 
 def in_order(name: str, workload: Workload, order: str) -> Workload:
-    """A workload that relay.py has made is returned as it is. Equal calls return the same object.
-
-    Raises CannotPlan for a workload that has no layer-major order.
+    """A relayed workload is returned as it is. Equal calls return the same object. Raises CannotPlan for a workload
+    that has no layer-major order.
     """
     if order == "depth-first" or workload.relayed:
         return workload

@@ -1,7 +1,5 @@
-"""Job: the facts of a job from which the asynchronous policies plan.
-
-The facts are the chunks and their uses, the blocks of moments (the positions of the compute queue), and the bytes that
-each block holds besides chunks.
+"""Job: the facts from which the asynchronous policies plan: chunks and their uses, the blocks of moments (the positions
+of the compute queue), and the bytes that each block holds besides chunks.
 """
 
 from __future__ import annotations
@@ -27,18 +25,18 @@ __all__ = ["Job"]
 
 
 class Job:
-    """The facts for one workload, machine, settings, point of the asynchronous family and layout.
+    """ranks: those that hold a slice of each chunk.
 
     ranks: those that hold a slice of each chunk.
     barrier: why no Adam runs before the optimizer step; None if Adam may.
-    sums_on_gpu: whether the gradients of all micro-batches of every chunk add up on the GPU and go to the host once.
-        True for a layer-major workload, where the gradients of a chunk follow one another.
-    add_last: whether a last gradient without a sum on the GPU is added to the others before the update, because
-        clipping takes the norm of their sum.
+    sums_on_gpu: whether the gradients of all micro-batches of every chunk add up on the GPU and go to the host once: in
+        a layer-major workload, where they follow one another.
+    add_last: whether a last gradient without a sum on the GPU is added to the others before the update: clipping takes
+        the norm of their sum.
     host_adds: chunk -> number of adds on the host per iteration, if its gradients do not add up on the GPU.
     folds: chunk -> whether its update then adds the last gradient itself.
     may_sum: whether modes may ask for sums on the GPU.
-    tide: non-model bytes of each moment, or with capacity "peak" the highest of any.
+    tide: non-model bytes of each moment; with capacity "peak" the highest of any.
     small: chunks that are always on the GPU.
     moving: all others, also those that a schedule pins.
     stash_bytes: room for stashes on the host.
@@ -112,7 +110,6 @@ class Job:
 
     @cached_property
     def forward_s(self) -> float:
-        """Seconds of the forward pass of a micro-batch."""
         w = self.workload
         return sum(s for s, m in zip(self.cost.moments_s, w.moments) if m.micro_batch == 0 and m.phase is Phase.FWD)
 
@@ -166,8 +163,7 @@ class Job:
 
     @cached_property
     def small_visits(self) -> dict[int, tuple[int, int]]:
-        """On several ranks, small chunk that is updated -> first and last block in which the others' slices are on this
-        GPU."""
+        """On several ranks, small updated chunk -> first and last block in which the others' slices are on this GPU."""
         uses = self.uses
         return {
             c: (self.block_of[uses.first_use(c)], self.block_of[uses.touched[c][-1]])
@@ -200,8 +196,8 @@ class Job:
         return [Charge(block.seconds, rise, fall) for block, rise, fall in zip(self.blocks, rises, falls)]
 
     def gradient_names(self, *, summed: bool) -> tuple[str, ...]:
-        """Returns the lists in which a gradient arrives that does not overwrite the working list. On several ranks
-        these lists hold the gradient of the whole chunk, which is summed over the ranks first.
+        """Lists in which a gradient arrives that does not overwrite the working list. On several ranks they hold the
+        gradient of the whole chunk, which is summed over the ranks first.
 
         summed: whether all micro-batches add up on the GPU.
         """
@@ -210,9 +206,8 @@ class Job:
         return ("grad32",) if summed else ("grad",)
 
     def lists_of(self, chunk: int, *, summed: bool) -> Sequence[tuple[int, int]]:
-        """Returns (first, last) moment of each gradient list of the chunk besides its working list. There is one list
-        per micro-batch but the last. With `summed` there is one list for the sum of all, or on several ranks one per
-        micro-batch."""
+        """(first, last) moment of each gradient list of the chunk besides its working list: one per micro-batch but the
+        last. With `summed`, one for the sum of all, or on several ranks one per micro-batch."""
         spans = self.uses.spans[chunk]
         if summed and self.ranks > 1:
             return [(first, last) for _, first, last in spans]
@@ -227,7 +222,7 @@ class Job:
         return self.barrier is not None and self.several and self.ranks == 1
 
     def all_in_grad32(self, chunk: int, summed: Collection[int]) -> bool:
-        """Whether no part of the gradient of a chunk that is not resident is in the working list at its update.
+        """No part of the gradient of a chunk that is not resident is in the working list at its update.
 
         summed: chunks for which a mode asks for the sum on the GPU.
         """
@@ -249,7 +244,7 @@ class Job:
         return [(moment, size, seconds) for moment in lists]
 
     def visiting(self, chunk: int, *, held: bool) -> tuple[str, ...]:
-        """The lists that come up for the update of a streamed chunk.
+        """Lists that come up for the update of a streamed chunk.
 
         held: whether its sum is on the GPU already.
         """
@@ -259,7 +254,7 @@ class Job:
         return sum(self.up[chunk, name][0] for name in self.visiting(chunk, held=held))
 
     def whole_bytes(self, chunk: int) -> int:
-        """Returns the bytes of the working list of all ranks together."""
+        """The working list of all ranks together."""
         return self.sizes[chunk] + self.remote[chunk]
 
     @cached_property
@@ -268,8 +263,7 @@ class Job:
         return [self._update_block(c) if self.uses.updated(c) else -1 for c in range(len(self.sizes))]
 
     def _update_block(self, chunk: int) -> int:
-        """Returns that of the last use. On several ranks, the first block by whose end the gradient should be
-        summed."""
+        """That of the last use. On several ranks, the first by whose end the gradient should be summed."""
         n = self.block_of[max(self.uses.last_gradient(chunk), self.uses.touched[chunk][-1])]
         if self.ranks == 1:
             return n

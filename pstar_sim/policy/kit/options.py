@@ -1,9 +1,8 @@
 """Options of policies: `name[:key=value[,key=value...]]`, a policy with some of its options set.
 
-A policy's module offers its options as `OPTIONS`, key -> Option. The policy's function takes each option as a keyword
-argument with that key. A spec is normalised: keys are in the order of OPTIONS, and keys with their default value are
-left out. The policy that a spec names carries the spec as its `__name__`; its plans and its refusals carry the spec
-too.
+A policy's module offers its options as `OPTIONS`, key -> Option; its function takes each as a keyword argument. In a
+normalised spec keys are in the order of OPTIONS, without those that have their default value. The policy that a spec
+names, its plans and its refusals carry the spec as their name.
 
     OPTIONS = {"every": Option(whole_number(least=1), "update every k-th sub-group on the GPU", 2)}
 
@@ -42,7 +41,6 @@ class Option:
 
     @property
     def allowed(self) -> str:
-        """Words for the values that the option takes."""
         return allowed(self.kind)
 
 
@@ -101,14 +99,14 @@ def options_of(policy: Callable[..., Plan]) -> Mapping[str, Option]:
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """Returns (name of the policy, text of its options)."""
+    """(name of the policy, text of its options)."""
     name, _, rest = spec.partition(":")
     return name.strip(), rest.strip()
 
 
 def specified(name: str, policy: Callable[..., Plan], text: str) -> Callable[..., Plan]:
-    """Returns the policy with the options of `text` ("key=value,..."). Returns the policy itself if all have their
-    defaults. Raises PstarError for an unknown key or a wrong value, naming the known and the nearest keys."""
+    """The policy with the options of `text` ("key=value,..."); the policy itself if all have their defaults. Raises
+    PstarError for an unknown key or a wrong value, naming the known and the nearest keys."""
     options = options_of(policy)
     if options and not text:
         raise PstarError(f"policy {name!r} is followed by a colon but by no key=value; {_keys(name, options)}")
@@ -138,7 +136,7 @@ def specified(name: str, policy: Callable[..., Plan], text: str) -> Callable[...
 
 
 def show(value: object) -> str:
-    """Returns a value as it is written in a spec."""
+    """As it is written in a spec."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,7 +1,5 @@
-"""Points: the asynchronous policies as points of one space, with one coordinate per idea.
-
-tide, static_partition and optimal differ in these coordinates only. So two points that differ in one coordinate show
-what its idea is worth.
+"""Points: the asynchronous policies (tide, static_partition, optimal) as points of one space, with one coordinate per
+idea. Two points that differ in one coordinate show what its idea is worth.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class Coordinates(TypedDict, total=False):
 
 
 def point_options(base: Point) -> Mapping[str, Option]:
-    """Returns the coordinates of a point as options of a policy whose own point is `base`."""
+    """The coordinates as options of a policy whose own point is `base`."""
     kinds = {
         "capacity": (one_of("tide", "peak"), "room for chunks: what each moment leaves free, or what the peak does"),
         "eviction": (one_of("belady", "lru", "fifo"), "which chunks stay between two uses"),

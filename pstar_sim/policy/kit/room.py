@@ -1,5 +1,3 @@
-"""Room: whether bytes fit a place, and words with which policies say that they do not."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ __all__ = ["budget_bytes", "describe_moment", "worst_moment"]
 
 
 def budget_bytes(machine: Machine, place: Place) -> int:
-    """Returns what one rank may use."""
+    """What one rank may use."""
     return {
         Place.GPU: machine.gpu_budget_bytes,
         Place.HOST: machine.host_budget_bytes,
@@ -22,11 +20,11 @@ def budget_bytes(machine: Machine, place: Place) -> int:
 
 
 def describe_moment(workload: Workload, moment: int) -> str:
-    """Returns "moment 361 (grad:h.5.mlp, 12.40 GB of non-model data)"."""
+    """Such as "moment 361 (grad:h.5.mlp, 12.40 GB of non-model data)"."""
     m = workload.moments[moment]
     return f"moment {moment} ({m.name}, {format_bytes(m.peak_bytes)} of non-model data)"
 
 
 def worst_moment(tide: Sequence[int]) -> int:
-    """Returns the first of the highest."""
+    """The first of the highest."""
     return max(range(len(tide)), key=lambda m: tide[m])

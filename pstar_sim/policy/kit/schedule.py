@@ -1,6 +1,5 @@
-"""Schedule: the decisions of an asynchronous policy, from which the passes write its draft.
-
-A schedule knows no queue. The only times that it knows are the seconds of each position.
+"""Schedule: the decisions of an asynchronous policy, from which the passes write its draft. It knows no queue, and no
+times but the seconds of each position.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ __all__ = ["Modes", "Schedule", "Stretch"]
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """Where the states and gradients of chunks live.
-
-    pinned: states on the GPU, where gradients add up too.
+    """pinned: states on the GPU, where gradients add up too.
     streamed: states come to the GPU for one update. CPU Adam updates all others.
     summed: gradients of all micro-batches add up on the GPU although the states live elsewhere. `Schedule.sums` says
         when they are there.
@@ -34,7 +31,7 @@ class Modes:
 
 
 class Stretch(NamedTuple):
-    """The positions first to last, both included."""
+    """Both included."""
 
     first: int
     last: int
@@ -42,21 +39,18 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Schedule:
-    """The decisions of an asynchronous policy.
-
-    at: block -> its position.
+    """at: block -> its position.
     updates: streamed chunk -> position of its update.
     visits: chunk that is not resident -> where its working list is on the GPU, ascending.
     whole: on several ranks, chunk -> where the others' slices are on this GPU, resident chunks included.
-    sums: chunk in `Modes.summed` -> stretches with its sum on the GPU, ascending. Between two stretches the sum is on
-        the host. The last stretch of a streamed chunk ends with its update. Any other chunk's sum goes down behind its
-        last stretch.
+    sums: chunk in `Modes.summed` -> stretches with its sum on the GPU, ascending; between two the sum is on the host.
+        The last stretch of a streamed chunk ends with its update. Any other chunk's sum goes down behind its last
+        stretch.
     stays: chunks also on the GPU between the last stretch and the next iteration's first.
     room: bytes at each position that are not known to be needed.
     resident_bytes: of small and pinned chunks.
     lead_bytes: room that early fetches leave free for urgent fetches.
-    prefetch, adam: as in `plan_visits`.
-    down: as in `Knobs`.
+    prefetch, adam, down: as in `plan_visits` and `Knobs`.
     lists_at_once: most gradient lists on the GPU; None: what has room.
     """
 
@@ -89,8 +83,8 @@ class Schedule:
         return stretches[1:] if chunk in self.stays else stretches
 
     def never_leaves(self, chunk: int) -> bool:
-        """Whether a streamed chunk's working list is never on the host, not even with a gradient: it is on the GPU all
-        the time, or until its gradient is in a sum there and again from the update on."""
+        """A streamed chunk's working list is never on the host, not even with a gradient: it is on the GPU all the
+        time, or until its gradient is in a sum there and again from the update on."""
         update, summed = self.updates.get(chunk), self.sums_on_gpu(chunk)
         if update is None or chunk not in self.stays:
             return False
@@ -98,25 +92,24 @@ class Schedule:
         return alone and (summed or not self.job.add_last)
 
     def sums_on_gpu(self, chunk: int) -> bool:
-        """Returns whether the gradients of all micro-batches of a chunk that is not resident add up on the GPU."""
+        """Whether the gradients of all micro-batches of a chunk that is not resident add up on the GPU."""
         return self.job.sums_on_gpu or chunk in self.modes.summed
 
     def adds_up(self, chunk: int) -> bool:
-        """Whether the sum is on the GPU while the states are not."""
         return self.sums_on_gpu(chunk) and not self.is_resident(chunk)
 
     def all_in_grad32(self, chunk: int) -> bool:
         return self.job.all_in_grad32(chunk, self.modes.summed)
 
     def folds(self, chunk: int) -> bool:
-        """Whether the update of a chunk that is not resident adds its last gradient to the others in time of its own
-        (on several ranks only on the host)."""
+        """The update of a chunk that is not resident adds its last gradient to the others in time of its own (on
+        several ranks only on the host)."""
         if self.job.ranks > 1 and chunk in self.updates:
             return False
         return not self.all_in_grad32(chunk) and bool(self.job.lists_of(chunk, summed=False))
 
     def sum_waits(self, chunk: int) -> bool:
-        """Whether a streamed chunk's sum is on the GPU before the states come."""
+        """A streamed chunk's sum is on the GPU before the states come."""
         return chunk in self.sums and chunk in self.updates and self.sums[chunk][-1].first != self.updates[chunk]
 
     @property
@@ -126,7 +119,7 @@ class Schedule:
 
     @property
     def never_on_host(self) -> frozenset[tuple[int, str]]:
-        """The (chunk, list) pairs of streamed chunks that the host never holds."""
+        """(chunk, list) pairs of streamed chunks that the host never holds."""
         working = ((c, "param") for c in self.visits if self.never_leaves(c))
         return frozenset((*((c, "grad32") for c in self.held), *working))
 

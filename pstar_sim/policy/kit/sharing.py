@@ -1,7 +1,6 @@
-"""Sharing: a plan of one job is made once for all callers that ask for it.
-
-A comparison plans every policy, and a policy that tries the others (`Capabilities.tries_others`) plans most of them
-again. Plans are large, so they are kept only inside `plans_shared`.
+"""Sharing: a plan of one job is made once for all callers that ask for it. A comparison plans every policy, and a
+policy that tries the others (`Capabilities.tries_others`) plans most of them again. Plans are large, so they are kept
+only inside `plans_shared`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Ties: among equally fast plans, the plan that moves and pins the fewest bytes is chosen. All code that chooses among
-plans uses this rule."""
+"""Ties: among equally fast plans, the one that moves and pins the fewest bytes is chosen, by all code that chooses."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ AS_FAST = 1e-4
 
 
 def least_of(found: Iterable[T], *, seconds: Callable[[T], float], burden: Callable[[T], tuple[int, ...]]) -> T:
-    """Returns, of the plans that are at most AS_FAST slower than the fastest, the plan with the least burden; of equal
-    plans the first.
+    """Returns, of the plans at most AS_FAST slower than the fastest, the one with the least burden; of equals the
+    first.
 
-    burden: (bytes moved per iteration, bytes held), after any entries that count more than bytes. `burden` is called
-        only if several plans are equally fast.
+    burden: (bytes moved per iteration, bytes held), after any entries that count more than bytes; called only if
+        several are equally fast.
 
     Raises ValueError if `found` is empty.
     """
@@ -31,6 +30,6 @@ def least_of(found: Iterable[T], *, seconds: Callable[[T], float], burden: Calla
 
 
 def burden(plan: Plan) -> tuple[int, int]:
-    """Returns the bytes that one rank moves per iteration, and those of the pinned parameters."""
+    """Bytes that one rank moves per iteration, and those of the pinned parameters."""
     pinned = (c.index for c in plan.layout.chunks if plan.modes[c.index] == "pin")
     return sum(plan.moved_bytes.values()), sum(plan.layout.payload_bytes(chunk, "param") for chunk in pinned)

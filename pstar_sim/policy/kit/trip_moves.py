@@ -1,9 +1,8 @@
 """Trips in a plan: the steps that begin behind a moment, and the steps that a moment waits for (core/trips.py).
 
-Every policy's plan moves stashes and borders. `Builder.compute` writes the steps next to the moments, in the order of
-the program, so that steps can never wait for each other in a circle. The asynchronous family (passes/trip_rows.py)
-writes them into its draft, so that the copies compete for the link with all other copies. The workload says which
-blocks are offloaded, and what crosses the borders of a stage.
+`Builder.compute` writes them next to the moments, in the order of the program, so that steps can never wait for each
+other in a circle. The asynchronous family (passes/trip_rows.py) writes them into its draft, so that the copies compete
+for the link with all others. The workload says which blocks are offloaded, and what crosses the borders of a stage.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ __all__ = ["TripMoves", "trip_cuts"]
 
 
 class TripMoves:
-    """Trips by the moments that they follow, and by those that wait for them.
-
-    blocking: whether the compute queue waits while a stash is copied: the copy out ends before moment made + 1 begins,
-        and the copy in begins when moment needed - 1 has ended.
+    """blocking: whether the compute queue waits while a stash is copied: the copy out ends before moment made + 1
+        begins, and the copy in begins when moment needed - 1 has ended.
     behind: moment -> trips that follow it; for blocking copies in, the moment before `needed`.
     until: moment -> (kind, number) of the trips for which it waits; for blocking copies out, moment made + 1.
     step_of: (kind, number) -> step of the trip, once written.
@@ -46,13 +43,13 @@ class TripMoves:
             keys.sort(key=lambda key: key[0] in ARRIVALS)
 
     def waits(self, moment: int) -> list[int]:
-        """Returns the steps for which a moment waits."""
+        """Steps for which a moment waits."""
         return [self.step_of[key] for key in self.until.get(moment, ())]
 
 
 def trip_cuts(workload: Workload) -> Iterable[int]:
-    """Returns the moments that have to open a block, so that a block can be treated as one moment: trips begin behind
-    the last moment of a block, and the first moment of a block waits for them."""
+    """Moments that have to open a block, so that a block can be treated as one moment: trips begin behind the last
+    moment of a block, and the first waits for them."""
     for trip in trips_of(workload).values():
         yield from (trip.behind + 1, trip.until)
         yield trip.behind if trip.kind in ARRIVALS else trip.until + 1

@@ -1,9 +1,8 @@
 """Update windows: for each chunk j, the chunks whose whole update lies inside its window, without a table of all pairs.
 
-Chunk i lies inside the window of chunk j if its first read is no later than that of j and its last gradient is final no
-earlier than that of j: J_j = {i: f_i <= f_j, b_i >= b_j}. In most models these sets are nested: sorted by first read,
-each set is a run from the front. Sets that are not nested are summed by levels, as in a merge sort. In both cases the
-work grows as N log N.
+These are J_j = {i: f_i <= f_j, b_i >= b_j}, with f the first reads and b the moments of the last gradients. In most
+models the sets are nested: sorted by first read, each is a run from the front. Others are summed by levels, as in a
+merge sort. In both cases the work grows as N log N.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ Array = NDArray[np.float64]
 
 
 class Inside:
-    """The sets J_j of chunks, given their first reads and last gradients.
+    """The sets J_j.
 
     final: None if only first reads count, as behind a barrier.
     """
@@ -38,25 +37,25 @@ class Inside:
         self._rank = np.unique(end, return_inverse=True)[1]
 
     def sums(self, values: ArrayLike) -> Array:
-        """Returns, for each chunk j, the sum of the values of J_j."""
+        """For each chunk j, of J_j."""
         mine = np.asarray(values, dtype=float)[self._order]
         return self._back(np.cumsum(mine) if self._nested else self._by_levels(mine, np.add, 0.0))
 
     def least(self, values: ArrayLike) -> Array:
-        """Returns, for each chunk j, the least value of J_j."""
+        """For each chunk j, of J_j."""
         mine = np.asarray(values, dtype=float)[self._order]
         least = np.minimum.accumulate(mine) if self._nested else self._by_levels(mine, np.minimum, np.inf)
         return self._back(least)
 
     def _back(self, found: Array) -> Array:
-        """Returns `found`, which is in the sorted order of this class, in the order of the caller's chunks."""
+        """In the order of the caller's chunks."""
         out = np.empty_like(found)
         out[self._order] = found[self._last]
         return out
 
     def _by_levels(self, values: Array, join: np.ufunc, nothing: float) -> Array:
-        """Joins each chunk's value with those of the chunks that come before it and end no earlier. Each level joins
-        the left halves of blocks to the right halves. Blocks are twice as long as on the level before."""
+        """Joins each chunk's value with those of the chunks before it that end no earlier. Each level joins the left
+        halves of blocks to the right halves; blocks double from level to level."""
         count = len(values)
         length = 1 << max(0, (count - 1).bit_length())
         rank = np.full(length, -1, dtype=np.int64)

@@ -8,8 +8,8 @@ __all__ = ["Visit"]
 
 
 class Visit(NamedTuple):
-    """A stay of a chunk on the GPU. The working list of `chunk` is there from moment `first` to moment `last`, both
-    included. On several ranks the slices of all ranks are there."""
+    """The working list of `chunk` is on the GPU from moment `first` to moment `last`, both included. On several ranks
+    the slices of all ranks are."""
 
     chunk: int
     first: int

@@ -1,9 +1,9 @@
 """Builder: collects the steps of a plan.
 
 A policy calls `Builder.compute`, `fetch`, `writeback` and others in an order in which the steps could run one after the
-other. Each call returns the id of its step, for the `after` of later steps. `Builder.plan` removes the edges that other
-edges imply and returns the plan. `Builder.plan(predict=True)` also schedules the steps once (`choose`) and adds the
-memory edges, so that a user's policy only has to give its data edges.
+other. Each call returns the id of its step, for the `after` of later steps. `Builder.plan` removes edges that others
+imply. `Builder.plan(predict=True)` also schedules the steps once (`choose`) and adds the memory edges, so that a user's
+policy only has to give its data edges.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Builder:
     layout: None: what follows from the settings and `slices`.
     slices: ranks among which the layout slices chunks; None: all of the machine.
     trips: whether `compute` also writes the workload's trips (core/trips.py). False for a policy that writes them
-        itself. The buffers contain their room on the host in both cases.
+        itself; the buffers contain their room on the host in both cases.
     stash_via: "pageable" for copies from and to host memory that is not pinned: the next moment waits for each, as in a
         training process that copies with `to("cpu")`. None: they run beside compute.
     """
@@ -105,14 +105,14 @@ class Builder:
             self.modes[chunk] = "pin"
 
     def held_bytes(self, place: Place) -> int:
-        """Returns the bytes that `initial` and `buffers` hold at a place, without the tide."""
+        """What `initial` and `buffers` hold at a place, without the tide."""
         held = sum(self.layout.payload_bytes(r.chunk, r.list) for r in self.initial if r.place is place)
         return held + sum(size for _, where, size in self.buffers if where is place)
 
     @property
     def holdings(self) -> Holdings:
-        """What is held once the steps so far have run one after the other, without the tide. `initial` and `buffers`
-        must be complete before the first call."""
+        """Held once the steps so far have run one after the other, without the tide. `initial` and `buffers` must be
+        complete before the first call."""
         if self._holdings is None:
             self._holdings = Holdings(self.layout, self.initial, self.buffers)
             for step in self._steps:
@@ -323,8 +323,8 @@ class Builder:
         return memory_edges(self._steps, rows, [(i, i) for i in range(len(rows))], window)
 
     def _rows(self, holdings: Holdings) -> tuple[list[DraftRow], _Short]:
-        """Returns a draft whose queues run in the given order, and the step that lacks most room when all steps run one
-        after the other.
+        """A draft whose queues run in the given order, and the step that lacks most room when all run one after the
+        other.
 
         holdings: at the cut; they are advanced to the end of the iteration.
         """
@@ -363,7 +363,7 @@ class Builder:
         return rows, shortest
 
     def _check_one_by_one(self, free: Iterable[int], shortest: _Short) -> None:
-        """Raise DoesNotFit if the residents exceed GPU or host, else for the step that lacks most room, if any does.
+        """Raise DoesNotFit if the residents exceed GPU or host, else for the step that lacks most room, if any.
 
         free: what the residents leave on GPU and host.
         """
@@ -388,8 +388,6 @@ class Builder:
 
 
 class _Short(NamedTuple):
-    """A step that lacks room when all steps run one after the other."""
-
     missing_bytes: int
     step: int
     place: Place

@@ -1,4 +1,4 @@
-"""Collectives, on several ranks: the other ranks' slices come before a use and go behind it, and each last gradient is
+"""Collectives, on several ranks: the others' slices come before a use and go behind it, and each last gradient is
 summed over the ranks."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GATHERS_AHEAD = 20
 
 
 def room(job: Job, whole: Mapping[int, Sequence[Stretch]], count: int) -> list[int]:
-    """Returns the others' slices at each of `count` positions. Those of small chunks always count."""
+    """The others' slices at each of `count` positions. Those of small chunks always count."""
     held = [0] * count
     for c, stretches in whole.items():
         if c not in job.small:
@@ -33,13 +33,13 @@ def room(job: Job, whole: Mapping[int, Sequence[Stretch]], count: int) -> list[i
 
 
 def reduce(rows: DraftRows, c: int, list_name: str, moment: int, n: int, after: After) -> int:
-    """The sum frees the others' slices of the gradient. Returns its row."""
+    """Frees the others' slices of the gradient. Returns its row."""
     return rows.add(Queue.NET, Kind.REDUCE_SCATTER, c, list_name, moment, after=after, key=(float(n), -1.0))
 
 
 class Collectives:
-    """Gathers a chunk for each stretch in which all its slices are needed, and sums its last gradient behind the last
-    stretch. If gradients of all micro-batches add up on the GPU, gradient_rows.py sums the last one too."""
+    """Gathers a chunk for each stretch that needs all its slices, and sums its last gradient behind the last stretch.
+    If gradients of all micro-batches add up on the GPU, gradient_rows.py sums the last one too."""
 
     def __init__(self, rows: DraftRows, floors: Floors) -> None:
         self._rows = rows
@@ -74,7 +74,7 @@ class Collectives:
         return waits
 
     def _gather(self, c: int, n: int) -> int:
-        """Write the gather of the other ranks' slices for position n, behind the fetch of this rank's own slice."""
+        """Behind the fetch of this rank's own slice."""
         rows = self._rows
         at, row = rows.fetch_of.get(c, (-1, -1))
         fetched = at == n
@@ -93,8 +93,8 @@ class Collectives:
         return gather
 
     def _ahead(self, c: int, n: int) -> int:
-        """Returns the position that ends before the gather for position n may start, so that the others' slices take
-        room only as long as they must. A negative one is in the previous iteration."""
+        """The position that ends before the gather for position n may start, so that the others' slices take room only
+        as long as they must. A negative one is in the previous iteration."""
         job, ends, count = self._rows.schedule.job, self._ends_s, len(self._ends_s)
         begin_s = (ends[n - 1] if n else 0.0) - GATHERS_AHEAD * job.cost.collective_s(job.whole_bytes(c))
         if begin_s >= 0:

@@ -1,12 +1,12 @@
-"""Rows: the draft while the passes write it, and the rows for which later rows wait.
+"""Rows: the draft while the passes write it.
 
 [Note: passes] A pass writes the rows of one concern of an iteration: working lists, collectives, stashes, gradients,
 updates. `before(n)` writes the rows that bring the lists for position n, and returns the rows for which the position
 waits. `behind(n, here)` writes the rows that follow the position, whose row is `here`. A pass names the positions at
-which it writes rows, because most passes write none at most positions. `close()` adds the edges over the border of the
+which it writes rows: at most positions, most passes write none. `close()` adds the edges over the border of the
 iteration once all rows are written; it also writes CPU Adam. A pass finds the rows of other passes by their meaning
-(`DraftRows`). The function `room` of a pass's module returns the bytes, per block or position, that the pass needs
-beside the working lists. So these bytes are known before a policy decides which chunks stay.
+(`DraftRows`). The function `room` of a pass's module gives the bytes, per block or position, that it needs beside the
+working lists, so that they are known before a policy decides which chunks stay.
 
 [Note: keys] Of the ready rows of a queue, the row with the smallest key goes first. To the GPU, keys are the position
 served, then the chunk. To the host, keys begin with: -2 for drops; -1 for stashes on their way out, because a forward
@@ -32,8 +32,7 @@ After = tuple[tuple[int, int], ...]
 class Pass(Protocol):
     """The rows of one concern of an iteration: [Note: passes].
 
-    before_at, behind_at: the positions for which `before` or `behind` is called. For others it would write and return
-        nothing.
+    before_at, behind_at: the positions for which `before` or `behind` is called.
     """
 
     @property
@@ -48,9 +47,7 @@ class Pass(Protocol):
 
 
 class DraftRows:
-    """The rows written so far, and the rows for which later rows wait.
-
-    end_of: position -> row.
+    """end_of: position -> row.
     last_rows: position -> last row of the compute queue before the next position.
     fetch_of: chunk -> position and row of its latest fetch.
     release_of: (chunk, list) -> the row that last freed the list on the GPU.
@@ -110,7 +107,7 @@ class DraftRows:
         return here
 
     def charge_of_update(self, kind: Kind, chunk: int) -> Charge:
-        """Returns the charge of the update of a chunk that is not resident."""
+        """Of the update of a chunk that is not resident."""
         return self._charges.of_update(kind, chunk, folds=self.schedule.folds(chunk))
 
     def writeback(
@@ -126,15 +123,15 @@ class DraftRows:
         return down
 
     def drop(self, chunk: int, list_name: str, moment: int) -> int:
-        """Let the compute queue drop a list as soon as the queue's latest row has ended."""
+        """As soon as the compute queue's latest row has ended."""
         return self.add(Queue.COMPUTE, Kind.DROP, chunk, list_name, moment, behind=self._last_computed)
 
     def wait(self, row: int, *after: tuple[int, int]) -> None:
-        """Let a row wait for further rows, which are rows of the previous iteration."""
+        """Let a row wait for rows of the previous iteration."""
         self.rows[row].after += after
 
     def next_number(self) -> float:
-        """The next key of a row that sends or adds: such rows go in the order in which they become ready."""
+        """Rows that send or add go in the order in which they become ready."""
         self._number += 1
         return float(self._number)
 
@@ -145,16 +142,16 @@ class DraftRows:
         self.last_rows.append(self._last_computed)
 
     def moment_of(self, n: int) -> int:
-        """Returns the moment that a copy for position n serves."""
+        """The moment that a copy for position n serves."""
         job, position = self.schedule.job, self.schedule.positions[n]
         return job.blocks[position.block].first if position.block >= 0 else job.uses.last_gradient(position.chunk)
 
     def down_key(self, chunk: int) -> tuple[float, ...]:
-        """Returns the key of a copy of a last gradient or of updated lists to the host."""
+        """Of a copy of a last gradient or of updated lists to the host."""
         number, schedule = self.next_number(), self.schedule
         return (1.0, float(schedule.job.uses.first_use(chunk)) if schedule.down == "edf" else number)
 
 
 def ends_of(refs: Iterable[int]) -> After:
-    """Returns the value of `after` that waits for the ends of these rows of the same iteration."""
+    """The `after` that waits for the ends of these rows of the same iteration."""
     return tuple((row, 0) for row in refs)

@@ -1,4 +1,4 @@
-"""Edges of a plan: memory edges from the window of a draft, without edges that others imply."""
+"""Memory edges from the window of a draft, without edges that others imply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["memory_edges", "without_implied"]
 
 
 def slots_of(steps: Sequence[Step]) -> tuple[dict[int, QueueSlot], dict[str, int]]:
-    """Returns (step -> queue and position, queue -> number of steps)."""
+    """(step -> queue and position, queue -> number of steps)."""
     slots: dict[int, QueueSlot] = {}
     lengths: Counter[str] = Counter()
     for step in steps:
@@ -26,8 +26,7 @@ def slots_of(steps: Sequence[Step]) -> tuple[dict[int, QueueSlot], dict[str, int
 def memory_edges(
     steps: Sequence[Step], rows: Sequence[DraftRow], ends: Sequence[tuple[int, int]], window: Window
 ) -> dict[int, list[Ref]]:
-    """Returns step -> the steps for which it waits, so that GPU and host keep their budgets in every legal
-    interleaving.
+    """Step -> the steps for which it waits, so that GPU and host keep their budgets in every legal interleaving.
 
     ends: row -> the first and the last step that the row stands for.
     window: predicted schedule of the rows.
@@ -51,9 +50,9 @@ def memory_edges(
 
 
 def without_implied(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) -> tuple[Step, ...]:
-    """Returns the steps with data and memory edges, without those implied by the order of a queue, or by an earlier
-    step of the queue that waits for the same step or for one behind it. A reference more than one iteration back
-    becomes one to the first step of the same queue in the previous iteration, because that runs later."""
+    """Steps with data and memory edges, without those implied by the order of a queue, or by an earlier step of the
+    queue that waits for the same step or for one behind it. A reference more than one iteration back becomes one to the
+    first step of the same queue in the previous iteration, because that runs later."""
     queue_of = {step.id: step.queue for step in steps}
     position_of, lengths, first = _positions(queue_of)
     # (queue, other queue) -> latest position waited for; positions of the previous iteration are negative
@@ -92,7 +91,7 @@ def _waiting_for(step: Step, refs: list[Ref]) -> Step:
 
 
 def _positions(queue_of: Mapping[int, Queue]) -> tuple[dict[int, int], Counter[Queue], dict[Queue, int]]:
-    """Returns (step -> its position on its queue, queue -> number of steps, queue -> first step)."""
+    """(step -> its position on its queue, queue -> number of steps, queue -> first step)."""
     lengths: Counter[Queue] = Counter()
     position_of: dict[int, int] = {}
     first: dict[Queue, int] = {}

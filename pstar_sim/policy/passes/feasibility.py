@@ -1,5 +1,4 @@
-"""Whether a job fits at all: the bytes that its tightest block needs with nothing pinned, and the bytes that have to
-live on the host."""
+"""Whether a job fits at all: what its tightest block needs with nothing pinned, and what has to live on the host."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def _parts(job: Job, worst: int) -> list[str]:
 
 
 def held_on_host(job: Job, pinned: frozenset[int], never: Iterable[tuple[int, str]] = ()) -> int:
-    """Returns the bytes that the host always holds with these chunks pinned.
+    """Bytes that the host always holds with these chunks pinned.
 
     never: (chunk, list) pairs that are never there.
     """
@@ -58,8 +57,7 @@ def held_on_host(job: Job, pinned: frozenset[int], never: Iterable[tuple[int, st
 
 
 def host_room(job: Job) -> int:
-    """Returns the bytes of the host for the lists of chunks that get gradients, beside everything that is always
-    there."""
+    """Bytes of the host for the lists of chunks that get gradients, beside everything that is always there."""
     others = held_on_host(job, frozenset(job.candidates))
     return job.machine.host_budget_bytes - others - _passing_bytes(job, job.candidates)
 
@@ -85,7 +83,7 @@ def check_host(job: Job, modes: Modes) -> None:
 
 
 def _passing_bytes(job: Job, chunks: Iterable[int]) -> int:
-    """Returns the bytes of one gradient that passes."""
+    """Of one gradient that passes."""
     if not job.several or job.sums_on_gpu:
         return 0
     return max((job.layout.payload_bytes(c, "grad") for c in chunks), default=0)

@@ -10,13 +10,12 @@ __all__ = ["Floors", "fetch_floors"]
 
 
 def fetch_floors(prefetch: str | int, served: Sequence[int], count: int) -> list[int | None]:
-    """Returns the position that must end before each copy may start; None if only lack of room delays it.
+    """Returns the position that must end before each copy may start; None if only lack of room delays it. Negative
+    positions belong to the previous iteration; -1 is its last.
 
     prefetch: "none" (or 0) waits for the position before the one served, so that copies and computing alternate. With k
         the copy waits for the position before that of the k-th chunk before it.
     served: positions that the copies serve, in order.
-
-    Negative positions belong to the previous iteration; -1 is its last position.
     """
     if prefetch == "edf":
         return [None] * len(served)
@@ -30,8 +29,6 @@ def fetch_floors(prefetch: str | int, served: Sequence[int], count: int) -> list
 
 
 class Floors:
-    """Keeps copies from running too far ahead."""
-
     def __init__(self, rows: DraftRows) -> None:
         schedule = rows.schedule
         self._rows = rows
@@ -48,7 +45,7 @@ class Floors:
         self._earlier: list[tuple[int, int]] = []  # (row, position of the previous iteration that it waits for)
 
     def of(self, c: int, n: int) -> After:
-        """Returns what must end before chunk c may be copied for position n."""
+        """What must end before chunk c may be copied for position n."""
         floor = self._floor_of[n, c]
         return ((self._rows.last_rows[floor], 0),) if floor is not None and floor >= 0 else ()
 
@@ -58,6 +55,6 @@ class Floors:
             self._earlier.append((row, floor))
 
     def close(self) -> None:
-        """Adds the waits for positions of the previous iteration."""
+        """The waits for positions of the previous iteration."""
         for row, floor in self._earlier:
             self._rows.wait(row, (self._rows.last_rows[floor + self._count], 1))

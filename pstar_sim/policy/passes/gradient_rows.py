@@ -1,8 +1,8 @@
-"""Gradients. In all micro-batches but the last, a gradient has a list of its own. The list opens, is summed over the
+"""Gradients. In all micro-batches but the last, a gradient has a list of its own, which opens, is summed over the
 ranks, goes down and is added. In the last micro-batch the gradient overwrites the working list and goes down in it. In
 a layer-major workload, and if a mode says so (`Modes.summed`), one list takes the gradients of all micro-batches.
-Between two micro-batches this list may go down and come up again (`Schedule.sums`). In the end it goes down, or waits
-on the GPU for the update of a streamed chunk."""
+Between two of them it may go down and come up again (`Schedule.sums`). In the end it goes down, or waits on the GPU for
+the update of a streamed chunk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["GradientRows", "adds_s", "held", "room"]
 
 
 def room(job: Job, block: int, summed: frozenset[int] = frozenset()) -> int:
-    """Returns the bytes of the gradient lists that a block needs.
+    """Of the gradient lists that a block needs.
 
     summed: pinned chunks and chunks with a sum on the GPU. Their gradients add up in place, unless they have to be
         summed over the ranks first.
@@ -31,7 +31,7 @@ def room(job: Job, block: int, summed: frozenset[int] = frozenset()) -> int:
 
 
 def held(job: Job, sums: Mapping[int, Sequence[Stretch]], at: Sequence[int], count: int) -> list[int]:
-    """Returns the sums that modes ask for, at each of `count` positions; on several ranks with the lists in which last
+    """The sums that modes ask for, at each of `count` positions; on several ranks with the lists in which last
     gradients arrive.
 
     at, sums: as in `Schedule`.
@@ -51,7 +51,7 @@ def held(job: Job, sums: Mapping[int, Sequence[Stretch]], at: Sequence[int], cou
 
 
 def adds_s(job: Job, modes: Modes) -> list[float]:
-    """Returns block -> seconds in which gradients are added on the GPU to those of earlier micro-batches."""
+    """Block -> seconds in which gradients are added on the GPU to those of earlier micro-batches."""
     seconds = [0.0] * len(job.blocks)
     there = job.small | modes.pinned | modes.summed
     for (c, _), at in job.cost.gpu_adds.moments_s.items():
@@ -62,8 +62,6 @@ def adds_s(job: Job, modes: Modes) -> list[float]:
 
 
 class GradientRows:
-    """Moves the gradients of all chunks that are updated."""
-
     def __init__(self, rows: DraftRows, working: WorkingLists) -> None:
         self._rows = rows
         self._working = working
@@ -160,8 +158,7 @@ class GradientRows:
         return ((self._freed[older], 0),)
 
     def close(self) -> None:
-        """If the number of lists on the GPU is limited, first lists wait for the last lists of the previous
-        iteration."""
+        """If the number of lists on the GPU is limited, first lists wait for the last of the previous iteration."""
         most = self._rows.schedule.lists_at_once
         if most is None:
             return
@@ -186,8 +183,8 @@ class GradientRows:
         rows.add_of[c] = rows.add(Queue.ADAM, Kind.CPU_ADD, c, "grad", moment, after=((freed, 0),), key=key)
 
     def _add_up(self, c: int, number: int, n: int, here: int) -> int:
-        """Write the rows that add the complete gradient of a micro-batch to the sum on the GPU: on several ranks the
-        sum over the ranks, otherwise nothing. Returns the row after which the gradient is added."""
+        """Adds the complete gradient of a micro-batch to the sum on the GPU: on several ranks by the sum over the
+        ranks, otherwise without a row. Returns the row after which it is added."""
         rows, job = self._rows, self._rows.schedule.job
         if job.ranks == 1:
             return here

@@ -22,7 +22,7 @@ __all__ = ["draft_of"]
 
 
 def draft_of(schedule: Schedule) -> Draft:
-    """Returns the rows of one iteration, in an order in which they could run one after the other.
+    """In an order in which the rows could run one after the other.
 
     The order of the passes is the order of their rows on the compute queue, and decides between equal deadlines. A last
     gradient goes down once it is summed, so Collectives comes before Gradients. `WorkingLists.close` is called after

@@ -1,14 +1,14 @@
 """Memory edges: which step has to end before another step may take its bytes.
 
 [Note: FIFO tokens] Think of every byte of a place as a token with one owner. Take one predicted schedule that keeps the
-budget and repeats for ever. Put all takes in the order of their starts and all frees in the order of their ends. Let F
-bytes be free when counting begins, and hand the n-th byte taken to the step that frees byte n - F. If every step waits
-for the steps that free its tokens, no byte ever has two owners, whatever the timing: the budget holds in every legal
-interleaving. The predicted schedule loses no time, because in it every byte is free before it is taken.
+budget and repeats for ever. Let F bytes be free at first, and hand the n-th byte taken (takes in the order of their
+starts) to the step that frees byte n - F (frees in the order of their ends). If every step waits for the steps that
+free its tokens, no byte ever has two owners, whatever the timing: the budget holds in every legal interleaving. The
+predicted schedule loses no time, because in it every byte is free before it is taken.
 
-[Note: windows] Successive iterations overlap, so the schedule is written down as one window: from the first step of
-iteration w on the compute queue to the first step of w + 1. The window contains every step once: some steps of
-iteration w, some of w - 1 (late steps: Adam) and some of w + 1 (early steps: fetches for the next forward).
+[Note: windows] Successive iterations overlap, so the schedule is one window: from the first step of iteration w on the
+compute queue to the first of w + 1. It contains every step once: of iteration w, of w - 1 (late steps: Adam) and of w +
+1 (early steps: fetches for the next forward).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["ByteMove", "QueueSlot", "fifo_edges"]
 
 
 class ByteMove(NamedTuple):
-    """Step `step` of iteration w + `iteration` takes `take` bytes, or frees -`take` bytes if `take` is negative."""
+    """Step `step` of iteration w + `iteration` takes `take` bytes, or frees -`take` bytes."""
 
     step: int
     iteration: int
@@ -32,8 +32,6 @@ class ByteMove(NamedTuple):
 
 
 class QueueSlot(NamedTuple):
-    """A step's queue, and its position on the queue in one iteration."""
-
     queue: str
     position: int
 
@@ -41,12 +39,12 @@ class QueueSlot(NamedTuple):
 def fifo_edges(
     window: Sequence[ByteMove], free_bytes: int, slots: Mapping[int, QueueSlot], lengths: Mapping[str, int]
 ) -> dict[int, list[Ref]]:
-    """Returns step -> steps for which it waits, which keeps one place within its budget in every legal interleaving.
+    """Returns step -> steps for which it waits, so that one place keeps its budget in every legal interleaving.
 
     window: takes and frees in the order of the predicted schedule, each step's once. A free comes before a take at the
         same time.
     free_bytes: when the window opens.
-    lengths: steps on each queue. Only the latest step of each queue is named, because a queue runs in order.
+    lengths: steps on each queue. Only the latest step of each queue is named.
 
     Raises ValueError for a window that frees more or fewer bytes than it takes (it does not repeat), or takes bytes
     before they are free (it does not keep the budget).
@@ -80,7 +78,7 @@ class _Frees:
         self.volume = self._ends[-1] if self._ends else 0
 
     def latest(self, take: ByteMove, low: int, high: int) -> list[Ref]:
-        """Returns, per queue, the latest step that frees one of the bytes low .. high (ordinals) of `take`."""
+        """Per queue, the latest step that frees one of the bytes low .. high (ordinals) of `take`."""
         found: dict[str, tuple[int, Ref]] = {}
         # Frees of this window and of the two windows before it. Bytes that were free before these windows need no edge.
         for back in range(3):

@@ -22,8 +22,8 @@ LARGE, MOST_PARTS, LEAST_BYTES = 2.0, 8, 16 * MIB
 
 
 def parts_of(layout: Layout) -> dict[int, int]:
-    """Returns large chunk -> number of parts of its update on the CPU. Chunks updated in one piece are left out, such
-    as those whose tensors are updated whole ([Note: granularity] in optimizers.py)."""
+    """Large chunk -> number of parts of its update on the CPU. Left out: chunks updated in one piece, such as those
+    whose tensors are updated whole ([Note: granularity] in optimizers.py)."""
     sizes = {c.index: layout.payload_bytes(c.index, "param") for c in layout.chunks if not (c.small or c.frozen)}
     usual = sorted(sizes.values())[len(sizes) // 2] if sizes else 0
     large = {c: size for c, size in sizes.items() if size >= LARGE * usual and not layout.states_of(c).whole}
@@ -32,9 +32,7 @@ def parts_of(layout: Layout) -> dict[int, int]:
 
 
 def in_parts(plan: Plan, counts: Mapping[int, int] | None = None) -> Plan:
-    """Returns the plan with the updates of large chunks in parts.
-
-    counts: None: `parts_of`. A chunk whose gradient does not go down once, or whose parameters do not come up, keeps
+    """counts: None: `parts_of`. A chunk whose gradient does not go down once, or whose parameters do not come up, keeps
     its steps.
     """
     counts = parts_of(plan.layout) if counts is None else counts
@@ -46,7 +44,7 @@ def in_parts(plan: Plan, counts: Mapping[int, int] | None = None) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """The steps of one update, by id.
+    """Ids of the steps of one update.
 
     down: write-back of the complete gradient.
     up: fetch of the updated working list.
@@ -59,7 +57,7 @@ class _Chain:
 
 
 def _chain(plan: Plan, chunk: int, count: int) -> _Chain | None:
-    """Returns the chunk's update in `count` parts; None if the update keeps its steps."""
+    """None if the update keeps its steps."""
     mine = [step for step in plan.steps if step.chunk == chunk]
     adam = next((step for step in mine if step.kind is Kind.CPU_UPDATE), None)
     if adam is None or not _at_home(plan, chunk):
@@ -71,7 +69,7 @@ def _chain(plan: Plan, chunk: int, count: int) -> _Chain | None:
 
 
 def _last_gradient_down(mine: Sequence[Step], adam: Step) -> Step | None:
-    """The write-back of the complete gradient; None if there is not one alone."""
+    """None if there is not one alone."""
     found = [s for s in mine if s.kind is Kind.WRITEBACK and s.moment == adam.moment and s.list in ("param", "grad32")]
     return found[0] if len(found) == 1 else None
 

@@ -16,9 +16,9 @@ _IN_TURN = frozenset({Kind.SEND, Kind.RECEIVE})
 
 
 class TripRows:
-    """A copy out goes first on its queue, because the forward pass of the block after the next waits for it. A copy in
-    has a deadline, as a fetch does. Sends and receives go in the order in which the moments make and need them: the
-    other stages have the same order."""
+    """A copy out goes first on its queue: the forward pass of the block after the next waits for it. A copy in has a
+    deadline, as a fetch does. Sends and receives go in the order in which the moments make and need them, as in the
+    other stages."""
 
     def __init__(self, rows: DraftRows) -> None:
         self._rows = rows

@@ -1,5 +1,5 @@
-"""Updates: Adam on the GPU for resident chunks and for streamed chunks, whose states come and go; Adam on the CPU for
-all others."""
+"""Updates: Adam on the GPU for resident chunks and for streamed ones, whose states come and go; on the CPU for all
+others."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["UpdateRows", "adam_key", "adam_waits_for_backward", "dropped_lists",
 
 
 def room(job: Job, chunk: int, modes: Modes) -> int:
-    """Returns the bytes that come to the GPU for the update of a streamed chunk, without a sum that a mode asks for."""
+    """What comes to the GPU for the update of a streamed chunk, without a sum that a mode asks for."""
     return job.visiting_bytes(chunk, held=chunk in modes.summed)
 
 
 def resident_updates(
     job: Job, pinned: Collection[int], at: Sequence[int], updates: Mapping[int, int]
 ) -> dict[int, list[int]]:
-    """Returns position -> resident chunks updated behind it, in order.
+    """Position -> resident chunks updated behind it, in order.
 
-    Behind a barrier, the updates of resident chunks run between the updates of streamed chunks, whose states queue on
-    the link. So copies down begin at once, and room for copies up is free early.
+    Behind a barrier they run between the updates of streamed chunks, whose states queue on the link: copies down begin
+    at once, and room for copies up is free early.
 
     pinned: resident chunks besides the small ones.
     at, updates: as in `Schedule`.
@@ -52,8 +52,8 @@ def resident_updates(
 def dropped_lists(
     job: Job, pinned: Collection[int], at: Sequence[int], behind: Mapping[int, Sequence[int]]
 ) -> dict[int, tuple[int, int]]:
-    """Returns pinned chunk -> position behind which its working list is dropped, and behind which it is allocated anew
-    and updated.
+    """Pinned chunk -> position behind which its working list is dropped, and behind which it is allocated anew and
+    updated.
 
     pinned, at: as for `resident_updates`.
     behind: the result of `resident_updates`.
@@ -66,14 +66,14 @@ def dropped_lists(
 
 
 def adam_key(adam: str, uses: Facts, chunk: int) -> tuple[float, ...]:
-    """Returns the key of an update on the CPU: of the updates that are ready, the smallest key goes first."""
+    """Of the CPU updates that are ready, the smallest key goes first."""
     if adam == "fifo":
         return (1.0, float(uses.last_gradient(chunk)), float(uses.first_use(chunk)))
     return (1.0, float(uses.first_use(chunk)))
 
 
 def adam_waits_for_backward(adam: str) -> bool:
-    """Returns whether every CPU Adam waits for the end of the last moment, as it does behind a barrier."""
+    """As behind a barrier."""
     return adam == "after-backward"
 
 
@@ -99,7 +99,6 @@ class UpdateRows:
         return {*self._rows.schedule.updates.values(), *self._drops_behind, *self._residents_behind}
 
     def before(self, n: int) -> Sequence[int]:
-        """Fetch the states of a streamed chunk."""
         rows, schedule = self._rows, self._rows.schedule
         job, c = schedule.job, schedule.positions[n].chunk
         added: After = ((rows.add_of[c], 0),) if c in rows.add_of else ()
@@ -113,7 +112,7 @@ class UpdateRows:
         return arriving
 
     def update(self, c: int, waits: Sequence[int]) -> int:
-        """Write the GPU Adam of a streamed chunk, which is a position of its own."""
+        """A position of its own."""
         rows = self._rows
         after = ends_of((*waits, *rows.last_adds, *((rows.sum_of[c],) if c in rows.sum_of else ())))
         charge = rows.charge_of_update(Kind.GPU_UPDATE, c)
@@ -131,8 +130,8 @@ class UpdateRows:
             self._update_resident(c)
 
     def _send_states(self, c: int, here: int) -> None:
-        """Write the copies down of updated states, and of updated parameters unless they never leave the GPU. Drop the
-        list of accumulated gradients."""
+        """Copies down of updated states, and of updated parameters unless they never leave the GPU. The list of
+        accumulated gradients is dropped."""
         rows, schedule = self._rows, self._rows.schedule
         job = schedule.job
         moment = job.uses.last_gradient(c)

@@ -1,4 +1,4 @@
-"""Working lists: a working list is fetched for each visit, and dropped behind the visit if it is unchanged."""
+"""A working list is fetched for each visit, and dropped behind the visit if it is unchanged."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class WorkingLists:
         return fetched
 
     def fetch(self, c: int, n: int, list_name: str = "param", after: After = ()) -> int:
-        """Fetch a list to the GPU for position n, once the list that was there before is gone."""
+        """Once the list that was there before is gone."""
         rows, key = self._rows, (c, list_name)
         after += self._floors.of(c, n)
         if key in rows.release_of:

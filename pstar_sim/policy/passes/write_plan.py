@@ -1,6 +1,3 @@
-"""The plan of a draft whose order was chosen: steps in the order of the window, and memory edges made from the
-window."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -47,8 +44,8 @@ def _residents(b: Builder, schedule: Schedule) -> None:
 
 
 def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list[tuple[int, int]]:
-    """Write the steps in the order of one iteration: first the window's steps of the next iteration, then its own, then
-    those of the previous iteration. Returns for each row the first and the last step that the row became."""
+    """In the order of one iteration: first the window's steps of the next iteration, then its own, then those of the
+    previous one. Returns for each row the first and the last step that it became."""
     rows, blocks = draft.rows, schedule.job.blocks
     started = [(i, k) for i, k, done in window.events if not done]
     order = [i for early in (1, 0, -1) for i, k in started if k == early]
@@ -71,7 +68,6 @@ def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list
 
 
 def step_of(b: Builder, row: DraftRow, after: After) -> int:
-    """Write the step of a row that is not a block of moments."""
     if row.stash >= 0:
         moment = trips_of(b.workload)[row.kind, row.stash].moment
         return b.add(row.queue, row.kind, stash=row.stash, moment=moment, after=after)

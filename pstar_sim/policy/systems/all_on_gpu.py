@@ -67,8 +67,8 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings, *, adam
 
 
 def _moments(b: Builder, final: Mapping[int, Iterable[int]], *, update_at_once: bool) -> dict[int, Sequence[int]]:
-    """Write all moments, with the all-reduce after each last gradient and, with `update_at_once`, the Adam after it.
-    Returns chunk -> the steps after which its gradient is the sum over the ranks.
+    """All moments, with the all-reduce after each last gradient and, with `update_at_once`, the Adam after it. Returns
+    chunk -> the steps after which its gradient is the sum over the ranks.
 
     final: moment -> chunks whose last gradient arrives in it.
     """

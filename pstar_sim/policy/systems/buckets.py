@@ -1,9 +1,9 @@
-"""Buckets of the ZeRO-3 family: the gradients of a bucket are summed over the ranks and leave together. If Adam runs on
-the host, they go there.
+"""Buckets of the ZeRO-3 family: the gradients of a bucket are summed over the ranks and leave together, to the host if
+Adam runs there.
 
 [Note: gradients of several micro-batches] A resident chunk accumulates in grad32 on the GPU. The gradients of all other
 chunks are added on the host (cpu_add), as everywhere in this project. DeepSpeed brings the sum so far up to the GPU,
-adds there and sends the sum down. That uses the link instead of the CPU, and the backward pass hides it as well.
+adds there and sends the sum down. That uses the link instead of the CPU; the backward pass hides it as well.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Buckets:
         return [self.lists.keep(c, m, summed)] if c in self.lists.chunks else summed
 
     def _send(self, c: int, m: int, summed: Sequence[int]) -> int:
-        """Copy the gradient to the host, and on to the disks if the states are there."""
+        """To the host, and on to the disks if the states are there."""
         b, shards, flush = self._b, self._shards, self._shards.scheme.flush
         last = b.workload.moments[m].micro_batch == b.workload.micro_batches - 1
         blocking = last and flush is Flush.BLOCKING

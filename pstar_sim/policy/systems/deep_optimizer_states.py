@@ -83,8 +83,8 @@ def deep_optimizer_states(
 def _optimizer_step(o: Offloaded) -> int:
     """Returns the number of staged sub-groups.
 
-    A period is a run of sub-groups: those that the CPU updates, then a staged sub-group. The states of the staged
-    sub-group come up before the parameters of its period, and of the period before, go up.
+    A period is the sub-groups that the CPU updates, then a staged one, whose states come up before the parameters of
+    its period, and of the period before, go up.
     """
     s = o.sharded
     updated: dict[int, list[int]] = {}

@@ -1,8 +1,8 @@
-"""Gathers of the ZeRO-3 family: a chunk is made whole for a visit, and given up after the visit.
+"""Gathers of the ZeRO-3 family: a chunk is made whole for a visit, and given up after it.
 
-A slice that lives on the disks is read to the host. A slice that lives on the host is fetched. On several ranks the
-other ranks' slices are gathered. After a visit, the slices that it brought are dropped unchanged. After the chunk's
-last visit they are kept if the gradient has overwritten the working list.
+A slice on the disks is read to the host, one on the host is fetched, and on several ranks the others' slices are
+gathered. After a visit, the slices that it brought are dropped unchanged; after the chunk's last visit they are kept if
+the gradient has overwritten the working list.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Gathers:
             self._leave(v.chunk, m, here)
 
     def release_steps(self, c: int) -> list[int]:
-        """Returns the steps after which the chunk's last visit is gone."""
+        """Steps after which the chunk's last visit is gone."""
         return self._free_steps.get(c, [])
 
     def _read(self, v: Visit) -> int:
@@ -105,7 +105,7 @@ class Gathers:
         return self._ready[c]
 
     def gather_updated(self, c: int, after: list[int]) -> int:
-        """Gather a chunk that is always whole after its update, for the next iteration."""
+        """A chunk that is always whole, after its update, for the next iteration."""
         self.bytes_gathered += self._b.layout.whole_bytes(c)
         return self._b.gather(c, 0, after)
 

@@ -3,9 +3,9 @@
 torch.optim.AdamW and Adam are "foreach" on CUDA unless they are made with fused=True. A foreach Adam takes the square
 roots of all second moments before it uses the first (torch/optim/adam.py, _multi_tensor_adam: torch._foreach_sqrt of
 exp_avg_sqs), so that a copy of this list is alive at the step, in one parameter group. A loop over the parameters
-(foreach=False, transformers' own AdamW) copies one tensor at a time. Both have a kernel for each operation, which
-reads and writes whole tensors, so that the update takes three times as long (`cost.UNFUSED_TRAFFIC`). A fused one
-works in place, as do DeepSpeed's and Apex's; plans assume it.
+(foreach=False, transformers' own AdamW) copies one tensor at a time. Both have a kernel for each operation, over whole
+tensors, so the update takes three times as long (`cost.UNFUSED_TRAFFIC`). A fused one works in place, as do DeepSpeed's
+and Apex's; plans assume it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_adam(adam: str, policy: str, workload: Workload, *, at_once: bool = Fa
 
     at_once: each chunk is updated behind its last gradient.
 
-    Raises CannotPlan for kernels that are not fused where none such update all parameters in one step.
+    Raises CannotPlan where kernels that are not fused do not update all parameters in one step.
     """
     if adam == "fused":
         return None
@@ -52,7 +52,7 @@ def hold_copy(b: Builder, adam: str, visits: Sequence[Visit] = (), idle_bytes: i
     """Add the bytes by which a foreach optimizer's copy exceeds what else is free at the step. Returns words for
     `choices`.
 
-    The bytes are held throughout the plan, whose peak they raise to that of the step.
+    The bytes are held throughout the plan.
 
     visits: chunks are whole during these, the gathers included, and gone at the step.
     idle_bytes: of buffers that are empty at the step.

@@ -9,11 +9,11 @@ their backward pass comes first. The blocks before them are swapped or recompute
 neighbours time on the link. For each of INTERLEAVES, `ways` offers the workload with the fewest blocks beyond memory.
 The fastest plan decides among them, as the publication's performance model does.
 
-Parameters follow the same rule. A block's chunks come together and leave together. The chunks stay between two uses
-where there is room, the last blocks first. On one GPU parameters, states and Adam stay there if all of them fit.
-Otherwise, and always on several GPUs, gradients leave block by block during the backward pass. On several GPUs each
-gradient is summed over the ranks first (the phased gradient exchange). Adam then runs on the host in the order in which
-gradients arrive, and the parameters come back before their next use.
+Parameters follow the same rule. A block's chunks come and leave together, and stay between two uses where there is
+room, the last blocks first. On one GPU parameters, states and Adam stay there if all of them fit. Otherwise, and always
+on several GPUs, gradients leave block by block during the backward pass. On several GPUs each gradient is summed over
+the ranks first (the phased gradient exchange). Adam then runs on the host in the order in which gradients arrive, and
+the parameters come back before their next use.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def karma(workload: Workload, machine: Machine, settings: Settings) -> Plan:
 
 
 def _residences(job: Job) -> Iterator[tuple[str, Collection[int], Sequence[Visit]]]:
-    """Yields (words, pinned chunks, visits of the others), from the most to the least model data on the GPU."""
+    """(words, pinned chunks, visits of the others), from the most to the least model data on the GPU."""
     if job.machine.data_parallel_size == 1:
         end = len(job.workload.moments) - 1
         frozen = [Visit(c, 0, end) for c in job.moving if not job.uses.updated(c)]
@@ -89,7 +89,7 @@ def _by_block(job: Job) -> list[Visit]:
 
 
 def _kept(job: Job, visits: Sequence[Visit]) -> list[Visit]:
-    """Returns the visits, and the gaps between them over which the chunks stay, by [Note: capacity rule]."""
+    """The visits, and the gaps between them over which the chunks stay, by [Note: capacity rule]."""
     at: dict[int, set[int]] = {c: set() for c in job.moving}
     for visit in visits:
         at[visit.chunk].update(range(job.block_of[visit.first], job.block_of[visit.last] + 1))
@@ -129,8 +129,8 @@ def _fits(recomputed: Workload, kept: Workload, share: float, begin: int, room_b
 
 def _beyond(recomputed: Workload, kept: Workload, share: float, begin: int, end: int) -> Workload | None:
     """The blocks from `begin` up to `end` do not keep their activations: `share` of them, evenly spread, swap; the
-    others recompute. The first block never swaps, because a model holds its input. The last two never swap, because
-    they are needed again at once. Returns None if a swap would have no time."""
+    others recompute. The first block never swaps, because a model holds its input; the last two, because they are
+    needed again at once. None if a swap would have no time."""
     blocks = block_names(kept)
     could = range(1, min(end, len(blocks) - 2))
     swapped = [blocks[n] for n in could if int(n * share) > int((n - 1) * share)]
@@ -142,8 +142,8 @@ def _beyond(recomputed: Workload, kept: Workload, share: float, begin: int, end:
 
 
 def _rooms(job: Job) -> list[int]:
-    """Returns what each way to keep the model data leaves for activations, if that is enough with all of them
-    recomputed. Parameters are swapped by block only if no other way leaves enough."""
+    """What each way to keep the model data leaves for activations, if that is enough with all of them recomputed.
+    Parameters are swapped by block only if no other way leaves enough."""
     rooms = [_least(job, _until_last_use(job, job.moving))]
     if job.machine.data_parallel_size == 1:
         rooms[:0] = [job.machine.gpu_budget_bytes - job.small_bytes - sum(job.permanent[c] for c in job.moving)]

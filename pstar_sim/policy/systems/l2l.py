@@ -13,8 +13,8 @@ layer's activations for one micro-batch, one layer output per micro-batch, and, 
 boundary activation per layer and micro-batch.
 
 The policy runs on one GPU. In the published parallel version each GPU copies whole layers, and the host adds up the
-gradients of all GPUs. In this project ranks are processes that hold slices, each in its own host memory, and meet only
-in collectives. Layers gathered from slices would be the data parallelism of ZeRO-3 (zero3_offload.py), not of L2L.
+gradients of all GPUs. Here ranks hold slices, each in its own host memory, and meet only in collectives; layers
+gathered from slices would be ZeRO-3 (zero3_offload.py).
 
 A chunk is a layer, norms and biases included, so GPU bytes do not grow with the number of layers.
 """
@@ -85,8 +85,8 @@ def l2l(workload: Workload, machine: Machine, settings: Settings, *, stash: str 
 
 
 def _visits(job: Job, parts: Sequence[tuple[int, int]]) -> list[Visit]:
-    """A chunk is on the GPU from the first moment to the last of each part that uses it. Parts that follow one another
-    are one visit."""
+    """From the first moment to the last of each part that uses the chunk. Parts that follow one another are one
+    visit."""
     part_of = [n for n, (first, last) in enumerate(parts) for _ in range(first, last + 1)]
     visits: list[Visit] = []
     for c in job.moving:

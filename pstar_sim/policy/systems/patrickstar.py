@@ -124,7 +124,7 @@ def _layout(workload: Workload, settings: Settings, ranks: int, msc: bool) -> La
 
 
 class _SerialIteration:
-    """One iteration from a given set of chunks on the GPU, one action after the other."""
+    """From a given set of chunks on the GPU, one action after the other."""
 
     def __init__(self, b: Builder, homes: Homes, resident: Collection[int], unit: str) -> None:
         self._b = b
@@ -185,7 +185,7 @@ class _SerialIteration:
                 self.memory.disperse(c)
 
     def _shortest(self, short: DoesNotFit) -> DoesNotFit:
-        """Returns the refusal of the moment that needs most, if it needs more than that of `short`."""
+        """The refusal of the moment that needs most, if it needs more than that of `short`."""
         needed_bytes, m = self._most_needed()
         if short.place != "gpu" or needed_bytes <= short.needed_bytes:
             return short
@@ -236,7 +236,7 @@ class _SerialIteration:
             self.memory.send_gradient(c)
 
     def restore(self, start: frozenset[int]) -> None:
-        """Move working lists until the lists on the GPU are `start`."""
+        """Until the working lists on the GPU are `start`."""
         for c in sorted(self.memory.resident - start):
             self.memory.evict(c)
         for c in sorted(start - self.memory.resident):

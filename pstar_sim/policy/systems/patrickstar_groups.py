@@ -1,7 +1,5 @@
-"""PatrickStar's groups of chunks: the states of a group's tensors say when its remote chunks are given up.
-
-A tensor that is used becomes HOLD_AFTER_FWD or HOLD_AFTER_BWD. A group is given up when all its tensors are in the same
-of these two states. The module is pure: it writes no steps and knows no memory.
+"""PatrickStar's groups of chunks: a group is given up when all its tensors are HOLD_AFTER_FWD, or all are
+HOLD_AFTER_BWD. The module is pure: it writes no steps and knows no memory.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ class Groups:
         self._hold()
 
     def begin(self, m: int) -> bool:
-        """The end of FWD sets the tensors used in FWD to HOLD; the end of a micro-batch sets all tensors to HOLD.
-        Returns whether a micro-batch has ended; all groups are then given up."""
+        """The end of FWD sets the tensors used in FWD to HOLD; the end of a micro-batch sets all. Returns whether a
+        micro-batch has ended; all groups are then given up."""
         if m == 0:
             return False
         before, moment = self._workload.moments[m - 1], self._workload.moments[m]
@@ -59,7 +57,7 @@ class Groups:
         self._state[t] = state
 
     def end(self, m: int) -> list[int]:
-        """Returns the chunks whose groups are given up after the moment, ascending."""
+        """Chunks whose groups are given up after the moment, ascending."""
         w, chunk_of = self._workload, self._chunk_of
         moment, final = w.moments[m], self._uses.final
         for t in w.reads[m]:
@@ -74,7 +72,7 @@ class Groups:
         return [c for c in sorted(touched) if m == self._uses.last_gradient(c) or self._all_used(c, m)]
 
     def _all_used(self, c: int, m: int) -> bool:
-        """Returns whether all tensors are in the same state after a use, and the group holds only parameters."""
+        """All tensors are in the same state after a use, and the group holds only parameters."""
         same = self._tensors[c] in (self._count[c, _Hold.AFTER_FWD], self._count[c, _Hold.AFTER_BWD])
         return same and not self._holds_gradient(c, m)
 

@@ -26,9 +26,7 @@ GPU, HOST = PLACES.index(Place.GPU), PLACES.index(Place.HOST)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Homes:
-    """The places where chunks live, in every iteration.
-
-    small: all their lists are on the GPU; on several ranks as whole chunks.
+    """small: all their lists are on the GPU; on several ranks as whole chunks.
     pinned: chunks with states on the GPU.
     movable: states on the host, and a working list that moves, ascending.
     brought_bytes: what comes to the GPU before its use: the own slice of a movable chunk, and the remote chunks of its
@@ -68,12 +66,10 @@ def homes_of(uses: Facts, budget_bytes: int) -> Homes:
 
 
 def margin_space(uses: Facts, budget_bytes: int) -> int:
-    """Returns the bytes of the GPU for states of chunks that move:
+    """Bytes of the GPU for states of chunks that move; may be negative:
 
     budget - peak non-model - fp32 buffer - small chunks with their states - all working lists - remote chunks of one
     group.
-
-    It may be negative.
     """
     layout = uses.layout
     space = budget_bytes - max(uses.tide) - fp32_buffer_bytes(uses)
@@ -89,17 +85,16 @@ def margin_space(uses: Facts, budget_bytes: int) -> int:
 
 
 def fp32_buffer_bytes(uses: Facts) -> int:
-    """Returns 4 bytes per parameter of the largest chunk."""
+    """4 bytes per parameter of the largest chunk."""
     layout = uses.layout
     large = (c.index for c in layout.chunks if not c.small)
     return max((layout.slice_numel(c) * 4 for c in large if uses.updated(c)), default=0)
 
 
 def chunks_in_margin(margin_bytes: int, states_bytes: Sequence[int]) -> int:
-    """Returns the number of the first chunks whose states are in margin space: ceil(margin / states of a chunk * 0.8) -
-    1.
+    """How many first chunks have their states in margin space: ceil(margin / states of a chunk * 0.8) - 1.
 
-    states_bytes: in the original all chunks have one size; here the median counts. If an oversize chunk is among the
+    states_bytes: in the original all chunks have one size; here the median counts. With an oversize chunk among the
         first, the number is lowered until the states fit.
     """
     if margin_bytes <= 0 or not states_bytes:
@@ -116,7 +111,6 @@ class Memory:
 
     whole: groups whose remote chunks are on the GPU.
     fixed_bytes: never move from the GPU.
-    moment: prepared, or has just run.
     unit: "chunk" or "group", of communication and of the reserve.
     """
 
@@ -154,13 +148,11 @@ class Memory:
 
     @property
     def resident(self) -> frozenset[int]:
-        """Movable chunks on the GPU."""
         return frozenset(self.on_gpu - self.homes.small - self.homes.pinned)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that the GPU holds now, without the tide. The room of small chunks counts even while the gradients of
-        other ranks have left it."""
+        """Without the tide. The room of small chunks counts even while the gradients of other ranks have left it."""
         used = self._holdings.used_bytes[GPU]
         if self.b.ranks == 1:
             return used
@@ -177,16 +169,16 @@ class Memory:
         self.last = self.b.free(Queue.H2D, c, "param", Place.HOST, self.moment)
 
     def evict(self, c: int) -> None:
-        """Writes the list back, changed or not."""
+        """Written back, changed or not."""
         self.b.writeback(c, "param", self.moment, self.then())
         self.last = self.b.drop(Queue.D2H, c, self.moment)
 
     def send_gradient(self, c: int) -> None:
-        """Send the last gradient to the host in the working list that contains it. The list's room on the GPU stays."""
+        """In the working list that contains it, whose room on the GPU stays."""
         self.last = self.b.writeback(c, "param", self.b.uses.last_gradient(c), self.then())
 
     def fetch_updated(self, c: int) -> None:
-        """Fetch updated parameters in 4 bytes per parameter, through the fp32 buffer."""
+        """In 4 bytes per parameter, through the fp32 buffer."""
         size = self.b.layout.slice_numel(c) * 4
         self.b.fetch(c, self.b.uses.last_gradient(c), self.then(), size_bytes=size)
         self.last = self.b.free(Queue.H2D, c, "param", Place.HOST)
@@ -204,7 +196,7 @@ class Memory:
             self.disperse(c)
 
     def reduce(self, c: int) -> None:
-        """Sum the gradients of a group over the ranks, in the working lists. The own chunk's gradients stay."""
+        """Over the ranks, in the working lists. The own chunk's gradients stay."""
         self.last = self.b.reduce_scatter(c, self.moment, self.then())
 
     # Room.
@@ -227,8 +219,8 @@ class Memory:
         return max(tide[m], tide[(m + 1) % len(tide)])
 
     def make_room(self, size_bytes: int, needed: Collection[int]) -> None:
-        """Evict until `size_bytes` more fit the published capacity, which leaves a reserve of one chunk or group.
-        `needed` stay. Raises DoesNotFit if nothing else can be evicted."""
+        """Until `size_bytes` more fit the published capacity, which leaves a reserve of one chunk or group. `needed`
+        stay. Raises DoesNotFit if nothing else can be evicted."""
         b, m = self.b, self.moment
         total = size_bytes + self.non_model_bytes(m) + b.layout.chunk_bytes
         while self.used_bytes + total > self.budget_bytes and self._evict_farthest(needed):
@@ -243,14 +235,14 @@ class Memory:
             )
 
     def trim(self, needed: Collection[int]) -> None:
-        """Evict chunks until the remaining bytes fit the GPU's budget less the non-model bytes of the moment. The
-        reserve does not count, as in the original."""
+        """Until the rest fits the GPU's budget less the non-model bytes of the moment. The reserve does not count, as
+        in the original."""
         capacity = self.budget_bytes - self.b.uses.tide[self.moment]
         while self.used_bytes > capacity and self._evict_farthest(needed):
             pass
 
     def _evict_farthest(self, needed: Collection[int]) -> bool:
-        """Gives up the chunk whose next use is farthest (Belady's rule). A whole group's remote chunks go first."""
+        """Belady's rule. A whole group's remote chunks go first."""
         candidates = [c for c in self.resident | (self.whole & self.homes.pinned) if c not in needed]
         if not candidates:
             return False
@@ -262,7 +254,7 @@ class Memory:
         return True
 
     def _next_use(self, c: int) -> int:
-        """Looks one round further if the recorded moments are exhausted."""
+        """One round further if the recorded moments are exhausted."""
         moments, total = self.b.uses.touched[c], len(self.b.workload.moments)
         if not moments:
             return 2 * total

@@ -9,8 +9,8 @@ so successive iterations do not overlap. Each policy writes its own optimizer st
 With one rank there are no collectives, and chunks that live on the GPU do not move.
 
 Hybrid sharding (HSDP) slices chunks over the GPUs of a replica alone, by default of a node. Every replica has all
-slices, gathers them within itself, and adds its gradients to those of the others. So the ranks of the layout are fewer
-than those of the machine; all other parts of a plan follow from the layout.
+slices, gathers them within itself, and adds its gradients to those of the others. So the layout has fewer ranks than
+the machine; all other parts of a plan follow from it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ REPLICAS = Option(
 
 
 def slices_on(machine: Machine, replicas: int | str) -> int:
-    """Returns the number of GPUs over which each replica slices a chunk. Raises CannotPlan for replicas that are not
-    equal groups of neighbours, each within a node or of whole nodes, of two GPUs or more."""
+    """The number of GPUs over which each replica slices a chunk. Raises CannotPlan for replicas that are not equal
+    groups of neighbours, each within a node or of whole nodes, of two GPUs or more."""
     ranks, local = machine.data_parallel_size, machine.local_ranks
     count = machine.nodes if isinstance(replicas, str) else replicas
     slices = ranks // count
@@ -91,16 +91,16 @@ class Sharded:
         return [self._barrier, *self.buckets.arrived[c]]
 
     def cpu_adam(self, c: int, after: Iterable[int] = ()) -> int:
-        """Write the CPU Adam of a chunk whose states are on the host, after all gradients that the norm needs."""
+        """After all gradients that the norm needs."""
         return self.b.cpu_adam(c, after=[*self.before_update(c), *self.buckets.lists.all_there(), *after])
 
     def gpu_adam(self, c: int, after: Iterable[int] = (), via: str | None = None) -> int:
-        """Write the GPU Adam of a chunk whose states are on the GPU, after all gradients that the norm needs."""
+        """After all gradients that the norm needs."""
         ready = [*self.before_update(c), *self.buckets.lists.all_there(), *after]
         return self.b.gpu_adam(c, after=ready, via=via)
 
     def update_resident(self, c: int) -> list[int]:
-        """Update a chunk whose states are on the GPU. Returns the steps that bring its parameters home."""
+        """Returns the steps that bring its parameters home."""
         b, m = self.b, self.last_moment
         if self.shards.lives_on_gpu(c):
             return [self.gpu_adam(c)]
@@ -110,9 +110,7 @@ class Sharded:
         return [b.drop(Queue.D2H, c, m, [down])]
 
     def stage(self, c: int, room: Iterable[int]) -> tuple[int, int]:
-        """The states of a staged chunk come up, are updated and go down again.
-
-        Returns (gpu_adam, the step with which they have left).
+        """The states come up, are updated and go down again. Returns (gpu_adam, the step with which they have left).
 
         room: steps that have to end first.
         """
@@ -128,8 +126,7 @@ class Sharded:
         return update, gone
 
     def copy_up(self, c: int, after: Iterable[int], *, pinned: bool = True) -> list[int]:
-        """Copy the updated parameters to where they live. Returns the steps that bring them there; none if they live on
-        the host."""
+        """To where the parameters live. Returns the steps that bring them there; none if they live on the host."""
         if not self.shards.lives_on_gpu(c):
             return []
         return [self.b.fetch(c, 0, after=after, via=None if pinned else self.shards.unpinned)]
@@ -149,17 +146,17 @@ class Sharded:
     # Buffers beyond the lists of the plan.
 
     def hold(self, name: str, place: Place, size_bytes: int) -> None:
-        """Add a buffer of the system. A buffer of 0 or fewer bytes is left out."""
+        """A buffer of 0 or fewer bytes is left out."""
         if size_bytes > 0:
             self.b.buffers.append((name, place, size_bytes))
 
     def hold_on_host(self, name: str, total_bytes: int) -> None:
-        """Add a buffer that raises the host's bytes to `total_bytes`, which the system is known to take (without
+        """A buffer that raises the host's bytes to `total_bytes`, which the system is known to take (without
         activations)."""
         self.hold(name, Place.HOST, total_bytes + self.b.stash_bytes - self.b.held_bytes(Place.HOST))
 
     def hold_bucket(self) -> None:
-        """Add a buffer for the gradient bucket, with the bucket's allocated size."""
+        """With the bucket's allocated size."""
         b = self.b
         width = DTYPES[b.workload.dtype].bytes
         whole = sum(b.layout.whole_bytes(c) for c in self.shards.trained)  # no bucket holds more than all gradients

@@ -1,7 +1,7 @@
 """Visits of the ZeRO-3 family, the lead with which a visit's chunk is requested, and the sub-groups of the optimizer.
 
-[Note: visits of ZeRO-3] The visits of FSDP follow the blocks of the model. The visits of DeepSpeed follow the order
-traced in a first iteration. The module is pure: every function depends on the job's facts alone.
+[Note: visits of ZeRO-3] FSDP's visits follow the blocks of the model, DeepSpeed's the order traced in a first
+iteration. The module is pure: every function depends on the job's facts alone.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["ahead_in_forward", "block_visits", "operators_before", "params_befor
 
 
 def block_visits(uses: Facts) -> list[Visit]:
-    """Returns the visits by FSDP's rule, sorted. The chunks of a block (layer) come before its first moment and go
-    after its last moment, in forward and again in backward. Recomputation and gradients of a block are one visit."""
+    """By FSDP's rule, sorted. The chunks of a block (layer) come before its first moment and go after its last, in
+    forward and again in backward. Recomputation and gradients of a block are one visit."""
     runs = _blocks(uses.workload)
     run_of = [r for r, (first, last) in enumerate(runs) for _ in range(first, last + 1)]
     out: list[Visit] = []
@@ -39,7 +39,7 @@ _BLOCK = re.compile(r"(.*?\.\d+)(?:\.|$)")
 
 
 def _blocks(workload: Workload) -> list[tuple[int, int]]:
-    """Returns (first, last) moments, in one direction. A block is a module's path up to its first number ("h.5" for
+    """(first, last) moments, in one direction. A block is a module's path up to its first number ("h.5" for
     "h.5.mlp.c_fc"), or the module. Moments that use no chunk belong to the block before."""
     runs: list[tuple[int, int]] = []
     open_key: tuple[str, bool, int] | None = None
@@ -56,8 +56,8 @@ def _blocks(workload: Workload) -> list[tuple[int, int]]:
 
 
 def traced_visits(uses: Facts, reuse_params: int) -> list[Visit]:
-    """Returns the visits by DeepSpeed's rule, sorted. A chunk goes after a use unless it is used again before
-    `reuse_params` other parameters are read in the traced order (stage3_max_reuse_distance)."""
+    """By DeepSpeed's rule, sorted. A chunk goes after a use unless it is used again before `reuse_params` other
+    parameters are read in the traced order (stage3_max_reuse_distance)."""
     w = uses.workload
     read = [0, *accumulate(sum(w.tensors[t].numel for t in row) for row in w.reads)]
     out: list[Visit] = []
@@ -74,16 +74,15 @@ def traced_visits(uses: Facts, reuse_params: int) -> list[Visit]:
 
 
 def operators_before(visits: Sequence[Visit], ahead: int) -> dict[int, int]:
-    """Returns first moment of a visit -> moment with whose start its chunk may be requested: `ahead` operators earlier;
-    an operator is a moment that opens visits."""
+    """First moment of a visit -> moment with whose start its chunk may be requested: `ahead` operators earlier; an
+    operator is a moment that opens visits."""
     opening = sorted({v.first for v in visits})
     return {m: opening[max(0, n - ahead)] if ahead <= n else 0 for n, m in enumerate(opening)}
 
 
 def params_before(visits: Sequence[Visit], uses: Facts, ahead_params: int) -> dict[int, int]:
-    """Returns the mapping of `operators_before` for a prefetcher that requests the next operators until `ahead_params`
-    parameters are on their way (stage3_prefetch_bucket_size). If `ahead_params` is not 0, at least one operator is
-    ahead."""
+    """As `operators_before`, for a prefetcher that requests the next operators until `ahead_params` parameters are on
+    their way (stage3_prefetch_bucket_size). If `ahead_params` is not 0, at least one operator is ahead."""
     size: dict[int, int] = {}
     for v in visits:
         size[v.first] = size.get(v.first, 0) + uses.layout.chunks[v.chunk].numel
@@ -101,7 +100,7 @@ def params_before(visits: Sequence[Visit], uses: Facts, ahead_params: int) -> di
 
 
 def ahead_in_forward(ahead: Mapping[int, int], workload: Workload) -> dict[int, int]:
-    """Returns the mapping of `operators_before`, where a visit that begins in the backward pass is not requested ahead.
+    """As `operators_before`, without requests ahead in the backward pass.
 
     DeepSpeed requests ahead in both passes. But its published backward passes take about as long as if each gather held
     them up. Why is not known.

@@ -14,7 +14,7 @@ __all__ = ["Flush", "Scheme", "Shards"]
 
 
 class Flush(Enum):
-    """The way in which the last micro-batch's gradients go to the host.
+    """How the last micro-batch's gradients go to the host.
 
     PINNED: into pinned memory, as they are.
     FP32: into pinned memory, converted to fp32 on the GPU, because the CPU does not touch such a copy. The next moment
@@ -29,9 +29,7 @@ class Flush(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """The choices of a system.
-
-    visits: when chunks are whole on the GPU.
+    """visits: when chunks are whole on the GPU.
     gather_at: first moment of a visit -> the earliest moment in which its gather may start.
     fetch_at: the same for its copy from the host.
     read_at: the same for its read from the disks. Empty unless parameters live there.
@@ -60,7 +58,7 @@ class Scheme:
 
 
 class Shards:
-    """The places of a job's chunks under a scheme. Every rank has its own slice of each chunk.
+    """Every rank has its own slice of each chunk.
 
     kept: small, always whole on every GPU.
     on_gpu: chunks whose gradient never leaves the GPU.

@@ -77,7 +77,7 @@ class _ChunksByLayer:
 
     words: count, of chunks or of groups of layers if chunks do not hold whole layers.
     of: moving chunk -> its layer, in order of first use.
-    outside: always on the GPU, because they hold parameters of no layer.
+    outside: always on the GPU: parameters of no layer.
     """
 
     def __init__(self, job: Job) -> None:
@@ -120,7 +120,7 @@ class _ChunksByLayer:
 
     @cached_property
     def gaps(self) -> list[tuple[int, int, int, int]]:
-        """Returns (chunk, moment, next moment that uses it, number of other layers used in between)."""
+        """(chunk, moment, next moment that uses it, number of other layers used in between)."""
         runs = list(self._runs())
         begins = [begin for begin, _ in runs]
         found = []
@@ -131,7 +131,7 @@ class _ChunksByLayer:
         return found
 
     def _runs(self) -> Iterator[tuple[int, int]]:
-        """Yields (moment, layer) of each moment that uses another layer than the moment before."""
+        """(moment, layer) of each moment that uses another layer than the moment before."""
         last = -1
         for m, chunks in enumerate(self.job.uses.by_moment):
             for layer in sorted({self.of[c] for c in chunks if c in self.of}):
@@ -191,7 +191,7 @@ class _Solver:
                 yield Visit(c, begin, end)
 
     def resident_bytes(self, w: int) -> int:
-        """Always: small chunks, chunks of no layer and of the first w layers."""
+        """Small chunks, chunks of no layer and of the first w layers."""
         layers, job = self.layers, self.layers.job
         return job.small_bytes + sum(job.permanent[c] + job.remote[c] for c in (*layers.outside, *layers.first(w)))
 
@@ -209,14 +209,14 @@ class _Solver:
         )
 
     def most(self) -> int:
-        """Returns the largest window for which the GPU has room, at least 1."""
+        """The largest window for which the GPU has room, at least 1."""
         budget = self.layers.job.machine.gpu_budget_bytes
         return max((w for w in range(1, self.layers.count + 1) if self.needed_bytes(w) <= budget), default=1)
 
     def best(self) -> int:
-        """Returns the smallest window as fast as the fastest. Powers of two and the largest are tried first, then
-        halfway between the best and its neighbours. Where any plan will do, the largest that fits of the first ones is
-        returned: it leaves least on the host. Raises DoesNotFit if none fits."""
+        """The smallest window as fast as the fastest. Powers of two and the largest are tried first, then halfway
+        between the best and its neighbours. Where any plan will do, the largest of the first ones that fits: it leaves
+        least on the host. Raises DoesNotFit if none fits."""
         most = self.most()
         for w in sorted({most, *(1 << n for n in range(most.bit_length()))}, reverse=self.any_will_do):
             self._try(w)

@@ -146,7 +146,7 @@ def _most_with_room(most: int, shortage: Callable[[int], DoesNotFit | None]) -> 
 
 
 def _shortage(workload: Workload, machine: Machine, settings: Settings, schedule: str) -> DoesNotFit | None:
-    """Returns why the GPUs have no room for the job, or None. Raises DoesNotFit if the host has no room."""
+    """Why the GPUs have no room for the job, or None. Raises DoesNotFit if the host has no room."""
     try:
         whale(workload, machine, settings, schedule=schedule)
     except DoesNotFit as short:
@@ -157,8 +157,7 @@ def _shortage(workload: Workload, machine: Machine, settings: Settings, schedule
 
 
 def deal(batch: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
-    """Returns the number of whole sequences of each rank, at least one. Each sequence goes to the (first) rank that
-    then ends first.
+    """Whole sequences of each rank, at least one. Each goes to the (first) rank that then ends first.
 
     speeds: sequences per second, in any unit.
     most: of each rank. Their sum is at least `batch`.

@@ -152,7 +152,7 @@ def _optimizer_step(o: Offloaded, *, pinned: bool) -> None:
 
 
 def optimizer_bytes(workload: Workload) -> float:
-    """Bytes per parameter of the states and of the gradient in fp32."""
+    """States, and the gradient in fp32."""
     return workload.states_bytes_per_param + GRADIENT_BYTES_PER_PARAM
 
 
@@ -211,7 +211,7 @@ class Offloaded:
         self.sharded = Sharded(b, scheme)
 
     def hold(self, *, host_bytes_per_param: float) -> None:
-        """Adds what the system holds beyond the plan's lists, on the host and on the GPU."""
+        """What the system holds beyond the plan's lists, on the host and on the GPU."""
         b, s = self.b, self.sharded
         s.hold_on_host("the optimizer's own host buffers", int(host_bytes_per_param * self.offloaded_params))
         s.hold_bucket()
@@ -246,7 +246,7 @@ class Offloaded:
 
 
 def _offloaded_groups(sizes: Sequence[int], ratio: float) -> int:
-    """The first whose share of all parameters comes nearest to the ratio."""
+    """As many first groups as bring their share of all parameters nearest to the ratio."""
     wanted = ratio * sum(sizes)
     held = 0
     for n, size in enumerate(sizes):

@@ -128,8 +128,7 @@ def _optimizer_step(s: Sharded, groups: Sequence[Sequence[int]]) -> None:
 
 
 def _bring_in(s: Sharded, group: Sequence[int]) -> dict[int, list[int]]:
-    """Bring the lists that a sub-group's update needs to the host. Returns chunk -> the steps for which its update
-    waits."""
+    """To the host. Returns chunk -> the steps for which its update waits."""
     b, scheme, m = s.b, s.shards.scheme, s.last_moment
     arrived: dict[int, list[int]] = {}
     for c in group:
@@ -144,8 +143,7 @@ def _bring_in(s: Sharded, group: Sequence[int]) -> dict[int, list[int]]:
 
 
 def _update(s: Sharded, c: int, arrived: list[int]) -> tuple[list[int], list[int]]:
-    """Returns the steps after which its parameters are where they live, and the steps after which its other lists have
-    left the host."""
+    """Returns the steps after which its parameters are where they live, and its other lists have left the host."""
     b, scheme, m = s.b, s.shards.scheme, s.last_moment
     adam = s.cpu_adam(c, arrived)
     up = s.copy_up(c, [adam])

@@ -79,7 +79,7 @@ class _Bucket:
         self.peak_bytes = 0
 
     def enter(self, c: int) -> list[int]:
-        """Lets a gradient begin to arrive. Returns the chunks whose gradients have to be gone first."""
+        """Returns the chunks whose gradients have to be gone before."""
         # Gradients that still arrive cannot leave. Of the others, as many may stay as the bucket has room for.
         stay = max(0, BUCKET_CHUNKS - 1 - len(self._filling))
         first = max(0, len(self._leaving) - stay)
@@ -96,7 +96,7 @@ class _Bucket:
 
 
 def _forward_and_backward(b: Builder, gradients: GradientLists, bucket: _Bucket) -> list[int]:
-    """Write all moments, with the gradients through the bucket."""
+    """With the gradients through the bucket."""
     computed: list[int] = []
     for m in range(len(b.workload.moments)):
         for c in gradients.opens.get(m, ()):
@@ -109,7 +109,7 @@ def _forward_and_backward(b: Builder, gradients: GradientLists, bucket: _Bucket)
 
 
 def _optimizer_step(b: Builder, gradients: GradientLists, trained: list[int], computed: list[int]) -> None:
-    """Write Adam in order of the next use, with the copies back after it."""
+    """Adam in order of the next use, with the copies back after it."""
     back = -1
     for c in sorted(trained, key=lambda c: (b.uses.first_use(c), c)):
         arrived = gradients.added.get(c, gradients.freed[c])
