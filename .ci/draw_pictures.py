@@ -17,7 +17,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib import style
 from matplotlib.figure import Figure
 from PIL import Image, PngImagePlugin
 
@@ -30,6 +29,7 @@ from pstar_sim.planner.stages import PlannedStages, plan_stages
 from pstar_sim.planner.variants import choose
 from pstar_sim.planner.ways import Way, candidates
 from pstar_sim.policy.registry import can
+from pstar_sim.report.paper import Look, styled
 from pstar_sim.report.stages import stages_figure
 from pstar_sim.report.tide_picture import tide_figure
 from pstar_sim.testing import chain_workload
@@ -39,11 +39,7 @@ from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 DARK = IMAGES / "dark"
-PAPER = "#1e2129"  # of a dark page of the documentation
-STYLES: Mapping[Path, Any] = {
-    IMAGES: {},
-    DARK: ["dark_background", {f"{part}.facecolor": PAPER for part in ("figure", "axes", "savefig")}],
-}
+FOLDERS: Mapping[Path, str] = {IMAGES: "light", DARK: "dark"}
 KEY = "timelines"
 
 WIDTH = 7.6  # inches; a page shows 750 pixels, in which letters of 9 points are 12 pixels high
@@ -215,7 +211,7 @@ def tide_timelines() -> list[Timeline]:
 
 
 def tide_picture(timelines: Sequence[Timeline]) -> Figure:
-    return tide_figure(timelines, xs=("time",), title=TIDE_TITLE, width=WIDTH)
+    return tide_figure(timelines, xs=("time",), title=TIDE_TITLE, look=Look(width=WIDTH))
 
 
 # Name of the file -> the timelines that it shows; they alone decide whether it is drawn again.
@@ -249,7 +245,7 @@ def figure_of(name: str, timelines: Sequence[Timeline]) -> Figure:
     several = {
         "tide_15b": tide_picture,
         "whale": whale_picture,
-        "stages": lambda timelines: stages_figure(stages().plans, timelines, width=1.4 * WIDTH),
+        "stages": lambda timelines: stages_figure(stages().plans, timelines, look=Look(width=1.4 * WIDTH)),
     }
     return several[name](timelines) if name in several else schedule_picture(timelines[0], scheduled(name).plan)
 
@@ -258,9 +254,9 @@ def draw(name: str, timelines: Sequence[Timeline]) -> None:
     """A palette of 256 colours makes the file a third as large. With fewer colours, thin bars lost theirs."""
     about = PngImagePlugin.PngInfo()
     about.add_text(KEY, digest(timelines))
-    for folder, styles in STYLES.items():
+    for folder, name_of_style in FOLDERS.items():
         drawn = io.BytesIO()
-        with style.context(styles):
+        with styled(name_of_style):
             figure_of(name, timelines).savefig(drawn, format="png", dpi=DPI)
         folder.mkdir(parents=True, exist_ok=True)
         image = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
@@ -270,7 +266,7 @@ def draw(name: str, timelines: Sequence[Timeline]) -> None:
 def draw_changed() -> None:
     for name, shown in SHOWN.items():
         timelines = shown()
-        if any(digest(timelines) != digest_in(folder / f"{name}.png") for folder in STYLES):
+        if any(digest(timelines) != digest_in(folder / f"{name}.png") for folder in FOLDERS):
             draw(name, timelines)
 
 

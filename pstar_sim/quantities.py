@@ -13,6 +13,7 @@ __all__ = [
     "FACTOR",
     "FLAG",
     "FLOPS",
+    "LENGTH",
     "MONEY",
     "NUMBER",
     "PARAMS",
@@ -72,6 +73,7 @@ RATE = Quantity("rate", "25GB/s", _BYTES, endings=("/s",), likely="GB/s", shown=
 FLOPS = Quantity("number of flops per second", "150T", _FLOPS, endings=("/s", "flops", "flop"), likely="T")
 PARAMS = Quantity("number of parameters per second", "2G", _PARAMS, endings=("/s", "params"), likely="G")
 NUMBER = Quantity("number", "300e9", _PARAMS | {"k": 1e3, "t": 1e12})
+LENGTH = Quantity("length", "3.3in", {"": 1, "in": 1, "cm": 1 / 2.54, "mm": 1 / 25.4})
 TIME = Quantity("time", "14d", _TIMES)
 SECONDS = Quantity("duration", "10us", _SECONDS, likely="us", shown=lambda time: f"{time:g} s")
 MONEY = Quantity("price in USD per hour", "3.5", {"": 1})

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import typer
 
 from pstar_sim.errors import PstarError
 from pstar_sim.files import check_writable
-from pstar_sim.quantities import FACTOR, NUMBER, TIME, Quantity
+from pstar_sim.quantities import FACTOR, LENGTH, NUMBER, TIME, Quantity
 
 __all__ = [
+    "Inches",
     "count",
     "did_you_mean",
     "duration_s",
@@ -25,6 +27,7 @@ __all__ = [
     "machine_names",
     "model_names",
     "natural",
+    "new_csv",
     "new_file",
     "new_page",
     "one_of",
@@ -33,11 +36,13 @@ __all__ = [
     "port",
     "positive",
     "share",
+    "size_inches",
     "tokens",
     "ways_of_loading",
 ]
 
 T = TypeVar("T")
+LENGTH_UNIT = re.compile("[a-z]+$")
 
 
 def _value(parse: Callable[[str], T]) -> Callable[[Any], T]:
@@ -111,6 +116,30 @@ def new_file(text: str) -> str:
     except PstarError as error:
         raise typer.BadParameter(str(error)) from None
     return text
+
+
+@_value
+def new_csv(text: str) -> str:
+    if Path(text).suffix.lower() != ".csv":
+        raise typer.BadParameter(f"{text}: give a table a name that ends in .csv")
+    return str(new_file(text))
+
+
+class Inches(NamedTuple):
+    width: float
+    height: float | None
+
+
+@_value
+def size_inches(text: str) -> Inches:
+    """Reads "3.3", "3.3x2.5", "85mm" or "8.5x6cm"; the unit of the last number is that of both."""
+    width, by, height = text.lower().partition("x")
+    unit = LENGTH_UNIT.search(height or width)
+    both = [width, *([height] if by else [])]
+    sizes = [_number(LENGTH, side if side[-1:].isalpha() or unit is None else side + unit[0]) for side in both]
+    for size in sizes:
+        _within(size, text, 1.0, 100.0, "a width, or a width and a height, such as 3.3, 3.3x2.5 or 85x60mm")
+    return Inches(sizes[0], sizes[1] if by else None)
 
 
 @_value

@@ -5,24 +5,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from pstar_sim.cli.flag_values import (
+    Inches,
     factor,
     loading,
     machine_names,
     model_names,
+    new_csv,
     new_file,
     one_of,
     policy,
     policy_names,
     positive,
+    size_inches,
     tokens,
     ways_of_loading,
 )
 from pstar_sim.workload.axes import Axes
+
+if TYPE_CHECKING:
+    from pstar_sim.report.paper import Look
 
 __all__ = [
     "DisksFlag",
@@ -33,6 +39,7 @@ __all__ = [
     "MicroBatches",
     "OptionalMachineFlags",
     "OptionalWorkloadFlags",
+    "PictureFlags",
     "PlanFile",
     "Quiet",
     "SettingFlags",
@@ -45,6 +52,7 @@ __all__ = [
 UPDATES = Literal["step", "eager"]
 LOOPS = Literal["own", "step"]
 SUMS = Literal["32-bit", "16-bit"]
+LEGENDS = Literal["below", "right", "none"]
 
 Batch = Annotated[
     int | None,
@@ -221,6 +229,43 @@ class MachineFlags(_MachineChanges, _MachineFlag):
 @dataclass(frozen=True, kw_only=True)
 class OptionalMachineFlags(_MachineChanges, _OptionalMachine):
     """The machine that the command is about. The flags may be left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureFlags:
+    """The looks of a picture, and its numbers."""
+
+    SECTION = "picture"
+
+    size: Annotated[
+        Inches | None,
+        typer.Option(
+            parser=size_inches,
+            metavar="WxH",
+            help="width, or width and height, in inches, cm or mm: 3.3 is the column of a paper, 85x60mm",
+        ),
+    ] = None
+    style: Annotated[
+        str, typer.Option(metavar="STYLE", help="light, dark, a style of matplotlib, or a .mplstyle file")
+    ] = "light"
+    legend: Annotated[
+        LEGENDS | None, typer.Option(parser=one_of(LEGENDS), help="where the legend is (default: where it has room)")
+    ] = None
+    data: Annotated[
+        str | None, typer.Option(parser=new_csv, metavar="FILE", help="also write what is drawn as a table (.csv)")
+    ] = None
+
+    @property
+    def look(self) -> Look:
+        from pstar_sim.report.paper import Look
+
+        width, height = self.size or (None, None)
+        return Look(width=width, height=height, legend=self.legend)
+
+    @property
+    def dpi(self) -> int:
+        """Of pixels: a narrow picture is printed, or drawn large."""
+        return 300 if self.look.scale < 1 else 150
 
 
 @dataclass(frozen=True, kw_only=True)

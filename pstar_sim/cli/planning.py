@@ -21,6 +21,7 @@ from pstar_sim.cli.flags import (
     MachineFlags,
     OptionalMachineFlags,
     OptionalWorkloadFlags,
+    PictureFlags,
     PlanFile,
     SettingFlags,
     WorkloadFlags,
@@ -29,12 +30,11 @@ from pstar_sim.cli.flags import (
     policies,
 )
 from pstar_sim.cli.likes import OURS, Like, Likes, read_likes
-from pstar_sim.cli.output import note, picture_kind, save_picture, say, say_json, tell
+from pstar_sim.cli.output import check_apart, note, picture_kind, save_picture, say, say_json, tell
 from pstar_sim.cli.staging import (
     Parallel,
     check_set,
     compare_spread,
-    draw_set,
     explain_set,
     plan_spread,
     refuse_beside,
@@ -42,6 +42,7 @@ from pstar_sim.cli.staging import (
 )
 from pstar_sim.cli.usage import CommandGroup
 from pstar_sim.errors import DoesNotFit, FalseFigures, NothingFits, PlanError, PstarError
+from pstar_sim.files import write_atomically
 
 if TYPE_CHECKING:
     from pstar_sim.catalog.machine import Machine
@@ -372,12 +373,14 @@ def tide(
         typer.Option(metavar="FILE", help="the timeline that `pstar run --timeline` kept, drawn over the first policy"),
     ] = None,
     path: Annotated[str, output("picture to write")] = "tide.png",
+    picture: PictureFlags,
 ) -> int:
     """Draw GPU memory over an iteration, stacked by what fills it: non-model data, parameters, gradients, optimizer
     states, free; policies below each other."""
+    from pstar_sim.report.paper import styled, tide_csv
     from pstar_sim.report.tide_picture import tide_figure
 
-    picture_kind(Path(path))  # before any planning
+    _check_picture(path, picture, plans or ())
     if not plans:
         timelines, title = _planned_timelines(job, on, setting, policy)
     elif job.trace is not None or job.model is not None:
@@ -385,26 +388,58 @@ def tide(
     else:
         timelines, title = _timelines_of(plans)
     over = None if measured is None else measured_of(measured)
-    figure = tide_figure(timelines, xs=("time", "moment") if x == "both" else (x,), measured=over, title=title)
-    save_picture(figure, Path(path), dpi=150)
+    xs = ("time", "moment") if x == "both" else (x,)
+    with styled(picture.style):
+        figure = tide_figure(timelines, xs=xs, measured=over, title=title, look=picture.look)
+        save_picture(figure, Path(path), dpi=picture.dpi)
     tell(f"{path}: {', '.join(t.label for t in timelines)}")
+    _write_data(picture, tide_csv([*timelines, *([over] if over else [])], xs))
     return 0
 
 
+def _check_picture(path: str, picture: PictureFlags, read: Sequence[str]) -> None:
+    """Before any planning."""
+    from pstar_sim.report.paper import styled
+
+    check_apart(read, [path, *([picture.data] if picture.data else [])])
+    picture_kind(Path(path))
+    with styled(picture.style):
+        pass
+
+
+def _write_data(picture: PictureFlags, text: str) -> None:
+    if picture.data is not None:
+        write_atomically(Path(picture.data), text)
+        tell(f"{picture.data}: {text.count(chr(10)) - 1} rows")
+
+
 @command(plot, "pstar plot stages plan.json -o stages.png")
-def stages(*, path: PlanFile, picture: Annotated[str, output("picture to write")] = "stages.png") -> int:
+def stages(
+    *,
+    path: PlanFile,
+    drawn: Annotated[str, output("picture to write")] = "stages.png",
+    picture: PictureFlags,
+) -> int:
     """Draw the queues of all stages of a pipeline over one iteration."""
     from pstar_sim.core.checker.meetings import prove_set
     from pstar_sim.core.plan_set import PlanSet
     from pstar_sim.core.set_file import read_plans
+    from pstar_sim.report.paper import styled
+    from pstar_sim.report.stages import stages_csv, stages_figure
+    from pstar_sim.sim.play import play_stages
 
-    picture_kind(Path(picture))
+    _check_picture(drawn, picture, [path])
     plans = read_plans(Path(path))
     if not isinstance(plans, PlanSet):
         raise PstarError(f"{path}: is the plan of one stage; `pstar report` draws its queues")
     with named(path):
         prove_set(plans)
-    return draw_set(plans, picture)
+    timelines = play_stages(plans)
+    with styled(picture.style):
+        save_picture(stages_figure(plans, timelines, look=picture.look), Path(drawn), dpi=picture.dpi)
+    tell(f"{drawn}: {len(plans.plans)} stages")
+    _write_data(picture, stages_csv(plans, timelines))
+    return 0
 
 
 commands.add_typer(plot, name="plot")

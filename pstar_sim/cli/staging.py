@@ -13,7 +13,7 @@ import typer
 from pstar_sim.cli.bars import bar
 from pstar_sim.cli.exit_status import NO
 from pstar_sim.cli.flags import MachineFlags, OptionalWorkloadFlags, SettingFlags
-from pstar_sim.cli.output import note, save_picture, say, say_json, tell
+from pstar_sim.cli.output import note, say, say_json, tell
 from pstar_sim.errors import PlanError, PstarError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pstar_sim.workload.parallelism import Parallelism
 
 __all__ = [
-    "Parallel", "check_set", "compare_spread", "draw_set", "explain_set", "plan_spread", "refuse_beside", "spread_like",
+    "Parallel", "check_set", "compare_spread", "explain_set", "plan_spread", "refuse_beside", "spread_like",
 ]  # fmt: skip
 
 Parallel = Annotated[
@@ -204,13 +204,4 @@ def explain_set(path: str, plans: PlanSet) -> int:
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
     say(explain_stages(PlannedStages(plans=plans, timelines=play_stages(plans))))
-    return 0
-
-
-def draw_set(plans: PlanSet, path: str) -> int:
-    from pstar_sim.report.stages import stages_figure
-    from pstar_sim.sim.play import play_stages
-
-    save_picture(stages_figure(plans, play_stages(plans)), Path(path), dpi=150)
-    tell(f"{path}: {len(plans.plans)} stages")
     return 0

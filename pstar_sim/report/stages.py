@@ -16,8 +16,9 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel
 from pstar_sim.planner.stages import PlannedStages, StagesComparison, StagesRow
 from pstar_sim.report.byte_curves import steady_start_s
-from pstar_sim.report.legends import shared_legend
-from pstar_sim.report.palette import PHASES, QUEUE_NAMES, STEPS
+from pstar_sim.report.legends import dark
+from pstar_sim.report.palette import ON_DARK, PHASES, QUEUE_NAMES, STEPS
+from pstar_sim.report.paper import USUAL, Look, broken_at, csv_text, figure_legend, laid_out
 from pstar_sim.report.tables import format_percent, format_size
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import format_bytes, format_count, format_s
@@ -29,7 +30,7 @@ from pstar_sim.workload.tape import TENSOR
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["explain_stages", "stages_figure", "stages_text"]
+__all__ = ["explain_stages", "stages_csv", "stages_figure", "stages_text"]
 
 HEADS = (
     "parallelism", "policy", "batch", "iteration", "tokens/s", "above bound", "bubble", "sums", "bound by", "GPU peak",
@@ -162,16 +163,18 @@ def _words_for_sums(plans: Sequence[Plan]) -> list[str]:
     return [f"{said}. Over {network.name} between nodes they would take {away}, which is why it stays in a node."]
 
 
-def stages_figure(plans: PlanSet, timelines: Sequence[Timeline], *, width: float = 12.0) -> Figure:
+def stages_figure(plans: PlanSet, timelines: Sequence[Timeline], *, look: Look = USUAL) -> Figure:
     """The queues of every stage over one iteration, the first above. Bars of compute are cells: the forward or the
     backward pass of a micro-batch, with its number. What lasts less than a pixel is left out.
 
-    width: in inches.
+    Raises PstarError for a size that has no room for the words.
     """
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     shown = [_rows_of(timeline) for timeline in timelines]
-    figure, ax = pyplot.subplots(figsize=(width, 1.2 + 0.3 * sum(map(len, shown))), layout="constrained")
+    size = look.size(12.0, look.scale * (1.2 + 0.3 * sum(map(len, shown))))
+    figure = Figure(figsize=size, layout="constrained")
+    ax = figure.subplots()
     names: list[str] = []
     found: dict[str, Any] = {}
     end_s = max(timeline.iteration_s for timeline in timelines)
@@ -182,23 +185,37 @@ def stages_figure(plans: PlanSet, timelines: Sequence[Timeline], *, width: float
             for begin_s, over_s, name, colour, label in _bars(plan.workload.moments, timeline, queue, origin):
                 if over_s - begin_s < end_s / 4000:
                     continue
+                ink = "white" if name == "ADAM" else "black"
+                colour, _ = ON_DARK.get(colour, (colour, ink)) if dark(ax) else (colour, ink)
                 bar = ax.barh(row, over_s - begin_s, left=begin_s, height=0.8, color=colour)
                 found.setdefault(name, bar)
                 if label and over_s - begin_s > 0.01 * end_s:
-                    ax.text((begin_s + over_s) / 2, row, label, ha="center", va="center_baseline", fontsize=6)
+                    ax.text(
+                        (begin_s + over_s) / 2, row, label, ha="center", va="center_baseline", fontsize=6, color=ink
+                    )
             names.append(f"stage {stage}: {QUEUE_NAMES[queue]}" if queue is rows[0] else QUEUE_NAMES[queue])
         ax.axhline(len(names) - 0.5, color="#BBBBBB", linewidth=0.6)
     ax.set_yticks(range(len(names)), names, fontsize=7)
     ax.set_ylim(len(names) - 0.5, -0.5)
     ax.set_xlim(0, end_s)
     ax.set_xlabel("time in the iteration [s]")
-    ax.set_title(
-        f"{plans.plans[0].policy}, {plans.parallelism}: {format_s(end_s)} per iteration", fontsize=10, loc="left"
-    )
+    title = f"{plans.plans[0].policy}, {plans.parallelism}: {format_s(end_s)} per iteration"
+    ax.set_title(broken_at(title, figure.get_figwidth() * 54, 10 * look.scale), fontsize=10, loc="left")
     for side in ("top", "right", "left"):
         ax.spines[side].set_visible(False)
-    shared_legend(ax, found, "stages", list)
-    return figure
+    figure_legend(figure, found, look, place="below" if look.scale < 1 else "right")
+    return laid_out(figure, look)
+
+
+def stages_csv(plans: PlanSet, timelines: Sequence[Timeline]) -> str:
+    """Returns the bars of the figure, also those that are less than a pixel."""
+    rows: list[Sequence[object]] = [("stage", "queue", "work", "micro_batch", "start_s", "end_s")]
+    origin = min(map(steady_start_s, timelines))
+    for stage, (plan, timeline) in enumerate(zip(plans.plans, timelines)):
+        for queue in _rows_of(timeline):
+            for begin_s, end_s, name, _, micro_batch in _bars(plan.workload.moments, timeline, queue, origin):
+                rows.append((stage, QUEUE_NAMES[queue], name, micro_batch, begin_s, end_s))
+    return csv_text(rows)
 
 
 def _rows_of(timeline: Timeline) -> list[Any]:

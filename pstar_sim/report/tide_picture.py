@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,11 +31,13 @@ from pstar_sim.report.legends import TITLE_POINTS, Handles, broken, ink, shared_
 from pstar_sim.report.palette import CATEGORIES as COLOURS
 from pstar_sim.report.palette import CATEGORY_NAMES as NAMES
 from pstar_sim.report.palette import PHASES as PHASE_COLOURS
+from pstar_sim.report.paper import USUAL, Look, broken_at, figure_legend, laid_out
 from pstar_sim.units import format_bytes, format_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 
 __all__ = ["plot_tide", "spread", "tide_figure"]
 
@@ -177,53 +180,78 @@ def tide_figure(
     measured: Timeline | None = None,
     measured_as: str = "",
     title: str = "",
-    width: float | None = None,
+    look: Look = USUAL,
 ) -> Figure:
-    """Made without pyplot: a row for every timeline, a column for every x of `xs`.
+    """Made without pyplot: a row for every timeline, a column for every x of `xs` (rows as well where it is narrow).
 
     measured: a run of the first timeline. By moment it is drawn over the prediction; by time each has a row, on one
         axis. `xs` is ignored then.
     measured_as: title of its row (default: the seconds of the iteration drawn).
-    width: inches (default: 11, or 14 for two x). Words are as large in every width.
+
+    Raises PstarError for a size that has no room for the words.
     """
-    from matplotlib.figure import Figure
-
     if measured is not None:
-        return _measured_figure(timelines[0], measured, measured_as, title, width or 11.0)
-    size = (width or (11.0 if len(xs) == 1 else 14.0), 1.6 + 2.4 * len(timelines))
-    figure = Figure(figsize=size, layout="constrained")
-    cells = figure.subplots(len(timelines), len(xs), sharex="col", sharey=True, squeeze=False)
+        draw = partial(_measured_figure, timelines[0], measured, measured_as, title, look)
+    else:
+        draw = partial(_planned_figure, timelines, xs, title, look)
+    figure = draw(())
+    return figure if look == USUAL else draw([ax.get_position() for ax in figure.axes])
+
+
+def _planned_figure(
+    timelines: Sequence[Timeline], xs: Sequence[str], title: str, look: Look, places: Sequence[Bbox]
+) -> Figure:
+    columns = len(xs) if look.scale == 1 else 1
+    count = len(timelines)
+    rows = count * len(xs) // columns
+    size = look.size(11.0 if columns == 1 else 14.0, look.scale * (1.6 + 2.4 * rows))
+    figure, cells = _subplots(size, rows, columns, places, sharey=True)
     handles: Handles = {}
-    for column, x in enumerate(xs):
-        handles |= _plot(timelines, list(cells[:, column]), x, "gpu", None)
-        for one in cells[:-1, column]:
+    for n, x in enumerate(xs):
+        axes = list(cells[:, n]) if columns > 1 else list(cells[n * count : (n + 1) * count, 0])
+        handles |= _plot(timelines, axes, x, "gpu", None)
+        for one in axes[:-1]:
             one.set_xlabel("")
-        for one in cells[:, column] if column else ():
+            one.tick_params(labelbottom=False)
+        for one in axes if n and columns > 1 else ():
             one.set_title("", loc="left")
-    _legend_below(figure, handles, title)
-    return figure
+    return _finished(figure, handles, title, look)
 
 
-def _measured_figure(predicted: Timeline, measured: Timeline, measured_as: str, title: str, width: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, 9.4), layout="constrained")
-    over, *apart = figure.subplots(3, 1)
+def _measured_figure(
+    predicted: Timeline, measured: Timeline, measured_as: str, title: str, look: Look, places: Sequence[Bbox]
+) -> Figure:
+    figure, cells = _subplots(look.size(11.0, 9.4 * look.scale), 3, 1, places)
+    over, *apart = cells[:, 0]
     run = replace(measured, budget_bytes=measured.budget_bytes or predicted.budget_bytes, label="measured")
     handles = _plot([predicted], [over], "moment", "gpu", measured)
     handles |= _plot([predicted.labelled("predicted"), run], apart, "time", "gpu", None, hatch=False)
     apart[0].set_xlabel("")
     if measured_as:
         apart[1].set_title(measured_as, fontsize=10.5, loc="left")
-    _legend_below(figure, handles, title)
-    return figure
+    return _finished(figure, handles, title, look)
 
 
-def _legend_below(figure: Figure, handles: Handles, title: str) -> None:
-    names = _in_order(handles)
-    figure.legend([handles[n] for n in names], names, loc="outside lower left", ncols=3, frameon=False, fontsize=9.5)
+def _subplots(
+    size: tuple[float, float], rows: int, columns: int, places: Sequence[Bbox], *, sharey: bool = False
+) -> tuple[Figure, Any]:
+    """places: of the axes in a first drawing, which say how much room their words and strips have; () if unknown."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    cells = figure.subplots(rows, columns, sharey=sharey, squeeze=False)
+    for ax, place in zip(figure.axes, places):
+        ax.set_position(place)
+        ax.set_in_layout(True)
+    return figure, cells
+
+
+def _finished(figure: Figure, handles: Handles, title: str, look: Look) -> Figure:
+    figure_legend(figure, {name: handles[name] for name in _in_order(handles)}, look, place="below")
     if title:
-        figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+        lines = broken_at(title, figure.get_figwidth() * 72, 12 * look.scale)
+        figure.suptitle(lines, fontsize=12, x=0.01, ha="left")
+    return laid_out(figure, look)
 
 
 def _capacity(timeline: Timeline, place: str) -> int:

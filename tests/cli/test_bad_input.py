@@ -232,6 +232,16 @@ def test_an_unknown_kind_of_picture_is_refused_before_any_planning(
     job = ["--model", "gpt2", "--batch", "1", "--seq", "64", "--machine", "virtual"]
     for command in (["plot", "tide", *job, "-o"], ["ablate", *job, "-o"]):
         assert "'xyz' is not a kind of picture" in complaint(capsys, *command, str(tmp_path / "tide.xyz"))
+    picture = ["-o", str(tmp_path / "tide.png")]
+    for looks, said in (
+        (["--size", "3.3x"], "argument --size: must be a width, or a width and a height, such as 3.3, 3.3x2.5"),
+        (["--size", "0.5"], "argument --size: must be a width"),
+        (["--style", "nice"], "style = 'nice': it must be one of light, dark, "),
+        (["--legend", "top"], "argument --legend: invalid choice: 'top' (choose from below, right, none)"),
+        (["--data", "tide.txt"], "argument --data: tide.txt: give a table a name that ends in .csv"),
+    ):
+        assert said in complaint(capsys, "plot", "tide", *job, *picture, *looks)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from typer.main import get_command
 
 from pstar_sim.cli import main
@@ -229,6 +230,23 @@ def test_host_memory_too_small_names_what_would_do(capsys: pytest.CaptureFixture
     assert main([*argv, "--policy", "zero_offload", "--json"]) == 3
     (row,) = json.loads(capsys.readouterr().out)
     assert "host needs" in row["reason"] and "--host-memory " in row["reason"]
+
+
+def test_figures_for_papers(plan_file: Path, tmp_path: Path) -> None:
+    """The same bytes twice, fonts that publishers take, a size and a style as asked, and the numbers as a table."""
+    svg, pdf, png, data = (tmp_path / f"tide.{kind}" for kind in ("svg", "pdf", "png", "csv"))
+    looks = ["--size", "85x60mm", "--x", "time", "--legend", "none"]
+    written = []
+    for _ in range(2):
+        assert main(["plot", "tide", str(plan_file), *looks, "-o", str(svg), "--data", str(data)]) == 0
+        written.append((svg.read_bytes(), data.read_bytes()))
+    assert written[0] == written[1] and b"<dc:date>" not in written[0][0]
+    assert written[0][1].startswith(b"timeline,source,x,from,to,states_bytes,")
+    assert main(["plot", "tide", str(plan_file), *looks, "-o", str(pdf)]) == 0
+    assert b"/CIDFontType2" in pdf.read_bytes() and b"/Type3" not in pdf.read_bytes()
+    assert main(["plot", "tide", str(plan_file), *looks, "--style", "dark", "-o", str(png)]) == 0
+    with Image.open(png) as image:
+        assert image.size == (1003, 708) and image.getpixel((2, 2))[:3] == (0x1E, 0x21, 0x29)
 
 
 def test_a_picture_of_an_unknown_kind(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

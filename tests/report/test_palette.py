@@ -26,7 +26,7 @@ XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1
 WHITE = XYZ.sum(axis=1)
 ON_LANES = [*PHASES.values(), *(colour for kind, (_, colour, _) in STEPS.items() if kind is not Kind.GPU_UPDATE)]
 PICTURES = {
-    "categories": [*CATEGORIES.values(), *PHASES.values()],
+    "categories": [*CATEGORIES.values(), *PHASES.values(), "#FFFFFF"],
     "steps": [*PHASES.values(), *(colour for _, colour, _ in STEPS.values())],
     **{f"lanes of a {name} page": [*ON_LANES, theme["@deep"], theme["@paper"]] for name, theme in THEMES.items()},
     "waits": WAITS.values(),

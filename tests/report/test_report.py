@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
 import itertools
 import json
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from matplotlib import style
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 import pstar_sim as ps
 from pstar_sim.core.step import Kind, Queue
@@ -21,6 +24,7 @@ from pstar_sim.errors import PstarError, TraceError
 from pstar_sim.report.byte_curves import byte_curves, moment_windows, phase_bands, steady_start_s
 from pstar_sim.report.html import timeline_html
 from pstar_sim.report.palette import CATEGORIES as COLOURS
+from pstar_sim.report.paper import Look, tide_csv
 from pstar_sim.report.perfetto import to_perfetto
 from pstar_sim.report.schedule_picture import plot_schedule
 from pstar_sim.report.tide_picture import plot_tide, spread, tide_figure
@@ -226,6 +230,46 @@ def test_names_of_phases_stand_in_strips_that_hold_them() -> None:
     narrow = Figure(figsize=(0.9, 3)).subplots()
     plot_tide(timeline(), ax=narrow)
     assert "FWD" not in {text.get_text() for text in narrow.texts}
+
+
+@pytest.mark.parametrize(("height", "legend"), [(None, None), (2.6, "below"), (2.2, "none"), (2.6, "right")])
+def test_nothing_is_clipped_in_the_column_of_a_paper(height: float | None, legend: str | None) -> None:
+    """3.3 inches; the name of the policy is longer than that."""
+    long = timeline(label="tide:capacity=peak,eviction=lru,prefetch=3,adam=after-backward")
+    look = Look(width=3.3, height=height, legend=legend)
+    plans, xs = ([long, timeline()], ("time", "moment")) if height is None else ([timeline()], ("time",))
+    title = "llama-3-8b, batch 8 x 4, sequence 2048, bf16, on rtx4090-128gb"
+    figure = tide_figure(plans, xs=xs, title=title, look=look)
+    figure.draw_without_rendering()
+    words = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
+    assert len(words) > 15 and len(figure.axes) == len(plans) * len(xs) and figure.get_figwidth() == 3.3
+    for drawn in (*words, *figure.legends):
+        box = drawn.get_window_extent()
+        if box.width and isinstance(drawn, Text) and drawn.axes is not None and drawn in drawn.axes.texts:
+            continue  # of a phase: it stands inside its strip, which the next test measures
+        assert box.x0 >= -1 and box.y0 >= -1, drawn
+        assert box.x1 <= figure.bbox.x1 + 1 and box.y1 <= figure.bbox.y1 + 1, drawn
+    assert bool(figure.legends) is (legend != "none")
+    letters = figure.axes[0].texts[0].get_window_extent()
+    line = next(one for one in figure.axes[0].lines if one.get_linestyle() == "--")
+    assert letters.y0 > figure.axes[0].transData.transform((0, line.get_ydata()[0]))[1]
+
+
+def test_a_size_without_room_is_refused() -> None:
+    with pytest.raises(PstarError, match=r"3.3 x 1 inches has no room beside its words; make it higher or wider"):
+        tide_figure([timeline()], look=Look(width=3.3, height=1.0))
+
+
+def test_the_table_of_a_picture_has_the_bytes_that_it_draws() -> None:
+    """The tide is 2, 5, 5, 1 GB over the seconds of the iteration, and 2, 5, 1 GB over its moments."""
+    rows = list(csv.DictReader(io.StringIO(tide_csv([timeline()], ("time", "moment")))))
+    assert [(row["x"], float(row["from"]), int(row["non_model_bytes"]) // GB) for row in rows] == [
+        *(("time_s", at, tide) for at, tide in enumerate((2, 5, 5, 1))),
+        *(("moment", at, tide) for at, tide in enumerate((2, 5, 1))),
+    ]
+    assert {(row["timeline"], row["source"], int(row["capacity_bytes"])) for row in rows} == {
+        ("tide", "simulated", 10 * GB)
+    }
 
 
 def test_measured_is_drawn_over_predicted_by_moment_and_below_it_by_time() -> None:

@@ -133,11 +133,11 @@ def test_the_pictures_show_the_plans_of_today(monkeypatch: pytest.MonkeyPatch) -
     """A digest in each says what it was drawn from."""
     monkeypatch.syspath_prepend(str(ROOT / ".ci"))
     pictures = importlib.import_module("draw_pictures")
-    for folder in pictures.STYLES:  # for light pages and for dark ones
+    for folder in pictures.FOLDERS:  # for light pages and for dark ones
         drawn = {path.stem for path in folder.glob("*.png")}
         assert drawn == {*pictures.SHOWN} and drawn >= {*built_in()}
     old = [
         name for name, shown in pictures.SHOWN.items()
-        if {pictures.digest_in(folder / f"{name}.png") for folder in pictures.STYLES} != {pictures.digest(shown())}
+        if {pictures.digest_in(folder / f"{name}.png") for folder in pictures.FOLDERS} != {pictures.digest(shown())}
     ]  # fmt: skip
     assert not old, "run .ci/refresh_readme.py"

@@ -1,0 +1,167 @@
+"""Paper: size, style and legend of a figure as its reader wants them, and the numbers that it draws.
+
+A figure narrower than NARROW has smaller words, down to LEAST of their size, and one column of pictures: the column of
+a paper is 3.3 inches wide.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pstar_sim.arguments import refused
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import PstarError
+from pstar_sim.report.byte_curves import CATEGORIES, byte_curves
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["STYLES", "USUAL", "Look", "broken_at", "csv_text", "figure_legend", "laid_out", "styled", "tide_csv"]
+
+NARROW, LEAST = 6.0, 0.7
+LEGEND_POINTS = 9.5  # of words beside a swatch
+LETTER, SWATCH = 0.52, 5.0  # width of a letter and of a swatch with its gaps, in sizes of the words
+
+PAPER = "#1e2129"  # of a dark page of the documentation
+STYLES: Mapping[str, Any] = {
+    "light": {},
+    "dark": ["dark_background", {f"{part}.facecolor": PAPER for part in ("figure", "axes", "savefig")}],
+}
+"""Name -> styles of matplotlib; matplotlib's own names stand for themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """width, height: inches; None: those of the picture.
+    legend: "below", "right" or "none"; None: where the picture has it.
+    """
+
+    width: float | None = None
+    height: float | None = None
+    legend: str | None = None
+
+    @property
+    def scale(self) -> float:
+        """Of words."""
+        return 1.0 if self.width is None else min(1.0, max(LEAST, self.width / NARROW))
+
+    def size(self, width: float, height: float) -> tuple[float, float]:
+        """Returns width and height in inches.
+
+        width, height: of the picture if nothing else is asked.
+        """
+        return self.width or width, self.height or height
+
+
+USUAL = Look()
+
+
+@contextmanager
+def styled(name: str) -> Iterator[None]:
+    """Raises PstarError for a name that is neither one of STYLES nor matplotlib's, nor a file of styles."""
+    from matplotlib import style
+
+    is_file = Path(name).suffix == ".mplstyle" and Path(name).is_file()
+    if name not in STYLES and name not in style.available and not is_file:
+        raise refused("style", name, f"one of {', '.join([*STYLES, *sorted(style.available)])}, or a .mplstyle file")
+    with style.context(STYLES.get(name, name)):
+        yield
+
+
+def broken_at(text: str, points: float, size: float) -> str:
+    """Returns the text in lines of at most so many points, broken at spaces.
+
+    size: of its letters.
+    """
+    import textwrap
+
+    return "\n".join(textwrap.wrap(text, max(10, int(points / (size * LETTER)))))
+
+
+def figure_legend(figure: Figure, handles: Mapping[str, Any], look: Look, *, place: str, most: int = 3) -> None:
+    """Draws the legend beside the axes.
+
+    place: where it stands if the look does not say.
+    most: columns of a wide figure.
+    """
+    place = look.legend or place
+    if place == "none" or not handles:
+        return
+    points = LEGEND_POINTS * look.scale
+    columns, names = most, list(handles)
+    if look.scale < 1:
+        columns = 2
+        room = figure.get_figwidth() * 72 / columns - SWATCH * points
+        names = [broken_at(name, room, points) for name in names]
+    below = place == "below"
+    figure.legend(
+        list(handles.values()), names, loc="outside lower left" if below else "outside right upper",
+        ncols=columns if below else 1, frameon=False, fontsize=points,
+    )  # fmt: skip
+
+
+def laid_out(figure: Figure, look: Look) -> Figure:
+    """Returns the figure with the words of its look, all inside its edges. Raises PstarError for a size that has no
+    room for its words."""
+    from matplotlib.text import Text
+
+    if look == USUAL:
+        return figure
+    if look.scale < 1:
+        ticks = [
+            (axis, float(axis.get_major_ticks()[0].label1.get_fontsize()))
+            for ax in figure.axes
+            for axis in (ax.xaxis, ax.yaxis)
+        ]
+        legends = [*figure.legends, *(legend for ax in figure.axes if (legend := ax.get_legend()) is not None)]
+        sized = {id(text) for legend in legends for text in legend.get_texts()}
+        for text in figure.findobj(Text):
+            if id(text) not in sized:
+                text.set_fontsize(float(text.get_fontsize()) * look.scale)
+        for axis, points in ticks:
+            axis.set_tick_params(labelsize=points * look.scale)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="constrained_layout not applied")
+        try:
+            figure.draw_without_rendering()
+        except UserWarning:
+            width, height = figure.get_size_inches()
+            raise PstarError(
+                f"a picture of {width:.3g} x {height:.3g} inches has no room beside its words; make it higher or "
+                "wider, or leave the legend out"
+            ) from None
+    return figure
+
+
+def tide_csv(timelines: Sequence[Timeline], xs: Sequence[str]) -> str:
+    """Returns the bytes on the GPU that a tide picture draws: a row for each stretch in which nothing changes."""
+    rows: list[Sequence[object]] = [
+        ("timeline", "source", "x", "from", "to", *(f"{_column(c)}_bytes" for c in CATEGORIES), "capacity_bytes")
+    ]
+    for timeline in timelines:
+        for x in xs:
+            curves = byte_curves(timeline, x=x)
+            columns = [curves.values[category].tolist() for category in CATEGORIES]
+            edges = curves.edges.tolist()
+            for begin, end, *sizes in zip(edges, edges[1:], *columns, strict=False):
+                name = "time_s" if x == "time" else x
+                capacity = timeline.budget_bytes.get("gpu", "")
+                rows.append((timeline.label, timeline.source, name, begin, end, *sizes, capacity))
+    return csv_text(rows)
+
+
+def csv_text(rows: Sequence[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _column(category: str) -> str:
+    return category.replace("-", "_")
