@@ -29,8 +29,8 @@ NAMES = ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram", "net")
 @dataclass(frozen=True, kw_only=True)
 class Bound:
     """seconds: no schedule is faster.
-    binding: largest term ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram", "net" or "stashes"); of equal
-        terms, the first in this order.
+    binding: largest term ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram", "net", "stashes" or "nvme"); of
+        equal terms, the first in this order.
     terms: name -> seconds, at the best `pinned_params` and `streamed_params`.
     pinned_params: parameters whose states stay on the gpu.
     max_pinned_params: parameters whose states would have room there.

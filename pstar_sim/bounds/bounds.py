@@ -2,7 +2,7 @@
 
 It depends on workload, machine, settings and layout, and on no plan. pinned.py has the closed form for schedules that
 stream no chunk. joint.py adds streaming, as a small linear program; fluid.py is a finer one over time. rank_facts.py
-says what several ranks add, stash_bound.py bounds offloaded activations alone.
+says what several ranks add, stash_bound.py and disk_bound.py bound offloaded activations and disks alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from pstar_sim.bounds.bound_facts import Bound, BoundFacts
+from pstar_sim.bounds.disk_bound import disk_bound_s
 from pstar_sim.bounds.joint import joint_bound
 from pstar_sim.bounds.linear import Unsolved
 from pstar_sim.bounds.pinned import pinned_bound
@@ -28,7 +29,7 @@ from pstar_sim.workload.workload import Workload, activations_text
 
 __all__ = ["lower_bound", "relative_to"]
 
-STASHES = "stashes"
+STASHES, DISKS = "stashes", "nvme"
 
 
 def lower_bound(
@@ -55,7 +56,7 @@ def lower_bound(
     """
     of_rank = partial(_of_rank, workload, machine, settings, layout, max_pinned=max_pinned, stream=stream)
     bounds = [
-        _with_stashes(of_rank(cost), workload, cost)
+        _with_disks(_with_stashes(of_rank(cost), workload, cost), disk_bound_s(workload, layout, cost))
         for cost in costs or costs_of_ranks(workload, machine, layout, ranked)
     ]
     return max(bounds, key=lambda bound: bound.seconds)
@@ -71,7 +72,7 @@ def _of_rank(
     max_pinned: int | None,
     stream: bool,
 ) -> Bound:
-    """One kind of rank, without the waits for stashes."""
+    """One kind of rank, without stashes and disks."""
     facts = BoundFacts(workload, machine, layout, cost)
     barrier = settings.barrier(workload.compute_dtype) is not None
     limit = np.inf if max_pinned is None else max_pinned + float(facts.params[facts.small].sum())
@@ -87,9 +88,16 @@ def _with_stashes(bound: Bound, workload: Workload, cost: CostModel) -> Bound:
     """[Note: the bound of stashes] in stash_bound.py."""
     if not workload.stashes:
         return bound
-    seconds = stash_bound_s(workload, cost)
-    bound = replace(bound, terms={**bound.terms, STASHES: seconds})
-    return replace(bound, seconds=seconds, binding=STASHES) if seconds > bound.seconds else bound
+    return _with_term(bound, STASHES, stash_bound_s(workload, cost))
+
+
+def _with_disks(bound: Bound, seconds: float) -> Bound:
+    return _with_term(bound, DISKS, seconds) if seconds else bound
+
+
+def _with_term(bound: Bound, name: str, seconds: float) -> Bound:
+    bound = replace(bound, terms={**bound.terms, name: seconds})
+    return replace(bound, seconds=seconds, binding=name) if seconds > bound.seconds else bound
 
 
 def _of_compute(facts: BoundFacts, why: str) -> Bound:

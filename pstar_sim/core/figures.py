@@ -17,7 +17,6 @@ __all__ = [
     "BINDS_NAMES",
     "Stated",
     "byte_figures",
-    "moves_on_disks",
     "not_checked",
 ]
 
@@ -41,11 +40,6 @@ class Stated:
 
     false: tuple[str, ...]
     checked: tuple[str, ...]
-
-
-def moves_on_disks(moved_bytes: Mapping[str, int]) -> bool:
-    """Lower bounds count no disks, so the distance of such a plan from its bound says nothing."""
-    return any(moved_bytes.get(way, 0) for way in ("nvme_read", "nvme_write"))
 
 
 def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:

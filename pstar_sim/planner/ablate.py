@@ -241,7 +241,7 @@ def _ladder_lines(steps: Sequence[tuple[str, str]], rows: Mapping[str, Row]) -> 
 
 def _held_against(row: Row, bound_s: float | None) -> Row:
     gap = None
-    if bound_s is not None and row.iteration_s is not None and row.gap is not None:  # no gap: a plan on disks
+    if bound_s is not None and row.iteration_s is not None:
         gap = row.iteration_s / bound_s - 1
     return replace(row, lower_bound_s=bound_s, gap=gap)
 

@@ -13,7 +13,6 @@ from pstar_sim.arguments import flag, function, instance, refused, text, whole
 from pstar_sim.bounds.certificate import Certificate, Certifier, certificate_of, require_bounded
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
-from pstar_sim.core.figures import moves_on_disks
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import VERSION
@@ -48,7 +47,7 @@ class Row:
     figures.
 
     lower_bound_s: lower bound for the policy's own chunk size.
-    gap: iteration_s / lower_bound_s - 1. None for a plan that moves lists on disks.
+    gap: iteration_s / lower_bound_s - 1.
     certificate: kind of the bound, the term that binds it and the setting for which it holds; or the reason why there
         is none (`Certificate.text`).
     bound_by: see `binding.bound_by`.
@@ -649,7 +648,7 @@ def _figures(
         iteration_s=timeline.iteration_s,
         tokens_per_s=tokens / timeline.iteration_s,
         lower_bound_s=bound_s,
-        gap=None if moves_on_disks(timeline.moved_bytes) else timeline.iteration_s / bound_s - 1,
+        gap=timeline.iteration_s / bound_s - 1,
         bound_by=bound_by(timeline, barrier_cost_s=barrier_cost_s),
         peak_gpu_bytes=max(gpus),
         peak_host_bytes=max(peak["host"] for peak in peaks),

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pstar_sim.arguments import choice, instance, number, whole
 from pstar_sim.catalog.model_shapes import is_model, model_entry
 from pstar_sim.core.effects import gradient_list
-from pstar_sim.core.figures import BINDS_NAMES, moves_on_disks
+from pstar_sim.core.figures import BINDS_NAMES
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Place, to_text
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
 from pstar_sim.planner.binding import bound_by as binding
 from pstar_sim.planner.expert_chunks import chunk_use
-from pstar_sim.planner.machine_notes import NO_DISKS, disk_life
+from pstar_sim.planner.machine_notes import disk_life
 from pstar_sim.planner.tried import tried_of, tried_text
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.kit.options import options_of, split_spec
@@ -459,9 +459,7 @@ def _binds(plan: Plan, timeline: Timeline, bound: str | None, barrier_cost_s: fl
     if life := disk_life(plan, total):
         lines.append(f"  {life}")
     bound_s = plan.predictions.get("lower_bound_s")
-    if bound_s and moves_on_disks(timeline.moved_bytes):
-        lines.append(f"  lower bound of this setting: {format_s(bound_s)}; {NO_DISKS}")
-    elif bound_s:
+    if bound_s:
         percent = round((total / bound_s - 1) * 100, 2) + 0.0  # never -0.00
         lines.append(f"  {percent:.2f} % above the lower bound of this setting ({format_s(bound_s)})")
     lines += _certificate(plan)

@@ -9,7 +9,6 @@ from pstar_sim.catalog.attention import ATTENTION, USUAL
 from pstar_sim.catalog.attention_rates import attention_rates
 from pstar_sim.catalog.loader import as_listed, load_machine, machine_names
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.core.figures import moves_on_disks
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind
 from pstar_sim.core.timeline import Timeline
@@ -17,7 +16,6 @@ from pstar_sim.cost import timed_as
 from pstar_sim.units import format_bytes, format_count
 
 __all__ = [
-    "NO_DISKS",
     "added_gpus_notes",
     "attention_notes",
     "disk_life",
@@ -27,8 +25,6 @@ __all__ = [
     "units_notes",
 ]
 
-NO_DISKS = "the lower bound counts no disks, so no distance from it is given"
-"""The reason why a plan that moves lists on disks has no gap."""
 ASSUMED_FILLS = 600
 """How often the disks of a node may be filled, where their rating is not known: 600 TB of 1 TB is usual."""
 _DAY_S = 86_400.0
@@ -49,9 +45,6 @@ def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> l
         )
     if copies:
         notes += pinned_notes(machine)
-    on_disks = [plan.policy for plan, _ in plans if moves_on_disks(plan.moved_bytes)]
-    if on_disks:
-        notes.append(f"{', '.join(on_disks)}: {NO_DISKS}")
     return [*notes, *(line for plan, timeline in plans if (line := disk_life(plan, timeline.iteration_s)))]
 
 

@@ -149,19 +149,13 @@ def with_room(
     loading: Loading = WHOLE,
 ) -> Plan:
     """Returns a plan that the host has room to run ([Note: what the host really has to give]). Raises DoesNotFit."""
-    plan, budget_bytes = plan_on(machine), machine.host_budget_bytes
+    plan = plan_on(machine)
     if can(policy).counts_host:
         return plan
     refusal = _shortage_of(plan, machine, loading)
-    short = refusal
-    for _ in range(MOST_SHORT):
-        if short is None:
-            return plan if budget_bytes == machine.host_budget_bytes else _moved(plan, machine)
-        budget_bytes -= short.short_bytes
-        smaller = _planned_within(plan_on, machine, budget_bytes)
-        if smaller is None:
-            break
-        plan, short = smaller, _shortage_of(smaller, machine, loading)
+    smaller = _shrunk(plan_on, plan, machine, loading)
+    if smaller is not None:
+        return smaller
     if can(policy).point is not None:
         # its own need, with as little on the host as it can do with, is the reason or a last chance
         need = memory_need(policy, workload, machine, settings, loading=loading, others=False, fewest=False)
@@ -170,6 +164,20 @@ def with_room(
             return _moved(smaller, machine)
     assert refusal is not None
     raise refusal
+
+
+def _shrunk(plan_on: Callable[[Machine], Plan], plan: Plan, machine: Machine, loading: Loading) -> Plan | None:
+    """Returns the plan, or one for less host memory, that the host has room to run; None if a few tries find none."""
+    budget_bytes, short = machine.host_budget_bytes, _shortage_of(plan, machine, loading)
+    for _ in range(MOST_SHORT):
+        if short is None:
+            return plan if budget_bytes == machine.host_budget_bytes else _moved(plan, machine)
+        budget_bytes -= short.short_bytes
+        smaller = _planned_within(plan_on, machine, budget_bytes)
+        if smaller is None:
+            break
+        plan, short = smaller, _shortage_of(smaller, machine, loading)
+    return None
 
 
 def _planned_within(plan_on: Callable[[Machine], Plan], machine: Machine, budget_bytes: int) -> Plan | None:
@@ -213,7 +221,7 @@ def memory_need(
         try:
             return _own_need(policy_name(policy), able, workload, machine, settings, loading, fewest=fewest)
         except DoesNotFit as short:
-            if not able.tries_others or not others:
+            if not (able.tries_others and others) and (machine.nvme is None or short.place == "gpu"):
                 raise
             refusal = short
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
@@ -221,12 +229,16 @@ def memory_need(
     function = find_policy(policy) if isinstance(policy, str) else policy
     try:
         plan = function(workload, machine, asked)
+        if able.point is not None:  # on disks there is a plan for less host memory
+            plan = _shrunk(lambda smaller: function(workload, smaller, asked), plan, machine, loading) or plan
         need = replace(need_of_plan(plan, loading), policy=name)
         if not able.counts_host:
             _check_host(need, machine)
     except DoesNotFit:
         if refusal is None:
             raise
+        if not (able.tries_others and others):
+            raise refusal from None
     else:
         return need
     from_disks = (f"{other}:{options}" for other in built_in() for options in can(other).from_disks)

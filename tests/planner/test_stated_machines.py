@@ -81,8 +81,7 @@ def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_every_figure_is_computed_again(plan: Plan) -> None:
-    on_disks = plan.nvme_budget_bytes > 0  # bounds count no disks, so that there is no gap
-    assert set(plan.predictions) == FIGURES - ({"gap"} if on_disks else set())
+    assert set(plan.predictions) == FIGURES
     report = examine(plan, lp=True).report
     assert set(plan.predictions) <= set(report.figures)
     words = report.describe()
@@ -99,8 +98,6 @@ def changes(plan: Plan, name: str) -> set[float]:
 
 @pytest.mark.parametrize("name", sorted(FIGURES))
 def test_a_figure_that_was_changed_is_false(plan: Plan, name: str) -> None:
-    if name not in plan.predictions:
-        pytest.skip("bounds count no disks, so that there is no gap")
     for value in changes(plan, name):
         other = replace(plan, predictions={**plan.predictions, name: value})
         with pytest.raises(FalseFigures) as caught:

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt, attempt, burden_of
 from pstar_sim.policy.family.course import Knobs
+from pstar_sim.policy.family.disks import disk_s, with_disks
 from pstar_sim.policy.family.pace import faster_in_parts
 from pstar_sim.policy.family.pins import iteration_bounds, most_pins_of, pin_facts
 from pstar_sim.policy.family.residency import gaps_of
@@ -87,7 +90,7 @@ class Asynchronous:
             if not 0 <= p <= most or p in attempts:
                 return
             try:
-                check_host(g, Modes(frozenset(g.candidates[:p])))
+                check_host(g, self._modes(p))
             except DoesNotFit as reason:
                 error = error or reason
                 return
@@ -150,14 +153,25 @@ class Asynchronous:
     def _scan(self) -> tuple[int, int, float]:
         """The best and the largest number of pins by the closed form, and its seconds at the best."""
         most = most_pins_of(self.job)
-        bounds = iteration_bounds(pin_facts(self.job), most)
+        bounds = np.maximum(iteration_bounds(pin_facts(self.job), most), self._disks_s(most))
         asked = self.point.pins
         best = min(asked, most) if isinstance(asked, int) else int(bounds.argmin())
         return best, most, float(bounds[best])
 
+    def _disks_s(self, most: int) -> list[float]:
+        """Returns the seconds of the disks for 0, 1 .. most pinned chunks."""
+        job = self.job
+        if job.machine.nvme is None:
+            return [0.0] * (most + 1)
+        on_disks = (self._modes(pins).on_disks for pins in range(most + 1))
+        return [disk_s(job) * sum(map(job.states_bytes, chunks)) for chunks in on_disks]
+
+    def _modes(self, pins: int) -> Modes:
+        return with_disks(self.job, Modes(frozenset(self.job.candidates[:pins])))
+
     def _attempt(self, pins: int, *, linger: bool = True, like: Attempt | None = None) -> Attempt:
         g = self.job
-        made = attempt(g, Modes(frozenset(g.candidates[:pins])), Knobs(linger=linger), like=like)
+        made = attempt(g, self._modes(pins), Knobs(linger=linger), like=like)
         if made.window.stuck is not None:
             op, place, wanted, free = made.window.stuck
             raise AssertionError(

@@ -14,6 +14,7 @@ from pstar_sim.policy.kit.blocks import Position
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes, Schedule, Stretch
 from pstar_sim.policy.passes import collective_rows, gradient_rows, update_rows
+from pstar_sim.policy.passes.feasibility import disk_room
 
 __all__ = ["Course", "Knobs"]
 
@@ -75,9 +76,9 @@ class Course:
         self.kept_whole = self._keep_whole() if blocks is None else set()
 
     def schedule(self) -> Schedule:
-        point, knobs = self.job.point, self.knobs
+        job, point, knobs = self.job, self.job.point, self.knobs
         return Schedule(
-            job=self.job,
+            job=job,
             modes=self.modes,
             positions=self.positions,
             at=self.at,
@@ -88,11 +89,12 @@ class Course:
             stays=self.stays,
             room=self.room,
             resident_bytes=self.resident_bytes,
-            lead_bytes=knobs.lead_chunks * self.job.layout.chunk_bytes,
+            lead_bytes=knobs.lead_chunks * job.layout.chunk_bytes,
             prefetch=point.prefetch,
             adam=point.adam,
             down=knobs.down,
             states_first=knobs.states_first,
+            disk_room_bytes=disk_room(job, self.modes),
         )
 
     def _needs(self) -> tuple[dict[int, list[int]], dict[int, list[Stretch]]]:

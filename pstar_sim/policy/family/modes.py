@@ -3,10 +3,10 @@ the roofline] Let x be the share of the chunks (by parameters) that are pinned, 
 updates the rest, 1 - x - z. All three kinds are spread evenly through the layers, so the CPU has the same share of the
 updates in every window ([Note: update windows] in pins.py). One iteration takes at least the seconds of each of these:
 (1) the work of the compute queue with its Adam steps; (2) CPU Adam, in each window and in total; (3) the copies in each
-direction, on a half-duplex link both directions together; (4) the traffic of host DRAM. The states of streamed chunks
-are copied up once and down once. Chunks that cannot be kept between forward and backward are copied up a second time.
-After the last turn to a backward pass, everything that it needs and that is not on the GPU is copied up. Behind a
-barrier all streamed chunks are updated before the next forward. What of their states did not fit on the GPU earlier
+direction, on a half-duplex link both directions together; (4) the traffic of host DRAM; (5) reads and writes of the
+states on disks, those for which the host has no room. The states of streamed chunks are copied up once and down once.
+Chunks that cannot be kept between forward and backward are copied up a second time. After the last turn to a backward
+pass, everything that it needs and that is not on the GPU is copied up. Behind a barrier all streamed chunks are updated before the next forward. What of their states did not fit on the GPU earlier
 arrives while the compute queue waits. The roofline ranks numbers of chunks and proves nothing.
 
 With several micro-batches, gradients of a share of the unpinned chunks add up on the GPU, streamed chunks first. Their
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pstar_sim.policy.family.disks import disk_s
 from pstar_sim.policy.family.pins import PinFacts, pin_facts
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.update_windows import Inside
@@ -53,6 +54,8 @@ class ModeFacts:
     passing_bytes: GPU room of streaming one chunk: states and working list.
     last_room_bytes: room at the last moment with nothing pinned.
     host_room_bytes: for lists of the chunks.
+    disk_room_bytes: for states without room on the host.
+    disk_s: per byte that is read and written.
     turn_s: from the begin to the last backward pass.
     forward_s: of the first micro-batch.
     adds_before: share of the adds on the GPU that come before the last micro-batch.
@@ -76,6 +79,8 @@ class ModeFacts:
     passing_bytes: int
     last_room_bytes: int
     host_room_bytes: int
+    disk_room_bytes: int
+    disk_s: float
     turn_s: float
     first_s: float
     forward_s: float
@@ -111,6 +116,8 @@ def mode_facts(job: Job) -> ModeFacts:
         passing_bytes=max(visiting, default=0) + largest,
         last_room_bytes=job.machine.gpu_budget_bytes - job.small_bytes - job.tide[-1],
         host_room_bytes=host_room(job),
+        disk_room_bytes=job.machine.nvme_budget_bytes,
+        disk_s=disk_s(job),
         turn_s=sum(job.cost.moments_s[:turn]),
         first_s=sum(s for s, m in zip(job.cost.moments_s, w.moments) if m.micro_batch == 0),
         forward_s=sum(s for s, m in zip(job.cost.moments_s, w.moments) if m.micro_batch == 0 and m.phase is Phase.FWD),
@@ -222,6 +229,11 @@ def roofline(
     if facts.sums and not f.barrier:
         terms.append(facts.turn_s + adds_before_s + _last_down_s(facts, cpu, z, summed_cpu, beside, x) - facts.first_s)
     terms.append(np.full_like(z, facts.net_s))
+    never = 0.0 if spill or f.barrier else summed_z * sum_bytes  # sums that are never on the host
+    over = (1 - x) * pinned.sum() - never - facts.host_room_bytes
+    sunk = np.clip(over, 0.0, np.minimum((1 - x) * states, facts.disk_room_bytes))  # bytes of states on disks
+    if facts.disk_room_bytes:
+        terms.append(sunk * facts.disk_s)
     windows = _windows(facts)
     inside_s = adds_s if f.barrier else adds_before_s
     last_window = _longest(windows[-1:], inside_s, cpu)
@@ -244,8 +256,7 @@ def roofline(
             )
         )
     seconds = np.stack(np.broadcast_arrays(*terms)).max(axis=0)
-    never = 0.0 if spill or f.barrier else summed_z * sum_bytes  # sums that are never on the host
-    short = (1 - x) * pinned.sum() - never > facts.host_room_bytes
+    short = over > sunk
     if len(sums) > 1:
         short = short | (beside < 0)
     seconds = np.where(short, np.inf, seconds)

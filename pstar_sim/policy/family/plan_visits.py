@@ -13,6 +13,7 @@ from pstar_sim.core.step import Place
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt
 from pstar_sim.policy.family.course import Course, Knobs
+from pstar_sim.policy.family.disks import with_disks
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.room import budget_bytes, describe_moment
 from pstar_sim.policy.kit.schedule import Modes
@@ -86,6 +87,7 @@ def schedule_visits(
     _check_orders(job, prefetch, adam)
     modes = Modes(frozenset(pinned), frozenset(streamed))
     _check_modes(job, modes)
+    modes = with_disks(job, modes)
     blocks = _blocks(job, modes, visits)
     check_gpu(job)
     check_host(job, modes)

@@ -22,6 +22,7 @@ import numpy as np
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt, attempt_course, burden_of
 from pstar_sim.policy.family.course import Course, Knobs
+from pstar_sim.policy.family.disks import with_disks
 from pstar_sim.policy.family.modes import Roofline, interleave, mode_facts, roofline
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.pins import iteration_bounds, most_pins_of
@@ -280,10 +281,10 @@ class Search:
         pinned, streamed = interleave(order, g.sizes, pins, streams, trial.head, trial.front)
         modes = Modes(frozenset((*pinned, *beside["pin"])), frozenset((*streamed, *beside["stream"])))
         if not g.may_sum:
-            return modes
+            return with_disks(g, modes)
         summed = self._summed(modes, trial.hosts)
         spilt, _ = interleave([c for c in g.candidates if c in summed], g.sizes, min(trial.spills, len(summed)), 0)
-        return replace(modes, summed=summed, spilt=frozenset(spilt))
+        return with_disks(g, replace(modes, summed=summed, spilt=frozenset(spilt)))
 
     def _summed(self, modes: Modes, hosts: int) -> frozenset[int]:
         """All unpinned chunks but `hosts`, spread evenly over those that CPU Adam updates, then over the streamed

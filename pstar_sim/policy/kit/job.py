@@ -243,12 +243,18 @@ class Job:
         size, seconds = self.down[chunk, "grad32" if sums else "param"]
         return [(moment, size, seconds) for moment in lists]
 
+    def states_of(self, chunk: int) -> tuple[str, ...]:
+        return self.layout.states_of(chunk).names
+
+    def states_bytes(self, chunk: int) -> int:
+        return sum(self.layout.payload_bytes(chunk, name) for name in self.states_of(chunk))
+
     def visiting(self, chunk: int, *, held: bool) -> tuple[str, ...]:
         """Lists that come up for the update of a streamed chunk.
 
         held: whether its sum is on the GPU already.
         """
-        return (*(("grad32",) if self.several and not held else ()), *self.layout.states_of(chunk).names)
+        return (*(("grad32",) if self.several and not held else ()), *self.states_of(chunk))
 
     def visiting_bytes(self, chunk: int, *, held: bool = False) -> int:
         return sum(self.up[chunk, name][0] for name in self.visiting(chunk, held=held))

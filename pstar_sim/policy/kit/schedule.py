@@ -22,12 +22,14 @@ class Modes:
     summed: gradients of all micro-batches add up on the GPU although the states live elsewhere. `Schedule.sums` says
         when they are there.
     spilt: of `summed`, those whose sums go to the host between two micro-batches.
+    on_disks: states on the machine's disks between two updates, and on the host for the update.
     """
 
     pinned: frozenset[int]
     streamed: frozenset[int] = frozenset()
     summed: frozenset[int] = frozenset()
     spilt: frozenset[int] = frozenset()
+    on_disks: frozenset[int] = frozenset()
 
 
 class Stretch(NamedTuple):
@@ -52,6 +54,7 @@ class Schedule:
     lead_bytes: room that early fetches leave free for urgent fetches.
     prefetch, adam, down: as in `plan_visits` and `Knobs`.
     lists_at_once: most gradient lists on the GPU; None: what has room.
+    disk_room_bytes: of the host, for states that pass on their way from and to disks.
     """
 
     job: Job
@@ -71,6 +74,7 @@ class Schedule:
     down: str = "edf"
     states_first: bool = False
     lists_at_once: int | None = None
+    disk_room_bytes: int = 0
 
     def rows_as(self, other: Schedule) -> bool:
         """Whether both differ at most in the room for copies ahead."""
@@ -108,6 +112,11 @@ class Schedule:
             return False
         return not self.all_in_grad32(chunk) and bool(self.job.lists_of(chunk, summed=False))
 
+    @property
+    def updates_wait(self) -> bool:
+        """Whether every CPU Adam waits for the end of the last moment, as it does behind a barrier."""
+        return self.job.barrier is not None or self.adam == "after-backward"
+
     def sum_waits(self, chunk: int) -> bool:
         """A streamed chunk's sum is on the GPU before the states come."""
         return chunk in self.sums and chunk in self.updates and self.sums[chunk][-1].first != self.updates[chunk]
@@ -119,9 +128,14 @@ class Schedule:
 
     @property
     def never_on_host(self) -> frozenset[tuple[int, str]]:
-        """(chunk, list) pairs of streamed chunks that the host never holds."""
+        """(chunk, list) pairs of streamed chunks that the host never holds, and those that live on disks."""
         working = ((c, "param") for c in self.visits if self.never_leaves(c))
-        return frozenset((*((c, "grad32") for c in self.held), *working))
+        return frozenset((*((c, "grad32") for c in self.held), *working, *self.on_disks))
+
+    @property
+    def on_disks(self) -> frozenset[tuple[int, str]]:
+        """The (chunk, list) pairs that live on disks."""
+        return frozenset((c, name) for c in self.modes.on_disks for name in self.job.states_of(c))
 
     def is_resident(self, chunk: int) -> bool:
         return chunk in self.modes.pinned or chunk in self.job.small

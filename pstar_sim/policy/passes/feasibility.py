@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from heapq import nlargest
 
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.kit.blocks import Block
@@ -12,7 +13,11 @@ from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.passes import gradient_rows
 from pstar_sim.units import format_bytes, format_count
 
-__all__ = ["check_gpu", "check_host", "held_on_host", "host_room"]
+__all__ = ["IN_FLIGHT", "check_gpu", "check_host", "disk_room", "held_on_host", "host_room", "needed_on_host"]
+
+# Chunks for whose states the host has room at a time on their way from and to disks: one is updated while others are
+# read and written.
+IN_FLIGHT = 2
 
 
 def check_gpu(job: Job) -> None:
@@ -62,14 +67,35 @@ def host_room(job: Job) -> int:
     return job.machine.host_budget_bytes - others - _passing_bytes(job, job.candidates)
 
 
-def check_host(job: Job, modes: Modes) -> None:
-    """Raise DoesNotFit unless the host has room for what is not pinned and for one gradient that passes."""
-    pinned = modes.pinned
+def needed_on_host(job: Job, modes: Modes) -> int:
+    """Returns the bytes of what is neither pinned nor on disks, and of one gradient that passes."""
     # If no sum spills and no sum waits for the barrier, the sums of streamed chunks are never on the host.
     never = frozenset[int]() if modes.spilt or job.barrier is not None else modes.summed & modes.streamed
-    needed = held_on_host(job, pinned, ((c, "grad32") for c in never))
-    needed += _passing_bytes(job, (c for c in job.candidates if c not in pinned))
+    needed = held_on_host(job, modes.pinned, ((c, "grad32") for c in never))
+    needed -= sum(job.states_bytes(c) for c in modes.on_disks)
+    return needed + _passing_bytes(job, (c for c in job.candidates if c not in modes.pinned))
+
+
+def disk_room(job: Job, modes: Modes) -> int:
+    """Returns the room of the host for states on their way from and to disks, at most for IN_FLIGHT chunks."""
+    largest = nlargest(IN_FLIGHT, (job.states_bytes(c) for c in modes.on_disks))
+    return min(sum(largest), job.machine.host_budget_bytes - needed_on_host(job, modes))
+
+
+def check_host(job: Job, modes: Modes) -> None:
+    """Raise DoesNotFit unless the host has room for what is neither pinned nor on disks and for what passes, and the
+    disks for what is on them."""
+    pinned, states = modes.pinned, [job.states_bytes(c) for c in modes.on_disks]
+    needed = needed_on_host(job, modes) + max(states, default=0)
     budget = job.machine.host_budget_bytes
+    if sum(states) > job.machine.nvme_budget_bytes:
+        raise DoesNotFit(
+            policy=job.name,
+            place="nvme",
+            needed_bytes=sum(states),
+            available_bytes=job.machine.nvme_budget_bytes,
+            what=f"optimizer states of {len(states)} chunks for which the host has no room",
+        )
     if needed > budget:
         raise DoesNotFit(
             policy=job.name,
@@ -77,6 +103,7 @@ def check_host(job: Job, modes: Modes) -> None:
             needed_bytes=needed,
             available_bytes=budget,
             what=f"working list and optimizer states of all chunks but {len(pinned)} pinned ones"
+            + (f", without the states of {len(states)} on disks" if states else "")
             + (", accumulated gradients" if job.several else "")
             + (", offloaded activations" if job.workload.stashes else ""),
         )

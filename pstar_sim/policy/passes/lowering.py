@@ -56,7 +56,7 @@ def draft_of(schedule: Schedule) -> Draft:
     working.close()
     collectives.close()
     floors.close()
-    return _draft(rows)
+    return _draft(rows, updates)
 
 
 def _moments(rows: DraftRows, n: int, waits: Sequence[int]) -> int:
@@ -74,7 +74,7 @@ def _moments(rows: DraftRows, n: int, waits: Sequence[int]) -> int:
     )
 
 
-def _draft(rows: DraftRows) -> Draft:
+def _draft(rows: DraftRows, updates: UpdateRows) -> Draft:
     schedule = rows.schedule
     job, machine, modes = schedule.job, schedule.job.machine, schedule.modes
     gpu_free = machine.gpu_budget_bytes - schedule.resident_bytes - sum(job.sizes[c] for c in schedule.stays)
@@ -82,7 +82,9 @@ def _draft(rows: DraftRows) -> Draft:
     return Draft(
         rows=rows.rows,
         gpu_free_bytes=gpu_free - tide_at_cut([block.tide_bytes for block in job.blocks]),
-        host_free_bytes=machine.host_budget_bytes - held_on_host(job, modes.pinned, schedule.never_on_host),
+        host_free_bytes=machine.host_budget_bytes
+        - held_on_host(job, modes.pinned, schedule.never_on_host)
+        - updates.disks.held_bytes,
         room=schedule.room,
         lead_bytes=schedule.lead_bytes,
         rates=job.cost.rates(measured=False),

@@ -10,10 +10,11 @@ from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.kit.facts import Facts
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes
+from pstar_sim.policy.passes.disk_rows import DiskRows
 from pstar_sim.policy.passes.draft_rows import After, DraftRows, ends_of
 from pstar_sim.policy.passes.working_lists import WorkingLists
 
-__all__ = ["UpdateRows", "adam_key", "adam_waits_for_backward", "dropped_lists", "resident_updates", "room"]
+__all__ = ["UpdateRows", "adam_key", "dropped_lists", "resident_updates", "room"]
 
 
 def room(job: Job, chunk: int, modes: Modes) -> int:
@@ -72,15 +73,11 @@ def adam_key(adam: str, uses: Facts, chunk: int) -> tuple[float, ...]:
     return (1.0, float(uses.first_use(chunk)))
 
 
-def adam_waits_for_backward(adam: str) -> bool:
-    """As behind a barrier."""
-    return adam == "after-backward"
-
-
 class UpdateRows:
     def __init__(self, rows: DraftRows, working: WorkingLists) -> None:
         self._rows = rows
         self._working = working
+        self.disks = DiskRows(rows)
         self._parameters_down: dict[int, int] = {}  # streamed chunk -> write-back of its updated parameters
         self._barrier_waited_for = False  # by an update of a resident chunk
         schedule = rows.schedule
@@ -101,9 +98,10 @@ class UpdateRows:
     def before(self, n: int) -> Sequence[int]:
         rows, schedule = self._rows, self._rows.schedule
         job, c = schedule.job, schedule.positions[n].chunk
-        added: After = ((rows.add_of[c], 0),) if c in rows.add_of else ()
+        ready = {"grad32": rows.add_of[c]} if c in rows.add_of else {}
+        ready |= self.disks.read(c)
         lists = job.visiting(c, held=schedule.sum_waits(c))
-        arriving = [self._working.fetch(c, n, name, added if name == "grad32" else ()) for name in lists]
+        arriving = [self._working.fetch(c, n, name, ((ready[name], 0),) if name in ready else ()) for name in lists]
         if (
             schedule.all_in_grad32(c) and schedule.visits[c][-1].first == n
         ):  # the chunk's working list has left, so only room is needed
@@ -138,8 +136,8 @@ class UpdateRows:
         if job.several:
             rows.release_of[c, "grad32"] = rows.drop(c, "grad32", moment)
         key, ready = rows.down_key(c), ((here, 0),)
-        for number, name in enumerate(job.layout.states_of(c).names):
-            rows.writeback(c, name, moment, ready, (*key, 1.0 + number), drop=True)
+        for number, name in enumerate(job.states_of(c)):
+            self.disks.write(c, name, rows.writeback(c, name, moment, ready, (*key, 1.0 + number), drop=True))
         if schedule.never_leaves(c):
             return
         stays = c in schedule.stays
@@ -163,20 +161,23 @@ class UpdateRows:
         iteration arrive, so these gradients wait for that copy."""
         rows, schedule = self._rows, self._rows.schedule
         job, uses = schedule.job, schedule.job.uses
-        behind_backward = job.barrier is not None or adam_waits_for_backward(schedule.adam)
         last_block = rows.end_of[schedule.at[-1]]
         for c, down in rows.send_of.items():
             waits = [
                 down,
                 *((rows.add_of[c],) if c in rows.add_of else ()),
-                *((last_block,) if behind_backward else ()),
+                *((last_block,) if schedule.updates_wait else ()),
             ]
             waits += [row for row in rows.last_adds if row != rows.add_of[c]]
+            waits += self.disks.read(c).values()
             key = adam_key(schedule.adam, uses, c)
             charge = rows.charge_of_update(Kind.CPU_UPDATE, c)
             rows.cpu_update_of[c] = rows.add(
                 Queue.ADAM, Kind.CPU_UPDATE, c, charge=charge, after=ends_of(waits), key=key
             )
+            for name in job.states_of(c):
+                self.disks.write(c, name, rows.cpu_update_of[c])
+        self.disks.close()
         for c, down in self._parameters_down.items():
             if c in schedule.stays:
                 first = schedule.at[job.block_of[uses.spans[c][-1][1]]]  # position of its first last gradient

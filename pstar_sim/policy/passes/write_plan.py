@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pstar_sim.core.choose import Window
 from pstar_sim.core.draft import Draft, DraftRow
 from pstar_sim.core.plan import Plan, Resident
-from pstar_sim.core.step import UPDATES, Kind, Place, Ref
+from pstar_sim.core.step import UPDATES, Kind, Place, Queue, Ref
 from pstar_sim.core.trips import trips_of
 from pstar_sim.policy.kit.schedule import Schedule
 from pstar_sim.policy.passes.builder import After, Builder
@@ -41,14 +41,16 @@ def _residents(b: Builder, schedule: Schedule) -> None:
             b.resident(c, Place.GPU, "param")
     for c, name in schedule.never_on_host:
         b.initial.discard(Resident(c, name, Place.HOST))
+    for c, name in schedule.on_disks:
+        b.resident(c, Place.NVME, name)
 
 
 def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list[tuple[int, int]]:
-    """In the order of one iteration: first the window's steps of the next iteration, then its own, then those of the
-    previous one. Returns for each row the first and the last step that it became."""
+    """In the order of one iteration: first the window's steps of the next iteration, then its own, then those of
+    earlier ones. Returns for each row the first and the last step that it became."""
     rows, blocks = draft.rows, schedule.job.blocks
     started = [(i, k) for i, k, done in window.events if not done]
-    order = [i for early in (1, 0, -1) for i, k in started if k == early]
+    order = [i for i, _ in sorted(started, key=lambda start: -start[1])]
     ends: list[tuple[int, int]] = [(0, 0)] * len(rows)
     total = 0
     for i in order:
@@ -73,7 +75,9 @@ def step_of(b: Builder, row: DraftRow, after: After) -> int:
         return b.add(row.queue, row.kind, stash=row.stash, moment=moment, after=after)
     if row.kind in UPDATES:
         return b.add(row.queue, row.kind, chunk=row.chunk, moment=b.uses.last_gradient(row.chunk), after=after)
-    place = Place.GPU if row.kind in (Kind.ALLOC, Kind.FREE) else None
+    place = None
+    if row.kind in (Kind.ALLOC, Kind.FREE):
+        place = Place.HOST if row.queue is Queue.NVME else Place.GPU
     return b.add(
         row.queue, row.kind, chunk=row.chunk, list_name=row.list_name, place=place, moment=row.moment, after=after
     )

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.effects import category_of, tide_at_cut
-from pstar_sim.core.figures import BINDS_NAMES, moves_on_disks
+from pstar_sim.core.figures import BINDS_NAMES
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.explain import WAITS, explain, held_between
-from pstar_sim.planner.machine_notes import NO_DISKS, disk_life
+from pstar_sim.planner.machine_notes import disk_life
 from pstar_sim.planner.stated import Examined
 from pstar_sim.report.byte_curves import CATEGORIES, byte_curves, moment_windows
 from pstar_sim.report.palette import CATEGORY_NAMES, QUEUE_NAMES
@@ -316,8 +316,6 @@ class _Page:
             if subject.examined is not None:
                 words = _proof(subject, subject.examined)
                 text = f"{subject.examined.report.describe()}\n{subject.examined.bound}"
-                if moves_on_disks(subject.plan.moved_bytes):
-                    text += f"\n{NO_DISKS}"
                 peaks = subject.examined.timeline.peak_bytes
                 if any(peaks.get(place, size) != size for place, size in subject.examined.report.peak_bytes.items()):
                     text += f"\n{_TWO_PEAKS}"
@@ -421,23 +419,20 @@ def _digits_s(seconds: float) -> str:
 
 
 def _bound_s(subject: Subject) -> float | None:
-    """None where the bound counts no disks, or is not about these seconds."""
-    bound_s = subject.plan.predictions.get("lower_bound_s")
-    return bound_s if bound_s and subject.as_planned and not moves_on_disks(subject.timeline.moved_bytes) else None
+    """None where the bound is not about these seconds."""
+    return subject.plan.predictions.get("lower_bound_s") or None if subject.as_planned else None
 
 
 def _quantities(subject: Subject) -> Iterator[_Quantity]:
-    plan, timeline, said = subject.plan, subject.timeline, subject.plan.predictions
+    plan, timeline = subject.plan, subject.timeline
     seconds = timeline.iteration_s
     yield _Quantity("iteration", f"{format_s(seconds)}{_error(subject)}", "s", seconds)
     rate = plan.tokens / seconds
     yield _Quantity("tokens/s", f"{rate:,.0f}{_error(subject)}", "/s", rate)
-    bound_s = said.get("lower_bound_s")
-    if bound_s and subject.as_planned:
-        no_disks = "" if _bound_s(subject) else " (counts no disks)"
-        yield _Quantity("lower bound", format_s(bound_s) + no_disks, "s", bound_s)
-        if not no_disks:
-            yield _Quantity("above the bound", format_percent(seconds / bound_s - 1))
+    bound_s = _bound_s(subject)
+    if bound_s:
+        yield _Quantity("lower bound", format_s(bound_s), "s", bound_s)
+        yield _Quantity("above the bound", format_percent(seconds / bound_s - 1))
     if not subject.measured:
         yield _Quantity("binds", _binds(subject))
     for place, name in _PLACES.items():

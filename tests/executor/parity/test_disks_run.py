@@ -25,14 +25,29 @@ SMALL = "subgroup=30000,bucket=20000,reuse=20000"
 
 
 def plan_on_disks(
-    kit: Any, name: str, options: str, *, micro_batches: int, clip: bool, dtype: torch.dtype = torch.float32
+    kit: Any,
+    name: str,
+    policy: str,
+    *,
+    micro_batches: int,
+    clip: bool,
+    dtype: torch.dtype = torch.float32,
+    host_share: float | None = None,
 ) -> Plan:
+    """policy: also options of zero_infinity alone.
+    host_share: host memory, as a share of all parameters and states; None: enough without disks.
+    """
     model, draw = kit.build(name, checkpointing=True)
     model.to(dtype)
     w = repeat_micro_batch(kit.workload_of(model, draw(torch.Generator().manual_seed(9)), name=name), micro_batches)
     params = sum(t.bytes for t in w.tensors if t.tied_to is None)
     machine = replace(kit.small_machine(w.peak_non_model_bytes + int(3.0 * params)), nvme=kit.DISKS)
-    return find_policy(f"zero_infinity:{options},{SMALL}")(w, machine, Settings(clip=clip))
+    if host_share is not None:
+        bytes_each = 16 if dtype == torch.float32 else 14
+        host_bytes = int(host_share * bytes_each * params / dtype.itemsize) + machine.host.reserved_bytes
+        machine = replace(machine, host=replace(machine.host, memory_bytes=host_bytes))
+    spec = f"zero_infinity:{policy},{SMALL}" if policy.startswith(("params=", "states=")) else policy
+    return find_policy(spec)(w, machine, Settings(clip=clip))
 
 
 def full(*_: Any) -> int:
@@ -41,21 +56,28 @@ def full(*_: Any) -> int:
 
 
 CASES = {
-    "states": ("mlp", "states=nvme", 1, None, torch.float32),
-    "parameters": ("mlp", "params=nvme", 3, 0.5, torch.float32),
-    "both, in bf16": ("llama", "params=nvme,states=nvme", 2, 0.5, torch.bfloat16),
+    "states": ("mlp", "states=nvme", 1, None, torch.float32, None),
+    "parameters": ("mlp", "params=nvme", 3, 0.5, torch.float32, None),
+    "both, in bf16": ("llama", "params=nvme,states=nvme", 2, 0.5, torch.bfloat16, None),
+    "tide, clipped": ("gpt2", "tide", 1, 0.5, torch.float32, 0.3),
+    "tide, in bf16": ("llama", "tide", 4, None, torch.bfloat16, 0.5),
+    "streams": ("llama", "optimal:order=depth-first", 2, 0.5, torch.float32, 0.4),
+    "a window": ("gpt2", "stronghold", 1, None, torch.float32, 0.5),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_trains_to_the_bit_as_without_disks(kit: Any, start: Callable[..., Any], tmp_path: Path, case: str) -> None:
-    name, options, micro_batches, clip, dtype = CASES[case]
+    name, policy, micro_batches, clip, dtype, share = CASES[case]
     about: dict[str, Any] = {"micro_batches": micro_batches, "clip": clip, "dtype": dtype, "checkpointing": True}
     plans = [
-        plan_on_disks(kit, name, where, micro_batches=micro_batches, clip=clip is not None, dtype=dtype)
-        for where in (options, "params=cpu")
+        plan_on_disks(kit, name, spec, micro_batches=micro_batches, clip=clip is not None, dtype=dtype, host_share=host)
+        for spec, host in ((policy, share), ("params=cpu" if share is None else policy, None))
     ]
-    runs = [start(name, "zero_infinity", plan=plan, disks=[tmp_path], **about) for plan in plans]
+    on_disks = {row.chunk for row in plans[0].initial if row.place is Place.NVME}
+    assert not any(row.place is Place.NVME for row in plans[1].initial)
+    assert case != "streams" or any(plans[0].modes[chunk] == "stream" for chunk in on_disks)
+    runs = [start(name, policy, plan=plan, disks=[tmp_path], **about) for plan in plans]
     for run in runs:
         mine, theirs = kit.train_both(
             run.model, run.reference, run.optimizer, run.batches, steps=STEPS, micro_batches=micro_batches

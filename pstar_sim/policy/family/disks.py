@@ -1,0 +1,44 @@
+"""Which states live on disks: as few as the host has no room for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from heapq import nlargest
+from statistics import median
+
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.schedule import Modes
+from pstar_sim.policy.passes.feasibility import IN_FLIGHT, needed_on_host
+
+__all__ = ["disk_s", "with_disks"]
+
+LARGE = 2  # chunks so many times as large as the median chunk come last, because the host needs room for several
+
+
+def disk_s(job: Job) -> float:
+    """Returns the seconds per byte that is read and written in an iteration; 0 without disks."""
+    disks = job.machine.nvme
+    each_s = 0.0 if disks is None else 1 / disks.read_bytes_per_s + 1 / disks.write_bytes_per_s
+    return each_s * job.machine.local_ranks
+
+
+def with_disks(job: Job, modes: Modes) -> Modes:
+    """Returns the modes with the states of as few chunks as possible on the machine's disks: of the chunks used last,
+    which have the longest time between their last gradient and their next use. Returns the modes as they are where the
+    host has room without disks, where disks do not help, and on a machine without disks."""
+    budget_bytes, disk_bytes = job.machine.host_budget_bytes, job.machine.nvme_budget_bytes
+    needed_bytes = needed_on_host(job, modes)
+    sizes = {c: job.states_bytes(c) for c in reversed(job.candidates) if c not in modes.pinned}
+    if needed_bytes <= budget_bytes or not disk_bytes or not sizes:
+        return modes
+    usual_bytes = median(sizes.values())
+    order = sorted(sizes, key=lambda c: sizes[c] > LARGE * usual_bytes)
+    for in_flight in range(IN_FLIGHT, 0, -1):
+        moved_bytes, passing = 0, list[int]()
+        for count, c in enumerate(order, start=1):
+            moved_bytes, passing = moved_bytes + sizes[c], nlargest(in_flight, (*passing, sizes[c]))
+            if moved_bytes > disk_bytes:
+                break
+            if needed_bytes - moved_bytes + sum(passing) <= budget_bytes:
+                return replace(modes, on_disks=frozenset(order[:count]))
+    return modes

@@ -1,0 +1,116 @@
+"""Disk rows: states that live on disks pass through the host for the update of their chunk.
+
+[Note: turns on disks] Chunks take turns: the states of a chunk are read ahead of its update and written behind it, and
+the host has room for those of a few chunks (`Schedule.disk_room_bytes`). The order of the turns is fixed. The reads of
+a turn wait for the reads of the turn before, and until as many earlier turns have ended as they need room. So the host
+never holds more, whatever the order of the steps, and no turn waits for a later one.
+
+Among the updates whose gradients are there, the one that the next forward needs first has its turn first. The compute
+queue waits for updates of streamed chunks, so these have the order of their positions, ahead of all others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import accumulate, pairwise
+
+from pstar_sim.core.draft import FREE
+from pstar_sim.core.step import Kind, Queue
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.schedule import Schedule
+from pstar_sim.policy.passes.draft_rows import DraftRows
+
+__all__ = ["DiskRows", "turns"]
+
+
+def turns(schedule: Schedule) -> list[int]:
+    """Returns the chunks in the order of their turns: [Note: turns on disks]."""
+    job, updates = schedule.job, schedule.updates
+    ends_s = [0.0, *accumulate(position.seconds for position in schedule.positions)]
+    first = schedule.at[-1] + 1 if schedule.updates_wait else 0  # positions before any update on the CPU
+    later: list[tuple[float, int]] = []  # (seconds at which the gradient is there, chunk), ascending
+    for c in schedule.modes.on_disks:
+        position = updates.get(c, max(first, schedule.at[job.block_of[job.uses.last_gradient(c)]] + 1))
+        later.append((ends_s[position], c))
+    later.sort(reverse=True)
+    order: list[int] = []
+    ready: list[tuple[bool, int, int]] = []  # the most urgent first
+    now_s = 0.0
+    while later or ready:
+        now_s = now_s if ready else max(now_s, later[-1][0])
+        while later and later[-1][0] <= now_s:
+            _, c = later.pop()
+            heappush(ready, (c not in updates, updates.get(c, job.uses.first_use(c)), c))
+        order.append(heappop(ready)[-1])
+        now_s += _seconds(job, order[-1])
+    return order
+
+
+def _seconds(job: Job, chunk: int) -> float:
+    kinds = Kind.NVME_READ, Kind.NVME_WRITE
+    return sum(job.charges.of(kind, chunk, name).seconds for kind in kinds for name in job.states_of(chunk))
+
+
+def _ended_before(sizes: Sequence[int], room_bytes: int) -> list[int]:
+    """Returns, for each turn, the last of the turns that have to end before it has room. Negative numbers are turns of
+    the iteration before."""
+    count = len(sizes)
+    befores: list[int] = []
+    before, held = -count - 1, 0
+    for n in range(-count, count):
+        held += sizes[n]
+        while held > room_bytes or n - before > count:
+            before += 1
+            held -= sizes[before]
+        befores.append(before)
+    return befores[count:]
+
+
+class DiskRows:
+    """Writes the rows of the turns, for the pass that updates."""
+
+    def __init__(self, rows: DraftRows) -> None:
+        self._rows = rows
+        self._order = turns(rows.schedule)
+        self._turn_of = {c: n for n, c in enumerate(self._order)}
+        self._sizes = [rows.schedule.job.states_bytes(c) for c in self._order]
+        self._befores = _ended_before(self._sizes, rows.schedule.disk_room_bytes)
+        self._reads: defaultdict[int, dict[str, int]] = defaultdict(dict)  # chunk -> list -> row
+        self._ends: defaultdict[int, list[int]] = defaultdict(list)  # chunk -> rows
+
+    @property
+    def held_bytes(self) -> int:
+        """What the host holds at most of the chunks that take turns."""
+        held = (sum(self._sizes[k] for k in range(before + 1, n + 1)) for n, before in enumerate(self._befores))
+        return max(held, default=0)
+
+    def read(self, chunk: int) -> Mapping[str, int]:
+        """Returns list -> the row that brings it to the host, for states that live on disks."""
+        rows, job = self._rows, self._rows.schedule.job
+        for name in job.states_of(chunk) if chunk in self._turn_of else ():
+            key = (1.0, float(self._turn_of[chunk]), float(len(self._reads[chunk])))
+            moment = job.uses.last_gradient(chunk)
+            self._reads[chunk][name] = rows.add(Queue.NVME, Kind.NVME_READ, chunk, name, moment, key=key)
+        return self._reads[chunk]
+
+    def write(self, chunk: int, name: str, updated: int) -> None:
+        """Let a list that lives on disks leave the host behind the row that has updated it there."""
+        if chunk not in self._turn_of:
+            return
+        rows, moment = self._rows, self._rows.schedule.job.uses.last_gradient(chunk)
+        key = (0.0, float(self._turn_of[chunk]), float(len(self._ends[chunk])))
+        written = rows.add(Queue.NVME, Kind.NVME_WRITE, chunk, name, moment, after=((updated, 0),), key=key)
+        freed = rows.add(Queue.NVME, Kind.FREE, chunk, name, moment, charge=FREE, behind=written)
+        self._ends[chunk].append(freed)
+
+    def close(self) -> None:
+        """Let each turn wait for the turns before."""
+        rows, order, befores = self._rows, self._order, self._befores
+        for n, (ended, before) in enumerate(pairwise([befores[-1] - len(order), *befores]) if order else ()):
+            after = [(row, int(n == 0)) for row in self._reads[order[n - 1]].values()] if len(order) > 1 else []
+            for turn in range(ended + 1, before + 1):
+                after += [(row, int(turn < 0)) for row in self._ends[order[turn]]]
+            for row in self._reads[order[n]].values():
+                rows.wait(row, *after)

@@ -1,0 +1,93 @@
+"""The asynchronous family on random jobs and hosts that are too small for all states: plans on disks are proved, and
+none is below the bounds."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from drawn import TIME_TO_SHRINK, Drawn, chances, jobs, planned, seeds
+from hypothesis import given, settings
+
+from pstar_sim.bounds.bounds import lower_bound
+from pstar_sim.catalog.machine import Nvme
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Kind, Place
+from pstar_sim.errors import CannotPlan, PlanError
+from pstar_sim.policy import find_policy
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.schedule import Modes
+from pstar_sim.policy.passes.feasibility import needed_on_host
+from pstar_sim.sim.play import play
+from pstar_sim.testing import random_jitter
+
+pytestmark = TIME_TO_SHRINK
+
+
+def with_little_host(job: Drawn, chance: random.Random) -> Drawn:
+    """The host has a share of the room that all chunks would need, and the machine has disks."""
+    workload, machine, asked = job
+    needed = needed_on_host(Job("any", workload, machine, asked), Modes(frozenset()))
+    host_bytes = int(needed * chance.uniform(0.15, 1.0)) * machine.local_ranks + machine.host.reserved_bytes
+    disks = Nvme(
+        name="random",
+        memory_bytes=10**10,
+        read_bytes_per_s=10 ** chance.uniform(7, 10),
+        write_bytes_per_s=10 ** chance.uniform(7, 10),
+        latency_s=1e-5,
+        measured=True,
+        source="random",
+    )
+    host = replace(machine.host, memory_bytes=host_bytes)
+    return Drawn(workload, replace(machine, host=host, nvme=disks), asked)
+
+
+def on_disks(policy: str, job: Drawn, chance: random.Random) -> Plan | None:
+    """Returns the plan, if it keeps states on disks."""
+    try:
+        plan = planned(find_policy(policy), with_little_host(job, chance))
+    except CannotPlan:
+        return None
+    return plan if plan is not None and any(row.place is Place.NVME for row in plan.initial) else None
+
+
+@pytest.mark.parametrize("policy", ["tide", "optimal", "l2l"])
+def test_every_plan_is_proved_and_above_the_bound(policy: str) -> None:
+    fitted = 0
+
+    @settings(max_examples=20)
+    @given(jobs(ranks=(1, 2)), chances(), seeds())
+    def holds(job: Drawn, chance: random.Random, shake: random.Random) -> None:
+        nonlocal fitted
+        plan = on_disks(policy, job, chance)
+        if plan is None:
+            return
+        fitted += 1
+        proved = plan.check()
+        for jitter in (None, random_jitter(shake, plan)):
+            timeline = play(plan, jitter=jitter, max_iterations=4)
+            for place in ("gpu", "host", "nvme"):
+                assert timeline.peak_bytes[place] <= proved.peak_bytes[place] <= proved.budget_bytes[place]
+        bound = lower_bound(plan.workload, plan.machine, plan.settings, plan.layout)
+        assert play(plan).iteration_s >= bound.seconds * (1 - 1e-9)
+        assert plan.moved_bytes["nvme_read"] == plan.moved_bytes["nvme_write"]
+
+    holds()
+    assert fitted
+
+
+@settings(max_examples=10)
+@given(jobs(), chances())
+def test_a_plan_without_one_of_its_disk_steps_is_refused(job: Drawn, chance: random.Random) -> None:
+    """Each step reads, writes or frees a list that the next iteration needs, or has no room for."""
+    plan = on_disks("tide", job, chance)
+    if plan is None:
+        return
+    moves = [step for step in plan.steps if step.kind in (Kind.NVME_READ, Kind.NVME_WRITE)]
+    step = chance.choice(moves)
+    without = tuple(
+        one.waiting_for(tuple(ref for ref in one.after if ref.id != step.id)) for one in plan.steps if one is not step
+    )
+    with pytest.raises(PlanError):
+        replace(plan, steps=without).check()
