@@ -6,8 +6,9 @@ updates in every window ([Note: update windows] in pins.py). One iteration takes
 direction, on a half-duplex link both directions together; (4) the traffic of host DRAM; (5) reads and writes of the
 states on disks, those for which the host has no room. The states of streamed chunks are copied up once and down once.
 Chunks that cannot be kept between forward and backward are copied up a second time. After the last turn to a backward
-pass, everything that it needs and that is not on the GPU is copied up. Behind a barrier all streamed chunks are updated before the next forward. What of their states did not fit on the GPU earlier
-arrives while the compute queue waits. The roofline ranks numbers of chunks and proves nothing.
+pass, everything that it needs and that is not on the GPU is copied up. Behind a barrier all streamed chunks are
+updated before the next forward. What of their states did not fit on the GPU earlier arrives while the compute queue
+waits. The roofline ranks numbers of chunks and proves nothing.
 
 With several micro-batches, gradients of a share of the unpinned chunks add up on the GPU, streamed chunks first. Their
 sums take room there. Where sums may spill, the sums that have no room beside the working lists go down and come up
