@@ -12,6 +12,12 @@ computes all micro-batches, and the last one has to go back; where optimizer ste
 the stage alone counts. "all" plans every way, with every schedule, with and without sequence parallelism. What is left
 out is said.
 
+[Note: few micro-batches] A pipeline that is full adds the same seconds for every micro-batch. Where several ways are
+asked for, a way with many micro-batches is planned with one more than it has stages and with two per stage, and its
+seconds follow the line through both; they are never below its bound. The fastest row is then planned whole, until it
+is one that is: where overlap ends or modes change with more micro-batches, the line is too low, and the next row gets
+its turn.
+
 [Note: cut by speed] Whale's rule for stages: each layer goes to the stage that then ends first, by the seconds of the
 cost model for its GPUs, with embedding and head where they are. A stage that has no room for its layers under the
 policy gives one to the others, until all have room. The stages in front are on the GPUs with more memory, because they
@@ -26,7 +32,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, product
@@ -139,6 +145,7 @@ class StagesRow:
     reason: why it does not fit.
     short_of: place that is short; None if it fits.
     needed_bytes, available_bytes: in that place.
+    few: micro-batches of the larger plan behind the seconds ([Note: few micro-batches]); None if all are planned.
     """
 
     parallel: str
@@ -159,6 +166,7 @@ class StagesRow:
     short_of: str | None = None
     needed_bytes: int | None = None
     available_bytes: int | None = None
+    few: int | None = None
 
     @property
     def cut(self) -> str | None:
@@ -301,47 +309,108 @@ def compare_stages(
     """
     tell = teller(on_part)
     settings = settings or Settings()
+    asked = _Asked(job=job, machine=machine, settings=settings)
     rows: list[StagesRow] = []
-    best: PlannedStages | None = None
+    planned: dict[StagesRow, PlannedStages] = {}
     missing: dict[str, list[str]] = {}
     slower: list[str] = []
-    prune = not every and len(ways) > 1
-    bounds = [_bound_s(job, machine, way, settings) if prune else 0.0 for way in ways]
+    alone = len(ways) == 1
+    bounds = [0.0 if every or alone else _bound_s(job, machine, way, settings) for way in ways]
     for n, at in enumerate(sorted(range(len(ways)), key=bounds.__getitem__)):
         way = ways[at]
-        if best is not None and bounds[at] > best.iteration_s:
+        if bounds[at] > min((row.iteration_s for row in rows if row.iteration_s is not None), default=inf):
             slower.append(f"{way.parallelism} {way.batch} x {way.micro_batches} ({format_s(bounds[at])})")
             continue
-        own = replace(job, batch=way.batch, micro_batches=way.micro_batches)
         for m, policy in enumerate(policies):
             tell(f"{way.parallelism} {policy}", n * len(policies) + m, len(ways) * len(policies))
-            said = StagesRow(
-                parallel=str(way.parallelism),
-                policy=policy,
-                batch=way.batch,
-                micro_batches=way.micro_batches,
-                fits=False,
-            )
             try:
-                planned = plan_stages(own, machine, policy, way.parallelism, settings)
-            except DoesNotFit as error:
-                short = replace(said, reason=str(error), short_of=error.place)
-                rows.append(replace(short, needed_bytes=error.needed_bytes, available_bytes=error.available_bytes))
-                continue
+                row, stages = asked.answer(way, policy, whole=alone)
             except CannotPlan as error:
                 missing.setdefault(f"by {policy}: {error}", []).append(str(way.parallelism))
                 continue
-            rows.append(_row(said, planned))
-            best = planned if best is None or planned.iteration_s < best.iteration_s else best
-    rows.sort(key=lambda row: (not row.fits, row.iteration_s or 0.0))
+            rows.append(row)
+            planned |= {row: stages} if stages else {}
+    while (first := min(rows, key=_place, default=None)) is not None and first.fits and first not in planned:
+        tell(
+            f"{first.parallel} {first.policy}, all micro-batches", len(ways) * len(policies), len(ways) * len(policies)
+        )
+        spread = Parallelism.parse(first.parallel)
+        way = Way(parallelism=spread, batch=first.batch, micro_batches=first.micro_batches)
+        row, stages = asked.answer(way, first.policy, whole=True)
+        rows[rows.index(first)] = row
+        planned |= {row: stages} if stages else {}
+    rows.sort(key=_place)
+    best = planned.get(rows[0]) if rows else None
+    notes = machine_notes(machine, zip(best.plans.plans, best.timelines) if best else ())
+    if any(row.few for row in rows):
+        notes.append("seconds after ≈ follow a line through plans of fewer micro-batches; the fastest row has all")
     return StagesComparison(
         job=job,
         machine=machine,
         rows=tuple(rows),
         left_out=(*left_out, *(f"{', '.join(dict.fromkeys(of))} {why}" for why, of in missing.items())),
         slower=tuple(slower),
-        notes=tuple(machine_notes(machine, zip(best.plans.plans, best.timelines) if best else ())),
+        notes=tuple(notes),
         best=best,
+    )
+
+
+def _place(row: StagesRow) -> tuple[bool, float]:
+    return not row.fits, row.iteration_s or 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    job: Job
+    machine: Machine
+    settings: Settings
+
+    def answer(self, way: Way, policy: str, *, whole: bool) -> tuple[StagesRow, PlannedStages | None]:
+        """Returns the row of a way, and its plans; None for a way that does not fit or, unless `whole` is true, has so
+        many micro-batches that [Note: few micro-batches] answers. Raises CannotPlan."""
+        said = StagesRow(
+            parallel=str(way.parallelism),
+            policy=policy,
+            batch=way.batch,
+            micro_batches=way.micro_batches,
+            fits=False,
+        )
+        stages = way.parallelism.pipeline
+        counts = (stages + 1, max(2 * stages, 3))
+        try:
+            if whole or way.parallelism.schedule != SCHEDULES[0] or way.micro_batches <= 2 * counts[-1]:
+                planned = self._plan(way, policy)
+                return _row(said, planned), planned
+            few, more = (_row(said, self._plan(replace(way, micro_batches=count), policy)) for count in counts)
+            return _on_line(few, more, counts, way.micro_batches), None
+        except DoesNotFit as error:
+            short = replace(said, reason=str(error), short_of=error.place)
+            return replace(short, needed_bytes=error.needed_bytes, available_bytes=error.available_bytes), None
+
+    def _plan(self, way: Way, policy: str) -> PlannedStages:
+        own = replace(self.job, batch=way.batch, micro_batches=way.micro_batches)
+        return plan_stages(own, self.machine, policy, way.parallelism, self.settings)
+
+
+def _on_line(few: StagesRow, more: StagesRow, counts: Sequence[int], micro_batches: int) -> StagesRow:
+    """Returns the row of `micro_batches` on the line through the rows of two smaller `counts`."""
+
+    def line(value: Callable[[StagesRow], float]) -> float:
+        a, b = value(few), value(more)
+        return b + (micro_batches - counts[1]) * (b - a) / (counts[1] - counts[0])
+
+    bound_s = line(lambda row: row.lower_bound_s or 0.0)
+    seconds = max(bound_s, line(lambda row: row.iteration_s or 0.0))
+    tokens = (more.tokens_per_s or 0.0) * (more.iteration_s or 0.0) * micro_batches / counts[1]
+    return replace(
+        more,
+        few=counts[1],
+        iteration_s=seconds,
+        tokens_per_s=tokens / seconds,
+        lower_bound_s=bound_s,
+        gap=seconds / bound_s - 1,
+        bubble=line(lambda row: (row.bubble or 0.0) * (row.iteration_s or 0.0)) / seconds,
+        sums=line(lambda row: (row.sums or 0.0) * (row.iteration_s or 0.0)) / seconds,
     )
 
 

@@ -72,7 +72,7 @@ def _cells(row: StagesRow) -> tuple[str, ...]:
         row.parallel,
         row.policy,
         f"{row.batch} x {row.micro_batches}",
-        format_s(row.iteration_s),
+        ("≈ " if row.few else "") + format_s(row.iteration_s),
         f"{row.tokens_per_s:,.0f}",
         format_percent(row.gap or 0.0),
         format_percent(row.bubble),

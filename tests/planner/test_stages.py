@@ -28,6 +28,7 @@ from pstar_sim.planner.grid import load_grid
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.limits import Limit, deeper, max_model
 from pstar_sim.planner.stages import (
+    Way,
     compare_stages,
     examine_set,
     machine_of_stage,
@@ -475,6 +476,27 @@ def test_a_way_that_cannot_be_the_fastest_is_not_planned() -> None:
     assert few.best is not None and every.best is not None and few.slower and not every.slower
     assert few.best.iteration_s == every.best.iteration_s
     assert len(few.rows) + len(few.slower) == len(every.rows) == len(ways)
+
+
+def test_of_many_micro_batches_the_fastest_way_alone_has_all() -> None:
+    """The others' seconds lie on a line, near those of their whole plans, with the same peaks."""
+    job, machine = Job(model="gpt2", batch=1, seq=64, micro_batches=24), load_machine("a100-40x8", gpus=2)
+    ways = [Way(parallelism=Parallelism.parse(text), batch=1, micro_batches=24) for text in ("pp=2", "tp=2")]
+    found = compare_stages(job, machine, ["all_on_gpu", "tide"], ways, every=True)
+    first, *others = found.rows
+    assert first.few is None and found.best is not None and found.best.iteration_s == first.iteration_s
+    assert found.best.plans.plans[0].workload.micro_batches == 24
+    assert {row.few for row in others} <= {None, 3, 4} and any(row.few for row in others)
+    for row in others:
+        way = next(way for way in ways if str(way.parallelism) == row.parallel)
+        (whole,) = compare_stages(job, machine, [row.policy], [way]).rows
+        assert whole.few is None and max(row.peak_gpu_bytes) <= 40 * 2**30
+        if row.policy == "all_on_gpu":  # what tide leaves on the GPU depends on the seconds that there are to copy
+            assert row.peak_gpu_bytes == pytest.approx(whole.peak_gpu_bytes, rel=1e-3)
+        assert (row.iteration_s, row.tokens_per_s) == pytest.approx((whole.iteration_s, whole.tokens_per_s), rel=0.03)
+        assert (row.bubble, row.sums) == pytest.approx((whole.bubble, whole.sums), abs=0.03)
+        assert row.lower_bound_s == pytest.approx(whole.lower_bound_s, rel=1e-6)
+    assert "≈ " in stages_text(found, width=160) and "follow a line" in found.notes[-1]
 
 
 def test_random_sets_are_proved_and_keep_their_bytes_under_jitter() -> None:
