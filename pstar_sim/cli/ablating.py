@@ -12,7 +12,7 @@ from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.flag_values import policy_names
 from pstar_sim.cli.flags import JsonObject, MachineFlags, SettingFlags, WorkloadFlags, certify, output
-from pstar_sim.cli.output import picture_kind, save_picture, say, say_json, tell
+from pstar_sim.cli.output import Header, picture_kind, save_picture, say, say_answer, tell
 
 __all__ = ["commands"]
 
@@ -73,7 +73,8 @@ def ablate(
 
         save_picture(waterfall_figure(found), Path(path), dpi=150)
     if json:
-        say_json(found.to_json())
+        header = Header(model=found.workload.model, machine=machine.name, notes=found.notes)
+        say_answer(header, **found.to_json())
     else:
         from pstar_sim.report.ablation import ablation_text
 

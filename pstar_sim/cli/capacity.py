@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,7 +25,7 @@ from pstar_sim.cli.flags import (
     policies,
 )
 from pstar_sim.cli.likes import Like, read_likes
-from pstar_sim.cli.output import note, say, say_json, tell
+from pstar_sim.cli.output import Header, note, say, say_answer, tell, yes_or_no
 from pstar_sim.cli.staging import Parallel, compare_spread, refuse_beside, spread_like
 from pstar_sim.errors import PstarError
 
@@ -65,7 +65,7 @@ def fits(
     """Say whether a job fits a machine, by policy: with how much room to spare, or what is short and what would do."""
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.fits import fits as ask
-    from pstar_sim.report.capacity_tables import fits_text
+    from pstar_sim.report.capacity_tables import fits_said, fits_text
 
     if parallel is not None:
         refuse_beside(parallel, like=like, loading=asked.loading, why=why, phases=phases)
@@ -93,13 +93,21 @@ def fits(
                 policies=named,
                 settings=settings_of(setting),
                 loading=loading,
-                near=True if why else None,
+                near=True if why or named else None,
                 on_part=on_part,
             )
     rows = [*(p.as_fit() for p in predictions), *(answer or ())]
     if asked.json:
         said = [{**p.as_fit().to_json(), **workloads[0].said, "like": p.to_json()} for p in predictions]
-        say_json([*said, *(answer.to_json() if answer else ())])
+        found = any(row.fits for row in rows)
+        header = Header(model=workloads[0].model, machine=machine.name, verdict=yes_or_no(found))
+        others: dict[str, object] = {}
+        if answer is not None:
+            reason, advice, notes = fits_said(answer)
+            header = replace(header, reason=reason, advice=advice, notes=notes)
+            best = [row.policy for row in answer.fastest]
+            others = {"recommended": best[:1], "as_fast": best[1:], "parts": [asdict(part) for part in answer.parts]}
+        say_answer(header, **others, rows=[*said, *(answer.to_json() if answer else ())])
     else:
         if predictions:
             from pstar_sim.report.configurations import predictions_text
@@ -165,18 +173,21 @@ def max_model(
             on_policy=on_policy,
             **axes_of(job),
         )
-    return _say_limits(answer, asked, smallest=f"one layer like {like}", machine=str(on.machine))
+    return _say_limits(answer, asked, smallest=f"one layer like {like}", machine=str(on.machine), model=like)
 
 
-def _say_limits(answer: Limits, asked: AskedFlags, *, smallest: str, machine: str) -> int:
+def _say_limits(answer: Limits, asked: AskedFlags, *, smallest: str, machine: str, model: str) -> int:
     """Returns the exit status.
 
     smallest: for the note that not even this size fits.
     """
-    from pstar_sim.report.capacity_tables import limits_text
+    from pstar_sim.report.capacity_tables import limits_said, limits_text
 
     if asked.json:
-        say_json(answer.to_json())
+        reason, notes = limits_said(answer)
+        yes = yes_or_no(any(row.value for row in answer.rows))
+        header = Header(model=model, machine=machine, verdict=yes, reason=reason, notes=notes)
+        say_answer(header, rows=answer.to_json())
     else:
         say(limits_text(answer))
     if not any(row.value for row in answer.rows):
@@ -217,7 +228,7 @@ def max_batch(
             loading=asked.loading,
             on_policy=on_policy,
         )
-    return _say_limits(answer, asked, smallest=f"one sequence of {model}", machine=machine.name)
+    return _say_limits(answer, asked, smallest=f"one sequence of {model}", machine=machine.name, model=model)
 
 
 @command(commands, "pstar cheapest --model 8B --tokens 3e9 --deadline 14d --batch 64 --seq 1024")
@@ -266,7 +277,7 @@ def cheapest(
     from pstar_sim.catalog.loader import load_machine
     from pstar_sim.cli.inputs import axes_of, settings_of
     from pstar_sim.planner.cheapest import cheapest as ask
-    from pstar_sim.report.capacity_tables import cheapest_text
+    from pstar_sim.report.capacity_tables import cheapest_said, cheapest_text
 
     if (changes or gpus) and not machine:
         flag = "--set" if changes else "--gpus"
@@ -290,7 +301,9 @@ def cheapest(
             **axes_of(job),
         )
     if json:
-        say_json(answer.to_json())
+        reason, notes = cheapest_said(answer)
+        verdict = yes_or_no(answer.best is not None)
+        say_answer(Header(model=model, verdict=verdict, reason=reason, notes=notes), rows=answer.to_json())
     else:
         say(cheapest_text(answer))
     if answer.best is None:
@@ -331,7 +344,13 @@ def sensitivity(
             workloads_of(job, machine), machine, settings=settings_of(setting), by=by, on_part=on_part, **named
         )
     if json:
-        say_json(answer.to_json())
+        header = Header(
+            model=answer.workload.model,
+            machine=machine.name,
+            verdict=yes_or_no(answer.now.policy is not None),
+            reason="; ".join(answer.short),
+        )
+        say_answer(header, rows=answer.to_json())
     else:
         say(sensitivity_text(answer))
     if answer.now.policy is None:
@@ -363,7 +382,7 @@ def sweep(
         str | None, typer.Option(metavar="FOLDER", help="where points are kept (default: FILE.points)")
     ] = None,
     quiet: Quiet = False,
-    json: Annotated[bool, typer.Option("--json", help="all points as a list of JSON objects")] = False,
+    json: Annotated[bool, typer.Option("--json", help="a JSON object with all points as its rows")] = False,
 ) -> int:
     """Plan and simulate every point of a grid; continue where an interrupted sweep stopped."""
     from pstar_sim.planner.sweep import sweep as ask
@@ -381,11 +400,12 @@ def sweep(
         except KeyboardInterrupt:
             note(f"{done[0]} of {done[1]} points are kept; the same command continues from there")
             raise
-    if json:
-        say_json(answer.to_json())
-        return 0
     fitting = sum(row["fits"] is True for row in answer.rows)
     refused = sum(row["fits"] is None for row in answer.rows)
     senseless = f", {refused} make no sense (see reason)" if refused else ""
-    tell(f"{path}: {len(answer.rows)} points, {fitting} fit{senseless}; {answer.cached} were known already")
+    said = f"{path}: {len(answer.rows)} points, {fitting} fit{senseless}; {answer.cached} were known already"
+    if json:
+        say_answer(Header(verdict=yes_or_no(fitting > 0), reason=said), rows=answer.to_json())
+    else:
+        tell(said)
     return 0

@@ -11,7 +11,7 @@ import typer
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.flag_values import new_file
 from pstar_sim.cli.flags import PlanFile
-from pstar_sim.cli.output import check_apart, save_perfetto, say, say_json, tell
+from pstar_sim.cli.output import Header, check_apart, save_perfetto, say, say_answer, tell
 from pstar_sim.cli.planning import checked_plan, measured_of, named
 from pstar_sim.errors import PstarError
 from pstar_sim.files import replaced_atomically, write_atomically
@@ -173,7 +173,7 @@ def _write_degrees(plan: str, plans: PlanSet, targets: _Targets, *, as_json: boo
             texts.append(f"Predict it: pstar fits --like {file} --model {first.workload.model} --machine ...")
             say("\n".join(line for text in texts for line in wrap(text, terminal_width())) + "\n")
     if as_json:
-        say_json(answers)
+        say_answer(Header(), rows=answers)
     return 0
 
 
@@ -209,5 +209,5 @@ def _write_configurations(plan: Plan, files: dict[str, str], *, as_json: bool) -
             say(("\n" if answers else "") + export_text(file, expressed, prediction))
             answers.append({})
     if as_json:
-        say_json(answers)
+        say_answer(Header(), rows=answers)
     return 0

@@ -62,7 +62,7 @@ Batch = Annotated[
         help="sequences per micro-batch, of all GPUs together (with --trace: picks a variant by each GPU's share)",
     ),
 ]
-JsonList = Annotated[bool, typer.Option("--json", help="a list of JSON objects instead of the table")]
+JsonList = Annotated[bool, typer.Option("--json", help="a JSON object with the rows of the table, and what was asked")]
 JsonObject = Annotated[bool, typer.Option("--json", help="a JSON object instead of sentences and tables")]
 LoadingFlag = Annotated[
     str | None,

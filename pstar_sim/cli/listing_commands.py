@@ -8,7 +8,7 @@ import typer
 
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.flags import JsonList
-from pstar_sim.cli.output import say_json, say_table, tell
+from pstar_sim.cli.output import Header, say_answer, say_table, tell
 
 __all__ = ["commands"]
 
@@ -61,7 +61,7 @@ def _option_row(key: str, values: str, what: str, defaults: dict[str, str]) -> d
 
 def _listing(rows: Sequence[dict[str, object]], as_json: bool) -> int:
     if as_json:
-        say_json(list(rows))
+        say_answer(Header(), rows=list(rows))
         return 0
     columns = list(rows[0]) if rows else []
     say_table(columns, [["" if row[c] is None else str(row[c]) for c in columns] for row in rows])

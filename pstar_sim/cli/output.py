@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,15 +20,18 @@ if TYPE_CHECKING:
     from pstar_sim.core.timeline import Timeline
 
 __all__ = [
+    "Header",
     "check_apart",
     "note",
     "picture_kind",
     "save_perfetto",
     "save_picture",
     "say",
+    "say_answer",
     "say_json",
     "say_table",
     "tell",
+    "yes_or_no",
 ]
 
 
@@ -48,6 +53,37 @@ def say_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def say_json(value: object) -> None:
     """Write strict JSON: no NaN, no Infinity."""
     say(json.dumps(value, indent=2, allow_nan=False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a JSON answer begins with, behind the command and the version.
+
+    verdict: "yes" or "no"; None of a question that has no such answer.
+    reason: of the verdict, in words.
+    advice: flags, the smallest change first.
+    """
+
+    model: str | None = None
+    machine: str | None = None
+    verdict: str | None = None
+    reason: str = ""
+    advice: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+
+def say_answer(header: Header, **answer: object) -> None:
+    """Writes a JSON object: command, version, header, then the answer, such as its rows."""
+    from pstar_sim.cli.usage import words_typed
+    from pstar_sim.version import __version__
+
+    asked = {"command": shlex.join(words_typed()), "version": __version__}
+    said = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(header).items()}
+    say_json({**asked, **said, **answer})
+
+
+def yes_or_no(answer: bool) -> str:
+    return "yes" if answer else "no"
 
 
 def note(text: str) -> None:

@@ -17,6 +17,7 @@ from pstar_sim.cli.exit_status import MISTAKE, NO
 from pstar_sim.cli.flag_values import natural, one_of, policy_names, positive
 from pstar_sim.cli.flags import (
     JsonList,
+    JsonObject,
     LoadingFlag,
     MachineFlags,
     OptionalMachineFlags,
@@ -30,7 +31,17 @@ from pstar_sim.cli.flags import (
     policies,
 )
 from pstar_sim.cli.likes import OURS, Like, Likes, read_likes
-from pstar_sim.cli.output import check_apart, note, picture_kind, save_picture, say, say_json, tell
+from pstar_sim.cli.output import (
+    Header,
+    check_apart,
+    note,
+    picture_kind,
+    save_picture,
+    say,
+    say_answer,
+    tell,
+    yes_or_no,
+)
 from pstar_sim.cli.staging import (
     Parallel,
     check_set,
@@ -125,18 +136,35 @@ def compare(
         say(predictions_text(predictions) + "\n")
     if json:
         said = {p.label: p.to_json() for p in predictions}
-        say_json(
-            [
-                row if row["policy"] not in said else {**row, "like": said[str(row["policy"])]}
-                for row in result.to_json()
-            ]
-        )
+        rows = [
+            row if row["policy"] not in said else {**row, "like": said[str(row["policy"])]} for row in result.to_json()
+        ]
+        say_answer(_header(result), rows=rows)
         say_left_out(result)
     else:
         from pstar_sim.report.tables import comparison_text
 
         say(comparison_text(result))
     return _fits_or_says_why(result)
+
+
+def _header(result: Comparison) -> Header:
+    from pstar_sim.report.tables import reasons, shown
+    from pstar_sim.units import format_s
+
+    (best, *_), equals = shown(result)
+    reason = "; ".join(reasons(result))
+    if best.fits:
+        also = f" ({', '.join(row.policy for row in equals)} as fast)" if equals else ""
+        reason = f"{best.policy} is the fastest{also}: {format_s(best.iteration_s or 0.0)} per iteration"
+    return Header(
+        model=result.workload.model,
+        machine=result.machine.name,
+        verdict=yes_or_no(best.fits),
+        reason=reason,
+        advice=(f"--policy {best.policy}",) if best.fits else tuple(r.nearest for r in result.rows if r.nearest),
+        notes=result.notes,
+    )
 
 
 def _beside(
@@ -200,7 +228,7 @@ def plan(
         from pstar_sim.report.tables import refusal_text
 
         if json:
-            say_json({"fits": False, "policies": result.to_json()})
+            say_answer(_header(result), fits=False, rows=result.to_json())
         else:
             say(refusal_text(result))
         return _fits_or_says_why(result)
@@ -210,13 +238,9 @@ def plan(
     from pstar_sim.planner.confidence import confidence, confidence_line
 
     if json:
-        say_json(
-            {
-                **best.row.to_json(),
-                **result.workload.said,
-                "confidence": confidence(result.workload, result.machine),
-            }
-        )
+        row_of_job = {**best.row.to_json(), **result.workload.said}
+        sources_of = confidence(result.workload, result.machine)
+        say_answer(_header(result), plan=path, confidence=sources_of, rows=[row_of_job])
         return 0
     from pstar_sim.report.tables import format_percent
     from pstar_sim.units import format_bytes, format_s
@@ -294,14 +318,15 @@ def check(
         with named(path):
             return check_set(path, loaded, json=json)
     of = f"{path}: {loaded.policy} for {loaded.workload.model} on {loaded.machine.name}"
-    answer: dict[str, object] = {"plan": path, "ok": True, "policy": loaded.policy}
+    answer: dict[str, object] = {"plan": path, "policy": loaded.policy}
+    header = Header(model=loaded.workload.model, machine=loaded.machine.name)
     try:
         with named(path), bar("proving", quiet=json) as on_part:
             found = examine(loaded, lp=lp, on_part=on_part)
     except FalseFigures as error:
         lines = [line.removeprefix(f"{path}: ") for line in error.false]
         if json:
-            say_json({**answer, "ok": False, "false": lines})
+            say_answer(replace(header, verdict="no", reason=error.false[0]), **answer, ok=False, false=lines)
         else:
             tell("\n".join([of, *(f"false: {line}" for line in lines)]))
         more = f"; and {len(lines) - 1} more of its figures are false" if len(lines) > 1 else ""
@@ -314,7 +339,7 @@ def check(
             by_rank = {r: gpu.bytes for gpu in report.gpus for r in gpu.ranks}
             peaks["peak_gpu_bytes_by_rank"] = [by_rank[r] for r in sorted(by_rank)]
         said = {"lower_bound": found.bound, "as_stated": report.figures, "not_checked": report.not_checked}
-        say_json({**answer, "steps": report.steps, **peaks, **said})
+        say_answer(replace(header, verdict="yes"), **answer, ok=True, steps=report.steps, **peaks, **said)
     else:
         tell(f"{of}\n{report.describe()}")
         tell(found.bound)
@@ -326,20 +351,29 @@ def explain(
     *,
     path: PlanFile,
     steps: Annotated[int, typer.Option(parser=natural, metavar="N", help="first steps to show")] = 12,
+    json: JsonObject = False,
 ) -> int:
     """Say what a plan does: what lives where and why, what binds, what the tide gains, its first steps."""
     from pstar_sim.core.plan_set import PlanSet
     from pstar_sim.core.set_file import read_plans
-    from pstar_sim.planner.explain import explain as words
+    from pstar_sim.planner.explain import explanation, in_words
     from pstar_sim.planner.stated import examine
 
     loaded = read_plans(Path(path))
     if isinstance(loaded, PlanSet):
-        return explain_set(path, loaded)
-    with named(path), bar("proving", quiet=False) as on_part:
+        return explain_set(path, loaded, json=json)
+    with named(path), bar("proving", quiet=json) as on_part:
         found = examine(loaded, on_part=on_part)
     cost = loaded.predictions.get("barrier_cost_s")
-    say(words(loaded, found.timeline, barrier_cost_s=cost, first_steps=steps))
+    sections = explanation(loaded, found.timeline, barrier_cost_s=cost, first_steps=steps)
+    if json:
+        job, *others = sections.items()
+        rows = [{"about": about, "said": [line.strip() for line in lines]} for about, lines in others]
+        header = Header(model=loaded.workload.model, machine=loaded.machine.name, reason=" ".join(job[1]))
+        figures = {"policy": loaded.policy, "predictions": dict(loaded.predictions), "lower_bound": found.bound}
+        say_answer(header, plan=path, **figures, rows=rows)
+    else:
+        say(in_words(sections))
     return 0
 
 
@@ -485,6 +519,7 @@ def _compared(
             made=made,
             settings=settings,
             loading=asked.loading,
+            near=True if policies else None,
             certify=asked.certify,
             only_best=only_best,
             barrier_cost=barrier_cost,

@@ -13,7 +13,7 @@ import typer
 from pstar_sim.cli.bars import bar
 from pstar_sim.cli.exit_status import NO
 from pstar_sim.cli.flags import MachineFlags, OptionalWorkloadFlags, SettingFlags
-from pstar_sim.cli.output import note, say, say_json, tell
+from pstar_sim.cli.output import Header, note, say, say_answer, tell, yes_or_no
 from pstar_sim.errors import PlanError, PstarError
 
 if TYPE_CHECKING:
@@ -116,12 +116,28 @@ def _say(found: StagesComparison, *, json: bool) -> int:
     from pstar_sim.report.stages import stages_text
 
     if json:
-        say_json([asdict(row) for row in found.rows])
+        say_answer(_header(found), rows=[asdict(row) for row in found.rows])
         for words in (*found.left_out, *(f"{way}, the least that any plan of it takes" for way in found.slower)):
             note(f"not planned: {words}")
     else:
         say(stages_text(found))
     return _fits(found)
+
+
+def _header(found: StagesComparison) -> Header:
+    reason, advice = "; ".join(row.reason for row in found.rows if row.reason), ""
+    if found.best is not None:
+        row = found.rows[0]
+        advice = f"--parallel {row.parallel} --policy {row.policy}"
+        reason = f"{row.policy} with {row.parallel} is the fastest: {found.best.iteration_s:.6g} s per iteration"
+    return Header(
+        model=found.job.model,
+        machine=found.machine.name,
+        verdict=yes_or_no(found.best is not None),
+        reason=reason,
+        advice=[advice] if advice else [],
+        notes=(*found.notes, *found.left_out),
+    )
 
 
 def _fits(found: StagesComparison) -> int:
@@ -151,7 +167,7 @@ def plan_spread(
     found = _asked(job, machine_of(on), setting, parallel, STAGED if policy == "auto" else [policy], quiet=json)
     if found.best is None:
         if json:
-            say_json({"fits": False, "rows": [asdict(row) for row in found.rows]})
+            say_answer(_header(found), fits=False, rows=[asdict(row) for row in found.rows])
         else:
             say(stages_text(found))
         return _fits(found)
@@ -160,7 +176,7 @@ def plan_spread(
     best, row = found.best, found.rows[0]
     save_set(best.plans, Path(path))
     if json:
-        say_json(asdict(row))
+        say_answer(_header(found), plan=path, rows=[asdict(row)])
         return 0
     peak = max(row.peak_gpu_bytes)
     tell(
@@ -179,7 +195,9 @@ def check_set(path: str, plans: PlanSet, *, json: bool) -> int:
     if json:
         stages = [{"steps": report.steps, "peak_bytes": report.peak_bytes} for report in reports]
         said = {"policy": plans.plans[0].policy, "parallel": str(plans.parallelism), "iteration_s": seconds}
-        say_json({"plan": path, "ok": True, **said, "stages": stages})
+        first = plans.plans[0]
+        header = Header(model=first.workload.model, machine=first.machine.name, verdict="yes")
+        say_answer(header, plan=path, ok=True, **said, stages=stages)
         return 0
     first = plans.plans[0]
     lines = [f"{path}: {first.policy} for {first.workload.model} on {len(plans.plans)} stages ({plans.parallelism})"]
@@ -193,7 +211,7 @@ def check_set(path: str, plans: PlanSet, *, json: bool) -> int:
     return 0
 
 
-def explain_set(path: str, plans: PlanSet) -> int:
+def explain_set(path: str, plans: PlanSet, *, json: bool) -> int:
     from pstar_sim.core.checker.meetings import prove_set
     from pstar_sim.planner.stages import PlannedStages
     from pstar_sim.report.stages import explain_stages
@@ -203,5 +221,11 @@ def explain_set(path: str, plans: PlanSet) -> int:
         prove_set(plans)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
-    say(explain_stages(PlannedStages(plans=plans, timelines=play_stages(plans))))
+    text = explain_stages(PlannedStages(plans=plans, timelines=play_stages(plans)))
+    if json:
+        first = plans.plans[0]
+        header = Header(model=first.workload.model, machine=first.machine.name)
+        say_answer(header, plan=path, rows=[{"about": str(plans.parallelism), "said": text.splitlines()}])
+    else:
+        say(text)
     return 0

@@ -8,13 +8,13 @@ from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
-from typer.main import get_command
+from typer.main import get_command, get_current_context  # type: ignore[attr-defined]
 
 from pstar_sim.cli.flag_values import ELSEWHERE, did_you_mean
 from pstar_sim.errors import PstarError, UnknownName
 from pstar_sim.terminal import terminal_width
 
-__all__ = ["Command", "CommandGroup", "run_app"]
+__all__ = ["Command", "CommandGroup", "run_app", "words_typed"]
 
 
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
@@ -22,13 +22,21 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
     after help."""
     command: Any = get_command(app)
     try:
-        with command.make_context(program, list(arguments), terminal_width=terminal_width()) as context:
+        with command.make_context(
+            program, list(arguments), terminal_width=terminal_width(), obj=(program, *arguments)
+        ) as context:
             status: int = command.invoke(context)
             return status
     except typer.Exit as done:  # help, version, completion
         raise SystemExit(done.exit_code) from None
     except typer.TyperException as error:
         raise PstarError(_words(error)) from None
+
+
+def words_typed() -> tuple[str, ...]:
+    """Returns the words of the command line that runs, its program first; none outside of `run_app`."""
+    context = get_current_context(silent=True)
+    return () if context is None else tuple(context.find_root().obj)
 
 
 def _words(error: typer.TyperException) -> str:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
@@ -182,6 +183,18 @@ class Timeline:
         """Returns "spans" or "samples": field of `Span` or `ByteSample` -> its values. Makes no row."""
         kept: RowsByColumn[Any] = self.__dict__[f"_{name}"]
         return dict(kept.columns())
+
+    def at_peak(self, place: str) -> dict[str, int]:
+        """Returns category -> bytes at the instant of the steady iteration at which the place holds most."""
+        columns = self.columns("samples")
+        rows = zip(columns["time_s"], columns["place"], columns["category"], columns["bytes"])
+        held: dict[str, int] = {}
+        most: dict[str, int] = {}
+        for _, changes in groupby((row for row in rows if row[1] == place), key=lambda row: row[0]):
+            held |= {category: size for _, _, category, size in changes}
+            if sum(held.values()) > sum(most.values()):
+                most = dict(held)
+        return most
 
     def to_frame(self) -> pandas.DataFrame:
         """Returns one row per span, with the fields of `Span`; a missing chunk or moment is <NA>."""

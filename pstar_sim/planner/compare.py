@@ -201,7 +201,7 @@ def compare(
     effort: float | None = None,
     loading: Loading | str | None = None,
     barrier_cost: bool | None = None,
-    near: bool = True,
+    near: bool | None = True,
     certify: bool = False,
     only_best: bool = False,
     made: Mapping[str, tuple[Plan, Timeline]] | None = None,
@@ -216,7 +216,8 @@ def compare(
     loading: as in `fits`.
     barrier_cost: whether to simulate every fitting policy also without its barrier, which plans it again. None: the
         best policy if `only_best`, else none.
-    near: whether to look for the nearest machine or setting under which the other policies would fit.
+    near: whether to look for the nearest machine or setting under which the other policies would fit; None: where no
+        policy fits.
     certify: whether to use the tighter bound of the fluid linear program, instead of the joint bound; this takes
         seconds.
     only_best: for a caller that uses `best()` alone. The search for changes is left out if some policy fits. If no
@@ -238,7 +239,7 @@ def compare(
     if len(set(names)) != len(names):
         raise PstarError(f"policies must have different names, not {', '.join(names)}")
     loading = loading_of(loading)
-    for what, value in (("near", near), ("certify", certify), ("only_best", only_best)):
+    for what, value in (("near", near or near is None), ("certify", certify), ("only_best", only_best)):
         flag(what, value)
     if barrier_cost is not None:
         flag("barrier_cost", barrier_cost)
@@ -280,7 +281,7 @@ def _compare(
     *,
     every_cost: bool,
     loading: Loading,
-    near: bool,
+    near: bool | None,
     certify: bool,
     only_best: bool,
     made: Mapping[str, tuple[Plan, Timeline]],
@@ -306,7 +307,7 @@ def _compare(
     rows, planned, failures = found.rows, found.planned, found.failures
     others = _fitting(workload, settings, rows, planned)
     elsewhere = Elsewhere(workload, machine, loading)
-    near_wanted = near and not (only_best and others)
+    near_wanted = near is not False and not ((only_best or near is None) and others)
     for i, row in enumerate(rows):
         if row.policy in failures:
             policy, error = failures[row.policy]

@@ -9,7 +9,7 @@ tide's counterpart (`tide` against `static_partition`: the same policy except fo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pstar_sim.arguments import choice, instance, number, whole
@@ -230,28 +230,35 @@ def explain(
     whole("first_steps", first_steps, least=0)
     if width is not None:
         whole("width", width)
+    sections = explanation(plan, timeline, bound_by=bound_by, barrier_cost_s=barrier_cost_s, first_steps=first_steps)
+    return in_words(sections, width=width)
+
+
+def explanation(
+    plan: Plan,
+    timeline: Timeline,
+    *,
+    bound_by: str | None = None,
+    barrier_cost_s: float | None = None,
+    first_steps: int = 12,
+) -> dict[str, Sequence[str]]:
+    """Returns heading -> lines. The first heading, of the job, is empty. Arguments are those of `explain`."""
     other = order_gain(plan, timeline)
-    out = [
-        *_job(plan),
-        "",
-        "what lives where",
-        *_where(plan, timeline),
-        "",
-        "why",
-        *_why(plan),
-        "",
-        "what binds",
-        *_binds(plan, timeline, bound_by, barrier_cost_s),
-        "",
-        "what the tide gains",
-        f"  {tide_gain(plan)}.",
-        *([] if other is None else ["", "what the order gains", f"  {other}."]),
-        "",
-        f"first steps (of {len(plan.steps)})",
-        *(f"  {to_text(step)}" for step in plan.steps[:first_steps]),
-    ]
+    return {
+        "": _job(plan),
+        "what lives where": _where(plan, timeline),
+        "why": _why(plan),
+        "what binds": _binds(plan, timeline, bound_by, barrier_cost_s),
+        "what the tide gains": [f"  {tide_gain(plan)}."],
+        **({} if other is None else {"what the order gains": [f"  {other}."]}),
+        f"first steps (of {len(plan.steps)})": [f"  {to_text(step)}" for step in plan.steps[:first_steps]],
+    }
+
+
+def in_words(sections: Mapping[str, Sequence[str]], *, width: int | None = None) -> str:
     width = terminal_width() if width is None else width
-    return "\n".join(line for text in out for line in wrap(text, width)) + "\n"
+    texts = [line for heading, lines in sections.items() for line in (*(["", heading] if heading else []), *lines)]
+    return "\n".join(line for text in texts for line in wrap(text, width)) + "\n"
 
 
 def _job(plan: Plan) -> list[str]:

@@ -6,11 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 
 from pstar_sim.arguments import flag
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
+from pstar_sim.core.effects import NON_MODEL
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner.asked import OnPart, asked_names, settings_of, teller
 from pstar_sim.planner.balance import all_balance, balances
@@ -29,12 +33,14 @@ from pstar_sim.planner.memory_needs import (
 )
 from pstar_sim.planner.nearest import Ask, Elsewhere, Remedy, asker, in_words, remedies
 from pstar_sim.planner.trust import trust
-from pstar_sim.policy.registry import built_in, can, find_policy
+from pstar_sim.policy.kit.ties import AS_FAST
+from pstar_sim.policy.registry import built_in, can, can_follow, find_policy
 from pstar_sim.sim.play import play
 from pstar_sim.workload.loading import EACH_FP32, Loading, loading_of
+from pstar_sim.workload.mixing import block_runs
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Fit", "Fits", "SmallestChange", "fits", "with_kept"]
+__all__ = ["Fit", "Fits", "Part", "SmallestChange", "fits", "with_kept"]
 
 EFFORT = 0.5  # share of `Settings.effort` with which plans are searched: memory is asked for, and seconds within a bar
 
@@ -141,6 +147,21 @@ class SmallestChange:
     policies: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What takes memory: weights, gradients, optimizer states, activations, logits, buffers or the reserve.
+
+    job_bytes: of the whole model, and of one GPU's activations and logits at their peak.
+    gpu_bytes, host_bytes: of one rank when the plan of the recommended policy holds most; None if no policy fits, or
+        without times.
+    """
+
+    name: str
+    job_bytes: int
+    gpu_bytes: int | None = None
+    host_bytes: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Fits(Collection):
     """The answer of `fits`.
@@ -148,6 +169,8 @@ class Fits(Collection):
     workload: the job of one rank.
     batch: sequences per micro-batch, of all GPUs together.
     rows: in the order asked for.
+    parts: what takes memory.
+    named: whether the caller named the policies.
     near: whether changes were looked for.
     change: the smallest; None if a policy fits or no change helps.
     others: more host memory, then more GPU memory or another machine, where `change` is smaller and they help alone.
@@ -159,6 +182,8 @@ class Fits(Collection):
     batch: int
     loading: Loading
     rows: tuple[Fit, ...]
+    parts: tuple[Part, ...] = ()
+    named: bool = True
     near: bool = True
     change: SmallestChange | None = None
     others: tuple[SmallestChange, ...] = ()
@@ -166,6 +191,15 @@ class Fits(Collection):
     @property
     def any(self) -> bool:
         return any(row.fits for row in self.rows)
+
+    @cached_property
+    def fastest(self) -> tuple[Fit, ...]:
+        """The recommended row, the first of those that are equally fast: simpler policies are listed first. Plans that
+        the loop cannot follow count only where no other fits."""
+        fitting = [row for row in self.rows if row.fits]
+        followed = [row for row in fitting if can_follow(self.settings, self.workload, row.policy)] or fitting
+        limit_s = min((row.iteration_s or 0.0 for row in followed), default=0.0) * (1 + AS_FAST)
+        return tuple(row for row in followed if (row.iteration_s or 0.0) <= limit_s)
 
     def to_json(self) -> list[dict[str, object]]:
         """One dict per row, with the kernels and the notes of the job."""
@@ -212,7 +246,7 @@ def fits(
         loading=loading_of(loading),
         said=loading is not None,
     )
-    answers: list[tuple[Fit, DoesNotFit | None, Asked]] = []
+    answers: list[tuple[Fit, DoesNotFit | None, Asked, Timeline | None]] = []
     for name in names:
         tell(name, len(answers), len(names))
         answers.append(_fit_any(name, share, job, times=times))
@@ -222,7 +256,7 @@ def fits(
     if near is not False:
         found: list[tuple[Remedy, str]] = []
         elsewhere = Elsewhere(share.workload, machine, job.loading)
-        for i, (row, error, asked) in enumerate(answers):
+        for i, (row, error, asked, _) in enumerate(answers):
             if error is None:
                 continue
             tell(f"what would do for {row.policy}", len(names), len(names))
@@ -245,17 +279,64 @@ def fits(
         if not fitting:
             tell("the smallest change", len(names), len(names))
             changes = _changes(found, job, names, elsewhere)
-    return Fits(
+    answer = Fits(
         workload=share.workload,
         machine=machine,
         settings=settings,
         batch=share.batch,
         loading=job.loading,
         rows=tuple(rows),
+        named=policies is not None,
         near=near is not False,
         change=changes[0] if changes else None,
         others=changes[1:],
     )
+    timelines = {row.policy: timeline for row, _, _, timeline in answers}
+    best = answer.fastest[0] if answer.fastest else None
+    return replace(answer, parts=_parts(job, best, timelines[best.policy] if best else None))
+
+
+def _parts(job: Asked, best: Fit | None, timeline: Timeline | None) -> tuple[Part, ...]:
+    w, m = job.workload, job.machine
+    trained = sum(t.numel for t in w.tensors if not t.frozen and t.tied_to is None)
+    in_all = {
+        "weights": sum(t.bytes for t in w.tensors if t.tied_to is None),
+        "gradients": trained * DTYPES[w.dtype].bytes,
+        "optimizer states": round(trained * w.states_bytes_per_param),
+        **_of_tide(w, w.peak_non_model_bytes),
+    }
+    held = {"gpu": dict[str, int](), "host": dict[str, int]()}
+    if best is not None and timeline is not None:
+        for place in held:
+            peak = timeline.at_peak(place)
+            tide = _of_tide(w, peak.pop(NON_MODEL, 0)) if place == "gpu" else {"activations": peak.pop(NON_MODEL, 0)}
+            held[place] = {_NAMES[category]: size for category, size in peak.items()} | tide
+        rounding = held["host"].get("buffers", 0) + (best.host_rounding_bytes or 0)
+        held["gpu"]["reserve"], held["host"] = m.gpu.context_bytes, {**held["host"], "buffers": rounding}
+        held["host"]["reserve"] = m.host.reserved_bytes // m.local_ranks
+    known = timeline is not None
+    return tuple(
+        Part(
+            name=name,
+            job_bytes=in_all.get(name, 0),
+            gpu_bytes=held["gpu"].get(name, 0) if known else None,
+            host_bytes=held["host"].get(name, 0) if known else None,
+        )
+        for name in (*in_all, *(("buffers", "reserve") if known else ()))
+    )
+
+
+_NAMES = {"param": "weights", "grad": "gradients", "states": "optimizer states", "buffer": "buffers"}
+
+
+def _of_tide(w: Workload, size_bytes: int) -> dict[str, int]:
+    """Returns the activations and the logits (with the loss) of a GPU with so much non-model data. What the moments
+    between the forward and the backward passes of the blocks hold beside the blocks' activations are logits."""
+    blocks = [(forward, run) for block, forward, run in block_runs(w) if block is not None]
+    of_blocks = max((w.moments[m].peak_bytes for _, run in blocks for m in run), default=size_bytes)
+    kept = max((w.moments[run[-1]].end_bytes for forward, run in blocks if forward), default=size_bytes)
+    logits = size_bytes - kept if size_bytes > of_blocks else 0
+    return {"activations": size_bytes - logits, "logits": logits}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,22 +370,27 @@ class Asked:
         return least_gpu_bytes(lambda where: ask(self.workload, where, self.settings, self.loading), machine)
 
 
-def _fit_any(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, DoesNotFit | None, Asked]:
+def _fit_any(
+    name: str, share: Share, job: Asked, *, times: bool
+) -> tuple[Fit, DoesNotFit | None, Asked, Timeline | None]:
     """Returns the answer for the first shares of the batch with which the policy fits; if there are none, for the last
     ([Note: the fastest shares] in balance.py)."""
-    answer: tuple[Fit, DoesNotFit | None, Asked] | None = None
+    answer: tuple[Fit, DoesNotFit | None, Asked, Timeline | None] | None = None
     try:
         for own in balances(find_policy(name), share, job.machine, job.settings):
             there = replace(job, workload=own.share.workload, machine=own.machine)
-            row, error = _fit(name, own.share, there, times=times)
-            answer = replace(row, shares=own.words), error, there
+            row, error, timeline = _fit(name, own.share, there, times=times)
+            answer = replace(row, shares=own.words), error, there, timeline
             if row.fits:
                 break
     except CannotPlan as reason:
-        return replace(_unknown(name, job), reason=str(reason)), None, job
-    except DoesNotFit as error:
-        return _short(_unknown(name, job), error), error, job
-    return answer or (*_fit(name, share, job, times=times), job)
+        return replace(_unknown(name, job), reason=str(reason)), None, job, None
+    except DoesNotFit as refusal:
+        return _short(_unknown(name, job), refusal), refusal, job, None
+    if answer is None:
+        row, error, timeline = _fit(name, share, job, times=times)
+        answer = row, error, job, timeline
+    return answer
 
 
 def _unknown(name: str, job: Asked) -> Fit:
@@ -330,7 +416,7 @@ def _short(row: Fit, error: DoesNotFit) -> Fit:
     )
 
 
-def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, DoesNotFit | None]:
+def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, DoesNotFit | None, Timeline | None]:
     workload, machine = job.workload, job.machine
     settings = replace(job.settings, effort=EFFORT * job.settings.effort)
     row = _unknown(name, job)
@@ -347,13 +433,15 @@ def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, Does
                 loading=job.loading,
             )
     except CannotPlan as reason:
-        return replace(row, reason=str(reason)), None
+        return replace(row, reason=str(reason)), None, None
     except DoesNotFit as error:
-        return _short(row, error), error
+        return _short(row, error), error, None
     row = _filled(replace(row, fits=True), job.least_gpu_bytes(name, machine), need, machine.local_ranks)
     row = replace(row, loading_short_bytes=job.short_if_each_loads(need))
+    timeline: Timeline | None = None
     if plan is not None:
-        seconds = play(replace(plan, ranked=share.ranked)).iteration_s
+        timeline = play(replace(plan, ranked=share.ranked))
+        seconds = timeline.iteration_s
         belief = trust(machine, name, workload)
         row = replace(
             row,
@@ -363,7 +451,7 @@ def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, Does
             trust=belief.label,
             disk_life=disk_life(plan, seconds) or None,
         )
-    return row, None
+    return row, None, timeline
 
 
 def _filled(row: Fit, gpu_needed_bytes: int | None, need: Need, local_ranks: int) -> Fit:

@@ -9,8 +9,6 @@ from pstar_sim.catalog.loader import as_listed
 from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
 from pstar_sim.planner.machine_notes import added_gpus_notes, attention_notes, pinned_notes, thread_notes, units_notes
 from pstar_sim.planner.trust import NOT_NEAR
-from pstar_sim.policy.kit.ties import AS_FAST
-from pstar_sim.policy.registry import can_follow
 from pstar_sim.report.tables import batch_words, format_barred, format_size, sources_of_times, trust_lines
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_error, format_params, format_s
@@ -25,7 +23,16 @@ if TYPE_CHECKING:
     from pstar_sim.planner.limits import Limit, Limits
     from pstar_sim.planner.sensitivity import PartEffect, Sensitivity
 
-__all__ = ["cheapest_text", "fits_text", "limits_text", "sensitivity_text", "shown_on_card"]
+__all__ = [
+    "cheapest_said",
+    "cheapest_text",
+    "fits_said",
+    "fits_text",
+    "limits_said",
+    "limits_text",
+    "sensitivity_text",
+    "shown_on_card",
+]
 
 
 def _params(count: float | None) -> str:
@@ -69,17 +76,54 @@ def _kernels(kernels: str) -> str:
 
 
 def fits_text(answer: Fits, *, width: int | None = None, why: bool = False) -> str:
-    """why: also what takes the room on the host, and a paragraph for each policy that does not fit."""
+    """why: also what takes the room on the host, policies that are as fast as the recommended one, and what would make
+    each other policy fit, with a paragraph for each."""
     width = terminal_width() if width is None else width
     lines = [*_folded((*_verdict(answer), "", *_asked(answer)), width), ""]
+    heads, parts = _part_cells(answer)
+    lines += [table_text(heads, parts, width=width, rule_before=len(parts) - 1).rstrip(), ""]
+    equals = () if why or answer.named else answer.fastest[1:]
+    rows = [row for row in _by_time(answer) if row not in equals]
     columns = ["policy", "fits", "GPU needs", "GPU left", "host needs", "host left", "iteration"]
     columns += ["rounding", "start-up", "buffers"] if why else []
-    cells = [_fit_cells(row, why=why) for row in answer.rows]
-    if any(row.changes for row in answer.rows):
+    cells = [_fit_cells(row, best=row in answer.fastest[:1] and len(answer.rows) > 1, why=why) for row in rows]
+    if why and any(row.changes for row in rows):
         columns.append("would fit")
-        cells = [(*line, _would_fit(row)) for line, row in zip(cells, answer.rows)]
+        cells = [(*line, _would_fit(row)) for line, row in zip(cells, rows)]
     lines.append(table_text(columns, cells, width=width).rstrip())
+    if equals:
+        lines += _folded([f"as fast as {answer.fastest[0].policy}: {', '.join(row.policy for row in equals)}"], width)
     return "\n".join([*lines, *_notes(list(_fit_notes(answer, why=why)), width)]) + "\n"
+
+
+def fits_said(answer: Fits) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Returns the sentences of the verdict, the flags that are advised, and the notes."""
+    changes = [] if answer.change is None else [answer.change, *answer.others]
+    advice = [f"--policy {row.policy}" for row in answer.fastest[:1]] or [one.words for one in changes]
+    words = [
+        one.removeprefix("with ").replace("on ", "--machine ", 1 if one.startswith("on ") else 0) for one in advice
+    ]
+    return " ".join(_verdict(answer)), tuple(words), tuple(_fit_notes(answer, why=False))
+
+
+def _part_cells(answer: Fits) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Returns heads and rows, the last of them the sum."""
+    heads, columns = ["what takes memory", "in all"], [[part.job_bytes for part in answer.parts]]
+    if answer.parts[-1].gpu_bytes is not None:
+        heads += [f"GPU, {answer.fastest[0].policy}", "host"]
+        columns += [[part.gpu_bytes or 0 for part in answer.parts], [part.host_bytes or 0 for part in answer.parts]]
+    rows = [(part.name, *sizes) for part, *sizes in zip(answer.parts, *columns)]
+    total = ("sum", *(sum(column) for column in columns))
+    return heads, [(name, *(format_size(size) if size else "-" for size in sizes)) for name, *sizes in (*rows, total)]
+
+
+def _by_time(answer: Fits) -> list[Fit]:
+    """Returns the recommended row, the others that fit by time, then those that do not by what they lack."""
+
+    def place(row: Fit) -> tuple[bool, bool, float]:
+        return not row.fits, row not in answer.fastest[:1], (row.iteration_s if row.fits else row.short_bytes) or 0.0
+
+    return sorted(answer.rows, key=place)
 
 
 def _asked(answer: Fits) -> tuple[str, str]:
@@ -129,11 +173,8 @@ def _verdict(answer: Fits) -> list[str]:
 
 
 def _yes(answer: Fits) -> list[str]:
-    fitting = [row for row in answer.rows if row.fits]
-    followed = [row for row in fitting if can_follow(answer.settings, answer.workload, row.policy)] or fitting
-    limit_s = min(row.iteration_s or 0.0 for row in followed) * (1 + AS_FAST)
-    fast = [row for row in followed if (row.iteration_s or 0.0) <= limit_s]
-    best, total = fast[0], len(answer.rows)  # simpler policies are listed first
+    fitting, fast = [row for row in answer.rows if row.fits], answer.fastest
+    best, total = fast[0], len(answer.rows)
     under = best.policy if total == 1 else f"{len(fitting)} of the {total} policies"
     undecided = best.loading_short_bytes is not None
     yes = "Yes, if the weights are loaded once per node" if undecided else "Yes"
@@ -240,7 +281,7 @@ def _would_fit(row: Fit) -> str:
     return "; ".join(row.changes) or ("-" if row.short_of is None else "nothing tried helps")
 
 
-def _fit_cells(row: Fit, *, why: bool) -> tuple[str, ...]:
+def _fit_cells(row: Fit, *, best: bool, why: bool) -> tuple[str, ...]:
     seconds = "" if row.iteration_s is None else format_s(row.iteration_s)
     figures = [
         format_size(row.gpu_needed_bytes),
@@ -252,8 +293,23 @@ def _fit_cells(row: Fit, *, why: bool) -> tuple[str, ...]:
     if why:
         parts = row.host_rounding_bytes, row.host_startup_bytes, row.host_buffer_bytes
         figures += [format_size(part) for part in parts]
-    fits = "yes" if row.fits else f"no: {row.short_of}" if row.short_of else "no"
+    fits = "best" if best else "yes" if row.fits else f"no: {row.short_of}" if row.short_of else "no"
     return (row.policy, fits, *(figure or "-" for figure in figures))
+
+
+def limits_said(answer: Limits) -> tuple[str, tuple[str, ...]]:
+    """Returns the largest, in a sentence, and the notes."""
+    best = max(answer.rows, key=lambda row: row.value, default=None)
+    if best is None or not best.value:
+        return "; ".join(row.reason for row in answer.rows if row.reason), tuple(_limit_notes(answer))
+    size = "" if best.params is None else f", {format_params(best.params)} parameters"
+    return f"{best.policy}: {answer.what} {best.value}{size}", tuple(_limit_notes(answer))
+
+
+def _limit_notes(answer: Limits) -> list[str]:
+    m = answer.machine
+    alone = [UNMODELLED] if m.data_parallel_size > 1 and "parallel" not in answer.job else []
+    return [*alone, *added_gpus_notes(m), *thread_notes(m)]
 
 
 def limits_text(answer: Limits, *, width: int | None = None) -> str:
@@ -282,12 +338,7 @@ def limits_text(answer: Limits, *, width: int | None = None) -> str:
         texts = [f"{p.system} {_params(p.params)}: {p.source}" for p in published]
         lines += _notes(["published: " + "; ".join(texts)], width)
     lines += _notes([row.reason for row in answer.rows if row.value == 0 and row.reason], width)
-    notes = [
-        *([UNMODELLED] if m.data_parallel_size > 1 and "parallel" not in answer.job else []),
-        *added_gpus_notes(m),
-        *thread_notes(m),
-    ]
-    lines += _notes([f"note: {note}" for note in notes], width)
+    lines += _notes([f"note: {note}" for note in _limit_notes(answer)], width)
     return "\n".join(lines) + "\n"
 
 
@@ -326,16 +377,29 @@ def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
         "USD/M tokens",
     )  # fmt: skip
     shown = [row for row in answer.rows if row.days is not None]
-    nearest = min(answer.rows, key=lambda row: row.days or row.least_days or float("inf"), default=None)
-    if answer.too_late and nearest is not None:
-        lines += wrap(f"none in time; the nearest is {_nearest(nearest)}", width)
-        lines += [""] if shown else []
+    if late := _none_in_time(answer):
+        lines += [*wrap(late, width), *([""] if shown else [])]
     if shown:
         lines.append(table_text(columns, [_offer_cells(row) for row in shown], width=width).rstrip())
     elif not answer.too_late:
         lines += wrap("no machine can train it", width)
     lines += _notes(list(_offer_notes(answer, shown)), width)
     return "\n".join(lines) + "\n"
+
+
+def cheapest_said(answer: Cheapest) -> tuple[str, tuple[str, ...]]:
+    """Returns the cheapest offer, or why there is none, in a sentence, and the notes."""
+    notes = tuple(_offer_notes(answer, [row for row in answer.rows if row.days is not None]))
+    best = answer.best
+    if best is None:
+        return _none_in_time(answer) or "no machine can train it", notes
+    nodes = f"{best.nodes} node{'s'[: best.nodes > 1]} of {best.machine}"
+    return f"{nodes} under {best.policy}: {_days(best.days or 0.0)} days, {best.usd or 0.0:,.0f} USD", notes
+
+
+def _none_in_time(answer: Cheapest) -> str:
+    nearest = min(answer.rows, key=lambda row: row.days or row.least_days or float("inf"), default=None)
+    return f"none in time; the nearest is {_nearest(nearest)}" if answer.too_late and nearest is not None else ""
 
 
 def _offer_notes(answer: Cheapest, shown: Sequence[Offer]) -> Iterator[str]:

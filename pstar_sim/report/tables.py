@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from pstar_sim.core.figures import BINDS_NAMES
+from pstar_sim.errors import NothingFits
 from pstar_sim.planner.confidence import confidence, confidence_line, worst_known
 from pstar_sim.planner.machine_notes import units_notes
 from pstar_sim.planner.trust import error_of_change
+from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_params, format_s
 from pstar_sim.workload.kernels import kernels_text
@@ -32,6 +34,7 @@ __all__ = [
     "heading",
     "reasons",
     "refusal_text",
+    "shown",
     "sources_of_times",
     "trust_lines",
 ]
@@ -105,13 +108,13 @@ HEADS = (
 )  # fmt: skip
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: Row, *, best: bool = False) -> tuple[str, ...]:
     """In the order of HEADS. A missing figure is empty."""
     if not row.fits:
         return (row.policy, "no", *[""] * 9)
     return (
         row.policy,
-        "yes",
+        "best" if best else "yes",
         format_s(row.iteration_s) if row.iteration_s is not None else "",
         f"{row.tokens_per_s:,.0f}" if row.tokens_per_s is not None else "",
         format_percent(row.gap) if row.gap is not None else "",
@@ -157,14 +160,43 @@ def format_percent(share: float) -> str:
 
 
 def reasons(comparison: Comparison) -> list[str]:
-    """For every policy that does not fit: the reason, the lacking bytes, and a change that would make it fit."""
-    return [row.reason or f"{row.policy} does not fit" for row in comparison.rows if not row.fits]
+    """For every policy that does not fit: the reason, the lacking bytes, and a change that would make it fit. Where
+    nobody named the policies, one text for all that lack room, and if none fits that of the one that lacks least."""
+    unfit = [row for row in comparison.rows if not row.fits]
+    told = [row for row in unfit if comparison.named or row.short_of is None]
+    short = sorted((row for row in unfit if row not in told), key=_lacking)
+    told += short[:1] if len(unfit) == len(comparison.rows) else []
+    texts = [row.reason or f"{row.policy} does not fit" for row in told]
+    lacks = ", ".join(f"{row.policy} lacks {format_size(_lacking(row))} of {row.short_of}" for row in short)
+    return [*texts, f"do not fit: {lacks} (`pstar fits --why` says why)"] if short else texts
+
+
+def _lacking(row: Row) -> int:
+    return (row.needed_bytes or 0) - (row.available_bytes or 0)
+
+
+def shown(comparison: Comparison) -> tuple[list[Row], list[Row]]:
+    """Returns the rows of the table, the best first; and those that are as fast, which have no row where nobody named
+    the policies."""
+    rows = sorted(comparison.rows, key=lambda row: (not row.fits, row.iteration_s or 0.0))
+    try:
+        best = comparison.best().row
+    except NothingFits:
+        return rows, []
+    limit_s = (best.iteration_s or 0.0) * (1 + AS_FAST)
+    equals = [row for row in rows if row is not best and row.fits and (row.iteration_s or 0.0) <= limit_s]
+    others = [row for row in rows if row is not best and (comparison.named or row not in equals)]
+    return [best, *others], [] if comparison.named else equals
 
 
 def comparison_text(comparison: Comparison, *, width: int | None = None) -> str:
     width = terminal_width() if width is None else width
-    table = table_text(HEADS, [cells(row) for row in comparison.rows], width=width)
+    rows, equals = shown(comparison)
+    marked = len(comparison.rows) > 1
+    table = table_text(HEADS, [cells(row, best=marked and n == 0) for n, row in enumerate(rows)], width=width)
     lines = [*wrap(heading(comparison), width), "", table.rstrip()]
+    if equals:
+        lines += wrap(f"as fast as {rows[0].policy}: {', '.join(row.policy for row in equals)}", width)
     for text in _bounds(comparison.rows):
         lines += ["", *wrap(text, width)]
     lines.append("")

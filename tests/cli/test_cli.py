@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from PIL import Image
 from typer.main import get_command
 
+import pstar_sim as ps
 from pstar_sim.cli import main
 from pstar_sim.cli.typer_app import app
 from pstar_sim.testing import chain_workload
@@ -62,13 +64,46 @@ def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_json_is_a_list_of_objects_with_exactly_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *SMALL, "--policy", "tide", "--policy", "zero_offload", "--json"]) == 0
     out, err = capsys.readouterr()
-    rows = json.loads(out)
+    rows = json.loads(out)["rows"]
     assert err == "" and [list(row) for row in rows] == [[*KEYS, "kernels", "notes"]] * 2
     assert [row["policy"] for row in rows] == ["tide", "zero_offload"]
     for row in rows:
         assert row["fits"] and row["reason"] is None
         assert row["gap"] == pytest.approx(row["iteration_s"] / row["lower_bound_s"] - 1)
         assert row["tokens_per_s"] == pytest.approx(1024 / row["iteration_s"])
+
+
+HEADER = ["command", "version", "model", "machine", "verdict", "reason", "advice", "notes"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "status"),
+    [
+        (["fits", *SMALL, "--policy", "tide"], 0),
+        (["fits", *SMALL, "--gpu-memory", "1.2GB", "--policy", "tide"], 3),
+        (["compare", *SMALL, "--policy", "tide"], 0),
+        (["compare", *SMALL, "--gpu-memory", "1.2GB", "--policy", "tide"], 3),
+        (["plan", *SMALL, "--policy", "tide", "-o", "{plan}.new"], 0),
+        (["check", "{plan}"], 0),
+        (["explain", "{plan}"], 0),
+        (["max-batch", "--model", "gpt2", "--seq", "64", "--machine", "t4", "--policy", "all_on_gpu"], 0),
+        (["sensitivity", *SMALL, "--policy", "all_on_gpu"], 0),
+        (["policies"], 0),
+    ],
+)
+def test_every_json_answer_begins_with_what_was_asked_and_what_is_answered(
+    argv: list[str], status: int, plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word.format(plan=plan_file) for word in argv]
+    capsys.readouterr()
+    assert main([*words, "--json"]) == status
+    said = json.loads(capsys.readouterr().out)
+    assert list(said)[: len(HEADER)] == HEADER and said["command"] == shlex.join(["pstar", *words, "--json"])
+    assert said["version"] == ps.__version__
+    asks = words[0] in ("fits", "compare", "plan", "check", "max-batch", "sensitivity")
+    assert said["verdict"] == ({0: "yes", 3: "no"}[status] if asks else None)
+    if words[0] in ("fits", "compare"):
+        assert said["reason"] and said["advice"] and said["model"] == said["rows"][0].get("model", said["model"])
 
 
 def test_the_table_names_every_policy_and_the_setting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,14 +113,14 @@ def test_the_table_names_every_policy_and_the_setting(capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     assert "update eager, no clipping" in out and "lower bound of this setting" in out
     assert [line.split()[:2] for line in out.splitlines() if line.startswith(("tide", "zero"))] == [
-        ["tide", "yes"],
+        ["tide", "best"],
         ["zero_offload", "yes"],
     ]
 
 
 def test_all_policies_are_compared_when_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *SMALL, "--json"]) == 0
-    named = {row["policy"] for row in json.loads(capsys.readouterr().out)}
+    named = {row["policy"] for row in json.loads(capsys.readouterr().out)["rows"]}
     assert {"all_on_gpu", "zero_offload", "static_partition", "patrickstar", "tide"} <= named
 
 
@@ -107,9 +142,9 @@ def test_plan_check_explain_export_plot(plan_file: Path, tmp_path: Path, capsys:
 def test_auto_is_the_fastest_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     assert main(["plan", *SMALL, "-o", str(path), "--json"]) == 0
-    chosen = json.loads(capsys.readouterr().out)
+    (chosen,) = json.loads(capsys.readouterr().out)["rows"]
     assert main(["compare", *SMALL, "--json"]) == 0
-    rows = [row for row in json.loads(capsys.readouterr().out) if row["fits"]]
+    rows = [row for row in json.loads(capsys.readouterr().out)["rows"] if row["fits"]]
     assert chosen["iteration_s"] == min(row["iteration_s"] for row in rows)
 
 
@@ -118,7 +153,7 @@ def test_listings(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([what]) == 0
     assert len(capsys.readouterr().out.splitlines()) > 4
     assert main([what, "--json"]) == 0
-    assert isinstance(json.loads(capsys.readouterr().out), list)
+    assert isinstance(json.loads(capsys.readouterr().out)["rows"], list)
 
 
 @pytest.mark.parametrize(
@@ -188,9 +223,9 @@ def test_a_plan_edited_by_hand_so_that_it_is_wrong(
 def test_what_does_not_fit_says_why_by_how_much_and_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["compare", "--model", "15B", "--batch", "8", "--seq", "1024", "--machine", "v100-32"]
     assert main([*argv, "--policy", "zero_offload", "--policy", "tide", "--json"]) == 0
-    zero, tide = json.loads(capsys.readouterr().out)
+    zero, tide = json.loads(capsys.readouterr().out)["rows"]
     assert not zero["fits"] and tide["fits"]
-    assert "short by" in zero["reason"] and "fits on l40s" in zero["reason"] and "--policy tide" in zero["reason"]
+    assert "short by" in zero["reason"] and ", or on l40s" in zero["reason"] and "--policy tide" in zero["reason"]
     assert zero["iteration_s"] is None and zero["bound_by"] is None
 
 
@@ -198,7 +233,7 @@ def test_nothing_fits_is_a_table_and_a_failure(capsys: pytest.CaptureFixture[str
     argv = ["compare", *SMALL, "--gpu-memory", "1.2GB", "--policy", "tide", "--json"]
     assert main(argv) == 3
     out, err = capsys.readouterr()
-    (row,) = json.loads(out)
+    (row,) = json.loads(out)["rows"]
     assert not row["fits"] and "short by" in row["reason"]
     assert err.count("\n") == 1 and "does not fit" in err
 
@@ -210,7 +245,7 @@ def test_no_plan_is_written_when_nothing_fits(tmp_path: Path, capsys: pytest.Cap
     assert "what needs the room" in capsys.readouterr().out and not path.exists()
     assert main([*refused, "--json"]) == 3
     answer = json.loads(capsys.readouterr().out)
-    assert not answer["fits"] and answer["policies"][0]["needed_bytes"] > answer["policies"][0]["available_bytes"]
+    assert not answer["fits"] and answer["rows"][0]["needed_bytes"] > answer["rows"][0]["available_bytes"]
 
 
 def test_host_memory_too_small_names_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,7 +263,7 @@ def test_host_memory_too_small_names_what_would_do(capsys: pytest.CaptureFixture
         "24GB",
     ]
     assert main([*argv, "--policy", "zero_offload", "--json"]) == 3
-    (row,) = json.loads(capsys.readouterr().out)
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert "host needs" in row["reason"] and "--host-memory " in row["reason"]
 
 
@@ -285,4 +320,4 @@ def test_every_answer_from_a_trace_says_the_traces_notes(tmp_path: Path, capsys:
         assert note in " ".join(capsys.readouterr().out.split())
     for argv in (["fits", *asked, "--json"], ["compare", *asked, "--json"]):
         assert main(argv) == 0
-        assert [row["notes"] for row in json.loads(capsys.readouterr().out)] == [note]
+        assert [row["notes"] for row in json.loads(capsys.readouterr().out)["rows"]] == [note]

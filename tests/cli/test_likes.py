@@ -31,7 +31,7 @@ def ds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
     assert main([*argv, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    return json.loads(capsys.readouterr().out)["rows"]
 
 
 def test_fits_and_compare_give_the_same_prediction(ds: Path, capsys: pytest.CaptureFixture[str]) -> None:

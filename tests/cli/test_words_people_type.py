@@ -39,7 +39,7 @@ def test_an_answer_is_that_of_the_own_name(capsys: pytest.CaptureFixture[str]) -
     for policies, seq in ((["ddp", "fsdp"], "512"), (["all_on_gpu", "zero3_resident"], "512")):
         flags = [word for name in policies for word in ("--policy", name)]
         assert main(["compare", *JOB, "--seq", seq, *flags, "--json"]) == 0
-        answers.append(json.loads(capsys.readouterr().out))
+        answers.append(json.loads(capsys.readouterr().out)["rows"])
     assert answers[0] == answers[1]
 
 

@@ -206,8 +206,8 @@ def test_the_machine_by_name_on_the_command_line(capsys: pytest.CaptureFixture[s
     argv = ["compare", "--model", "gpt2", "--batch", "6", "--seq", "64", "--policy", "whale", "--json"]
     assert main([*argv, "--machine", "v100-16+p100-16"]) == 0
     said = capsys.readouterr()
-    assert json.loads(said.out)[0]["fits"] and "times as fast as equal shares" in said.err
+    assert json.loads(said.out)["rows"][0]["fits"] and "times as fast as equal shares" in said.err
     assert main([*argv, "--machine", "v100-16x2+p100-16", "--batch", "7"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["fits"]
+    assert json.loads(capsys.readouterr().out)["rows"][0]["fits"]
     assert main([*argv, "--machine", "v100-16x0+p100-16"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

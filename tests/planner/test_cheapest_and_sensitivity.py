@@ -341,11 +341,11 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "must be at least 1, not -3" in capsys.readouterr().err
     small = ["--model", "tiny-gpt2", "--batch", "1", "--seq", "32", "--machine", "virtual", "--gpu-memory", "20MB"]
     assert main(["sensitivity", *small, "--policy", "all_on_gpu", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["part"] is None
+    assert json.loads(capsys.readouterr().out)["rows"][0]["part"] is None
     assert main(["max-batch", "--model", "tiny-gpt2", "--seq", "32", "--machine", "virtual", "--policy", "tide"]) == 0
     assert "largest batch" in capsys.readouterr().out
     model = ["max-model", "--batch", "1", "--seq", "32", "--machine", "virtual", "--policy", "all_on_gpu", "--json"]
     assert main([*model, "--like", "tiny-gpt2", "--gpu-memory", "20MB"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["value"] > 2
+    assert json.loads(capsys.readouterr().out)["rows"][0]["value"] > 2
     assert main([*model, "--hidden", "100", "--heads", "3"]) == 2
     assert "hidden = 100 is not a multiple of heads = 3" in capsys.readouterr().err

@@ -559,6 +559,29 @@ def test_a_job_that_does_not_fit_is_told_which_flags_would_do(job: dict[str, str
     assert fits(changed, m, policies=["tide"], times=False, loading=flags.get("loading", loading)).any
 
 
+def test_fits_says_what_takes_memory_and_marks_one_policy() -> None:
+    """124,439,808 parameters of GPT-2, 2 bytes each, as many for gradients, 12 for states. The logits of 8 sequences of
+    512 tokens and 50,257 words are there in bf16 and fp32, with a log-softmax and a gradient: 12 bytes each."""
+    w = preset("gpt2", batch=8, seq=512, dtype="bf16")
+    answer = fits(w, ps.machine("rtx4090"))
+    parts = {part.name: part for part in answer.parts}
+    trained = w.params
+    assert [parts[name].job_bytes // trained for name in ("weights", "gradients", "optimizer states")] == [2, 2, 12]
+    assert parts["activations"].job_bytes + parts["logits"].job_bytes == w.peak_non_model_bytes
+    assert parts["logits"].job_bytes == pytest.approx(12 * 8 * 512 * 50257, rel=1e-3)
+    best = answer.fastest[0]
+    held = sum(part.gpu_bytes or 0 for part in answer.parts)
+    assert best.gpu_needed_bytes is not None
+    assert best.gpu_needed_bytes + best.gpu_reserve_bytes <= held <= ps.machine("rtx4090").gpu.memory_bytes
+    lines = fits_text(answer, width=200).splitlines()
+    assert [line.split()[:2] for line in lines if " best " in line] == [[best.policy, "best"]]
+    (equals,) = [line for line in lines if line.startswith(f"as fast as {best.policy}: ")]
+    folded = equals.partition(": ")[2].split(", ")
+    assert folded == [row.policy for row in answer.fastest[1:]] and folded
+    assert not any(line.startswith(f"{folded[0]} ") for line in lines)
+    assert all(part.gpu_bytes is None for part in fits(w, "rtx4090", policies=["tide"], times=False).parts)
+
+
 def test_what_costs_nothing_is_advised_before_memory_and_memory_before_a_card() -> None:
     """16,384 tokens of Qwen3 8B on a 3090: activations of eager kernels, not states, are too much. Each advice fits,
     and with less of it the job does not."""

@@ -101,7 +101,7 @@ def test_how_a_job_loads_is_what_its_file_says(
     file = tmp_path / "fsdp.yaml"
     file.write_text(FSDP.format(once=once))
     assert main([command, "--like", str(file), *JOB, *NODE, "--json"]) == status
-    like, ours = json.loads(capsys.readouterr().out)
+    like, ours = json.loads(capsys.readouterr().out)["rows"]
     assert like["fits"] is ours["fits"] is (status == 0)
     if status:
         assert like["reason"].endswith("; fits with fsdp_cpu_ram_efficient_loading: true")

@@ -135,7 +135,7 @@ def test_compare_on_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*argv, "--json"]) == 0
     printed = capsys.readouterr()
     assert f"note: {UNMODELLED}" in printed.err
-    rows = json.loads(printed.out)
+    rows = json.loads(printed.out)["rows"]
     assert all(row["fits"] and 0 < row["lower_bound_s"] <= row["iteration_s"] for row in rows)
     assert "sliced over 8 GPUs" in said
     # All ranks' tokens: 16 sequences of 256.

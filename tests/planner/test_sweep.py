@@ -265,7 +265,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(job) == 0
     assert "8 points, 8 fit; 0 were known already" in " ".join(capsys.readouterr().out.split())
     assert main([*job, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["set.link.bandwidth"] for row in rows[:4]] == ["1GB/s", "1GB/s", "x2", "x2"]
     grid.write_text(grid.read_text().replace("[1, 2]", "[1, 3]"))
     assert main(job) == 2

@@ -215,7 +215,7 @@ def test_the_command_chooses_and_says_so(tmp_path: Path, capsys: pytest.CaptureF
         and "not considered: activations of some blocks offloaded" in said
     )
     assert main([*compare, "--global-batch", "4", "--no-checkpointing", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["policy"] == "tide"
+    assert json.loads(capsys.readouterr().out)["rows"][0]["policy"] == "tide"
 
 
 @pytest.mark.parametrize(

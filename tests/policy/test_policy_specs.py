@@ -177,7 +177,7 @@ def test_the_command_line_takes_specs_and_lists_options(capsys: pytest.CaptureFi
     assert "--policy tide:capacity=peak,adam=fifo" in text
     assert "after-backward | fifo | edf" in text
     assert main(["policies", "--json"]) == 0
-    rows = {row["policy"]: row for row in json.loads(capsys.readouterr().out)}
+    rows = {row["policy"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     capacity = next(o for o in rows["static_partition"]["options"] if o["option"] == "capacity")
     assert (capacity["values"], capacity["default"]) == ("tide | peak", "peak")
     assert rows["karma"]["options"] == []

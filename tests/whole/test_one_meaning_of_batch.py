@@ -25,10 +25,10 @@ def test_command_line_and_python_mean_the_same_batch(
     batch = ["--model", "1B", "--batch", "16", "--seq", str(SEQ), "--machine", machine, "--policy", "zero_offload"]
     tokens = {}
     assert main(["compare", *batch, "--json"]) == 0
-    row = json.loads(capsys.readouterr().out)[0]
+    row = json.loads(capsys.readouterr().out)["rows"][0]
     tokens["compare"] = row["tokens_per_s"] * row["iteration_s"]
     assert main(["fits", *batch, "--json"]) == 0
-    row = json.loads(capsys.readouterr().out)[0]
+    row = json.loads(capsys.readouterr().out)["rows"][0]
     tokens["fits"] = row["tokens_per_s"] * row["iteration_s"]
     assert main(["plan", *batch, "-o", str(tmp_path / "plan.json")]) == 0
     tokens["plan"] = ps.load_plan(tmp_path / "plan.json").workload.tokens * ranks
@@ -98,7 +98,7 @@ def test_a_preset_gets_the_dtype_that_the_command_line_picks(machine: str, capsy
     """fp16 where the GPU has no bf16; what is named is kept."""
     argv = ["compare", "--model", "1B", "--batch", "4", "--seq", "128", "--machine", machine, "--policy", "tide"]
     assert main([*argv, "--json"]) == 0
-    row = json.loads(capsys.readouterr().out)[0]
+    row = json.loads(capsys.readouterr().out)["rows"][0]
     workload = ps.preset("1B", batch=4, seq=SEQ)
     planned = ps.compare(workload, machine, policies="tide").best()
     assert planned.row.iteration_s == row["iteration_s"]
