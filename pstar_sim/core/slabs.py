@@ -4,8 +4,9 @@ The pinned allocator rounds every request up to a power of two (1.78 times the r
 payloads are carved from a few slabs of such sizes, whose sum a plan needs from the host.
 
 [Note: the pool] What passes through the host on its way to or from disks has no address of its own: such payloads share
-rooms of a slab each, the last as large as is needed while the steps run in the order of the plan. Where the disks fall
-behind, the executor adds rooms, within the plan's budget of the host.
+rooms, as many as are needed while the steps run in the order of the plan, and of the size with which slabs take the
+least. The executor adds rooms where another order of the steps needs them. No order needs more of the host at a time
+than was predicted (`host_as_predicted` in passes/edges.py).
 """
 
 from __future__ import annotations
@@ -174,18 +175,42 @@ def _in_pages(size_bytes: int) -> int:
 
 def pool_rooms(plan: Plan) -> dict[tuple[int, str], int]:
     """Key -> bytes."""
+    moves = _pool_moves(plan)
+    room_bytes = _power_of_two(max((size for _, size, _ in moves), default=1))
+    ends = least = _ends(moves, room_bytes)
+    while len(ends) > 1 and room_bytes < LARGEST_SLAB_BYTES:
+        room_bytes *= 2
+        ends = _ends(moves, room_bytes)
+        least = min(least, ends, key=lambda rooms: sum(map(_power_of_two, rooms)))
+    return {pool_key(number): size for number, size in enumerate(least)}
+
+
+def _pool_moves(plan: Plan) -> list[tuple[Resident, int, bool]]:
+    """(payload, bytes, whether it comes) in the order of the steps."""
     passing, layout = pooled_payloads(plan), plan.layout
-    pool = Pool((), LARGEST_SLAB_BYTES)
-    held: dict[Resident, tuple[int, int]] = {}
+    moves: list[tuple[Resident, int, bool]] = []
+    held: set[Resident] = set()
     for step in plan.steps if passing else ():
         taken, freed = takes(step), frees(step)
         row = None if taken is None else taken.resident
         if row is not None and row.place is Place.HOST and (row.chunk, row.list) in passing and row not in held:
-            held[row] = pool.take(layout.payload_bytes(row.chunk, row.list))
+            held.add(row)
+            moves.append((row, layout.payload_bytes(row.chunk, row.list), True))
         row = None if freed is None else freed.resident
         if row is not None and row in held:
-            pool.give(*held.pop(row), layout.payload_bytes(row.chunk, row.list))
-    return {pool_key(number): size for number, size in enumerate(pool.ends)}
+            held.discard(row)
+            moves.append((row, layout.payload_bytes(row.chunk, row.list), False))
+    return moves
+
+
+def _ends(moves: Iterable[tuple[Resident, int, bool]], room_bytes: int) -> list[int]:
+    pool, held = Pool((), room_bytes), dict[Resident, tuple[int, int]]()
+    for row, size, comes in moves:
+        if comes:
+            held[row] = pool.take(size)
+        else:
+            pool.give(*held.pop(row), size)
+    return pool.ends
 
 
 def pool_key(number: int) -> tuple[int, str]:

@@ -15,6 +15,7 @@ import pytest
 from pstar_sim.catalog.machine import Fabric, Machine
 from pstar_sim.core.checker.check import check_plan
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.slabs import host_room
 from pstar_sim.core.step import PAGEABLE, Kind, Place, Queue, Step
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import cost_of
@@ -496,6 +497,19 @@ def test_parameters_on_disks_are_on_the_host_only_on_their_way() -> None:
     assert not [r for r in plan.initial if r.place is Place.HOST]
     assert moved(plan)["nvme_read"] == (7 * 2 + 4 * 14) * MIB
     assert moved(plan)["nvme_write"] == 4 * (2 + 2 + 12) * MIB
+
+
+def test_what_slow_disks_have_not_written_does_not_pile_up() -> None:
+    """However long the disks take, the host never holds more than predicted, though its budget is far larger: 24 layers
+    of 2 MiB of parameters and 8 lists of 4 MiB. The pool takes slabs of these 32 MiB."""
+    spec = f"zero_infinity:states=nvme,subgroup={LAYER},bucket={LAYER},reuse=0"
+    plan = planned(spec, machine(host_memory_bytes=100 * GB), chain(24, micro_batches=2))
+    most = plan.check().peak_bytes["host"]
+    assert most == play(plan).peak_bytes["host"] == 24 * 2 * MIB + 8 * 4 * MIB
+    disk_steps = {step.id for step in plan.steps if step.queue is Queue.NVME}
+    slow = play(plan, jitter=lambda step, _: 50.0 if step in disk_steps else 1.0)
+    assert slow.peak_bytes["host"] <= most
+    assert host_room(plan).total_bytes == most
 
 
 def test_infinity_needs_the_disks_it_is_told_to_use() -> None:

@@ -320,7 +320,8 @@ class Builder:
         if window.stuck is not None:
             stuck = self._steps[window.stuck[0]]
             raise ValueError(f"{self.policy}: step {stuck.id} ({stuck.kind}) can never start in the given order")
-        return memory_edges(self._steps, rows, [(i, i) for i in range(len(rows))], window)
+        ends = [(i, i) for i in range(len(rows))]
+        return memory_edges(self._steps, rows, ends, window, host_as_predicted=bool(self._nvme_budget_bytes()))
 
     def _rows(self, holdings: Holdings) -> tuple[list[DraftRow], _Short]:
         """A draft whose queues run in the given order, and the step that lacks most room when all run one after the

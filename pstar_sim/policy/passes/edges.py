@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from pstar_sim.core.choose import Window
 from pstar_sim.core.draft import DraftRow
@@ -24,12 +25,19 @@ def slots_of(steps: Sequence[Step]) -> tuple[dict[int, QueueSlot], dict[str, int
 
 
 def memory_edges(
-    steps: Sequence[Step], rows: Sequence[DraftRow], ends: Sequence[tuple[int, int]], window: Window
+    steps: Sequence[Step],
+    rows: Sequence[DraftRow],
+    ends: Sequence[tuple[int, int]],
+    window: Window,
+    *,
+    host_as_predicted: bool = False,
 ) -> dict[int, list[Ref]]:
     """Step -> the steps for which it waits, so that GPU and host keep their budgets in every legal interleaving.
 
     ends: row -> the first and the last step that the row stands for.
     window: predicted schedule of the rows.
+    host_as_predicted: the host never holds more than in the window, where its budget may allow more. So what disks that
+        are slower than predicted have not written yet does not pile up.
     """
     slots, lengths = slots_of(steps)
     edges: dict[int, list[Ref]] = {}
@@ -44,6 +52,8 @@ def memory_edges(
             for i, k, done in window.events
             if (frees[i] if done else takes[i])
         ]
+        if take == "host_take" and host_as_predicted:
+            room = max(accumulate((event.take for event in events), initial=0))
         for step, refs in fifo_edges(events, room, slots, lengths).items():
             edges.setdefault(step, []).extend(refs)
     return edges

@@ -22,7 +22,8 @@ def plan_of(schedule: Schedule, draft: Draft, window: Window, choices: Mapping[s
     b.predictions["policy_iteration_s"] = window.iteration_s
     _residents(b, schedule)
     ends = _steps(b, schedule, draft, window)
-    return b.plan(memory=memory_edges(b.steps, draft.rows, ends, window))
+    tight = bool(schedule.modes.on_disks)
+    return b.plan(memory=memory_edges(b.steps, draft.rows, ends, window, host_as_predicted=tight))
 
 
 def _residents(b: Builder, schedule: Schedule) -> None:
