@@ -121,11 +121,13 @@ def app(
         "server.showEmailPrompt": "false",
         "browser.gatherUsageStats": "false",
         "client.toolbarMode": "minimal",
+        "client.showErrorLinks": "false",
         "global.developmentMode": "false",
+        "logger.level": "error",
     }
     words = [sys.executable, "-m", "streamlit", "run", str(script), *(f"--{k}={v}" for k, v in flags.items())]
     tell(f"http://127.0.0.1:{at}")
-    return subprocess.call(words)
+    return subprocess.call(words, stdout=subprocess.DEVNULL)  # which speaks of Streamlit alone
 
 
 def _check_free(at: int) -> None:

@@ -29,8 +29,8 @@ from pstar_sim.workload.orders import Order
 from pstar_sim.workload.workload import Border, Moment, Stash, Tensor, Use, Workload
 
 __all__ = [
-    "FORMAT", "HEAD", "VERSION", "PlanFile", "naming", "object_text", "plan_in", "plan_of", "read_body", "read_plan",
-    "save_plan", "text_of", "with_whole_jobs",
+    "FORMAT", "HEAD", "VERSION", "PlanFile", "file_text", "naming", "object_text", "plan_in", "plan_of", "read_body",
+    "read_plan", "save_plan", "text_of", "with_whole_jobs",
 ]  # fmt: skip
 
 FORMAT = "pstar-sim plan"
@@ -85,7 +85,11 @@ class PlanFile:
 
 
 def save_plan(plan: Plan, path: Path) -> None:
-    write_atomically(path, object_text({**HEAD, **_header(plan)}, _steps_text(plan)))
+    write_atomically(path, file_text(plan))
+
+
+def file_text(plan: Plan) -> str:
+    return object_text({**HEAD, **_header(plan)}, _steps_text(plan))
 
 
 def text_of(plan: Plan) -> str:

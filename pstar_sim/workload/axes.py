@@ -25,6 +25,7 @@ class Axis:
     metavar: what stands for a value in the help.
     values: words for its values in a grid.
     names, plural: the values, if they are names, and what they are called.
+    suggested: some of the values, if others are possible.
     default: of a preset.
     noted: answers say the value if it is not the default; all others have words of their own there.
     of_modules: the help where a module is captured or run; "" if a module does not take it.
@@ -37,6 +38,7 @@ class Axis:
     values: str = ""
     names: tuple[str, ...] = ()
     plural: str = ""
+    suggested: tuple[str, ...] = ()
     default: Any = None
     noted: bool = False
     of_modules: str = ""
@@ -102,6 +104,7 @@ class Axes:
             "selective) or every-N blocks, such as every-2 (torchtitan's selective)",
             metavar="WHAT",
             values="attention or every-N",
+            suggested=("attention", "every-2"),
             noted=True,
             not_of_traces="a trace has the recomputations that ran; trace the model with others instead",
         ),
@@ -136,6 +139,7 @@ class Axes:
         Axis(
             help=_LORA,
             metavar="r=R",
+            suggested=("r=8", "r=16", "r=64"),
             values="rank of the adapters, 0 for none",
             not_of_traces="trace a model that has its adapters: pstar trace py:MODULE:FACTORY, whose factory returns "
             "(nn.Module, example batch)",
@@ -157,7 +161,13 @@ class Axes:
     ] = None
     optimizer: Annotated[
         str | None,
-        Axis(help=f"{_OPTIMIZERS} (default: adamw, or the trace's)", metavar="O", values=_OPTIMIZERS, default="adamw"),
+        Axis(
+            help=f"{_OPTIMIZERS} (default: adamw, or the trace's)",
+            metavar="O",
+            values=_OPTIMIZERS,
+            suggested=tuple(OPTIMIZERS),
+            default="adamw",
+        ),
     ] = None
     masters: Annotated[
         str | None,

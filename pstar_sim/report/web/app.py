@@ -1,8 +1,7 @@
-"""The app behind `pstar app`: the questions of the what-if page, which the planner answers while the user moves
-sliders.
+"""The app behind `pstar app`: a question, which the planner answers again at every change of a field.
 
-Streamlit runs this file as a script, again at every change of an input. Answers are kept in memory, so that an earlier
-choice is shown at once.
+Streamlit runs this file as a script, again at every change. Answers are kept in memory, so that an earlier choice is
+shown at once. The address of the page says the question, and so does the command below the answer.
 """
 
 from __future__ import annotations
@@ -10,104 +9,142 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
+import numpy as np
 import streamlit as st
 from pandas import DataFrame
+from PIL import Image
 
-from pstar_sim.catalog.listing_rows import list_machines
-from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.catalog.model_shapes import model_names
+from pstar_sim.catalog.overrides import override
 from pstar_sim.catalog.prices import Price, load_prices
+from pstar_sim.core.plan_file import file_text
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.compare import Comparison, Planned, Row, compare
 from pstar_sim.planner.limits import Limit, max_model
 from pstar_sim.planner.trust import untuned
 from pstar_sim.policy.registry import built_in
-from pstar_sim.report.tables import BINDS_WORDS, format_change, format_percent
+from pstar_sim.report.palette import CATEGORIES
+from pstar_sim.report.tables import BINDS_WORDS, format_change, format_percent, heading
 from pstar_sim.report.web.charts import Chart, lanes_chart, themed, tide_chart
-from pstar_sim.units import GB, format_bytes, format_error, format_s
-from pstar_sim.workload.presets import default_dtype, preset
+from pstar_sim.report.web.question import JOB, MACHINE, PARTS, POLICIES, TRAINING, Field, Question, fields
+from pstar_sim.units import format_bytes, format_error, format_s
 
 __all__ = ["main"]
 
-MACHINE, MODEL, BATCH, SEQUENCE = "rtx4090-128gb", "4B", 8, 1024
-POLICIES = ("zero_offload", "tide")
 FASTER = 10  # per cent by which a part is made faster
 CLEAR = "rgba(0,0,0,0)"
-
-Changes = tuple[tuple[str, str], ...]
+FIELDS = '[data-testid="stExpandSidebarButton"]'  # on a phone, what shows the fields
+STYLE = f"""<style>
+.block-container {{ padding-top: 3rem; }} h1 {{ padding-top: 0; }}
+@media (max-width: 768px) {{
+  {FIELDS} {{ width: auto; }} {FIELDS}::after {{ content: "change the question"; padding-left: 4px; }} }}
+</style>"""
 
 
 def main() -> None:
-    st.set_page_config(page_title="What if?", layout="wide")
+    st.set_page_config(page_title="pstar: what if?", page_icon=_icon(), layout="wide")
+    st.html(STYLE)
     st.title("What if?")
+    try:
+        question = _question()
+        if question is None:
+            return
+        if not question.policies:
+            st.info("Choose at least one policy.")
+            return
+        comparison = _compared(question)
+        _answer(comparison)
+        _take_away(question, comparison)
+        _pictures([comparison[row.policy] for row in comparison.rows if row.fits])
+        _largest(question)
+        _more(question, comparison)
+    except PstarError as error:
+        st.error(str(error))
     st.caption("Every figure is planned and simulated now. ± is one standard deviation that validation found for "
                "this class of machine; without runs of two sources the bar is at least "
                f"{format_error(untuned())}, that of all published runs together.")  # fmt: skip
-    name, changes = _machine()
-    model, batch, sequence, policies = _job()
-    if not policies:
-        st.info("Choose at least one policy.")
-        return
-    try:
-        found = _compared(name, changes, model, batch, sequence, policies)
-        _answer(found)
-        _largest(name, changes, batch, sequence, policies)
-        _more(name, changes, model, batch, sequence, policies, found)
-    except PstarError as error:
-        st.error(str(error))
-        return
-    fitting = [found[row.policy] for row in found.rows if row.fits]
-    if fitting:
-        _pictures(fitting)
 
 
-def _machine() -> tuple[str, Changes]:
-    names = [str(row["machine"]) for row in list_machines()]
+def _icon() -> Any:
+    """A tide over model data, as pixels: icons by name come from another machine."""
+    pixels = np.full((32, 32, 3), 255, np.uint8)
+    pixels[:12], pixels[20:] = _rgb(CATEGORIES["non-model"]), _rgb(CATEGORIES["param"])
+    return Image.fromarray(pixels)
+
+
+def _rgb(colour: str) -> list[int]:
+    return list(bytes.fromhex(colour.removeprefix("#")))
+
+
+def _question() -> Question | None:
+    """Shows the fields, which begin with what the address says, and keeps the address up to date. Shows an error in the
+    address instead, and returns None."""
+    asked = st.query_params
+    wrong = False
+    if "policy" not in st.session_state:
+        texts = {field.name: asked[field.flag] for field in fields() if field.flag in asked}
+        try:
+            first = Question.of(texts, tuple(asked.get_all("policy")) or POLICIES)
+        except PstarError as error:
+            wrong, first = True, Question.of({})
+            st.error(f"In the address, {error}. The fields have what the app opens with.")
+        st.session_state["policy"] = list(first.policies)
+        for field in fields():
+            st.session_state.setdefault(field.name, dict(first.texts).get(field.name, ""))
     side = st.sidebar
-    name = side.selectbox("machine", names, index=names.index(MACHINE), key="machine")
-    m = load_machine(name)
-    gpu, host = m.gpu.memory_bytes / GB, m.host.memory_bytes / GB
-    wanted_gpu = side.slider("GPU memory [GB]", 4.0, max(192.0, gpu), gpu, 1.0, key=f"gpu {name}")
-    wanted_host = side.slider("host memory [GB]", 16.0, max(2048.0, host), host, 16.0, key=f"host {name}")
-    link = side.slider("link, times as fast", 0.25, 4.0, 1.0, 0.05, key=f"link {name}")
-    changes: list[tuple[str, str]] = []
-    if wanted_gpu != gpu:
-        changes.append(("gpu.memory", f"{wanted_gpu:g}GB"))
-    if wanted_host != host:
-        changes.append(("host.memory", f"{wanted_host:g}GB"))
-    if link != 1.0:
-        changes.append(("link.bandwidth", f"x{link:g}"))
-    return name, tuple(changes)
+    for group in (MACHINE, JOB):
+        for field in fields():
+            if field.group == group:
+                _field(field, side)
+    for group in (TRAINING, PARTS):
+        mine = [field for field in fields() if field.group == group]
+        with side.expander(group, expanded=any(st.session_state.get(field.name) for field in mine)):
+            for field in mine:
+                _field(field, st)
+    known = list(dict.fromkeys([*built_in(), *st.session_state["policy"]]))
+    policies = side.multiselect("policies", known, key="policy", help="optimal searches; it takes longer")
+    texts = {field.name: st.session_state.get(field.name) or "" for field in fields()}
+    if wrong:
+        return None
+    question = Question.of(texts, tuple(policies))
+    asked.from_dict(question.address())
+    return question
 
 
-def _job() -> tuple[str, int, int, tuple[str, ...]]:
-    side = st.sidebar
-    names = list(model_names())
-    model = side.selectbox("model", names, index=names.index(MODEL), key="model")
-    batch = side.slider("batch", 1, 64, BATCH, key="batch")
-    sequence = side.select_slider("tokens per sequence", (128, 256, 512, 1024, 2048, 4096), SEQUENCE, key="sequence")
-    policies = side.multiselect("policies", list(built_in()), list(POLICIES), key="policies")
-    return model, batch, sequence, tuple(policies)
+def _field(field: Field, place: Any) -> None:
+    options = list(dict.fromkeys([*field.choices, st.session_state.get(field.name) or field.initial]))
+    place.selectbox(
+        field.flag.replace("-", " "),
+        options,
+        key=field.name,
+        help=field.help,
+        accept_new_options=field.open,
+        format_func=lambda text: text or "as usual",
+    )
 
 
-def _made(name: str, changes: Changes) -> Machine:
-    return load_machine(name, overrides=dict(changes))
+@st.cache_resource(max_entries=64, show_spinner="planning", hash_funcs={Question: repr})
+def _compared(question: Question, factor: float | None = None) -> Comparison:
+    """factor: of the link, which is so many times as fast."""
+    machine = question.machine()
+    if factor is not None:
+        machine = override(machine, {"link.bandwidth": f"x{factor:g}"})
+    return compare(question.job().of(machine), machine, policies=list(question.policies), barrier_cost=False)
 
 
-@st.cache_resource(max_entries=64, show_spinner="planning")
-def _compared(
-    name: str, changes: Changes, model: str, batch: int, sequence: int, policies: tuple[str, ...]
-) -> Comparison:
-    machine = _made(name, changes)
-    w = preset(model, batch=batch, seq=sequence, dtype=default_dtype(machine))
-    return compare(w, machine, policies=list(policies), barrier_cost=False, near=False)
-
-
-@st.cache_resource(max_entries=64, show_spinner="looking for the largest model")
-def _limits(name: str, changes: Changes, batch: int, sequence: int, policies: tuple[str, ...]) -> tuple[Limit, ...]:
-    machine = _made(name, changes)
-    return max_model(machine, batch=batch, seq=sequence, like=MODEL, policies=list(policies)).rows
+@st.cache_resource(max_entries=64, show_spinner="looking for the largest model", hash_funcs={Question: repr})
+def _limits(question: Question) -> tuple[Limit, ...]:
+    job = question.job()
+    assert job.model is not None and job.batch is not None and job.seq is not None
+    return max_model(
+        question.machine(),
+        batch=job.batch,
+        seq=job.seq,
+        like=job.model,
+        micro_batches=job.micro_batches or 1,
+        policies=list(question.policies),
+        **job.given,
+    ).rows
 
 
 def _price(machine: Machine) -> Price | None:
@@ -123,7 +160,7 @@ def _dollars(row: Row, price: Price | None, nodes: int) -> str:
 def _answer(found: Comparison) -> None:
     """Whether the job fits, how fast it runs, its price and its bottleneck."""
     rows = [row for row in found.rows if row.fits]
-    st.subheader("This job")
+    st.caption(heading(found).replace("\n", " "))
     if rows:
         best = min(rows, key=lambda row: row.iteration_s or 0.0)
         error = format_error(best.expected_error)
@@ -134,17 +171,22 @@ def _answer(found: Comparison) -> None:
         )
     else:
         st.markdown(f"**{found.workload.model} does not fit here under any of these policies.**")
-    price = _price(found.machine)
-    # A column per policy, which a narrow screen has room for.
-    st.table(DataFrame({row.policy: _cells(row, price, found.machine.nodes) for row in found.rows}))
-    if price is not None:
-        st.caption(
-            f"Price: ${price.usd_per_hour:.2f} per hour, {price.offer or price.source}, {price.as_of}. It is no "
-            "prediction and has no bar; $ have the bar of the seconds."
-        )
     for row in found.rows:
         if row.reason:
-            st.caption(row.reason)
+            st.markdown(row.reason.replace("$", "\\$"))
+    price = _price(found.machine)
+    # A column per policy, which a narrow screen has room for.
+    st.table(_table(found))
+    if price is not None:
+        st.caption(
+            f"Price: \\${price.usd_per_hour:.2f} per hour, {price.offer or price.source}, {price.as_of}. It is no "
+            "prediction and has no bar; \\$ have the bar of the seconds."
+        )
+
+
+def _table(found: Comparison) -> DataFrame:
+    price = _price(found.machine)
+    return DataFrame({row.policy: _cells(row, price, found.machine.nodes) for row in found.rows})
 
 
 def _cells(row: Row, price: Price | None, nodes: int) -> dict[str, str]:
@@ -152,9 +194,9 @@ def _cells(row: Row, price: Price | None, nodes: int) -> dict[str, str]:
         names = ("seconds per iteration", "tokens/s", "$ per million tokens", "above the bound", "binds", "GPU", "host")
         return {**dict.fromkeys(names, ""), "seconds per iteration": "does not fit"}
     return {
-        "seconds per iteration": f"{format_s(row.iteration_s or 0)} {format_error(row.expected_error)}",
-        "tokens/s": f"{row.tokens_per_s:,.0f} {format_error(row.expected_error)}",
-        "$ per million tokens": _dollars(row, price, nodes),
+        "seconds per iteration": _whole(f"{format_s(row.iteration_s or 0)} {format_error(row.expected_error)}"),
+        "tokens/s": _whole(f"{row.tokens_per_s:,.0f} {format_error(row.expected_error)}"),
+        "$ per million tokens": _whole(_dollars(row, price, nodes)),
         "above the bound": "" if row.gap is None else format_percent(row.gap),
         "binds": BINDS_WORDS.get(row.bound_by or "", row.bound_by or ""),
         "GPU": format_bytes(row.peak_gpu_bytes or 0),
@@ -162,17 +204,31 @@ def _cells(row: Row, price: Price | None, nodes: int) -> dict[str, str]:
     }
 
 
-def _largest(name: str, changes: Changes, batch: int, sequence: int, policies: tuple[str, ...]) -> None:
-    st.subheader("The largest model on this machine")
-    rows = _limits(name, changes, batch, sequence, policies)
+def _take_away(question: Question, found: Comparison) -> None:
+    """The question as a command, and the files of its answer."""
+    st.code(question.command(), language="bash")
+    left, right = st.columns(2)
+    left.download_button("the table (.csv)", _table(found).to_csv(), "comparison.csv", on_click="ignore")
+    if any(row.fits for row in found.rows):
+        best = found.best()
+        name = f"{best.policy.replace(':', '-')}.json"
+        text = file_text(best.with_predictions())
+        right.download_button(f"the plan of {best.policy} (.json)", text, name, on_click="ignore")
+
+
+def _largest(question: Question) -> None:
+    like = question.job().model
+    if not st.toggle(f"The largest model like {like} on this machine", key="largest"):
+        return
+    rows = _limits(question)
     best = max(rows, key=lambda row: row.params or 0)
     if best.params:
         st.markdown(
-            f"**{best.params / 1e9:.2f} B parameters with {best.policy}: {best.value} layers like {MODEL}; "
+            f"**{best.params / 1e9:.2f} B parameters with {best.policy}: {best.value} layers like {like}; "
             f"{best.value + 1} layers do not fit.**"
         )
     else:
-        st.markdown(f"**Not even one layer like {MODEL} fits.**")
+        st.markdown(f"**Not even one layer like {like} fits.**")
     st.table(
         [
             {
@@ -187,20 +243,11 @@ def _largest(name: str, changes: Changes, batch: int, sequence: int, policies: t
     )
 
 
-def _more(
-    name: str,
-    changes: Changes,
-    model: str,
-    batch: int,
-    sequence: int,
-    policies: tuple[str, ...],
-    found: Comparison,
-) -> None:
-    """The gain of a link that is FASTER per cent faster."""
-    st.subheader(f"What {FASTER} % more link brings")
-    factor = float(dict(changes).get("link.bandwidth", "x1")[1:]) * (1 + FASTER / 100)
-    faster = (*(c for c in changes if c[0] != "link.bandwidth"), ("link.bandwidth", f"x{factor:.6g}"))
-    then = {row.policy: row for row in _compared(name, faster, model, batch, sequence, policies).rows}
+def _more(question: Question, found: Comparison) -> None:
+    """The gain of a link that is FASTER per cent faster, by policy."""
+    if not st.toggle(f"What {FASTER} % more link brings", key="faster"):
+        return
+    then = {row.policy: row for row in _compared(question, 1 + FASTER / 100).rows}
     rows = []
     for row in found.rows:
         after = then[row.policy]
@@ -220,7 +267,7 @@ def _more(
 
 def _whole(text: str) -> str:
     """Units, and signs of an error, stay on the line of their figure."""
-    for apart in (" %", " s", "± "):
+    for apart in (" %", " s", " ms", "± "):
         text = text.replace(apart, apart.replace(" ", "\N{NO-BREAK SPACE}"))
     return text
 
@@ -230,6 +277,8 @@ def _pictures(fitting: list[Planned]) -> None:
     import plotly.graph_objects as go
 
     kind = getattr(getattr(st.context, "theme", None), "type", None) or "light"
+    if not fitting:
+        return
     right_s = max(planned.timeline.iteration_s for planned in fitting)
     st.subheader("What fills the GPU, and what the queues do")
     for planned in fitting:
