@@ -1,0 +1,86 @@
+"""Which parallelism, with and without offloading: the fastest way to spread a large model over the GPUs of one, two and
+four nodes, beside FSDP alone.
+
+Each row is a model on a machine with a global batch of 256 sequences of 4,096 tokens, as predicted: the fastest way
+whose chunks leave the GPU (`tide`), the fastest with everything on the GPUs (`all_on_gpu`, `zero3_resident`), and data
+parallelism alone with FSDP, offloaded where it does not fit otherwise (planner/stages.py).
+
+    python benchmarks/spreads.py                    # writes benchmarks/results/spreads.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+
+from _results import write_result
+
+from pstar_sim.catalog.loader import load_machine
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.planner.jobs import Job
+from pstar_sim.planner.stages import StagesRow, Way, compare_stages, ways_of
+from pstar_sim.workload.parallelism import Parallelism
+
+SEQUENCES, LENGTH = 256, 4096
+CASES = [("llama-3.1-70b", name, nodes) for name in ("h100-80x8", "a100-40x8") for nodes in (1, 2, 4)]
+CASES += [("40B", "a100-40x8", 1)]
+OFFLOADED = ["tide"]
+RESIDENT = ["all_on_gpu", "zero3_resident"]
+FSDP = (["zero3_resident"], ["zero3_offload"])
+
+
+def fastest(job: Job, machine: Machine, policies: Sequence[str], ways: Sequence[Way]) -> StagesRow | None:
+    rows = compare_stages(job, machine, policies, ways).rows
+    return next((row for row in rows if row.fits), None)
+
+
+def said(row: StagesRow | None) -> dict[str, object] | None:
+    if row is None:
+        return None
+    return {
+        "parallel": row.parallel,
+        "policy": row.policy,
+        "batch": f"{row.batch} x {row.micro_batches}",
+        "iteration_s": row.iteration_s,
+        "tokens_per_s": row.tokens_per_s,
+        "gap": row.gap,
+        "bubble": row.bubble,
+        "peak_gpu_bytes": max(row.peak_gpu_bytes),
+        "peak_host_bytes": max(row.peak_host_bytes),
+    }
+
+
+def row_of(model: str, name: str, nodes: int) -> dict[str, object]:
+    machine = load_machine(name, nodes=nodes)
+    gpus = machine.world_size
+    job = Job(model=model, batch=gpus, seq=LENGTH, micro_batches=SEQUENCES // gpus)
+    began = time.process_time()
+    ways, _ = ways_of(job, machine, "auto")
+    offloaded = fastest(job, machine, OFFLOADED, ways)
+    auto_s = time.process_time() - began
+    counts = [count for count in (1, 2, 4, 8, 16, 32) if SEQUENCES // count >= gpus]
+    alone = [Way(parallelism=Parallelism(data=gpus), batch=SEQUENCES // m, micro_batches=m) for m in counts]
+    fsdp = (fastest(job, machine, policies, alone) for policies in FSDP)
+    return {
+        "model": model,
+        "machine": name,
+        "nodes": nodes,
+        "offloaded": said(offloaded),
+        "resident": said(fastest(job, machine, RESIDENT, ways)),
+        "fsdp": said(next((row for row in fsdp if row is not None), None)),
+        "auto_cpu_s": auto_s,
+    }
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    rows = []
+    for case in CASES:
+        rows.append(row_of(*case))
+        print(rows[-1], flush=True)
+    print(write_result("spreads", {"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
