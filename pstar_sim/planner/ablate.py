@@ -2,14 +2,13 @@
 
 [Note: the ladder] The ladder begins at a published system, by default `patrickstar` (copies, updates and computing wait
 for each other). The next line is the point of the asynchronous policies (policy/kit/points.py) that is most like the
-system (`Capabilities.near`). A system without such a point gets the plainest point, which has none of the ideas. At
-either point the queues run independently. Then one coordinate after the other takes its better values, down to the
-policy asked about. The gain of a line depends on the lines above it. `without` asks the reverse question: it takes one
-idea out of the policy asked about.
+system (`Capabilities.near`). A system without one gets the plainest point, which has none of the ideas. At either point
+the queues run independently. Then one coordinate after the other takes its better values, down to the policy asked
+about. The gain of a line depends on the lines above it. `without` asks the reverse question: it takes one idea out of
+the policy asked about.
 
-If the setting itself makes Adam wait for all gradients, the barrier is not a choice and has no line. Otherwise the
-ladder first drops the barrier and then lets Adam begin early. The line that drops the barrier may gain nothing by
-itself.
+If the setting itself makes Adam wait for all gradients, the barrier has no line. Otherwise the ladder first drops the
+barrier, which may gain nothing by itself, and then lets Adam begin early.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Line:
     change: the difference from the line above (in `without`: from the policy asked about).
     gained_s: negative if the change costs time; None for the first line.
     gained_h2d_bytes, gained_d2h_bytes: bytes that the change saves; None for the first line.
-    total_s: seconds saved since the first line that fits.
+    total_s: saved since the first line that fits.
     gap, bound_by: as in `Row`.
     """
 
@@ -91,12 +90,10 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Ablation(Collection):
-    """The answer of `ablate`.
-
-    workload: one rank's share.
+    """workload: one rank's share.
     batch: sequences per micro-batch, of all GPUs together.
     settings: the settings asked for, with the chunk size that every line has.
-    lines: the ladder, first to last. The gains of the lines that fit add up to total_s of the last of them.
+    lines: the ladder. The gains of the lines that fit add up to total_s of the last.
     without: the policy asked about (`policy`) with one idea taken out, one line per idea. The gains are against that
         policy, so they are negative if the idea pays.
     """
@@ -115,7 +112,7 @@ class Ablation(Collection):
 
     @property
     def barrier(self) -> str | None:
-        """The reason why Adam waits for all gradients; None if it does not."""
+        """Why Adam waits for all gradients; None if it does not."""
         return self.settings.barrier(self.workload.compute_dtype)
 
     def to_json(self) -> dict[str, object]:
@@ -127,7 +124,7 @@ class Ablation(Collection):
         }
 
     def to_frame(self) -> pandas.DataFrame:
-        """Returns a frame with one row per line. `part` is "ladder" or "without"."""
+        """One row per line; `part` is "ladder" or "without"."""
         import pandas
 
         rows = [{"part": "ladder", **line.to_json()} for line in self.lines]
@@ -211,7 +208,7 @@ def _unheard(done: int, count: int) -> None:
 
 
 def _in_its_order(policy: str, each: Sequence[Workload], machine: Machine, settings: Settings) -> str:
-    """A policy that chooses the order of the iteration comes with the order that it chooses here."""
+    """A policy that chooses the order of the iteration comes with the one that it chooses here."""
     if not can(policy).tries_others:
         return policy
     found = compare(each, machine, policies=[policy], settings=settings, barrier_cost=False, near=False)
@@ -222,7 +219,7 @@ def _in_its_order(policy: str, each: Sequence[Workload], machine: Machine, setti
 
 
 def _has_own_chunks(spec: str, machine: Machine) -> bool:
-    """On several ranks patrickstar keeps a chunk size of its own, because its chunks are whole."""
+    """On several ranks patrickstar keeps a chunk size of its own: its chunks are whole."""
     return spec == BASE and machine.data_parallel_size > 1
 
 
@@ -274,14 +271,14 @@ def ladder(policy: str, *, barrier: bool, begin: str = BASE, sums: bool = False)
 
 
 def _between(words: Sequence[str], first: str, last: str) -> Sequence[str]:
-    """Returns `last` alone if one of the two is not among `words`, or if they are in reverse order."""
+    """`last` alone if one of the two is not among `words`, or if they are in reverse order."""
     if first in words and last in words and words.index(first) < words.index(last):
         return words[words.index(first) + 1 : words.index(last) + 1]
     return [] if first == last else [last]
 
 
 def left_out(policy: str, *, barrier: bool, sums: bool = False) -> list[tuple[str, str]]:
-    """Returns (the plainer value, spec of the policy with it) for each plainer value of each coordinate of `policy`."""
+    """(the plainer value, spec of the policy with it) for each plainer value of each coordinate of `policy`."""
     own = _place_of(policy, barrier, sums)
     return [
         (_means(key, word), _spec(policy, {**own, key: word}))
@@ -292,7 +289,7 @@ def left_out(policy: str, *, barrier: bool, sums: bool = False) -> list[tuple[st
 
 
 def _before(words: Sequence[str], own: str) -> Sequence[str]:
-    """Returns the plainest if the policy's own value is not among `words`."""
+    """The plainest if the policy's own value is not among `words`."""
     return words[: words.index(own)] if own in words else words[:1]
 
 

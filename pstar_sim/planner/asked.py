@@ -1,4 +1,4 @@
-"""Asked: reads the arguments of the planner's questions: policies by name, settings, and the callback for progress."""
+"""Reads the arguments of the planner's questions: policies by name, settings, and the callback for progress."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def settings_of(settings: Settings | None) -> Settings:
 
 
 def asked_policies(policies: Iterable[str | Policy] | str | None, machine: Machine | None = None) -> list[str | Policy]:
-    """Returns the policies asked about: all known policies if none is named. Raises PstarError for an empty list.
+    """All known policies if none is named. Raises PstarError for an empty list.
 
     machine: if its GPUs differ, all known policies include those that choose the ranks' shares of the batch. On equal
         GPUs each of these makes the same plan as another policy.
@@ -54,7 +54,7 @@ def asked_names(policies: Iterable[str] | str | None) -> list[str]:
 
 
 def teller(on_part: OnPart | None) -> OnPart:
-    """Returns a callback that does nothing if the caller gave none. Raises PstarError for what is not a function."""
+    """Does nothing if the caller gave none. Raises PstarError for what is not a function."""
     if on_part is None:
         return lambda part, done, parts: None
     function("on_part", on_part)

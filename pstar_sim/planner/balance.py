@@ -1,13 +1,12 @@
 """Balance: the shares of the batch for policies that do not take those of the machine, if its GPUs differ.
 
 A policy may choose the shares itself (`Capabilities.balance`), or be given those with which it is fastest
-(`Capabilities.fastest_shares`). All other policies take the shares of the machine, which are equal unless its file
-gives others. `balances` gives the machine with other shares, each rank's job, and words about the shares. Every rank
-has at least one sequence; to leave a GPU idle, name a machine without it.
+(`Capabilities.fastest_shares`). All others take the machine's, equal unless its file gives others. `balances` gives the
+machine with other shares, each rank's job, and words about the shares. Every rank has at least one sequence.
 
 [Note: the fastest shares] The bound over shares (bounds/shares.py) gives shares in the order of their bounds. The first
 are planned, at most MOST_PLANNED, until no shares that are left have a bound below the best plan. If none of these has
-room, the shares that leave most room are the last.
+room, the last are those that leave most.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ Cut = Callable[[int], Workload]
 
 
 def refuse_balance(policies: Iterable[str | Policy], machine: Machine) -> None:
-    """Raise PstarError for a policy that chooses the shares of the batch, for questions about the machine's own
-    shares."""
+    """Raise PstarError for a policy that chooses the shares of the batch, in questions about the machine's own."""
     if not machine.mixed:
         return
     for policy in policies:
@@ -54,8 +52,8 @@ def refuse_balance(policies: Iterable[str | Policy], machine: Machine) -> None:
 
 
 def all_balance(policies: Iterable[str | Policy], machine: Machine) -> bool:
-    """Returns whether each of these policies takes other shares of the batch than the machine's, so that these need not
-    be whole sequences."""
+    """Each of these policies takes other shares of the batch than the machine's, which then need not be whole
+    sequences."""
     return machine.mixed and all(chooses(policy) for policy in policies)
 
 
@@ -79,9 +77,7 @@ def _balance_of(policy: Policy) -> Callable[..., tuple[int, ...]] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Balanced:
-    """A job with the shares of a policy, and the same job with equal shares.
-
-    least_s: no plan with these shares is faster, as far as is known.
+    """least_s: no plan with these shares is faster, as far as is known.
     even: equal shares, as nearly as whole sequences allow.
     """
 
@@ -93,7 +89,7 @@ class Balanced:
 
     @property
     def words(self) -> str:
-        """Sequences by GPU: "v100-16 19, p100-16 13"."""
+        """Such as "v100-16 19, p100-16 13"."""
         return _by_gpu(self.machine, self.share)
 
     @property
@@ -112,7 +108,7 @@ def balances(
 ) -> Iterator[Balanced]:
     """Yields the job with the shares to plan, the most promising first; none if the policy takes the machine's shares.
 
-    cut: number of sequences -> the job of one GPU, for a job that was not written from a preset.
+    cut: number of sequences -> the job of one GPU, where no preset is.
     search: of the fastest shares of this job, if it is known.
 
     Raises DoesNotFit if the GPUs have no room for the batch under a policy that chooses its shares itself, and
@@ -166,8 +162,7 @@ def _fastest(
 
 
 def roomiest(batch: int, machine: Machine, job_of: Cut) -> tuple[int, ...]:
-    """Returns the shares that leave most room on the fullest GPU: each sequence goes to the GPU that then has most
-    room. Raises CannotPlan for fewer sequences than ranks."""
+    """Each sequence goes to the GPU that then has most room. Raises CannotPlan for fewer sequences than ranks."""
     ranks = machine.ranks
     if batch < len(ranks):
         raise CannotPlan(f"{batch} sequences for {len(ranks)} ranks; give each rank at least one")

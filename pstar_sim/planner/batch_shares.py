@@ -1,4 +1,4 @@
-"""Ranks: the shares of a batch, one job for ranks that differ, and the notes on parallelism that is not modelled."""
+"""The shares of a batch, one job for ranks that differ, and notes on parallelism that is not modelled."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Share:
     workload: the job of one rank. If ranks take different shares, a job at least as hard as each of theirs.
     ranked: each rank's own job, None if they are alike.
     batch: sequences per micro-batch, of all GPUs together.
-    tokens: tokens per iteration, of all GPUs together.
+    tokens: per iteration, of all GPUs together.
     """
 
     workload: Workload
@@ -63,12 +63,10 @@ def machine_of(machine: Machine | str) -> Machine:
 
 
 def share_out(workload: Workload | Sequence[Workload], machine: Machine, *, nearly: bool = False) -> Share:
-    """Returns the job of all GPUs of `machine`, divided among them.
-
-    [Note: one meaning of batch] `batch` is the batch of all GPUs together, on the command line and in Python. So a
-    single workload is the job of the whole machine: a preset is written again for each rank's share of its batch. A
-    workload captured from a module cannot be cut, so on several GPUs it has to come as a list, one workload per rank.
-    Each workload in such a list, and the workload of a plan, is the job of one rank.
+    """[Note: one meaning of batch] `batch` is the batch of all GPUs together, on the command line and in Python. So a
+    single workload is the job of the whole machine: a preset is written again for each rank's share. A captured
+    workload cannot be cut, so on several GPUs it comes as a list, one workload per rank. The workload of a plan, too,
+    is the job of one rank.
 
     A preset whose dtype was left open gets the dtype of the GPU. Raises PstarError for a value that is not a workload,
     for a batch that the ranks cannot share, for a single captured workload for several GPUs, and for a list without one
@@ -151,7 +149,7 @@ def equal_shares(batch: int, ranks: int) -> list[int]:
 
 
 def least_batch(machine: Machine) -> int:
-    """Returns the smallest batch that the ranks can share. All such batches are its multiples."""
+    """The smallest batch that the ranks can share. All such batches are its multiples."""
     return math.lcm(*(p.denominator for p in _parts(machine)))
 
 
@@ -163,7 +161,7 @@ def _parts(machine: Machine) -> list[Fraction]:
 def unmodelled_notes(
     workload: Workload, machine: Machine, timelines: Mapping[str, Timeline], *, short_of_gpu: bool
 ) -> tuple[str, ...]:
-    """Returns notes on the omissions of an answer for several GPUs, and on parallelism that is likely faster.
+    """On the omissions of an answer for several GPUs, and on parallelism that is likely faster.
 
     short_of_gpu: whether every policy that does not fit is.
     """

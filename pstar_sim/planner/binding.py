@@ -1,6 +1,5 @@
-"""Binding: the resource for which the accelerator waits, from the stalls of a timeline and their causes.
-
-The module knows a timeline only. The cost of a barrier is an argument, because it takes a second plan.
+"""The resource for which the accelerator waits, from the stalls of a timeline and their causes. The cost of a barrier
+is an argument, because it takes a second plan.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Every machine with a price is tried: one node and, if a network joins its nodes, as many nodes as the deadline requires
 (numbers that double, then bisection). The ranks share the sequences of an iteration, cut into the largest micro-batches
 that fit under some policy; the fastest policy counts. Unless the question asks for other parallelism (stages.py) that
-is data parallelism alone, with the simulated cost of communication between nodes. Several machines without a network
-between them are not counted together. Idle time, failures, evaluation and storage cost extra and are left out.
+is data parallelism, with the simulated communication between nodes. Idle time, failures, evaluation and storage cost
+extra.
 """
 
 from __future__ import annotations
@@ -68,12 +68,10 @@ def bill(tokens: float, tokens_per_s: float, usd_per_hour: float) -> Bill:
 class Offer:
     """Some nodes of one machine.
 
-    gpus: of all nodes.
     in_time: whether the offer makes the deadline; True without a deadline.
     in_time_is_sure: whether the deadline lies outside of the error of `days`; True without one.
     usd_per_hour: price of all nodes.
     batch: sequences per micro-batch, of all GPUs together.
-    parallel: text of the parallelism, if the question asks for it.
     price_of: the offer from which the price comes, and its date.
     expected_error, trust: of tokens_per_s, as in `Fit`.
     least_days: days of the matmuls alone; if these miss the deadline, nothing is planned.
@@ -104,9 +102,7 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Cheapest(Collection):
-    """The answer of `cheapest`.
-
-    rows: offers that make the deadline, cheapest first; then offers that do not, fastest first; then offers without
+    """rows: offers that make the deadline, cheapest first; then offers that do not, fastest first; then offers without
     figures."""
 
     model: str
@@ -123,11 +119,10 @@ class Cheapest(Collection):
 
     @property
     def too_late(self) -> bool:
-        """Whether no offer makes the deadline, but a later deadline would help."""
+        """No offer makes the deadline, but a later one would help."""
         return self.best is None and any(row.days is not None or row.least_days is not None for row in self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
-        """One dict per row, with the kernels of the job."""
         return [{**asdict(row), "kernels": self.kernels} for row in self.rows]
 
 
@@ -220,7 +215,7 @@ class _Question:
 
 
 def _price_of(machine: Machine, prices: Mapping[str, Price]) -> tuple[float, str] | str:
-    """Returns (USD per hour of one node, the source of this price), or a text that says how to give a price."""
+    """(USD per hour of one node, its source), or a text that says how to give a price."""
     price = prices.get(machine.name)
     if price is not None and (price.own or machine.price_usd_per_hour is None):
         when = "" if price.as_of is None else f", {price.as_of}"
@@ -260,9 +255,9 @@ def _offer(
     deadline_s: float | None,
     most_nodes: int,
 ) -> Offer:
-    """Returns the offer with the fewest nodes that makes the deadline; if none does, the nearest offer. The number of
-    nodes about doubles until the deadline is made or no larger number is left. Then bisection runs between the last
-    number that was too slow or too small and the first number in time."""
+    """The fewest nodes that make the deadline; if none do, the nearest offer. Their number about doubles until the
+    deadline is made or no larger number is left. Then bisection runs between the last that was too slow or too small
+    and the first in time."""
     counts = _counts(machine, asked.batch, most_nodes)
     rows: dict[int, Offer] = {}
 
@@ -301,7 +296,7 @@ def _no_more(machine: Machine, batch: int, most_nodes: int) -> str:
 def _so_many(
     machine: Machine, asked: _Question, usd: float, what: str, tokens: float, deadline_s: float | None
 ) -> tuple[Offer, bool]:
-    """Returns the offer of `machine`, and whether its reason would be the same with more nodes."""
+    """With whether the reason would be the same with more nodes."""
     base = Offer(
         machine=machine.name,
         nodes=machine.nodes,
@@ -349,8 +344,8 @@ def _so_many(
 
 
 def _least_s(machine: Machine, asked: _Question, tokens: float) -> float:
-    """Returns the seconds of the matmuls alone on the slowest rank, with its sequences in one micro-batch. If a policy
-    may take other shares than the machine's, the shares with the least seconds count."""
+    """Of the matmuls alone on the slowest rank, with its sequences in one micro-batch. If a policy may take other
+    shares than the machine's, those with the least seconds count."""
     workloads = asked.workloads(machine, 1)
     every = sum(w.tokens for w in workloads)
     job_of = any_job(workloads[0], machine) if any(map(chooses, asked.policies or POLICIES)) else None
@@ -365,8 +360,8 @@ def _least_s(machine: Machine, asked: _Question, tokens: float) -> float:
 
 
 def _fastest(machine: Machine, asked: _Question) -> tuple[Row, int, int]:
-    """Returns the fastest policy with the largest micro-batches that fit: (row, batch of all ranks, micro-batches).
-    Room in memory is checked first, as in `fits`. If no policy fits, raises the last DoesNotFit or CannotPlan."""
+    """The fastest policy with the largest micro-batches that fit: (row, batch of all ranks, micro-batches). Room in
+    memory is checked first, as in `fits`. If no policy fits, raises the last DoesNotFit or CannotPlan."""
     worst: PstarError | None = None
     for micro_batches in (n for n in range(1, min(asked.batch, MOST_MOMENTS) + 1) if asked.batch % n == 0):
         try:
@@ -400,8 +395,8 @@ def _fastest(machine: Machine, asked: _Question) -> tuple[Row, int, int]:
 
 
 def _fastest_way(machine: Machine, asked: _Question, parallel: str | Parallelism) -> StagesRow:
-    """Returns the fastest way to spread the job, with an iteration in one micro-batch or in micro-batches of one
-    sequence per rank. If none fits, raises CannotPlan with the reason of the way that lacks least."""
+    """With an iteration in one micro-batch or in micro-batches of one sequence per rank. If no way fits, raises
+    CannotPlan with the reason of the one that lacks least."""
     job = replace(asked.job, batch=asked.batch, micro_batches=1)
     ways, left_out = ways_of(job, machine, parallel)
     if parallel not in ASKED:
@@ -420,7 +415,7 @@ def _fastest_way(machine: Machine, asked: _Question, parallel: str | Parallelism
 def _with_room(
     workload: Workload, roomiest: Workload, machine: Machine, asked: _Question
 ) -> tuple[list[str], list[DoesNotFit | CannotPlan]]:
-    """roomiest: the job for policies that do not take the machine's shares of the batch."""
+    """roomiest: the job for policies that do not take the machine's shares."""
     roomy: list[str] = []
     refusals: list[DoesNotFit | CannotPlan] = []
     for policy in asked.policies or POLICIES:

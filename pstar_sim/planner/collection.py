@@ -1,5 +1,3 @@
-"""Collection: makes an answer of several rows usable as a collection of these rows."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -27,7 +25,7 @@ class Collection:
         raise NotImplementedError
 
     def to_frame(self) -> pandas.DataFrame:
-        """Returns a frame with the rows of `to_json`."""
+        """The rows of `to_json`."""
         import pandas
 
         return pandas.DataFrame(self.to_json())

@@ -1,6 +1,5 @@
-"""Compare: several policies on one workload and one machine, each planned, simulated and compared with the lower bound.
-
-The module knows policies only as functions from a workload, a machine and settings to a plan.
+"""Several policies on one workload and one machine, each planned, simulated and compared with the lower bound. Policies
+are known only as functions from a workload, a machine and settings to a plan.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ class Row:
         machine, or of any class if this class has none. None for a policy that does not fit.
     trust: the basis of expected_error.
     short_of: "gpu", "host" or "nvme"; None if the policy fits.
-    needed_bytes, available_bytes: in the place that is short.
-    needed_for: what needs these bytes.
+    needed_bytes, available_bytes, needed_for: in the place that is short, and what needs it.
     nearest: changes that would make the policy fit.
     """
 
@@ -93,20 +91,20 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Planned:
-    """A plan with its predicted timeline and its line of the table."""
+    """A plan, its predicted timeline, and its line of the table."""
 
     row: Row
     plan: Plan
     timeline: Timeline
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan, with its predictions filled in, to a plan file."""
+        """With its predictions filled in."""
         self.with_predictions().save(path)
 
     def with_predictions(self) -> Plan:
-        """Returns the plan with the figures of its line of the table (only numbers) as its predictions, in place of the
-        policy's own estimate. The plan's choices say where the inputs of the predictions come from, which version of
-        the cost model predicted, and which rows of validation the expected error is of."""
+        """The figures of its line of the table (only numbers) become the plan's predictions, in place of the policy's
+        own estimate. The plan's choices say where the inputs come from, which version of the cost model predicted, and
+        which rows of validation the expected error is of."""
         figures = {k: float(v) for k, v in self.row.to_json().items() if isinstance(v, int | float) and k != "fits"}
         sources = confidence(self.plan.workload, self.plan.machine)
         return replace(
@@ -126,7 +124,7 @@ class Planned:
         return self.row.policy
 
     def explain(self) -> str:
-        """Returns where chunks live and why, what binds, and the gain of following the tide."""
+        """Where chunks live and why, what binds, and the gain of following the tide."""
         return explain(self.plan, self.timeline, bound_by=self.row.bound_by, barrier_cost_s=self.row.barrier_cost_s)
 
     def __repr__(self) -> str:
@@ -156,10 +154,10 @@ class Comparison(Collection):
     named: bool = True
 
     def best(self) -> Planned:
-        """Returns the fastest policy that fits. Of equally fast policies it returns the policy that moves and pins
-        least (policy/kit/ties.py), then the first. A loop of the user cannot follow a plan in another order than the
-        workload's. Such a plan is the best only if `Settings.loop` is "step", or if policies were named and no other
-        fits. Raises NothingFits with every reason if no policy fits."""
+        """The fastest policy that fits; of equally fast ones that which moves and pins least (policy/kit/ties.py), then
+        the first. A loop of the user cannot follow a plan in another order than the workload's. Such a plan is the best
+        only if `Settings.loop` is "step", or if policies were named and no other fits. Raises NothingFits with every
+        reason if no policy fits."""
         if not (self.planned if self.named else _in_order(self.workload, self.settings, self.planned)):
             raise NothingFits(
                 f"no policy fits {self.workload.model} on {self.machine.name}: "
@@ -168,8 +166,7 @@ class Comparison(Collection):
         return _best(self.workload, self.settings, self.rows, self.planned)
 
     def __getitem__(self, policy: str) -> Planned:
-        """Returns the plan of a policy, in any spelling of its spec. Raises PlanError if it was not compared or does
-        not fit."""
+        """In any spelling of its spec. Raises PlanError if the policy was not compared or does not fit."""
         text("policy", policy, "the name of one that was compared")
         if policy not in self.planned and ":" in policy:
             policy = policy_name(policy)
@@ -180,7 +177,6 @@ class Comparison(Collection):
         return self.planned[policy]
 
     def to_json(self) -> list[dict[str, object]]:
-        """One dict per row, with the kernels and the notes of the job."""
         return [{**row.to_json(), **self.workload.said} for row in self.rows]
 
     def _repr_html_(self) -> str:
@@ -214,14 +210,13 @@ def compare(
     policies: names or specs (`tide:capacity=peak`), or functions (workload, machine, settings) -> Plan.
     settings: update, clip, chunk_bytes, loop, sums and effort override single fields of them.
     loading: as in `fits`.
-    barrier_cost: whether to simulate every fitting policy also without its barrier, which plans it again. None: the
-        best policy if `only_best`, else none.
+    barrier_cost: whether to plan and simulate every fitting policy also without its barrier. None: the best policy if
+        `only_best`, else none.
     near: whether to look for the nearest machine or setting under which the other policies would fit; None: where no
         policy fits.
-    certify: whether to use the tighter bound of the fluid linear program, instead of the joint bound; this takes
-        seconds.
-    only_best: for a caller that uses `best()` alone. The search for changes is left out if some policy fits. If no
-        policy is named, policies whose order the loop cannot follow are left out too.
+    certify: whether to use the tighter bound of the fluid linear program, which takes seconds.
+    only_best: for a caller that uses `best()` alone. Left out are changes if some policy fits, and, if none is named,
+        policies whose order the loop cannot follow.
     made: plans and timelines of policies for this very job.
     cut: number of sequences per micro-batch -> the job of one GPU, for policies that choose the shares of unequal GPUs
         (`whale`). A preset needs no `cut`.
@@ -392,7 +387,7 @@ class _Found:
 def _fastest(
     policy: Policy, name: str, job: _Question, jobs: Iterable[Balanced]
 ) -> tuple[Plan, Timeline, Balanced | None, _Question]:
-    """Returns the fastest plan with any of the shares, and the job with these; the job's own plan if there are none.
+    """With any of the shares, and the job with these; the job's own plan if there are none.
 
     jobs: in the order of their bounds.
 
@@ -421,7 +416,7 @@ def _fastest(
 
 
 def _certificate(proof: Certifier, plan: Plan, workload: Workload) -> Certificate:
-    """A plan in another order than the job's gets a certificate of its own."""
+    """A plan in another order than the job's gets one of its own."""
     require_bounded(plan)
     same = plan.workload.order is workload.order
     return proof.of(plan.layout) if same else certificate_of(plan, lp=proof.lp)
@@ -438,7 +433,7 @@ _Free = tuple[Workload, Machine, Settings, Sequence[Workload] | None]
 
 
 def _free(workload: Workload, ranked: Sequence[Workload] | None, machine: Machine, settings: Settings) -> _Free | None:
-    """Returns the setting in which no Adam waits for all gradients, with its workloads; None if none waits anyway."""
+    """The setting in which no Adam waits for all gradients; None if none waits anyway."""
     if settings.barrier(workload.compute_dtype) is None:
         return None
     return (*without_barrier(workload, machine, settings), _retyped(ranked, machine, settings))
@@ -446,10 +441,7 @@ def _free(workload: Workload, ranked: Sequence[Workload] | None, machine: Machin
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """The job for which a policy is asked to plan.
-
-    free: the job if no Adam waits; None if that is not asked.
-    """
+    """free: the job if no Adam waits; None if that is not asked."""
 
     share: Share
     machine: Machine
@@ -495,7 +487,7 @@ def _fitting(workload: Workload, settings: Settings, rows: Sequence[Row], planne
 
 
 def _retyped(ranked: Sequence[Workload] | None, machine: Machine, settings: Settings) -> Sequence[Workload] | None:
-    """Returns the ranks' workloads in a dtype with which no Adam waits for all gradients."""
+    """In a dtype with which no Adam waits for all gradients."""
     if ranked is None:
         return None
     known = {id(w): without_barrier(w, machine, settings)[0] for w in ranked}
@@ -561,7 +553,7 @@ def _played(plan: Plan, label: str, ranked: Sequence[Workload] | None) -> tuple[
 
 
 def play_plan(plan: Plan, *, label: str = "", rank: int | None = None) -> Timeline:
-    """Returns the plan's simulated timeline with a label.
+    """The plan's simulated timeline.
 
     rank: None: the slowest, if ranks differ.
     """
@@ -573,8 +565,8 @@ def play_plan(plan: Plan, *, label: str = "", rank: int | None = None) -> Timeli
 
 
 def without_barrier(workload: Workload, machine: Machine, settings: Settings) -> tuple[Workload, Machine, Settings]:
-    """Returns the job if no Adam waited for all gradients: eager, without clipping, and for fp16 without loss scaling
-    (bf16 in its place, at the same rate)."""
+    """The job if no Adam waited for all gradients: eager, without clipping, and for fp16 without loss scaling (bf16 in
+    its place, at the same rate)."""
     free = replace(settings, update="eager", clip=False)
     if free.barrier(workload.compute_dtype) is None:
         return workload, machine, free
@@ -593,8 +585,8 @@ def without_barrier(workload: Workload, machine: Machine, settings: Settings) ->
 
 
 def barrier_cost_of(plan: Plan, timeline: Timeline) -> float | None:
-    """Returns the seconds that the policy would save if no Adam waited for all gradients; None if none waits, or if the
-    policy then lacks room. Raises UnknownName for an unknown policy."""
+    """Seconds that the policy would save if no Adam waited for all gradients; None if none waits, or if the policy then
+    lacks room. Raises UnknownName for an unknown policy."""
     free = _free(plan.workload, plan.ranked, plan.machine, plan.settings)
     return _barrier_cost(find_policy(plan.policy), timeline, free)
 
@@ -675,7 +667,7 @@ def _in_order(workload: Workload, settings: Settings, planned: Mapping[str, Plan
 
 
 def _pace(row: Row) -> float:
-    """Returns the iteration time to a nanosecond, so that rounding does not decide between equals."""
+    """To a nanosecond, so that rounding does not decide between equals."""
     return round(row.iteration_s or 0.0, 9)
 
 

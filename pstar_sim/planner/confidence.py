@@ -1,5 +1,4 @@
-"""Confidence: where the inputs of a prediction come from: measured on the machine itself, fitted, a datasheet, or
-assumed."""
+"""Where the inputs of a prediction come from: measured on the machine itself, fitted, a datasheet, or assumed."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ ORDER = ("recorded", "calibrated", *KNOWN)  # the best known first
 
 
 def confidence(workload: Workload, machine: Machine) -> dict[str, str]:
-    """Returns "calibrated", "measured", "fitted", "datasheet" or "assumed" for each input. For compute it may also be
-    "recorded": the moments' own durations on this very machine, operators and framework included."""
+    """One of "calibrated", "measured", "fitted", "datasheet", "assumed" for each input; for compute also "recorded":
+    the moments' own durations on this very machine, operators and framework included."""
     found = machine.confidence_by_input
     if workload.recorded_on is not None and workload.recorded_on == machine.name:
         found["compute"] = "recorded"
@@ -25,14 +24,14 @@ def confidence(workload: Workload, machine: Machine) -> dict[str, str]:
 
 
 def worst_known(found: Mapping[str, str]) -> str:
-    """Returns the worst word and its inputs, such as "assumed: operators, framework"."""
+    """Such as "assumed: operators, framework"."""
     word = max(found.values(), key=ORDER.index)
     return f"{word}: {', '.join(name for name, known in found.items() if known == word)}"
 
 
 def confidence_line(found: Mapping[str, str]) -> str:
-    """Returns a line such as "calibrated: compute, link; datasheet: CPU Adam, DRAM". Both words always appear, with
-    "none" for an empty list."""
+    """Such as "calibrated: compute, link; datasheet: CPU Adam, DRAM". Both words always appear, with "none" for an
+    empty list."""
     always = ("calibrated", "datasheet")
     words = [w for w in ORDER if w in always or w in found.values()]
     named = {word: [name for name, source in found.items() if source == word] for word in words}

@@ -15,7 +15,7 @@ _EXPERT = re.compile(r"(.+\.experts\.\d+)\.")
 
 
 def chunk_use(workload: Workload, layout: Layout, experts: ExpertsShape) -> dict[int, float]:
-    """Returns, for each chunk of experts alone, the probability that a micro-batch uses it."""
+    """The probability that a micro-batch uses each chunk of experts alone."""
     tokens = workload.batch * workload.sequence
     found = {}
     for chunk in layout.chunks:
@@ -29,7 +29,7 @@ def chunk_use(workload: Workload, layout: Layout, experts: ExpertsShape) -> dict
 
 
 def _experts_in(chunk: Chunk, workload: Workload) -> dict[str, int]:
-    """Returns layer -> number of experts; empty for a chunk that holds any other parameter."""
+    """Layer -> number of experts; empty for a chunk that holds any other parameter."""
     names = [_EXPERT.match(workload.tensors[slot.tensor].name) for slot in chunk.slots]
     if not all(names):
         return {}

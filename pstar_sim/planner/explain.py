@@ -1,9 +1,8 @@
-"""Explain: a plan in words. The text says where chunks live and why, what binds, whether following the tide gains
-anything and why, the gain of another order of the iteration, and the first steps.
+"""A plan in words: where chunks live and why, what binds, whether following the tide gains anything and why, the gain
+of another order of the iteration, and the first steps.
 
-Everything is counted from the plan, its workload and its timeline. The module asks policies only for the plan of the
-tide's counterpart (`tide` against `static_partition`: the same policy except for the capacity), and for the plan of
-`tide` in the other order.
+All is counted from the plan, its workload and its timeline. Policies are asked only for the plan of the tide's
+counterpart (`tide` against `static_partition`), and of `tide` in the other order.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class BoundGap:
 
 
 def chunk_gaps(plan: Plan) -> tuple[BoundGap, ...]:
-    """Returns the gaps of every chunk whose parameters travel, within the iteration."""
+    """Of every chunk whose parameters travel, within the iteration."""
     w, chunk_of = plan.workload, plan.layout.chunk_of
     uses: dict[int, list[int]] = {}
     for moment, (reads, gradients) in enumerate(zip(w.reads, w.gradients)):
@@ -108,8 +107,8 @@ def chunk_gaps(plan: Plan) -> tuple[BoundGap, ...]:
 
 
 def tide_gain(plan: Plan) -> str:
-    """Returns words for the bytes to the GPU that a capacity that follows the tide saves over one sized for its peak,
-    or why it saves none."""
+    """Bytes to the GPU that a capacity that follows the tide saves over one sized for its peak, or why it saves
+    none."""
     w = plan.workload
     both: dict[str, Plan] = {}
     short: dict[str, DoesNotFit] = {}
@@ -165,9 +164,8 @@ def tide_gain(plan: Plan) -> str:
 
 
 def order_gain(plan: Plan, timeline: Timeline) -> str | None:
-    """Returns words for the gain of the layer-major order, or why it is not known. Returns None where no other order is
-    possible (one micro-batch, several GPUs, offloaded activations, layer-major already), and for a policy that tried
-    both orders."""
+    """The gain of the layer-major order, or why it is not known. None where no other order is possible (one
+    micro-batch, several GPUs, offloaded activations, layer-major already), and for a policy that tried both."""
     w = plan.workload
     if (
         w.micro_batches == 1
@@ -368,7 +366,6 @@ def _moved_sums(plan: Plan, kind: Kind) -> set[int | None]:
 
 
 def _places_of_sums(plan: Plan) -> dict[int, str]:
-    """Returns chunk -> words."""
     lists = gradient_list(plan)
     stays = {r.chunk for r in plan.initial if r.list == "grad32" and r.place is Place.GPU}
     sent, back = _moved_sums(plan, Kind.WRITEBACK), _moved_sums(plan, Kind.FETCH)
@@ -400,7 +397,7 @@ def _line_of_stashes(w: Workload) -> str:
 
 
 def held_between(plan: Plan) -> dict[tuple[Place, str], int]:
-    """Returns (place, list or buffer) -> bytes between two iterations."""
+    """(place, list or buffer) -> bytes between two iterations."""
     held: dict[tuple[Place, str], int] = {}
     for r in plan.initial:
         held[r.place, r.list] = held.get((r.place, r.list), 0) + plan.layout.payload_bytes(r.chunk, r.list)

@@ -1,5 +1,5 @@
-"""Fits: whether a job fits a machine, by policy. A policy that fits has the room to spare, a policy that does not has
-the bytes that it lacks and the smallest change that would make it fit.
+"""Whether a job fits a machine, by policy, with the room to spare, or the bytes that it lacks and the smallest change
+that would make it fit.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class Fit:
     gpu_kept_bytes: what torch keeps beside both, where the card has room (`Framework.kept_bytes`).
     host_needed_bytes: payloads, pinned rounding and start-up, with as few chunks pinned as the host allows. If the
         policy does not fit, as for the GPU.
-    host_payload_bytes, host_rounding_bytes (pinning adds it): parts of host_needed_bytes.
+    host_payload_bytes, host_rounding_bytes: parts of host_needed_bytes.
     host_startup_bytes: weights while they are loaded.
-    loading_short_bytes: bytes that the host lacks if every process loads the weights whole, in fp32. None if it lacks
-        none, if the question says how they are loaded, and for one rank.
+    loading_short_bytes: bytes that the host lacks if every process loads the weights whole, in fp32. None if none, if
+        the question says how they are loaded, and for one rank.
     host_buffer_bytes: the policy's own. The larger of host_startup_bytes and host_buffer_bytes is the rest of
         host_needed_bytes.
     short_of: place that is short ("gpu", "host", "nvme", or "pinned" for host memory that is to be pinned).
     reason: also names the changes that would make it fit. A policy without a plan for such a machine has only a reason.
     changes: as flags ("with --host-memory 128GB"), at most one of each kind.
-    iteration_s, tokens_per_s: simulated, if the policy fits.
+    iteration_s, tokens_per_s: simulated.
     expected_error, trust: as in `Row`.
     shares: sequences of each GPU in a micro-batch, if the policy does not take the shares of the machine.
     phases: host memory over the job's life; none where no need is known.
@@ -112,7 +112,7 @@ class Fit:
 
     @property
     def is_tight(self) -> bool:
-        """Whether tensors leave less room than torch keeps of a framework's runs (`Framework.kept_bytes`)."""
+        """Tensors leave less room than torch keeps of a framework's runs (`Framework.kept_bytes`)."""
         return self.fits and 0 <= (self.gpu_headroom_bytes or 0) < min(self.gpu_kept_bytes, self.gpu_needed_bytes or 0)
 
     @property
@@ -130,8 +130,7 @@ class Fit:
 
 
 def with_kept(tensor_bytes: int, kept_bytes: int, available_bytes: int) -> int:
-    """Returns the bytes of tensors and of what torch keeps of a framework's runs beside them, where they are free: at
-    most as much again as the tensors."""
+    """Tensors, and what torch keeps of a framework's runs beside them where it is free: at most as much again."""
     return max(tensor_bytes, min(tensor_bytes + min(kept_bytes, tensor_bytes), available_bytes))
 
 
@@ -164,9 +163,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Fits(Collection):
-    """The answer of `fits`.
-
-    workload: the job of one rank.
+    """workload: the job of one rank.
     batch: sequences per micro-batch, of all GPUs together.
     rows: in the order asked for.
     parts: what takes memory.
@@ -202,7 +199,6 @@ class Fits(Collection):
         return tuple(row for row in followed if (row.iteration_s or 0.0) <= limit_s)
 
     def to_json(self) -> list[dict[str, object]]:
-        """One dict per row, with the kernels and the notes of the job."""
         return [{**row.to_json(), **self.workload.said} for row in self.rows]
 
 
@@ -218,16 +214,15 @@ def fits(
     near: bool | None = True,
     on_part: OnPart | None = None,
 ) -> Fits:
-    """Returns whether each policy (all known policies if none is named) has room for the job, start-up and rounding
-    included.
+    """Whether each policy (all known policies if none is named) has room, start-up and rounding included.
 
     workload, machine, settings: as in `compare`.
-    loading: the way in which the weights are loaded ([Note: what the host really has to give] in memory_needs.py);
-        None: whole, once per node. The answer then says where another way would decide.
+    loading: how the weights are loaded ([Note: what the host really has to give] in memory_needs.py); None: whole, once
+        per node. The answer then says where another way would decide.
     times: whether to simulate the policies that fit. A search takes EFFORT of the effort that `compare` spends, so its
         seconds may be a little more.
     near: whether to look for changes that would make the others fit, and for their needs in the place that is not
-        short; None: for changes only where no policy fits.
+        short; None: only for changes, where no policy fits.
     on_part: as in `compare`.
 
     Raises UnknownName for a policy that does not exist.
@@ -341,10 +336,7 @@ def _of_tide(w: Workload, size_bytes: int) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The job that was asked about.
-
-    said: whether the question says how the weights are loaded.
-    """
+    """said: whether the question says how the weights are loaded."""
 
     workload: Workload
     machine: Machine
@@ -353,7 +345,6 @@ class Asked:
     said: bool
 
     def of(self, policy: str, *, others: bool = True) -> Ask:
-        """Returns the question of one policy."""
         return asker(policy, others=others)
 
     def short_if_each_loads(self, need: Need) -> int | None:
@@ -365,7 +356,7 @@ class Asked:
         return None if short is None else short.short_bytes
 
     def least_gpu_bytes(self, policy: str, machine: Machine, *, others: bool = True) -> int:
-        """Returns the least GPU budget with which the policy, which fits the machine, still fits it."""
+        """The least GPU budget with which the policy, which fits the machine, still fits it."""
         ask = self.of(policy, others=others)
         return least_gpu_bytes(lambda where: ask(self.workload, where, self.settings, self.loading), machine)
 
@@ -373,8 +364,8 @@ class Asked:
 def _fit_any(
     name: str, share: Share, job: Asked, *, times: bool
 ) -> tuple[Fit, DoesNotFit | None, Asked, Timeline | None]:
-    """Returns the answer for the first shares of the batch with which the policy fits; if there are none, for the last
-    ([Note: the fastest shares] in balance.py)."""
+    """For the first shares of the batch with which the policy fits; if none, for the last ([Note: the fastest shares]
+    in balance.py)."""
     answer: tuple[Fit, DoesNotFit | None, Asked, Timeline | None] | None = None
     try:
         for own in balances(find_policy(name), share, job.machine, job.settings):
@@ -468,8 +459,8 @@ def _filled(row: Fit, gpu_needed_bytes: int | None, need: Need, local_ranks: int
 
 
 def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit]:
-    """Returns the row, with its needs in both places, and the refusal. The refusal counts everything that the short
-    place would have to hold; a policy that is refused before it plans names only a part of it."""
+    """With the needs in both places. The refusal counts everything that the short place would have to hold; a policy
+    that is refused before it plans names only a part of it."""
     machine = job.machine
     roomy = need_with_room(row.policy, job.workload, machine, job.settings, error, loading=job.loading)
     if roomy is None:
@@ -487,8 +478,8 @@ def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit
 def _changes(
     found: Sequence[tuple[Remedy, str]], job: Asked, asked: Sequence[str], elsewhere: Elsewhere
 ) -> tuple[SmallestChange, ...]:
-    """Returns another policy if one fits; else the smallest change of the job, of the host's memory and of the GPU,
-    each with all policies that it helps; else another policy and a change together."""
+    """Another policy if one fits; else the smallest change of the job, of the host's memory and of the GPU, each with
+    all policies that it helps; else another policy and a change together."""
     others = {
         name: job.of(name)(job.workload, job.machine, job.settings, job.loading)
         for name in built_in()

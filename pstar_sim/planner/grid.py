@@ -118,9 +118,7 @@ AXES = {name: meaning(kind) for name, kind in _KINDS.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Points that differ in their policy only.
-
-    values: every axis but the policy.
+    """values: every axis but the policy.
     policies: each with the index of its point in the grid.
     """
 
@@ -129,7 +127,7 @@ class Group:
 
     @property
     def cost(self) -> float:
-        """Estimate of the group's time, so that long groups are handed out first: layers x micro-batches."""
+        """So that long groups are handed out first: layers x micro-batches."""
         given = dict(self.values)
         layers = model_entry(str(given["model"])).layers if "model" in given else 100
         return layers * float(given.get("micro_batches", 1)) * len(self.policies)
@@ -137,9 +135,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The grid of a sweep.
-
-    axes: in the order in which points count (the last varies fastest).
+    """axes: in the order in which points count (the last varies fastest).
     source: for messages.
     """
 
@@ -232,7 +228,7 @@ def _check_axes(file: str, axes: Collection[str]) -> None:
 
 
 def _flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Returns [set] with dotted keys, quoted or not, as paths."""
+    """[set] with dotted keys, quoted or not, as paths."""
     out: dict[str, object] = {}
     for name, value in table.items():
         if isinstance(value, Mapping):
@@ -332,8 +328,8 @@ _OF_JOB = {field.name for field in fields(Job)} & set(AXES)
 
 
 def point_hash(group: Group, policy: str) -> str:
-    """Returns the hash of everything that determines the result: the values, the machine and the model that they name
-    (or the trace's bytes), the policy, this package's version and its code."""
+    """Of everything that determines the result: the values, the machine and the model that they name (or the trace's
+    bytes), the policy, this package's version and its code."""
     given = dict(group.values)
     content: dict[str, object] = {"schema": SCHEMA, "code": _code_digest(), "values": given, "policy": policy}
     overrides = tuple((k, v) for k, v in group.values if k.startswith("set."))

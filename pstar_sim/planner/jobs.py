@@ -1,5 +1,5 @@
-"""Job: the work of each iteration as a question states it, before a machine is known: a model or a trace, its sizes and
-its axes (workload/axes.py).
+"""The work of each iteration as a question states it, before a machine is known: a model or a trace, its sizes and its
+axes (workload/axes.py).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Job(Axes):
         return self.dtype or default_dtype(machine, self.autocast)
 
     def of(self, machine: Machine, *, nearly: bool = False) -> tuple[Workload, ...]:
-        """Returns the workload of each rank.
+        """Of each rank.
 
         nearly: as in `shares_of_batch`.
 
@@ -83,7 +83,7 @@ class Job(Axes):
         return of_shares(shares, lambda batch: self.share(batch, machine))
 
     def share(self, batch: int | None, machine: Machine) -> Workload:
-        """Returns the workload of a rank with `batch` sequences per micro-batch."""
+        """Of a rank with `batch` sequences per micro-batch."""
         if self.trace is not None:
             return self._traced(batch, machine)
         assert self.model is not None and batch is not None
@@ -92,7 +92,7 @@ class Job(Axes):
         return self.write(entry, batch, self.dtype_on(machine))
 
     def write(self, entry: ModelEntry, batch: int, dtype: str) -> Workload:
-        """Returns the workload of one rank for a model of this shape. Equal calls may return the same object."""
+        """Of one rank for a model of this shape. Equal calls may return the same object."""
         assert self.seq is not None
         micro_batches = self.micro_batches or 1
         return _written(entry, self.but(dtype=dtype), batch=batch, sequence=self.seq, micro_batches=micro_batches)

@@ -1,12 +1,11 @@
-"""Limits: the largest model and the largest batch that a machine can train, by policy.
+"""The largest model and the largest batch that a machine can train, by policy.
 
-Only memory counts (memory_needs.py); nothing is timed. [Note: an upper bound of any model] The working list and the
-states of every parameter lie somewhere: w + s bytes per parameter, on the GPUs, the hosts and the disks together. No
-policy fits a model above that, so no search goes beyond it. The least memory that a policy needs grows with depth and
-with batch, except for small drops where the chunk size changes. So the search draws a line through the needs of refused
-depths. The next depth to ask about is where the line meets the bytes that the machine has; without a line, it is half
-way. The search ends when L fits and L + 1 does not. That way few depths are planned, and few of them are above the
-limit. For policies that keep nothing on disks only GPUs and hosts count.
+Only memory counts (memory_needs.py). [Note: an upper bound of any model] The working list and the states of every
+parameter lie somewhere: w + s bytes per parameter, on the GPUs, the hosts and the disks together (for policies that
+keep nothing on disks, without these). No search goes beyond that. The least memory that a policy needs grows with depth
+and with batch, except for small drops where the chunk size changes. So the search draws a line through the needs of
+refused depths, and asks next about the depth where the line meets the bytes that the machine has; without a line, half
+way. It ends when L fits and L + 1 does not. That way few depths are planned, and few of them are above the limit.
 """
 
 from __future__ import annotations
@@ -53,9 +52,7 @@ MOST_LAYERS = 1 << 13
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """The limit of one policy.
-
-    value: layers, or sequences per micro-batch of all ranks; 0 if not even 1 fits.
+    """value: layers, or sequences per micro-batch of all ranks; 0 if not even 1 fits.
     params: of the largest model.
     catalog_model, catalog_params: the largest model of the catalog that fits.
     short_of: the place of one rank that is short for one more layer or sequence.
@@ -77,13 +74,10 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Limits(Collection):
-    """The answer of `max_model` or `max_batch`.
+    """what: "layers" or "batch".
 
-    what: "layers" or "batch".
-    of: words for the family or the model.
     rows: one per policy, in the order asked for.
     most_params: that all GPUs and hosts together could hold, None for a batch ([Note: an upper bound of any model]).
-    job: arguments of the question, by name.
     """
 
     what: str
@@ -102,13 +96,12 @@ class Limits(Collection):
         return known[policy]
 
     def to_json(self) -> list[dict[str, object]]:
-        """One dict per row, with the kernels of the job."""
         return [{**row.to_json(), "kernels": self.kernels} for row in self.rows]
 
 
 def deeper(like: str | ModelEntry, layers: int, *, hidden: int | None = None, heads: int | None = None) -> ModelEntry:
-    """Returns the model `like` with another number of layers. With another hidden size, its feed-forward and key-value
-    widths change in proportion, and the number of heads keeps their width (or is `heads`).
+    """With another hidden size, its feed-forward and key-value widths change in proportion, and the number of heads
+    keeps their width (or is `heads`). Raises PstarError for a hidden size that the heads do not divide.
 
     Raises PstarError for a hidden size that the heads do not divide.
     """
@@ -163,12 +156,11 @@ def max_model(
     batch: sequences per micro-batch, of all ranks together.
     seq: tokens per sequence.
     like: model of the catalog whose family is tried: its shape with other numbers of layers.
-    hidden, heads: hidden size, and number of attention heads, of all models tried; None: those of `like`. Other widths
-        change in proportion to the hidden size.
+    hidden, heads: of all models tried; None: those of `like`. Other widths change in proportion to the hidden size.
     policies, settings: as in `compare`.
     loading: as in `fits`.
     catalog: whether to find the largest model of the catalog, too.
-    near: policy -> the number of layers at which the search begins, such as the limit of a similar machine.
+    near: policy -> the number of layers at which the search begins.
     parallel: "auto" or "all" for the ways to spread a model over the GPUs, or one of them, such as "tp=2,pp=4"; None:
         data parallelism alone.
     on_policy: called before each policy, with the policy, its number and the number of policies.
@@ -272,8 +264,8 @@ class _Models:
         return deeper(self.entry, layers, hidden=self.hidden, heads=self.heads)
 
     def of(self, shape: ModelEntry, policy: str | Policy | None = None) -> Workload:
-        """Returns the workload of the shape, of the rank with the hardest share of the batch. A policy that does not
-        take the machine's shares gets those that leave most room."""
+        """Of the rank with the hardest share of the batch. A policy that does not take the machine's shares gets those
+        that leave most room."""
         roomy = policy is not None and self.machine.mixed and chooses(policy)
         if (shape, roomy) not in self.made:
 
@@ -289,7 +281,7 @@ class _Models:
         return self.made[shape, roomy]
 
     def most_params(self, policy: str | Policy) -> int:
-        """Returns the most parameters, by [Note: an upper bound of any model]."""
+        """By [Note: an upper bound of any model]."""
         return self.within(disks=_may_use_disks(policy))
 
     def within(self, *, disks: bool) -> int:
@@ -330,7 +322,7 @@ def _check_positions(entry: ModelEntry, seq: int, axes: Axes) -> None:
 
 
 def _known_models(seq: int, axes: Axes) -> list[str]:
-    """Returns the models that take such a sequence and are written for these axes, the largest first."""
+    """Those that take such a sequence and are written for these axes, the largest first."""
     entries = [model_entry(name) for name in model_names()]
     able = [entry for entry in entries if entry.takes(seq) and entry.family != "vit"]
     able = [entry for entry in able if axes.kernels is None or has_kernels(entry, axes.kernels)]
@@ -444,7 +436,7 @@ def _others_go_on(
     ask_of: Callable[[str], Callable[[int], Refusal | None]],
     most: int,
 ) -> tuple[int, Refusal | None]:
-    """Returns the limit of its own modes, or a higher limit of another policy.
+    """The limit of its own modes, or a higher limit of another policy.
 
     known: limits of others; they are asked whether one more fits.
     """
@@ -461,8 +453,8 @@ def _others_go_on(
 def _largest(
     ask: Callable[[int], Refusal | None], most: int, *, first: int = 1, near: int | None = None
 ) -> tuple[int, Refusal | None]:
-    """Returns (the largest n in 0..most that fits, why n + 1 does not fit; None if `most` fits). n doubles from `first`
-    until it does not fit. Then the search follows lines, and every third time it halves the interval.
+    """(the largest n in 0..most that fits, why n + 1 does not fit; None if `most` fits). n doubles from `first` until
+    it does not fit. Then the search follows lines, and every third time it halves the interval.
 
     near: a guess, which is asked about first, then numbers further and further away.
     """
@@ -487,9 +479,8 @@ def _largest(
 
 
 def _along_a_line(errors: Mapping[int, Refusal], low: int, high: int) -> int:
-    """Returns the largest n that has room if bytes grow along a line through the needs of `high` and of the next
-    refused n that lacks room in the same place (else 0 bytes at n = 0). Returns the middle if `high` is not refused for
-    room."""
+    """The largest n that has room if bytes grow along a line through the needs of `high` and of the next refused n that
+    lacks room in the same place (else 0 bytes at n = 0); the middle if `high` is not refused for room."""
     last = errors[high]
     if not isinstance(last, DoesNotFit):
         return (low + high) // 2
@@ -536,7 +527,7 @@ def _with_nearest_yes(
     """A policy that cannot run even `least`, one layer or one sequence, gets words for the change that would make it
     fit.
 
-    shape: the shape of `least` if it is not in the catalog.
+    shape: of `least`, if it is not in the catalog.
     """
     able = [row.policy for row in rows if row.value]
     elsewhere = Elsewhere(least, machine, loading, shape)

@@ -49,7 +49,7 @@ def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> l
 
 
 def units_notes(machine: Machine, dtype: str) -> list[str]:
-    """Returns the note on matrix products of a dtype that the GPU has no units for."""
+    """On matrix products of a dtype that the GPU has no units for."""
     timed = timed_as(machine.gpu, dtype)
     if timed == dtype:
         return []
@@ -66,8 +66,8 @@ def attention_notes(machine: Machine, kernel: str) -> list[str]:
 
 
 def added_gpus_notes(machine: Machine) -> list[str]:
-    """Returns the note on a machine of the catalog that was given more GPUs than it has: they share the host of the
-    fewer, and have no link that those lack."""
+    """On a machine of the catalog with more GPUs than it has: they share the host of the fewer, and have no link that
+    those lack."""
     listed, count = as_listed(machine), machine.local_ranks
     if listed is None or count <= listed.local_ranks:
         return []
@@ -93,7 +93,7 @@ def pinned_notes(machine: Machine) -> list[str]:
 
 
 def thread_notes(machine: Machine) -> list[str]:
-    """Returns the note on CPU Adam of processes that have a number of threads, said or left by a launcher."""
+    """On CPU Adam of processes that have a number of threads, said or left by a launcher."""
     threads = machine.host.threads
     if threads is None:
         return []
@@ -109,8 +109,8 @@ def thread_notes(machine: Machine) -> list[str]:
 
 
 def disk_life(plan: Plan, iteration_s: float) -> str:
-    """Returns words for the bytes that a plan writes to a node's disks, and for their life by their rating, or by an
-    assumed one; empty if it writes none."""
+    """Words for the bytes that a plan writes to a node's disks, and for their life by their rating, or by an assumed
+    one; empty if it writes none."""
     machine = plan.machine
     disks, written = machine.nvme, plan.moved_bytes.get("nvme_write", 0) * machine.local_ranks
     if disks is None or not written:

@@ -1,5 +1,5 @@
-"""Memory: whether a policy has room for a job, and how much of each place it needs at least; without planning the job,
-if possible. All questions whether a job fits are answered here: `memory_need` without a plan, `with_room` with one.
+"""Whether a policy has room for a job, and how much of each place it needs at least: `memory_need` without a plan, if
+possible, `with_room` with one.
 
 [Note: what the host really has to give] A plan counts payloads. A machine has to give more, and all answers count it:
 
@@ -22,9 +22,8 @@ the permanent payloads, the policy's own host buffers and the pool.) Every other
 the executor gives it.
 
 The asynchronous policies (tide, static_partition) know what they need before they plan, so their own checks are asked
-(policy/kit/job.py). These policies choose the number of pinned chunks. If the host is short, the policies pin exactly
-the chunks for which the host has no room. Every other policy is asked for its plan, because it has no cheaper way to
-say what it needs.
+(policy/kit/job.py); if the host is short, they pin exactly the chunks for which it has no room. Every other policy is
+asked for its plan.
 """
 
 from __future__ import annotations
@@ -84,13 +83,12 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """The needs of a policy on the host of each rank, see [Note: what the host really has to give].
+    """On the host of each rank, see [Note: what the host really has to give].
 
     pinned_bytes: the payloads in slabs, rounded.
     startup_bytes: weights while they are loaded.
-    loading: how the weights are loaded, in words.
     pins: chunks that stay on the GPU, None if only the policy's plan knows.
-    plan: if one had to be made.
+    plan: if one was made.
     """
 
     policy: str
@@ -128,7 +126,7 @@ def shortage(
     loading: Loading = WHOLE,
     others: bool = True,
 ) -> DoesNotFit | None:
-    """Returns why the policy has no room; None if it has.
+    """Why the policy has no room; None if it has.
 
     loading, others: as in `memory_need`.
     """
@@ -148,7 +146,7 @@ def with_room(
     *,
     loading: Loading = WHOLE,
 ) -> Plan:
-    """Returns a plan that the host has room to run ([Note: what the host really has to give]). Raises DoesNotFit."""
+    """A plan that the host has room to run ([Note: what the host really has to give]). Raises DoesNotFit."""
     plan = plan_on(machine)
     if can(policy).counts_host:
         return plan
@@ -167,7 +165,7 @@ def with_room(
 
 
 def _shrunk(plan_on: Callable[[Machine], Plan], plan: Plan, machine: Machine, loading: Loading) -> Plan | None:
-    """Returns the plan, or one for less host memory, that the host has room to run; None if a few tries find none."""
+    """The plan, or one for less host memory, that the host has room to run; None if a few tries find none."""
     budget_bytes, short = machine.host_budget_bytes, _shortage_of(plan, machine, loading)
     for _ in range(MOST_SHORT):
         if short is None:
@@ -278,7 +276,7 @@ def _need(
 
 
 def _host_sizes(plan: Plan) -> dict[tuple[int, str], int]:
-    """Returns the payloads, or [Note: payloads that pass through the host]."""
+    """The payloads, or [Note: payloads that pass through the host]."""
     sizes = host_payloads(plan)
     if not (pool := pool_rooms(plan)):
         return sizes
@@ -330,8 +328,8 @@ def _own_need(
     *,
     fewest: bool,
 ) -> Need:
-    """Returns the needs at the usual chunk size. If any number of pins will do, a policy that tries other sizes has
-    the needs of the first size with room. Raises DoesNotFit where the policy would, for the usual size."""
+    """At the usual chunk size. If any number of pins will do, a policy that tries other sizes has the needs of the
+    first size with room. Raises DoesNotFit where the policy would, for the usual size."""
     assert able.point is not None
     refusal: DoesNotFit | None = None
     jobs: Iterable[Job] = (Job(name, workload, machine, settings, able.point),)
@@ -349,7 +347,7 @@ def _own_need(
 
 
 def _asynchronous_need(job: Job, machine: Machine, loading: Loading, *, fewest: bool) -> Need:
-    """Returns the needs with as few pins as the host allows, by bisection: more pins never need more of the host.
+    """With as few pins as the host allows, by bisection: more pins never need more of the host.
 
     fewest: False stops at no pins or the most, the first that the host allows.
     """
@@ -376,7 +374,7 @@ def _asynchronous_need(job: Job, machine: Machine, loading: Loading, *, fewest: 
 
 
 def _payloads(job: Job, pins: int) -> dict[tuple[int, str], int]:
-    """Returns the lists of every chunk that is not pinned, and gradients that pass (each has a place in a slab)."""
+    """The lists of every chunk that is not pinned, and gradients that pass (each has a place in a slab)."""
     pinned = frozenset(job.candidates[:pins])
     sizes = {
         (c, name): job.layout.payload_bytes(c, name)
@@ -397,7 +395,6 @@ def _payloads(job: Job, pins: int) -> dict[tuple[int, str], int]:
 class Roomy:
     """A machine with enough room for a job that did not fit.
 
-    machine: with larger budgets.
     gpu_shortage: why the GPU of the original machine has no room, if it has none.
     """
 
@@ -415,7 +412,7 @@ def need_with_room(
     *,
     loading: Loading = WHOLE,
 ) -> Roomy | None:
-    """Adds just enough to each place that is short. Returns None if more memory does not help."""
+    """Adds just enough to each place that is short. None if more memory does not help."""
     roomy, error = machine, short
     gpu: DoesNotFit | None = None
     for _ in range(MOST_SHORT):
@@ -439,7 +436,7 @@ def need_with_room(
 
 
 def least_gpu_bytes(ask: Callable[[Machine], DoesNotFit | None], machine: Machine) -> int:
-    """Returns the smallest budget of each GPU with which a job that fits still fits this host.
+    """The smallest budget of each GPU with which a job that fits still fits this host.
 
     A refusal names the bytes of the GPU that a policy needs at least, so the next question is about these. If the host
     is short (chunks have to be pinned), bisection finds the budget, to a hundredth of a GB.
@@ -470,6 +467,6 @@ def _with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
 
 
 def _with_host_budget(machine: Machine, budget_bytes: int) -> Machine:
-    """budget_bytes: that of each rank."""
+    """budget_bytes: of each rank."""
     memory = budget_bytes * machine.local_ranks + machine.host.reserved_bytes
     return replace(machine, host=replace(machine.host, memory_bytes=memory))

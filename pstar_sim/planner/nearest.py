@@ -4,7 +4,7 @@
 before it that save bytes where these are short, until the job fits; then those are left out without which it fits, too.
 Options under which a policy keeps lists on the machine's disks, more host memory, more GPU memory (where the user has
 set it) and catalog machines with more of it are tried alone. Every suggested change has room by memory_needs.py. Of a
-workload that comes from a trace, only its loading and its optimizer are changed.
+trace's workload only loading and optimizer are changed.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _Changed = tuple[Workload, Loading]
 
 
 class Elsewhere:
-    """Other machines and workloads to try for a job. Each is made once for all policies that ask.
+    """Each is made once for all policies that ask.
 
     shape: shape of a preset that is not in the catalog.
     """
@@ -143,7 +143,7 @@ class Elsewhere:
             yield _Option(flags=f"--loading {way}", size=size, given={"loading": way})
 
     def _kernels(self, shape: ModelEntry) -> Iterator[_Option]:
-        """Yields flash attention where it is math, and fused kernels where they are eager."""
+        """Flash attention where it is math, and fused kernels where they are eager."""
         w = self.workload
         given: dict[str, Any] = {}
         if w.attention in ATTENTION and ATTENTION[w.attention].torch == "math":
@@ -163,8 +163,8 @@ class Elsewhere:
                 yield _Option(flags=flags, size=count, given={"batch": batch, "micro_batches": count})
 
     def _optimizers(self) -> Iterator[_Option]:
-        """Yields optimizers with smaller states, the nearest first: that of the same update, then no fp32 masters,
-        both, then Adafactor."""
+        """With smaller states, the nearest first: that of the same update, then no fp32 masters, both, then
+        Adafactor."""
         w = self.workload
         if w.optimizer.name not in OPTIMIZERS:
             return  # of a trace's own
@@ -178,7 +178,7 @@ class Elsewhere:
                 yield _Option(flags=" ".join(f"--{k} {value}" for k, value in given.items()), size=size, given=given)
 
     def job(self, options: Mapping[str, _Option]) -> _Changed | None:
-        """Returns None where no preset is written for the options together."""
+        """None where no preset is written for the options together."""
         given = {key: value for option in options.values() for key, value in option.given.items()}
         loading = given.pop("loading", self.loading)
         key = tuple(f"{name}={given[name]}" for name in sorted(given))
@@ -203,7 +203,7 @@ def nearest(
     ask: Ask | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> str:
-    """Returns words such as "fits with --batch 4 --micro-batches 2, or on a100-80".
+    """Such as "fits with --batch 4 --micro-batches 2, or on a100-80".
 
     fitting: policies that fit this very job, best first.
     ask, elsewhere: as in `remedies`.
@@ -228,13 +228,12 @@ def remedies(
     ask_of: Callable[[str], Ask] | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> tuple[Remedy, ...]:
-    """Returns at most one change of the job and one of each other kind, the smallest first. Host memory may come twice:
-    with the options for disks, which need less, and alone.
+    """At most one change of the job and one of each other kind, the smallest first. Host memory may come twice: with
+    the options for disks, which need less, and alone.
 
     ask: returns why a job does not fit, or None if it fits; None: `shortage` of the policy.
     ask_of: returns the `ask` of another spec; None: `shortage` of the spec.
-    elsewhere: the machines and workloads to try, for a caller who asks for several policies or says how the weights
-        are loaded.
+    elsewhere: for a caller who asks for several policies or says how the weights are loaded.
     """
     if error.change:
         return (Remedy(kinds=("policy",), size=0, words=error.change),)
@@ -318,7 +317,7 @@ def _least(options: dict[str, _Option], last: str, fits: Callable[[Mapping[str, 
 
 
 def _saved_bytes(before: _Changed, after: _Changed, place: str, m: Machine) -> float:
-    """Returns the most bytes that a rank may save in the place."""
+    """The most that a rank may save."""
 
     def trained_bytes(w: Workload) -> float:
         gradient_bytes = DTYPES[w.dtype].bytes
@@ -341,8 +340,8 @@ def _on_disks(
     loading: Loading,
     ask_of: Callable[[str], Ask],
 ) -> Remedy | None:
-    """Returns the options under which lists live on disks; with more host memory, if these alone do not help, those
-    that need the least of it."""
+    """Options under which lists live on disks; with more host memory, if these alone do not help, those that need the
+    least of it."""
     if machine.nvme is None:
         return None
     least: tuple[str, DoesNotFit] | None = None
@@ -369,7 +368,7 @@ def _on_disks(
 
 
 def _machines(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFit) -> Iterator[Remedy]:
-    """Yields catalog machines with enough room, smallest GPU first; with more host memory if that is short."""
+    """Catalog machines with enough room, smallest GPU first; with more host memory if that is short."""
     for one in elsewhere.machines:
         if one.gpu_budget_bytes < error.needed_bytes:
             continue
@@ -385,8 +384,8 @@ def _machines(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNot
 def _gpu_memory(
     ask: Ask, workload: Workload, machine: Machine, settings: Settings, loading: Loading, error: DoesNotFit
 ) -> Remedy | None:
-    """Returns the GPU memory that makes the job fit, in whole MB, rounded up to two digits or to 0.1 GB. Only for
-    "virtual", and for a machine of the catalog that was given less than it has, up to the memory that it has."""
+    """That makes the job fit, in whole MB, rounded up to two digits or to 0.1 GB. Only for "virtual", and for a machine
+    of the catalog that was given less than it has, up to what it has."""
     listed = as_listed(machine)
     if machine.name != "virtual" and listed is None:
         return None

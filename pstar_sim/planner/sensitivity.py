@@ -1,16 +1,14 @@
-"""Sensitivity: the gain from a tenth more of each part of a machine, or from one more GPU, in time and in the largest
-model.
+"""The gain from a tenth more of each part of a machine, or from one more GPU, in time and in the largest model.
 
-"More RAM or a second GPU?": each part is enlarged by itself (`override`), the job is planned and simulated again, and
-the depth of the largest model of the same family is searched again. The answer is a difference of predictions, each by
-the fastest of the policies asked about.
+Each part is enlarged by itself (`override`), the job is planned and simulated again, and the depth of the largest model
+of the same family is searched again. The answer is a difference of predictions, each by the fastest of the policies
+asked about.
 
 [Note: better is not worse] The plan for a better machine may turn out slower: policies are heuristics, and a faster
-link takes more DRAM bandwidth from CPU Adam. But any plan for the machine as it is also works on the better
-machine, and a better part can be run as slowly as the old part. So the time of a machine with more of one part is the
-least of three times: that of the fastest plan made for it, that of the unchanged plan simulated on it (REPLAYED), and
-the present time (AS_NOW). `how` says which of the three it is. One more GPU gives every GPU another job, so there only
-a plan made for it counts.
+link takes more DRAM bandwidth from CPU Adam. But a better part can be run as slowly as the old one. So the time of a
+machine with more of one part is the least of three: of the fastest plan made for it, of the unchanged plan simulated on
+it (REPLAYED), and the present one (AS_NOW). `how` says which. One more GPU gives every GPU another job, so there only a
+plan made for it counts.
 """
 
 from __future__ import annotations
@@ -73,9 +71,7 @@ PLANNED, REPLAYED, AS_NOW = "planned", "replayed", "as now"
 
 @dataclass(frozen=True, kw_only=True)
 class PartEffect:
-    """The effect of enlarging one part.
-
-    part: None for the machine as it is.
+    """part: None for the machine as it is.
     iteration_s: of the fastest policy that fits; None if none fits.
     expected_error, trust: of iteration_s, as in `Row`.
     change: relative change of the time per token (-0.05: 5 % faster).
@@ -104,9 +100,7 @@ class PartEffect:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Sensitivity(Collection):
-    """The answer of `sensitivity`.
-
-    workload: the job of one rank.
+    """workload: the job of one rank.
     batch: sequences per micro-batch, of all GPUs together.
     by: share by which each part is enlarged.
     short: what each policy lacks on the machine as it is, if none fits.
@@ -128,7 +122,6 @@ class Sensitivity(Collection):
         return (self.now, *self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
-        """Returns the machine as it is, then the parts, each with the kernels and the notes of the job."""
         return [{**asdict(row), **self.workload.said} for row in (self.now, *self.rows)]
 
 
@@ -152,7 +145,7 @@ def sensitivity(
     policies, settings: as in `compare`. Each machine gets the fastest of these policies.
     loading: as in `fits`.
     by: share by which each part is enlarged, 0.1 for a tenth.
-    parts: names in `PARTS`; None: all parts that the machine has.
+    parts: names in `PARTS`; None: all that the machine has.
     largest: whether to search the largest model too (presets only; for a trace only times are compared).
     on_part: called before each part, with the part, its number and the number of parts.
 
@@ -233,8 +226,7 @@ class _MachineQuestion:
     largest: bool
 
     def now(self) -> tuple[PartEffect, Plan | None, tuple[str, ...]]:
-        """Returns the effect of the machine as it is, the fastest plan, if any fits, and words for the lack of each
-        policy."""
+        """Of the machine as it is, the fastest plan, if any fits, and words for the lack of each policy."""
         found = self._compared(self.machine)
         best = found.best().row if any(row.fits for row in found.rows) else None
         deepest = self._deepest(self.machine, self.policies, {})
@@ -301,7 +293,7 @@ class _MachineQuestion:
         return seconds / where.data_parallel_size / (now.iteration_s / self.machine.data_parallel_size) - 1
 
     def _larger(self, where: Machine, now: PartEffect) -> _Larger:
-        """The search uses the policy that trains the largest model now, and begins at that model's depth."""
+        """The search uses the policy that trains the largest model now, and begins at that depth."""
         if now.largest_policy is None:
             deepest = self._deepest(where, self.policies, {})
         else:
@@ -313,7 +305,7 @@ class _MachineQuestion:
         return {"layers": layers, "params": params, "more_layers": more, "largest_policy": policy}
 
     def _deepest(self, where: Machine, policies: Sequence[str], near: Mapping[str, int]) -> _Deepest | None:
-        """Returns the largest model that `where` can train; None if that is not asked.
+        """None if that is not asked.
 
         near: see `max_model`.
         """

@@ -1,16 +1,15 @@
-"""Stages: a job cut into the stages of a pipeline, each planned as a job of its own, and all simulated together.
+"""A job cut into the stages of a pipeline, each planned as a job of its own, and all simulated together.
 
 [Note: which parallelisms] A question about all ways to spread a model takes every degree that divides the GPUs, the
 layers and the sequences of an iteration, with as many micro-batches as are asked for, or the nearest number that
 divides a rank's sequences, and with the most, one sequence each: a pipeline has its smallest bubble with these, and all
-other ways keep the fewest activations. "auto" takes sequence parallelism
-wherever tensor ranks can split the sequence: the same bytes cross the links, and each rank computes and keeps less. It
-leaves out a pipeline whose bubble alone, (p-1)/(m+p-1) of the iteration, costs more than half of it, and plans the
-others in the order of their bounds: a way whose bound is above the fastest plan so far cannot be the fastest. The bound
-of a way is in closed form. For any stage the first micro-batch has to come through the stages before it, the stage
-computes all micro-batches, and the last one has to go back; where optimizer steps do not meet, iterations overlap and
-the stage alone counts. "all" plans every way, with every schedule, with and without sequence parallelism. What is left
-out is said.
+other ways keep the fewest activations. "auto" takes sequence parallelism wherever tensor ranks can split the sequence:
+the same bytes cross the links, and each rank keeps less. It leaves out a pipeline whose bubble alone, (p-1)/(m+p-1) of
+the iteration, costs more than half of it, and plans the others in the order of their bounds: a way whose bound is above
+the fastest plan so far cannot be the fastest. The bound of a way is in closed form. For any stage the first micro-batch
+has to come through the stages before it, the stage computes all micro-batches, and the last one has to go back; where
+optimizer steps do not meet, iterations overlap and the stage alone counts. "all" plans every way, with every schedule,
+with and without sequence parallelism. What is left out is said.
 
 [Note: few micro-batches] A pipeline that is full adds the same seconds for every micro-batch. Where several ways are
 asked for, a way with many micro-batches is planned with one more than it has stages and with two per stage, and its
@@ -19,9 +18,8 @@ is one that is: where overlap ends or modes change with more micro-batches, the 
 its turn.
 
 [Note: cut by speed] Whale's rule for stages: each layer goes to the stage that then ends first, by the seconds of the
-cost model for its GPUs, with embedding and head where they are. A stage that has no room for its layers under the
-policy gives one to the others, until all have room. The stages in front are on the GPUs with more memory, because they
-hold the activations of more micro-batches. Even and by speed are both planned where GPUs differ.
+cost model for its GPUs, with embedding and head where they are. A stage without room under the policy gives one away,
+until all have room.
 
 A stage has its ranks, and its part of their nodes: of memory and bandwidth of the host, of cores and disks, as much as
 its share of a node's GPUs. Ranks of one stage follow one another, so that neighbours in a pipeline are far apart and
@@ -87,7 +85,7 @@ class PlannedStages:
 
     @property
     def bound_by(self) -> str:
-        """What binds the stage that computes most (`binding.bound_by`)."""
+        """Of the stage that computes most (`binding.bound_by`)."""
         busiest = max(self.timelines, key=lambda timeline: timeline.busy_s["compute"])
         return bound_by(busiest, barrier_cost_s=None)
 
@@ -124,8 +122,6 @@ class PlannedStages:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A way to spread a job: its parallelism, and its batch in other micro-batches."""
-
     parallelism: Parallelism
     batch: int
     micro_batches: int
@@ -135,14 +131,12 @@ class Way:
 class StagesRow:
     """The answer of one policy on one parallelism; the keys of `pstar compare --parallel --json`.
 
-    parallel: text of the parallelism.
     batch: sequences per micro-batch, of all ranks of a stage.
     lower_bound_s: of the iteration, for any plans of these stages.
     gap: iteration_s / lower_bound_s - 1.
     bubble: share of the iteration in which a GPU computes nothing, in the mean of the stages.
     sums: share of the iteration in which layers wait for sums over the ranks that split them, likewise.
     peak_gpu_bytes, peak_host_bytes: of a rank of each stage.
-    reason: why it does not fit.
     short_of: place that is short; None if it fits.
     needed_bytes, available_bytes: in that place.
     few: micro-batches of the larger plan behind the seconds ([Note: few micro-batches]); None if all are planned.
@@ -194,8 +188,7 @@ class StagesComparison:
 
     @property
     def gain_of_cut(self) -> float | None:
-        """How many times as fast the fastest plan is that is cut by speed beside the fastest one that is cut evenly;
-        None without both."""
+        """How many times as fast the fastest plan cut by speed is as the fastest one cut evenly; None without both."""
         fastest = {
             cut: min((row.iteration_s for row in self.rows if row.iteration_s and row.cut == cut), default=None)
             for cut in CUTS
@@ -207,7 +200,7 @@ class StagesComparison:
 def ways_of(
     job: Job, machine: Machine, parallel: str | Parallelism, *, shape: ModelEntry | None = None
 ) -> tuple[list[Way], list[str]]:
-    """Returns the ways that a question names, and what is left out.
+    """The ways that a question names, and what is left out.
 
     parallel: one of ASKED, a parallelism, or its text.
     shape: the model's, if it is not in the catalog.
@@ -227,7 +220,7 @@ def ways_of(
 def ways_to_spread(
     job: Job, machine: Machine, *, every: bool = False, shape: ModelEntry | None = None
 ) -> tuple[list[Way], list[str]]:
-    """Returns the ways of [Note: which parallelisms], and what is left out.
+    """[Note: which parallelisms], and what is left out.
 
     every: with all schedules, and without a limit on the bubble.
     shape: as in `ways_of`.
@@ -415,7 +408,7 @@ def _on_line(few: StagesRow, more: StagesRow, counts: Sequence[int], micro_batch
 
 
 def _bound_s(job: Job, machine: Machine, way: Way, settings: Settings) -> float:
-    """Returns a lower bound of the seconds of a way, by [Note: which parallelisms]."""
+    """A lower bound, by [Note: which parallelisms]."""
     own = replace(job, batch=way.batch, micro_batches=way.micro_batches)
     before_s = longest_s = 0.0
     for number, (one, _) in enumerate(_micro_batch_of_stages(own, machine, way.parallelism)):
@@ -494,9 +487,9 @@ def stages_shortage(
     shape: ModelEntry | None = None,
     loading: Loading = WHOLE,
 ) -> DoesNotFit | CannotPlan | None:
-    """Returns why the policy has no room for the job in any of the ways, by the way that lacks least; None if it has
-    room in one. Of an even cut the first and the last stage decide: any other has no more layers than the first, fewer
-    micro-batches in flight, and neither embedding nor head.
+    """Why the policy has no room for the job in any of the ways, by the way that lacks least; None if it has. Of an
+    even cut the first and the last stage decide: any other has no more layers than the first, fewer micro-batches in
+    flight, and neither embedding nor head.
 
     shape: as in `ways_of`.
     loading: as in `fits`.
@@ -591,7 +584,7 @@ def _part(parallelism: Parallelism, number: int, layers: range) -> Stage:
 def _layers_of(
     job: Job, machine: Machine, parallelism: Parallelism, *, shape: ModelEntry | None, most: Sequence[int]
 ) -> list[range]:
-    """Returns the layers of each stage: as many for each, or by [Note: cut by speed]."""
+    """As many for each stage, or by [Note: cut by speed]."""
     assert job.model is not None and job.batch is not None and job.seq is not None
     entry, stages = shape or model_entry(job.model), parallelism.pipeline
     even = _even(entry.layers, stages, job.model)
@@ -616,7 +609,7 @@ def _layers_of(
 
 
 def _even(layers: int, stages: int, model: str) -> list[range]:
-    """Returns the layers of each stage; those in front have one more where the stages do not divide them."""
+    """Stages in front have one more where the stages do not divide the layers."""
     if stages > layers:
         raise ModelError(f"model {model}: pp is {stages}; the model has {layers} blocks, so at most {layers} stages")
     each, more = divmod(layers, stages)
@@ -625,8 +618,8 @@ def _even(layers: int, stages: int, model: str) -> list[range]:
 
 
 def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> Machine:
-    """Returns the ranks of a stage with their part of the nodes, and what joins them with its neighbours. Raises
-    PstarError for ranks of a stage that differ, and for ranks that do not fill nodes."""
+    """The ranks of a stage with their part of the nodes, and what joins them with its neighbours. Raises PstarError for
+    ranks of a stage that differ, and for ranks that do not fill nodes."""
     data, local, tensor = parallelism.data_on(machine.world_size), machine.local_ranks, parallelism.tensor
     gpus = data * tensor
     if local % tensor:
@@ -670,15 +663,15 @@ def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> 
 
 
 def _roomy_first(machine: Machine) -> tuple[Rank, ...]:
-    """Returns the ranks of a node of unlike GPUs with those first that have more memory: the first stages hold the
-    activations of more micro-batches."""
+    """Of a node of unlike GPUs, those with more memory first: the first stages hold the activations of more
+    micro-batches."""
     if not machine.mixed or machine.nodes > 1:
         return machine.ranks
     return tuple(sorted(machine.ranks, key=lambda rank: -rank.gpu.memory_bytes))
 
 
 def _between(machine: Machine, rank: int, other: int, together: int) -> Fabric:
-    """Returns what joins two ranks. `together` ranks of a node send at the same time, and share its network."""
+    """What joins two ranks. `together` ranks of a node send at the same time, and share its network."""
     if rank // machine.local_ranks == other // machine.local_ranks:
         return _inside(machine)
     if machine.network is None:
@@ -687,7 +680,7 @@ def _between(machine: Machine, rank: int, other: int, together: int) -> Fabric:
 
 
 def _inside(machine: Machine) -> Fabric:
-    """Returns what joins two GPUs of a node."""
+    """What joins two GPUs of a node."""
     if machine.peer is not None:
         return machine.peer
     link = machine.link
@@ -719,7 +712,7 @@ def _part_of_disks(disks: Nvme, part: float) -> Nvme:
 
 
 def _part_of_root(machine: Machine, ranks: Sequence[Rank]) -> float | None:
-    """Returns the rate of a PCIe switch that is left for these ranks while the other stages' ranks copy too."""
+    """The rate of a PCIe switch that is left for these ranks while the other stages' ranks copy too."""
     here = Counter(rank.root for rank in ranks if rank.root is not None)
     if machine.root_bytes_per_s is None or not here:
         return machine.root_bytes_per_s

@@ -102,7 +102,7 @@ class _Notes:
     """timeline: of the slowest rank.
     checked: names of the figures that are as the plan states them.
     false: a sentence for each figure that is not.
-    why: name of a figure that was not computed again -> the reason.
+    why: figure not computed again -> the reason.
     """
 
     def __init__(self, plan: Plan, timelines: Sequence[Timeline]) -> None:
@@ -139,7 +139,7 @@ class _Notes:
         self.false += stated.false
 
     def seconds(self) -> None:
-        """Compare the figures of the simulation with the plan's: times to SECONDS_AGREE, peaks to the byte."""
+        """Times agree to SECONDS_AGREE, peaks to the byte."""
         plan, timeline = self.plan, self.timeline
         peaks = [each.peak_bytes for each in self.timelines]
         for name, value, tolerance in (

@@ -1,14 +1,13 @@
 """Sweep: every point of a grid, planned and simulated, on all processes or machines of joblib.
 
 Points that differ only in their policy are computed together (workload, layout and bound once), without barrier costs
-and without a search for changes that would make a policy fit. Each point's result is a file of its own in a cache
-beside the results. The file is written atomically when the result is known, and named by the hash of everything that
-determines it (grid.py). So an interrupted sweep continues where it stopped, a changed grid computes only new points,
-and changed code computes all points.
+and without a search for changes that would make a policy fit. Each point's result is a file in a cache beside the
+results, written atomically and named by the hash of everything that determines it (grid.py). So an interrupted sweep
+continues, a changed grid computes only new points, and changed code computes all.
 
 [Note: any joblib backend] The work is a list of independent calls of one function whose arguments and results are plain
-values. So any backend of joblib can do it: loky (processes here) by default, threading, or a backend that another
-package registers:
+values, so any backend of joblib can do it: loky (processes here) by default, threading, or one that another package
+registers:
 
     from dask.distributed import Client          # pip install "dask[distributed]"
     client = Client("scheduler:8786")            # registers the backend "dask"
@@ -76,9 +75,7 @@ _METADATA = b"pstar_sim.sweep"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sweep(Collection):
-    """The answer of `sweep`.
-
-    rows: one per point, in the order of the grid: its axes and `COLUMNS`.
+    """rows: one per point, in the order of the grid: its axes and `COLUMNS`.
     cached: points that were known already.
     """
 
@@ -155,7 +152,7 @@ def _check_running(jobs: object, backend: object) -> None:
 
 
 def _folder(cache: str | Path | None, output: Path | None) -> Path:
-    """Makes the folder. One of cache and output is given."""
+    """One of cache and output is given."""
     if cache is not None:
         folder = file_path("cache", cache)
     else:
@@ -169,7 +166,7 @@ def _folder(cache: str | Path | None, output: Path | None) -> Path:
 
 
 class _PointFiles:
-    """Keeps points in a folder, with a file each; folder = None keeps nothing."""
+    """A file for each point in a folder; None keeps nothing."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
@@ -204,7 +201,7 @@ Done = list[tuple[int, dict[str, object]]]
 
 
 def evaluate(group: Group) -> Done:
-    """Returns (index, result) of every point."""
+    """(index, result) of every point."""
     with without_garbage_collection():  # until plans and timelines are gone
         results = _computed(group)
     return [
@@ -229,7 +226,7 @@ def _computed(group: Group) -> list[dict[str, object]]:
 
 
 def _spread(job: Job, machine: Machine, policy: str, settings: Settings, parallel: str) -> dict[str, object]:
-    """Returns the point of the fastest way to spread the job; peaks are those of the stage with the highest."""
+    """Of the fastest way to spread the job; peaks are those of the stage with the highest."""
     ways, left_out = ways_of(job, machine, parallel)
     answer = compare_stages(job, machine, [policy], ways, left_out=left_out, settings=settings)
     if not answer.rows:

@@ -1,5 +1,3 @@
-"""Tried: the outcome of each way to run a job that was looked at, as data and in words."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +21,8 @@ class WayOutcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Cap:
-    """The reason why a way that might have been the best was not planned. `policy` plans a limited number of `ways`,
-    and `alike` ways with the same number of micro-batches."""
+    """Why a way that might have been the best was not planned: `policy` plans a limited number of `ways`, and `alike`
+    ways with the same number of micro-batches."""
 
     policy: str
     ways: int
@@ -39,10 +37,8 @@ class Cap:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """The outcome of one way to run a job.
+    """seconds: per iteration; for a way that was not planned, a lower bound; None if it does not fit.
 
-    seconds: per iteration; for a way that was not planned, a lower bound; None if it does not fit.
-    place: the place that is short.
     stashes: whether computing waits for any stash.
     chunk_bytes: chunk size of the bound.
     cap: why the way was not planned, if it might have been the best.
@@ -76,8 +72,8 @@ class Tried:
 
 
 def tried_of(value: object) -> dict[str, Tried] | None:
-    """Returns the outcomes by way; None for anything but what `Tried.to_json` wrote: a file is not trusted, and earlier
-    versions wrote words."""
+    """By way; None for anything but what `Tried.to_json` wrote: a file is not trusted, and earlier versions wrote
+    words."""
     if not isinstance(value, Mapping):
         return None
     try:
@@ -101,10 +97,9 @@ def _one(said: object) -> Tried:
 
 
 def tried_text(tried: Mapping[str, Tried], chosen: str = "") -> str:
-    """Returns the ways that were planned, with their seconds, and the number of ways that were not planned, with the
-    reasons.
+    """The ways that were planned, with their seconds, and the number of those that were not, with the reasons.
 
-    chosen: the chosen way, which the text leaves out.
+    chosen: is left out.
     """
 
     def of(*outcomes: WayOutcome) -> list[Tried]:
@@ -125,7 +120,7 @@ def tried_text(tried: Mapping[str, Tried], chosen: str = "") -> str:
 
 
 def _capped_text(capped: Sequence[Tried]) -> str:
-    """Returns words such as "3 not tried (optimal plans at most 5 ways ...; their bounds are 1.1 s to 2.0 s)".
+    """Such as "3 not tried (optimal plans at most 5 ways ...; their bounds are 1.1 s to 2.0 s)".
 
     capped: in the order of their bounds.
     """

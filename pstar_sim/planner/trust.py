@@ -59,9 +59,7 @@ NOT_NEAR = "no measurement is near this"
 
 @dataclass(frozen=True)
 class Trust:
-    """The trust in predicted times.
-
-    error: one standard deviation of predicted times, as a share of them ([Note: bars])."""
+    """error: one standard deviation of predicted times, as a share of them ([Note: bars])."""
 
     error: float
     label: str
@@ -94,7 +92,7 @@ class ExpectedError:
 
 
 def error_of_change(change: float, *errors: float) -> float:
-    """Returns the bar of a change of time, as a share of the time before: [Note: error of a change].
+    """As a share of the time before: [Note: error of a change].
 
     change: relative to the time before.
     errors: bars of both times.
@@ -103,7 +101,7 @@ def error_of_change(change: float, *errors: float) -> float:
 
 
 def error_of_ratio(ratio: float, *errors: float) -> float:
-    """Returns the bar of a ratio of times of which no errors cancel: [Note: error of a change].
+    """For times of which no errors cancel: [Note: error of a change].
 
     errors: bars of both times.
     """
@@ -139,7 +137,7 @@ def class_name(
     forced_dtype: bool = False,
     as_found: bool = False,
 ) -> str:
-    """Returns words such as "h100 node" (eager kernels) or "h100 node with fused kernels" ([Note: classes])."""
+    """Such as "h100 node" (eager kernels) or "h100 node with fused kernels" ([Note: classes])."""
     flavour = [f"{kernels} kernels"] if kernels in FLAVOURS and kernels != "eager" else []
     facts = {"experts": experts, "fp32": fp32, "autocast": autocast, "LoRA": lora, "forced dtype": forced_dtype}
     rest = " and ".join(flavour + [name for name, holds in facts.items() if holds])
@@ -148,8 +146,8 @@ def class_name(
 
 
 def tells_of(other: str, name: str) -> bool:
-    """Whether the errors of a class say something of another's: both have the same machines ("h100 node" for "h100 node
-    with fused kernels"). Runs as found say nothing of others."""
+    """The errors of a class say something of another's: both have the same machines ("h100 node" for "h100 node with
+    fused kernels"). Runs as found say nothing of others."""
     found = name.endswith(_AS_FOUND) or not other.endswith(_AS_FOUND)
     return found and _machines_of(other) == _machines_of(name)
 
@@ -159,8 +157,8 @@ def _machines_of(name: str) -> str:
 
 
 def expected_error(machine: Machine, policy: str, workload: Workload) -> ExpectedError | None:
-    """Returns the errors for the job's class and the policy (options do not matter); with too few rows or sources,
-    those of the whole class; None if it has too few as well."""
+    """For the job's class and the policy (options do not matter); with too few rows or sources, of the whole class;
+    None if it has too few as well."""
     name = class_of(machine, workload)
     for key in (split_spec(policy)[0], ANY):
         found = _shipped().get(name, {}).get(key)
@@ -178,22 +176,22 @@ def expected_error(machine: Machine, policy: str, workload: Workload) -> Expecte
 
 
 def untuned() -> float:
-    """Returns the bar of all rows."""
+    """Of all rows."""
     return _shipped()[ANY_CLASS][ANY]["bar"]
 
 
 def borrowed_bar(name: str) -> float:
-    """Returns the bar of a class without enough sources: that of all rows, or a larger one of the same machines."""
+    """Of a class without enough sources: that of all rows, or a larger one of the same machines."""
     return max([untuned(), *(c[ANY]["bar"] for other, c in _shipped().items() if tells_of(other, name))])
 
 
 def enough(rows: float, sources: float) -> bool:
-    """Returns whether a class of so many rows and sources has a bar of its own ([Note: bars])."""
+    """A class of so many rows and sources has a bar of its own ([Note: bars])."""
     return rows >= FEWEST_ROWS and sources >= FEWEST_SOURCES
 
 
 def trust(machine: Machine, policy: str, workload: Workload) -> Trust:
-    """Returns the error that validation found for this class of job and this policy ([Note: bars])."""
+    """By validation, for this class of job and this policy ([Note: bars])."""
     found = expected_error(machine, policy, workload)
     if found is not None:
         return Trust(found.bar, found.label)
@@ -216,6 +214,6 @@ def validation_digest() -> str:
 
 @cache
 def _shipped() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
-    """Returns class -> policy -> figures."""
+    """Class -> policy -> figures."""
     table: dict[str, dict[str, dict[str, float]]] = json.loads(FILE.read_text(encoding="utf-8"))
     return table

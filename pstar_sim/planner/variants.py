@@ -1,10 +1,7 @@
-"""Variants: the fastest of the ways to run one global batch that the variants in a trace file allow.
+"""The fastest of the ways to run one global batch that the variants in a trace file allow.
 
 A trace may hold a model at several batch sizes, with and without recomputation of activations. A variant whose batch
-divides a rank's share of the global batch is repeated as micro-batches until the share is reached. Every candidate then
-does the same work, so the shortest iteration wins. Block by block (workload/mixing.py) activations may be kept,
-recomputed (if the batch is there with and without recomputation) or offloaded to the host and fetched back (if it is
-there without).
+divides a rank's share of the global batch is repeated as micro-batches until the share is reached.
 
 [Note: what is planned] Candidates (ways.py) are looked at in the order of their promises. A promise is a lower bound on
 a candidate's plans. At first it is the time of computing and stashes with the link to themselves. Then it is the lower
@@ -64,7 +61,7 @@ class Chosen:
 
     workload: to run, one rank's share.
     tried: way in words -> its outcome.
-    left_out: the ways that were not considered, and why.
+    left_out: ways that were not considered, and why.
     """
 
     workload: Workload
@@ -91,8 +88,8 @@ def choose(
     loading: Loading | str | None = None,
     on_way: Callable[[str, int, int], None] | None = None,
 ) -> Chosen:
-    """Returns the fastest under `policy`. Each of them is one rank's whole share of the same batch. [Note: what is
-    planned] says which of them are planned.
+    """The fastest under `policy`. Each is one rank's whole share of the same batch. [Note: what is planned] says which
+    are planned.
 
     loading: as in `fits`.
     on_way: called with the work in hand, the number of ways done and of all ways.
@@ -147,9 +144,7 @@ def _own_ways(ways: Sequence[Way], machine: Machine, settings: Settings, policy:
 
 
 class _Race:
-    """Candidates planned one after the other by one policy.
-
-    promise_s: see [Note: what is planned]; at first the time of computing and stashes.
+    """promise_s: see [Note: what is planned]; at first the time of computing and stashes.
     fast: plans and timelines that take best_s.
     best: which of `fast` moves and pins least.
     shortest: the candidate that lacks least, and why it does not fit.
@@ -192,8 +187,8 @@ class _Race:
         self.tried: dict[str, Tried] = {}
 
     def run_all(self) -> list[Way]:
-        """Plan all candidates in the order of their promises. Returns the candidates that a policy with a long search
-        left out because tide has no room for them."""
+        """In the order of their promises. Returns the candidates that a policy with a long search left out because tide
+        has no room for them."""
         later: list[Way] = []
         # Of equal promises the candidate with fewer micro-batches goes first, then the candidate that moves less.
         less = [(way.micro_batches, way.stash_bytes, n) for n, way in enumerate(self.ways)]
@@ -249,7 +244,7 @@ class _Race:
         return seconds < self.best_s
 
     def _may_win(self, way: Way, *, stream: bool) -> bool:
-        """Returns whether no bound of the candidate is above the best so far.
+        """No bound of the candidate is above the best so far.
 
         stream: whether plans may stream chunks.
         """
@@ -260,7 +255,7 @@ class _Race:
         return way.stand_ins() if self.machine.data_parallel_size == 1 else (way.repeats,)
 
     def _bound_s(self, way: Way, count: int, *, stream: bool = True) -> float:
-        """Returns a lower bound on the seconds of plans with the usual chunks.
+        """Of plans with the usual chunks.
 
         stream: as in `_may_win`.
         count: micro-batches of the stand-in that is bounded.
@@ -332,7 +327,7 @@ class _Race:
             self.shortest = (way, error)
 
     def _hopeless(self, way: Way) -> Tried | None:
-        """Returns the outcome of a candidate that need not be planned; None for one that has to be."""
+        """None for a candidate that has to be planned."""
         if self.best is None:
             return None
         least, promise = self.least_s[way], self.promise_s[way]

@@ -2,7 +2,7 @@
 
 A way is one or two variants of a model, a treatment of the activations of each block, a number of micro-batches and an
 order. This suffices to compute the time of computing and stashes, and a bound for every plan. The workload, whose
-moments are those of all micro-batches, is made only when it is asked for.
+moments are those of all micro-batches, is made only on demand.
 
 [Note: which blocks] The last blocks keep their activations, because their backward pass comes first. The first blocks
 recompute or are offloaded, because their backward pass comes last, which leaves most time. The numbers of first blocks
@@ -46,9 +46,7 @@ STAND_INS = (1, 3)  # numbers of micro-batches that stand for larger numbers, wh
 
 
 class Way:
-    """One way to run a rank's share of a global batch.
-
-    batch: sequences per micro-batch.
+    """batch: sequences per micro-batch.
     activations, checkpointing: as in the workload.
     stashes: of one micro-batch, in moments of the variant that keeps its activations.
     """
@@ -78,7 +76,7 @@ class Way:
 
     @property
     def source(self) -> Workload:
-        """The variant; of two variants, the variant whose blocks recompute."""
+        """Of two variants, that whose blocks recompute."""
         return self._one
 
     @cached_property
@@ -100,12 +98,12 @@ class Way:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A key that is equal for two ways of running the same workload."""
+        """Equal for two ways of running the same workload."""
         return (self.batch, self.micro_batches, self.checkpointing, self.attention, self.activations)
 
     @property
     def stash_bytes(self) -> int:
-        """Bytes of all stashes of an iteration, without boundaries on the host."""
+        """Of an iteration, without boundaries on the host."""
         if self.repeats == 1 and not self.stashes:
             return sum(stash.bytes for stash in self._one.stashes)
         return self.repeats * sum(stash.bytes for stash in self.stashes)
@@ -136,9 +134,9 @@ class Way:
         return self._repeated[repeats]
 
     def compute_s(self, machine: Machine, chunk_bytes: int) -> float:
-        """Returns the least seconds of computing and stashes with the link to themselves: [Note: the bound of stashes]
-        in bounds/stash_bound.py, run by run of moments, because all waits are at the ends of runs. With boundaries on
-        the host, returns the seconds of computing alone."""
+        """The least seconds of computing and stashes with the link to themselves: [Note: the bound of stashes] in
+        bounds/stash_bound.py, run by run of moments, because all waits are at the ends of runs. With boundaries on the
+        host, of computing alone."""
         variants = tuple(_seconds_of(w, machine, chunk_bytes) for w in (self._one, self._kept or self._one))
         if self.repeats == 1 and self._kept is None and not self.stashes:
             return variants[0].stash_bound_s
@@ -163,20 +161,17 @@ class Way:
         return clock + step_s
 
     def stand_ins(self) -> tuple[int, ...]:
-        """Numbers of micro-batches that stand for the workload, ascending; the last is the number that the workload
-        has."""
+        """Numbers of micro-batches that stand for the workload, ascending; the last is its own."""
         if self.relay != OWN and self.repeats > 1:
             return (1, self.repeats)
         return (*(n for n in STAND_INS if n < self.repeats), self.repeats)
 
     def stand_in(self, count: int) -> Workload:
-        """Returns the workload of `count` micro-batches, by [Note: stand-ins]; for the way's own number, its
-        workload."""
+        """By [Note: stand-ins]; for the way's own number, its workload."""
         return self.workload if count == self.repeats else self._of(count)
 
     def costs(self, count: int, machine: Machine, layout: Layout) -> Sequence[CostModel] | None:
-        """Returns the cost models of the stand-in with `count` micro-batches; None for the way's own `count`, and on
-        several GPUs."""
+        """Of the stand-in with `count` micro-batches; None for the way's own `count`, and on several GPUs."""
         if count == self.repeats:
             return None
         left_out, evenly = self.repeats - count, self.relay != OWN
@@ -188,9 +183,7 @@ _NONE: _Run = (None, False, 0.0)
 
 
 class _StashLink:
-    """The link while it carries only stashes.
-
-    copies: block -> seconds of its copy out and of its copy in.
+    """copies: block -> seconds of its copy out and of its copy in.
     ends: block -> the offloaded block whose time to leave and to come back ends with it.
     """
 
@@ -217,9 +210,7 @@ class _StashLink:
 
 
 class _Longer(CostModel):
-    """The seconds of a stand-in.
-
-    left_out: micro-batches that the stand-in does not have.
+    """left_out: micro-batches that the stand-in does not have.
     evenly: whether all moments last longer, instead of the turn alone.
     """
 
@@ -241,7 +232,7 @@ class _Longer(CostModel):
 
 @dataclass(frozen=True, kw_only=True)
 class _Seconds:
-    """Seconds of a variant on a machine, run by run ([Note: which blocks])."""
+    """Of a variant on a machine, run by run ([Note: which blocks])."""
 
     cost: CostModel
     runs: Sequence[tuple[str | None, bool]]
@@ -276,14 +267,13 @@ def _blocks(w: Workload) -> list[str]:
 
 
 def _blocks_that_give_time(w: Workload, stashes: Sequence[Stash]) -> Mapping[str, str]:
-    """Returns offloaded block -> the block after whose forward pass its bytes are no longer counted."""
+    """Offloaded block -> the block after whose forward pass its bytes are no longer counted."""
     behind = {moments.stop: block for block, forward, moments in block_runs(w) if block is not None and forward}
     return {stash.block: behind[stash.gone] for stash in stashes}
 
 
 def words(w: Way | Workload, among: Sequence[Way | Workload] = ()) -> str:
-    """Returns words such as "2 micro-batches of 8, activations recomputed"; "..., flash attention" if candidates differ
-    in it."""
+    """Such as "2 micro-batches of 8, activations recomputed"; "..., flash attention" if candidates differ in it."""
     batches = f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}"
     kernel = f", {w.attention} attention" if any(other.attention != w.attention for other in among) else ""
     order = w.order.words + (" with the boundaries on the host" if w.boundaries_on_host else "")
@@ -325,7 +315,7 @@ def candidates(variants: Sequence[Workload], share: int) -> tuple[Way, ...]:
 
 
 def _block_by_block(variants: Sequence[Workload]) -> Iterator[Way]:
-    """Yields [Note: which blocks] of the variants with one micro-batch in which no block has a choice yet."""
+    """[Note: which blocks] of the variants with one micro-batch in which no block has a choice yet."""
     plain = [w for w in variants if w.micro_batches == 1 and not w.activations]
     recomputing = {(w.batch, w.attention, w.dtype): w for w in reversed(plain) if w.checkpointing and not w.recompute}
     seen: set[tuple[int, str, str]] = set()
@@ -361,7 +351,7 @@ def _of_pair(recomputed: Workload | None, kept: Workload) -> Iterator[Way]:
 
 
 def _offload_sets(blocks: Sequence[str]) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
-    """Yields (blocks that are offloaded, blocks that recompute), by [Note: which blocks]."""
+    """(blocks that are offloaded, blocks that recompute), by [Note: which blocks]."""
     count = len(blocks)
     ends = (1 + count // 4, 1 + count // 2, 1 + count * 3 // 4, count - 2)
     firsts = [blocks[1:n] for n in ends if 1 < n <= count - 2]
@@ -376,8 +366,8 @@ def _offload_sets(blocks: Sequence[str]) -> Iterator[tuple[Sequence[str], Sequen
 
 
 def relayed_ways(ways: Sequence[Way], policy: str) -> Iterator[Way]:
-    """Yields the ways with several micro-batches, each in every layer-major order that it allows. Boundaries go to the
-    host if all blocks recompute.
+    """In every layer-major order that a way of several micro-batches allows. Boundaries go to the host if all blocks
+    recompute.
 
     policy: for messages.
     """
@@ -395,7 +385,7 @@ def relayed_ways(ways: Sequence[Way], policy: str) -> Iterator[Way]:
 
 
 def _has_order(w: Workload, order: str, policy: str) -> bool:
-    """Whether the variant's micro-batches can run in that order; False also if it does not differ from others."""
+    """False also if the order does not differ from others."""
     try:
         made = in_order(policy, w if w.micro_batches > 1 else repeat_micro_batch(w, 2), order)
     except CannotPlan:

@@ -1,13 +1,14 @@
-"""How many chunks to pin and how many to stream: a roofline over both numbers. `interleave` says which chunks.[Note:
-the roofline] Let x be the share of the chunks (by parameters) that are pinned, z the share that is streamed. The CPU
-updates the rest, 1 - x - z. All three kinds are spread evenly through the layers, so the CPU has the same share of the
-updates in every window ([Note: update windows] in pins.py). One iteration takes at least the seconds of each of these:
-(1) the work of the compute queue with its Adam steps; (2) CPU Adam, in each window and in total; (3) the copies in each
-direction, on a half-duplex link both directions together; (4) the traffic of host DRAM; (5) reads and writes of the
-states on disks, those for which the host has no room. The states of streamed chunks are copied up once and down once.
-Chunks that cannot be kept between forward and backward are copied up a second time. After the last turn to a backward
-pass, everything that it needs and that is not on the GPU is copied up. Behind a barrier all streamed chunks are
-updated before the next forward. What of their states did not fit on the GPU earlier arrives while the compute queue
+"""How many chunks to pin and how many to stream: a roofline over both numbers. `interleave` says which chunks.
+
+[Note: the roofline] Let x be the share of the chunks (by parameters) that are pinned, z the share that is streamed. The
+CPU updates the rest, 1 - x - z. All three kinds are spread evenly through the layers, so the CPU has the same share of
+the updates in every window ([Note: update windows] in pins.py). One iteration takes at least the seconds of each of
+these: (1) the work of the compute queue with its Adam steps; (2) CPU Adam, in each window and in total; (3) the copies
+in each direction, on a half-duplex link both directions together; (4) the traffic of host DRAM; (5) reads and writes of
+the states on disks, those for which the host has no room. The states of streamed chunks are copied up once and down
+once. Chunks that cannot be kept between forward and backward are copied up a second time. After the last turn to a
+backward pass, everything that it needs and that is not on the GPU is copied up. Behind a barrier all streamed chunks
+are updated before the next forward. What of their states did not fit on the GPU earlier arrives while the compute queue
 waits. The roofline ranks numbers of chunks and proves nothing.
 
 With several micro-batches, gradients of a share of the unpinned chunks add up on the GPU, streamed chunks first. Their
@@ -49,8 +50,7 @@ class ModeFacts:
     drops_pinned: whether pinned chunks drop their working lists between the last gradient and the update.
     drops_streamed: whether behind a barrier all streamed chunks do; otherwise those whose sum is on the GPU do.
     dram_bytes_per_s: the rank's part.
-    dram_adam_bytes,
-    dram_add_bytes: per chunk, of all adds on the host.
+    dram_adam_bytes, dram_add_bytes: per chunk, of one CPU update and of all adds on the host.
     dram_fold_bytes: of the adds that CPU Adam makes, of all chunks.
     passing_bytes: GPU room of streaming one chunk: states and working list.
     last_room_bytes: room at the last moment with nothing pinned.

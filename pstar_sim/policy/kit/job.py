@@ -26,8 +26,6 @@ __all__ = ["Job"]
 
 class Job:
     """ranks: those that hold a slice of each chunk.
-
-    ranks: those that hold a slice of each chunk.
     barrier: why no Adam runs before the optimizer step; None if Adam may.
     sums_on_gpu: whether the gradients of all micro-batches of every chunk add up on the GPU and go to the host once: in
         a layer-major workload, where they follow one another.
