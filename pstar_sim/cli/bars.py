@@ -1,5 +1,4 @@
-"""The progress bar of a long command: on stderr, on a terminal only; none if quiet. `progress` shows the progress of a
-run."""
+"""The progress bar of a long command: on stderr, on a terminal only; none if quiet."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ __all__ = ["bar", "parts"]
 
 @contextmanager
 def bar(first: str, *, quiet: bool, alike: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """The bar goes away at the end. Yields the function that moves it (`planner.asked.OnPart`).
+    """Yields the function that moves the bar (`planner.asked.OnPart`), which goes away at the end.
 
     first: the text until the first call.
     alike: all parts take about the same time, so the bar shows the time left instead of the time spent.
@@ -34,8 +33,8 @@ def bar(first: str, *, quiet: bool, alike: bool = False) -> Iterator[Callable[[s
 
 
 def parts(time: type[ProgressColumn]) -> tuple[ProgressColumn, ...]:
-    """On a narrow terminal the description folds. The figures do not fold; rich cuts them only on a terminal without
-    room for them (32 columns for thousands of parts)."""
+    """On a narrow terminal the description folds. rich cuts the figures only where there is no room (32 columns for
+    thousands of parts)."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.table import Column
 

@@ -177,10 +177,7 @@ def max_model(
 
 
 def _say_limits(answer: Limits, asked: AskedFlags, *, smallest: str, machine: str, model: str) -> int:
-    """Returns the exit status.
-
-    smallest: for the note that not even this size fits.
-    """
+    """smallest: for the note that not even this size fits."""
     from pstar_sim.report.capacity_tables import limits_said, limits_text
 
     if asked.json:

@@ -1,7 +1,6 @@
-"""Jobs of configurations for which no preset is written: each is captured once, and its trace is kept.
-
-The traces lie in the user's cache folder. What decides a trace is in the name of its file: the configuration's text,
-sizes, axes, and versions. A file may be removed at any time.
+"""Jobs of configurations for which no preset is written: each is captured once, and its trace is kept in the user's
+cache folder. The name of its file has what decides it: the configuration's text, sizes, axes, and versions. A file may
+be removed at any time.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ _DECIDING = ("torch", "transformers")
 
 
 def has_preset(model: str) -> bool:
-    """Returns False for a configuration for which no preset is written. Raises ModelError for one that cannot be
-    read."""
+    """False for a configuration for which no preset is written. Raises ModelError for one that cannot be read."""
     if not is_configuration(model):
         return True
     try:
@@ -43,7 +41,7 @@ def has_preset(model: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedJob(Job):
-    """A job whose model is captured. As in a preset, activations are recomputed unless something else is said."""
+    """As in a preset, activations are recomputed unless something else is said."""
 
     def share(self, batch: int | None, machine: Machine) -> Workload:
         assert self.model is not None and batch is not None and self.seq is not None
@@ -69,7 +67,7 @@ def _cache() -> Path:
 
 
 def _digest(file: Path, shape: Mapping[str, object]) -> str:
-    """Returns what names the trace of a configuration."""
+    """What names the trace of a configuration."""
     versions = [__version__]
     for package in _DECIDING:
         try:

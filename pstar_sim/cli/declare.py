@@ -35,9 +35,9 @@ def command(app: typer.Typer, example: str) -> Callable[[Function], Function]:
 
 
 def flat(function: Function) -> Function:
-    """Returns the function in the form that typer takes: a parameter whose type is a dataclass of flags is replaced by
-    these flags. The dataclass may have a SECTION, the heading of its flags in the help. The dataclass raises
-    typer.BadParameter for flags that exclude each other."""
+    """In the form that typer takes: a parameter whose type is a dataclass of flags is replaced by these flags. The
+    dataclass may have a SECTION, the heading of its flags in the help. It raises typer.BadParameter for flags that
+    exclude each other."""
     groups: dict[str, Any] = {}
     taken: list[inspect.Parameter] = []
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
@@ -73,7 +73,7 @@ def _flags_of(kind: Any) -> list[inspect.Parameter]:
 
 
 def _stated(kind: Any) -> list[Field[Any]]:
-    """Returns the fields that have flags, the axes of a job last."""
+    """Fields that have flags, the axes of a job last."""
     axes = all_axes()
     stated = [field for field in fields(kind) if field.name not in axes or _help(kind, axes[field.name])]
     return sorted(stated, key=lambda field: field.name in axes)
@@ -84,7 +84,7 @@ def _help(kind: Any, axis: Axis) -> str:
 
 
 def _as_flag(kind: Any, name: str, annotation: Any) -> Any:
-    """Returns the annotation in typer's form: an axis becomes an option."""
+    """In typer's form: an axis becomes an option."""
     axis = getattr(annotation, "__metadata__", (None,))[0]
     if not isinstance(axis, Axis):
         return annotation

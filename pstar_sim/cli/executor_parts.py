@@ -1,4 +1,4 @@
-"""Parts of the executor, which need torch. A part is imported when a command needs the part."""
+"""Parts of the executor, which need torch, imported when a command needs them."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def export(
 
 
 def _write_degrees(plan: str, plans: PlanSet, targets: _Targets, *, as_json: bool) -> int:
-    """Writes the configurations of the plans of several stages."""
+    """Of the plans of several stages."""
     from pstar_sim.core.checker.meetings import prove_set
     from pstar_sim.frameworks.express import express_set
     from pstar_sim.frameworks.targets import TARGETS

@@ -1,4 +1,4 @@
-"""Values of flags: parsers of texts, and completion of names for shells. An error names the value and what would do;
+"""Parsers of flags' texts, and completion of names for shells. An error names the value and what would do;
 `usage.run_app` adds the flag."""
 
 from __future__ import annotations

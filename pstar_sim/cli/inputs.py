@@ -64,7 +64,7 @@ def settings_of(flags: SettingFlags) -> Settings:
 
 
 def axes_of(flags: Axes) -> AxesGiven:
-    """Returns what the flags say of the axes. Raises PstarError for a text that is no adapter."""
+    """What the flags say of the axes. Raises PstarError for a text that is no adapter."""
     given = flags.given
     if flags.lora is not None:
         try:
@@ -80,11 +80,10 @@ def workload_of(job: OptionalWorkloadFlags, machine: Machine) -> Workload:
 
 
 def workloads_of(job: OptionalWorkloadFlags, machine: Machine, *, nearly: bool = False) -> tuple[Workload, ...]:
-    """Returns for each rank the variant of --trace that agrees with the given flags, or the preset --model with --batch
-    and --seq. --batch is the batch of all GPUs together, and each GPU gets its share. Without --batch, the batch of a
-    trace is the batch of one GPU.
+    """For each rank the variant of --trace that agrees with the given flags, or the preset --model with --batch and
+    --seq. --batch is that of all GPUs together; without it, the batch of a trace is that of one GPU.
 
-    nearly: ranks may take one sequence more than others, for a batch that they cannot share equally.
+    nearly: as in `shares_of_batch`.
 
     Raises PstarError for flags that name no variant of the trace or more than one, for missing flags, and for a batch
     that the ranks cannot share.
@@ -120,8 +119,7 @@ def _check_sizes(flags: OptionalWorkloadFlags) -> None:
 
 
 def cut_of(job: OptionalWorkloadFlags, machine: Machine) -> Callable[[int], Workload] | None:
-    """Returns a function from the sequences per micro-batch of a GPU to its job, among the variants of --trace; None
-    for a preset."""
+    """From the sequences per micro-batch of a GPU to its job, among the variants of --trace; None for a preset."""
     return None if job.trace is None else partial(job_of(job).share, machine=machine)
 
 
@@ -155,8 +153,7 @@ def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine)
 
 
 def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:
-    """Returns whether a variant of a trace agrees with --seq, --checkpointing and --dtype. bf16 and fp16 count as
-    equal."""
+    """A variant of a trace agrees with --seq, --checkpointing and --dtype. bf16 and fp16 count as equal."""
     if job.seq is not None and w.sequence != job.seq:
         return False
     if job.checkpointing is not None and w.checkpointing != job.checkpointing:
@@ -165,8 +162,8 @@ def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:
 
 
 def _preset_variants(job: OptionalWorkloadFlags, machine: Machine, share: int) -> tuple[Way, ...]:
-    """Returns the preset in some of SPLITS micro-batches, with and without recomputation (unless --checkpointing says),
-    and the mixes of these block by block."""
+    """In some of SPLITS micro-batches, with and without recomputation (unless --checkpointing says), and the mixes of
+    these block by block."""
     open_ = job.checkpointing is None and job.recompute is None
     choices = (True, False) if open_ else (job.checkpointing is not False,)
     possible = [split for split in SPLITS if share % split == 0]

@@ -1,5 +1,5 @@
-"""pstar launch: runs an unchanged script in this process, as `python SCRIPT` does. The script's transformers.Trainer
-trains by a plan."""
+"""pstar launch: runs an unchanged script in this process, as `python SCRIPT` does. Its transformers.Trainer trains by a
+plan."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _print_own(error: Exception, script: Path) -> None:
-    """Print the traceback, from the script's own first frame on."""
+    """From the script's own first frame on."""
     tb = error.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename != str(script):
         tb = tb.tb_next
@@ -164,7 +164,7 @@ class _Report:
         self._predicted: tuple[Plan, Machine, Timeline] | None = None
 
     def announce(self, plan: Plan) -> None:
-        """Print the plan, with the seconds and bytes that it is predicted to take on this machine."""
+        """With the seconds and bytes that it is predicted to take on this machine."""
         with self._while_read():
             self._announce(plan)
 

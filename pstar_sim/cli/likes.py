@@ -72,8 +72,8 @@ class Likes:
         return replace(job, **filled), replace(setting, clip=clip)
 
     def loaded(self, flag: str | None) -> tuple[Likes, str | None]:
-        """Returns the configurations, loaded as the flag says, and how the job loads its weights: as the configurations
-        if these agree, or the flag; None if nothing says it."""
+        """With how the job loads its weights: as the configurations if these agree, or the flag; None if nothing says
+        it."""
         from pstar_sim.frameworks.targets import target_of
 
         read = self.configurations
@@ -210,8 +210,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 def read_likes(paths: Sequence[str] | None) -> Likes | None:
-    """Returns the configurations in the files; None for no files. Raises PstarError as `load_configuration` does, and
-    for a file that is given twice."""
+    """None for no files. Raises PstarError as `load_configuration` does, and for a file that is given twice."""
     if not paths:
         return None
     from pstar_sim.frameworks.load import load_configuration

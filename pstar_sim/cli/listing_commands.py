@@ -52,8 +52,7 @@ def policies(*, json: JsonList = False) -> int:
 
 
 def _option_row(key: str, values: str, what: str, defaults: dict[str, str]) -> dict[str, object]:
-    """Returns a line for an option that several policies offer, with its default; if defaults differ, with each
-    policy's."""
+    """An option that several policies offer, with its default; if defaults differ, with each policy's."""
     shared = set(defaults.values())
     default = ", ".join(shared) if len(shared) == 1 else ", ".join(f"{v} ({p})" for p, v in defaults.items())
     return {"option": key, "values": values, "what": f"{what} ({', '.join(defaults)}; default {default})"}

@@ -36,22 +36,22 @@ __all__ = [
 
 
 def say(text: str) -> None:
-    """Writes text that is already laid out."""
+    """Already laid out."""
     sys.stdout.write(narrow_encoding(text if text.endswith("\n") else text + "\n", sys.stdout.encoding))
 
 
 def tell(text: str) -> None:
-    """Writes prose, folded to the terminal."""
+    """Prose, folded to the terminal."""
     say("\n".join(wrap(text, terminal_width())))
 
 
 def say_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write a table as wide as the terminal allows ([Note: narrow terminals] in terminal.py)."""
+    """As wide as the terminal allows ([Note: narrow terminals] in terminal.py)."""
     say(table_text(heads, rows, width=terminal_width()))
 
 
 def say_json(value: object) -> None:
-    """Write strict JSON: no NaN, no Infinity."""
+    """Strict: no NaN, no Infinity."""
     say(json.dumps(value, indent=2, allow_nan=False))
 
 
@@ -87,7 +87,7 @@ def yes_or_no(answer: bool) -> str:
 
 
 def note(text: str) -> None:
-    """Write one line on stderr, beside the answer on stdout."""
+    """One line on stderr, beside the answer on stdout."""
     sys.stderr.write(f"pstar: {text}\n")
 
 
@@ -139,7 +139,7 @@ def picture_kind(path: Path) -> str:
 
 
 def save_perfetto(timelines: Sequence[Timeline], plan: Plan, path: Path) -> None:
-    """Write a trace for ui.perfetto.dev, atomically."""
+    """For ui.perfetto.dev, atomically."""
     from pstar_sim.files import write_atomically
     from pstar_sim.report.perfetto import to_perfetto
 

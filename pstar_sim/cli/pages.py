@@ -144,7 +144,7 @@ def _check_free(at: int) -> None:
 
 
 def _subjects(paths: Sequence[str], on_part: OnPart) -> list[Subject]:
-    """Returns the content of the files, in order. Raises PstarError for a run that does not follow its plan."""
+    """The content of the files, in order. Raises PstarError for a run that does not follow its plan."""
     from pstar_sim.core.plan import load_plan
     from pstar_sim.core.run_file import load_timelines
     from pstar_sim.planner.stated import examine
@@ -197,8 +197,7 @@ def _run_of(planned: Subject, timelines: dict[str, Timeline], path: str) -> list
 
 
 def with_distinct_titles(subjects: Sequence[Subject], paths: Sequence[str]) -> list[Subject]:
-    """Returns the subjects, one per file, with different titles. Equal titles get the names of their files, or
-    numbers."""
+    """Equal titles get the names of their files, or numbers."""
     from dataclasses import replace
 
     titles = [subject.title for subject in subjects]

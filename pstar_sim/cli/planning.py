@@ -262,21 +262,21 @@ def plan(
 
 
 def say_notes(result: Comparison) -> None:
-    """Writes problems in the computation of the bound to stderr."""
+    """Problems in the computation of the bound, on stderr."""
     notes = {str(row.certificate["note"]) for row in result.rows if row.certificate and "note" in row.certificate}
     for one in sorted(notes):
         note(one)
 
 
 def say_left_out(result: Comparison) -> None:
-    """Print on stderr what an answer for several GPUs does not model, if it has no place for it."""
+    """What an answer for several GPUs does not model, on stderr, if it has no place for it."""
     for one in result.notes:
         note(f"note: {one}")
 
 
 def checked_plan(path: str) -> tuple[Plan, CheckReport]:
-    """Returns a plan file and the checker's report on it. A run needs the steps and bytes that the checker has proved.
-    Raises PlanError, naming the file, if it is unreadable or wrong."""
+    """With the checker's report: a run needs the steps and bytes that the checker has proved. Raises PlanError, naming
+    the file, if it is unreadable or wrong."""
     from pstar_sim.core.plan import load_plan
 
     plan = load_plan(path)
@@ -538,7 +538,7 @@ def _among_variants(
     only_best: bool,
     barrier_cost: bool | None,
 ) -> Comparison:
-    """Returns the comparison on the fastest variant, by the only named policy or by `optimal`."""
+    """On the fastest variant, by the only named policy or by `optimal`."""
     from pstar_sim.cli.inputs import variants_of
     from pstar_sim.planner.compare import Comparison, unfit_row
     from pstar_sim.planner.compare import compare as ask

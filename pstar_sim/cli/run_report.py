@@ -66,7 +66,7 @@ def predictor(machine: Machine) -> Callable[[Plan], Timeline]:
 
 
 def machine_here(plan: Plan, bandwidth: tuple[float, float], *, virtual: bool) -> Machine:
-    """Returns the machine for which a run of the plan is predicted.
+    """The machine for which a run of the plan is predicted.
 
     bandwidth: of the virtual link, in bytes per second (to the gpu, to the host).
     """
@@ -134,7 +134,7 @@ def try_outputs(flags: RunFlags) -> None:
 
 
 def write_timelines(flags: RunFlags, plan: Plan, predicted: Timeline, result: RunResult) -> None:
-    """Write the requested files that show the measured timeline beside the predicted timeline."""
+    """The requested files that show the measured timeline beside the predicted one."""
     asked = [name for name in (flags.timeline, flags.perfetto, flags.plot) if name is not None]
     if result.timeline is None:
         for name in asked:
@@ -160,7 +160,7 @@ def write_timelines(flags: RunFlags, plan: Plan, predicted: Timeline, result: Ru
 
 
 def measured_s(result: RunResult) -> float:
-    """Returns the measured seconds per iteration: the median of the steps after the first."""
+    """Per iteration: the median of the steps after the first."""
     times = [r.time_s for r in result.reports]
     return statistics.median(times[1:] or times)
 
@@ -171,7 +171,7 @@ def _counted(result: RunResult) -> str:
 
 
 def measured_words(result: RunResult) -> str:
-    """Title of a picture of the measured iteration, with the seconds of the table."""
+    """With the seconds of the table."""
     return f"measured: {format_s(measured_s(result))} per iteration ({_counted(result)}); drawn: the last step"
 
 
@@ -196,8 +196,7 @@ def compare_with_run(plan: Plan, predicted: Timeline, result: RunResult) -> list
 
 
 def retimed_s(plan: Plan, measured: Timeline) -> float | None:
-    """Returns the seconds of the re-timed iteration. Returns None for ranks that differ, which are simulated with
-    seconds of their own."""
+    """Of the re-timed iteration; None for ranks that differ, which are simulated with seconds of their own."""
     from pstar_sim.sim.retime import retime
     from pstar_sim.sim.several_ranks import classes_of
 
@@ -206,7 +205,7 @@ def retimed_s(plan: Plan, measured: Timeline) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFigures:
-    """The figures of a run of one or several ranks, from the view of one rank; `to_json` has the same keys for both."""
+    """From the view of one rank of a run; `to_json` has the same keys for one and for several."""
 
     plan: Plan
     machine: Machine
@@ -223,7 +222,7 @@ class RunFigures:
 
     @cached_property
     def step_s(self) -> float:
-        """Median seconds per step, without the first step if there are others."""
+        """Median, without the first step if there are others."""
         return statistics.median(self.times[1:] or self.times)
 
     @cached_property
@@ -233,7 +232,7 @@ class RunFigures:
 
     @cached_property
     def again_s(self) -> float | None:
-        """Seconds of the plan, simulated with the measured seconds of this rank's steps."""
+        """Of the plan, simulated with the measured seconds of this rank's steps."""
         return None if self.result.timeline is None else retimed_s(self.plan, self.result.timeline)
 
     @cached_property
@@ -242,13 +241,13 @@ class RunFigures:
 
     @cached_property
     def moved(self) -> dict[str, int]:
-        """Measured bytes by lane."""
+        """Measured, by lane."""
         here, shared = self.result.measured, self.result.shared
         return {**(here.moved_bytes if here is not None else {}), **({"net": shared.sent_bytes} if shared else {})}
 
     @cached_property
     def peaks(self) -> list[int]:
-        """GPU peaks in bytes, of the ranks that reported a peak."""
+        """GPU peaks of the ranks that reported one."""
         here, shared = self.result.measured, self.result.shared
         if shared is not None:
             return list(shared.peak_gpu_bytes)
@@ -280,7 +279,7 @@ def figures_as_json(rows: Sequence[Figure]) -> list[dict[str, object]]:
 
 
 def predicted_from(plan: Plan, machine: Machine) -> str:
-    """The sources of the seconds, in words, for a run on `machine` (see `machine_here`)."""
+    """For a run on `machine` (see `machine_here`)."""
     w, known = plan.workload, machine.confidence_by_input
     if w.recorded_on is not None and w.recorded_on == machine.name:
         compute = "compute as recorded in a warm-up"
@@ -295,7 +294,7 @@ def predicted_from(plan: Plan, machine: Machine) -> str:
 
 
 def predicted_bar(plan: Plan, machine: Machine) -> str:
-    """The error to expect of the seconds, in words, for a run on `machine` (see `machine_here`)."""
+    """For a run on `machine` (see `machine_here`)."""
     if is_lower_bound(plan, machine):
         return "at least: matrix products, copies and updates count, other operators and Python do not"
     from pstar_sim.planner.trust import trust

@@ -71,7 +71,7 @@ class _TraceFlags(Axes):
     ] = None
 
     def needed(self, path: str | None) -> tuple[str, int, int, str]:
-        """Returns model, batch, sequence and the file to write. Raises PstarError naming those that are missing."""
+        """Model, batch, sequence and the file to write. Raises PstarError naming those that are missing."""
         if self.model is None or self.batch is None or self.seq is None or path is None:
             given = {"MODEL": self.model, "--batch": self.batch, "--seq": self.seq, "-o/--output": path}
             missing = ", ".join(name for name, value in given.items() if value is None)

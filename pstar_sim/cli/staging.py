@@ -90,8 +90,8 @@ def spread_like(
     json: bool,
     **flags: object,
 ) -> int | None:
-    """Answers for a configuration with degrees beside data parallelism, by the policy that stands for it and those that
-    are named; None if no configuration has any.
+    """For a configuration with degrees beside data parallelism, by the policy that stands for it and those that are
+    named; None if no configuration has any.
 
     flags: of which such an answer knows nothing.
     """

@@ -1,8 +1,7 @@
 """`torchrun --nproc-per-node N -m executor PLAN --model MODEL`: trains a model by name on several ranks.
 
-The command does on several ranks what `pstar run` does in one process, with the same flags. The first rank prints and
-writes. If a file's name contains {rank}, each rank writes its own file. Every process of torchrun runs `main`; torch is
-imported with this module.
+It takes the flags of `pstar run`. The first rank prints and writes. If a file's name contains {rank}, each rank writes
+its own file. torch is imported with this module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Usage of commands in this project's words, in place of the words of click, on which typer is built. Checks the flags,
+"""Usage of commands in this project's words, in place of those of click, on which typer is built: checks the flags,
 reports a mistake in one line that names the thing, the value and what would do, and prints help in sections."""
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _flag_of(context: Any, word: str, flags: Mapping[str, Any]) -> Any:
 
 
 def _commands_with(context: Any, name: str) -> list[str]:
-    """Returns at most three other commands of the group that have the flag."""
+    """At most three other commands of the group that have the flag."""
     group = getattr(context.parent, "command", None)
     commands = getattr(group, "commands", {})
     return [other for other, one in commands.items() if any(name in p.opts for p in one.get_params(context))][:3]
@@ -185,8 +185,6 @@ def _write_epilog(command: Any, formatter: Any) -> None:
 
 
 class Command(TyperCommand):
-    """A command of `pstar`."""
-
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "rich_markup_mode": None})
 
