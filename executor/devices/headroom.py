@@ -1,9 +1,9 @@
 """Headroom: memory that a run leaves free on a card for uses that no plan counts.
 
 There are three such uses: the driver's context, with kernels loaded when first needed; the workspaces that cuBLAS takes
-    through torch's allocator, one per thread and stream that multiplies; the allocator's fragments. The first two, and
-    memory of other programs, are measured when a run begins, after products forward and backward in fp32 and bf16.
-    Fragments cannot be measured before the run.
+through torch's allocator, one per thread and stream that multiplies; the allocator's fragments. The first two, and
+memory of other programs, are measured when a run begins, after products forward and backward in fp32 and bf16.
+Fragments cannot be measured before the run.
 
 A new plan leaves all of these bytes free, and at least the reserve of the catalog's machines. An existing plan is
 refused only because of measured bytes.

@@ -1,9 +1,9 @@
 """Outgrown: batches that need more memory than the plan has.
 
 Such a batch comes where the longest rows of the data were not among those that the plan was made for. Between two
-    iterations a new plan is made for it and for those of the old plan, by the same policy. Inside an iteration (a later
-    micro-batch) the batch runs on demand, and the new plan is made before the next iteration. Where no plan fits, the
-    batch runs on demand if it can, and is refused otherwise.
+iterations a new plan is made for it and for those of the old plan, by the same policy. Inside an iteration (a later
+micro-batch) the batch runs on demand, and the new plan is made before the next iteration. Where no plan fits, the batch
+runs on demand if it can, and is refused otherwise.
 
 A loop whose batches become longer with every step would plan in every step. Therefore the n-th new plan of a run is
 made after 2**n outgrown batches, except for a batch that cannot run otherwise.
