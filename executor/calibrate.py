@@ -127,9 +127,7 @@ def measure(
     folder: Path,
     on_part: Callable[[str, int, int], object] = lambda name, number, count: None,
 ) -> Findings:
-    """cores: those that this process may use.
-    folder: on the disk to measure.
-    """
+    """cores: those that this process may use."""
     found = Findings(numa=read_numa(Path("/")))
     bench = Bench(effort)
     threads = host.thread_counts(cores)

@@ -136,7 +136,6 @@ def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob(Axes):
     """model: as for `pstar trace`.
-    batch: sequences of one micro-batch.
     data: "text:FOLDER", a folder of text files; None: the source of the Python standard library.
     weights: folder with the model's values; None: initialised by the seed.
     """
@@ -172,10 +171,7 @@ class TrainingJob(Axes):
         )
 
     def build(self, *, empty: bool = False) -> BuiltModel:
-        """With real weights, the same for the same seed.
-
-        empty: whether parameters are on meta.
-        """
+        """With real weights, the same for the same seed."""
         return build(
             self.model,
             batch=self.batch,

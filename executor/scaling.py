@@ -84,9 +84,7 @@ def loss_scale_for(asked: str | float | LossScale | None, tensors: Iterable[Tens
 
 
 class LossScaling:
-    """scale: factor by which gradients that arrive now were multiplied.
-    skipped_steps: iterations that overflowed.
-    """
+    """scale: factor by which gradients that arrive now were multiplied."""
 
     def __init__(self, spec: LossScale) -> None:
         self.spec = spec

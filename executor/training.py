@@ -41,8 +41,6 @@ def train_step(
     """Run one step of the usual loop: every micro-batch forward and backward, then step and zero_grad. Returns the mean
     loss. Raises ModelError when a loss is not finite, before its backward.
 
-    number: of the step, for the message.
-
     If the accelerator refuses an operator memory, a prepared model climbs its ladder (see off_plan/), and the same
     micro-batches run again with the same random numbers. Under a plan of the relay the session runs the step.
     """

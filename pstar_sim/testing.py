@@ -352,7 +352,6 @@ def _random_table(
 ) -> list[_Opened]:
     """One micro-batch.
 
-    rows: tensors of each layer.
     head: the embedding where it is tied.
     """
     table = [
@@ -572,8 +571,6 @@ def check_once(
 
     For property-based tests, whose strategies draw the job and shrink failures. Raises PlanError if anything is wrong;
     errors of the policy pass through.
-
-    rng: for the random durations.
     """
     try:
         plan = policy(workload, machine, settings)

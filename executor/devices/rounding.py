@@ -37,7 +37,6 @@ def _bits(first: int, count: int, key: int, device: torch.device) -> torch.Tenso
 def round_stochastically(target: torch.Tensor, value: torch.Tensor, *, update: int, tensor: int, offset: int) -> None:
     """Write fp32 values into a flat bf16 tensor. A value that bf16 has stays as it is.
 
-    update: number of the tensor's earlier updates.
     offset: of the first value in its tensor.
     """
     key = _key(update, tensor)

@@ -104,10 +104,7 @@ def scratch_bytes(plan: Plan) -> int:
 
 
 class Scratch:
-    """fp32 buffers for the casts of the updates at one place.
-
-    block: elements of a piece.
-    """
+    """fp32 buffers for the casts of the updates at one place."""
 
     def __init__(self, block: int = BLOCK) -> None:
         self.block = block

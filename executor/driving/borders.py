@@ -183,10 +183,7 @@ class Borders:
 
     @contextlib.contextmanager
     def recording(self, saves: ForwardSaves | None = None) -> Iterator[BlockTape]:
-        """Inside this context, calls of the blocks are cut at both ends.
-
-        saves: notified of each call.
-        """
+        """Inside this context, calls of the blocks are cut at both ends."""
         self._recorded.tape = tape = BlockTape(saves)
         try:
             yield tape

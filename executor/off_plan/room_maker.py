@@ -134,10 +134,7 @@ class RoomMaker:
         return moved, freed
 
     def until_taken(self, take: Callable[[], object], *, needed: set[int]) -> None:
-        """After each refusal make room and call again. Raises DoesNotFit without any.
-
-        needed: chunks that stay.
-        """
+        """After each refusal make room and call again. Raises DoesNotFit without any."""
         while True:
             try:
                 take()

@@ -56,10 +56,7 @@ class DeviceTimes:
             del self._seconds[key]
 
     def resolve_all(self, *, wait: bool) -> None:
-        """Turn the events of every ended step into seconds.
-
-        wait: whether to wait for steps in flight.
-        """
+        """Turn the events of every ended step into seconds."""
         self._take([key for key, row in list(self._open.items()) if row[1] is not None], wait=wait)
 
     def _take(self, keys: Sequence[tuple[int, int]], *, wait: bool) -> None:

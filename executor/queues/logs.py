@@ -47,7 +47,6 @@ def counted_bytes(plan: Plan, log: Iterable[StepLog], iteration: int) -> dict[st
 @dataclass(frozen=True, slots=True)
 class IterationLog:
     """end_s: end of the compute queue's last step.
-    exchanges: number of exchanges by now.
     shares: elements of each micro-batch on plan, as a share of the plan's batch.
     captured: whether a batch was captured inside the iteration, which delays it.
     """

@@ -125,8 +125,6 @@ class Keeping:
     ) -> Callable[[StepReport], None]:
         """Returns the function to call after each step: it calls `on_step`, then saves a checkpoint if one is due. If
         any rank was asked to stop, it saves one and raises Stopped.
-
-        last: number of the last step.
         """
 
         def after(report: StepReport) -> None:

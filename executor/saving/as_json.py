@@ -19,10 +19,7 @@ _TUPLE, _MAPPING, _TENSOR = "$tuple", "$mapping", "$tensor"
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
-    """Puts the tensors of `value` into `tensors`. Raises CheckpointError for a value of another type.
-
-    where: name of the value in errors.
-    """
+    """Puts the tensors of `value` into `tensors`. Raises CheckpointError for a value of another type."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):

@@ -159,8 +159,6 @@ def certificate_of(plan: Plan, *, lp: bool = False) -> Certificate:
 def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None) -> str:
     """Compares the plan's figures with a recomputation. Returns a sentence if they agree, or if there are none.
 
-    found: the recomputation, if known.
-
     Raises PlanError, naming the stored and the recomputed figure, if they do not agree.
     """
     stored = plan.predictions.get("lower_bound_s")

@@ -81,7 +81,6 @@ def fluid_bound(
     bound alone.
 
     ranked: as for `lower_bound`.
-    most_points: the largest number of points of the program.
     """
     joint = lower_bound(workload, machine, settings, layout, ranked=ranked)
     short, times = shortened(workload, layout, most_points) if ranked is None else (workload, 1)
@@ -229,10 +228,7 @@ class _FluidProgram:
         return running
 
     def _there(self, points: Index, of_chunk: Sequence[Sequence[int]], units: Expression, most: float) -> Expression:
-        """Units on the gpu at each of the successive `points`.
-
-        of_chunk: points at which each chunk is on the gpu.
-        """
+        """Units on the gpu at each of the successive `points`."""
         there = np.zeros((len(points) + 1, len(of_chunk)), dtype=int)  # a row of zeros before the first point
         for c, at in enumerate(of_chunk):
             there[np.asarray(at, dtype=np.intp) - points[0] + 1, c] = 1

@@ -185,7 +185,6 @@ class _JointFacts:
     w, most_w: least and most bytes of the working list per parameter.
     sum_w: least bytes of a sum of gradients per parameter; the note counts 4, and 2 for sums in 16 bits.
     total, bytes: parameters with a gradient (E), and their bytes.
-    frozen: bytes of frozen chunks.
     up, down: bytes per second of the link.
     add_bytes: DRAM traffic per parameter.
     gpu_add_s: of all adds of a parameter, at least.
@@ -494,10 +493,7 @@ class _JointProgram:
             self.terms.append(("barrier", others_s + (job.v * self.s + wider) / job.up))
 
     def _gradients(self, width: float) -> Expression:
-        """Gradients that Adam on the gpu reads.
-
-        width: bytes of a gradient per parameter.
-        """
+        """Gradients that Adam on the gpu reads."""
         if not len(self.spilt):
             return width * self.s
         sum_w = self.job.sum_w

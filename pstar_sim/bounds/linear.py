@@ -137,7 +137,6 @@ class Rows:
 class Solution:
     """value: the optimum by the solver.
     proved: a lower bound that holds exactly, up to the rounding of one sum.
-    at: value of each variable.
     """
 
     value: float

@@ -107,10 +107,7 @@ _E = TypeVar("_E", bound=Table, covariant=True)
 
 @dataclass(frozen=True)
 class Entry(Generic[_E]):
-    """One entry whose fields have been checked.
-
-    file: name for messages.
-    """
+    """One entry whose fields have been checked."""
 
     file: str
     name: str

@@ -230,8 +230,6 @@ def _table(name: str, fields: list[tuple[Any, ...]], what: str) -> type[Table]:
 def check_figures(where: str, part: object) -> None:
     """Raise CatalogError unless the part's figures are numbers, and positive unless their range begins at 0. A figure
     that the part does not have is not checked.
-
-    where: name of the part, for messages.
     """
     kind: type = type(part)
     for check, name in _checks(kind):

@@ -99,7 +99,6 @@ class ProductShape:
         """product: (batches, m, k, n).
 
         flops_per_s: of large products.
-        moved_bytes: of its factors and its result.
         fp32: whether the factors are, instead of in 16 bit.
         """
         batches, m, k, n = product
@@ -111,9 +110,6 @@ class ProductShape:
         return math.sqrt(math.hypot(arithmetic_s**2, memory_s**2)) + self.kernel_s
 
     def attention_s(self, kernel: str, call: AttentionCall, flops_per_s: float) -> float:
-        """kernel: a name of catalog/attention.py.
-
-        flops_per_s: of large products.
-        """
+        """kernel: a name of catalog/attention.py."""
         relative = attention_rate(self.generation, kernel, call)
         return needed_flops(call) / (flops_per_s * self.flash * relative) + self.kernel_s

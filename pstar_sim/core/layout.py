@@ -280,7 +280,6 @@ def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: i
     """Returns the layout of a workload. Without `chunk_bytes`, the size that wastes least is searched. Calls with the
     same workload object return the same layout object.
 
-    ranks: slices of each list.
     sums: as `Settings.sums`.
 
     Raises PlanError for a chunk_bytes that is not positive, for a tensor of a dtype without a known width, for ranks <

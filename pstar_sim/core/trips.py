@@ -30,7 +30,6 @@ class Trip(NamedTuple):
     """number: of the stash or the border.
     behind: moment that the step follows.
     until: moment that waits for the step.
-    what: in words.
     """
 
     kind: Kind

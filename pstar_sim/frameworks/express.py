@@ -121,9 +121,7 @@ def options_of_plan(plan: Plan, *names: str) -> Mapping[str, object] | None:
 
 
 def common_limits(plan: Plan, framework: str, *own: str, autocast: bool = False) -> list[str]:
-    """own: policies of the framework itself.
-    autocast: the configuration states autocast.
-    """
+    """own: policies of the framework itself."""
     base = split_spec(plan.policy)[0]
     w, settings = plan.workload, plan.settings
     said = []

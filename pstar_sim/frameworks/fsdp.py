@@ -123,7 +123,6 @@ def express_as(
 ) -> Expressed:
     """With offloading if the plan keeps anything off the GPU.
 
-    optimizer: that of the file, as for `optimizer_limits`.
     recomputes_blocks: the file can say which blocks are recomputed (every-N).
     """
     where = whereabouts(plan)
@@ -177,11 +176,7 @@ def batch_limit(w: Workload) -> str:
 def _limits(
     plan: Plan, framework: str, where: Whereabouts, dtype: str, *, says_batch: bool, recomputes_blocks: bool
 ) -> dict[str, bool]:
-    """Words for a part that the file cannot say -> whether the plan has it.
-
-    dtype: that of the file.
-    recomputes_blocks: as in `express_as`.
-    """
+    """Words for a part that the file cannot say -> whether the plan has it."""
     w = plan.workload
     stays = {"parameters": where.params_on_gpu, "optimizer states": where.states_on_gpu}
     shares = " and ".join(f"{share:.0%} of the {name}" for name, share in stays.items() if share > 0)

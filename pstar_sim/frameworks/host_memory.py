@@ -30,7 +30,6 @@ __all__ = [
 class Allocation:
     """name: its content, in words.
     sizes: of each request.
-    pinned: whether it is page-locked.
     freed: by the framework; only PyTorch's cache of pinned memory still holds it.
     """
 
@@ -225,11 +224,7 @@ def allocation(name: str, size_bytes: float, *, pinned: bool) -> Allocation:
 
 
 def tensor_allocations(name: str, numels: Iterable[int], width: float, *, pinned: bool) -> Allocation:
-    """One request per tensor.
-
-    numels: elements of each tensor.
-    width: bytes per element.
-    """
+    """One request per tensor."""
     return Allocation(name=name, sizes=tuple(int(numel * width) for numel in numels if numel), pinned=pinned)
 
 

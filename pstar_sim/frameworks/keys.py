@@ -78,7 +78,6 @@ class KeyReading:
     """values: used key -> value; AUTO where the file leaves the key to the script, the framework's default where it
         does not name the key.
     named: used keys that the file names.
-    without_effect: paths of keys without an effect.
     notes: one per key that is not modelled.
     """
 

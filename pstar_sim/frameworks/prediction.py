@@ -33,7 +33,6 @@ class ConfigurationPrediction:
 
     label: such as its file.
     configuration: with what its file leaves to the script set for this model.
-    policy: stands for the configuration.
     reason: why it does not fit or cannot be planned.
     short_of: None if no place lacks memory.
     gpu_needed_bytes: the most on the GPU, or what is needed if it lacks memory. None if the host lacks memory. If GPUs

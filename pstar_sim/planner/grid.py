@@ -135,9 +135,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """axes: in the order in which points count (the last varies fastest).
-    source: for messages.
-    """
+    """axes: in the order in which points count (the last varies fastest)."""
 
     axes: Mapping[str, tuple[Value, ...]]
     source: str = "grid"

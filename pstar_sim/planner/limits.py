@@ -246,7 +246,6 @@ def max_model(
 @dataclass(frozen=True, kw_only=True)
 class _Models:
     """entry: the model `like` of the family.
-    shares: batch of each rank.
     least_bytes: what a parameter takes in all places together.
     """
 
@@ -345,7 +344,6 @@ def max_batch(
     write: returns the workload of a batch of all GPUs together, such as `lambda batch: ps.preset("12B", batch=batch,
         seq=1024)`.
     policies, settings, loading: as in `fits`.
-    on_policy: as in `max_model`.
     """
     machine, settings = machine_of(machine), settings_of(settings)
     loading = loading_of(loading)

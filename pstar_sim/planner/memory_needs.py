@@ -88,7 +88,6 @@ class Need:
     pinned_bytes: the payloads in slabs, rounded.
     startup_bytes: weights while they are loaded.
     pins: chunks that stay on the GPU, None if only the policy's plan knows.
-    plan: if one was made.
     """
 
     policy: str

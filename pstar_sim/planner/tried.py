@@ -40,7 +40,6 @@ class Tried:
     """seconds: per iteration; for a way that was not planned, a lower bound; None if it does not fit.
 
     stashes: whether computing waits for any stash.
-    chunk_bytes: chunk size of the bound.
     cap: why the way was not planned, if it might have been the best.
     """
 

@@ -70,7 +70,6 @@ class ExpectedError:
     """Absolute relative errors of predicted iteration times, over `rows` rows to which nothing is fitted.
 
     bar: the error that 68 % of the rows do not exceed ([Note: bars]).
-    sources: of the rows.
     policy: policy to which the rows belong, or "any policy" of the class if that policy has no rows.
     machine_class: for example "h100 node".
     """

@@ -368,8 +368,6 @@ def _offload_sets(blocks: Sequence[str]) -> Iterator[tuple[Sequence[str], Sequen
 def relayed_ways(ways: Sequence[Way], policy: str) -> Iterator[Way]:
     """In every layer-major order that a way of several micro-batches allows. Boundaries go to the host if all blocks
     recompute.
-
-    policy: for messages.
     """
     known: dict[tuple[int, str], bool] = {}
     for way, order in product(ways, ORDERS[1:]):

@@ -35,7 +35,6 @@ class Site:
 class Held:
     """The most that a device holds, at one instant.
 
-    kinds: kind -> bytes.
     at: the instant, in words.
     at_s: of a timeline, from the start of its steady iteration.
     sites: the largest first; empty for a plan.

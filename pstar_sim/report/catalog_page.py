@@ -31,8 +31,6 @@ _GUESSED = ("an estimate", "placeholder", "from memory")
 def catalog_page(table: str) -> str:
     """In Markdown: a row per figure with its value, how it is known, and its source.
 
-    table: one of PAGES.
-
     Raises KeyError for another name.
     """
     lines = ["| entry | figure | value | known | source |", "|---|---|---|---|---|"]

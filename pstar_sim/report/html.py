@@ -147,7 +147,6 @@ def _stacked(
 
     edges: n + 1 positions.
     values: category -> n bytes.
-    top: bytes at the top of the picture.
     """
     at = np.searchsorted(edges, np.linspace(edges[0], edges[-1], POINTS + 1)[:-1], side="right") - 1
     ends = np.append(at[1:], len(edges) - 1)

@@ -50,10 +50,7 @@ def dark(ax: Axes) -> bool:
 
 
 def shared_legend(ax: Axes, handles: Mapping[str, Any], kind: str, in_order: Callable[[Handles], list[str]]) -> None:
-    """Right of the axes, merged with that of an earlier picture of this kind.
-
-    in_order: orders the names.
-    """
+    """Right of the axes, merged with that of an earlier picture of this kind."""
     figure = ax.get_figure(root=True)
     assert figure is not None
     if figure.get_layout_engine() is None:

@@ -50,8 +50,6 @@ class Residence:
 def residence(plan: Plan, timeline: Timeline, *, bins: int = 240) -> Residence:
     """Where a plan has more chunks than ROWS, neighbours share a row.
 
-    bins: number of bins of time.
-
     Raises PstarError for a timeline with steps that are not in the plan.
     """
     count = len(plan.layout.chunks)

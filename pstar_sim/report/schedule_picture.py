@@ -74,10 +74,7 @@ def _draw_bars(
     rows: list[Queue],
     parts: Mapping[int, Part],
 ) -> tuple[dict[str, Any], set[str]]:
-    """Returns one bar per name, and what the numbers on the bars are, both for the legend.
-
-    parts: id of a step -> its part.
-    """
+    """Returns one bar per name, and what the numbers on the bars are, both for the legend."""
     found: dict[str, Any] = {}
     numbered: set[str] = set()
     paper, on_dark = ax.get_facecolor(), dark(ax)

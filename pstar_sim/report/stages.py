@@ -226,10 +226,7 @@ def _rows_of(timeline: Timeline) -> list[Any]:
 def _bars(
     moments: Sequence[Any], timeline: Timeline, queue: Any, origin: float
 ) -> list[tuple[float, float, str, str, str]]:
-    """(begin, end, name, colour, number) of the bars of one queue; moments of one cell without a gap are one.
-
-    origin: where the iteration begins.
-    """
+    """(begin, end, name, colour, number) of the bars of one queue; moments of one cell without a gap are one."""
     gap_s = timeline.iteration_s / 4000
     bars: list[tuple[float, float, str, str, str]] = []
     cell: object = None

@@ -121,7 +121,6 @@ class _Strip:
     """Strips above the capacity line that name phases.
 
     start: of the first strip, in the unit of the y axis.
-    end: of the y axis.
     """
 
     start: float

@@ -76,10 +76,7 @@ def slowest(timelines: Sequence[Timeline]) -> Timeline:
 
 
 def peaks_of_ranks(plan: Plan, timeline: Timeline) -> tuple[Mapping[str, int], ...]:
-    """By place.
-
-    timeline: of the slowest rank.
-    """
+    """By place."""
     from pstar_sim.sim.several_ranks import classes_of
 
     classes = classes_of(plan.machine, plan.ranked)

@@ -69,7 +69,6 @@ class Result:
     """predicted: None where the run does not fit here.
     kind: "time" (a whole iteration), "phase", "memory" or "size".
     machine: that of the replay, as `policy`.
-    publisher: who measured it.
     inferred: a choice of ours has no source but the errors of the row's rule.
     as_found: as in `ScopeRule`.
     """
@@ -183,7 +182,6 @@ class Validation(Collection):
     """Predictions beside published measurements.
 
     counts: by use, of all rows (or those asked for).
-    results: in the order of the file.
     left_out: rule of rows that are not compared -> reason.
     """
 

@@ -386,7 +386,6 @@ def _name_here(name: str) -> str:
 def optimizer_spec(name: str, *, masters: str | None = None, width: int = 4) -> OptimizerSpec:
     """By its name here, in a framework or in a library.
 
-    masters: one of MASTERS; None: "fp32".
     width: bytes of the model's parameters.
 
     Raises UnknownName.

@@ -174,7 +174,6 @@ class Tape:
         """Run an operator that allocates `out` bytes. After it `dead` bytes are freed, and `unsaved` more if autograd
         saves nothing.
 
-        products: of matrices, one for each kernel.
         read: activation bytes; None: `out`. `open` counts parameters.
         """
         self.level += out
@@ -284,8 +283,6 @@ class Tape:
         self, names: Sequence[str], *, grad_in: int, grad_out: int, saved: int, product: Product, dead: int = 0
     ) -> None:
         """grad_in, grad_out: bytes of the gradients of input and (read) output.
-        saved: bytes that the operator reads.
-        product: of the forward pass.
         dead: bytes freed at the end of the operator.
         """
         products = [input_gradient(product), *self.weight_products(weight_gradient(product))]

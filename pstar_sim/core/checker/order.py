@@ -14,8 +14,6 @@ __all__ = ["legal_order"]
 def legal_order(steps: tuple[Step, ...], position: dict[int, int]) -> list[int]:
     """Positions of the steps in an order that satisfies each queue and every edge inside the iteration. Raises
     PlanError naming steps of a circle, if there is none.
-
-    position: id of a step -> its position.
     """
     count = len(steps)
     follows: list[list[int]] = [[] for _ in range(count)]

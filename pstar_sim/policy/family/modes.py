@@ -362,8 +362,6 @@ def interleave(
     """Returns (pinned, streamed) chunks of `order`. The first `front` chunks are streamed and the next `head` pinned.
     The others are spread by error diffusion, weighted by bytes, so that every run of layers has its share. The numbers
     are met as nearly as sizes allow, and never exceeded.
-
-    sizes: chunk -> bytes.
     """
     front = min(front, streams, len(order))
     head = min(head, pins, len(order) - front)

@@ -43,7 +43,6 @@ def held_over(gaps: Iterable[UseGap], sizes: Sequence[int], count: int) -> list[
 def belady(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> set[UseGap]:
     """Returns the gaps to keep. When the open gaps hold too much, the gap with the farthest end is given up.
 
-    sizes: chunk -> bytes.
     room: bytes for kept gaps at each point of time, beside what the points themselves need.
 
     With chunks of equal size no other choice keeps more gaps, because the farthest end takes room for longest. With a

@@ -65,7 +65,6 @@ COPIES_DOWN = {"edf": "as the next forward needs them", "fifo": "in the order th
 @dataclass(frozen=True, slots=True)
 class SearchResult:
     """seconds: per iteration, as followed.
-    of: the policy that made it.
     pins_alone_s: least seconds that the closed form allows without streams.
     """
 
@@ -121,7 +120,6 @@ class _Sizes:
     exhausted. The effort also decides which sizes are looked at first, so more effort mostly, not always, finds a
     faster plan.
 
-    usual: the layout at the usual size.
     few: few chunks at the usual size; smaller chunks then gain more.
     searches: over the sizes that fit.
     tried: size -> seconds, as words.

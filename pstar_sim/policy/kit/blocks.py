@@ -13,10 +13,7 @@ __all__ = ["Block", "Position", "blocks_of"]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Moments first..last (inclusive) that need the same `chunks`.
-
-    tide_bytes: of the highest moment.
-    """
+    """Moments first..last (inclusive) that need the same `chunks`."""
 
     first: int
     last: int

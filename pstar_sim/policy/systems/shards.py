@@ -39,7 +39,6 @@ class Scheme:
     staged: states come to the GPU for the update. Their parameters have to live there.
     bucket_params: parameters (of whole chunks) whose gradients leave together; 0: each leaves as soon as it is
         complete.
-    flush: of the last gradients.
     sums_wait: whether the moment after a bucket waits for its sum over the ranks. The flush of the last micro-batch
         waits for it in any case.
     """

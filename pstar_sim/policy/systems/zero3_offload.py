@@ -162,7 +162,6 @@ class Offloading:
 
     home: of parameters between visits.
     every: every k-th of the offloaded sub-groups has its Adam on the GPU too; 0: none.
-    flush: of the last gradients.
     """
 
     home: Place

@@ -199,10 +199,7 @@ def _area(xs: list[float], top: Any, values: Any, name: str, colour: str, scale:
 
 
 def _line(xs: list[float], values: Any, colour: str, width: float, scale: int) -> Figure:
-    """Constant from each x to the next.
-
-    scale: bytes of the unit.
-    """
+    """Constant from each x to the next."""
     line = {"color": colour, "width": width, "shape": "hv"}
     return {"type": "scatter", "mode": "lines", "x": xs, "y": _scaled(values, scale), "line": line}
 
@@ -352,10 +349,7 @@ def _rows(timeline: Timeline, names: Mapping[int, str]) -> dict[str, list[_Bar]]
 
 
 def _bar_traces(bars: Sequence[tuple[str, _Bar]]) -> list[Figure]:
-    """One trace per name and colour.
-
-    bars: (lane, bar).
-    """
+    """One trace per name and colour."""
     data: list[Figure] = []
     for (name, colour), group in groupby(sorted(bars, key=lambda b: _most(b[1])), key=lambda b: _most(b[1])):
         mine = list(group)
@@ -431,10 +425,7 @@ def _about(span: Span, names: Mapping[int, str]) -> str:
 
 
 def residence_chart(found: Residence, *, right_s: float, layers: Sequence[str]) -> Chart:
-    """A row per chunk, or per few.
-
-    layers: of each chunk.
-    """
+    """A row per chunk, or per few."""
     ends = [*found.first_chunks[1:], found.chunks]
     codes = range(len(CONTENTS))
     steps = [[edge / len(CONTENTS), CONTENT_COLOURS[c]] for c in codes for edge in (c, c + 1)]

@@ -45,9 +45,7 @@ _TWO_PEAKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """command: that wrote it, with the names of its files alone.
-    date: as people write it.
-    """
+    """command: that wrote it, with the names of its files alone."""
 
     version: str
     date: str
@@ -58,7 +56,6 @@ class Made:
 class Subject:
     """One column of a report.
 
-    title: different from the others'.
     timeline: predicted or measured.
     examined: None for a run, whose plan is another subject's.
     digest: SHA-256 of the file of the plan; "" if it has none.
@@ -267,10 +264,7 @@ class _Page:
         return f"<h3>{breakable(title)}</h3>{chart_place('tide both', words)}"
 
     def _tide(self, name: str, subject: Subject, x: str, over: tuple[str, Timeline] | None) -> Chart:
-        """Keeps the figure among the page's.
-
-        over: as in `tide_chart`.
-        """
+        """Keeps the figure among the page's."""
         right = self.right_s if x == "time" else float(self.moments)
         chart = tide_chart(subject.timeline, x=x, right=right, top_bytes=self.top_bytes, over=over)
         self.figures[f"{name} {x}"] = chart.figure

@@ -27,7 +27,6 @@ class Norms:
     def forward(self, size: int, rows: int, *, inner: bool = False) -> None:
         """From the input to the norm's output, both `size` bytes.
 
-        rows: number of norms.
         inner: only the norm needs the input.
         """
         t, row, wide = self.t, rows * 4, self._wide(size)
