@@ -259,12 +259,13 @@ def offload(
     machine: Machine | str = "here",
     policy: str = "optimal",
     masters: str | None = None,
+    disks: Sequence[str | Path] = (),
     on_plan: Callable[[Plan], None] | None = None,
 ) -> Any:
     """Make a `transformers.Trainer`, or an instance of a subclass, train by a plan for this machine. Returns the same
     trainer. When `trainer.train()` has made its optimizer, the model is captured, planned for and prepared.
 
-    gpu_memory, device, machine, policy, masters, on_plan: see `executor.offloading.Request`.
+    gpu_memory, device, machine, policy, masters, disks, on_plan: see `executor.offloading.Request`.
 
     `bf16` and `fp16` become the plan's dtype ([Note: mixed precision] in offloading.py). `max_grad_norm` and
     `gradient_accumulation_steps` become settings of the plan. `gradient_checkpointing` is captured with the model.
@@ -278,8 +279,9 @@ def offload(
             "use executor.offload for a loop of your own"
         )
     request = Request(
-        gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, masters=masters, on_plan=on_plan
-    )
+        gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, masters=masters, disks=disks,
+        on_plan=on_plan,
+    )  # fmt: skip
     return _put_under(trainer, request)
 
 

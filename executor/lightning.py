@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,11 +104,13 @@ class OffloadStrategy(SingleDeviceStrategy):
         machine: Machine | str = "here",
         policy: str = "optimal",
         masters: str | None = None,
+        disks: Sequence[str | Path] = (),
         on_plan: Callable[[Plan], None] | None = None,
     ) -> None:
         self.request = Request(
-            gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, masters=masters, on_plan=on_plan
-        )
+            gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, masters=masters, disks=disks,
+            on_plan=on_plan,
+        )  # fmt: skip
         self.offloaded: OffloadedOptimizer | None = None
         self._root: _StepModule | None = None
         where = self.request.where

@@ -18,7 +18,7 @@ import typer
 
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.executor_parts import executor_module
-from pstar_sim.cli.flags import Quiet
+from pstar_sim.cli.flags import DisksFlag, Quiet
 from pstar_sim.cli.output import note, say, tell
 from pstar_sim.errors import PstarError
 
@@ -35,7 +35,7 @@ _NOT_SCRIPTS = frozenset({".json", ".yaml", ".yml", ".toml", ".sh", ".ipynb", ".
 
 
 @dataclass(frozen=True, kw_only=True)
-class _LaunchFlags:
+class _LaunchFlags(DisksFlag):
     """The script, and the machine that it is planned for."""
 
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="a Python file that trains with transformers.Trainer")]
@@ -98,6 +98,7 @@ def launch(*, asked: _LaunchFlags) -> int:
         machine=asked.machine,
         policy=asked.policy,
         masters=asked.masters,
+        disks=asked.folders,
         on_plan=report.announce,
     )
     with hf.trainers_offloaded(request, report.compare) as begun:
@@ -114,7 +115,7 @@ def _check_flags(asked: _LaunchFlags) -> None:
     from pstar_sim.catalog.loader import load_machine
     from pstar_sim.policy.registry import find_policy
 
-    load_machine(asked.machine, gpu_memory=asked.gpu_memory)
+    load_machine(asked.machine, gpu_memory=asked.gpu_memory, disks=asked.folders)
     find_policy(asked.policy)
     if asked.device is not None and asked.device != "virtual" and not asked.device.startswith("cuda"):
         raise PstarError(f"device {asked.device!r} is not known; use --device virtual, cuda or cuda:N")

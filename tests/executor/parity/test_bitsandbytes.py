@@ -15,6 +15,7 @@ from torch import nn
 import executor
 from executor.optimizer import OffloadedOptimizer
 from executor.saving.plain_states import write_plain_states
+from pstar_sim.core.step import Place
 from pstar_sim.errors import CheckpointError, ContractError
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -63,11 +64,16 @@ def rows() -> Iterator[torch.Tensor]:
 
 
 def offloaded(
-    model: nn.Module, optimizer: Any, policy: str = "tide", micro: int = 1, memory: str = "150KB"
+    model: nn.Module,
+    optimizer: Any,
+    policy: str = "tide",
+    micro: int = 1,
+    memory: str = "150KB",
+    **more: Any,
 ) -> OffloadedOptimizer:
     batch = (torch.zeros(8, dtype=torch.long),)
     return executor.offload(
-        model, optimizer, batch, gpu_memory=memory, micro_batches=micro, masters="none", policy=policy
+        model, optimizer, batch, gpu_memory=memory, micro_batches=micro, masters="none", policy=policy, **more
     )[1]
 
 
@@ -115,6 +121,24 @@ def test_is_bitsandbytes_to_the_bit(name: str, policy: str, micro: int, dtype: t
         check_states(optimizer, plain)
     finally:
         session.close()
+    assert all(torch.equal(own, theirs) for own, theirs in zip(model.parameters(), reference.parameters()))
+
+
+@pytest.mark.parametrize("name", ["adamw-8bit-all", "lion-bnb"])
+def test_states_on_disks_are_bitsandbytes_to_the_bit(kit: Any, name: str, tmp_path: Path) -> None:
+    """20 steps of 4 micro-batches, with room on the host for a part of the states."""
+    reference, model = net(), net()
+    plain, mine = (OPTIMIZERS[name](each.parameters()) for each in (reference, model))
+    losses = train(reference, plain, rows(), 20, 4)
+    machine = kit.small_machine(10**9, 400_000)
+    optimizer = offloaded(model, mine, micro=4, machine=machine, disks=[tmp_path])
+    on_disks = {row.list for row in optimizer.session.plan.initial if row.place is Place.NVME}
+    try:
+        assert "momentum" in on_disks
+        assert train(model, optimizer, rows(), 20, 4) == losses
+        check_states(optimizer, plain)
+    finally:
+        optimizer.session.close()
     assert all(torch.equal(own, theirs) for own, theirs in zip(model.parameters(), reference.parameters()))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from pstar_sim.core.step import Place
 from pstar_sim.errors import ContractError, ModelError
 
 lightning = pytest.importorskip("lightning")
@@ -62,13 +63,20 @@ def loader() -> Any:
 
 @pytest.fixture
 def fitted(tmp_path: Path) -> Callable[..., Any]:
-    def fit(module: Any, *, offloaded: bool = True, path: str | None = None, **more: Any) -> Any:
+    def fit(
+        module: Any,
+        *,
+        offloaded: bool = True,
+        path: str | None = None,
+        where: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> Any:
         wanted = {
             "accelerator": "cpu", "max_epochs": 2, "logger": False, "enable_progress_bar": False,
             "enable_model_summary": False, "enable_checkpointing": False, "gradient_clip_val": 0.5,
             "default_root_dir": str(tmp_path),
         }  # fmt: skip
-        strategy = OffloadStrategy("25KB", policy="tide") if offloaded else "auto"
+        strategy = OffloadStrategy("25KB", policy="tide", **where or {}) if offloaded else "auto"
         trainer = lightning.Trainer(**{**wanted, **more}, strategy=strategy)
         trainer.fit(module, loader(), loader(), ckpt_path=path)
         return trainer
@@ -88,6 +96,15 @@ def test_epochs_schedule_validation_and_a_shorter_batch_are_the_plain_fits(fitte
     trainer.fit_loop.epoch_progress.reset()
     trainer.fit(mine, loader(), loader())  # again, from the weights that are there
     assert mine.validated[17:19] == mine.validated[7:9] and len(mine.losses) > 10
+
+
+def test_a_fit_keeps_states_on_disks(kit: Any, fitted: Callable[..., Any], tmp_path: Path) -> None:
+    mine, beside = Net(), Net()
+    (tmp_path / "disk").mkdir()
+    trainer = fitted(mine, where={"machine": kit.small_machine(10**9, 80_000), "disks": [tmp_path / "disk"]})
+    fitted(beside)
+    assert any(row.place is Place.NVME for row in trainer.strategy.session.plan.initial)
+    assert mine.losses == beside.losses and len(mine.losses) == 10
 
 
 def test_a_fit_goes_on_from_its_own_checkpoint(fitted: Callable[..., Any], tmp_path: Path) -> None:

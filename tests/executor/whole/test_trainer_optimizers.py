@@ -14,6 +14,7 @@ from torch import nn
 
 import executor
 from pstar_sim.cli import main
+from pstar_sim.core.step import Place
 from pstar_sim.errors import ContractError, PlanError
 
 transformers = pytest.importorskip("transformers")
@@ -104,6 +105,18 @@ def test_a_trainer_of_a_model_in_bf16_has_no_masters_where_none_are_wanted(train
     assert all(torch.equal(p.detach(), named[n].detach().clone()) for n, p in plain.model.named_parameters())
     with pytest.raises(ContractError, match="masters = 'both': it must be one of fp32, none"):
         executor.hf.offload(trainer(), masters="both")
+
+
+def test_a_trainer_keeps_states_on_disks(kit: Any, trainer: Callable[..., Any], tmp_path: Path) -> None:
+    plain = trainer()
+    plain.train()
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    machine = kit.small_machine(10**9, 300_000)
+    mine = executor.hf.offload(trainer(), "450KB", policy="tide", machine=machine, disks=[folder])
+    mine.train()
+    assert any(row.place is Place.NVME for row in mine.offload_session.plan.initial)
+    assert losses_of(mine) == losses_of(plain) and len(losses_of(plain)) == 4
 
 
 ADAFACTOR = """
