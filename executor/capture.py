@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from executor.contract import changes_nothing
 from executor.descriptions import AdamW, Optimizer, check_groups, group_of
 from executor.devices.dtypes import TORCH_DTYPES
+from executor.devices.packed import form_of, mark_packed, scales_of, twin_of
 from executor.devices.torch_private import (
     GROUPED_MM,
     LOCAL_SCALAR,
@@ -182,6 +183,7 @@ def capture_module(
     used; PlanError for a trainable parameter that is in no group.
     """
     name = name or type(module).__name__
+    mark_packed(module)
     numbered = _numbered(module, groups)
 
     if attention is not None:
@@ -279,6 +281,8 @@ def _run(
             itertools.chain(module.buffers(), tensors_beside(beside)),
             on_param_read=lambda i: recorder.read(own[i]),
         )
+        for _, scale in itertools.chain.from_iterable(map(scales_of, module.modules())):
+            live.ignore(scale.untyped_storage())
         clock = MomentClock(module, lambda event: recorder.on_event(event))
         stack.callback(clock.close)
         clock.listen()
@@ -474,6 +478,7 @@ def fake_module(module: nn.Module, batch: Any, mode: FakeTensorMode, dtype: str 
     fake = _Faker(mode, TORCH_DTYPES[dtype] if dtype else None)
     memo: dict[int, torch.Tensor] = {}
     undo: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    states: list[Callable[[], None]] = []
 
     def faked(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in memo:
@@ -504,7 +509,10 @@ def fake_module(module: nn.Module, batch: Any, mode: FakeTensorMode, dtype: str 
                 for key, tensor in table.items():
                     if tensor is not None and getattr(tensor, "fake_mode", None) is not mode:
                         undo.append((table, key, tensor))
-                        table[key] = faked(tensor)
+                        made = faked(tensor)
+                        if isinstance(tensor, nn.Parameter) and form_of(tensor) is not None:
+                            states.append(twin_of(part, key, made, fake))
+                        table[key] = made
         yield map_batch(batch, fake)
     finally:
         for part, before in kept:
@@ -514,6 +522,8 @@ def fake_module(module: nn.Module, batch: Any, mode: FakeTensorMode, dtype: str 
                 part.__dict__["_apply"] = before
         for table, key, tensor in undo:
             table[key] = tensor
+        for give_back in states:
+            give_back()
 
 
 @contextlib.contextmanager

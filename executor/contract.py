@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from executor.devices.packed import same_elements
 from executor.devices.torch_private import show_wrapped, storage_key, version_of
 from pstar_sim.errors import ContractError
 
@@ -83,6 +84,12 @@ def tensor_of(parameter: torch.Tensor) -> int | None:
     return found
 
 
+def _changes_nothing(parameter: torch.Tensor, value: torch.Tensor) -> bool:
+    """Of a write of `.data`: an 8-bit linear module gives its parameter its own codes after each forward."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return same_elements(value, parameter)
+
+
 class ChunkParameter(nn.Parameter):
     """A parameter whose data is a view of a chunk on the gpu. Like nn.Parameter it has torch functions disabled, and so
     costs nothing in torch's own calls.
@@ -100,7 +107,7 @@ class ChunkParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if type(self) is ChunkParameter:
+        if type(self) is ChunkParameter and not _changes_nothing(self, value):
             raise write_refused(reader_of(self).name_of(self.plan_tensor))
         _DATA_SET(self, value)
 
@@ -194,12 +201,14 @@ def adopt(parameter: nn.Parameter, reader: ParameterAccess, tensor: int) -> None
     parameter.plan_tensor = tensor  # type: ignore[attr-defined]
     parameter.plan_mark = weakref.ref(parameter)  # type: ignore[attr-defined]  # torch.utils.swap_tensors then refuses
     parameter.plan_version = version_of(parameter)  # type: ignore[attr-defined]
+    parameter.plan_class = type(parameter)  # type: ignore[attr-defined]
     parameter.__class__ = ParkedParameter
 
 
 def disown(parameter: nn.Parameter) -> None:
-    parameter.__class__ = nn.Parameter
-    del parameter.plan_reader, parameter.plan_tensor, parameter.plan_version, parameter.plan_mark  # type: ignore[attr-defined]
+    parameter.__class__ = parameter.plan_class  # type: ignore[attr-defined]
+    for name in ("reader", "tensor", "version", "mark", "class"):
+        delattr(parameter, f"plan_{name}")
 
 
 def _parameters_in(values: Iterable[Any], into: list[nn.Parameter]) -> None:

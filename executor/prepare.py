@@ -26,8 +26,9 @@ from executor.contract import reader_left, tensor_of
 from executor.descriptions import Optimizer, group_of
 from executor.devices.backend import Backend, available_host_bytes, keep_freed_pages, map_large_blocks
 from executor.devices.opening import DeviceOptions, check_placement, move_buffers, open_backend
+from executor.devices.packed import form_of, mark_packed, skeleton_of
 from executor.devices.rounding import STOCHASTIC
-from executor.devices.torch_private import storage_key
+from executor.devices.torch_private import parameter_table, storage_key
 from executor.disks.folders import DiskFolders
 from executor.distributed.ranks import CountOf, Ranks, count_of, join, share_values
 from executor.engine import Session, SessionOptions
@@ -204,6 +205,7 @@ def _matched(model: nn.Module, plan: Plan, optimizer: Optimizer, weights: str | 
     """Raises PlanError or WeightsError where these do not belong together."""
     groups = optimizer.groups(model)
     by_id = group_of(groups)
+    mark_packed(model)
     tensors, parameters = describe_parameters(model, by_id)
     check_model(plan, tensors, parameters, by_id)
     check_settings(plan, optimizer)
@@ -333,10 +335,13 @@ def _skeleton(model: nn.Module) -> nn.Module | None:
     """`session.batches.Shapes.skeleton`. Tensors that an earlier forward or capture has left on the model have no
     memory either."""
     memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(
-            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-        )
+    for module in model.modules():
+        for name, parameter in parameter_table(module).items():
+            if parameter is not None and id(parameter) not in memo:
+                form = torch.empty_like(parameter, device="meta").as_subclass(torch.Tensor)
+                memo[id(parameter)] = nn.Parameter(form, requires_grad=parameter.requires_grad)
+                if form_of(parameter) is not None:
+                    skeleton_of(module, name, memo)
     try:
         with _Skeletal():
             return copy.deepcopy(model, memo)

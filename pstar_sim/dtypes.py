@@ -83,27 +83,36 @@ DTYPES = {
 """Name -> dtype."""
 
 
+def _words(size: int) -> int:
+    """Of 4 bytes, as fp32 scales need them."""
+    return -(-size // 4) * 4
+
+
 def _nf4(rows: int, columns: int) -> int:
     """4 bits, an 8-bit scale for each 64 elements, and an fp32 scale for each 256 of these: double quantisation.
     Source: Dettmers et al., QLoRA, 2023."""
-    elements = rows * columns
-    scales = -(-elements // 64)
-    return -(-elements // 2) + scales + 4 * -(-scales // 256)
+    scales = -(-rows * columns // 64)
+    return _words(-(-rows * columns // 2)) + _words(scales) + 4 * -(-scales // 256)
+
+
+def _nf4_single(rows: int, columns: int) -> int:
+    """4 bits, and an fp32 scale for each 64 elements: without double quantisation, as bitsandbytes does by default."""
+    return _words(-(-rows * columns // 2)) + 4 * -(-rows * columns // 64)
 
 
 def _int8(rows: int, columns: int) -> int:
     """8 bits, and an fp32 scale for each row. Source: Dettmers et al., LLM.int8(), 2022."""
-    return rows * (columns + 4)
+    return _words(rows * columns) + 4 * rows
 
 
 def _fp8(rows: int, columns: int) -> int:
     """8 bits, and an fp32 scale for each block of 128 x 128. Source: DeepSeek-V3, 2024."""
-    return rows * columns + 4 * -(-rows // 128) * -(-columns // 128)
+    return _words(rows * columns) + 4 * -(-rows // 128) * -(-columns // 128)
 
 
 BASES = {
     name: Dtype(name=name, bytes=1, torch_name="uint8", products=(), packed=packed)
-    for name, packed in (("int8", _int8), ("nf4", _nf4), ("fp8", _fp8))
+    for name, packed in (("int8", _int8), ("nf4", _nf4), ("nf4-single", _nf4_single), ("fp8", _fp8))
 }
 """Name -> dtype of frozen matrices ([Note: storage])."""
 STORAGE = DTYPES | BASES

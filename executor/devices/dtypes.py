@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from pstar_sim.dtypes import DTYPES
+from pstar_sim.dtypes import DTYPES, STORAGE
 
-__all__ = ["DTYPE_NAMES", "TORCH_DTYPES"]
+__all__ = ["DTYPE_NAMES", "STORED_DTYPES", "TORCH_DTYPES"]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {row.name: getattr(torch, row.torch_name) for row in DTYPES.values()}
+STORED_DTYPES: dict[str, torch.dtype] = {row.name: getattr(torch, row.torch_name) for row in STORAGE.values()}
+"""Of chunks: packed matrices are bytes."""
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

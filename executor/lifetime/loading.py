@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from executor.contract import ChunkParameter, adopt, disown
+from executor.devices.packed import pack, point_at, unpacked
 from executor.memory.arena import PLACES, Arena
 from executor.memory.contents import Contents
 from executor.session.reader import Reader
@@ -40,11 +41,11 @@ def load_parameters(
             elif resident.place is not Place.NVME:  # there a list that was never written is zero
                 arena.at(resident.place, resident.chunk, resident.list).zero_()
     for chunk in plan.layout.chunks:
-        for slot, view in views_of(arena, chunk, parameters):
+        for slot, views in views_of(arena, chunk, parameters):
             parameter = parameters[slot.tensor]
             if slot.tensor not in others:
-                _put_everywhere(contents, chunk.index, slot.tensor, parameter.detach().reshape(-1))
-            parameter.data = view
+                _put_everywhere(contents, chunk.index, slot.tensor, pack(parameter))
+            point_at(parameter, views)
             adopt(parameter, reader, slot.tensor)
     if fill is not None:
         fill(arena, contents)
@@ -72,9 +73,9 @@ def unload_parameters(reader: Reader, home: torch.device, others: Collection[int
             continue  # this parameter is still plain
         if tensor in others:
             continue
-        shape, value = parameter.shape, _loaded_value(run, chunk, tensor)
+        value = _loaded_value(run, chunk, tensor).to(home, copy=True)
         disown(parameter)
-        parameter.data = reader.in_memory_format(tensor, value.to(home, copy=True).reshape(shape))
+        reader.give_back(tensor, value)
 
 
 def _loaded_value(run: PlanBytes, chunk: int, tensor: int) -> torch.Tensor:
@@ -85,14 +86,15 @@ def _loaded_value(run: PlanBytes, chunk: int, tensor: int) -> torch.Tensor:
     raise AssertionError(f"tensor {tensor} has moved into chunk {chunk}, of which no list has memory")
 
 
-def views_of(arena: Arena, chunk: Chunk, parameters: Sequence[nn.Parameter]) -> list[tuple[Slot, torch.Tensor]]:
-    """Each tensor's part of its chunk's working list on the gpu, in its shape. A chunk without memory there gets it for
-    this moment: torch makes views only of storages with memory."""
+def views_of(arena: Arena, chunk: Chunk, parameters: Sequence[nn.Parameter]) -> list[tuple[Slot, list[torch.Tensor]]]:
+    """Each tensor's part of its chunk's working list on the gpu, as `unpacked`. A chunk without memory there gets it
+    for this moment: torch makes views only of storages with memory."""
     payload = arena.payloads.whole(chunk.index, "param")
     absent = not arena.has(Place.GPU, chunk.index, "remote" if arena.sliced else "param")
     if absent:
         arena.backend.take(payload)
-    views = [(s, payload[s.offset : s.offset + s.numel].view(parameters[s.tensor].shape)) for s in chunk.slots]
+    slots = [(s, payload[s.offset : s.offset + s.numel]) for s in chunk.slots]
+    views = [(s, unpacked(parameters[s.tensor], flat)) for s, flat in slots]
     if absent:
         arena.backend.give(payload)
     return views

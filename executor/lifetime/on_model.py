@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from executor.contract import changes_nothing, tensor_of
+from executor.devices.packed import same_elements, scales_of
 from executor.devices.torch_private import override, parameter_table
 from executor.driving.loop import Loop
 from executor.moments.compiled import untraced
@@ -104,7 +105,11 @@ def _current_values(keeper: Callable[[], Loop | None]) -> Callable[..., None]:
             key = prefix + name
             tensor = None if parameter is None else tensor_of(parameter)
             if tensor is not None and key in state_dict:
-                state_dict[key] = loop.reader.current_value(tensor)
+                state_dict[key], *scales = loop.reader.parts_now(tensor)
+                views = [view for of, view in scales_of(module) if of == name]
+                for part in [k for k in state_dict if k.startswith(prefix)] if scales else ():
+                    for view, scale in zip(views, scales):
+                        state_dict[part] = scale if same_elements(state_dict[part], view) else state_dict[part]
 
     return hook
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from executor.devices.backend import available_host_bytes
+from executor.devices.packed import point_at, unpacked
 from executor.lifetime.loading import load_parameters
 from executor.memory.arena import PLACES, Arena, check_host_memory
 from executor.memory.slots import fields_of, list_of
@@ -55,7 +55,7 @@ def renew(
             raise
         state.held = True
         steps_taken = run.contents.steps_taken
-        values = {t: reader.current_value(t) for t in run.timetable.chunk_of}
+        values = {t: reader.value_now(t) for t in run.timetable.chunk_of}
         states = {
             (s.tensor, field): reader.state_value(s.tensor, field)
             for c in layout.chunks
@@ -68,8 +68,8 @@ def renew(
         queues.stop()
         reader.set_open(False)
         for t, value in values.items():
-            reader.parameters[t].__class__ = nn.Parameter
-            reader.parameters[t].data = value
+            reader.parameters[t].__class__ = reader.parameters[t].plan_class  # type: ignore[attr-defined]
+            point_at(reader.parameters[t], unpacked(reader.parameters[t], value.reshape(-1)))
         arena_before.empty()  # the accelerator may not have room for both plans
         install(plan, arena, queues.renew())
         load_parameters(reader)

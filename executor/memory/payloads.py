@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from executor.devices.backend import Backend
-from executor.devices.dtypes import TORCH_DTYPES
+from executor.devices.dtypes import STORED_DTYPES
 from executor.disks.folders import DiskFolders
 from executor.disks.store import DiskStore
 from executor.memory.slices import OTHERS_OF, GpuPayload, Steady
@@ -27,13 +27,13 @@ STATE_DTYPES = {4: torch.float32, 2: torch.bfloat16}  # bytes per element -> dty
 
 def dtype_of(layout: Layout, chunk: int, list_name: str) -> torch.dtype:
     if list_name in ("param", "grad") or (list_name == "grad32" and layout.sum_width(chunk) < 4):
-        return TORCH_DTYPES[layout.chunks[chunk].dtype]
+        return STORED_DTYPES[layout.chunks[chunk].dtype]
     row = next((each for each in layout.states_of(chunk).lists if each.name == list_name), None)
     if row is not None and row.per_block:
         return torch.uint8  # codes and scales (slots.py)
     width = 4 if row is None else row.per_element or 4
     if width < 4 and layout.optimizer.masters == "none":  # the parameter itself, and moments that follow it
-        return TORCH_DTYPES[layout.chunks[chunk].dtype]
+        return STORED_DTYPES[layout.chunks[chunk].dtype]
     return STATE_DTYPES[width]
 
 

@@ -25,7 +25,7 @@ from executor.devices.torch_private import LOCAL_SCALAR, RESHAPE_ALIAS, UNSAFE_V
 from executor.moments.compiled import pause_compiler
 from pstar_sim.catalog.attention import AttentionCall, call_flops
 from pstar_sim.errors import ModelError
-from pstar_sim.workload.workload import Product
+from pstar_sim.workload.workload import Product, product_flops
 
 __all__ = ["LiveStorages", "require_dense"]
 
@@ -63,6 +63,15 @@ def _grouped_backward_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **k
     return 2 * _grouped_flops(a, b)
 
 
+def _product_of_4_bits(a: Any, codes: Any, shape: Sequence[int]) -> Product:
+    """Of rows by a packed matrix: [Note: dequantised]."""
+    return 1, a.numel() // shape[1], shape[1], shape[0]
+
+
+def _flops_of_4_bits(a: Any, codes: Any, shape: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    return product_flops(_product_of_4_bits(a, codes, shape))
+
+
 # Kernels that run attention; each has the same arithmetic, and a backward of the same name.
 _ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
@@ -88,7 +97,11 @@ _FLOPS: dict[Any, Callable[..., int]] = {
 _FLOPS_BY_NAME: dict[str, Callable[..., int]] = {
     "transformers::grouped_mm_fallback": _grouped_flops,
     "transformers::grouped_mm_fallback_backward": _grouped_backward_flops,
+    "bitsandbytes::gemm_4bit": _flops_of_4_bits,
 }
+_OF_4_BITS = "bitsandbytes::gemm_4bit"
+"""[Note: dequantised] For more than a few rows this kernel dequantises its matrix to the dtype of the inputs. The whole
+matrix is alive until the product ends."""
 # These return (part of) an input's storage although their schema does not say so, or only reserve memory.
 _NO_TRAFFIC = frozenset(
     {
@@ -122,12 +135,13 @@ class _Traits:
     traffic: 0 none (views), 1 inputs and outputs, 2 outputs twice (gathers).
     """
 
-    __slots__ = ("attention", "flops", "product", "resizes", "traffic")
+    __slots__ = ("attention", "dequantises", "flops", "product", "resizes", "traffic")
 
     def __init__(self, func: Any) -> None:
         packet = getattr(func, "_overloadpacket", func)
         self.flops = _FLOPS.get(packet) or _FLOPS_BY_NAME.get(getattr(packet, "_qualified_op_name", ""))
         self.product = _PRODUCTS.get(packet)
+        self.dequantises = getattr(packet, "_qualified_op_name", "") == _OF_4_BITS
         self.attention = _PASSES.get(getattr(packet, "__name__", ""), "")
         self.resizes = packet in _RESIZES
         view = bool(getattr(func, "is_view", False)) or packet in _NO_TRAFFIC or self.resizes
@@ -267,6 +281,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs: list[torch.Tensor] = []
         _collect((out,), outputs)
         self._see_outputs(outputs, resized=traits.resizes)
+        if traits.dequantises:
+            self._see_dequantised(*args[:3])
         if self._costs:
             if traits.flops is not None:
                 self.flops += int(traits.flops(*args, **kwargs, out_val=out))
@@ -279,6 +295,15 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.operators += traits.traffic > 0
             self._count_traffic(traits.traffic, inputs, outputs)
         return out
+
+    def _see_dequantised(self, a: torch.Tensor, codes: torch.Tensor, shape: Sequence[int]) -> None:
+        """[Note: dequantised]"""
+        size = math.prod(shape) * a.element_size()
+        self.peak = max(self.peak, self.current + size)
+        if self._costs:
+            self.products.append(_product_of_4_bits(a, codes, shape))
+            self.bytes_written += size
+            self.bytes_read += size
 
     def _count_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Of a ([batches,] m, k) by b ([batches,] k, n). A product without elements is no work."""

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from executor.devices.dtypes import DTYPE_NAMES
+from executor.devices.packed import form_of
 from executor.devices.torch_private import storage_key
 from executor.moments.hooks import ModuleEvent
 from executor.moments.live_bytes import LiveStorages
-from pstar_sim.dtypes import DTYPES
+from pstar_sim.dtypes import DTYPES, STORAGE
 from pstar_sim.errors import ModelError
 from pstar_sim.units import format_params
 from pstar_sim.workload.kernels import CAPTURED
@@ -58,12 +59,17 @@ def describe_parameters(
         tied_to = first.get(place)
         if tied_to is None:
             first[place] = len(tensors)
+        dtype, shape = DTYPE_NAMES.get(parameter.dtype, str(parameter.dtype)), tuple(map(int, parameter.shape))
+        size = parameter.numel() * parameter.element_size()
+        if (form := form_of(parameter)) is not None:
+            dtype, shape = form
+            size = STORAGE[dtype].stored(shape)
         tensors.append(
             Tensor(
                 name=name,
-                shape=tuple(int(extent) for extent in parameter.shape),
-                dtype=DTYPE_NAMES.get(parameter.dtype, str(parameter.dtype)),
-                bytes=parameter.numel() * parameter.element_size(),
+                shape=shape,
+                dtype=dtype,
+                bytes=size,
                 frozen=not parameter.requires_grad,
                 tied_to=tied_to,
                 group=(groups or {}).get(id(parameter), 0),

@@ -103,7 +103,7 @@ def give_memory(parameters: Sequence[nn.Parameter], arena: Arena) -> None:
     for chunk in arena.layout.chunks:
         if not any(parameters[slot.tensor].is_meta for slot in chunk.slots):
             continue
-        for slot, view in views_of(arena, chunk, parameters):
+        for slot, (view, *_) in views_of(arena, chunk, parameters):
             parameter = parameters[slot.tensor]
             # .data has a version counter of its own; else autograd would count copies into the chunk as writes
             twin = nn.Parameter(view.data, parameter.requires_grad)

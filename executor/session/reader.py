@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from executor.contract import ChunkParameter, ParkedParameter, disown, drop_raw_grads, raw_grad, set_raw_grad
+from executor.devices.packed import is_packed, point_at, unpacked
 from executor.devices.torch_private import version_of
 from executor.memory.arena import PLACES
 from executor.memory.slots import fields_of, list_of
@@ -122,13 +123,18 @@ class Reader:
 
     def current_value(self, tensor: int) -> torch.Tensor:
         """A copy of a parameter's value, in its shape and working dtype, in host memory."""
+        return self.parts_now(tensor)[0]
+
+    def parts_now(self, tensor: int) -> list[torch.Tensor]:
+        """`current_value`; behind it, of a packed parameter, its scales."""
         self._ask(Act.READ_VALUE, tensor=tensor, what=f"{self.name_of(tensor)!r} is read")
-        return self.value_now(tensor)
+        parameter, value = self.parameters[tensor], self.value_now(tensor)
+        return unpacked(parameter, value) if is_packed(parameter) else [value]
 
     # -- copies of values and states ----------------------------------------------------------------------------------
 
     def value_now(self, tensor: int) -> torch.Tensor:
-        """`current_value`, also where the contract does not let the loop read."""
+        """`current_value`, also where the contract does not let the loop read; of a packed parameter all bytes."""
         with unseen(), torch.no_grad(), self.standstill.still():
             run = self.state.run
             contents, chunk = run.contents, run.timetable.chunk_of[tensor]
@@ -137,7 +143,8 @@ class Reader:
             value = contents.slots.at(place, tensor, list_name)
             if list_name == MASTER_LIST:
                 value = value.to(run.arena.dtype(chunk, "param"), copy=True)
-            return contents.exchange.joined(tensor, value).reshape(run.plan.workload.tensors[tensor].shape)
+            value = contents.exchange.joined(tensor, value)
+        return value if is_packed(self.parameters[tensor]) else value.reshape(run.plan.workload.tensors[tensor].shape)
 
     def state_value(self, tensor: int, field: str) -> torch.Tensor:
         """A copy of a tensor's field of an optimizer state list, in its shape, in host memory."""
@@ -188,7 +195,15 @@ class Reader:
                 disown(parameter)
                 found = value(t)
                 if found is not None:
-                    parameter.data = self.in_memory_format(t, found)
+                    self.give_back(t, found)
+
+    def give_back(self, tensor: int, value: torch.Tensor) -> None:
+        """Give a parameter that is plain again its value."""
+        parameter = self.parameters[tensor]
+        if is_packed(parameter):
+            point_at(parameter, unpacked(parameter, value))
+        else:
+            parameter.data = self.in_memory_format(tensor, value.reshape(parameter.shape))
 
     def in_memory_format(self, tensor: int, value: torch.Tensor) -> torch.Tensor:
         """In the parameter's memory format (channels_last) before `prepare`."""

@@ -122,7 +122,7 @@ def test_what_cannot_be_is_refused() -> None:
         preset("gpt2", batch=1, seq=64, lora=Adapter(targets=("nothing",)))
     with pytest.raises(ModelError, match="base is 'nf4'; what is trained is not quantised; train adapters beside it"):
         preset("gpt2", batch=1, seq=64, base="nf4")
-    with pytest.raises(ModelError, match="base is 'fp4'; known bases are bf16, int8, nf4, fp8"):
+    with pytest.raises(ModelError, match="base is 'fp4'; known bases are bf16, int8, nf4, nf4-single, fp8"):
         preset("gpt2", batch=1, seq=64, lora="r=4", base="fp4")
     with pytest.raises(ModelError, match="lora: rank = 0"):
         preset("gpt2", batch=1, seq=64, lora=Adapter(rank=0))
