@@ -238,6 +238,7 @@ def test_a_prediction_by_other_rates_has_neither_the_bound_nor_the_error_of_the_
     assert answer is not None and "tide, measured: " in answer[1] and answer[1].endswith(" % longer than predicted.")
     rows = dict(re.findall(r'<tr><th scope="row">([^<]*)</th>(.*?)</tr>', text))
     bounds, times = (re.findall(r"<td[^>]*>([^<]*)</td>", rows[name]) for name in ("lower bound", "iteration"))
+    assert re.findall(r"<dt>(.*?)</dt>", text)[3] == "compute waits", "not every subject has a bound"
     assert bounds[0] and bounds[1:] == ["", ""] and "±" in times[0] and "±" not in times[1]
     assert "tide, predicted: predicted with the rates that the run measured at its start" in text
     own = (folder / "run.html").read_text(encoding="utf-8")

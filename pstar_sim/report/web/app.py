@@ -206,7 +206,7 @@ def _cells(row: Row, price: Price | None, nodes: int) -> dict[str, str]:
 
 def _take_away(question: Question, found: Comparison) -> None:
     """The question as a command, and the files of its answer."""
-    st.code(question.command(), language="bash")
+    st.code(question.command(), language="bash", wrap_lines=True)
     left, right = st.columns(2)
     left.download_button("the table (.csv)", _table(found).to_csv(), "comparison.csv", on_click="ignore")
     if any(row.fits for row in found.rows):

@@ -152,15 +152,15 @@ class _Page:
 
     def _tiles(self) -> str:
         """Of several subjects, each below the other."""
-        four = [list(_four(subject)) for subject in self.subjects]
+        bounded = all(_bound_s(subject) is not None for subject in self.subjects)
+        four = [list(_four(subject, bounded=bounded)) for subject in self.subjects]
         tiles = []
         for row in zip(*four):
-            names = dict.fromkeys(name for name, _ in row)
             cells = "".join(
                 f"<dd>{unbroken(text)}{f' <small>{breakable(one.title)}</small>' if len(row) > 1 else ''}</dd>"
                 for one, (_, text) in zip(self.subjects, row)
             )
-            tiles.append(f"<div><dt>{escape(' or '.join(names))}</dt>{cells}</div>")
+            tiles.append(f"<div><dt>{escape(row[0][0])}</dt>{cells}</div>")
         return f'<dl class="tiles">{"".join(tiles)}</dl>'
 
     def _verdict(self) -> str:
@@ -392,8 +392,11 @@ def _binds(subject: Subject) -> str:
     return BINDS_WORDS.get(binds, binds)
 
 
-def _four(subject: Subject) -> Iterator[tuple[str, str]]:
-    """Four figures with their names, with as many digits as their error leaves them."""
+def _four(subject: Subject, *, bounded: bool) -> Iterator[tuple[str, str]]:
+    """Four figures with their names, with as many digits as their error leaves them.
+
+    bounded: whether the seconds of all subjects have a bound.
+    """
     plan, timeline, error = subject.plan, subject.timeline, _error(subject)
     seconds = timeline.iteration_s
     yield "per iteration", f"{_digits_s(seconds)}{error}"
@@ -401,7 +404,7 @@ def _four(subject: Subject) -> Iterator[tuple[str, str]]:
     peak, budget = timeline.peak_bytes["gpu"], timeline.budget_bytes.get("gpu")
     yield "GPU memory at most", f"{format_bytes(peak)} of {format_bytes(budget)}" if budget else format_bytes(peak)
     bound_s = _bound_s(subject)
-    if bound_s is not None:
+    if bounded and bound_s is not None:
         yield "above the lower bound", format_percent(seconds / bound_s - 1)
     else:
         yield "compute waits", f"{sum(timeline.stall_s.values()) / seconds * 100:.1f} %"
@@ -425,7 +428,7 @@ def _quantities(subject: Subject) -> Iterator[_Quantity]:
     yield _Quantity("tokens/s", f"{rate:,.0f}{_error(subject)}", "/s", rate)
     bound_s = _bound_s(subject)
     if bound_s:
-        yield _Quantity("lower bound", format_s(bound_s), "s", bound_s)
+        yield _Quantity("lower bound", format_s(bound_s))
         yield _Quantity("above the bound", format_percent(seconds / bound_s - 1))
     if not subject.measured:
         yield _Quantity("binds", _binds(subject))
