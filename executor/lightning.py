@@ -90,8 +90,8 @@ class OffloadStrategy(SingleDeviceStrategy):
     """Trains by a plan for this machine. Arguments: see `executor.offloading.Request`.
 
     Raises ContractError, in `fit`, for several devices, several optimizers, manual optimization, clipping by value,
-    clipping at another norm than the Trainer's, callbacks of WRITERS, accumulation that
-    changes within a fit, and optimizers that no plan has.
+    clipping at another norm than the Trainer's, callbacks of WRITERS, accumulation that changes within a
+    fit, and optimizers that no plan has.
     """
 
     strategy_name = "pstar"

@@ -161,8 +161,8 @@ def gradient_traffic_bytes(w: Workload, moment: int) -> int:
 
 def cost_of(workload: Workload, machine: Machine, layout: Layout) -> CostModel:
     """Calls with the same three objects return the same model, so that the policies of one job and the simulator share
-    its results. Rates written into a machine's tables later are not
-    seen: a machine with other rates has to be another object (`dataclasses.replace`)."""
+    its results. Rates written into a machine's tables later are not seen: a
+    machine with other rates has to be another object (`dataclasses.replace`)."""
     known = workload.derived.get(_COST)
     if not (isinstance(known, CostModel) and known.machine is machine and known.layout is layout):
         workload.derived[_COST] = known = CostModel(workload, machine, layout)

@@ -226,9 +226,7 @@ def pool_shape(plan: Plan) -> PoolShape:
 
 
 def _storage_bytes(plan: Plan, chunk: int, list_name: str) -> int:
-    """The whole list where the slices of all ranks lie side by side
-    (slices.py).
-    """
+    """The whole list where the slices of all ranks lie side by side (slices.py)."""
     if list_name in OTHERS:
         return plan.layout.payload_bytes(chunk, OTHERS[list_name]) * plan.layout.ranks
     return plan.layout.payload_bytes(chunk, list_name)

@@ -126,8 +126,7 @@ class ChunkGradients:
             target.copy_(gradient)
 
     def norm(self, tensor: int) -> torch.Tensor:
-        """Raises PlanError if it has none, or in two
-        parts.
+        """Raises PlanError if the tensor has no gradient, or one in two parts.
 
         A sum on its way to the gpu for an update there is read on the host, which still has it: the reader is not
         ordered after the queue that copies the sum."""

@@ -43,7 +43,7 @@ class Ladder(Sequence[Rung]):
     """The rungs climbed by now, oldest first.
 
     guard: None as long as operators are not watched.
-        level: index into RUNGS of the rung that made the plan, -1 for the plan that was given.
+    level: index into RUNGS of the rung that made the plan, -1 for the plan that was given.
     """
 
     def __init__(
