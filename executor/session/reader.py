@@ -129,7 +129,11 @@ class Reader:
         """`current_value`; behind it, of a packed parameter, its scales."""
         self._ask(Act.READ_VALUE, tensor=tensor, what=f"{self.name_of(tensor)!r} is read")
         parameter, value = self.parameters[tensor], self.value_now(tensor)
-        return unpacked(parameter, value) if is_packed(parameter) else [value]
+        return self._apart(parameter, value) if is_packed(parameter) else [value]
+
+    def _apart(self, parameter: nn.Parameter, value: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a packed parameter in memory of their own: torch.save refuses views of different dtypes."""
+        return [view.clone() for view in unpacked(parameter, value)]
 
     # -- copies of values and states ----------------------------------------------------------------------------------
 
@@ -201,7 +205,7 @@ class Reader:
         """Give a parameter that is plain again its value."""
         parameter = self.parameters[tensor]
         if is_packed(parameter):
-            point_at(parameter, unpacked(parameter, value))
+            point_at(parameter, self._apart(parameter, value))
         else:
             parameter.data = self.in_memory_format(tensor, value.reshape(parameter.shape))
 

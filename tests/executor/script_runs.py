@@ -25,7 +25,7 @@ from executor.hf import offload
 from pstar_sim.core.plan import Plan
 
 SCRIPTS = Path(__file__).parent / "scripts"
-OF_A_TRAINER = ("trainer_bf16", "trl_sft", "trl_dpo_lora")
+OF_A_TRAINER = ("trainer_bf16", "trl_sft", "trl_dpo_lora", "trl_sft_qlora")
 NAMES = (*OF_A_TRAINER, "plain_loop", "lightning_module")
 
 
@@ -45,7 +45,9 @@ class WrittenOut(torch.optim.AdamW):
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": masters, "fused": True})
         stays = {id(p) for part in model.modules() if isinstance(part, _NormBase) for p in part.parameters()}
         for p in model.parameters():
-            if id(p) not in stays:  # kernels of batch norms want the dtype of their running statistics
+            if (
+                p.is_floating_point() and id(p) not in stays
+            ):  # kernels of batch norms want the dtype of their running statistics
                 p.data = p.data.to(dtype)
         for master, p in self.working.items():
             p.register_post_accumulate_grad_hook(self._summed_into(master))

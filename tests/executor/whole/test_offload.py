@@ -49,6 +49,7 @@ LOSS = 0.01  # bound of benchmarks/scripts.py, fixed before the first run
         ("lightning_module", "1MB", "lightning", 2),
         ("trl_sft", "7.4MB", "trl", 1),
         ("trl_dpo_lora", "7MB", "trl", 1),
+        ("trl_sft_qlora", "6.4MB", "bitsandbytes", 2),
     ],
 )
 def test_an_unchanged_script_is_the_written_out_reference_to_the_bit(
@@ -64,7 +65,7 @@ def test_an_unchanged_script_is_the_written_out_reference_to_the_bit(
         assert scripts.loss_distance(ours, scripts.own(name, tmp_path, "--steps", str(steps))) < LOSS
     session = ours.session
     assert session is not None and session.iteration == steps
-    moved, adapters = session.status().links, name == "trl_dpo_lora"
+    moved, adapters = session.status().links, name in ("trl_dpo_lora", "trl_sft_qlora")
     assert moved["h2d"].moved_bytes > 250_000 and (adapters or moved["d2h"].moved_bytes > 300_000)
     if name != "trl_sft":  # its second batch has another shape
         assert session.deviations == 0, list(session.deviation_log)
