@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from pstar_sim.errors import PstarError
 from pstar_sim.quantities import SIZE
+from pstar_sim.words import letters
 
 __all__ = [
     "choice",
@@ -52,9 +53,10 @@ def refused(name: str, value: object, want: str, error: type[PstarError] = Pstar
 
 
 def spelled(name: str, known: Iterable[str]) -> str:
-    """The known name that equals `name` but for case; `name` itself if there is none, or more than one."""
+    """The known name that equals `name` but for case, spaces and signs; `name` itself if there is none, or more than
+    one."""
     names_ = list(known)
-    alike = [other for other in names_ if other.lower() == name.lower()]
+    alike = [other for other in names_ if letters(other) == letters(name)]
     return alike[0] if len(alike) == 1 and name not in names_ else name
 
 

@@ -7,6 +7,7 @@ status 2, 3 where the error is an answer (`DoesNotFit`, `NothingFits`), or 143 (
 from __future__ import annotations
 
 from pstar_sim.units import format_bytes
+from pstar_sim.words import meant
 
 __all__ = [
     "CannotPlan",
@@ -144,6 +145,7 @@ class UnknownName(PstarError):
         alike = difflib.get_close_matches(asked, lower, n=3, cutoff=0.4)
         near = [lower[n] for n in (begin or [*dict.fromkeys([*inside, *alike])])[:3]] if guess else []
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(sorted(known)[:20])}"
+        hint = (meant(name) if guess else None) or hint
         super().__init__(f"unknown {kind} {name!r}; {hint}" + (f" ({otherwise})" if otherwise else ""))
         self.kind = kind
         self.name = name

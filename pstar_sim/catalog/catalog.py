@@ -37,6 +37,7 @@ from pstar_sim.errors import CatalogError, UnknownName
 from pstar_sim.schema.fields import fields_of, want
 from pstar_sim.schema.parsing import parse_toml, read_toml
 from pstar_sim.units import GB, GIB
+from pstar_sim.words import letters
 
 __all__ = ["Catalog", "load_catalog", "with_nodes"]
 
@@ -132,12 +133,28 @@ class Catalog:
     def framework(self, name: str) -> Framework:
         return Framework(**_figures(Framework, self.frameworks[name]))
 
+    def _known_machine(self, name: str) -> str:
+        """The name in the catalog of 8xa100-80, and of a GPU alone, such as H100 or 8 x H100, where one machine alone
+        has so many of it; else the name as it is."""
+        number = re.fullmatch(r"(\d+) ?[x*] ?(.+)|(.+?) ?[x*] ?(\d+)", name)
+        gpu, count = (name, "1") if number is None else (number[2] or number[3], number[1] or number[4])
+        for known in (spelled(name, self.machines), spelled(f"{gpu}x{count}", self.machines)):
+            if known in self.machines:
+                return known
+        word = letters(gpu).removesuffix("gb")
+        word = f"rtx{word}" if word.isdecimal() else word
+        alike = [
+            known
+            for known, entry in self.machines.items()
+            if entry.values.gpu is not None and entry.values.gpus == int(count)
+            if word in (letters(entry.values.gpu), letters(entry.values.gpu.split("-")[0]))
+            and known.startswith(word[:4])
+        ]
+        return alike[0] if len(alike) == 1 else name
+
     def machine(self, name: str) -> Machine:
         """Raises UnknownName, and CatalogError for a part that is not in any table."""
-        name = spelled(name, self.machines)
-        if name not in self.machines and (number := re.fullmatch(r"(\d+) ?[x*] ?(.+)", name)):  # 8xa100-80
-            other = spelled(f"{number[2]}x{number[1]}", self.machines)
-            name = other if other in self.machines else name
+        name = self._known_machine(name)
         if name not in self.machines:
             raise UnknownName("machine", name, (*self.machines, "here"), _OTHER_MACHINE)
         e = self.machines[name]

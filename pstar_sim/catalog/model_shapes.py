@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib.resources import files
 from typing import Annotated, Literal
@@ -304,5 +305,12 @@ def model_entry(name: str) -> ModelEntry:
     if name in by_alias:
         return by_alias[name]
     if is_configuration(name):
-        return _configured(name)
+        try:
+            return _configured(name)
+        except ModelError:
+            hub = re.sub(r"-(hf|it|chat|base|instruct)$", "", name.rpartition("/")[2].lower())
+            known = spelled(hub, (*models, *by_alias))
+            if name.startswith("hf:") or known not in {*models, *by_alias}:
+                raise
+            return model_entry(known)
     raise UnknownName("model", name, (*models, *by_alias), "any other model: a trace, from pstar trace hf:ORG/NAME")

@@ -15,6 +15,7 @@ import typer
 from pstar_sim.errors import PstarError
 from pstar_sim.files import check_writable
 from pstar_sim.quantities import FACTOR, LENGTH, NUMBER, TIME, Quantity
+from pstar_sim.words import meant
 
 __all__ = [
     "Inches",
@@ -207,16 +208,12 @@ def policy(text: str) -> str:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """The known names that begin with `name`, or else resemble it."""
+    """What the word means elsewhere, or the known names that begin with `name`, or else resemble it."""
+    if sentence := meant(name):
+        return f"; {sentence}"
     begin = [one for one in known if len(name) > 2 and one.startswith(name)]
     near = begin or difflib.get_close_matches(name, list(known), n=3, cutoff=0.65)
     return f"; did you mean {', '.join(near)}?" if near else ""
-
-
-_LIGER = "; Liger's kernels are --kernels fused, and its loss is --loss fused"
-_SPREAD = "; stages of a pipeline are --parallel pp=N of `pstar compare` and `pstar plan`"
-ELSEWHERE = {"liger": _LIGER, "--liger": _LIGER, "--pp": _SPREAD, "--pipeline-parallel": _SPREAD}
-"""What other tools call a choice or a flag -> the hint to give."""
 
 
 def one_of(choices: Any, words: Mapping[str, str] | None = None) -> Callable[[Any], str]:
@@ -226,7 +223,7 @@ def one_of(choices: Any, words: Mapping[str, str] | None = None) -> Callable[[An
     def parse(text: str) -> str:
         text = (words or {}).get(text.lower(), text)
         if text not in names:
-            hint = ELSEWHERE.get(text.lower()) or did_you_mean(text, names)
+            hint = did_you_mean(text, names)
             raise typer.BadParameter(f"invalid choice: {text!r} (choose from {', '.join(names)}){hint}")
         return text
 

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_current_context  # type: ignore[attr-defined]
 
-from pstar_sim.cli.flag_values import ELSEWHERE, did_you_mean
+from pstar_sim.cli.flag_values import did_you_mean
 from pstar_sim.errors import PstarError, UnknownName
 from pstar_sim.terminal import terminal_width
 
@@ -106,7 +106,7 @@ def _flag_of(context: Any, word: str, flags: Mapping[str, Any]) -> Any:
     flag = flags.get(name) or (None if word.startswith("--") else flags.get(word[:2]))
     if flag is None:
         others = _commands_with(context, name)
-        hint = ELSEWHERE.get(name) or did_you_mean(name, flags)
+        hint = did_you_mean(name, flags)
         hint = f"; it is a flag of {' and '.join(others)}" if others else hint
         raise PstarError(_see(context, f"unknown flag {name!r}{hint}"))
     return flag

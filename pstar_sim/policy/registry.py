@@ -14,6 +14,7 @@ from pstar_sim.policy.kit.options import Specified, specified, split_spec
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.optimal import optimal
 from pstar_sim.policy.shipped import AFTER_OPTIMAL, BEFORE_OPTIMAL, Policy
+from pstar_sim.words import letters
 from pstar_sim.workload.workload import Workload
 
 __all__ = [
@@ -36,8 +37,6 @@ ELSEWHERE = {
 (frameworks/). Stages 1 and 2 differ in the bytes of gradients, of which the policy keeps those of stage 2."""
 STAGED = ("all_on_gpu", "zero3_resident", "tide")
 """Policies of a question about parallelism that names none: all on the GPUs, in slices, and what leaves the GPUs."""
-_SPREAD = {"tp", "pp", "megatron", "tensor", "pipeline", "3d"}
-"""Words for a spread of a job over GPUs, which is not a policy."""
 
 _BUILT_IN: dict[str, Policy] = {**BEFORE_OPTIMAL, "optimal": optimal, **AFTER_OPTIMAL}
 
@@ -104,8 +103,7 @@ def find_policy(spec: str) -> Policy:
     if policy is None:
         known = policies()
         if name not in known:
-            spread = "tensor and pipeline parallelism are no policies: `pstar compare --parallel auto` spreads a job"
-            raise UnknownName("policy", name, tuple(known), spread if _letters(name) in _SPREAD else "")
+            raise UnknownName("policy", name, tuple(known))
         policy = known[name]
     if not options and ":" not in spec:
         return policy
@@ -117,15 +115,11 @@ def own_words(spec: str) -> str:
     name, options = split_spec(spec)
     if name in _BUILT_IN:
         return spec
-    letters = _letters(name)
-    own = ELSEWHERE.get(letters) or next((known for known in _BUILT_IN if _letters(known) == letters), None)
+    word = letters(name)
+    own = ELSEWHERE.get(word) or next((known for known in _BUILT_IN if letters(known) == word), None)
     if own is None:
         return spec
     return own if not options else f"{own}{',' if ':' in own else ':'}{options}"
-
-
-def _letters(name: str) -> str:
-    return "".join(c for c in name.lower() if c.isalnum())
 
 
 def policy_name(spec: str | Policy) -> str:

@@ -13,7 +13,7 @@ from pstar_sim.catalog.attention import ATTENTION, USUAL
 from pstar_sim.dtypes import AUTOCAST, BASES, DTYPES
 from pstar_sim.python310 import Unpack
 from pstar_sim.workload.adapter import Adapter
-from pstar_sim.workload.kernels import KERNELS, LOSSES
+from pstar_sim.workload.kernels import FUSED, KERNELS, LOSSES
 from pstar_sim.workload.optimizers import MASTERS, OPTIMIZERS
 
 __all__ = ["Axes", "AxesGiven", "Axis", "all_axes"]
@@ -55,6 +55,7 @@ _RECOMPUTE = "recompute activations in the backward pass"
 _LORA = "freeze the model and train adapters of rank R, such as r=16 or r=8,targets=all-linear (presets only)"
 _KERNELS = "kernels of a preset, attention aside: eager, fused, compiled or megatron (default: the usual)"
 _OPTIMIZERS = _words(OPTIMIZERS)
+_DTYPE_WORDS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 _BASES = ("bf16", *BASES)
 _BASE_WORDS = dict.fromkeys(("qlora", "4bit", "4-bit", "load_in_4bit"), "nf4") | dict.fromkeys(
     ("8bit", "8-bit", "load_in_8bit"), "int8"
@@ -72,6 +73,7 @@ class Axes:
             values="fp32, bf16 or fp16 (default: what the GPU has)",
             names=tuple(DTYPES),
             plural="dtypes",
+            words=_DTYPE_WORDS,
             of_modules="working dtype (default: bf16; of a py: factory, the module's own)",
         ),
     ] = None
@@ -119,6 +121,7 @@ class Axes:
             plural="kernels",
             default=USUAL,
             noted=True,
+            words={"flash_attention_2": "fa2", "flash_attention_3": "fa3", "sdpa": USUAL, "xformers": "efficient"},
             of_modules="attention kernel (default: torch's choice)",
             not_of_traces="a trace has the kernels that ran; trace the model with another attention instead",
         ),
@@ -131,6 +134,7 @@ class Axes:
             values="eager, fused, compiled or megatron",
             names=KERNELS,
             plural="flavours",
+            words={"liger": FUSED, "compile": "compiled", "torch.compile": "compiled"},
             not_of_traces="a trace has the kernels that ran; trace the model with other kernels instead",
         ),
     ] = None
@@ -186,6 +190,7 @@ class Axes:
             values=_words(LOSSES),
             names=LOSSES,
             plural="losses",
+            words={"liger": FUSED},
             default=LOSSES[0],
             noted=True,
             not_of_traces="a trace has the loss that ran; trace the model with another loss instead",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from pstar_sim.catalog.loader import load_machine
+from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.cli import main
-from pstar_sim.errors import UnknownName
+from pstar_sim.errors import ModelError, UnknownName
 from pstar_sim.policy.registry import own_words
 
 JOB = ["--model", "1B", "--batch", "8", "--machine", "a100-80x8"]
@@ -50,8 +52,57 @@ def test_tokens_as_people_count_them(typed: str, count: int) -> None:
     assert tokens(typed) == count
 
 
-def test_the_number_of_gpus_in_front() -> None:
-    assert load_machine("8xA100-80").name == "a100-80x8"
+@pytest.mark.parametrize(
+    ("typed", "own"),
+    [
+        ("8xA100-80", "a100-80x8"), ("8 x A100-80", "a100-80x8"), ("H100", "h100-80"), ("8xH100", "h100-80x8"),
+        ("h100x8", "h100-80x8"), ("H100-80GB", "h100-80"), ("RTX 3090", "rtx3090-64gb"), ("3090", "rtx3090-64gb"),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_the_only_machine_that_has_so_many_of_it(typed: str, own: str) -> None:
+    assert load_machine(typed).name == own
+
+
+@pytest.mark.parametrize("typed", ["A100", "8xA100", "v100", "4090", "10", "x8", "8x"])
+def test_a_gpu_of_several_machines_is_none_of_them(typed: str) -> None:
+    with pytest.raises(UnknownName, match=f"unknown machine '{typed}'; did you mean|known: "):
+        load_machine(typed)
+
+
+@pytest.mark.parametrize(
+    ("typed", "own"),
+    [
+        ("Llama 3.1 8B", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+    ],
+)
+def test_a_model_as_the_hub_names_it(typed: str, own: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where its configuration is not in the local cache; another model of the hub has no such name here."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert model_entry(typed).name == own
+    with pytest.raises(ModelError, match=r"no config\.json of 'foo/bar'"):
+        model_entry("foo/bar")
+
+
+@pytest.mark.parametrize(
+    ("typed", "own"),
+    [
+        (["--kernels", "liger", "--loss", "liger"], ["--kernels", "fused", "--loss", "fused"]),
+        (["--dtype", "bfloat16", "--attention", "flash_attention_2"], ["--dtype", "bf16", "--attention", "fa2"]),
+    ],
+)
+def test_values_of_flags_have_other_names_elsewhere(
+    typed: list[str], own: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = []
+    for flags in (typed, own):
+        assert main(["fits", *JOB, "--seq", "512", "--policy", "ddp", *flags, "--json"]) == 0
+        rows.append(json.loads(capsys.readouterr().out)["rows"])
+    assert rows[0] == rows[1]
+
+
+def test_more_gpus_than_any_machine_has_are_unknown() -> None:
     with pytest.raises(UnknownName, match=r"'7xa100-80'; did you mean a100-80"):
         load_machine("7xa100-80")
 
@@ -61,8 +112,17 @@ def test_the_number_of_gpus_in_front() -> None:
     [
         (["--policy", "megatron"], "tensor and pipeline parallelism are no policies: `pstar compare --parallel auto`"),
         (["--policy", "TP"], "tensor and pipeline parallelism are no policies"),
-        (["--pp", "2"], "unknown flag '--pp'; stages of a pipeline are --parallel pp=N"),
-        (["--kernels", "liger"], "Liger's kernels are --kernels fused, and its loss is --loss fused"),
+        (["--pp", "2"], "unknown flag '--pp'; tensor and pipeline parallelism are no policies"),
+        (["--liger"], "Liger's kernels are --kernels fused, and its loss is --loss fused"),
+        (["--policy", "qlora"], "unknown policy 'qlora'; a base in 4 bits is --base nf4 beside --lora r=16"),
+        (["--load-in-4bit"], "a base in 4 bits is --base nf4 beside --lora r=16"),
+        (["--zero", "3"], "unknown flag '--zero'; stages are --policy zero1, zero2, zero3"),
+        (["--fsdp"], "it is --policy ddp (all_on_gpu), zero2 or fsdp (zero3_resident)"),
+        (["--dtype", "fp8"], "not modelled: products in fp8; --base fp8 stores frozen weights"),
+        (["--ep", "8"], "unknown flag '--ep'; not modelled: expert parallelism"),
+        (["--vram", "24GB"], "the GPU's memory is --gpu-memory SIZE"),
+        (["--grad-accum", "4"], "accumulation is --micro-batches N"),
+        (["--optimizer", "galore"], "unknown optimizer 'galore'; known: "),
         (["--seq", "16q"], "argument --seq: must be a whole number, not '16q'"),
         (["--seq", "0k"], "argument --seq: must be at least 1 and less than a billion, not 0k"),
         (["--machine", "A100"], "unknown machine 'A100'; did you mean a100-40"),

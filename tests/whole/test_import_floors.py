@@ -18,7 +18,7 @@ Edges = Mapping[str, frozenset[str]]
 
 # Floors of pstar_sim, lowest first: files and folders of one floor do not know each other.
 FLOORS = (
-    ("dtypes", "units", "collector", "python310", "terminal", "renderers", "version"),
+    ("dtypes", "units", "collector", "python310", "terminal", "renderers", "version", "words"),
     ("quantities",),
     ("errors",),
     ("arguments",),

@@ -1,0 +1,90 @@
+"""Words of other tools: what does the same here, or that nothing does. Asked wherever a name is looked up and is none:
+policies, machines, models, optimizers, flags and their choices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["letters", "meant"]
+
+_SPREAD = (
+    "tensor and pipeline parallelism are no policies: `pstar compare --parallel auto` spreads a job, and so does "
+    "--parallel tp=N,pp=N"
+)
+_DEEPSPEED = (
+    "stages are --policy zero1, zero2, zero3, zero-offload, zero3-offload or zero-infinity, and a configuration is "
+    "--like FILE"
+)
+_FSDP = "it is --policy ddp (all_on_gpu), zero2 or fsdp (zero3_resident), and a configuration is --like FILE"
+_LIGER = "Liger's kernels are --kernels fused, and its loss is --loss fused"
+_QUANTISED = "a base in 4 bits is --base nf4 beside --lora r=16; --base int8 and fp8 are others"
+_TRAINERS = "a configuration of a trainer is --like FILE"
+_TOKENS = "tokens of a sequence are --seq N, such as 4096 or 16k"
+_SEQUENCES = "sequences per micro-batch, of all GPUs together, are --batch N"
+_MICRO_BATCHES = "accumulation is --micro-batches N"
+_GPUS = "GPUs per node are --gpus N"
+_KEPT = "activations are recomputed with --checkpointing, as presets are by default"
+_NOT_MODELLED = {
+    "expert parallelism": ("ep", "expertparallel", "moeep", "expertmodelparallelsize"),
+    "context parallelism": ("cp", "contextparallel", "ringattention", "ulysses", "contextparallelsize"),
+    "products in fp8": ("fp8", "fp8training", "transformerengine", "te", "mxfp8"),
+    "packing": ("packing", "packed", "samplepacking"),
+    "this optimizer or adapter": ("galore", "dora", "lisa", "lomo", "badam", "apollo", "reft", "ia3"),
+    "inference": ("vllm", "sglang", "tensorrt", "kvcache"),
+    "asynchronous or low-communication training": ("diloco", "localsgd"),
+}
+_NEAREST = {
+    "context parallelism": "--parallel tp=N,sp splits sequences within tensor ranks",
+    "products in fp8": "--base fp8 stores frozen weights",
+    "packing": "a full pack is one sequence: --seq its tokens, --batch packs",
+}
+_MEANT: Mapping[str, tuple[str, ...]] = {
+    _SPREAD: ("tp", "pp", "sp", "megatron", "megatronlm", "tensor", "pipeline", "3d", "tensorparallel"),
+    "stages of a pipeline are --parallel pp=N": ("pipelineparallel", "pipelineparallelsize", "stages"),
+    _DEEPSPEED: ("deepspeed", "zero", "zerostage", "zero1", "zero2", "zero3", "ds"),
+    _FSDP: ("fsdp", "fsdp2", "ddp", "hsdp", "shardingstrategy"),
+    _LIGER: ("liger", "ligerkernel", "useligerkernel"),
+    _QUANTISED: ("qlora", "4bit", "loadin4bit", "loadin8bit", "nf4", "bnb", "bitsandbytes", "quantization", "gptq"),
+    "its kernels and base are --kernels fused --loss fused --base nf4 --lora r=16": ("unsloth",),
+    _TRAINERS: ("torchtitan", "accelerate", "trainer", "axolotl", "lightning", "config"),
+    _TOKENS: ("seqlen", "seqlength", "sequencelength", "maxseqlength", "maxseqlen", "context", "contextlength", "ctx"),
+    _SEQUENCES: ("batchsize", "bs", "microbatchsize", "perdevicetrainbatchsize", "trainbatchsize", "mbs"),
+    _MICRO_BATCHES: ("gradaccum", "gradientaccumulation", "gradientaccumulationsteps", "accumulate", "ga"),
+    _GPUS: ("ngpus", "numgpus", "nprocpernode", "gpuspernode", "devices", "worldsize"),
+    "nodes are --nodes N": ("nnodes", "numnodes"),
+    _KEPT: ("gradientcheckpointing", "activationcheckpointing", "recomputation", "ac"),
+    "it is --attention flash (torch's own, the default) or fa2, fa3, fa4": ("flashattention", "flashattn", "sdpa"),
+    "the host's memory is --host-memory SIZE": ("ram", "cpumemory", "hostram", "memory"),
+    "the GPU's memory is --gpu-memory SIZE": ("vram", "gpuram", "gpumem"),
+    "a GPU comes with its machine: --machine NAME (see `pstar machines`)": ("gpu", "device", "gputype"),
+    "--policy zero-offload keeps optimizer states on the host, zero3-offload all model data, optimal what pays": (
+        "offload",
+        "cpuoffload",
+        "offloadoptimizer",
+        "offloadparam",
+    ),
+    "activations on the host are --policy karma, or --global-batch, which chooses": ("activationoffload",),
+    "it is --kernels compiled": ("compile", "torchcompile", "inductor"),
+    "it is --dtype bf16 or fp16, or --autocast over fp32 weights": (
+        "bf16",
+        "fp16",
+        "amp",
+        "mixedprecision",
+        "precision",
+    ),
+}
+_SAID = {word: sentence for sentence, words in _MEANT.items() for word in words} | {
+    word: f"not modelled: {what}" + (f"; {_NEAREST[what]}" if what in _NEAREST else "")
+    for what, words in _NOT_MODELLED.items()
+    for word in words
+}
+
+
+def letters(name: str) -> str:
+    """Letters and digits, in lower case."""
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
+def meant(name: str) -> str | None:
+    """What does here what the word means elsewhere, in a sentence; None for a word that is not known."""
+    return _SAID.get(letters(name))
