@@ -107,7 +107,7 @@ def app(
     if find_spec("streamlit") is None:
         raise PstarError("the app needs streamlit, which is not installed: pip install 'pstar-sim[app]'")
     _check_free(at)
-    import subprocess
+    import os
     import sys
 
     from pstar_sim.report import web
@@ -127,7 +127,9 @@ def app(
     }
     words = [sys.executable, "-m", "streamlit", "run", str(script), *(f"--{k}={v}" for k, v in flags.items())]
     tell(f"http://127.0.0.1:{at}")
-    return subprocess.call(words, stdout=subprocess.DEVNULL)  # which speaks of Streamlit alone
+    sys.stdout.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where Streamlit speaks of itself
+    os.execv(sys.executable, words)  # this process: a signal that ends it leaves no server behind
 
 
 def _check_free(at: int) -> None:

@@ -3,9 +3,7 @@ can be pressed works."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -174,19 +172,22 @@ def address() -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = [sys.executable, "-m", "pstar_sim", "app", "--port", str(port), "--no-browser"]
-    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    health = f"http://127.0.0.1:{port}/_stcore/health"
+    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(600):
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health").close()
+                urllib.request.urlopen(health).close()
                 break
             except OSError:
                 assert server.poll() is None, "the server ended"
                 time.sleep(0.2)
         yield f"http://127.0.0.1:{port}"
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
+        server.terminate()
         server.wait(60)
+    with pytest.raises(OSError, match="refused"):  # the command was the server
+        urllib.request.urlopen(health)
 
 
 def test_the_app_asks_this_machine_alone(browser: Browser, address: str) -> None:
