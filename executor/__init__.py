@@ -30,7 +30,8 @@ from importlib.util import find_spec
 
 if find_spec("torch") is None:  # raised here, with a hint, before any other file imports torch
     raise ModuleNotFoundError(
-        "executor needs torch, which is not installed; `pip install 'pstar-sim[executor]'` installs it", name="torch"
+        "executor needs torch, which is not installed; `pip install -e '.[executor]'` in the checkout installs it",
+        name="torch",
     )
 
 from executor import hf

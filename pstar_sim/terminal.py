@@ -1,9 +1,9 @@
 """Text for a terminal of a given width: prose and tables that never cut a number.
 
 [Note: narrow terminals] A table that is too wide is made narrower in this order: heads fold at spaces; long texts fold
-at spaces, the longest first; names fold behind - _ : , = and /; columns without room go to a second table below the
-first, which repeats the first column. Nothing is dropped, no number is parted from its unit, and no figure is cut: a
-line with a figure wider than the terminal is longer than the terminal.
+at spaces, the longest first; columns without room go to a second table below the first, which repeats the first column.
+Nothing is dropped, no number is parted from its unit, and no figure or name is cut, so that it can be copied: a line
+with one that is wider than the terminal is longer than the terminal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ FIGURELESS = frozenset(("", "-", "?", "none", "equal", "nothing", "does not fit"
 _UNIT = r"%|[kKMGT]?i?B(?:/s)?|[num]?s|[TG]FLOP(?:/s)?|days?|h"
 _GLUED = re.compile(rf"(?<=<=) (?=\d)|(?<=±) (?=\d)|(?<=\d) (?=(?:{_UNIT})(?![A-Za-z]))")
 _FIGURE = re.compile(r"(?:<= )?[-+±]?\s?\.?\d")
-_BEHIND = re.compile(r"(?<=[-_:,=/])(?=\w)")
 
 
 def terminal_width() -> int:
@@ -77,14 +76,14 @@ def wrap(text: str, width: int, *, indent: str = "", hanging: str = "  ") -> lis
 
 @dataclass(frozen=True, slots=True)
 class _TextColumn:
-    """widest, natural, spaced, least: characters that the column takes unfolded; with a folded head; with texts folded
-    at spaces; with names folded, too."""
+    """widest, natural, usual, least: characters that the column takes unfolded; with a folded head; with texts folded
+    into a comfortable column; with one word in a line."""
 
     head: str
     cells: tuple[str, ...]
     widest: int
     natural: int
-    spaced: int
+    usual: int
     least: int
     figures: bool
 
@@ -120,12 +119,11 @@ def table_text(
 def _column(head: str, cells: tuple[str, ...]) -> _TextColumn:
     words = max((len(word) for word in head.split()), default=0)
     natural = max([words, *map(len, cells)])
-    usual = COMFORTABLE if natural > PROSE else words
-    spaced = max([usual, *(len(word) for cell in cells for word in _words(cell))])
-    least = max([usual, *(len(piece) for cell in cells for word in _words(cell) for piece in _name_pieces(word))])
+    least = max([words, *(len(word) for cell in cells for word in _words(cell))])
+    usual = max(least, COMFORTABLE) if natural > PROSE else least
     some = [cell for cell in cells if cell not in FIGURELESS]
     figures = bool(some) and all(_FIGURE.match(cell) for cell in some)
-    return _TextColumn(head, cells, max(len(head), natural), natural, spaced, least, figures)
+    return _TextColumn(head, cells, max(len(head), natural), natural, usual, least, figures)
 
 
 def _words(cell: str) -> list[str]:
@@ -133,26 +131,14 @@ def _words(cell: str) -> list[str]:
     return [word.replace("\u00a0", " ") for word in _GLUED.sub("\u00a0", cell).split(" ")]
 
 
-def _name_pieces(word: str) -> list[str]:
-    """A name may fold between them. A word that begins with a digit or a sign is a figure, which does not fold."""
-    return [word] if _FIGURE.match(word) else _BEHIND.split(word)
-
-
 def _fold(cell: str, width: int) -> list[str]:
     lines, line = [], ""
     for word in _words(cell):
         joint = f"{line} {word}" if line else word
-        if len(joint) <= width:
-            line = joint
-            continue
-        if line:
+        if line and len(joint) > width:
             lines.append(line)
-        line = ""
-        for piece in _name_pieces(word):
-            if line and len(line) + len(piece) > width:
-                lines.append(line)
-                line = ""
-            line += piece
+            joint = word
+        line = joint
     return [*lines, line]
 
 
@@ -170,7 +156,7 @@ def _blocks(columns: Sequence[_TextColumn], width: int, keys: int) -> list[list[
 
 
 def _taken(columns: Sequence[_TextColumn]) -> int:
-    return sum(column.least for column in columns) + len(GAP) * (len(columns) - 1)
+    return sum(column.usual for column in columns) + len(GAP) * (len(columns) - 1)
 
 
 def _block(columns: Sequence[_TextColumn], width: int, rule_before: int | None) -> list[str]:
@@ -189,10 +175,10 @@ def _block(columns: Sequence[_TextColumn], width: int, rule_before: int | None) 
 
 
 def _widths(columns: Sequence[_TextColumn], width: int) -> list[int]:
-    """Heads fold first, then texts, then names; of each kind the widest first."""
+    """Heads fold first, then texts; of each kind the widest first."""
     widths = [column.widest for column in columns]
     over = sum(widths) + len(GAP) * (len(widths) - 1) - width
-    for limits in zip(*((column.natural, column.spaced, column.least) for column in columns)):
+    for limits in zip(*((column.natural, column.usual, column.least) for column in columns)):
         while over > 0:
             able = [i for i, limit in enumerate(limits) if widths[i] > limit]
             if not able:

@@ -17,6 +17,6 @@ def executor_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.split(".")[0] in ("torch", "transformers"):
             raise ModelError(
-                f"this command needs {error.name}; install it with `pip install 'pstar-sim[executor,hf]'`"
+                f"this command needs {error.name}; install it with `pip install -e '.[executor,hf]'` in the checkout"
             ) from None
         raise

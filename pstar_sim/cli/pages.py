@@ -105,7 +105,7 @@ def app(
     from importlib.util import find_spec
 
     if find_spec("streamlit") is None:
-        raise PstarError("the app needs streamlit, which is not installed: pip install 'pstar-sim[app]'")
+        raise PstarError("the app needs streamlit, which is not installed: pip install -e '.[app]' in the checkout")
     _check_free(at)
     import os
     import sys

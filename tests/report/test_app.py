@@ -135,7 +135,7 @@ def test_without_streamlit_one_line_says_what_to_install(
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["app"]) == 2
-    assert "pip install 'pstar-sim[app]'" in capsys.readouterr().err
+    assert "pip install -e '.[app]' in the checkout" in capsys.readouterr().err
 
 
 def test_a_port_that_cannot_be_used_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -339,7 +339,7 @@ def test_mistakes_are_named(folder: Path, capsys: pytest.CaptureFixture[str], mo
 
     document.plotly_script.cache_clear()
     assert main(["report", str(folder / "tide.json"), "-o", out, "--quiet"]) == 2
-    assert "pip install 'pstar-sim[report]'" in capsys.readouterr().err
+    assert "pip install -e '.[report]' in the checkout" in capsys.readouterr().err
     assert not Path(out).exists()
 
 

@@ -44,5 +44,5 @@ def test_without_torch_the_executor_says_what_to_install() -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         "ModuleNotFoundError: executor needs torch, which is not installed; "
-        "`pip install 'pstar-sim[executor]'` installs it"
+        "`pip install -e '.[executor]'` in the checkout installs it"
     )

@@ -26,7 +26,9 @@ def plotly_script() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise PstarError("a page needs plotly, which is not installed: pip install 'pstar-sim[report]'") from None
+        raise PstarError(
+            "a page needs plotly, which is not installed: pip install -e '.[report]' in the checkout"
+        ) from None
     script: str = get_plotlyjs()
     return script.replace("</script", "<\\/script")
 
