@@ -45,6 +45,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "captured_peaks": (*EXECUTED, "tests/executor/moments/test_kernel_flavours.py"),
     "certify": PLANNED,
     "event_cost": EXECUTED,
+    "disks": EXECUTED,
     "demo": (*EXECUTED, "pstar_sim/cli/**", "pstar_sim/report/**"),
     "families": PLANNED,
     "fit_efficiency": (*PLANNED, "pstar_sim/validation/**"),

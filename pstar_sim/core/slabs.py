@@ -4,9 +4,9 @@ The pinned allocator rounds every request up to a power of two (1.78 times the r
 payloads are carved from a few slabs of such sizes, whose sum a plan needs from the host.
 
 [Note: the pool] What passes through the host on its way to or from disks has no address of its own: such payloads share
-rooms, as many as are needed while the steps run in the order of the plan, and of the size with which slabs take the
-least. The executor adds rooms where another order of the steps needs them. No order needs more of the host at a time
-than was predicted (`host_as_predicted` in passes/edges.py).
+rooms, as many as are needed while the steps run in the order of the plan, and of the size with which their slabs take
+the least. The executor adds rooms where another order of the steps needs them. No order needs more of the host at a
+time than was predicted (`host_as_predicted` in passes/edges.py).
 """
 
 from __future__ import annotations
@@ -56,10 +56,18 @@ class HostRoom:
 
 
 def pack_slabs(sizes: Iterable[tuple[tuple[int, str], int]], *, largest_bytes: int = LARGEST_SLAB_BYTES) -> HostRoom:
-    """sizes: (key, bytes). First fit, largest first, 256-byte aligned.
+    """sizes: (key, bytes). First fit, largest first, 256-byte aligned. A room of the pool has a slab of its own.
 
     A slab is at least as large as the largest payload. The last slabs shrink to their contents.
     """
+    sizes = list(sizes)
+    rooms = [(key, size) for key, size in sizes if size and _is_room(key)]
+    packed = _packed([(key, size) for key, size in sizes if not _is_room(key)], largest_bytes)
+    where = {key: (number, 0) for number, (key, _) in enumerate(rooms, start=len(packed.slab_bytes))}
+    return HostRoom(packed.where | where, (*packed.slab_bytes, *(_power_of_two(size) for _, size in rooms)))
+
+
+def _packed(sizes: Iterable[tuple[tuple[int, str], int]], largest_bytes: int) -> HostRoom:
     rows = sorted(((-(-size // ALIGN_BYTES) * ALIGN_BYTES, key) for key, size in sizes if size), reverse=True)
     if not rows:
         return HostRoom({}, ())
@@ -181,7 +189,7 @@ def pool_rooms(plan: Plan) -> dict[tuple[int, str], int]:
     while len(ends) > 1 and room_bytes < LARGEST_SLAB_BYTES:
         room_bytes *= 2
         ends = _ends(moves, room_bytes)
-        least = min(least, ends, key=lambda rooms: sum(map(_power_of_two, rooms)))
+        least = min(least, ends, key=lambda rooms: (sum(map(_power_of_two, rooms)), sum(rooms)))
     return {pool_key(number): size for number, size in enumerate(least)}
 
 
@@ -215,6 +223,10 @@ def _ends(moves: Iterable[tuple[Resident, int, bool]], room_bytes: int) -> list[
 
 def pool_key(number: int) -> tuple[int, str]:
     return -2 - number, "passing"
+
+
+def _is_room(key: tuple[int, str]) -> bool:
+    return key[0] <= pool_key(0)[0]
 
 
 def host_payloads(plan: Plan) -> dict[tuple[int, str], int]:

@@ -226,7 +226,7 @@ def memory_need(
     function = find_policy(policy) if isinstance(policy, str) else policy
     try:
         plan = function(workload, machine, asked)
-        if able.point is not None:  # on disks there is a plan for less host memory
+        if machine.nvme is not None and not able.counts_host:  # there may be a plan with more on disks
             plan = _shrunk(lambda smaller: function(workload, smaller, asked), plan, machine, loading) or plan
         need = replace(need_of_plan(plan, loading), policy=name)
         if not able.counts_host:
