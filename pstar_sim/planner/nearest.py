@@ -263,15 +263,18 @@ def asker(policy: str | Policy, *, others: bool = True) -> Ask:
 
 def _of_job(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFit) -> Remedy | None:
     """[Note: the smallest change]. A job is asked about only if it saves as many bytes as the last refused one lacked
-    in the place that was short."""
+    in the place that was short; of a kind whose last option, which saves the most, does not, none is."""
     machine = elsewhere.machine
     last, refused = error, (elsewhere.workload, elsewhere.loading)
     places = {error.place}
 
+    def saves_enough(job: _Changed) -> bool:
+        return last.needed_bytes - _saved_bytes(refused, job, last.place, machine) <= last.available_bytes
+
     def fits(options: Mapping[str, _Option]) -> bool:
         nonlocal last, refused
         job = elsewhere.job(options)
-        if job is None or last.needed_bytes - _saved_bytes(refused, job, last.place, machine) > last.available_bytes:
+        if job is None or not saves_enough(job):
             return False
         try:
             short = ask(job[0], machine, settings, job[1])
@@ -294,7 +297,8 @@ def _of_job(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFi
     while known < places:  # a place that is short only behind another is known in the second round
         known, taken = {*places}, dict[str, _Option]()
         for kind, options in elsewhere.options.items():
-            for option in options:
+            most = elsewhere.job({**taken, kind: options[-1]}) if options else None
+            for option in options if most is None or saves_enough(most) else ():
                 if fits({**taken, kind: option}):
                     return _least({**taken, kind: option}, kind, fits)
             if options and saves(taken, kind, options[-1]):
