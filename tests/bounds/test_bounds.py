@@ -17,7 +17,7 @@ from pstar_sim.bounds.fluid_facts import shortened
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
-from pstar_sim.policy.registry import find_policy, named, policies
+from pstar_sim.policy.registry import find_policy, named
 from pstar_sim.sim import play
 from pstar_sim.testing import chain_workload, random_workload, round_machine
 from pstar_sim.units import MIB
@@ -178,7 +178,7 @@ def test_no_policy_is_under_the_bound(name: str, whole: bool) -> None:
             latency_s=chance.choice((0.0, 1e-5)),
         )
         asked = chance.choice((EAGER, STEP, CLIP))
-        plan = planned(policies()[name], Drawn(w, m, asked))
+        plan = planned(find_policy(name), Drawn(w, m, asked))
         if plan is None:
             return
         t = play(plan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from dataclasses import replace
 from itertools import pairwise
@@ -14,12 +13,11 @@ import pstar_sim as ps
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.cli import main
 from pstar_sim.core.plan import Settings, load_plan
-from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
+from pstar_sim.errors import DoesNotFit, TraceError
 from pstar_sim.planner.tried import Cap, Tried, WayOutcome, tried_of, tried_text
 from pstar_sim.planner.variants import choose
 from pstar_sim.planner.ways import candidates, words
 from pstar_sim.policy.kit.ties import AS_FAST
-from pstar_sim.policy.registry import built_in, can_follow
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
 from pstar_sim.workload.mixing import block_names, mix_blocks
@@ -104,13 +102,9 @@ def test_optimal_is_never_slower_than_what_another_policy_would_choose(
     link = replace(base.link, h2d_bytes_per_s=rate, d2h_bytes_per_s=rate, latency_s=0.0)
     machine = replace(base, ranks=(replace(base.ranks[0], link=link),))
     made = candidates([deep_variant(b, c) for b in (1, 2, 4) for c in (True, False)], 4)
-    seconds: dict[str, float] = {}
-    for name in built_in():
-        with contextlib.suppress(DoesNotFit, CannotPlan):
-            if any(not can_follow(settings, w, name) for w in made):
-                continue
-            seconds[name] = choose(made, machine, settings, policy=name).iteration_s
-    assert len(seconds) > 3
+    seconds = dict[str, float]()
+    for name in ("static_partition", "patrickstar", "tide", "karma", "optimal"):  # the others have no room
+        seconds[name] = choose(made, machine, settings, policy=name).iteration_s
     assert seconds["optimal"] <= min(seconds.values()) * (1 + AS_FAST)
 
 

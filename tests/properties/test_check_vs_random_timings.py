@@ -22,7 +22,7 @@ from pstar_sim.core.ledger import PLACES, WIDTH, Moves
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Place, Step
 from pstar_sim.errors import PlanError
-from pstar_sim.policy.registry import policies
+from pstar_sim.policy.registry import find_policy, policies
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.workload.workload import Workload
 
@@ -49,7 +49,7 @@ def plans(workload: Workload, asked: Settings, share: float, names: Iterable[str
     """What each policy makes of it, with room for the tide and `share` of the working lists."""
     m = machine(gpu_memory_bytes=workload.peak_non_model_bytes + int(share * workload.params * 2))
     for name in policies() if names is None else names:
-        plan = planned(policies()[name], Drawn(workload, m, replace(asked, effort=LITTLE_EFFORT)))
+        plan = planned(find_policy(name), Drawn(workload, m, replace(asked, effort=LITTLE_EFFORT)))
         if plan is not None:
             yield plan
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
-from pstar_sim.policy.registry import named, policies
+from pstar_sim.policy.registry import find_policy, named
 from pstar_sim.sim import play
 from pstar_sim.testing import random_workload, round_machine
 from pstar_sim.workload.workload import Workload
@@ -53,7 +53,7 @@ def test_many_timings_keep_every_plan_within_its_room(name: str, whole: bool) ->
         nonlocal played, moved
         w = random_workload(chance)
         asked = Settings(update=chance.choice(("step", "eager")), clip=chance.random() < 0.3, effort=LITTLE_EFFORT)
-        plan = planned(policies()[name], Drawn(w, tight(w, chance), asked))
+        plan = planned(find_policy(name), Drawn(w, tight(w, chance), asked))
         if plan is None or played >= 200:
             return
         for _ in range(timings):

@@ -171,11 +171,14 @@ def loss_of(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     ("name", "policy", "micro_batches"),
     [("adamw", "tide", 2), ("adafactor", "zero_offload", 1), ("8 bits", "tide", 2)],
 )
-@pytest.mark.parametrize("family", [zamba2, qwen3_next, xlstm, swin, detr, encodec, vae])
+@pytest.mark.parametrize(
+    ("family", "least"), [(zamba2, 4), (qwen3_next, 16), (xlstm, 2), (swin, 8), (detr, 4), (encodec, 4), (vae, 4)]
+)
 def test_is_the_plain_loop_to_the_bit(
-    family: Callable[[], tuple[nn.Module, Draw]], name: str, policy: str, micro_batches: int
+    family: Callable[[], tuple[nn.Module, Draw]], least: int, name: str, policy: str, micro_batches: int
 ) -> None:
-    """On one thread: with several, kernels such as those of layer norm sum in another order under a plan."""
+    """least: GPU memory as a multiple of the weights, or the next one at which the policy has room. On one thread: with
+    several, kernels such as those of layer norm sum in another order under a plan."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -187,7 +190,7 @@ def test_is_the_plain_loop_to_the_bit(
         losses = train(reference, plain, seeded(batch), 3, micro_batches, loss_of=loss_of)
         size, example = sum(4 * p.numel() for p in model.parameters()), batch(torch.Generator().manual_seed(9))
         own = OPTIMIZERS[name](model.parameters())
-        for share in (1, 2, 4, 8, 16):
+        for share in (least, 2 * least, 4 * least):
             try:
                 _, optimizer = executor.offload(
                     model, own, example, gpu_memory=size * share, micro_batches=micro_batches, policy=policy,
