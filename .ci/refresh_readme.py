@@ -253,6 +253,15 @@ def accuracy() -> str:
     return f"{errors[0]:.1f} to {errors[-1]:.1f} % above the prediction ({link('accuracy')})"
 
 
+def disks() -> str:
+    runs = result("disks")["runs"]
+    errors, hidden = (sorted(100 * run[key] for run in runs) for key in ("error", "hidden_share"))
+    return (
+        f"a step's seconds differed by {errors[0]:+.0f} to {errors[-1]:+.0f} % from the prediction, and compute hid "
+        f"{hidden[0]:.0f} to {hidden[-1]:.0f} % of the disk's time ({link('disks')})"
+    )
+
+
 def overhead() -> str:
     return (
         f"a step takes {result('overhead')['ratio']:.2f} times that of plain PyTorch with fused AdamW on the same "
@@ -783,7 +792,7 @@ def _change(part: float, digits: int = 2) -> str:
 PHRASES: Mapping[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
     for f in (
-        accuracy, overhead, event_cost, capture, peers, peers_memory, peers_offloading, semantics, architectures,
+        accuracy, disks, overhead, event_cost, capture, peers, peers_memory, peers_offloading, semantics, architectures,
         interleavings, leaks, reserved, mutations, faults, kills, interrupts, oracle, load_weights, checksums, planning,
         activations, calibrated, tide_bytes, whale, gemm_carried, gemm_seen, frameworks, captured_peaks,
         capture_ratio, forms_choice, forms_order, stages, optimizers,
