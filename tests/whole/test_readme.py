@@ -21,7 +21,7 @@ DOCUMENTS = sorted(
     p
     for p in ROOT.rglob("*.md")
     if not {"node_modules", "site"} & {*p.parts}
-    and not any(part.startswith(".venv") for part in p.parts)  # environments: .venv-peers, .venv-axolotl, ...
+    and not any(part.startswith(".") for part in p.relative_to(ROOT).parts)  # environments, caches of tools
     and p.stem != "CHANGELOG"
 )
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -54,13 +54,14 @@ IN_SMALL = {
     "pstar compare --like": "--policy tide",
     "pstar max-model ": "--policy zero_offload",
     "pstar max-batch ": "--policy zero_offload",
+    "pstar cheapest --model 8B": "--policy tide",
     "pstar sensitivity ": "--policy zero_offload",
     "pstar plan --model 1B --global-batch 8": "--policy zero_offload --global-batch 2",
     "pstar compare --model 1B --batch 2": "--policy zero_offload",
     "pstar run plan.json": "--steps 2",
 }
-"""How a command begins that takes long, and the flags that it gets beside its own without --whole. `cheapest` and the
-`compare` of add-a-gpu.md are asked about every policy."""
+"""How a command begins that takes long, and the flags that it gets beside its own without --whole. The `compare` of
+add-a-gpu.md is asked about every policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
