@@ -11,8 +11,10 @@ from pstar_sim.cli import flag_values
 from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.flag_values import policy_names
-from pstar_sim.cli.flags import JsonObject, MachineFlags, SettingFlags, WorkloadFlags, certify, output
-from pstar_sim.cli.output import Header, picture_kind, save_picture, say, say_answer, tell
+from pstar_sim.cli.flags import JsonObject, MachineFlags, PictureFlags, SettingFlags, WorkloadFlags, certify, output
+from pstar_sim.cli.output import Header, check_looks, draw, say, say_answer, tell
+from pstar_sim.errors import PstarError
+from pstar_sim.files import write_atomically
 
 __all__ = ["commands"]
 
@@ -49,13 +51,16 @@ def ablate(
     ] = False,
     json: JsonObject = False,
     path: Annotated[str | None, output("also draw the waterfall")] = None,
+    picture: PictureFlags,
 ) -> int:
     """Say what each idea is worth: from a published schedule to the best schedule, one change at a time."""
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.ablate import ablate as ask
 
     if path is not None:
-        picture_kind(Path(path))  # before any planning
+        check_looks(path, picture)
+    elif picture != PictureFlags():
+        raise PstarError("--size, --style, --legend and --data are of a picture; give its file with -o")
     machine = machine_of(on)
     workloads = workloads_of(job, machine)
     with bar("planning", quiet=json) as on_part:
@@ -69,9 +74,9 @@ def ablate(
             progress=lambda done, lines: on_part("planning", done, lines),
         )
     if path is not None:
-        from pstar_sim.report.waterfall import waterfall_figure
+        from pstar_sim.report.waterfall import waterfall_csv, waterfall_figure
 
-        save_picture(waterfall_figure(found), Path(path), dpi=150)
+        draw(lambda look: waterfall_figure(found, look=look), path, picture)
     if json:
         header = Header(model=found.workload.model, machine=machine.name, notes=found.notes)
         say_answer(header, **found.to_json())
@@ -81,4 +86,6 @@ def ablate(
         say(ablation_text(found))
         if path is not None:
             tell(f"\n{path}: the waterfall")
+    if picture.data is not None:
+        write_atomically(Path(picture.data), waterfall_csv(found))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,12 +16,16 @@ from pstar_sim.terminal import narrow_encoding, table_text, terminal_width, wrap
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from pstar_sim.cli.flags import PictureFlags
     from pstar_sim.core.plan import Plan
     from pstar_sim.core.timeline import Timeline
+    from pstar_sim.report.paper import Look
 
 __all__ = [
     "Header",
     "check_apart",
+    "check_looks",
+    "draw",
     "note",
     "picture_kind",
     "save_perfetto",
@@ -31,6 +35,7 @@ __all__ = [
     "say_json",
     "say_table",
     "tell",
+    "write_table",
     "yes_or_no",
 ]
 
@@ -125,6 +130,33 @@ def save_picture(figure: Figure, path: Path, *, dpi: int) -> None:
                 f"{path}: matplotlib cannot write a picture of kind {kind!r} here: {why}; name a file that ends in "
                 ".png, .svg or .pdf"
             ) from error
+
+
+def check_looks(path: str, picture: PictureFlags, read: Sequence[str] = ()) -> None:
+    """Raise PstarError, before any planning, for a file or a style that cannot be.
+
+    read: files that the command reads.
+    """
+    from pstar_sim.report.paper import styled
+
+    check_apart(read, [path, *([picture.data] if picture.data else [])])
+    picture_kind(Path(path))
+    with styled(picture.style):
+        pass
+
+
+def draw(figure: Callable[[Look], Figure], path: str, picture: PictureFlags) -> None:
+    from pstar_sim.report.paper import styled
+
+    with styled(picture.style):
+        save_picture(figure(picture.look), Path(path), dpi=picture.dpi)
+
+
+def write_table(path: str, text: str) -> None:
+    from pstar_sim.files import write_atomically
+
+    write_atomically(Path(path), text)
+    tell(f"{path}: {text.count(chr(10)) - 1} rows")
 
 
 def picture_kind(path: Path) -> str:

@@ -33,13 +33,13 @@ from pstar_sim.cli.flags import (
 from pstar_sim.cli.likes import OURS, Like, Likes, read_likes
 from pstar_sim.cli.output import (
     Header,
-    check_apart,
+    check_looks,
+    draw,
     note,
-    picture_kind,
-    save_picture,
     say,
     say_answer,
     tell,
+    write_table,
     yes_or_no,
 )
 from pstar_sim.cli.staging import (
@@ -53,7 +53,6 @@ from pstar_sim.cli.staging import (
 )
 from pstar_sim.cli.usage import CommandGroup
 from pstar_sim.errors import DoesNotFit, FalseFigures, NothingFits, PlanError, PstarError
-from pstar_sim.files import write_atomically
 
 if TYPE_CHECKING:
     from pstar_sim.catalog.machine import Machine
@@ -411,10 +410,10 @@ def tide(
 ) -> int:
     """Draw GPU memory over an iteration, stacked by what fills it: non-model data, parameters, gradients, optimizer
     states, free; policies below each other."""
-    from pstar_sim.report.paper import styled, tide_csv
+    from pstar_sim.report.paper import tide_csv
     from pstar_sim.report.tide_picture import tide_figure
 
-    _check_picture(path, picture, plans or ())
+    check_looks(path, picture, plans or ())
     if not plans:
         timelines, title = _planned_timelines(job, on, setting, policy)
     elif job.trace is not None or job.model is not None:
@@ -423,28 +422,11 @@ def tide(
         timelines, title = _timelines_of(plans)
     over = None if measured is None else measured_of(measured)
     xs = ("time", "moment") if x == "both" else (x,)
-    with styled(picture.style):
-        figure = tide_figure(timelines, xs=xs, measured=over, title=title, look=picture.look)
-        save_picture(figure, Path(path), dpi=picture.dpi)
+    draw(lambda look: tide_figure(timelines, xs=xs, measured=over, title=title, look=look), path, picture)
     tell(f"{path}: {', '.join(t.label for t in timelines)}")
-    _write_data(picture, tide_csv([*timelines, *([over] if over else [])], xs))
-    return 0
-
-
-def _check_picture(path: str, picture: PictureFlags, read: Sequence[str]) -> None:
-    """Before any planning."""
-    from pstar_sim.report.paper import styled
-
-    check_apart(read, [path, *([picture.data] if picture.data else [])])
-    picture_kind(Path(path))
-    with styled(picture.style):
-        pass
-
-
-def _write_data(picture: PictureFlags, text: str) -> None:
     if picture.data is not None:
-        write_atomically(Path(picture.data), text)
-        tell(f"{picture.data}: {text.count(chr(10)) - 1} rows")
+        write_table(picture.data, tide_csv([*timelines, *([over] if over else [])], xs))
+    return 0
 
 
 @command(plot, "pstar plot stages plan.json -o stages.png")
@@ -458,21 +440,20 @@ def stages(
     from pstar_sim.core.checker.meetings import prove_set
     from pstar_sim.core.plan_set import PlanSet
     from pstar_sim.core.set_file import read_plans
-    from pstar_sim.report.paper import styled
     from pstar_sim.report.stages import stages_csv, stages_figure
     from pstar_sim.sim.play import play_stages
 
-    _check_picture(drawn, picture, [path])
+    check_looks(drawn, picture, [path])
     plans = read_plans(Path(path))
     if not isinstance(plans, PlanSet):
         raise PstarError(f"{path}: is the plan of one stage; `pstar report` draws its queues")
     with named(path):
         prove_set(plans)
     timelines = play_stages(plans)
-    with styled(picture.style):
-        save_picture(stages_figure(plans, timelines, look=picture.look), Path(drawn), dpi=picture.dpi)
+    draw(lambda look: stages_figure(plans, timelines, look=look), drawn, picture)
     tell(f"{drawn}: {len(plans.plans)} stages")
-    _write_data(picture, stages_csv(plans, timelines))
+    if picture.data is not None:
+        write_table(picture.data, stages_csv(plans, timelines))
     return 0
 
 

@@ -27,7 +27,7 @@ __all__ = ["STYLES", "USUAL", "Look", "broken_at", "csv_text", "figure_legend", 
 
 NARROW, LEAST = 6.0, 0.7
 LEGEND_POINTS = 9.5  # of words beside a swatch
-LETTER, SWATCH = 0.52, 5.0  # width of a letter and of a swatch with its gaps, in sizes of the words
+SWATCH = 5.0  # width of a swatch with its gaps, in sizes of the words
 
 PAPER = "#1e2129"  # of a dark page of the documentation
 STYLES: Mapping[str, Any] = {
@@ -76,24 +76,36 @@ def styled(name: str) -> Iterator[None]:
 
 
 def broken_at(text: str, points: float, size: float) -> str:
-    """Returns the text in lines of at most so many points, broken at spaces.
+    """In lines of at most so many points, broken at spaces.
 
     size: of its letters.
     """
-    import textwrap
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and _width(longer, size) > points:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return "\n".join(lines)
 
-    return "\n".join(textwrap.wrap(text, max(10, int(points / (size * LETTER)))))
+
+def _width(text: str, size: float) -> float:
+    from matplotlib.textpath import TextPath
+
+    return float(TextPath((0, 0), text, size=size).get_extents().width)
 
 
-def figure_legend(figure: Figure, handles: Mapping[str, Any], look: Look, *, place: str, most: int = 3) -> None:
-    """Draws the legend beside the axes.
+def figure_legend(figure: Figure, handles: Mapping[str, Any], look: Look, *, place: str, most: int = 3) -> float:
+    """Draws the legend beside the axes. Returns the width that it leaves to a title above, in points.
 
     place: where it stands if the look does not say.
     most: columns of a wide figure.
     """
+    width = 0.97 * 72 * float(figure.get_figwidth())
     place = look.legend or place
     if place == "none" or not handles:
-        return
+        return width
     points = LEGEND_POINTS * look.scale
     columns, names = most, list(handles)
     if look.scale < 1:
@@ -105,6 +117,9 @@ def figure_legend(figure: Figure, handles: Mapping[str, Any], look: Look, *, pla
         list(handles.values()), names, loc="outside lower left" if below else "outside right upper",
         ncols=columns if below else 1, frameon=False, fontsize=points,
     )  # fmt: skip
+    if below:
+        return width
+    return width - SWATCH * points - max(_width(line, points) for name in names for line in name.split("\n"))
 
 
 def laid_out(figure: Figure, look: Look) -> Figure:

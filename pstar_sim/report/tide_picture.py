@@ -246,9 +246,9 @@ def _subplots(
 
 
 def _finished(figure: Figure, handles: Handles, title: str, look: Look) -> Figure:
-    figure_legend(figure, {name: handles[name] for name in _in_order(handles)}, look, place="below")
+    points = figure_legend(figure, {name: handles[name] for name in _in_order(handles)}, look, place="below")
     if title:
-        lines = broken_at(title, figure.get_figwidth() * 72, 12 * look.scale)
+        lines = broken_at(title, points, 12 * look.scale)
         figure.suptitle(lines, fontsize=12, x=0.01, ha="left")
     return laid_out(figure, look)
 

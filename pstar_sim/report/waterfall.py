@@ -12,6 +12,7 @@ from pstar_sim.errors import PstarError
 from pstar_sim.planner.ablate import Ablation, Line
 from pstar_sim.report.legends import ink
 from pstar_sim.report.palette import BLUE, GREEN, GREY, SKY, VERMILION
+from pstar_sim.report.paper import USUAL, Look, broken_at, csv_text, figure_legend, laid_out
 from pstar_sim.report.tables import heading
 from pstar_sim.units import GB
 
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_waterfall", "waterfall_figure"]
+__all__ = ["plot_waterfall", "waterfall_csv", "waterfall_figure"]
 
 WHOLE, BETTER, WORSE, UP, DOWN = GREY, GREEN, VERMILION, BLUE, SKY
 NOTHING_S = 0.005  # a change that rounds to 0.00 s
+NAMES = 0.33  # share of a narrow figure that names have
 LEGIBLE = 0.004  # a change below this share of the picture's width is a mark, not a bar
 
 
@@ -51,9 +53,12 @@ def plot_waterfall(ablation: Ablation, ax: Axes | Iterable[Axes] | None = None) 
     return ax
 
 
-def waterfall_figure(ablation: Ablation, *, pyplot: bool = False) -> Figure:
-    """Made without pyplot."""
-    size = (11.0, 1.5 + 0.36 * (len(ablation.lines) + 1))
+def waterfall_figure(ablation: Ablation, *, pyplot: bool = False, look: Look = USUAL) -> Figure:
+    """Made without pyplot. A narrow figure has the seconds alone.
+
+    Raises PstarError for a size that has no room for the words.
+    """
+    size = look.size(11.0, 1.5 + 0.36 * (len(ablation.lines) + 1))
     if pyplot:
         from matplotlib import pyplot as plt
 
@@ -62,10 +67,35 @@ def waterfall_figure(ablation: Ablation, *, pyplot: bool = False) -> Figure:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=size, layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
-    plot_waterfall(ablation, [left, right])
-    figure.suptitle(heading(ablation).splitlines()[0] + f"; {ablation.machine.name}", fontsize=10, x=0.01, ha="left")
-    return figure
+    points = figure.get_figwidth() * 72
+    room = 0.97 * points
+    if look.scale == 1:
+        left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
+        plot_waterfall(ablation, [left, right])
+        if look.legend is not None:
+            own = right.get_legend()
+            own.remove()
+            words = [text.get_text() for text in own.get_texts()]
+            room = figure_legend(figure, dict(zip(words, own.legend_handles)), look, place="below")
+    else:
+        left = figure.subplots()
+        plot_waterfall(ablation, left)
+        left.set_yticks(*_folded(left, points * NAMES, 8.5 * look.scale))
+        left.texts[-1].set_text(broken_at(left.texts[-1].get_text(), points * NAMES, 8 * look.scale))
+    title = heading(ablation).splitlines()[0] + f"; {ablation.machine.name}"
+    figure.suptitle(broken_at(title, room, 10 * look.scale), fontsize=10, x=0.01, ha="left")
+    return laid_out(figure, look)
+
+
+def _folded(ax: Axes, points: float, size: float) -> tuple[list[float], list[str]]:
+    """Ticks with their names in lines of at most so many points."""
+    return list(ax.get_yticks()), [broken_at(label.get_text(), points, size) for label in ax.get_yticklabels()]
+
+
+def waterfall_csv(ablation: Ablation) -> str:
+    names = ("change", "policy", "fits", "iteration_s", "gained_s", "gap", "h2d_bytes", "d2h_bytes")
+    rows = [["" if (value := getattr(line, name)) is None else value for name in names] for line in ablation.lines]
+    return csv_text([names, *rows])
 
 
 def _seconds(ablation: Ablation, ax: Axes) -> None:

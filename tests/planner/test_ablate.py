@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
 from itertools import pairwise
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from matplotlib import style
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 import pstar_sim as ps
 from pstar_sim.catalog.machine import Machine
@@ -18,6 +20,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PlanError, PstarError, UnknownName
 from pstar_sim.planner.ablate import Ablation, ablate, ladder, left_out
 from pstar_sim.report.ablation import ablation_html, ablation_text
+from pstar_sim.report.paper import Look
 from pstar_sim.report.waterfall import plot_waterfall, waterfall_figure
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import MIB
@@ -212,6 +215,19 @@ def test_the_waterfall_has_a_bar_for_each_line(found: Ablation) -> None:
     assert labels[1:-1] == [line.change for line in found.lines[1:]]
 
 
+def test_the_waterfall_fits_into_the_column_of_a_paper(found: Ablation) -> None:
+    figure = waterfall_figure(found, look=Look(width=3.3))
+    figure.draw_without_rendering()
+    (seconds,) = figure.axes
+    words = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
+    assert len(words) > 2 * len(found.lines)
+    for text in words:
+        box = text.get_window_extent()
+        assert box.x0 >= -1 and box.x1 <= figure.bbox.x1 + 1 and box.y1 <= figure.bbox.y1 + 1, text
+    labels = [label.get_text().replace("\n", " ") for label in seconds.get_yticklabels()]
+    assert labels[1:-1] == [line.change for line in found.lines[1:]]
+
+
 def test_it_draws_on_axes_of_ones_own(found: Ablation) -> None:
     own = Figure().subplots()
     assert plot_waterfall(found, ax=own) is own
@@ -245,15 +261,21 @@ def test_the_command_on_several_gpus(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "waterfall.png"
     flags = "--model 1B --batch 4 --seq 1024 --machine v100-32 --gpu-memory 8GB --chunk 256MiB --policy tide"
-    assert main(["ablate", *flags.split(), "-o", str(picture)]) == 0
+    table = picture.with_suffix(".csv")
+    assert main(["ablate", *flags.split(), "-o", str(picture), "--data", str(table)]) == 0
     out = capsys.readouterr().out
     assert "from patrickstar to tide, one change at a time" in out
     assert "every line has the barrier that this setting asks for (clip)" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main(["ablate", *flags.split(), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert [row["policy"] for row in rows] == [line["policy"] for line in answer["lines"]]
+    assert [float(row["iteration_s"]) for row in rows] == [line["iteration_s"] for line in answer["lines"]]
     assert (answer["policy"], answer["barrier"]) == ("tide", "clip")
     assert [line["policy"] for line in answer["lines"]][:2] == ["patrickstar", PLAINEST]
+    assert main(["ablate", *flags.split(), "--size", "3.3"]) == 2
+    assert "--size, --style, --legend and --data are of a picture; give its file with -o" in capsys.readouterr().err
     assert main(["ablate", *flags.split(), "--policy", "zero_offload"]) == 2
     assert "not a point of the asynchronous policies" in capsys.readouterr().err
 

@@ -250,6 +250,9 @@ def test_nothing_is_clipped_in_the_column_of_a_paper(height: float | None, legen
         assert box.x0 >= -1 and box.y0 >= -1, drawn
         assert box.x1 <= figure.bbox.x1 + 1 and box.y1 <= figure.bbox.y1 + 1, drawn
     assert bool(figure.legends) is (legend != "none")
+    (above,) = (text for text in words if text.get_text().startswith("llama-3-8b"))
+    if legend == "right":
+        assert above.get_window_extent().x1 <= figure.legends[0].get_window_extent().x0
     letters = figure.axes[0].texts[0].get_window_extent()
     line = next(one for one in figure.axes[0].lines if one.get_linestyle() == "--")
     assert letters.y0 > figure.axes[0].transData.transform((0, line.get_ydata()[0]))[1]
