@@ -5,6 +5,7 @@ read, by deepspeed.py.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec.yaml
@@ -20,7 +21,8 @@ from pstar_sim.frameworks.host_memory import Copies
 from pstar_sim.frameworks.keys import AUTO, PARALLELISM, Count, KeyReading, ignored, nested, read_keys, unmodelled, used
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.schema.fields import least
-from pstar_sim.schema.reading import brief, nearest
+from pstar_sim.schema.parsing import parse_json
+from pstar_sim.schema.reading import Fault, brief, nearest
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.workload import Workload
 
@@ -212,9 +214,14 @@ def _sharding(found: KeyReading, file: str) -> tuple[bool, int | str, list[str]]
 
 
 def _as_deepspeed(found: KeyReading, file: str, notes: list[str]) -> Configuration:
-    """Raises PstarError where the configuration names a file of DeepSpeed's own."""
+    """A file of DeepSpeed's own stands for all keys beside it, as accelerate takes it."""
     if found.known("ds_file") is not None:
-        raise PstarError(f"{file}: {_DS}.deepspeed_config_file = {found['ds_file']!r}: give that file to --like")
+        path = Path(file).parent / Path(str(found["ds_file"])).expanduser()
+        made = deepspeed.read(_read_file(path, file), str(path))
+        details = _details(found, {**made.detail, "type": "DEEPSPEED"})
+        loading = "each" if found.known("ds_init") is False else made.loading
+        said = [*notes, f"deepspeed_config_file: {path}", *made.notes]
+        return replace(made, dtype=made.dtype or _dtype(found), details=details, loading=loading, notes=tuple(said))
     zero: dict[str, Any] = {"stage": found.usual("ds_stage", 2)}
     for device, name in (("offload_optimizer", "ds_states"), ("offload_param", "ds_params")):
         if found.known(name) is not None:
@@ -234,6 +241,17 @@ def _as_deepspeed(found: KeyReading, file: str, notes: list[str]) -> Configurati
     return replace(
         made, details=details, loading=loading, notes=(*notes, *made.notes), without_effect=found.without_effect
     )
+
+
+def _read_file(path: Path, file: str) -> object:
+    """file: the configuration that names it."""
+    what = f"{file}: {_DS}.deepspeed_config_file = {str(path)!r}"
+    try:
+        return parse_json(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PstarError(f"{what}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}") from None
+    except Fault as fault:
+        raise PstarError(f"{what}: {fault.in_json()}") from None
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:

@@ -286,6 +286,23 @@ def test_of_an_accelerate_file_the_file_that_has_the_value_is_named() -> None:
         accelerate.read({**content, "deepspeed_config": disks}, "ds.yaml")
 
 
+def test_a_file_that_accelerate_names_is_followed(tmp_path: Path) -> None:
+    """From the folder of the YAML, with the processes and the dtype of the YAML where the file says none."""
+    content = {"zero_optimization": {"stage": 3, "offload_param": CPU, "offload_optimizer": CPU}}
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    (tmp_path / "of.yaml").write_text(
+        "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 4\n"
+        "deepspeed_config: {deepspeed_config_file: ds.json, zero3_init_flag: false}\n"
+    )
+    found = load_configuration(str(tmp_path / "of.yaml"))
+    own = load_configuration(str(tmp_path / "ds.json"))
+    assert (found.policy, found.dtype, found.loading) == (own.policy, "bf16", "each")
+    assert found.detail["processes"] == 4 and found.notes[0] == f"deepspeed_config_file: {tmp_path / 'ds.json'}"
+    (tmp_path / "ds.json").write_text("{")
+    with pytest.raises(PstarError, match=r"^\S*of\.yaml: deepspeed_config\.deepspeed_config_file = '\S*ds\.json': "):
+        load_configuration(str(tmp_path / "of.yaml"))
+
+
 def test_copies_of_memory_that_is_not_pinned_go_at_the_rate_for_it() -> None:
     """A link of 1 MiB/s, half of it for memory that is not pinned: every copy takes twice as long. A machine without
     that rate times them as pinned."""
