@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeGuard
+
+from msgspec import structs
 
 from pstar_sim.catalog.loader import load_catalog
 from pstar_sim.catalog.model_shapes import model_entry, model_names
 from pstar_sim.dtypes import MASTER
 from pstar_sim.units import GB
 
-__all__ = ["list_machines", "list_models"]
+__all__ = ["PARTS", "list_machines", "list_models", "list_parts"]
+
+PARTS = ("gpus", "links", "hosts")
+"""Tables of the catalog beside that of machines."""
 
 
 def list_machines(user_file: str | Path | None = None) -> list[dict[str, object]]:
@@ -36,6 +42,23 @@ def list_machines(user_file: str | Path | None = None) -> list[dict[str, object]
             }
         )
     return rows
+
+
+def list_parts(table: str, user_file: str | Path | None = None) -> list[dict[str, object]]:
+    """Of one of PARTS, as the catalog writes them: figures alone, with where they come from."""
+    catalog = load_catalog(user_file)
+    entries = {name: structs.asdict(entry.values) for name, entry in getattr(catalog, table).items()}
+    used = {key for values in entries.values() for key, value in values.items() if _is_figure(value)}
+    return [
+        {table.removesuffix("s"): name}
+        | {key: _short(value) if _is_figure(value) else None for key, value in values.items() if key in used}
+        | {"source": values.get("source")}
+        for name, values in entries.items()
+    ]
+
+
+def _is_figure(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _tflops(rates: Mapping[str, float]) -> float | int | None:

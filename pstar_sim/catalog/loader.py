@@ -24,6 +24,7 @@ __all__ = [
     "load_catalog",
     "load_machine",
     "machine_names",
+    "peak_flops_per_s",
     "resize",
     "with_disks",
     "with_nodes",
@@ -103,6 +104,13 @@ def load_machine(
             both = f"{figure} = {changes[figure]} and {known_as} = {other}"
             raise CatalogError(f"{both} are the same figure; give it once")
     return override(machine, changes)
+
+
+def peak_flops_per_s(gpu: str, dtype: str) -> float | None:
+    """Of the datasheet; None for a GPU or a dtype that the catalog has no peak of."""
+    entry = load_catalog().gpus.get(gpu)
+    tflops = None if entry is None else getattr(entry.values, f"{dtype}_tflops", None)
+    return None if tflops is None else tflops * 1e12
 
 
 def _only_machine(file: str) -> Machine:

@@ -10,7 +10,7 @@ import typer
 from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.exit_status import NO
-from pstar_sim.cli.flag_values import count, duration_s, machine_names, model_names, positive, share
+from pstar_sim.cli.flag_values import Counts, count, counts, duration_s, machine_names, model_names, positive, share
 from pstar_sim.cli.flags import (
     JobFlags,
     JsonList,
@@ -256,14 +256,20 @@ def cheapest(
         list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="another figure of every --machine")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(parser=positive, metavar="N", help="GPUs per node of every --machine")
+        Counts | None,
+        typer.Option(parser=counts, metavar="N,...", help="GPUs per node of every --machine; 1,2,4: a row each"),
     ] = None,
     prices: Annotated[
         str | None, typer.Option(metavar="FILE", help="prices of your own: [MACHINE] usd_per_hour = ...")
     ] = None,
-    most_nodes: Annotated[
-        int, typer.Option("--nodes", parser=positive, metavar="N", help="largest number of nodes to try")
-    ] = 64,
+    nodes: Annotated[
+        Counts | None,
+        typer.Option(
+            parser=counts,
+            metavar="N,...",
+            help="most nodes to try, for the fewest that make the deadline (default: 64); 1,2,4: a row each",
+        ),
+    ] = None,
     setting: SettingFlags,
     policy: Annotated[list[str] | None, policies("use", "optimal")] = None,
     loading: LoadingFlag = None,
@@ -273,13 +279,16 @@ def cheapest(
     """Find the cheapest machine that trains a model on a number of tokens by a deadline."""
     from pstar_sim.catalog.loader import load_machine
     from pstar_sim.cli.inputs import axes_of, settings_of
+    from pstar_sim.planner.cheapest import MOST_NODES
     from pstar_sim.planner.cheapest import cheapest as ask
     from pstar_sim.report.capacity_tables import cheapest_said, cheapest_text
 
     if (changes or gpus) and not machine:
         flag = "--set" if changes else "--gpus"
         raise PstarError(f"{flag} changes named machines only: give --machine too")
-    machines = None if machine is None else [load_machine(name, gpus=gpus, overrides=changes or ()) for name in machine]
+    of_node = (None,) if gpus is None else gpus.values
+    machines = [load_machine(name, gpus=n, overrides=changes or ()) for name in machine or () for n in of_node]
+    most = nodes.values[0] if nodes is not None and len(nodes.values) == 1 else None
     with bar("starting", quiet=json) as on_part:
         answer = ask(
             model,
@@ -287,12 +296,13 @@ def cheapest(
             batch=batch,
             seq=job.seq,
             deadline_s=deadline,
-            machines=machines,
+            machines=machines or None,
             policies=policy,
             settings=settings_of(setting),
             loading=loading,
             prices=prices,
-            most_nodes=most_nodes,
+            most_nodes=most or MOST_NODES,
+            nodes=None if nodes is None or most is not None else nodes.values,
             parallel=parallel,
             on_part=on_part,
             **axes_of(job),
@@ -368,6 +378,13 @@ def sweep(
         ),
     ],
     path: Annotated[str, output("the results to write (.parquet)")],
+    nodes: Annotated[
+        Counts | None,
+        typer.Option(parser=counts, metavar="N,...", help="also an axis: numbers of nodes, such as 1,2,4"),
+    ] = None,
+    gpus: Annotated[
+        Counts | None, typer.Option(parser=counts, metavar="N,...", help="also an axis: GPUs per node, such as 1,2,4,8")
+    ] = None,
     jobs: Annotated[
         int | None, typer.Option(parser=positive, metavar="N", help="processes (default: one per core)")
     ] = None,
@@ -382,8 +399,11 @@ def sweep(
     json: Annotated[bool, typer.Option("--json", help="a JSON object with all points as its rows")] = False,
 ) -> int:
     """Plan and simulate every point of a grid; continue where an interrupted sweep stopped."""
+    from pstar_sim.planner.grid import load_grid
     from pstar_sim.planner.sweep import sweep as ask
 
+    given = (("nodes", nodes), ("gpus", gpus))
+    asked = load_grid(grid, {name: list(one.values) for name, one in given if one is not None})
     done = [0, 0]
 
     with bar("points", quiet=quiet, alike=True) as on_part:
@@ -393,7 +413,7 @@ def sweep(
             on_part(f"points, {cached} known already" if cached else "points", points, total)
 
         try:
-            answer = ask(grid, path, jobs=jobs or -1, backend=backend, cache=cache, on_progress=on_progress)
+            answer = ask(asked, path, jobs=jobs or -1, backend=backend, cache=cache, on_progress=on_progress)
         except KeyboardInterrupt:
             note(f"{done[0]} of {done[1]} points are kept; the same command continues from there")
             raise

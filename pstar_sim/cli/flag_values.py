@@ -7,6 +7,7 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -62,6 +63,19 @@ def positive(text: str) -> int:
     if value < 1:
         raise typer.BadParameter(f"must be at least 1, not {value}")
     return value
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers to try, each once."""
+
+    values: tuple[int, ...]
+
+
+@_value
+def counts(text: str) -> Counts:
+    """Reads "4" or "1,2,4"."""
+    return Counts(tuple(dict.fromkeys(_whole(part.strip(), least=1) for part in text.split(","))))
 
 
 @_value

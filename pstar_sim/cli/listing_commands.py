@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.flags import JsonList
 from pstar_sim.cli.output import Header, say_answer, say_table, tell
+from pstar_sim.errors import PstarError
 
 __all__ = ["commands"]
 
 commands = typer.Typer()
 
 
-@command(commands, "pstar machines")
-def machines(*, json: JsonList = False) -> int:
+@command(commands, "pstar machines --gpus")
+def machines(
+    *,
+    gpus: Annotated[
+        bool, typer.Option("--gpus", help="list the GPUs instead, by the names that machine files take")
+    ] = False,
+    links: Annotated[bool, typer.Option("--links", help="list the links instead")] = False,
+    hosts: Annotated[bool, typer.Option("--hosts", help="list the hosts instead")] = False,
+    json: JsonList = False,
+) -> int:
     """List the machines of the catalog."""
-    from pstar_sim.report.listing import machines as listed
+    from pstar_sim.catalog.listing_rows import list_machines, list_parts
 
-    return _listing(listed().to_json(), json)
+    parts = [name for name, wanted in (("gpus", gpus), ("links", links), ("hosts", hosts)) if wanted]
+    if len(parts) > 1:
+        raise PstarError(f"--{parts[0]} and --{parts[1]} are two tables; give one of them")
+    return _listing(list_parts(parts[0]) if parts else list_machines(), json)
 
 
 @command(commands, "pstar models")

@@ -13,12 +13,13 @@ import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 
 from pstar_sim.arguments import file_path, number, whole
 from pstar_sim.arguments import names as listed
 from pstar_sim.bounds.shares import AnyShares, any_job, tightest
 from pstar_sim.catalog.entries import MOST_NODES_OF_A_MACHINE
-from pstar_sim.catalog.loader import with_nodes
+from pstar_sim.catalog.loader import as_listed, peak_flops_per_s, with_nodes
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.catalog.prices import Price, load_prices
@@ -39,10 +40,10 @@ from pstar_sim.python310 import Unpack
 from pstar_sim.workload.axes import AxesGiven
 from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.parallelism import Parallelism
-from pstar_sim.workload.presets import kernels_of
-from pstar_sim.workload.workload import MOST_MOMENTS, Workload
+from pstar_sim.workload.presets import kernels_of, preset
+from pstar_sim.workload.workload import MOST_MOMENTS, Phase, Workload
 
-__all__ = ["Bill", "Cheapest", "Offer", "bill", "cheapest"]
+__all__ = ["MOST_NODES", "Bill", "Cheapest", "Offer", "bill", "cheapest"]
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 MOST_NODES = 64
@@ -74,6 +75,8 @@ class Offer:
     batch: sequences per micro-batch, of all GPUs together.
     price_of: the offer from which the price comes, and its date.
     expected_error, trust: of tokens_per_s, as in `Fit`.
+    tflops_per_gpu: of forward and backward pass, without what is recomputed.
+    mfu: these over the peak of the GPU's datasheet; None for a GPU that is not in the catalog.
     least_days: days of the matmuls alone; if these miss the deadline, nothing is planned.
     reason: why there are no figures, or why more nodes were not tried.
     """
@@ -96,6 +99,8 @@ class Offer:
     usd_per_million_tokens: float | None = None
     expected_error: float | None = None
     trust: str | None = None
+    tflops_per_gpu: float | None = None
+    mfu: float | None = None
     least_days: float | None = None
     reason: str | None = None
 
@@ -139,6 +144,7 @@ def cheapest(
     loading: Loading | str | None = None,
     prices: str | None = None,
     most_nodes: int = MOST_NODES,
+    nodes: Sequence[int] | None = None,
     parallel: str | Parallelism | None = None,
     on_part: OnPart | None = None,
     **axes: Unpack[AxesGiven],
@@ -152,12 +158,13 @@ def cheapest(
     policies: None: all_on_gpu, zero_offload and tide.
     settings, loading: as in `fits`.
     prices: a price file that takes precedence over the shipped list.
+    nodes: a row for each of these numbers of nodes; None: one for the fewest that make the deadline, up to most_nodes.
     parallel: as in `max_model`.
     on_part: called with the machine that is asked next, the number of machines done and the number of all machines.
     axes: as in `preset`; without dtype, that of each machine's GPU.
 
-    Raises PstarError for an unknown model or machine, for a wrong price, and if no machine has a price. If only some
-    machines have no price, their rows say so.
+    Raises PstarError for an unknown model or machine, and for a wrong price. Machines without a price have no USD and
+    stand behind the others.
     """
     job = Job(model=model, batch=batch, seq=seq, **axes)
     flavour = kernels_of(model_entry(model), job.kernels)
@@ -179,23 +186,26 @@ def cheapest(
     chosen = [machine_of(m) for m in wanted]  # type: ignore[arg-type]
     if not chosen:
         raise PstarError("machines = []: give at least one machine, or leave machines out for all with a price")
-    costs = _prices_of(chosen, known)
+    counts = None if nodes is None else [whole("nodes", n, most=MOST_NODES_OF_A_MACHINE) for n in nodes]
     tell = teller(on_part)
     rows: list[Offer] = []
-    for machine, cost in zip(chosen, costs):
-        tell(machine.name, len(rows), len(chosen))
-        if isinstance(cost, str):
-            rows.append(Offer(machine=machine.name, nodes=machine.nodes, gpus=machine.world_size, reason=cost))
-        else:
+    for number_, machine in enumerate(chosen):
+        tell(machine.name, number_, len(chosen))
+        cost = _price_of(machine, known)
+        if counts is None:
             rows.append(_offer(machine, asked, *cost, tokens, deadline_s, most_nodes))
+        else:
+            rows += [_exactly(machine, n, asked, *cost, tokens, deadline_s) for n in counts]
     rows.sort(key=_rank)
     return Cheapest(model=model, tokens=tokens, deadline_s=deadline_s, rows=tuple(rows), kernels=flavour)
 
 
 def _rank(row: Offer) -> tuple[float, ...]:
-    if row.days is None or row.usd is None:
-        return (2.0, row.least_days or float("inf"))
-    return (0.0, row.usd) if row.in_time else (1.0, row.days)
+    if row.days is None:
+        return (3.0, row.least_days or float("inf"))
+    if not row.in_time:
+        return (2.0, row.days)
+    return (1.0, row.days) if row.usd is None else (0.0, row.usd)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,31 +219,31 @@ class _Question:
     policies: tuple[str, ...] | None
     parallel: str | Parallelism | None = None
 
+    @cached_property
+    def flops_per_token(self) -> float:
+        """Of forward and backward pass, whatever is recomputed."""
+        one = preset(str(self.job.model), batch=1, seq=self.job.seq or 1, **self.job.given)
+        return sum(m.flops for m in one.moments if m.phase is not Phase.RECOMPUTE) / one.tokens
+
     def workloads(self, machine: Machine, micro_batches: int) -> tuple[Workload, ...]:
         """Raises PstarError if the ranks cannot share a micro-batch."""
         return replace(self.job, batch=self.batch // micro_batches, micro_batches=micro_batches).of(machine)
 
 
-def _price_of(machine: Machine, prices: Mapping[str, Price]) -> tuple[float, str] | str:
-    """(USD per hour of one node, its source), or a text that says how to give a price."""
-    price = prices.get(machine.name)
+def _price_of(machine: Machine, prices: Mapping[str, Price]) -> tuple[float | None, str]:
+    """(USD per hour of one node, its source), or None and a text that says how to give a price."""
+    price, listed_as = prices.get(machine.name), as_listed(machine)
+    if price is not None and not price.own and listed_as is not None and listed_as.local_ranks != machine.local_ranks:
+        return (
+            None,
+            f"the price is that of a node of {listed_as.local_ranks} GPUs; give one of your own with --prices FILE",
+        )
     if price is not None and (price.own or machine.price_usd_per_hour is None):
         when = "" if price.as_of is None else f", {price.as_of}"
         return price.usd_per_hour, f"{price.offer or price.source}{when}"
     if machine.price_usd_per_hour is not None:
         return machine.price_usd_per_hour / machine.nodes, "the machine's own entry"
-    return f"no price; give one with --prices FILE ([{machine.name}] usd_per_hour = ...) or --set price=..."
-
-
-def _prices_of(machines: Sequence[Machine], known: Mapping[str, Price]) -> list[tuple[float, str] | str]:
-    """Raises PstarError if no machine has a price."""
-    costs = [_price_of(machine, known) for machine in machines]
-    missing = [cost for cost in costs if isinstance(cost, str)]
-    if missing and len(missing) == len(costs):
-        names = ", ".join(repr(machine.name) for machine in machines)
-        several = len(machines) > 1
-        raise PstarError(f"machine{'s' if several else ''} {names} {'have' if several else 'has'} {missing[0]}")
-    return costs
+    return None, f"no price; give one with --prices FILE ([{machine.name}] usd_per_hour = ...) or --set price=..."
 
 
 def _counts(machine: Machine, batch: int, most: int) -> list[int]:
@@ -249,7 +259,7 @@ def _counts(machine: Machine, batch: int, most: int) -> list[int]:
 def _offer(
     machine: Machine,
     asked: _Question,
-    usd: float,
+    usd: float | None,
     what: str,
     tokens: float,
     deadline_s: float | None,
@@ -285,6 +295,24 @@ def _offer(
     return replace(row, tried=tuple(sorted(rows)))
 
 
+def _exactly(
+    machine: Machine,
+    nodes: int,
+    asked: _Question,
+    usd: float | None,
+    what: str,
+    tokens: float,
+    deadline_s: float | None,
+) -> Offer:
+    base = Offer(machine=machine.name, nodes=nodes, gpus=nodes * machine.local_ranks, price_of=what, tried=(nodes,))
+    try:
+        where = with_nodes(machine, nodes) if nodes != machine.nodes else machine
+    except PstarError as error:
+        return replace(base, reason=str(error))
+    row, _ = _so_many(where, asked, usd, what, tokens, deadline_s)
+    return replace(row, tried=(nodes,))
+
+
 def _no_more(machine: Machine, batch: int, most_nodes: int) -> str:
     if machine.network is None:
         return "no network joins several nodes of it"
@@ -294,14 +322,14 @@ def _no_more(machine: Machine, batch: int, most_nodes: int) -> str:
 
 
 def _so_many(
-    machine: Machine, asked: _Question, usd: float, what: str, tokens: float, deadline_s: float | None
+    machine: Machine, asked: _Question, usd: float | None, what: str, tokens: float, deadline_s: float | None
 ) -> tuple[Offer, bool]:
     """With whether the reason would be the same with more nodes."""
     base = Offer(
         machine=machine.name,
         nodes=machine.nodes,
         gpus=machine.world_size,
-        usd_per_hour=usd * machine.nodes,
+        usd_per_hour=None if usd is None else usd * machine.nodes,
         price_of=what,
     )
     try:
@@ -323,7 +351,9 @@ def _so_many(
     except PstarError as error:
         return replace(base, reason=str(error)), True
     assert row.tokens_per_s is not None
-    cost = bill(tokens, row.tokens_per_s, usd * machine.nodes)
+    cost = bill(tokens, row.tokens_per_s, (usd or 0.0) * machine.nodes)
+    flops_per_s = asked.flops_per_token * row.tokens_per_s / machine.world_size
+    peak = peak_flops_per_s(machine.gpu.name, asked.job.dtype_on(machine))
     uncertainty, why = (row.expected_error, row.trust) if isinstance(row, Row) else (None, None)
     offer = replace(
         base,
@@ -335,8 +365,10 @@ def _so_many(
         micro_batches=micro_batches,
         tokens_per_s=row.tokens_per_s,
         days=cost.days,
-        usd=cost.usd,
-        usd_per_million_tokens=cost.usd_per_million_tokens,
+        usd=None if usd is None else cost.usd,
+        usd_per_million_tokens=None if usd is None else cost.usd_per_million_tokens,
+        tflops_per_gpu=flops_per_s / 1e12,
+        mfu=None if peak is None or machine.mixed else flops_per_s / peak,
         expected_error=uncertainty,
         trust=why,
     )

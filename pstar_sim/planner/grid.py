@@ -112,6 +112,8 @@ Axes = defstruct(
     kw_only=True,
 )
 _KINDS = {name: field.kind for name, field in fields_of(Axes).items()}
+_OF_NODES = ("nodes", "gpus")
+"""Figures of a machine that a grid may name beside [set], too."""
 AXES = {name: meaning(kind) for name, kind in _KINDS.items()}
 """Axis -> words for its values."""
 
@@ -164,9 +166,11 @@ class Grid:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
+def load_grid(source: str | Path | Mapping[str, object], more: Mapping[str, object] | None = None) -> Grid:
     """Returns the grid of a TOML file, the shipped grid of that name ("whatif"), or the grid of a mapping of the same
     form.
+
+    more: axes that come before those of the same name.
 
     Raises PstarError, naming file and axis, for an axis that is unknown, empty or has a value twice or a wrong one, and
     for a grid without a machine, without a policy, or with both or neither of model and trace.
@@ -176,9 +180,11 @@ def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
     else:
         place = _own_or_shipped(file_path("grid", source))
         file, content = str(place), read_toml(place, "grid", VERSION)
+    content |= more or {}
     table = content.pop("set", {})
     if not isinstance(table, Mapping):
         raise PstarError(f'{file}: set = {table!r}; write a table: [set] and "gpu.memory" = ["24GB", "48GB"] below it')
+    table = {**table, **{name: content.pop(name) for name in _OF_NODES if name in content}}
     axes: dict[str, tuple[Value, ...]] = {}
     for name, given in content.items():
         if name not in AXES:

@@ -9,7 +9,14 @@ from pstar_sim.catalog.loader import as_listed
 from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
 from pstar_sim.planner.machine_notes import added_gpus_notes, attention_notes, pinned_notes, thread_notes, units_notes
 from pstar_sim.planner.trust import NOT_NEAR
-from pstar_sim.report.tables import batch_words, format_barred, format_size, sources_of_times, trust_lines
+from pstar_sim.report.tables import (
+    batch_words,
+    format_barred,
+    format_percent,
+    format_size,
+    sources_of_times,
+    trust_lines,
+)
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_error, format_params, format_s
 from pstar_sim.validation.published_limits import PublishedLimit, published_limits
@@ -373,8 +380,8 @@ def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
     kernels = f" ({kernels_text(answer.kernels)})" if answer.kernels else ""
     lines = [*wrap(f"{answer.model}{kernels} on {_tokens(answer.tokens)} tokens{by}", width), ""]
     columns = (
-        "machine", "nodes", "in time", "policy", "micro-batches", "tokens/s", "error", "days", "USD/h", "USD",
-        "USD/M tokens",
+        "machine", "nodes", "GPUs", "in time", "policy", "micro-batches", "tokens/s", "error", "TFLOPS/GPU", "MFU",
+        "days", "USD/h", "USD", "USD/M tokens",
     )  # fmt: skip
     shown = [row for row in answer.rows if row.days is not None]
     if late := _none_in_time(answer):
@@ -394,7 +401,8 @@ def cheapest_said(answer: Cheapest) -> tuple[str, tuple[str, ...]]:
     if best is None:
         return _none_in_time(answer) or "no machine can train it", notes
     nodes = f"{best.nodes} node{'s'[: best.nodes > 1]} of {best.machine}"
-    return f"{nodes} under {best.policy}: {_days(best.days or 0.0)} days, {best.usd or 0.0:,.0f} USD", notes
+    price = "no price known" if best.usd is None else f"{best.usd:,.0f} USD"
+    return f"{nodes} under {best.policy}: {_days(best.days or 0.0)} days, {price}", notes
 
 
 def _none_in_time(answer: Cheapest) -> str:
@@ -407,6 +415,7 @@ def _offer_notes(answer: Cheapest, shown: Sequence[Offer]) -> Iterator[str]:
     if shown:
         prices = dict.fromkeys(f"{row.machine}: {row.price_of}" for row in shown)
         yield f"prices of a node: {'; '.join(prices)}"
+        yield "MFU: flops of forward and backward pass, without what is recomputed, over the peak of the datasheet"
         yield "micro-batches: sequences of all GPUs at a time x how many per iteration"
         if not all(row.in_time_is_sure for row in shown):
             yield "in time, within ± ...: the deadline is nearer to the days than their error, and may be missed or met"
@@ -443,12 +452,19 @@ def _offer_cells(row: Offer) -> tuple[str, ...]:
     return (
         row.machine,
         str(row.nodes),
+        str(row.gpus),
         ("yes" if row.in_time else "no")
         + ("" if row.in_time_is_sure else f", within {format_error(row.expected_error)}"),
         ", ".join(filter(None, (row.policy, row.parallel))),
         f"{row.batch} x {row.micro_batches}",
         "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
         format_error(row.expected_error),
+        ""
+        if row.tflops_per_gpu is None
+        else f"{row.tflops_per_gpu:.0f}"
+        if row.tflops_per_gpu >= 100
+        else f"{row.tflops_per_gpu:.1f}",
+        "" if row.mfu is None else format_percent(row.mfu),
         "" if row.days is None else _days(row.days),
         "" if row.usd_per_hour is None else f"{row.usd_per_hour:,.2f}",
         "" if row.usd is None else f"{row.usd:,.0f}",

@@ -73,6 +73,15 @@ def test_json_is_a_list_of_objects_with_exactly_the_keys(capsys: pytest.CaptureF
         assert row["tokens_per_s"] == pytest.approx(1024 / row["iteration_s"])
 
 
+def test_parts_of_machines_are_listed_with_their_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["machines", "--gpus", "--json"]) == 0
+    rows = {row["gpu"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    h100 = rows["h100-80"]
+    assert (h100["bf16_tflops"], h100["hbm_gb_per_s"], h100["memory_gb"]) == (989, 3350, 84.9) and h100["source"]
+    assert main(["machines", "--gpus", "--hosts"]) == 2
+    assert "--gpus and --hosts are two tables; give one of them" in capsys.readouterr().err
+
+
 HEADER = ["command", "version", "model", "machine", "verdict", "reason", "advice", "notes"]
 
 
@@ -148,11 +157,13 @@ def test_auto_is_the_fastest_that_fits(tmp_path: Path, capsys: pytest.CaptureFix
     assert chosen["iteration_s"] == min(row["iteration_s"] for row in rows)
 
 
-@pytest.mark.parametrize("what", ["machines", "models", "policies"])
+@pytest.mark.parametrize(
+    "what", ["machines", "machines --gpus", "machines --links", "machines --hosts", "models", "policies"]
+)
 def test_listings(what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([what]) == 0
+    assert main(what.split()) == 0
     assert len(capsys.readouterr().out.splitlines()) > 4
-    assert main([what, "--json"]) == 0
+    assert main([*what.split(), "--json"]) == 0
     assert isinstance(json.loads(capsys.readouterr().out)["rows"], list)
 
 

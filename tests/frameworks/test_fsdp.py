@@ -105,7 +105,7 @@ def test_a_file_that_names_recomputation_decides_it(
         ("distributed_type: TPU", "is not modelled"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_ofload_params: true}", "did you mean fsdp_config.fsdp_off"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: FUL_SHARD}", "did you mean FULL_SHARD?"),
-        ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: n.json}", "n.json': cannot be read: No"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: n.json}", "cannot be read: No"),
         ("- 1", "is not an accelerate configuration"),
     ],
 )  # fmt: skip

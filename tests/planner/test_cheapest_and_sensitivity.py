@@ -118,21 +118,39 @@ def test_prices_have_dates_and_sources_and_a_file_comes_first(tmp_path: Path) ->
     bad.write_text("[a100-80]\nusd_per_hour = -1\n")
     with pytest.raises(CatalogError, match=r"bad.toml: \[a100-80\] usd_per_hour = -1; must be a number from"):
         load_prices(str(bad))
-    with pytest.raises(PstarError, match="machine 'v100-16' has no price; give one with --prices FILE"):
-        cheapest("gpt2", tokens=1e9, batch=1, seq=64, machines=["v100-16"])
+    answer = cheapest("gpt2", tokens=1e9, batch=1, seq=64, machines=["v100-16"], policies=["all_on_gpu"])
+    assert answer.best is not None and answer.best.usd is None and "v100-16: no price; give one with" in repr(answer)
     priced = ps.machine("v100-16", overrides={"price": 2.0})
     row = cheapest("gpt2", tokens=1e9, batch=1, seq=64, machines=[priced], policies=["all_on_gpu"]).rows[0]
     assert row.usd_per_hour == 2.0
 
 
-def test_a_machine_without_a_price_is_a_row_that_says_so(tmp_path: Path) -> None:
+def test_each_number_of_nodes_and_of_gpus_is_a_row_with_what_its_gpus_do(capsys: pytest.CaptureFixture[str]) -> None:
+    """GPT-2 124M: 6 flops per parameter and token in the products, a few per cent more in attention over 256 positions.
+    The price is that of a node of eight, so that of four is not known."""
+    job = ["cheapest", "--model", "gpt2", "--tokens", "1e9", "--batch", "64", "--seq", "256", "--policy", "all_on_gpu"]
+    assert main([*job, "--machine", "h100-80x8", "--nodes", "1,2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {(row["nodes"], row["gpus"], row["usd_per_hour"]) for row in rows} == {(1, 8, 39.33), (2, 16, 78.66)}
+    for row in rows:
+        flops_per_s = 6 * ps.preset("gpt2", batch=1, seq=256).params * row["tokens_per_s"] / row["gpus"]
+        assert 1 < row["tflops_per_gpu"] * 1e12 / flops_per_s < 1.1
+        assert row["mfu"] == pytest.approx(row["tflops_per_gpu"] / 989, rel=0.01)
+    assert main([*job, "--machine", "h100-80x8", "--gpus", "4,8", "--nodes", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "TFLOPS/GPU" in text and "the price is that of a node of 8 GPUs" in text
+    assert main([*job, "--machine", "h100-80x8", "--nodes", "1,two"]) == 2
+    assert "argument --nodes: must be a whole number, not 'two'" in capsys.readouterr().err
+
+
+def test_a_machine_without_a_price_stands_behind_the_others_and_says_so(tmp_path: Path) -> None:
     file = prices(tmp_path, t4=0.5)
     names = ["v100-16", "t4"]
     answer = cheapest("gpt2", tokens=1e8, batch=2, seq=64, machines=names, policies=["all_on_gpu"], prices=file)
     assert answer.best is not None and answer.best.machine == "t4"
     row = answer.rows[-1]
-    assert (row.machine, row.usd_per_hour, row.days) == ("v100-16", None, None)
-    assert row.reason is not None and row.reason.startswith("no price; give one with --prices FILE")
+    assert (row.machine, row.usd_per_hour, row.usd) == ("v100-16", None, None) and row.days is not None and row.in_time
+    assert row.price_of is not None and row.price_of.startswith("no price; give one with --prices FILE")
     assert "v100-16: no price" in repr(answer)
 
 

@@ -267,7 +267,14 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main([*job, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["set.link.bandwidth"] for row in rows[:4]] == ["1GB/s", "1GB/s", "x2", "x2"]
-    grid.write_text(grid.read_text().replace("[1, 2]", "[1, 3]"))
+    spread = tmp_path / "spread.parquet"
+    grid.write_text(grid.read_text().replace("[1, 2]", "[4]").replace('"1GB/s", ', "") + "nodes = 2\n")
+    more = ["--nodes", "1,2", "--gpus", "1,2", "--json", "--quiet", "--backend", "threading"]
+    assert main(["sweep", str(grid), "-o", str(spread), *more]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    sizes = [(row["set.nodes"], row["set.gpus"]) for row in rows if row["policy"] == "tide"]
+    assert sorted(sizes) == [(1, 1), (1, 2), (2, 1), (2, 2)] and all(row["fits"] for row in rows)
+    grid.write_text(grid.read_text().replace("[4]", "[1, 3]"))
     assert main(job) == 2
     said = capsys.readouterr().err
     assert "holds the results of another grid" in said and said.count("\n") == 1
