@@ -517,11 +517,11 @@ def _proof(subject: Subject, examined: Examined) -> str:
     bound_s, certificate = _bound_s(subject), plan.choices.get("certificate")
     if bound_s is not None:
         binding = str(certificate.get("binding")) if isinstance(certificate, Mapping) else ""
-        binds = f" ({BINDS_NAMES[binding]} alone takes about as long)" if binding in BINDS_NAMES else ""
+        binds = f", of which {BINDS_NAMES[binding]} is the largest term" if binding in BINDS_NAMES else ""
         share = subject.timeline.iteration_s / bound_s - 1
         bound = (
-            f"<p>No schedule of this job on this machine takes less than {format_s(bound_s)}{escape(binds)}. This plan "
-            f"takes {format_percent(share)} more.</p>"
+            "<p>No schedule of this job on this machine, with these chunks and settings, takes less than "
+            f"{format_s(bound_s)}{escape(binds)}. This plan takes {format_percent(share)} more.</p>"
         )
     rest = (
         f"<p>Not proved: the seconds, which are simulated with the machine's rates{_error(subject)}; the rates and the "
