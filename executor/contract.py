@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from executor.devices.packed import same_elements
+from executor.devices.packed import is_packed, same_elements
 from executor.devices.torch_private import show_wrapped, storage_key, version_of
 from pstar_sim.errors import ContractError
 
@@ -146,6 +146,9 @@ class ChunkParameter(nn.Parameter):
         return self._copied().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def _copied(self) -> nn.Parameter:
+        if is_packed(self):
+            name = reader_of(self).name_of(self.plan_tensor)
+            raise ContractError(f"{name!r} is quantised, and its scales are in its chunk; close the session, then copy")
         return nn.Parameter(reader_of(self).current_value(self.plan_tensor), requires_grad=self.requires_grad)
 
 

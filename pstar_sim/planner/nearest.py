@@ -27,19 +27,19 @@ from pstar_sim.policy.registry import Policy, can, policy_name
 from pstar_sim.units import GB, MB
 from pstar_sim.workload.kernels import FLAVOURS, FUSED
 from pstar_sim.workload.loading import LOADING, WHOLE, Loading
-from pstar_sim.workload.lora import adapter_of
+from pstar_sim.workload.lora import adapter_of, base_of
 from pstar_sim.workload.optimizers import MASTERS, OPTIMIZERS
 from pstar_sim.workload.presets import can_vary, has_kernels, variant
 from pstar_sim.workload.workload import Workload, with_optimizer
 
 __all__ = ["KINDS", "Ask", "Elsewhere", "Remedy", "asker", "in_words", "nearest", "remedies"]
 
-_EXACT, _INEXACT = ("loading", "kernels", "loss", "micro-batches", "checkpointing"), ("optimizer", "LoRA")
+_EXACT, _INEXACT = ("loading", "kernels", "loss", "micro-batches", "checkpointing"), ("optimizer", "base", "LoRA")
 KINDS = (*_EXACT, "policy", *_INEXACT, "host memory", "GPU memory", "machine")
 """Kinds of changes, smallest change first: flags of the job cost nothing, memory for the host costs less than a GPU."""
 _SMALLER = {"adamw": "adamw-8bit", "adam": "adamw-8bit", "adamw-bf16-states": "adamw-8bit", "lion": "lion-8bit"}
 """Optimizer -> the one with the same update and states in 8 bits."""
-_LORA = "r=16"
+_LORA, _BASE = "r=16", "nf4"
 _MOST_SPLITS = 1024
 
 
@@ -130,8 +130,13 @@ class Elsewhere:
                 )
             if shape.causal and w.loss != FUSED and not w.autocast:
                 found["loss"] = iter([_Option(flags=f"--loss {FUSED}", given={"loss": FUSED})])
+            packed = _Option(flags=f"--base {_BASE}", size=1, given={"base": _BASE})
             if adapter_of(w) is None and not w.autocast:
-                found["LoRA"] = iter([_Option(flags=f"--lora {_LORA}", given={"lora": _LORA})])
+                lora = _Option(flags=f"--lora {_LORA}", given={"lora": _LORA})
+                both = _Option(flags=f"{lora.flags} {packed.flags}", size=1, given={**lora.given, **packed.given})
+                found["LoRA"] = iter([lora, both])
+            elif base_of(w) is None and not w.autocast:
+                found["base"] = iter([packed])
         return {kind: tuple(found[kind]) for kind in (*_EXACT, *_INEXACT) if kind in found}
 
     def _loadings(self) -> Iterator[_Option]:
@@ -329,7 +334,8 @@ def _saved_bytes(before: _Changed, after: _Changed, place: str, m: Machine) -> f
         return (w.states_bytes_per_param + gradient_bytes) * trained
 
     (one, how), (other, way) = before, after
-    data = trained_bytes(one) - trained_bytes(other)
+    stored = sum(t.bytes for t in one.tensors) - sum(t.bytes for t in other.tensors)
+    data = trained_bytes(one) - trained_bytes(other) + stored
     if place == "gpu":
         return data + one.peak_non_model_bytes - other.peak_non_model_bytes
     loading = how.startup_bytes(one, m.local_ranks) - way.startup_bytes(other, m.local_ranks)

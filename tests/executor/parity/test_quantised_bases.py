@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +20,7 @@ import pstar_sim as ps  # noqa: E402
 from executor import AdamW, capture_module, prepare  # noqa: E402
 from pstar_sim.core.step import Kind  # noqa: E402
 from pstar_sim.dtypes import BASES  # noqa: E402
-from pstar_sim.errors import ModelError  # noqa: E402
+from pstar_sim.errors import ContractError, ModelError  # noqa: E402
 from pstar_sim.workload.workload import repeat_micro_batch  # noqa: E402
 from tests.executor.quantised import quantised_llama  # noqa: E402
 
@@ -118,3 +119,14 @@ def test_other_blocks_are_refused() -> None:
     model[0].to("cpu")
     with pytest.raises(ModelError, match=r"parameter '0\.weight' of shape \[128, 128\] has .* bytes with its scales"):
         capture_module(model, torch.randn(4, 128), loss=lambda m, x: m(x).sum())
+
+
+def test_a_prepared_base_is_not_copied_without_its_scales() -> None:
+    model = quantised_llama("nf4")
+    plan = planned(model, "tide", "8MB", 1)
+    model, optimizer = prepare(model, plan, AdamW(lr=1e-3), device="virtual")
+    codes = model.get_parameter("base_model.model.model.layers.0.self_attn.k_proj.weight")
+    with pytest.raises(ContractError, match=r"k_proj\.weight' is quantised, and its scales are in its chunk; close"):
+        copy.deepcopy(codes)
+    optimizer.session.close()
+    assert torch.equal(copy.deepcopy(codes).quant_state.absmax, codes.quant_state.absmax)
