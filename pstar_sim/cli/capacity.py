@@ -68,7 +68,7 @@ def fits(
     from pstar_sim.report.capacity_tables import fits_said, fits_text
 
     if parallel is not None:
-        refuse_beside(parallel, like=like, loading=asked.loading, why=why, phases=phases)
+        refuse_beside(f"--parallel {parallel}", like=like, loading=asked.loading, why=why, phases=phases)
         return compare_spread(job, on, setting, parallel, asked.policy, json=asked.json)
     machine = machine_of(on)
     likes = read_likes(like)

@@ -119,7 +119,7 @@ def compare(
     )
     flags = {"global_batch": global_batch, "loading": loading, "certify": lp, "barrier_costs": barrier_costs}
     if parallel is not None:
-        refuse_beside(parallel, like=like, **flags)
+        refuse_beside(f"--parallel {parallel}", like=like, **flags)
         return compare_spread(job, on, setting, parallel, policy, json=json)
     likes = read_likes(like)
     predictions: tuple[ConfigurationPrediction, ...] = ()
@@ -216,7 +216,7 @@ def plan(
 ) -> int:
     """Make a plan and write it to a file."""
     if parallel is not None:
-        refuse_beside(parallel, global_batch=global_batch, loading=loading, certify=lp)
+        refuse_beside(f"--parallel {parallel}", global_batch=global_batch, loading=loading, certify=lp)
         return plan_spread(job, on, setting, parallel, policy, path, json=json)
     asked = _PlanningQuestion(
         job=job, on=on, setting=setting, global_batch=global_batch, loading=loading, certify=lp, quiet=json

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pstar_sim.cli.likes import Likes
     from pstar_sim.core.plan_set import PlanSet
     from pstar_sim.planner.stages import StagesComparison
+    from pstar_sim.policy.registry import Policy
     from pstar_sim.workload.parallelism import Parallelism
 
 __all__ = [
@@ -39,10 +40,13 @@ Parallel = Annotated[
 
 
 def refuse_beside(parallel: str, **flags: object) -> None:
-    """Raise PstarError for a flag of which a question about parallelism knows nothing."""
+    """Raise PstarError for a flag of which a question about parallelism knows nothing.
+
+    parallel: the flag that asks it.
+    """
     given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value]
     if given:
-        raise PstarError(f"--parallel {parallel} does not go with {', '.join(given)}; leave one of them out")
+        raise PstarError(f"{parallel} does not go with {', '.join(given)}; leave one of them out")
 
 
 def _asked(
@@ -50,7 +54,7 @@ def _asked(
     machine: Machine,
     setting: SettingFlags,
     parallel: str | Parallelism,
-    policies: Sequence[str],
+    policies: Sequence[str | Policy],
     *,
     quiet: bool,
 ) -> StagesComparison:
@@ -96,19 +100,24 @@ def spread_like(
     flags: of which such an answer knows nothing.
     """
     from pstar_sim.cli.inputs import machine_of
-    from pstar_sim.frameworks.follows import as_run
+    from pstar_sim.frameworks.follows import Follows, as_run, stands_for
 
     if likes.spread is None:
         return None
     label, c = likes.spread
-    refuse_beside(str(c.parallelism), **flags)
+    assert c.parallelism is not None
+    refuse_beside(f"--like {label} ({c.parallelism})", **flags)
     machine = machine_of(on)
     job, setting = likes.fill(job, setting, machine)
-    own = "all_on_gpu" if c.data_on(machine) == 1 and c.base == "zero3_resident" else c.policy
-    assert c.parallelism is not None
-    for words in (f"predicted as {own}, {c.parallelism}; host memory is the policy's, not {c.framework}'s", *c.notes):
+    notes, own = list(c.notes), stands_for(c, c.data_on(machine))
+    if own != c.policy:
+        notes.append(f"not modelled: {c.policy} in a pipeline; predicted as {own}, with whole states on every rank")
+    if c.parallelism.pipeline > 1:
+        notes.append(f"host memory is the policy's, not {c.framework}'s")
+    for words in (f"predicted as {own}, {c.parallelism}", *notes):
         note(f"{label}: {words}")
-    asked = list(dict.fromkeys([own, *(policies or ())]))
+    follows = own if c.parallelism.pipeline > 1 else Follows(c, label)
+    asked = [follows, *(name for name in policies or () if name != own)]
     return _say(_asked(job, as_run(machine, c), setting, c.parallelism, asked, quiet=json), json=json)
 
 
@@ -129,6 +138,8 @@ def _header(found: StagesComparison) -> Header:
     if found.best is not None:
         row = found.rows[0]
         advice = f"--parallel {row.parallel} --policy {row.policy}"
+        if (row.batch, row.micro_batches) != (found.job.batch, found.job.micro_batches or 1):
+            advice += f" --batch {row.batch} --micro-batches {row.micro_batches}"
         reason = f"{row.policy} with {row.parallel} is the fastest: {found.best.iteration_s:.6g} s per iteration"
     return Header(
         model=found.job.model,
@@ -196,7 +207,7 @@ def check_set(path: str, plans: PlanSet, *, json: bool) -> int:
         stages = [{"steps": report.steps, "peak_bytes": report.peak_bytes} for report in reports]
         said = {"policy": plans.plans[0].policy, "parallel": str(plans.parallelism), "iteration_s": seconds}
         first = plans.plans[0]
-        header = Header(model=first.workload.model, machine=first.machine.name, verdict="yes")
+        header = Header(model=first.workload.model, machine=first.machine.name.partition(" stage ")[0], verdict="yes")
         say_answer(header, plan=path, ok=True, **said, stages=stages)
         return 0
     first = plans.plans[0]
@@ -224,7 +235,7 @@ def explain_set(path: str, plans: PlanSet, *, json: bool) -> int:
     text = explain_stages(PlannedStages(plans=plans, timelines=play_stages(plans)))
     if json:
         first = plans.plans[0]
-        header = Header(model=first.workload.model, machine=first.machine.name)
+        header = Header(model=first.workload.model, machine=first.machine.name.partition(" stage ")[0])
         say_answer(header, plan=path, rows=[{"about": str(plans.parallelism), "said": text.splitlines()}])
     else:
         say(text)

@@ -22,7 +22,7 @@ from pstar_sim.sim.play import play
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["CAPABILITIES", "Follows", "as_run"]
+__all__ = ["CAPABILITIES", "Follows", "as_run", "stands_for"]
 
 CAPABILITIES = Capabilities(counts_host=True)
 
@@ -31,6 +31,17 @@ _ROOMY_BYTES = 1 << 50
 
 _BUFFER = "the framework's own host buffers"
 _GPU_BUFFER = "the framework's own gradients"
+
+
+def stands_for(configuration: Configuration, data: int) -> str:
+    """Returns the policy that stands for a configuration on `data` ranks that share a batch. FSDP over one rank slices
+    nothing; in a pipeline states stay whole, or leave the GPU as chunks do."""
+    spread, resident = configuration.parallelism, configuration.base in ("zero3_resident", "all_on_gpu")
+    if resident and data == 1:
+        return "all_on_gpu"
+    if spread is None or spread.pipeline == 1:
+        return configuration.policy
+    return "all_on_gpu" if resident else "tide"
 
 
 def as_run(machine: Machine, configuration: Configuration) -> Machine:

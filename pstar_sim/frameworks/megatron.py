@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import string
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -50,6 +49,8 @@ KEYS = (
     used("--optimizer-cpu-offload", "offload", bool, False),
     used("--optimizer-offload-fraction", "fraction", Annotated[float, between(0, 1)], 1.0),
     used("--recompute-granularity", "recompute", Literal["full", "selective"]),
+    used("--recompute-activations", "selective", bool, False),
+    unmodelled("--num-virtual-stages-per-pipeline-rank", "interleaved schedules are not modelled", off=None),
     unmodelled("--recompute-method", "every block is taken to be recomputed", off="uniform"),
     unmodelled("--recompute-num-layers", "every block is taken to be recomputed", off=1),
     unmodelled("--num-layers-per-virtual-pipeline-stage", "interleaved schedules are not modelled", off=None),
@@ -61,6 +62,8 @@ KEYS = (
 """Flags that are read, as keys; a file may have others."""
 _FLAGS = {key.path: key for key in KEYS}
 _ASSIGNED = re.compile(r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)=([^\s()]*)\s*(?:#.*)?$", re.MULTILINE)
+_ARRAY = re.compile(r"^(?:[A-Za-z_]\w*\+?=)?\(?(?=--|\s|$)")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 _OPTIMIZERS = {"adam": "adamw", "sgd": "sgd-momentum"}
 
 
@@ -74,21 +77,24 @@ def read(content: object, file: str) -> Configuration:
         notes.append(f"not read: {', '.join(others)}")
     if found["bf16"] and found["fp16"]:
         raise PstarError(f"{file}: --bf16 and --fp16 are both given; Megatron-LM takes one of them")
-    spread = Parallelism(tensor=found["tensor"], sequence=found["sequence_parallel"], pipeline=found["pipeline"])
+    spread = degrees(
+        Parallelism(tensor=found["tensor"], sequence=found["sequence_parallel"], pipeline=found["pipeline"])
+    )
     share = found["fraction"] if found["offload"] else 0.0
+    if found["sequence_parallel"] and found["tensor"] == 1:
+        notes.append("--sequence-parallel has no effect without --tensor-model-parallel-size of 2 or more")
     policy = {0.0: spec("zero3_resident", {"reshard": False}) if found["sliced"] else "all_on_gpu", 1.0: "zero_offload"}
-    if found["pipeline"] > 1 and policy.get(share) != "all_on_gpu":
-        notes.append("not modelled: a distributed optimizer in a pipeline; predicted with whole states on every rank")
+    selective = found["recompute"] == "selective" or found["selective"]
     return Configuration(
         framework=MEGATRON,
-        policy="all_on_gpu" if found["pipeline"] > 1 else policy.get(share) or _partly(share, _ALL),
+        policy=policy.get(share) or _partly(share, _ALL),
         dtype=next((dtype for dtype in ("bf16", "fp16") if found[dtype]), MASTER),
         batch_per_gpu=found["batch_per_gpu"],
         train_batch=found["train_batch"],
         train_batch_key="--global-batch-size",
         clip=found["clip"] > 0,
         checkpointing=found["recompute"] == "full",
-        recompute=ATTENTION_ALONE if found["recompute"] == "selective" else None,
+        recompute=ATTENTION_ALONE if selective else None,
         optimizer=_OPTIMIZERS[found["optimizer"]],
         kernels="megatron",
         parallelism=None if str(spread) == str(Parallelism()) else spread,
@@ -108,12 +114,12 @@ def degrees(spread: Parallelism) -> Parallelism:
 
 def _flags_in(text: str, file: str) -> tuple[dict[str, object], list[str]]:
     """Returns flag -> value of those in KEYS, and the names of all others."""
-    set_here = dict(_ASSIGNED.findall(text))
+    set_here = _set_in(text)
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise PstarError(f"{file}: is no list of flags and no shell script: {error}") from None
-    words = [word for part in words for word in part.strip("()").split()]
+    words = [word for part in words for word in _ARRAY.sub("", part).rstrip(")").split()]
     flags: dict[str, object] = {}
     others: list[str] = []
     for n, word in enumerate(words):
@@ -127,16 +133,37 @@ def _flags_in(text: str, file: str) -> tuple[dict[str, object], list[str]]:
         value = value if equals else words[n + 1] if n + 1 < len(words) else "--"
         if value.startswith("--"):
             raise PstarError(f"{file}: {name} has no value")
-        flags[name] = _number(_expanded(value, set_here, file, name))
+        given = _number(_expanded(value, set_here, file, name))
+        if flags.setdefault(name, given) != given:
+            raise PstarError(f"{file}: {name} is {flags[name]} and {given}; leave the one that runs")
     return flags, others
 
 
-def _expanded(value: str, set_here: Mapping[str, str], file: str, flag: str) -> str:
-    for _ in set_here:
-        value = string.Template(value).safe_substitute(set_here).strip("\"'")
-    if "$" in value:
-        raise PstarError(f"{file}: {flag} {value} is a value that the file does not set; write the number in its place")
-    return value
+def _set_in(text: str) -> dict[str, set[str]]:
+    """Returns shell variable -> the values that the file gives it."""
+    values: dict[str, set[str]] = {}
+    for name, value in _ASSIGNED.findall(text.replace(";", "\n")):
+        values.setdefault(name, set()).add(value.strip("\"'"))
+    return values
+
+
+def _expanded(value: str, set_here: Mapping[str, set[str]], file: str, flag: str) -> str:
+    for _ in range(1 + len(set_here)):
+        variable = _VARIABLE.search(value)
+        if variable is None:
+            return value
+        name, default = variable[1] or variable[3], variable[2]
+        given = set_here.get(name, set()) - {variable[0]}
+        given = {v for v in given if _VARIABLE.search(v) is None or f"{{{name}:-" not in v} or given
+        if len(given) > 1:
+            raise PstarError(
+                f"{file}: {flag} {value}: {name} is {' and '.join(sorted(given))}; leave the one that runs"
+            )
+        known = next(iter(given), default)
+        if known is None:
+            break
+        value = value.replace(variable[0], known if known != variable[0] else default or "")
+    raise PstarError(f"{file}: {flag} {value} is a value that the shell computes; write the number in its place")
 
 
 def _number(value: str) -> object:

@@ -14,8 +14,9 @@ with and without sequence parallelism. What is left out is said.
 [Note: few micro-batches] A pipeline that is full adds the same seconds for every micro-batch. Where several ways are
 asked for, a way with many micro-batches is planned with one more than it has stages and with two per stage, and its
 seconds follow the line through both; they are never below its bound. The fastest row is then planned whole, until it
-is one that is: where overlap ends or modes change with more micro-batches, the line is too low, and the next row gets
-its turn.
+is one that is: where overlap ends or modes change with more micro-batches, the line is too low, and the next row, or a
+way that was left out, gets its turn. A policy that searches finds other plans for more micro-batches: it is always
+planned whole.
 
 [Note: cut by speed] Whale's rule for stages: each layer goes to the stage that then ends first, by the seconds of the
 cost model for its GPUs, with embedding and head where they are. A stage without room under the policy gives one away,
@@ -29,8 +30,8 @@ ranks that share a batch are near (the order of Megatron-LM).
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, product
@@ -54,9 +55,10 @@ from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.machine_notes import machine_notes
 from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.stated import SECONDS_AGREE
+from pstar_sim.policy.kit.capabilities import capabilities_of
 from pstar_sim.policy.registry import Policy, find_policy
 from pstar_sim.sim.play import play_stages
-from pstar_sim.units import format_s
+from pstar_sim.units import format_count, format_s
 from pstar_sim.workload.loading import WHOLE, Loading
 from pstar_sim.workload.parallelism import CUTS, Parallelism
 from pstar_sim.workload.pipeline import SCHEDULES, cells_of, in_schedule
@@ -259,7 +261,7 @@ def ways_to_spread(
         for micro_batches in dict.fromkeys((usual, each)):
             bubble = (stages - 1) / (micro_batches + stages - 1)
             if bubble > MOST_BUBBLE and not every:
-                left_out.append(f"{one} with {micro_batches} micro-batches: a bubble of {bubble:.0%}")
+                left_out.append(f"{one} with {format_count(micro_batches, 'micro-batch')}: a bubble of {bubble:.0%}")
                 continue
             batch = sequences // micro_batches
             schedules = SCHEDULES if every and stages > 1 else SCHEDULES[:1]
@@ -286,7 +288,7 @@ def _divisors(number: int) -> list[int]:
 def compare_stages(
     job: Job,
     machine: Machine,
-    policies: Sequence[str],
+    policies: Sequence[str | Policy],
     ways: Sequence[Way],
     *,
     left_out: Sequence[str] = (),
@@ -302,41 +304,46 @@ def compare_stages(
     """
     tell = teller(on_part)
     settings = settings or Settings()
-    asked = _Asked(job=job, machine=machine, settings=settings)
+    named = {policy if isinstance(policy, str) else policy.__name__: policy for policy in policies}
+    asked = _Asked(job=job, machine=machine, settings=settings, policies=named)
     rows: list[StagesRow] = []
     planned: dict[StagesRow, PlannedStages] = {}
     missing: dict[str, list[str]] = {}
-    slower: list[str] = []
     alone = len(ways) == 1
-    bounds = [0.0 if every or alone else _bound_s(job, machine, way, settings) for way in ways]
-    for n, at in enumerate(sorted(range(len(ways)), key=bounds.__getitem__)):
-        way = ways[at]
-        if bounds[at] > min((row.iteration_s for row in rows if row.iteration_s is not None), default=inf):
-            slower.append(f"{way.parallelism} {way.batch} x {way.micro_batches} ({format_s(bounds[at])})")
-            continue
-        for m, policy in enumerate(policies):
-            tell(f"{way.parallelism} {policy}", n * len(policies) + m, len(ways) * len(policies))
-            try:
-                row, stages = asked.answer(way, policy, whole=alone)
-            except CannotPlan as error:
-                missing.setdefault(f"by {policy}: {error}", []).append(str(way.parallelism))
-                continue
-            rows.append(row)
+    bounds = {way: 0.0 if every or alone else _bound_s(job, machine, way, settings) for way in ways}
+    waiting = deque(sorted(bounds, key=bounds.__getitem__))
+    while True:
+        first = min(rows, key=_place, default=None)
+        fastest_s = inf if first is None or first.iteration_s is None else first.iteration_s
+        if waiting and bounds[waiting[0]] <= fastest_s:
+            way = waiting.popleft()
+            for policy in asked.policies:
+                tell(f"{way.parallelism} {policy}", len(rows), len(ways) * len(policies))
+                try:
+                    row, stages = asked.answer(way, policy, whole=alone)
+                except CannotPlan as error:
+                    missing.setdefault(f"by {policy}: {error}", []).append(str(way.parallelism))
+                    continue
+                rows.append(row)
+                planned |= {row: stages} if stages else {}
+        elif first is not None and first.few:
+            tell(f"{first.parallel} {first.policy}, all micro-batches", len(rows), len(ways) * len(policies))
+            spread = Parallelism.parse(first.parallel)
+            way = Way(parallelism=spread, batch=first.batch, micro_batches=first.micro_batches)
+            row, stages = asked.answer(way, first.policy, whole=True)
+            rows[rows.index(first)] = row
             planned |= {row: stages} if stages else {}
-    while (first := min(rows, key=_place, default=None)) is not None and first.fits and first not in planned:
-        tell(
-            f"{first.parallel} {first.policy}, all micro-batches", len(ways) * len(policies), len(ways) * len(policies)
-        )
-        spread = Parallelism.parse(first.parallel)
-        way = Way(parallelism=spread, batch=first.batch, micro_batches=first.micro_batches)
-        row, stages = asked.answer(way, first.policy, whole=True)
-        rows[rows.index(first)] = row
-        planned |= {row: stages} if stages else {}
+        else:
+            break
+    slower = [f"{way.parallelism} {way.batch} x {way.micro_batches} ({format_s(bounds[way])})" for way in waiting]
     rows.sort(key=_place)
     best = planned.get(rows[0]) if rows else None
     notes = machine_notes(machine, zip(best.plans.plans, best.timelines) if best else ())
     if any(row.few for row in rows):
-        notes.append("seconds after ≈ follow a line through plans of fewer micro-batches; the fastest row has all")
+        notes.append(
+            "rows with ≈ are planned with fewer micro-batches: their seconds follow a line, their peaks are those of "
+            "these plans; the fastest row has all"
+        )
     return StagesComparison(
         job=job,
         machine=machine,
@@ -354,9 +361,12 @@ def _place(row: StagesRow) -> tuple[bool, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
+    """policies: by their names."""
+
     job: Job
     machine: Machine
     settings: Settings
+    policies: Mapping[str, str | Policy]
 
     def answer(self, way: Way, policy: str, *, whole: bool) -> tuple[StagesRow, PlannedStages | None]:
         """Returns the row of a way, and its plans; None for a way that does not fit or, unless `whole` is true, has so
@@ -371,7 +381,12 @@ class _Asked:
         stages = way.parallelism.pipeline
         counts = (stages + 1, max(2 * stages, 3))
         try:
-            if whole or way.parallelism.schedule != SCHEDULES[0] or way.micro_batches <= 2 * counts[-1]:
+            if (
+                whole
+                or self._searches(policy)
+                or way.parallelism.schedule != SCHEDULES[0]
+                or way.micro_batches <= 2 * counts[-1]
+            ):
                 planned = self._plan(way, policy)
                 return _row(said, planned), planned
             few, more = (_row(said, self._plan(replace(way, micro_batches=count), policy)) for count in counts)
@@ -382,7 +397,12 @@ class _Asked:
 
     def _plan(self, way: Way, policy: str) -> PlannedStages:
         own = replace(self.job, batch=way.batch, micro_batches=way.micro_batches)
-        return plan_stages(own, self.machine, policy, way.parallelism, self.settings)
+        return plan_stages(own, self.machine, self.policies[policy], way.parallelism, self.settings)
+
+    def _searches(self, policy: str) -> bool:
+        """Whether the policy finds other plans for more micro-batches, so that no line leads to them."""
+        named = self.policies[policy]
+        return capabilities_of(find_policy(named) if isinstance(named, str) else named).tries_others
 
 
 def _on_line(few: StagesRow, more: StagesRow, counts: Sequence[int], micro_batches: int) -> StagesRow:

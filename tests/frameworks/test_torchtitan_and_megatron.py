@@ -9,6 +9,7 @@ import pytest
 import pstar_sim as ps
 from pstar_sim import PstarError, Settings
 from pstar_sim.frameworks import accelerate, deepspeed, megatron, torchtitan
+from pstar_sim.frameworks.follows import stands_for
 from pstar_sim.frameworks.prediction import predict
 from pstar_sim.python310 import toml_loads
 from pstar_sim.testing import chain_workload, round_machine
@@ -72,19 +73,49 @@ def test_flags_of_megatron_are_read_from_a_script() -> None:
     assert (found.batch_per_gpu, found.train_batch, found.detail["sequence"], found.dtype) == (1, 32, 4096, "bf16")
     assert (found.checkpointing, found.recompute, found.clip, found.optimizer) == (False, "attention", True, "adamw")
     assert found.notes == ("not read: --lr, --nproc_per_node",)
+    assert megatron.read("--sequence-parallel", "x.sh").parallelism is None  # without ranks that split layers
     assert megatron.read("--use-distributed-optimizer", "x.sh").policy == "zero3_resident:reshard=off"
     assert megatron.read("--optimizer-cpu-offload --fp16", "x.sh").policy == "zero_offload"
     half = megatron.read("--optimizer-cpu-offload --optimizer-offload-fraction 0.5", "x.sh")
     assert half.policy.startswith("zero3_offload:") and "ratio=0.5" in half.policy and half.dtype == "fp32"
     assert megatron.read(megatron.write(half), "x.sh").policy == half.policy
-    pipelined = megatron.read("--pipeline-model-parallel-size 2 --use-distributed-optimizer", "x.sh")
-    assert "predicted with whole states on every rank" in pipelined.notes[0]
+    assert megatron.read(ARRAYS, "x.sh") == megatron.read(
+        "--tensor-model-parallel-size 4 --bf16 --pipeline-model-parallel-size 2 --sequence-parallel --seq-length 64 "
+        "--recompute-granularity selective",
+        "x.sh",
+    )
+
+
+ARRAYS = """
+TP=${TP:-4}; PP=2
+ARGS=(--tensor-model-parallel-size $TP --bf16)
+ARGS+=(--pipeline-model-parallel-size "${PP}")
+GPT="--sequence-parallel --recompute-activations"
+torchrun x.py "${ARGS[@]}" $GPT --seq-length ${SEQ:-64}
+"""
+
+
+def test_what_stands_for_a_configuration_that_no_pipeline_is_planned_for() -> None:
+    """Slices of states need ranks that share a batch, and one stage; what is offloaded leaves the GPU as chunks do."""
+    spread = "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
+    for flags, data, policy in (
+        (spread, 4, "all_on_gpu"),
+        (f"{spread} --optimizer-cpu-offload", 4, "tide"),
+        ("--tensor-model-parallel-size 2 --use-distributed-optimizer", 4, "zero3_resident:reshard=off"),
+        ("--tensor-model-parallel-size 2 --use-distributed-optimizer", 1, "all_on_gpu"),
+        ("--tensor-model-parallel-size 2 --optimizer-cpu-offload", 1, "zero_offload"),
+    ):
+        assert stands_for(megatron.read(flags, "x.sh"), data) == policy
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--seq-length $SEQ", r"x\.sh: --seq-length \$SEQ is a value that the file does not set; write the number"),
+        ("--seq-length $SEQ", r"x\.sh: --seq-length \$SEQ is a value that the shell computes; write the number"),
+        ("S=$(wc -l f)\n--seq-length $S", r"x\.sh: --seq-length \$S is a value that the shell computes"),
+        ("A=$B\nB=$A\n--seq-length $A", r"x\.sh: --seq-length .* is a value that the shell computes"),
+        ("S=1\nS=2\n--seq-length $S", r"x\.sh: --seq-length \$S: S is 1 and 2; leave the one that runs"),
+        ("--seq-length 1 --seq-length 2", r"x\.sh: --seq-length is 1 and 2; leave the one that runs"),
         ("--seq-length --bf16", r"x\.sh: --seq-length has no value"),
         ("--seq-length", r"x\.sh: --seq-length has no value"),
         ("--seq-length 0", r"x\.sh: --seq-length = 0; it must be a whole number of at least 1"),

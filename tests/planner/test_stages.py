@@ -496,7 +496,7 @@ def test_of_many_micro_batches_the_fastest_way_alone_has_all() -> None:
         assert (row.iteration_s, row.tokens_per_s) == pytest.approx((whole.iteration_s, whole.tokens_per_s), rel=0.03)
         assert (row.bubble, row.sums) == pytest.approx((whole.bubble, whole.sums), abs=0.03)
         assert row.lower_bound_s == pytest.approx(whole.lower_bound_s, rel=1e-6)
-    assert "≈ " in stages_text(found, width=160) and "follow a line" in found.notes[-1]
+    assert "≈ " in stages_text(found, width=160) and "seconds follow a line" in found.notes[-1]
 
 
 def test_random_sets_are_proved_and_keep_their_bytes_under_jitter() -> None:
