@@ -10,6 +10,7 @@ memory counts as the device's and the rest as the host's, until a plan says othe
 from __future__ import annotations
 
 import platform
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -17,9 +18,11 @@ from pathlib import Path
 
 import torch
 
-from executor.calibration import compute, copies, disk, host, shapes, together, wire
+from executor.calibration import compute, copies, host, shapes, together, wire
 from executor.calibration.bench import Bench, Effort
+from executor.calibration.folders import folder_rates
 from executor.calibration.measured_device import Device, VirtualDevice, open_device
+from executor.disks.folders import DiskFolders
 from executor.recording import moment_costs
 from pstar_sim.catalog.curves import Curve, best_rate
 from pstar_sim.catalog.here import read_cores, read_memory, read_numa
@@ -29,13 +32,12 @@ from pstar_sim.catalog.product_shape import ProductShape
 from pstar_sim.catalog.writing import machine_toml
 from pstar_sim.core.step import Queue
 from pstar_sim.dtypes import DTYPES
-from pstar_sim.errors import CatalogError, PlanError
+from pstar_sim.errors import CatalogError, DiskError, PlanError
 from pstar_sim.files import check_writable, write_atomically
 from pstar_sim.units import GB, format_bytes, format_count
 
 __all__ = ["Findings", "calibrate", "machine_of", "measure", "write_machine"]
 
-_DISK_BYTES = 256 << 20
 _BUSY = 0.1
 # Compute while it is timed beside other queues: a product's extent, rows of the other operators, dtype.
 _TYPICAL = {"virtual": (1024, 64, torch.float32), "cuda": (4096, 4096, torch.bfloat16)}
@@ -54,7 +56,7 @@ class Findings:
     updates: rule -> its parameters/s over AdamW's.
     network: (backend, curve of bytes/s over the bytes of a collective, latency in s).
     numa: numbers of NUMA nodes: (of the cores that this process may use, of the machine); None: not known.
-    disks: (read, write, bytes of the disk).
+    disks: (read, write, bytes of the disk, latency in s).
     taken_by_others: share of processor time that other programs had.
     """
 
@@ -72,7 +74,7 @@ class Findings:
     dram_bytes_per_s: float = 0.0
     network: tuple[str, Curve, float] | None = None
     numa: tuple[int, int] | None = None
-    disks: tuple[float, float, int] | None = None
+    disks: tuple[float, float, int, float] | None = None
     slowdowns: dict[str, float] = field(default_factory=dict)
     updates: dict[str, float] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
@@ -166,11 +168,13 @@ def measure(
         found.dram_bytes_per_s = host.dram_rate(bench, threads)
 
     def disks() -> None:
-        answer = disk.disk_rates(folder, min(_DISK_BYTES, effort.memory_bytes // 2))
-        if isinstance(answer, str):
-            found.skipped.append(answer)
+        try:
+            rates = folder_rates([folder], threads=(DiskFolders.threads,))
+        except DiskError as error:
+            found.skipped.append(f"disk: {error}")
         else:
-            found.disks = answer
+            read, write = rates.usual.read_bytes_per_s, rates.usual.write_bytes_per_s
+            found.disks = read, write, shutil.disk_usage(folder).total, rates.latency_s
 
     def network() -> None:
         answer = wire.collective_rates()
@@ -336,13 +340,13 @@ def machine_of(
             table=curve,
         )
     if found.disks is not None:
-        read, write, size = found.disks
+        read, write, size, latency_s = found.disks
         nvme = Nvme(
             name=f"{name}-disk",
             memory_bytes=size,
             read_bytes_per_s=read,
             write_bytes_per_s=write,
-            latency_s=0.0,
+            latency_s=latency_s,
             measured=True,
             source=origin,
         )

@@ -46,12 +46,20 @@ class FolderRates:
     latency_s: float
 
 
-def folder_rates(folders: Sequence[str | Path], *, clock: Callable[[], float] = time.perf_counter) -> FolderRates:
+def folder_rates(
+    folders: Sequence[str | Path],
+    *,
+    threads: Sequence[int] = THREADS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> FolderRates:
     """At most 20 seconds and 0.3 GB of room. Raises DiskError for folders that cannot be used, and where transfers go
-    through the page cache, whose rate would be memory's."""
+    through the page cache, whose rate would be memory's.
+
+    threads: for each folder; those of the executor are among them.
+    """
     points: list[DiskPoint] = []
-    for threads in THREADS:
-        opened = DiskFolders(folders=[Path(folder) for folder in folders], threads=threads)
+    for count in threads:
+        opened = DiskFolders(folders=[Path(folder) for folder in folders], threads=count)
         try:
             if opened.notes:
                 raise DiskError(
@@ -61,8 +69,8 @@ def folder_rates(folders: Sequence[str | Path], *, clock: Callable[[], float] = 
             sizes = {(size, number): size for size in (*SIZES, ALIGN_BYTES) for number in range(_LISTS)}
             store = DiskStore(opened, sizes, lambda key: f"list {key[1]} of {key[0]} bytes")
             try:
-                points += [_point(store, threads, size, clock) for size in SIZES]
-                if threads == DiskFolders.threads:
+                points += [_point(store, count, size, clock) for size in SIZES]
+                if count == DiskFolders.threads:
                     usual, together = points[-1], _together(store, clock)
                     _rate(store.write, ALIGN_BYTES, clock)
                     latency_s = ALIGN_BYTES / _rate(store.read, ALIGN_BYTES, clock)

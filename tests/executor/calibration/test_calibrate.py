@@ -1,6 +1,5 @@
 """Calibration: the arithmetic of each measurement on clocks and backends passed in, and one short real run."""
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from executor import calibrate as calibration
-from executor.calibration import compute, copies, disk, host, shapes, together, wire
+from executor.calibration import compute, copies, host, shapes, together, wire
 from executor.calibration.bench import Bench, Effort
 from executor.calibration.measured_device import CudaDevice, VirtualDevice, open_device
 from executor.recording import moment_costs
@@ -259,47 +258,7 @@ def test_host_memory_counts_what_is_read_and_written() -> None:
     assert found == pytest.approx(2 * (1 << 20) * repeats)
 
 
-# -- disk and collectives ---------------------------------------------------------------------------------------------
-
-
-def test_disk_is_written_and_read_back(tmp_path: Path) -> None:
-    answer = disk.disk_rates(tmp_path, 8 << 20, clock=Ticks(0.5), cached=lambda *_: 0.0)
-    assert not isinstance(answer, str)
-    read, write, size = answer
-    assert read == write == pytest.approx((8 << 20) / 0.5)
-    assert size > 8 << 20
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_disk_that_keeps_what_it_was_told_to_forget_is_not_measurable(tmp_path: Path) -> None:
-    """Reading would be from memory: no rate is better than a wrong one."""
-    answer = disk.disk_rates(tmp_path, 8 << 20, cached=lambda *_: 1.0)
-    assert (
-        answer == "disk: reading is not measurable here: the system keeps a file in memory that it was told to forget"
-    )
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_was_just_written_is_in_memory(tmp_path: Path) -> None:
-    path = tmp_path / "written"
-    path.write_bytes(b"x" * (1 << 20))
-    with path.open("r+b") as file:
-        assert disk.cached_share(file.fileno(), 1 << 20) > 0.9
-
-
-def test_a_disk_without_room_is_skipped_with_the_reason(tmp_path: Path) -> None:
-    answer = disk.disk_rates(tmp_path, 1 << 60)
-    assert isinstance(answer, str)
-    assert "GB wanted" in answer
-
-
-def test_a_disk_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(handle: int, data: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "write", full)
-    assert disk.disk_rates(tmp_path, 8 << 20) == "disk: No space left on device"
-    assert list(tmp_path.iterdir()) == []
+# -- collectives -------------------------------------------------------------------------------------------------------
 
 
 def test_collectives_from_seconds() -> None:
@@ -439,7 +398,7 @@ FOUND = calibration.Findings(
     adam=((1.0, 1e9), (2.0, 1.9e9)),
     dram_bytes_per_s=25e9,
     network=("gloo", ((2e6, 2e8), (2e7, 3e8)), 5e-4),
-    disks=(2e9, 1e9, 10**11),
+    disks=(2e9, 1e9, 10**11, 1e-4),
     slowdowns={"compute_while_adam": 1.2},
     skipped=["pinned against pageable: never pinned"],
     taken_by_others=0.3,
