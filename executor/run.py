@@ -154,13 +154,15 @@ class TrainingJob(Axes):
     def of_plan(
         cls, plan: Plan, model: str, *, data: str | None, lr: float, seed: int, weights: str | None = None
     ) -> TrainingJob:
-        """If the plan chooses for each block, the model's own checkpointing stays off."""
+        """If the plan chooses for each block, the model's own checkpointing stays off. A factory's model of several
+        dtypes keeps them."""
         w = plan.workload
+        mixed = model.startswith("py:") and len({t.dtype for t in w.tensors}) > 1
         return cls(
             model=model,
             batch=w.batch,
             sequence=w.sequence,
-            dtype=w.dtype,
+            dtype=None if mixed else w.dtype,
             checkpointing=w.checkpointing and not w.activations,
             micro_batches=w.micro_batches,
             data=data,

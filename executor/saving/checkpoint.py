@@ -63,7 +63,7 @@ from executor.saving.tensor_files import (
 )
 from executor.saving.weights import INDEX, persistent_buffers
 from pstar_sim.core.plan import Plan
-from pstar_sim.dtypes import DTYPES
+from pstar_sim.dtypes import BASES, DTYPES
 from pstar_sim.errors import CheckpointError, PstarError
 from pstar_sim.schema.records import read_record
 from pstar_sim.units import format_bytes
@@ -298,11 +298,13 @@ def _row(name: str, value: torch.Tensor) -> TensorToStore:
 
 
 def _weight_rows(session: Session) -> list[TensorToStore]:
-    """Every parameter's value and every buffer that a state_dict holds. Of tied names, a value has the name that
-    transformers keeps."""
+    """Every parameter's value and every buffer that a state_dict holds, without the matrices of a quantised base, which
+    a model is loaded with. Of tied names, a value has the name that transformers keeps."""
     derived = getattr(session.model, "_tied_weights_keys", None) or ()
     rows = []
     for index, names in _own(session.plan.workload.tensors).items():
+        if session.plan.workload.tensors[index].dtype in BASES:
+            continue
         name = next((n for n in names if n not in derived), names[0])
         dtype = session.arena.dtype(session.plan.layout.chunk_of[index], "param")
         rows.append(TensorToStore(name, dtype, session.plan.workload.tensors[index].shape, _value_of(session, index)))

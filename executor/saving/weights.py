@@ -33,7 +33,7 @@ from executor.memory.arena import PLACES, Arena
 from executor.memory.contents import Contents
 from executor.saving.manifest import check_files, is_checkpoint, read_manifest
 from executor.saving.tensor_files import StoredTensor, TensorFile, piece_buffer
-from pstar_sim.dtypes import MASTER
+from pstar_sim.dtypes import BASES, MASTER
 from pstar_sim.errors import CheckpointError, WeightsError
 from pstar_sim.units import format_params
 from pstar_sim.workload.optimizers import MASTER_LIST
@@ -257,7 +257,7 @@ class Weights:
             found.used.update(names)
             source = next((self._sources[n] for n in names if n in self._sources), None)
             if source is None:
-                if not _is_adapter(model, tensors[index].name):
+                if not (_is_adapter(model, tensors[index].name) or tensors[index].dtype in BASES):
                     found.missing.append(tensors[index].name)
                 continue
             if source.entry.shape != tensors[index].shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from peft import get_peft_model_state_dict  # noqa: E402
 
 import pstar_sim as ps  # noqa: E402
 from executor import AdamW, capture_module, prepare  # noqa: E402
+from pstar_sim.cli import main  # noqa: E402
 from pstar_sim.core.step import Kind  # noqa: E402
 from pstar_sim.dtypes import BASES  # noqa: E402
 from pstar_sim.errors import ContractError, ModelError  # noqa: E402
@@ -130,3 +132,29 @@ def test_a_prepared_base_is_not_copied_without_its_scales() -> None:
         copy.deepcopy(codes)
     optimizer.session.close()
     assert torch.equal(copy.deepcopy(codes).quant_state.absmax, codes.quant_state.absmax)
+
+
+def test_traced_planned_and_run_by_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, plan, model = tmp_path / "q.parquet", tmp_path / "q.json", "py:quantised:build"
+    monkeypatch.chdir(Path(__file__).parents[1])
+    assert main(["trace", model, "--batch", "2", "--seq", "32", "-o", str(trace)]) == 0
+    machine = ["--machine", "virtual", "--gpu-memory", "1.9MB", "--policy", "tide"]
+    assert main(["plan", "--trace", str(trace), *machine, "-o", str(plan)]) == 0
+    assert main(["run", str(plan), "--model", model, "--steps", "2"]) == 0
+
+
+def test_a_checkpoint_holds_what_is_not_quantised_and_continues(tmp_path: Path) -> None:
+    model = quantised_llama("nf4")
+    plan = planned(model, "tide", "1.9MB", 1)
+    model, optimizer = prepare(model, plan, AdamW(lr=1e-3), device="virtual")
+    trained(model, optimizer, 1)
+    optimizer.save(tmp_path / "kept")
+    trained(model, optimizer, 1)
+    wanted = model.state_dict()
+    optimizer.session.close()
+
+    other, again = prepare(quantised_llama("nf4"), plan, AdamW(lr=1e-3), device="virtual")
+    again.load(tmp_path / "kept")
+    trained(other, again, 1)
+    assert equal(other.state_dict(), wanted)
+    again.session.close()
