@@ -57,9 +57,10 @@ class Remedy:
     words: str
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """The largest kind of change counts more than all smaller ones."""
-        return sum(1 << KINDS.index(kind) for kind in self.kinds), self.size
+    def rank(self) -> tuple[int, int, int]:
+        """By the largest kind of change, then by all."""
+        kinds = [KINDS.index(kind) for kind in self.kinds]
+        return max(kinds), self.size, sum(1 << kind for kind in kinds)
 
     @property
     def hardware(self) -> int:
@@ -322,7 +323,7 @@ def _least(options: dict[str, _Option], last: str, fits: Callable[[Mapping[str, 
             if fits(fewer):
                 options = fewer
     words = " ".join(option.flags for option in options.values())
-    return Remedy(kinds=(*options,), size=sum(option.size for option in options.values()), words=f"with {words}")
+    return Remedy(kinds=(*options,), size=options[last].size, words=f"with {words}")
 
 
 def _saved_bytes(before: _Changed, after: _Changed, place: str, m: Machine) -> float:

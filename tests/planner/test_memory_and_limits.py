@@ -528,6 +528,9 @@ def test_the_answer_begins_with_yes_or_no_then_why_then_the_smallest_change() ->
     adapted = preset("llama-3-8b", batch=1, seq=64, lora="r=16")
     twelve = ps.machine("rtx4090", gpu_memory="12GB")
     assert fits(adapted, twelve, policies=["all_on_gpu"], times=False).rows[0].changes[0] == "with --base nf4"
+    # nothing helps all_on_gpu under autocast, which takes no adapters, and optimal needs another machine too
+    both = fits(preset("18B", batch=1, seq=64, autocast="fp16"), ps.machine("t4"), policies=["all_on_gpu"], times=False)
+    assert both.change == SmallestChange(words="with --policy optimal on a100-40", policies=("optimal",))
 
 
 @pytest.mark.parametrize(
@@ -590,6 +593,14 @@ def test_what_costs_nothing_is_advised_before_memory_and_memory_before_a_card() 
         assert fits(w, m, policies=["all_on_gpu"], times=False, near=False).any == fit
     w = preset("qwen3-8b", **job, kernels="fused", loss="fused", optimizer="adamw-8bit", masters="none")
     assert fits(w, m, policies=["all_on_gpu"], times=False).any
+    little = ps.machine("rtx3090-64gb", gpu_memory="12GB", host_memory="16GB")
+    for adapters, words in (({"lora": "r=16"}, "with --base nf4"), ({}, "with --lora r=16 --base nf4")):
+        w = preset("qwen3-8b", batch=1, seq=512, **adapters)
+        assert fits(w, little, policies=["all_on_gpu"], times=False).change == SmallestChange(
+            words=words, policies=("all_on_gpu",)
+        )
+    w = preset("qwen3-8b", batch=1, seq=512, lora="r=16", base="nf4")
+    assert fits(w, little, policies=["all_on_gpu"], times=False).any
     quick = fits(preset("1B", batch=1, seq=128), "t4", policies=["all_on_gpu", "tide"], times=False, near=None)
     assert [row.changes for row in quick] == [(), ()] and "with" not in str(quick.rows[0].reason), "one of them fits"
 
