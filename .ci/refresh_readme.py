@@ -533,6 +533,22 @@ def mixed_stages() -> str:
     return "\n".join(lines)
 
 
+def spreads() -> str:
+    lines = ["| model, GPUs | offloaded | without offloading | FSDP alone |", "|---|---|---|---|"]
+    for row in result("spreads")["rows"]:
+        cells = [_way(row[kind]) for kind in ("offloaded", "resident", "fsdp")]
+        gpus = f"`{row['machine']}`" + (f" x {row['nodes']}" if row["nodes"] > 1 else "")
+        lines.append(f"| {row['model']}, {gpus} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _way(way: Mapping[str, Any] | None) -> str:
+    if way is None:
+        return "does not fit"
+    rate = f"{way['iteration_s']:.1f} s, {way['tokens_per_s']:,.0f} tokens/s"
+    return f"{rate}: `{way['parallel']}` {way['batch']}, {way['policy']}"
+
+
 LAYOUTS = {
     "one node": "vTrain, 2 to 8 GPUs; every second one fitted, by one figure",
     "several nodes": "vTrain, 64 to 512 GPUs",
@@ -803,6 +819,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
     "families-taken": lambda: link("families"),
     "overlap-taken": lambda: link("overlap"),
     "layouts-taken": lambda: link("layouts"),
+    "spreads-taken": lambda: link("spreads"),
     "mixed-stages-taken": lambda: link("mixed_stages"),
     "fit-taken": lambda: link("fit_efficiency"),
     "search-constants-taken": lambda: link("search_constants"),
@@ -829,6 +846,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "gemm": gemm,
     "layouts": layouts,
     "mixed-stages": mixed_stages,
+    "spreads": spreads,
     "gemm-figures": gemm_figures,
     "overlap": overlap,
     "peers": peers_resident,

@@ -3,13 +3,14 @@
 [Note: which parallelisms] A question about all ways to spread a model takes every degree that divides the GPUs, the
 layers and the sequences of an iteration, with as many micro-batches as are asked for, or the nearest number that
 divides a rank's sequences, and with the most, one sequence each: a pipeline has its smallest bubble with these, and all
-other ways keep the fewest activations. "auto" takes sequence parallelism wherever tensor ranks can split the sequence:
-the same bytes cross the links, and each rank keeps less. It leaves out a pipeline whose bubble alone, (p-1)/(m+p-1) of
-the iteration, costs more than half of it, and plans the others in the order of their bounds: a way whose bound is above
-the fastest plan so far cannot be the fastest. The bound of a way is in closed form. For any stage the first micro-batch
-has to come through the stages before it, the stage computes all micro-batches, and the last one has to go back; where
-optimizer steps do not meet, iterations overlap and the stage alone counts. "all" plans every way, with every schedule,
-with and without sequence parallelism. What is left out is said.
+other ways keep the fewest activations. Without a pipeline a quarter as many are tried too: parameters move less often.
+"auto" takes sequence parallelism wherever tensor ranks can split the sequence: the same bytes cross the links, and each
+rank keeps less. It leaves out a pipeline whose bubble alone, (p-1)/(m+p-1) of the iteration, costs more than half of
+it, and plans the others in the order of their bounds: a way whose bound is above the fastest plan so far cannot be the
+fastest. The bound of a way is in closed form. For any stage the first micro-batch has to come through the stages before
+it, the stage computes all micro-batches, and the last one has to go back; where optimizer steps do not meet, iterations
+overlap and the stage alone counts. "all" plans every way, with every schedule, with and without sequence parallelism.
+What is left out is said.
 
 [Note: few micro-batches] A pipeline that is full adds the same seconds for every micro-batch. Where several ways are
 asked for, a way with many micro-batches is planned with one more than it has stages and with two per stage, and its
@@ -74,6 +75,8 @@ __all__ = [
 
 ASKED = ("auto", "all")
 """Questions about parallelism: the ways that can be the fastest, and every way."""
+_FEWER = 4
+"""How many times fewer micro-batches are tried too where there is no pipeline."""
 MOST_BUBBLE = 0.5
 """Largest bubble, by its closed form, of a pipeline that "auto" plans."""
 
@@ -258,7 +261,8 @@ def ways_to_spread(
         splits = tensor > 1 and (job.seq or 0) % tensor == 0 and job.autocast is None
         each = sequences // data
         usual = min(_divisors(each), key=lambda count: (abs(count - asked), count))
-        for micro_batches in dict.fromkeys((usual, each)):
+        fewer = min(_divisors(each), key=lambda count: (abs(count - usual // _FEWER), count))
+        for micro_batches in dict.fromkeys((usual, each, *((fewer,) if stages == 1 else ()))):
             bubble = (stages - 1) / (micro_batches + stages - 1)
             if bubble > MOST_BUBBLE and not every:
                 left_out.append(f"{one} with {format_count(micro_batches, 'micro-batch')}: a bubble of {bubble:.0%}")

@@ -138,8 +138,8 @@ class _Page:
             said = [f"{subject.title}: {job}" for subject, job in zip(self.subjects, said)]
         jobs = dict.fromkeys(said)
         soft = "".join(f'<p class="soft">{escape(job)}</p>' for job in jobs)
-        plans = {subject.digest[:12] for subject in self.subjects if subject.digest}
-        plan = f", plan{'s'[: len(plans) > 1]} {' and '.join(sorted(plans))}" if plans else ""
+        plans = dict.fromkeys(subject.digest[:12] for subject in self.subjects if subject.digest)
+        plan = f", plan{'s'[: len(plans) > 1]} {' and '.join(plans)}" if plans else ""
         soft += f'<p class="note made">pstar-sim {self.made.version}, {self.made.date}{plan}</p>'
         theme = '<button data-theme-button aria-label="change between light and dark">dark</button>'
         models = {subject.plan.workload.model for subject in self.subjects}
