@@ -435,7 +435,7 @@ def _hf_config(spec: str) -> tuple[Any, str | None]:
         model_type = values.pop("model_type")
         try:
             config = transformers.AutoConfig.for_model(model_type, **values)
-        except (ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # of the checks of any class; huggingface_hub's derive from no other
             raise ModelError(f"{spec}: {_one_line(error)}") from error
     else:
         try:

@@ -1,7 +1,8 @@
 """Configurations of transformers as shapes of presets: config.json without transformers and without torch.
 
-A family reads the keys that decide its shape. A key that is absent has the default of the family's class. For another
-model type, another class, or biases and windows elsewhere there is no preset (`NoPreset`): such a model is traced.
+A family reads the keys that decide its shape. A key that is absent has the default of the family's class, null is what
+the class makes of it. For another model type, another class, or biases and windows elsewhere there is no preset
+(`NoPreset`): such a model is traced.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pstar_sim.errors import ModelError
 
-__all__ = ["NoPreset", "configuration_file", "is_configuration", "read_configuration", "shape_of"]
+__all__ = ["MOST_WIDTH", "NoPreset", "configuration_file", "is_configuration", "read_configuration", "shape_of"]
 
+MOST_WIDTH = 10**6
 _Values = Mapping[str, Any]
 _ENDINGS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForImageClassification")
 
@@ -71,30 +74,70 @@ def read_configuration(model: str) -> tuple[Path, dict[str, Any]]:
     return path, values
 
 
-def shape_of(model: str, values: _Values) -> dict[str, Any]:
-    """Returns the fields of a model's entry but for name, params and source. Raises NoPreset."""
+@dataclass(frozen=True)
+class _Config:
+    """What a configuration says, each value checked when it is read.
+
+    values: of the file, over the defaults of the class.
+    """
+
+    model: str
+    path: Path
+    values: _Values
+
+    def refuse(self, key: str, want: str) -> ModelError:
+        value = json.dumps(self.values.get(key))
+        return ModelError(f"model {self.model!r}: {self.path}: {key} = {value}; must be {want}")
+
+    def no_preset(self, why: str) -> NoPreset:
+        trace = f"pstar trace {self.model} --batch B --seq S -o FILE"
+        return NoPreset(f"model {self.model!r}: no preset is written for {why}; trace it: {trace}")
+
+    def count(self, key: str, *, least: int = 1, most: int = MOST_WIDTH, divides: str | None = None) -> int:
+        """divides: key of a count."""
+        value = self.values.get(key)
+        if type(value) is not int or not least <= value <= most:
+            raise self.refuse(key, f"a whole number from {least:,} to {most:,}")
+        if divides is not None and self.count(divides) % value:
+            raise self.refuse(key, f"a divisor of {divides} = {self.count(divides)}")
+        return value
+
+    def optional(self, key: str, *, divides: str | None = None) -> int | None:
+        """A count, None for null."""
+        return None if self.values.get(key) is None else self.count(key, divides=divides)
+
+    def flag(self, key: str) -> bool:
+        value = self.values.get(key, False)
+        if not isinstance(value, bool):
+            raise self.refuse(key, "true or false")
+        return value
+
+    def names(self, key: str) -> list[str]:
+        """[] for null."""
+        value = self.values.get(key)
+        if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+            raise self.refuse(key, "a list of names")
+        return value or []
+
+
+def shape_of(model: str, path: Path, values: _Values) -> dict[str, Any]:
+    """Returns the fields of a model's entry but for name, params and source. Raises NoPreset, and ModelError, which
+    names file, key and value, for a value that the family cannot have."""
     kind = values["model_type"]
     read, defaults, expected = _FAMILIES.get(kind, (None, {}, {}))
-
-    def refuse(why: str) -> NoPreset:
-        return NoPreset(
-            f"model {model!r}: no preset is written for {why}; trace it: pstar trace {model} --batch B --seq S -o FILE"
-        )
-
+    c = _Config(model, path, {**defaults, **values})
     if read is None:
-        raise refuse(f"model type {kind!r}")
-    architecture = next(iter(values.get("architectures") or ()), None)
-    if architecture is not None and not str(architecture).endswith(_ENDINGS):
-        raise refuse(architecture)
+        raise c.no_preset(f"model type {kind!r}")
+    for architecture in c.names("architectures")[:1]:
+        if not architecture.endswith(_ENDINGS):
+            raise c.no_preset(architecture)
     for key, value in expected.items():
-        if values.get(key, value) not in (value, None):
-            raise refuse(f"{kind} with {key} = {values[key]!r}")
-    given = {**defaults, **{key: value for key, value in values.items() if value is not None}}
-    if given.get("use_sliding_window") is False:
-        given.pop("sliding_window", None)
-    shape = read(given)
-    if "layer_types" in given and list(given["layer_types"]) != _layer_types(shape):
-        raise refuse(f"{kind} with other layer_types")
+        if values.get(key, value) != value and (value or values[key] is not None):
+            raise c.no_preset(f"{kind} with {key} = {values[key]!r}")
+    shape = read(c)
+    layer_types = c.names("layer_types")
+    if layer_types and layer_types != _layer_types(shape):
+        raise c.no_preset(f"{kind} with other layer_types")
     return shape
 
 
@@ -104,127 +147,162 @@ def _layer_types(shape: Mapping[str, Any]) -> list[str]:
     return ["full_attention" if every and (i + 1) % every == 0 else sliding for i in range(shape["layers"])]
 
 
-def _gpt2(c: _Values) -> dict[str, Any]:
-    hidden, heads = c["n_embd"], c["n_head"]
+def _vocabulary(c: _Config, positions: str) -> dict[str, Any]:
+    return {"vocab": c.count("vocab_size", most=10**7), "max_seq": c.count(positions, most=10**8)}
+
+
+def _gpt2(c: _Config) -> dict[str, Any]:
+    hidden, heads = c.count("n_embd"), c.count("n_head", divides="n_embd")
     return {
         "family": "gpt",
-        "layers": c["n_layer"],
+        "layers": c.count("n_layer"),
         "hidden": hidden,
         "heads": heads,
         "kv_heads": heads,
-        "ffn": c.get("n_inner", 4 * hidden),
-        "vocab": c["vocab_size"],
-        "max_seq": c["n_positions"],
-        "tied": c["tie_word_embeddings"],
+        "ffn": c.optional("n_inner") or 4 * hidden,
+        "tied": c.flag("tie_word_embeddings"),
+        **_vocabulary(c, "n_positions"),
     }
 
 
-def _transformer(c: _Values, family: str) -> dict[str, Any]:
-    heads = c["num_attention_heads"]
+def _encoder(c: _Config, family: str) -> dict[str, Any]:
+    heads = c.count("num_attention_heads", divides="hidden_size")
     return {
         "family": family,
-        "layers": c["num_hidden_layers"],
-        "hidden": c["hidden_size"],
+        "layers": c.count("num_hidden_layers"),
+        "hidden": c.count("hidden_size"),
         "heads": heads,
-        "kv_heads": c.get("num_key_value_heads", heads),
-        "ffn": c["intermediate_size"],
-        "tied": c.get("tie_word_embeddings", True),
+        "kv_heads": heads,
+        "ffn": c.count("intermediate_size"),
+        "tied": c.flag("tie_word_embeddings"),
     }
 
 
-def _bert(c: _Values) -> dict[str, Any]:
-    return {**_transformer(c, "bert"), "vocab": c["vocab_size"], "max_seq": c["max_position_embeddings"]}
+def _bert(c: _Config) -> dict[str, Any]:
+    return {**_encoder(c, "bert"), **_vocabulary(c, "max_position_embeddings")}
 
 
-def _vit(c: _Values) -> dict[str, Any]:
-    image, patch = c["image_size"], c["patch_size"]
+def _vit(c: _Config) -> dict[str, Any]:
+    for key in ("image_size", "patch_size"):
+        if isinstance(c.values[key], list):
+            raise c.no_preset(f"vit with {key} = {c.values[key]}")
+    image, patch = c.count("image_size"), c.count("patch_size", divides="image_size")
+    labels = c.values.get("id2label")
+    if labels is not None and not (isinstance(labels, dict) and labels):
+        raise c.refuse("id2label", "an object with a name for each label")
     return {
-        **_transformer(c, "vit"),
+        **_encoder(c, "vit"),
         "tied": False,
         "vocab": 0,
         "max_seq": (image // patch) ** 2 + 1,
         "image": image,
         "patch": patch,
-        "classes": len(c["id2label"]) if "id2label" in c else c.get("num_labels", 2),
+        "classes": len(labels) if labels else c.count("num_labels"),
     }
 
 
-def _llama(c: _Values) -> dict[str, Any]:
-    """Llama and Mistral, and what the other models of the family share with them."""
-    hidden, heads = c["hidden_size"], c["num_attention_heads"]
-    width, window = c.get("head_dim", hidden // heads), c.get("sliding_window", 0)
-    biased = bool(c.get("attention_bias"))
+def _decoder(c: _Config) -> dict[str, Any]:
+    """What all models of the llama family share."""
+    heads = c.count("num_attention_heads")
     return {
-        **_transformer(c, "llama"),
-        "tied": c.get("tie_word_embeddings", False),
-        "vocab": c["vocab_size"],
-        "max_seq": c["max_position_embeddings"],
-        "attention_bias": biased,
-        "output_bias": biased,
-        **({"head_dim": width} if width * heads != hidden else {}),
-        **({"window": window} if window else {}),
+        "family": "llama",
+        "layers": c.count("num_hidden_layers"),
+        "hidden": c.count("hidden_size"),
+        "heads": heads,
+        "kv_heads": heads,
+        "ffn": c.count("intermediate_size"),
+        "tied": c.flag("tie_word_embeddings"),
+        **_vocabulary(c, "max_position_embeddings"),
     }
 
 
-def _qwen2(c: _Values) -> dict[str, Any]:
-    return {**_llama(c), "attention_bias": True}
+def _grouped(c: _Config) -> dict[str, Any]:
+    """A decoder with grouped-query attention."""
+    kv_heads = c.optional("num_key_value_heads", divides="num_attention_heads")
+    shape, width = _decoder(c), c.optional("head_dim")
+    if width is None:
+        c.count("num_attention_heads", divides="hidden_size")
+    own = {"head_dim": width} if width and width * shape["heads"] != shape["hidden"] else {}
+    return {**shape, **own, "kv_heads": kv_heads or shape["heads"]}
 
 
-def _qwen3(c: _Values) -> dict[str, Any]:
+def _biases(c: _Config) -> dict[str, Any]:
+    biased = c.flag("attention_bias")
+    return {"attention_bias": biased, "output_bias": biased}
+
+
+def _window(c: _Config, *, needed: bool = False) -> dict[str, Any]:
+    window = c.optional("sliding_window")
+    if needed and window is None:
+        raise c.no_preset(f"{c.values['model_type']} with sliding_window = null")
+    return {"window": window} if window else {}
+
+
+def _experts(c: _Config, count: str, ffn: str) -> dict[str, Any]:
+    """count, ffn: keys of the number of experts and of their width."""
+    experts = c.count(count)
+    return {"count": experts, "per_token": c.count("num_experts_per_tok", most=experts), "ffn": c.count(ffn)}
+
+
+def _llama(c: _Config) -> dict[str, Any]:
+    return {**_grouped(c), **_biases(c)}
+
+
+def _mistral(c: _Config) -> dict[str, Any]:
+    return {**_grouped(c), **_window(c)}
+
+
+def _qwen2(c: _Config) -> dict[str, Any]:
+    return {**_grouped(c), "attention_bias": True}
+
+
+def _qwen3(c: _Config) -> dict[str, Any]:
+    c.count("head_dim")
     return {**_llama(c), "qk_norm": True}
 
 
-def _experts(count: str, ffn: str) -> Callable[[_Values], dict[str, Any]]:
-    """Returns the reader of a model of experts.
-
-    count, ffn: keys of the number of experts and of their width.
-    """
-
-    def read(c: _Values) -> dict[str, Any]:
-        experts = {
-            "count": c.get(count, c.get("num_local_experts")),
-            "per_token": c["num_experts_per_tok"],
-            "ffn": c[ffn],
-        }
-        return {**_llama(c), "experts": experts}
-
-    return read
+def _mixtral(c: _Config) -> dict[str, Any]:
+    return {**_mistral(c), "experts": _experts(c, "num_local_experts", "intermediate_size")}
 
 
-def _qwen3_moe(c: _Values) -> dict[str, Any]:
-    return {**_experts("num_experts", "moe_intermediate_size")(c), "qk_norm": True}
+def _qwen3_moe(c: _Config) -> dict[str, Any]:
+    c.count("num_key_value_heads")
+    count = "num_experts" if "num_experts" in c.values else "num_local_experts"
+    return {**_llama(c), "experts": _experts(c, count, "moe_intermediate_size"), "qk_norm": True}
 
 
-def _gpt_oss(c: _Values) -> dict[str, Any]:
-    shape = _experts("num_local_experts", "intermediate_size")(c)
-    return {**shape, "sinks": True, "full_every": 2, "experts": {**shape["experts"], "biases": True}}
+def _gpt_oss(c: _Config) -> dict[str, Any]:
+    experts = {**_experts(c, "num_local_experts", "intermediate_size"), "biases": True}
+    return {**_llama(c), **_window(c, needed=True), "sinks": True, "full_every": 2, "experts": experts}
 
 
-def _gemma3(c: _Values) -> dict[str, Any]:
+def _gemma3(c: _Config) -> dict[str, Any]:
+    for key in ("head_dim", "num_key_value_heads"):
+        c.count(key)
     return {
-        **_qwen3(c),
-        "tied": c["tie_word_embeddings"],
+        **_grouped(c),
+        "qk_norm": True,
+        **_window(c, needed=True),
         "post_norms": True,
-        "full_every": c["sliding_window_pattern"],
+        "full_every": c.count("sliding_window_pattern"),
     }
 
 
-def _deepseek_v3(c: _Values) -> dict[str, Any]:
-    shape = _llama({key: value for key, value in c.items() if key != "head_dim"})
-    shape.pop("head_dim", None)
+def _deepseek_v3(c: _Config) -> dict[str, Any]:
+    shape = _decoder(c)
+    if c.values["q_lora_rank"] is None:
+        raise c.no_preset("deepseek_v3 with q_lora_rank = null, whose queries have no narrow projection")
     latent = {
-        "q_rank": c["q_lora_rank"],
-        "kv_rank": c["kv_lora_rank"],
-        "rotary": c["qk_rope_head_dim"],
-        "plain": c["qk_nope_head_dim"],
-        "value": c["v_head_dim"],
+        "q_rank": c.count("q_lora_rank"),
+        "kv_rank": c.count("kv_lora_rank"),
+        "rotary": c.count("qk_rope_head_dim"),
+        "plain": c.count("qk_nope_head_dim"),
+        "value": c.count("v_head_dim"),
     }
     experts = {
-        "count": c["n_routed_experts"],
-        "per_token": c["num_experts_per_tok"],
-        "ffn": c["moe_intermediate_size"],
-        "shared": c["n_shared_experts"],
-        "dense_layers": c["first_k_dense_replace"],
+        **_experts(c, "n_routed_experts", "moe_intermediate_size"),
+        "shared": c.count("n_shared_experts", least=0),
+        "dense_layers": c.count("first_k_dense_replace", least=0, most=shape["layers"] - 1),
         "fp32_router": True,
     }
     return {**shape, "latent": latent, "experts": experts}
@@ -239,10 +317,16 @@ _DECODER = {
 }
 _ENCODER = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 _MISTRAL = {**_DECODER, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-_QWEN = {**_DECODER, "vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768}
+_QWEN = {
+    **_DECODER,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
 _PLAIN = {"mlp_bias": False, "use_sliding_window": False}
 
-_FAMILIES: dict[str, tuple[Callable[[_Values], dict[str, Any]] | None, _Values, _Values]] = {
+_FAMILIES: dict[str, tuple[Callable[[_Config], dict[str, Any]] | None, _Values, _Values]] = {
     "gpt2": (
         _gpt2,
         {
@@ -257,16 +341,20 @@ _FAMILIES: dict[str, tuple[Callable[[_Values], dict[str, Any]] | None, _Values, 
     ),
     "bert": (
         _bert,
-        {**_ENCODER, "vocab_size": 30522, "max_position_embeddings": 512},
+        {**_ENCODER, "vocab_size": 30522, "max_position_embeddings": 512, "tie_word_embeddings": True},
         {"type_vocab_size": 2, "is_decoder": False, "position_embedding_type": "absolute"},
     ),
-    "vit": (_vit, {**_ENCODER, "image_size": 224, "patch_size": 16}, {"num_channels": 3, "qkv_bias": True}),
+    "vit": (
+        _vit,
+        {**_ENCODER, "image_size": 224, "patch_size": 16, "num_labels": 2},
+        {"num_channels": 3, "qkv_bias": True},
+    ),
     "llama": (_llama, {**_DECODER, "intermediate_size": 11008, "max_position_embeddings": 2048}, _PLAIN),
-    "mistral": (_llama, {**_MISTRAL, "head_dim": 128}, _PLAIN),
+    "mistral": (_mistral, {**_MISTRAL, "sliding_window": 4096}, _PLAIN),
     "qwen2": (_qwen2, _QWEN, _PLAIN),
     "qwen3": (_qwen3, {**_QWEN, "head_dim": 128}, _PLAIN),
     "mixtral": (
-        _experts("num_local_experts", "intermediate_size"),
+        _mixtral,
         {**_MISTRAL, "num_local_experts": 8, "num_experts_per_tok": 2},
         _PLAIN,
     ),
@@ -278,7 +366,7 @@ _FAMILIES: dict[str, tuple[Callable[[_Values], dict[str, Any]] | None, _Values, 
             "intermediate_size": 6144,
             "num_hidden_layers": 24,
             "num_key_value_heads": 4,
-            "num_experts": 128,
+            "num_local_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
         },

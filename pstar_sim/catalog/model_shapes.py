@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import field, structs
 
 from pstar_sim.arguments import spelled, text
-from pstar_sim.catalog.configurations import is_configuration, read_configuration, shape_of
+from pstar_sim.catalog.configurations import MOST_WIDTH, is_configuration, read_configuration, shape_of
 from pstar_sim.catalog.entries import Entry
 from pstar_sim.errors import CatalogError, ModelError, UnknownName
 from pstar_sim.schema.fields import Checked, Table, Text, between, says
@@ -29,7 +29,6 @@ __all__ = [
     "read_models",
 ]
 
-MOST_WIDTH = 10**6
 _Count = Annotated[int, between(1, MOST_WIDTH)]
 
 
@@ -194,10 +193,10 @@ def _entry(file: str, name: str, raw: object) -> ModelEntry:
 
 
 def _configured(model: str) -> ModelEntry:
-    """Returns the shape of a configuration of transformers. Raises NoPreset, ModelError, and CatalogError for a value
-    that no model can have."""
+    """Returns the shape of a configuration of transformers. Raises NoPreset, and ModelError for a value that the model
+    cannot have."""
     path, values = read_configuration(model)
-    raw = {**shape_of(model, values), "params": 1, "source": str(path)}
+    raw = {**shape_of(model, path, values), "params": 1, "source": str(path)}
     e = Entry.read(str(path), model, raw, ModelEntry)
     m = structs.replace(e.values, name=model)
     _check_shape(e, m)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import pstar_sim as ps
-from pstar_sim.catalog.configurations import NoPreset
+from pstar_sim.catalog.configurations import _FAMILIES, NoPreset
 from pstar_sim.catalog.model_shapes import is_model, model_entry
 from pstar_sim.cli import main
-from pstar_sim.errors import CatalogError, ModelError
+from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.workload.presets import variant
 
 LLAMA_3_8B = {
@@ -69,6 +72,39 @@ BERT_LARGE = {
     "type_vocab_size": 2,
     "vocab_size": 30522,
 }
+QWEN_3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "layer_types": ["full_attention"] * 36,
+    "max_position_embeddings": 40960,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MOONLIGHT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "kv_lora_rank": 512,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "q_lora_rank": 1536,
+    "vocab_size": 163840,
+}
 TINY = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 512, "n_positions": 64}
 
 
@@ -88,6 +124,7 @@ def written(tmp_path: Path) -> Any:
     [
         (LLAMA_3_8B, 8_030_261_248),
         (QWEN_2_5_7B, 7_615_616_512),
+        (QWEN_3_8B, 8_190_735_360),
         (MIXTRAL_8X7B, 46_702_792_704),
         ({"model_type": "gpt2"}, 124_439_808),
         (BERT_LARGE, 335_174_458),
@@ -124,8 +161,87 @@ def test_other_models_are_no_presets(written: Any) -> None:
             model_entry(f"hf:{written(values)}")
     with pytest.raises(ModelError, match="has no field 'model_type'"):
         model_entry(f"hf:{written({'hidden_size': 4})}")
-    with pytest.raises(CatalogError, match=r"kv_heads = 5; must be a divisor"):
-        model_entry(f"hf:{written({**LLAMA_3_8B, 'num_key_value_heads': 5})}")
+    with pytest.raises(NoPreset, match="deepseek_v3 with q_lora_rank = null"):
+        model_entry(f"hf:{written({**MOONLIGHT, 'q_lora_rank': None})}")
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"hidden_size": "2048"}, 'hidden_size = "2048"; must be a whole number from 1 to 1,000,000'),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0; must be a whole number from 1"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads = 5; must be a divisor of num_attention_heads = 32"),
+        ({"num_attention_heads": 24}, "num_attention_heads = 24; must be a divisor of hidden_size = 4096"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1; must be true or false"),
+        ({"layer_types": 3}, "layer_types = 3; must be a list of names"),
+        ({"architectures": "LlamaForCausalLM"}, 'architectures = "LlamaForCausalLM"; must be a list of names'),
+        ({"hidden_size": None}, "hidden_size = null; must be a whole number"),
+        ({**MIXTRAL_8X7B, "num_experts_per_tok": 9}, "num_experts_per_tok = 9; must be a whole number from 1 to 8"),
+        ({"model_type": "vit", "patch_size": 17}, "patch_size = 17; must be a divisor of image_size = 224"),
+        ({"model_type": "vit", "id2label": []}, r"id2label = \[\]; must be an object with a name for each label"),
+    ],
+)
+def test_a_broken_value_is_named_by_its_own_key(written: Any, values: dict[str, Any], says: str) -> None:
+    file = written({**LLAMA_3_8B, **values} if "model_type" not in values else values)
+    with pytest.raises(ModelError, match=rf"{re.escape(str(file))}: {says}"):
+        model_entry(f"hf:{file}")
+
+
+@pytest.mark.parametrize("config", [LLAMA_3_8B, QWEN_3_8B, MOONLIGHT, {"model_type": "vit", "image_size": 224}])
+def test_each_key_may_hold_anything(written: Any, config: dict[str, Any]) -> None:
+    for key in config:
+        for value in ("x", 0, -1, None, [], {}, 1.5, True, [224, 224]):
+            file = written({**config, key: value})
+            with contextlib.suppress(PstarError):
+                assert model_entry(f"hf:{file}").params > 0, (key, value)
+
+
+def _shape_or_words(file: Path) -> object:
+    try:
+        return replace(model_entry(f"hf:{file}"), name="", source="")
+    except ModelError as error:  # qwen2 has 32 heads of keys beside any number of heads
+        return str(error).replace(str(file), "")
+
+
+_OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window", "n_inner")
+
+
+@pytest.mark.parametrize("kind", [*_FAMILIES])
+def test_what_is_absent_or_null_is_what_the_class_makes_of_it(written: Any, kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    from huggingface_hub.errors import StrictDataclassError
+
+    _, defaults, _ = _FAMILIES[kind]
+    made = transformers.CONFIG_MAPPING[kind]()
+    made_by_class = {key: getattr(made, key) for key in defaults if key != "sliding_window_pattern"}
+    assert made_by_class == {key: value for key, value in defaults.items() if key in made_by_class}
+    small = {"hidden_size": 1024, "num_attention_heads": 16, "n_embd": 1024, "n_head": 16, "head_dim": 64}
+    small = {key: value for key, value in small.items() if hasattr(made, key)}
+    for changes in (small, *({**small, key: None} for key in _OPTIONAL if hasattr(made, key))):
+        try:
+            full = transformers.CONFIG_MAPPING[kind](**changes).to_dict()
+        except StrictDataclassError:  # null is not for this class
+            continue
+        files = written(full, "saved.json"), written({"model_type": kind, **changes})
+        saved, given = (_shape_or_words(file) for file in files)
+        assert saved == given, changes
+
+
+def test_a_class_that_decides_gives_the_parameters(written: Any) -> None:
+    """Heads of Mistral are hidden // heads wide where nothing else is said (the parameters of transformers' model), and
+    transformers saves num_experts as num_local_experts."""
+    small = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 4}
+    counts = []
+    for head_dim in ({}, {"head_dim": None}, {"head_dim": 64}):
+        entry = model_entry(f"hf:{written({'model_type': 'mistral', **small, **head_dim})}")
+        assert entry.window == 4096
+        counts.append(entry.params)
+    assert counts == [115_876_864] * 3
+    experts = {"model_type": "qwen3_moe", "num_experts_per_tok": 2}
+    of_either_key = [
+        model_entry(f"hf:{written({**experts, key: 4})}").params for key in ("num_experts", "num_local_experts")
+    ]
+    assert of_either_key[0] == of_either_key[1]
 
 
 def test_a_command_captures_what_is_no_preset_once(
