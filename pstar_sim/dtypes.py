@@ -34,6 +34,7 @@ class Dtype:
     products: dtypes by whose rate the GPU multiplies it; the first known rate counts.
     scaled: gradients need loss scaling, because small ones are lost and sums may overflow.
     packed: (rows, columns) -> stored elements of a matrix ([Note: storage]); None: one for each element.
+    stacks: as a base: of experts' stacks too, not of linear modules alone.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Dtype:
     products: tuple[str, ...]
     scaled: bool = False
     packed: Callable[[int, int], int] | None = None
+    stacks: bool = False
 
     def stored(self, shape: Sequence[int]) -> int:
         """Elements of `bytes` in which a tensor is stored. One of more than two dimensions is a stack of matrices."""
@@ -111,8 +113,14 @@ def _fp8(rows: int, columns: int) -> int:
 
 
 BASES = {
-    name: Dtype(name=name, bytes=1, torch_name="uint8", products=(), packed=packed)
-    for name, packed in (("int8", _int8), ("nf4", _nf4), ("nf4-single", _nf4_single), ("fp8", _fp8))
+    name: Dtype(name=name, bytes=1, torch_name="uint8", products=(), packed=packed, stacks=stacks)
+    for name, packed, stacks in (
+        ("int8", _int8, False),
+        ("nf4", _nf4, False),
+        ("nf4-single", _nf4_single, False),
+        ("fp8", _fp8, True),
+        ("nf4-experts", _nf4, True),
+    )
 }
 """Name -> dtype of frozen matrices ([Note: storage])."""
 STORAGE = DTYPES | BASES

@@ -153,7 +153,7 @@ class Axes:
         str | None,
         Axis(
             help="what the frozen matrices beside --lora are stored in: bf16 (the working dtype, default), int8, nf4 "
-            "(QLoRA: 4 bits, double quantisation), nf4-single (without) or fp8",
+            "(QLoRA: 4 bits, double quantisation), nf4-single (without), fp8 or nf4-experts (of stacks of experts too)",
             metavar="B",
             values=_words(_BASES),
             names=_BASES,

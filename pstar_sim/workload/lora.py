@@ -16,10 +16,11 @@ The workload is an upper bound: inputs that autograd keeps only for a frozen mat
 backward pass goes down to the embedding. Source: Hu et al., LoRA, 2021; peft's Linear layer.
 
 [Note: quantised base] With a base of `BASES` the frozen matrices of the layers' linear modules, adapted or not, are
-stored in it. Embeddings, head, norms, biases and routers keep the working dtype. Forward, recompute and backward each
-dequantise a matrix in front of its product: it is written and read in the working dtype, and alive until the product
-ends. The matrices of all experts of a layer are dequantised together. Source: bitsandbytes' MatMul4Bit. Its 8-bit
-product needs no dequantised matrix in the forward pass, so that int8 is an upper bound.
+stored in it. Embeddings, head, norms, biases and routers keep the working dtype, and so do stacks of experts, which are
+no linear modules in transformers, unless the base is of stacks too. Forward, recompute and backward each dequantise a
+matrix in front of its product: it is written and read in the working dtype, and alive until the product ends. The
+matrices of all experts of a layer are dequantised together. The forward product of int8 has the codes of its input
+instead, beside them an fp16 copy of it and later 32-bit sums. Source: bitsandbytes' MatMul4Bit and MatMul8bitLt.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pstar_sim.catalog.attention import AttentionCall
-from pstar_sim.dtypes import BASES
+from pstar_sim.dtypes import BASES, Dtype
 from pstar_sim.errors import ModelError
 from pstar_sim.workload.adapter import Adapter
 from pstar_sim.workload.tape import Tape, input_gradient, weight_gradient
 from pstar_sim.workload.workload import Phase, Product, Tensor, Use, UseKind, Workload, product_flops
 
-__all__ = ["ALL_LINEAR", "AdaptedTape", "adapter_of", "base_of", "default_targets", "quantised_params"]
+__all__ = ["ALL_LINEAR", "AdaptedTape", "adapter_of", "base_of", "default_targets", "is_stack", "quantised_params"]
 
 ALL_LINEAR = "all-linear"
 _DEFAULT = {
@@ -62,6 +63,11 @@ def adapter_of(workload: Workload) -> Adapter | None:
 def base_of(workload: Workload) -> str | None:
     """The dtype of `BASES` in which frozen matrices are stored; None: the working dtype."""
     return next((t.dtype for t in workload.tensors if t.dtype in BASES), None)
+
+
+def is_stack(name: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter is the matrices of all experts of a layer."""
+    return len(shape) == 3 and ".experts." in name
 
 
 def quantised_params(tensors: Iterable[Tensor]) -> int:
@@ -111,7 +117,7 @@ class AdaptedTape(Tape):
         module, _, kind = name.rpartition(".")
         parts = module.split(".")
         inside = any(part.isdigit() for part in parts)
-        if self.base is not None and inside and _is_quantised(name, shape):
+        if self.base is not None and inside and _is_quantised(name, shape, self.base):
             stored = shape[::-1] if self.input_first else shape
             size = self.base.stored(stored)
             self.tensors[-1] = replace(self.tensors[-1], dtype=self.base.name, shape=stored, bytes=size)
@@ -165,7 +171,7 @@ class AdaptedTape(Tape):
                 target = self._targets[name]
                 out = self.tokens * target.outputs * self.width
                 whole = (1, self.tokens, target.inputs, target.outputs)
-                room = self._dequantise([name])
+                room = self._dequantise([name], forward=True)
                 super().op(out, products=[whole], read=self.tokens * target.inputs * self.width)
                 super().op(dead=room)
                 self._forward(target)
@@ -184,7 +190,7 @@ class AdaptedTape(Tape):
         read: int | None = None,
     ) -> None:
         done = [] if not products or self._inside else self._multiplied(products)
-        room = self._dequantise(done)
+        room = self._dequantise(done, forward=True)
         super().op(out, dead=dead, unsaved=unsaved, products=products, attention=attention, read=read)
         super().op(dead=room)
         for each in done:
@@ -208,17 +214,24 @@ class AdaptedTape(Tape):
     def _is_stored(self, name: str) -> bool:
         return self.base is not None and name in self._index and self.tensors[self._index[name]].dtype in BASES
 
-    def _dequantise(self, names: Iterable[str]) -> int:
+    def _dequantise(self, names: Iterable[str], *, forward: bool = False) -> int:
         """One matrix after the other, those of all experts together. Returns the bytes that are alive while the product
         runs, which the caller frees."""
         names = [name for name in names if self._is_stored(name)]
-        alone = [self._numel(name) * self.width for name in names if name in self._matrices]
+        alone = [self._room(name, forward) for name in names if name in self._matrices]
         together = sum(self._numel(name) * self.width for name in names if name not in self._matrices)
         *others, largest = sorted((together, *alone))
         for size in filter(None, others):
             super().op(size, dead=size)
         super().op(largest)
         return largest
+
+    def _room(self, name: str, forward: bool) -> int:
+        weight = self.tensors[self._index[name]]
+        if forward and weight.dtype == "int8":
+            outputs, inputs = weight.shape
+            return self.tokens * (inputs + max(2 * inputs, 4 * outputs))
+        return weight.numel * self.width
 
     def _numel(self, name: str) -> int:
         return self.tensors[self._index[name]].numel
@@ -264,8 +277,8 @@ class AdaptedTape(Tape):
         self.level -= size
 
 
-def _is_quantised(name: str, shape: Sequence[int]) -> bool:
-    """Whether a parameter of a layer is the matrix of a linear module, or of an expert ([Note: quantised base])."""
-    if len(shape) == 3:
-        return ".experts." in name
+def _is_quantised(name: str, shape: Sequence[int], base: Dtype) -> bool:
+    """Whether a parameter of a layer is stored in the base ([Note: quantised base])."""
+    if is_stack(name, shape):
+        return base.stacks
     return len(shape) == 2 and name.endswith(".weight") and not name.endswith(".mlp.gate.weight")

@@ -87,7 +87,7 @@ def test_bytes_of_a_quantised_base_by_hand() -> None:
     assert WHOLE.startup_bytes(w, 1) == sum(t.bytes for t in w.tensors)
 
 
-@pytest.mark.parametrize(("model", "base"), [("llama-7b", "nf4"), ("qwen3-30b-a3b", "int8"), ("gpt2", "fp8")])
+@pytest.mark.parametrize(("model", "base"), [("llama-7b", "nf4"), ("qwen3-30b-a3b", "nf4-experts"), ("gpt2", "fp8")])
 def test_each_pass_dequantises_each_matrix_once(model: str, base: str) -> None:
     shape = structs.replace(model_entry(model), layers=1)
     plain, w = (
@@ -104,6 +104,31 @@ def test_each_pass_dequantises_each_matrix_once(model: str, base: str) -> None:
     largest = sum(t.numel for t in w.tensors if t.name.endswith("gate_up_proj")) or alone
     assert min(rooms) >= 0 and alone < max(rooms) <= 2 * largest
     assert w.flops == plain.flops
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_experts_stay_in_the_working_dtype(base: str) -> None:
+    """Their stacks are no linear modules in transformers, which alone bitsandbytes quantises."""
+    shape = structs.replace(model_entry("qwen3-30b-a3b"), layers=1)
+    w = workload_of(shape, batch=1, sequence=128, lora="r=4", base=base)
+    stacks = [t for t in w.tensors if ".experts." in t.name]
+    assert {t.dtype for t in stacks} == {"bf16"} and sum(t.numel for t in stacks) == 3 * 128 * 2048 * 768
+    assert quantised_params(w.tensors) == 2 * 2048 * (4096 + 512)
+    assert "0.60 B of experts stay in bf16 (nf4-experts quantises their stacks too)" in w.notes
+
+
+def test_int8_sums_in_32_bits() -> None:
+    """The forward pass has the input's codes, beside them its fp16 copy or 32-bit sums, and no dequantised matrix."""
+    plain, w = (
+        preset("gpt2", batch=1, seq=64, lora="r=4", base=base, checkpointing=False, attention="math")
+        for base in (None, "int8")
+    )
+    more = [
+        sum(m.bytes_written - n.bytes_written for m, n in zip(w.moments, plain.moments) if m.phase is phase)
+        for phase in (Phase.FWD, Phase.BWD)
+    ]
+    widths = (768, 2304), (768, 768), (768, 3072), (3072, 768)
+    assert more == [12 * 64 * sum(a + max(2 * a, 4 * b) for a, b in widths), 2 * quantised_params(w.tensors)]
 
 
 def test_a_variant_keeps_adapter_base_and_optimizer() -> None:

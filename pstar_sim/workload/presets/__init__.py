@@ -30,7 +30,7 @@ from pstar_sim.workload.adapter import adapter
 from pstar_sim.workload.axes import Axes, AxesGiven, all_axes
 from pstar_sim.workload.experts import experts_note
 from pstar_sim.workload.kernels import KERNELS, LOSSES
-from pstar_sim.workload.lora import AdaptedTape, adapter_of, base_of, quantised_params
+from pstar_sim.workload.lora import AdaptedTape, adapter_of, base_of, is_stack, quantised_params
 from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.presets.bert import write_bert
 from pstar_sim.workload.presets.gpt import write_gpt
@@ -256,6 +256,9 @@ def _lora_note(adapted: AdaptedTape | None) -> str:
     quantised = quantised_params(kept)
     width = sum(t.bytes for t in kept if t.dtype == adapted.base.name) / quantised
     words = f"{quantised / 1e9:.2f} B of {total / 1e9:.2f} B parameters in {adapted.base.name}, {width:.3f} bytes each"
+    stacks = sum(t.numel for t in kept if is_stack(t.name, t.shape) and t.dtype != adapted.base.name)
+    if stacks:
+        words += f", {stacks / 1e9:.2f} B of experts stay in {adapted.dtype} (nf4-experts quantises their stacks too)"
     return f"{targets}, {words}"
 
 
