@@ -17,6 +17,7 @@ from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.registry import built_in, can
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.axes import AxesGiven
+from pstar_sim.workload.lora import adapter_of, base_of
 from pstar_sim.workload.optimizers import MASTERS
 from pstar_sim.workload.parallelism import CUTS, Parallelism
 from pstar_sim.workload.presets import variant
@@ -98,7 +99,7 @@ def whereabouts(plan: Plan) -> Whereabouts:
 def job_left(plan: Plan, configuration: Configuration) -> tuple[Workload, Settings]:
     """The job that a framework runs in place of the plan's: depth-first, updated in optimizer.step(), the activations
     of all blocks kept or all recomputed, in the precision and by the optimizer that the configuration states, with fp32
-    masters. A traced workload otherwise stays as it is."""
+    masters, a base in the working dtype. A traced workload otherwise stays as it is."""
     settings = replace(plan.settings, update="step", loop="own")
     w, c = plan.workload, configuration
     changes: AxesGiven = {}
@@ -106,6 +107,8 @@ def job_left(plan: Plan, configuration: Configuration) -> tuple[Workload, Settin
         changes["dtype"] = c.dtype
     if w.recompute != c.recompute and c.checkpointing is not None:
         changes["checkpointing"] = c.checkpointing
+    if base_of(w):
+        changes["base"] = "bf16"
     optimizer = None if c.optimizer == w.optimizer.name else c.optimizer
     try:
         w = with_optimizer(w, optimizer, None if w.optimizer.masters == MASTERS[0] else MASTERS[0])
@@ -137,6 +140,11 @@ def common_limits(plan: Plan, framework: str, *own: str, autocast: bool = False)
         said.append(f"updates as gradients arrive: {framework} updates in optimizer.step()")
     if not w.order.of_loop and not w.borders:
         said.append(f"the {w.order} order of micro-batches: {framework} runs them one after the other")
+    if adapter := adapter_of(w):
+        said.append(f"adapters (LoRA r={adapter.rank} on {', '.join(adapter.targets or ())}): the script makes them")
+    if base := base_of(w):
+        predicted = f"; predicted in {w.compute_dtype}" if w.source == "preset" else ""
+        said.append(f"frozen matrices in {base}: the script quantises them{predicted}")
     if w.activations:
         said.append(f"activations block by block ({activations_text(w)})")
     if w.autocast and not autocast:

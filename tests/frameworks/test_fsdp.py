@@ -399,3 +399,16 @@ def test_less_recomputation_than_of_all_blocks_is_written_or_said(
     assert [one[: len(line)] for one in said] == [line] * bool(line)
     job, _ = job_left(made, found.configuration)
     assert (job.recompute or job.checkpointing) == left
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_adapters_and_a_quantised_base_are_the_scripts(name: str) -> None:
+    """Predicted is the job with the base in the working dtype."""
+    machine = ps.machine("h100-80")
+    plain, w = (preset("gpt2", batch=2, seq=64, lora="r=4", base=base) for base in (None, "nf4"))
+    made = find_policy("zero3_offload")(w, machine, Settings())
+    found = TARGETS[name].express(made)
+    assert found.cannot.count("adapters (LoRA r=4 on c_attn): the script makes them") == 1
+    assert found.cannot.count("frozen matrices in nf4: the script quantises them; predicted in bf16") == 1
+    job, _ = job_left(made, found.configuration)
+    assert (job.moments, job.tensors) == (plain.moments, plain.tensors)
