@@ -142,9 +142,9 @@ def common_limits(plan: Plan, framework: str, *own: str, autocast: bool = False)
         said.append(f"the {w.order} order of micro-batches: {framework} runs them one after the other")
     if adapter := adapter_of(w):
         said.append(f"adapters (LoRA r={adapter.rank} on {', '.join(adapter.targets or ())}): the script makes them")
-    if base := base_of(w):
+    if stored := base_of(w):
         predicted = f"; predicted in {w.compute_dtype}" if w.source == "preset" else ""
-        said.append(f"frozen matrices in {base}: the script quantises them{predicted}")
+        said.append(f"frozen matrices in {stored}: the script quantises them{predicted}")
     if w.activations:
         said.append(f"activations block by block ({activations_text(w)})")
     if w.autocast and not autocast:
