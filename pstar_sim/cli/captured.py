@@ -17,6 +17,7 @@ from pstar_sim.catalog.configurations import NoPreset, configuration_file, is_co
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.cli.executor_parts import executor_module
+from pstar_sim.errors import TraceError
 from pstar_sim.planner.jobs import Job
 from pstar_sim.version import __version__
 from pstar_sim.workload.trace import load_trace, save_trace
@@ -54,11 +55,15 @@ class CapturedJob(Job):
         shape = {"batch": batch, "sequence": self.seq, **{name: value for name, value in axes.items() if value}}
         file = configuration_file(self.model)
         kept = _cache() / f"{_digest(file, shape)}.parquet"
-        if not kept.is_file():
+        try:
+            captured = load_trace(kept)
+        except TraceError:  # there is none, or it is damaged
+            kept.unlink(missing_ok=True)
             captured = executor_module("capture").capture(f"hf:{file}", **shape)
             kept.parent.mkdir(parents=True, exist_ok=True)
             save_trace(captured, kept)
-        workload = with_optimizer(load_trace(kept), self.optimizer, self.masters)
+            captured = load_trace(kept)
+        workload = with_optimizer(captured, self.optimizer, self.masters)
         return workload if self.micro_batches in (None, 1) else repeat_micro_batch(workload, self.micro_batches)
 
 

@@ -43,7 +43,8 @@ def stages_text(comparison: StagesComparison, *, width: int | None = None) -> st
     width = terminal_width() if width is None else width
     fitting = [row for row in comparison.rows if row.fits]
     machine, job = comparison.machine, comparison.job
-    lines = wrap(f"{job.model}, sequence {job.seq}, on {machine.name}: {machine.world_size} GPUs", width)
+    said = "".join(f", {words}" for words in job.words)
+    lines = wrap(f"{job.model}, sequence {job.seq}{said}, on {machine.name}: {machine.world_size} GPUs", width)
     if fitting:
         lines += ["", table_text(HEADS, [_cells(row) for row in fitting], width=width, keys=2).rstrip()]
     unfit = [row for row in comparison.rows if not row.fits]

@@ -31,6 +31,10 @@ class Adapter:
         ):
             raise refused("lora: targets", named, "a tuple of names, such as ('q_proj', 'v_proj')", ModelError)
 
+    def __str__(self) -> str:
+        """As `adapter` reads it."""
+        return f"r={self.rank}" + (f",targets={'+'.join(self.targets)}" if self.targets else "")
+
 
 def adapter(given: Adapter | str | int) -> Adapter:
     """Takes "r=16", "16", "r=8,targets=q_proj+v_proj", or a rank. Raises ModelError for any other value."""

@@ -29,7 +29,7 @@ class Axis:
     default: of a preset.
     noted: answers say the value if it is not the default; all others have words of their own there.
     of_modules: the help where a module is captured or run; "" if a module does not take it.
-    words: others for its names.
+    words: others for its names, in lower case.
     not_of_traces: what would do where the job is a trace, which cannot take the axis; "" if it can.
     """
 
@@ -57,9 +57,11 @@ _KERNELS = "kernels of a preset, attention aside: eager, fused, compiled or mega
 _OPTIMIZERS = _words(OPTIMIZERS)
 _DTYPE_WORDS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 _BASES = ("bf16", *BASES)
-_BASE_WORDS = dict.fromkeys(("qlora", "4bit", "4-bit", "load_in_4bit"), "nf4") | dict.fromkeys(
-    ("8bit", "8-bit", "load_in_8bit"), "int8"
-)
+_BASE_WORDS = {
+    **{name: name for name in _BASES},
+    **dict.fromkeys(("qlora", "4bit", "4-bit", "load_in_4bit"), "nf4"),
+    **dict.fromkeys(("8bit", "8-bit", "load_in_8bit"), "int8"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +218,13 @@ class Axes:
         """Such as "math attention", for answers."""
         stated = ((name, getattr(self, name), axis) for name, axis in all_axes().items() if axis.noted)
         return [f"{value} {name}" for name, value, axis in stated if value not in (None, axis.default)]
+
+    @property
+    def words(self) -> list[str]:
+        """What was said in words, such as "lora r=16" and "no checkpointing"."""
+        said = [(name.replace("_", " "), value) for name, value in self.given.items()]
+        flags = {True: "", False: "no "}
+        return [f"{flags[v]}{name}" if isinstance(v, bool) else f"{name} {v}" for name, v in said]
 
     def filled(self) -> Axes:
         """With the defaults of a preset where nothing was said."""

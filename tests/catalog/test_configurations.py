@@ -262,6 +262,11 @@ def test_a_command_captures_what_is_no_preset_once(
     assert kept.stat().st_mtime_ns == written_ns
     assert main([*command, "--optimizer", "sgd", "--micro-batches", "2"]) == 0
     assert len([*kept.parent.iterdir()]) == 1
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:-9])  # a damaged trace is captured anew
     capsys.readouterr()
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == first
+    assert len(kept.read_bytes()) == len(whole)
     assert main([*command, "--kernels", "fused"]) == 2
     assert "--kernels is for presets" in capsys.readouterr().err

@@ -380,6 +380,9 @@ class TestUnequalGpus:
         found = compare_stages(replace(self.JOB, batch=2), machine, ["all_on_gpu"], ways, every=True)
         assert found.gain_of_cut is not None and found.gain_of_cut > 1.1
         assert f"stages cut by speed: {found.gain_of_cut:.2f} times as fast" in stages_text(found)
+        job = Job(model="gpt2", batch=1, seq=512, lora="r=8,targets=c_attn", base="NF4", checkpointing=False)
+        words = "gpt2, sequence 512, no checkpointing, lora r=8,targets=c_attn, base nf4, on "
+        assert stages_text(replace(found, job=job), width=160).startswith(words)
 
 
 def test_a_stage_that_does_not_fit_is_named() -> None:

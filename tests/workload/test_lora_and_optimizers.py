@@ -132,7 +132,7 @@ def test_int8_sums_in_32_bits() -> None:
 
 
 def test_a_variant_keeps_adapter_base_and_optimizer() -> None:
-    packed = preset("gpt2", batch=4, seq=64, lora="r=4", base="4-bit")
+    packed = preset("gpt2", batch=4, seq=64, lora="r=4", base="NF4")
     assert base_of(variant(packed, batch=2)) == axes_of(packed).base == "nf4"
     w = preset("gpt2", batch=4, seq=64, lora=Adapter(rank=4), optimizer="sgd")
     other = variant(w, batch=2, micro_batches=2)
