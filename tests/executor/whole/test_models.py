@@ -74,6 +74,7 @@ def test_hf_classifier_gets_a_label_a_sequence(tmp_path: Path) -> None:
         ("{", "not a readable config.json"),
         ("[1]", "no field 'model_type'"),
         ('{"model_type": "no-such-model"}', "no-such-model"),
+        ('{"model_type": "llama", "hidden_size": "2048"}', "field 'hidden_size'.* expected int, got str"),
     ],
 )
 def test_bad_hf_files(tmp_path: Path, content: str, says: str) -> None:
