@@ -161,7 +161,7 @@ def _header(result: Comparison) -> Header:
         machine=result.machine.name,
         verdict=yes_or_no(best.fits),
         reason=reason,
-        advice=(f"--policy {best.policy}",) if best.fits else tuple(r.nearest for r in result.rows if r.nearest),
+        advice=(f"--policy {best.policy}",) if best.fits else result.changes,
         notes=result.notes,
     )
 

@@ -26,7 +26,7 @@ from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.explain import explain
 from pstar_sim.planner.machine_notes import attention_notes, machine_notes
 from pstar_sim.planner.memory_needs import with_room
-from pstar_sim.planner.nearest import Elsewhere, nearest
+from pstar_sim.planner.nearest import Elsewhere, Remedy, as_flags, in_words, remedies
 from pstar_sim.planner.trust import Trust, trust, validation_digest
 from pstar_sim.policy.kit.sharing import plan_once, plans_shared
 from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
@@ -141,6 +141,7 @@ class Comparison(Collection):
     workload: the job of one rank.
     batch: sequences per micro-batch, of all GPUs together.
     notes: omissions of the answer (several GPUs).
+    changes: flags under which some policy would fit, the smallest change first.
     named: whether the caller named the policies.
     """
 
@@ -151,6 +152,7 @@ class Comparison(Collection):
     rows: tuple[Row, ...]
     planned: Mapping[str, Planned]
     notes: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
     named: bool = True
 
     def best(self) -> Planned:
@@ -300,6 +302,7 @@ def _compare(
             found.failures[name] = (policy, short.with_traceback(None))  # its frames hold everything up to here
             found.rows.append(_unfit(name, usual))
     rows, planned, failures = found.rows, found.planned, found.failures
+    changes: list[Remedy] = []
     others = _fitting(workload, settings, rows, planned)
     elsewhere = Elsewhere(workload, machine, loading)
     near_wanted = near is not False and not ((only_best or near is None) and others)
@@ -309,7 +312,9 @@ def _compare(
             hint = ""
             if near_wanted:
                 tell(f"what would do for {row.policy}", len(rows), len(asked))
-                hint = nearest(policy, workload, machine, settings, error, fitting=others, elsewhere=elsewhere)
+                ways = remedies(policy, workload, machine, settings, error, elsewhere=elsewhere)
+                changes += ways
+                hint = in_words(ways, others)
             rows[i] = unfit_row(row.policy, error, usual, hint)
     if others and only_best:
         best = _best(workload, settings, rows, planned)
@@ -320,6 +325,7 @@ def _compare(
     short_of_gpu = {short.place for _, short in failures.values()} == {"gpu"}
     timelines = {name: p.timeline for name, p in planned.items()}
     return Comparison(
+        changes=tuple(dict.fromkeys(as_flags(one.words) for one in sorted(changes, key=lambda one: one.rank))),
         workload=workload,
         machine=machine,
         settings=settings,

@@ -32,7 +32,7 @@ from pstar_sim.workload.optimizers import MASTERS, OPTIMIZERS
 from pstar_sim.workload.presets import can_vary, has_kernels, variant
 from pstar_sim.workload.workload import Workload, with_optimizer
 
-__all__ = ["KINDS", "Ask", "Elsewhere", "Remedy", "asker", "in_words", "nearest", "remedies"]
+__all__ = ["KINDS", "Ask", "Elsewhere", "Remedy", "as_flags", "asker", "in_words", "nearest", "remedies"]
 
 _EXACT, _INEXACT = ("loading", "kernels", "loss", "micro-batches", "checkpointing"), ("optimizer", "base", "LoRA")
 KINDS = (*_EXACT, "policy", *_INEXACT, "host memory", "GPU memory", "machine")
@@ -216,6 +216,11 @@ def nearest(
     """
     ways = remedies(policy, workload, machine, settings, error, ask=ask, elsewhere=elsewhere)
     return in_words(ways, fitting)
+
+
+def as_flags(words: str) -> str:
+    """Returns the words of a change as flags alone: "--machine a100-80" of "on a100-80"."""
+    return words.removeprefix("with ").replace("on ", "--machine ", words.startswith("on "))
 
 
 def in_words(found: Sequence[Remedy], fitting: Sequence[str] = ()) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pstar_sim.catalog.loader import as_listed
 from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
 from pstar_sim.planner.machine_notes import added_gpus_notes, attention_notes, pinned_notes, thread_notes, units_notes
+from pstar_sim.planner.nearest import as_flags
 from pstar_sim.planner.trust import NOT_NEAR
 from pstar_sim.report.tables import (
     batch_words,
@@ -107,10 +108,7 @@ def fits_said(answer: Fits) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """Returns the sentences of the verdict, the flags that are advised, and the notes."""
     changes = [] if answer.change is None else [answer.change, *answer.others]
     advice = [f"--policy {row.policy}" for row in answer.fastest[:1]] or [one.words for one in changes]
-    words = [
-        one.removeprefix("with ").replace("on ", "--machine ", 1 if one.startswith("on ") else 0) for one in advice
-    ]
-    return " ".join(_verdict(answer)), tuple(words), tuple(_fit_notes(answer, why=False))
+    return " ".join(_verdict(answer)), tuple(map(as_flags, advice)), tuple(_fit_notes(answer, why=False))
 
 
 def _part_cells(answer: Fits) -> tuple[list[str], list[tuple[str, ...]]]:

@@ -112,6 +112,7 @@ def test_every_json_answer_begins_with_what_was_asked_and_what_is_answered(
     asks = words[0] in ("fits", "compare", "plan", "check", "max-batch", "sensitivity")
     assert said["verdict"] == ({0: "yes", 3: "no"}[status] if asks else None)
     if words[0] in ("fits", "compare"):
+        assert all(flags.startswith("--") for flags in said["advice"])
         assert said["reason"] and said["advice"] and said["model"] == said["rows"][0].get("model", said["model"])
 
 
