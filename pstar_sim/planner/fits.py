@@ -24,6 +24,7 @@ from pstar_sim.planner.machine_notes import disk_life
 from pstar_sim.planner.memory_needs import (
     Need,
     Phase,
+    disk_shortage,
     host_shortage,
     least_gpu_bytes,
     memory_need,
@@ -470,9 +471,10 @@ def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit
     else:
         gpu_bytes = roomy.gpu_shortage.needed_bytes
     # A policy's own check of the host may count more than its need; its refusal then stands.
-    shortage = (roomy.gpu_shortage if error.place == "gpu" else host_shortage(roomy.need, machine)) or error
+    elsewhere = host_shortage(roomy.need, machine) or disk_shortage(roomy.need, machine)
+    shortage = (roomy.gpu_shortage if error.place == "gpu" else elsewhere) or error
     filled = _filled(row, gpu_bytes, roomy.need, machine.local_ranks)
-    return replace(filled, short_bytes=shortage.short_bytes), shortage
+    return replace(filled, short_of=shortage.place, short_bytes=shortage.short_bytes), shortage
 
 
 def _changes(

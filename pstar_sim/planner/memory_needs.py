@@ -14,6 +14,11 @@ possible, `with_room` with one.
 A policy plans with payloads alone, so its first plan may take too much. It then plans again for a host with less memory
 (`with_room`). A policy whose plans count all of this by themselves says so (`Capabilities.counts_host`).
 
+[Note: less of the host, more on disks] With disks, the smallest plan is that for the least memory for which the policy
+plans at all, which its refusals name; it does not depend on how much memory there is. If that plan has no room, none
+has, and its need is the answer. If it has room, halving finds the plan for the most memory that has, up to (the memory
+beyond the smallest plan's) / 2 ** HALVES. What a policy needs without disks is no answer there.
+
 [Note: payloads that pass through the host] With disks most payloads only pass through the host. A place of its own for
 each payload would take as much memory as lies on the disks. So a plan that uses disks needs slabs for the payloads that
 never leave the host, and the pool of core/slabs.py, to which the executor adds rooms where the disks fall behind. What
@@ -51,16 +56,19 @@ from pstar_sim.workload.workload import Workload
 __all__ = [
     "Need",
     "Phase",
+    "disk_shortage",
     "host_shortage",
     "least_gpu_bytes",
     "memory_need",
     "need_of_plan",
     "need_with_room",
     "shortage",
+    "with_large_disks",
     "with_room",
 ]
 
 MOST_SHORT = 6  # refusals in a row: payloads, rounding and start-up of the host, then the GPU
+HALVES = 5  # of the host memory between a plan that has room and one that has none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +157,8 @@ def with_room(
     plan = plan_on(machine)
     if can(policy).counts_host:
         return plan
+    if machine.nvme is not None:
+        return _from_disks(plan_on, plan, machine, loading, halves=HALVES)
     refusal = _shortage_of(plan, machine, loading)
     smaller = _shrunk(plan_on, plan, machine, loading)
     if smaller is not None:
@@ -175,6 +185,45 @@ def _shrunk(plan_on: Callable[[Machine], Plan], plan: Plan, machine: Machine, lo
             break
         plan, short = smaller, _shortage_of(smaller, machine, loading)
     return None
+
+
+def _from_disks(
+    plan_on: Callable[[Machine], Plan], plan: Plan, machine: Machine, loading: Loading, *, halves: int
+) -> Plan:
+    """The plan, or one with more on disks: [Note: less of the host, more on disks]. Raises DoesNotFit.
+
+    halves: 0 for any plan that has room.
+    """
+    short = _shortage_of(plan, machine, loading)
+    if short is None:
+        return plan
+    refused, high, budget_bytes = 0, machine.host_budget_bytes, 1
+    for _ in range(2 * MOST_SHORT):
+        try:
+            found = plan_on(_with_host_budget(machine, budget_bytes))
+        except DoesNotFit as refusal:
+            refused = budget_bytes
+            # what has no room on the disks has to stay on the host
+            wanted = {"host": refusal.needed_bytes, "nvme": refused + refusal.short_bytes}.get(refusal.place, 0)
+            budget_bytes = wanted if refused < wanted < high else (refused + high) // 2
+            continue
+        still = _shortage_of(found, machine, loading)
+        if still is None:
+            break
+        short = min(short, still, key=lambda one: one.needed_bytes)
+        high = budget_bytes
+        budget_bytes = (refused + high) // 2
+    else:
+        raise short
+    low = budget_bytes
+    for _ in range(halves):
+        budget_bytes = (low + high) // 2
+        more = _planned_within(plan_on, machine, budget_bytes)
+        if more is not None and _shortage_of(more, machine, loading) is None:
+            low, found = budget_bytes, more
+        else:
+            high = budget_bytes
+    return _moved(found, machine)
 
 
 def _planned_within(plan_on: Callable[[Machine], Plan], machine: Machine, budget_bytes: int) -> Plan | None:
@@ -226,20 +275,20 @@ def memory_need(
     function = find_policy(policy) if isinstance(policy, str) else policy
     try:
         plan = function(workload, machine, asked)
-        if machine.nvme is not None and not able.counts_host:  # there may be a plan with more on disks
-            plan = _shrunk(lambda smaller: function(workload, smaller, asked), plan, machine, loading) or plan
+        if machine.nvme is not None and not able.counts_host:
+            halves = HALVES if fewest else 0
+            plan = _from_disks(lambda where: function(workload, where, asked), plan, machine, loading, halves=halves)
         need = replace(need_of_plan(plan, loading), policy=name)
         if not able.counts_host:
             _check_host(need, machine)
     except DoesNotFit:
-        if refusal is None:
+        if refusal is None or machine.nvme is not None:
             raise
         if not (able.tries_others and others):
             raise refusal from None
     else:
         return need
-    from_disks = (f"{other}:{options}" for other in built_in() for options in can(other).from_disks)
-    for other in (*built_in(), *from_disks):
+    for other in built_in():
         if other == policy:
             continue
         try:
@@ -305,6 +354,20 @@ def host_shortage(need: Need, machine: Machine) -> DoesNotFit | None:
         needed_bytes=need.host_bytes,
         available_bytes=budget,
         what=", ".join(parts),
+    )
+
+
+def disk_shortage(need: Need, machine: Machine) -> DoesNotFit | None:
+    budget = machine.nvme_budget_bytes
+    needed = 0 if need.plan is None else play(need.plan).peak_bytes.get("nvme", 0)
+    if needed <= budget:
+        return None
+    return DoesNotFit(
+        policy=need.policy,
+        place="nvme",
+        needed_bytes=needed,
+        available_bytes=budget,
+        what="lists for which the host has no room",
     )
 
 
@@ -411,7 +474,7 @@ def need_with_room(
     *,
     loading: Loading = WHOLE,
 ) -> Roomy | None:
-    """Adds just enough to each place that is short. None if more memory does not help."""
+    """Adds just enough to each place that is short, to disks room for all states. None if more does not help."""
     roomy, error = machine, short
     gpu: DoesNotFit | None = None
     for _ in range(MOST_SHORT):
@@ -419,6 +482,8 @@ def need_with_room(
             roomy, gpu = _with_gpu_budget(roomy, error.needed_bytes), error
         elif error.place == "host":
             roomy = _with_host_budget(roomy, error.needed_bytes)
+        elif error.place == "nvme" and with_large_disks(workload, roomy) is not roomy:
+            roomy = with_large_disks(workload, roomy)
         else:
             return None
         try:
@@ -429,6 +494,15 @@ def need_with_room(
         gpu_shortage = None if gpu is None else gpu.restated(available_bytes=machine.gpu_budget_bytes)
         return Roomy(machine=roomy, need=need, gpu_shortage=gpu_shortage)
     return None
+
+
+def with_large_disks(workload: Workload, machine: Machine) -> Machine:
+    """The machine, its disks with room for twice all states if they have less; itself if it has no disks."""
+    trained = sum(t.numel for t in workload.tensors if not t.frozen and t.tied_to is None)
+    size_bytes = round(2 * trained * workload.states_bytes_per_param)
+    if machine.nvme is None or machine.nvme.memory_bytes >= size_bytes:
+        return machine
+    return replace(machine, nvme=replace(machine.nvme, memory_bytes=size_bytes))
 
 
 # The GPU's side.

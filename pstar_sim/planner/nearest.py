@@ -2,9 +2,9 @@
 
 [Note: the smallest change] Changes of the job cost no hardware. They are tried in the order of KINDS, each beside all
 before it that save bytes where these are short, until the job fits; then those are left out without which it fits, too.
-Options under which a policy keeps lists on the machine's disks, more host memory, more GPU memory (where the user has
-set it) and catalog machines with more of it are tried alone. Every suggested change has room by memory_needs.py. Of a
-trace's workload only loading and optimizer are changed.
+Options under which a policy keeps lists on the machine's disks, larger disks, more host memory, more GPU memory (where
+the user has set it) and catalog machines with more of it are tried alone. Every suggested change has room by
+memory_needs.py. Of a trace's workload only loading and optimizer are changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.core.plan import Settings
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import CannotPlan, CatalogError, DoesNotFit, PstarError
-from pstar_sim.planner.memory_needs import shortage
+from pstar_sim.planner.memory_needs import shortage, with_large_disks
 from pstar_sim.policy.kit.options import Specified, split_spec
 from pstar_sim.policy.registry import Policy, can, policy_name
 from pstar_sim.units import GB, MB
@@ -35,8 +35,9 @@ from pstar_sim.workload.workload import Workload, with_optimizer
 __all__ = ["KINDS", "Ask", "Elsewhere", "Remedy", "as_flags", "asker", "in_words", "nearest", "remedies"]
 
 _EXACT, _INEXACT = ("loading", "kernels", "loss", "micro-batches", "checkpointing"), ("optimizer", "base", "LoRA")
-KINDS = (*_EXACT, "policy", *_INEXACT, "host memory", "GPU memory", "machine")
-"""Kinds of changes, smallest change first: flags of the job cost nothing, memory for the host costs less than a GPU."""
+KINDS = (*_EXACT, "policy", *_INEXACT, "disks", "host memory", "GPU memory", "machine")
+"""Kinds of changes, smallest change first: flags of the job cost nothing, disks cost less than memory, and
+memory for the host less than a GPU."""
 _SMALLER = {"adamw": "adamw-8bit", "adam": "adamw-8bit", "adamw-bf16-states": "adamw-8bit", "lion": "lion-8bit"}
 """Optimizer -> the one with the same update and states in 8 bits."""
 _LORA, _BASE = "r=16", "nf4"
@@ -64,8 +65,8 @@ class Remedy:
 
     @property
     def hardware(self) -> int:
-        """0 for none, 1 for more host memory, 2 for more GPU memory."""
-        return next((n for n, kind in ((1, "host memory"), (2, "GPU memory"), (2, "machine")) if kind in self.kinds), 0)
+        """0 for none, 1 for larger disks or more host memory, 2 for more GPU memory."""
+        return max({"disks": 1, "host memory": 1, "GPU memory": 2, "machine": 2}.get(kind, 0) for kind in self.kinds)
 
 
 Ask = Callable[[Workload, Machine, Settings, Loading], DoesNotFit | None]
@@ -253,12 +254,13 @@ def remedies(
     if error.place == "pinned":
         return ()
     job = _of_job(ask, elsewhere, settings, error)
-    if error.place == "host":
+    if error.place in ("host", "nvme"):
         disks = _on_disks(policy, workload, machine, settings, elsewhere.loading, ask_of or asker)
+        larger = _disk_memory(ask, workload, machine, settings, elsewhere.loading)
         more = _host_memory(ask, workload, machine, settings, elsewhere.loading, error)
         if disks is not None and more is not None and disks.size >= more.size:
             disks = None  # the options are given already, or save no host memory
-        return tuple(sorted((one for one in (disks, job, more) if one is not None), key=lambda one: one.rank))
+        return tuple(sorted((one for one in (disks, job, larger, more) if one is not None), key=lambda one: one.rank))
     bigger = _gpu_memory(ask, workload, machine, settings, elsewhere.loading, error)
     bigger = bigger or next(_machines(ask, elsewhere, settings, error), None)
     return tuple(one for one in (job, bigger) if one is not None)
@@ -419,13 +421,29 @@ def _gpu_memory(
     return Remedy(kinds=("GPU memory",), size=size * MB, words=f"with --gpu-memory {words}")
 
 
+def _disk_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settings, loading: Loading) -> Remedy | None:
+    """Room on the machine's disks with which the job fits, in steps of 10 GB, or of a sixteenth where that is more."""
+    large, disks = with_large_disks(workload, machine), machine.nvme
+    if large is machine or disks is None or ask(workload, large, settings, loading) is not None:
+        return None
+    low, high = disks.memory_bytes // (10 * GB), large.nvme_budget_bytes * machine.local_ranks // (10 * GB) + 1
+    while high - low > max(1, high // 16):
+        middle = (low + high) // 2
+        tried = replace(machine, nvme=replace(disks, memory_bytes=10 * middle * GB))
+        low, high = (low, middle) if ask(workload, tried, settings, loading) is None else (middle, high)
+    return Remedy(kinds=("disks",), size=10 * high * GB, words=f"with --set nvme.memory={10 * high}GB")
+
+
 def _host_memory(
     ask: Ask, workload: Workload, machine: Machine, settings: Settings, loading: Loading, error: DoesNotFit
 ) -> Remedy | None:
     short: DoesNotFit | None = error
+    bigger = machine
     for _ in range(3):  # the place that was short first may hide further needs
         assert short is not None
-        wanted = short.needed_bytes * machine.local_ranks + machine.host.reserved_bytes
+        # what has no room on the disks has to stay on the host
+        budget = short.needed_bytes if short.place == "host" else bigger.host_budget_bytes + short.short_bytes
+        wanted = budget * machine.local_ranks + machine.host.reserved_bytes
         size = -(-wanted // (16 * GB)) * 16
         try:
             bigger = resize(machine, host_memory=size * GB)
@@ -435,6 +453,6 @@ def _host_memory(
         if short is None:
             words = f"with --host-memory {size}GB{machine.host_memory_of}"
             return Remedy(kinds=("host memory",), size=size * GB, words=words)
-        if short.place != "host":
+        if short.place not in ("host", "nvme"):
             return None
     return None

@@ -10,6 +10,7 @@ import pytest
 
 import pstar_sim as ps
 from pstar_sim.catalog.loader import load_catalog
+from pstar_sim.catalog.machine import Nvme
 from pstar_sim.catalog.overrides import override
 from pstar_sim.core.plan import ANY_PLAN
 from pstar_sim.core.slabs import host_payloads, pack_slabs
@@ -21,11 +22,11 @@ from pstar_sim.planner.explain import tide_gain
 from pstar_sim.planner.fits import SmallestChange, fits
 from pstar_sim.planner.jobs import _written
 from pstar_sim.planner.limits import _largest, _others_go_on, deeper, max_batch, max_model
-from pstar_sim.planner.memory_needs import least_gpu_bytes, memory_need, shortage
+from pstar_sim.planner.memory_needs import least_gpu_bytes, memory_need, need_of_plan, shortage
 from pstar_sim.planner.trust import untuned
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.report.capacity_tables import fits_text
-from pstar_sim.units import format_bytes
+from pstar_sim.units import GB, MB, format_bytes
 from pstar_sim.workload.loading import WHOLE, loading_of
 from pstar_sim.workload.presets import preset, workload_of
 from pstar_sim.workload.workload import with_optimizer
@@ -213,6 +214,65 @@ def test_optimal_falls_back_on_the_others_where_rounding_or_start_up_is_short(mo
     assert asked == ["own", "own"]
     with pytest.raises(ps.DoesNotFit, match="optimal does not fit: gpu needs"):
         memory_need("optimal", w, ps.machine("virtual", gpu_memory="10MB"), ps.Settings())
+
+
+def beside_disks(host: str | int, disk_bytes: int) -> ps.Machine:
+    disks = Nvme(
+        name="disks",
+        memory_bytes=disk_bytes,
+        read_bytes_per_s=3e9,
+        write_bytes_per_s=1.5e9,
+        latency_s=1e-4,
+        measured=False,
+        source="a test",
+    )
+    return replace(ps.machine("virtual", gpu_memory="1.2GB", host_memory=host), nvme=disks)
+
+
+@pytest.mark.parametrize("disk_bytes", [400 * MB, 10 * GB])
+def test_with_disks_a_yes_stays_a_yes_as_the_host_grows_and_has_a_plan(disk_bytes: int) -> None:
+    """Whatever the room on the disks; what compare plans has the room."""
+    w, settings = preset("gpt2", batch=1, seq=64), ps.Settings()
+    answers, kept = [], list[int]()
+    for host in ("2.3GB", "2.5GB", "2.8GB", "2.9GB", "3.2GB", "3.4GB", "3.5GB"):
+        m = beside_disks(host, disk_bytes)
+        refusal = shortage("tide", w, m, settings)
+        answers.append(refusal is None)
+        if refusal is not None:
+            assert planned("tide", w, m, settings) is not None
+            continue
+        plan, _ = plan_and_play(find_policy("tide"), w, m, settings, loading=WHOLE)
+        assert need_of_plan(plan).host_bytes <= m.host_budget_bytes
+        kept.append(plan.check().peak_bytes.get("nvme", 0))
+    assert answers == sorted(answers) and {*answers} == {True, False}
+    if disk_bytes == 10 * GB:  # of two sizes of the host, the larger leaves less to the disks
+        assert kept == sorted(kept, reverse=True) and kept[0] > 2 * kept[3] > kept[-1] == 0
+
+
+def test_with_disks_the_need_is_that_of_the_smallest_plan() -> None:
+    """With it the job fits, and with a MB less it does not."""
+    w, settings = preset("gpt2", batch=1, seq=64), ps.Settings()
+    short = shortage("tide", w, beside_disks("2.4GB", 10 * GB), settings)
+    assert short is not None and short.place == "host" and short.needed_bytes < 450 * MB
+    assert shortage("tide", w, beside_disks(2000 * MB + short.needed_bytes, 10 * GB), settings) is None
+    less = shortage("tide", w, beside_disks(1999 * MB + short.needed_bytes, 10 * GB), settings)
+    assert less is not None and less.needed_bytes == short.needed_bytes
+
+
+def test_optimal_fits_where_it_has_a_plan_from_the_disks() -> None:
+    """Its own modes without disks need more than twice this host."""
+    w, settings = preset("gpt2", batch=1, seq=64), ps.Settings(effort=0.02)
+    need = memory_need("optimal", w, beside_disks("2.5GB", 10 * GB), settings)
+    assert need.plan is not None and need.host_bytes <= 500 * MB
+    assert need.plan.check().peak_bytes["nvme"] > 0
+
+
+def test_disks_that_are_too_small_are_named_with_what_would_do() -> None:
+    w = preset("gpt2", batch=1, seq=64)
+    (row,) = fits(w, beside_disks("2.5GB", 100 * MB), policies=["tide"], times=False).rows
+    assert row.short_of == "nvme" and row.reason is not None and "tide does not fit: nvme needs" in row.reason
+    assert "with --set nvme.memory=10GB" in row.changes
+    assert shortage("tide", w, beside_disks("2.5GB", 10 * GB), ps.Settings()) is None
 
 
 # Limits.

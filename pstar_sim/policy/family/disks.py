@@ -23,9 +23,11 @@ def disk_s(job: Job) -> float:
 
 
 def with_disks(job: Job, modes: Modes) -> Modes:
-    """Returns the modes with the states of as few chunks as possible on the machine's disks: of the chunks used last,
-    which have the longest time between their last gradient and their next use. Returns the modes as they are where the
-    host has room without disks, where disks do not help, and on a machine without disks."""
+    """Returns the modes with the states of as few chunks on the machine's disks as payloads allow: of the chunks used
+    last, which have the longest time between their last gradient and their next use. Returns the modes as they are
+    where the host has room without disks, and on a machine without disks. Where the disks have too little room, or the
+    host has none even with all states there, the modes say what would have to be on disks: `check_host` refuses them.
+    """
     budget_bytes, disk_bytes = job.machine.host_budget_bytes, job.machine.nvme_budget_bytes
     needed_bytes = needed_on_host(job, modes)
     sizes = {c: job.states_bytes(c) for c in reversed(job.candidates) if c not in modes.pinned}
@@ -33,12 +35,16 @@ def with_disks(job: Job, modes: Modes) -> Modes:
         return modes
     usual_bytes = median(sizes.values())
     order = sorted(sizes, key=lambda c: sizes[c] > LARGE * usual_bytes)
+    moved = len(order)
     for in_flight in range(IN_FLIGHT, 0, -1):
         moved_bytes, passing = 0, list[int]()
         for count, c in enumerate(order, start=1):
             moved_bytes, passing = moved_bytes + sizes[c], nlargest(in_flight, (*passing, sizes[c]))
-            if moved_bytes > disk_bytes:
-                break
             if needed_bytes - moved_bytes + sum(passing) <= budget_bytes:
-                return replace(modes, on_disks=frozenset(order[:count]))
-    return modes
+                moved = count
+                break
+        else:
+            continue
+        if moved_bytes <= disk_bytes:
+            break
+    return replace(modes, on_disks=frozenset(order[:moved]))
