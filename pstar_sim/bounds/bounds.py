@@ -30,6 +30,7 @@ from pstar_sim.workload.workload import Workload, activations_text
 __all__ = ["lower_bound", "relative_to"]
 
 STASHES, DISKS = "stashes", "nvme"
+CLOSED = "closed form"  # of these two, for which no program has rows
 
 
 def lower_bound(
@@ -97,7 +98,7 @@ def _with_disks(bound: Bound, seconds: float) -> Bound:
 
 def _with_term(bound: Bound, name: str, seconds: float) -> Bound:
     bound = replace(bound, terms={**bound.terms, name: seconds})
-    return replace(bound, seconds=seconds, binding=name) if seconds > bound.seconds else bound
+    return replace(bound, seconds=seconds, binding=name, method=CLOSED) if seconds > bound.seconds else bound
 
 
 def _of_compute(facts: BoundFacts, why: str) -> Bound:

@@ -50,7 +50,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pstar_sim.bounds.bound_facts import Array, Bound, sums_are_whole
-from pstar_sim.bounds.bounds import lower_bound
+from pstar_sim.bounds.bounds import DISKS, STASHES, lower_bound
 from pstar_sim.bounds.fluid_facts import FluidFacts, shortened
 from pstar_sim.bounds.linear import Expression, Index, LinearProgram, Solution, Unsolved
 from pstar_sim.bounds.rank_facts import costs_of_ranks
@@ -87,7 +87,7 @@ def fluid_bound(
     costs = costs_of_ranks(short, machine, layout, ranked)
     # Ranks that differ may be at different parts of an iteration, so one rank may use more than its part of DRAM.
     dram = machine.host.dram_bytes_per_s / (machine.local_ranks if len(costs) == 1 else 1)
-    best = replace(joint, method="fluid LP")
+    best = joint if joint.binding in (STASHES, DISKS) else replace(joint, method="fluid LP")
     for cost in costs:
         try:
             facts = FluidFacts(
@@ -96,7 +96,7 @@ def fluid_bound(
             fluid = _FluidProgram(facts, settings, far_s=FAR * joint.seconds)
             found = fluid.lp.solve(method="ipx", time_limit_s=TIME_LIMIT_S)
         except Unsolved as error:
-            note = f"the fluid linear program did not solve ({error}); the bound is the joint LP"
+            note = f"the fluid linear program did not solve ({error}); the bound is the {joint.method}"
             return replace(joint, notes=(*joint.notes, note))
         seconds = min(facts.compute_s + found.proved, FAR * joint.seconds)
         if seconds > best.seconds:

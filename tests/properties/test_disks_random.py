@@ -71,6 +71,7 @@ def test_every_plan_is_proved_and_above_the_bound(policy: str) -> None:
                 assert timeline.peak_bytes[place] <= proved.peak_bytes[place] <= proved.budget_bytes[place]
         bound = lower_bound(plan.workload, plan.machine, plan.settings, plan.layout)
         assert play(plan).iteration_s >= bound.seconds * (1 - 1e-9)
+        assert bound.binding != "nvme" or bound.method == "closed form"
         assert plan.moved_bytes["nvme_read"] == plan.moved_bytes["nvme_write"]
 
     holds()
