@@ -54,7 +54,7 @@ def test_models_of_the_fsdp_runs_have_their_parameters() -> None:
 
 
 def test_a_name_that_is_nearly_right_is_guessed() -> None:
-    for wrong, meant in (("qwen3-30b", "qwen3-30b-a3b"), ("gpt-oss-20", "gpt-oss-20b"), ("gemma3-4b", "gemma-3-4b")):
+    for wrong, meant in (("qwen3-30b", "qwen3-30b-a3b"), ("gpt-oss-20", "gpt-oss-20b"), ("gemma-3-4", "gemma-3-4b")):
         with pytest.raises(UnknownName, match=f"did you mean .*{meant}"):
             preset(wrong, batch=1, seq=64)
 
