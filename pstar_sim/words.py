@@ -81,8 +81,8 @@ _SAID = {word: sentence for sentence, words in _MEANT.items() for word in words}
 
 
 def letters(name: str) -> str:
-    """Letters and digits, in lower case."""
-    return "".join(c for c in name.lower() if c.isalnum())
+    """Letters and digits, in lower case, and the signs between parts of a mixed machine."""
+    return "".join(c for c in name.lower() if c.isalnum() or c == "+")
 
 
 def meant(name: str) -> str | None:

@@ -186,7 +186,8 @@ def cheapest(
     chosen = [machine_of(m) for m in wanted]  # type: ignore[arg-type]
     if not chosen:
         raise PstarError("machines = []: give at least one machine, or leave machines out for all with a price")
-    counts = None if nodes is None else [whole("nodes", n, most=MOST_NODES_OF_A_MACHINE) for n in nodes]
+    asked_nodes = () if nodes is None else listed("nodes", nodes, "whole numbers, such as [1, 2]")
+    counts = None if nodes is None else [whole("nodes", n, most=MOST_NODES_OF_A_MACHINE) for n in asked_nodes]
     tell = teller(on_part)
     rows: list[Offer] = []
     for number_, machine in enumerate(chosen):

@@ -49,7 +49,7 @@ def test_no_is_an_answer(
     [
         (["comparre"], "unknown command 'comparre'; did you mean compare"),
         (["plot", "tides"], "unknown picture 'tides'; did you mean tide, stages?"),
-        (["compare", *JOB, "--machine", "H100"], "unknown machine 'H100'; did you mean h100-80"),
+        (["compare", *JOB, "--machine", "h100-81"], "unknown machine 'h100-81'; did you mean h100-80"),
         (["compare", *JOB, "--machine", "v100-32", "--gpu-memory", "8"], "'8' has no unit; write 8GB"),
         (["compare", *JOB, "--machine", "v100-32", "--set", "gpu.memory=48"], "'48' has no unit; write 48GB"),
         (["compare", *JOB, "--machine", "v100-32", "--set", "link.latency=10"], "'10' has no unit; write 10us"),

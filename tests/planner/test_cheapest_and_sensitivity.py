@@ -151,7 +151,7 @@ def test_a_machine_without_a_price_stands_behind_the_others_and_says_so(tmp_path
     row = answer.rows[-1]
     assert (row.machine, row.usd_per_hour, row.usd) == ("v100-16", None, None) and row.days is not None and row.in_time
     assert row.price_of is not None and row.price_of.startswith("no price; give one with --prices FILE")
-    assert "v100-16: no price" in repr(answer)
+    assert "v100-16: no price" in " ".join(repr(answer).split())
 
 
 def test_as_few_nodes_as_the_deadline_takes(tmp_path: Path) -> None:

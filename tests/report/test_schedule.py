@@ -71,9 +71,9 @@ def test_copies_of_one_chunk_have_names_of_their_own() -> None:
     update = next(step for step in planned.plan.steps if step.kind is Kind.CPU_UPDATE)
     parts = [replace(step, part=Part(1, 8)) if step is update else step for step in planned.plan.steps]
     plan = replace(planned.plan, steps=tuple(parts))
-    assert chunk_words(plan)[update.id] == f"chunk {update.chunk}, part 2 of 8" and chunk_words(None) == {}
+    assert chunk_words(plan)[update.id] == f"chunk {update.chunk} (layers.0), part 2 of 8" and chunk_words(None) == {}
     names = {event["name"] for event in to_perfetto(planned.timeline, plan)["traceEvents"]}
-    assert f"cpu_adam chunk {update.chunk}, part 2 of 8" in names
+    assert f"cpu_adam chunk {update.chunk} (layers.0), part 2 of 8" in names
     axes = Figure(figsize=(12, 3)).subplots()
     ps.plot_schedule(planned.timeline, ax=axes, plan=plan)
     assert f"{update.chunk} (2/8)" in [text.get_text() for text in axes.texts]

@@ -136,7 +136,7 @@ def test_a_model_has_one_name_however_it_is_written() -> None:
         (lambda w: ps.machine(None), "machine = None: it must be the name of a machine, or the path of a file of one"),
         (lambda w: ps.machine("v100-32", overrides={"host.cores": 10**400}), "host.cores = 10* is no count; write 8"),
         (lambda w: ps.compare(w, 32), "machine = 32: it must be a Machine or the name of one"),
-        (lambda w: ps.compare(w, "H100"), "unknown machine 'H100'; did you mean h100-80"),
+        (lambda w: ps.compare(w, "h100-81"), "unknown machine 'h100-81'; did you mean h100-80"),
         (lambda w: ps.machine("v100-32", gpu_memory="48"), "'48' has no unit; write 48GB"),
         (lambda w: ps.machine("v100-32", gpu_memory=48), "gpu memory of 48 B leaves nothing: the driver context"),
         (lambda w: ps.machine("v100-32", overrides={"gpu.memory": 48}), "gpu.memory = 48 has no unit; write 48GB"),

@@ -80,7 +80,7 @@ def test_it_comes_back_from_a_file_and_in_a_variant(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ModelError, match="loss is 'liger'; known losses are whole, chunked, fused"):
-        model("liger")
+    with pytest.raises(ModelError, match="loss is 'tiled'; known losses are whole, chunked, fused"):
+        model("tiled")
     with pytest.raises(ModelError, match="bert-large: loss is 'fused'; only language models have"):
         preset("bert-large", batch=1, loss="fused")

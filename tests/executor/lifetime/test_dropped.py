@@ -22,6 +22,7 @@ from torch import nn
 
 import executor
 from executor.lifetime import resources
+from executor.moments import standing
 from executor.queues.threads import ThreadQueues
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import ContractError, DoesNotFit, PlanError
@@ -83,12 +84,19 @@ def iteration(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+def active_modes() -> int:
+    """Modes on this thread's stack, but for those of sessions that another thread collected: these have ended, and
+    leave the stack with the next count (`Standing.end`)."""
+    modes = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
+    return sum(mode not in standing._LEFT for mode in modes)
+
+
 class Traces:
     """What sessions had, by weak references."""
 
     def __init__(self) -> None:
         self._threads = set(threading.enumerate())
-        self._modes = torch._C._len_torch_dispatch_stack()
+        self._modes = active_modes()
         self._sessions: list[weakref.ref[Any]] = []
         self._storages: list[weakref.ref[Any]] = []
 
@@ -112,7 +120,7 @@ class Traces:
             sessions = sum(ref() is not None for ref in self._sessions)
             storages = sum(storage.nbytes() > 0 for ref in self._storages if (storage := ref()) is not None)
             threads = [t.name for t in threading.enumerate() if t not in self._threads]
-            found = (sessions, storages, threads, torch._C._len_torch_dispatch_stack() - self._modes)
+            found = (sessions, storages, threads, active_modes() - self._modes)
             if found == (0, 0, [], 0):
                 assert torch.get_num_threads() == 2
                 return
