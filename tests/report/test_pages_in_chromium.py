@@ -63,7 +63,7 @@ def test_the_report(browser: Browser, report: Path) -> None:
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert page.evaluate(theme) == "light" and page.evaluate(width) <= 680, "paper is white and narrow"
     page.evaluate("dispatchEvent(new Event('afterprint'))")
-    assert page.evaluate(f"[{theme}, {width}]") == screen
+    page.wait_for_function(f"state => JSON.stringify([{theme}, {width}]) == JSON.stringify(state)", arg=screen)
     unfolded = "document.querySelectorAll('details[open]').length"
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert page.evaluate(unfolded) == 4, "paper unfolds nothing"
