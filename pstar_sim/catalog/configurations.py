@@ -166,7 +166,10 @@ def _gpt2(c: _Config) -> dict[str, Any]:
 
 
 def _encoder(c: _Config, family: str) -> dict[str, Any]:
-    heads = c.count("num_attention_heads", divides="hidden_size")
+    return _blocks(c, family, heads=c.count("num_attention_heads", divides="hidden_size"))
+
+
+def _blocks(c: _Config, family: str, *, heads: int) -> dict[str, Any]:
     return {
         "family": family,
         "layers": c.count("num_hidden_layers"),
@@ -203,15 +206,8 @@ def _vit(c: _Config) -> dict[str, Any]:
 
 def _decoder(c: _Config) -> dict[str, Any]:
     """What all models of the llama family share."""
-    heads = c.count("num_attention_heads")
     return {
-        "family": "llama",
-        "layers": c.count("num_hidden_layers"),
-        "hidden": c.count("hidden_size"),
-        "heads": heads,
-        "kv_heads": heads,
-        "ffn": c.count("intermediate_size"),
-        "tied": c.flag("tie_word_embeddings"),
+        **_blocks(c, "llama", heads=c.count("num_attention_heads")),
         **_vocabulary(c, "max_position_embeddings"),
     }
 

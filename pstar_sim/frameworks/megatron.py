@@ -140,11 +140,18 @@ def _flags_in(text: str, file: str) -> tuple[dict[str, object], list[str]]:
 
 
 def _set_in(text: str) -> dict[str, set[str]]:
-    """Returns shell variable -> the values that the file gives it."""
+    """Returns shell variable -> the values that the file gives it; the default in NAME=${NAME:-default} where there is
+    no other."""
     values: dict[str, set[str]] = {}
+    defaults: dict[str, set[str]] = {}
     for name, value in _ASSIGNED.findall(text.replace(";", "\n")):
-        values.setdefault(name, set()).add(value.strip("\"'"))
-    return values
+        value = value.strip("\"'")
+        own = _VARIABLE.fullmatch(value)
+        if own is not None and own[1] == name and own[2] is not None:
+            defaults.setdefault(name, set()).add(own[2])
+        else:
+            values.setdefault(name, set()).add(value)
+    return defaults | values
 
 
 def _expanded(value: str, set_here: Mapping[str, set[str]], file: str, flag: str) -> str:
@@ -152,17 +159,16 @@ def _expanded(value: str, set_here: Mapping[str, set[str]], file: str, flag: str
         variable = _VARIABLE.search(value)
         if variable is None:
             return value
-        name, default = variable[1] or variable[3], variable[2]
-        given = set_here.get(name, set()) - {variable[0]}
-        given = {v for v in given if _VARIABLE.search(v) is None or f"{{{name}:-" not in v} or given
+        name = variable[1] or variable[3]
+        given = set_here.get(name, set())
         if len(given) > 1:
             raise PstarError(
                 f"{file}: {flag} {value}: {name} is {' and '.join(sorted(given))}; leave the one that runs"
             )
-        known = next(iter(given), default)
+        known = next(iter(given), variable[2])
         if known is None:
             break
-        value = value.replace(variable[0], known if known != variable[0] else default or "")
+        value = value.replace(variable[0], known)
     raise PstarError(f"{file}: {flag} {value} is a value that the shell computes; write the number in its place")
 
 
