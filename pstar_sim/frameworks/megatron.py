@@ -155,7 +155,9 @@ def _set_in(text: str) -> dict[str, set[str]]:
 
 
 def _expanded(value: str, set_here: Mapping[str, set[str]], file: str, flag: str) -> str:
-    for _ in range(1 + len(set_here)):
+    for _ in range(
+        2 + len(set_here)
+    ):  # as many variables as are set, one with a default alone, and the look at the end
         variable = _VARIABLE.search(value)
         if variable is None:
             return value

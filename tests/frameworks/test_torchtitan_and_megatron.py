@@ -73,6 +73,7 @@ def test_flags_of_megatron_are_read_from_a_script() -> None:
     assert (found.batch_per_gpu, found.train_batch, found.detail["sequence"], found.dtype) == (1, 32, 4096, "bf16")
     assert (found.checkpointing, found.recompute, found.clip, found.optimizer) == (False, "attention", True, "adamw")
     assert found.notes == ("not read: --lr, --nproc_per_node",)
+    assert str(megatron.read("--tensor-model-parallel-size ${TP:-8}", "x.sh").parallelism) == "tp=8"
     assert megatron.read("--sequence-parallel", "x.sh").parallelism is None  # without ranks that split layers
     assert megatron.read("--use-distributed-optimizer", "x.sh").policy == "zero3_resident:reshard=off"
     assert megatron.read("--optimizer-cpu-offload --fp16", "x.sh").policy == "zero_offload"
