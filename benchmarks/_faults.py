@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
+import functools
+import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from _interleavings import MICRO_BATCHES, job_of
@@ -31,7 +36,7 @@ from executor.queues.threads import ThreadQueues
 from executor.training import train_step
 from pstar_sim.core.plan import Plan, load_plan
 from pstar_sim.core.step import Kind, Queue, Ref
-from pstar_sim.errors import CheckpointError, DoesNotFit, ModelError, PlanError, PstarError
+from pstar_sim.errors import CheckpointError, DiskError, DoesNotFit, ModelError, PlanError, PstarError
 
 __all__ = ["FAULTS", "Report", "run_faults"]
 
@@ -107,16 +112,44 @@ class Run:
 
 
 @contextlib.contextmanager
-def running(**options: Any) -> Iterator[Run]:
-    model, plan = job_of("tide")
-    before = set(threading.enumerate())
-    model, optimizer = prepare(copy.deepcopy(model), plan, AdamW(lr=1e-2, max_grad_norm=0.5), **options)
+def running(policy: str = "tide", *, disks: Path | None = None, **options: Any) -> Iterator[Run]:
+    """disks: a folder, for a job that needs it. Neither threads are left at the end, nor descriptors or files there."""
+    model, plan = _jobs(policy, on_disks=disks is not None)
+    threads, descriptors = set(threading.enumerate()), _descriptors()
+    spec = AdamW(lr=1e-2, max_grad_norm=0.5)
     try:
-        yield Run(model, optimizer, plan)
+        model, optimizer = prepare(copy.deepcopy(model), plan, spec, disks=[disks] if disks else [], **options)
+        try:
+            yield Run(model, optimizer, plan)
+        finally:
+            optimizer.session.close(restore=False)
     finally:
-        optimizer.session.close(restore=False)
-    left = [thread.name for thread in set(threading.enumerate()) - before]
-    assert not left, f"left running: {left}"
+        left = [thread.name for thread in set(threading.enumerate()) - threads]
+        left += sorted(_descriptors() - descriptors)
+        left += map(str, disks.glob("pstar-rank*") if disks else ())
+        assert not left, f"left: {left}"
+
+
+_jobs = functools.cache(job_of)  # of which runs take copies
+
+
+def _descriptors() -> set[str]:
+    """What this process has open, by number and name."""
+    links = (row for row in Path("/proc/self/fd").iterdir() if row.is_symlink())  # not the one that lists them
+    return {f"{row.name}: {row.readlink()}" for row in links}
+
+
+def steps_equal(run: Run, other: Run, steps: int) -> None:
+    """Check that both take steps of the same batches to the same parameters and states, bit by bit."""
+    run.draw.set_state(other.draw.get_state())
+    for _ in range(steps):
+        run.step()
+        other.step()
+    rows = [[*each.model.state_dict().values()] for each in (run, other)]
+    for row, each in zip(rows, (run, other)):
+        row += [value for state in each.optimizer.state_dict()["state"].values() for value in state.values()]
+    assert len(rows[0]) == len(rows[1]) > 0
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*rows))
 
 
 def expect(kind: type[BaseException], action: Callable[[], object], *words: str) -> str:
@@ -318,6 +351,156 @@ def refused_accelerator_memory() -> str:
         return str(run.optimizer.session.ladder[-1])
 
 
+# --- disks -----------------------------------------------------------------------------------------------------------
+
+Strike = Callable[[Path], contextlib.AbstractContextManager[object]]  # does the fault to a run's folder
+
+
+def failing(name: str, error: int) -> Strike:
+    """os.preadv or os.pwritev fails."""
+
+    def refuse(*_: Any) -> int:
+        raise OSError(error, os.strerror(error))
+
+    return lambda folder: mock.patch.object(os, name, refuse)
+
+
+@contextlib.contextmanager
+def changed_byte(folder: Path) -> Iterator[None]:
+    """In each page, since the next access to most lists may be a write."""
+    (path,) = folder.glob("*.slots")
+    content = bytearray(path.read_bytes())
+    for at in range(0, len(content), 4096):
+        content[at] ^= 1
+    with path.open("r+b") as file:
+        file.write(content)
+        os.fsync(file.fileno())
+    yield
+
+
+@contextlib.contextmanager
+def removed_folder(folder: Path) -> Iterator[None]:
+    shutil.rmtree(folder)
+    yield
+
+
+@contextlib.contextmanager
+def folders(count: int) -> Iterator[list[Path]]:
+    with tempfile.TemporaryDirectory() as name:
+        made = [Path(name) / str(number) for number in range(count)]
+        for folder in made:
+            folder.mkdir()
+        yield made
+
+
+def damaged_disk(policy: str, strike: Strike, *words: str) -> str:
+    """Check that the error names folder, list and chunk, that the last checkpoint stays as it is, and that a run which
+    continues from it in another folder equals one without the fault."""
+    with folders(4) as (first, second, third, checkpoints):
+        saved = checkpoints / "saved"
+        with running(policy, disks=first) as run:
+            run.step()
+            run.optimizer.save(saved)
+            kept = {p.name: p.read_bytes() for p in saved.iterdir()}
+
+            def go_on() -> None:
+                for _ in range(3):
+                    run.step()
+
+            named = f"disks folder {first}: "
+            with strike(first):
+                said = expect(DiskError, go_on, named, " of chunk ", "the last checkpoint", *words)
+            expect(DiskError, run.step, named)
+        assert {p.name: p.read_bytes() for p in saved.iterdir()} == kept, "the checkpoint changed"
+        with running(policy, disks=second) as run, running(policy, disks=third) as other:
+            other.step()
+            run.optimizer.load(saved)
+            steps_equal(run, other, 2)
+        return said
+
+
+def short_transfers_on_disk(policy: str) -> str:
+    """Check that transfers of which the system moves a part are continued."""
+    parts = {
+        name: mock.patch.object(os, name, lambda at, rows, offset, move=move: move(at, [rows[0][:4096]], offset))
+        for name, move in (("preadv", os.preadv), ("pwritev", os.pwritev))
+    }
+    with folders(2) as (first, second), running(policy, disks=first) as run, running(policy, disks=second) as other:
+        other.step()
+        with parts["preadv"], parts["pwritev"]:
+            run.step()
+            steps_equal(run, other, 2)
+        return "transfers are continued"
+
+
+def second_run_in_a_folder(policy: str) -> str:
+    """Check that it is refused, and that the first run is as without it."""
+    with (
+        folders(2) as (first, other_disk),
+        running(policy, disks=first) as run,
+        running(policy, disks=other_disk) as other,
+    ):
+        second = functools.partial(prepare, *_jobs(policy, on_disks=True), AdamW(lr=1e-2), disks=[first])
+        words = f"disks folder {first} is in use by another run (process {os.getpid()}); give another folder"
+        said = expect(DiskError, second, words)
+        steps_equal(run, other, 2)
+        return said
+
+
+def no_room_at_the_start(policy: str, folder: Path, *words: str) -> str:
+    """Check that nothing has changed and no file is left."""
+
+    def start() -> None:
+        with running(policy, disks=folder):
+            pass
+
+    said = expect(DiskError, start, f"disks folder {folder}", *words)
+    assert not list(folder.glob("pstar*"))
+    return said
+
+
+def limit_on_files_at_the_start(policy: str) -> str:
+    with folders(1) as (folder,), file_size_limit(100_000):
+        return no_room_at_the_start(policy, folder, "(File too large); raise the limit on files (ulimit -f)")
+
+
+@contextlib.contextmanager
+def mounted(*what: str) -> Iterator[Path]:
+    """Only root may mount."""
+    with folders(1) as (folder,):
+        subprocess.run(["mount", *what, str(folder)], check=True)
+        try:
+            yield folder
+        finally:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+def small_disk(policy: str) -> str:
+    with mounted("-t", "tmpfs", "-o", "size=100k", "tmpfs") as folder:
+        return no_room_at_the_start(policy, folder, " has no room: the plan puts ", "make room, or give more folders")
+
+
+def overcommitted_disk(policy: str) -> str:
+    """Check what is said where a file system promises more room than the device beneath it has: an ext4 of 64 MB in a
+    file on a tmpfs that has been filled meanwhile."""
+    with mounted("-t", "tmpfs", "-o", "size=4m", "tmpfs") as beneath:
+        image = beneath / "image"
+        image.touch()
+        os.truncate(image, 64 << 20)
+        subprocess.run(["mkfs.ext4", "-q", "-F", "-O", "^has_journal", "-N", "16", str(image)], check=True)
+        with mounted("-o", "loop", str(image)) as folder, running(policy, disks=folder) as run:
+            with contextlib.suppress(OSError), (beneath / "filler").open("wb") as filler:
+                while True:
+                    filler.write(bytes(4096))
+            words = (
+                f"disks folder {folder}: ",
+                " of chunk ",
+                "cannot be written",
+                "and continue from the last checkpoint",
+            )
+            return expect(DiskError, run.step, *words)
+
+
 _LOST_RANKS = Path(__file__).resolve().parent.parent / "tests" / "executor" / "distributed" / "test_lost_ranks.py"
 
 
@@ -358,6 +541,29 @@ FAULTS: dict[str, Callable[[], str]] = {
     "short write in a plan": full_disk_while_planning,
     "host memory refused": refused_host_memory,
     "accelerator memory refused": refused_accelerator_memory,
+    "disks: writes are full": lambda: damaged_disk(
+        "tide", failing("pwritev", errno.ENOSPC), "(No space left on device); make room in the folder"
+    ),
+    "disks: writes fail": lambda: damaged_disk(
+        "zero_infinity:states=nvme", failing("pwritev", errno.EIO), "cannot be written"
+    ),
+    "disks: reads fail": lambda: damaged_disk("optimal", failing("preadv", errno.EIO), "cannot be read (Input/output"),
+    "disks: a write moves nothing": lambda: damaged_disk(
+        "tide", lambda folder: mock.patch.object(os, "pwritev", lambda *_: 0), "cannot be written (0 of"
+    ),
+    "disks: bytes change": lambda: damaged_disk("optimal", changed_byte, "is not what was written there (checksum"),
+    "disks: a folder is removed": lambda: damaged_disk("tide", removed_folder, "is gone: somebody has removed"),
+    "disks: transfers are short": lambda: short_transfers_on_disk("zero_infinity:params=nvme,states=nvme"),
+    "disks: a second run in the folder": lambda: second_run_in_a_folder("tide"),
+    "disks: a limit on files": lambda: limit_on_files_at_the_start("tide"),
+    **(
+        {
+            "disks: a small disk, mounted": lambda: small_disk("tide"),
+            "disks: a disk that promises too much, mounted": lambda: overcommitted_disk("tide"),
+        }
+        if os.geteuid() == 0
+        else {}
+    ),
     **({"a rank dies": lost_rank} if _LOST_RANKS.exists() else {}),
 }
 

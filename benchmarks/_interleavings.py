@@ -12,9 +12,10 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from executor.capture import capture_module
 from executor.queues.interface import Progress, Work
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.core.step import Queue
+from pstar_sim.core.step import Place, Queue
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.workload.workload import repeat_micro_batch
 
@@ -122,17 +123,25 @@ def eager_queues() -> SerialQueues:
     return SerialQueues(lambda possible, compute, may: 0)
 
 
-def job_of(policy: str) -> tuple[nn.Module, Plan]:
-    """Returns a net and a plan for it that has to move chunks."""
+def job_of(policy: str, *, on_disks: bool = False) -> tuple[nn.Module, Plan]:
+    """Returns a net and a plan for it that has to move chunks.
+
+    on_disks: for a host that has room for a part of the states.
+    """
     torch.manual_seed(0)
     model = Net()
     batch = {"x": torch.randn(2, 24), "y": torch.randn(2, 24)}
     w = repeat_micro_batch(capture_module(model, batch, name="net", batch=2, sequence=1), MICRO_BATCHES)
     params = sum(t.bytes for t in w.tensors)
-    share = {"tide": 0.8, "patrickstar": 2.0}.get(policy, 3.0)
-    machine = load_machine("virtual", gpu_memory=w.peak_non_model_bytes + int(share * params))
+    share = {"tide": 0.8, "optimal": 0.8, "patrickstar": 2.0}.get(policy, 3.0)
+    disks = [tempfile.gettempdir()] if on_disks else []  # for their room alone
+    machine = load_machine("virtual", gpu_memory=w.peak_non_model_bytes + int(share * params), disks=disks)
+    if on_disks:
+        host_bytes = machine.host.reserved_bytes + params * (6 if policy.startswith("zero_infinity") else 4)
+        machine = replace(machine, host=replace(machine.host, memory_bytes=host_bytes))
     plan = find_policy(policy)(w, machine, Settings(clip=True))
     plan.check()
+    assert on_disks == any(row.place is Place.NVME for row in plan.initial)
     return model, plan
 
 

@@ -131,23 +131,6 @@ def test_a_plan_on_disks_needs_a_folder(kit: Any, start: Callable[..., Any]) -> 
         start("mlp", "zero_infinity", plan=plan)
 
 
-def test_a_transfer_that_fails_ends_the_run(
-    kit: Any, start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = plan_on_disks(kit, "mlp", "states=nvme", micro_batches=1, clip=False)
-    run = start("mlp", "zero_infinity", plan=plan, disks=[tmp_path], checkpointing=True)
-    kit.train_alone(run.model, run.optimizer, run.batches, 1)
-    with run.session.still():
-        pass
-
-    monkeypatch.setattr(os, "pwritev", full)
-    with pytest.raises(DiskError, match=rf"folder {tmp_path}: \w+ of chunk \d+ cannot be written \(No space left"):
-        for _ in range(3):
-            kit.train_alone(run.model, run.optimizer, run.batches, 1)
-    run.session.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_window_stays_until_it_is_written(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_on_disks(kit, "mlp", "states=nvme", micro_batches=1, clip=False)
     folders = DiskFolders(folders=[tmp_path])
