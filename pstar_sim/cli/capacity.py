@@ -107,6 +107,7 @@ def fits(
             header = replace(header, reason=reason, advice=advice, notes=notes)
             best = [row.policy for row in answer.fastest]
             others = {"recommended": best[:1], "as_fast": best[1:], "parts": [asdict(part) for part in answer.parts]}
+            others["streaming"] = answer.hiding and answer.hiding.to_json()
         say_answer(header, **others, rows=[*said, *(answer.to_json() if answer else ())])
     else:
         if predictions:

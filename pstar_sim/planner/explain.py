@@ -22,6 +22,7 @@ from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
 from pstar_sim.planner.binding import bound_by as binding
 from pstar_sim.planner.expert_chunks import chunk_use
 from pstar_sim.planner.machine_notes import disk_life
+from pstar_sim.planner.streaming import hiding
 from pstar_sim.planner.tried import tried_of, tried_text
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.kit.options import options_of, split_spec
@@ -241,12 +242,13 @@ def explanation(
     first_steps: int = 12,
 ) -> dict[str, Sequence[str]]:
     """Returns heading -> lines. The first heading, of the job, is empty. Arguments are those of `explain`."""
-    other = order_gain(plan, timeline)
+    other, hidden = order_gain(plan, timeline), hiding(plan.workload, plan.machine)
     return {
         "": _job(plan),
         "what lives where": _where(plan, timeline),
         "why": _why(plan),
         "what binds": _binds(plan, timeline, bound_by, barrier_cost_s),
+        **({} if hidden is None else {"when copies hide": [f"  {line}" for line in hidden.lines]}),
         "what the tide gains": [f"  {tide_gain(plan)}."],
         **({} if other is None else {"what the order gains": [f"  {other}."]}),
         f"first steps (of {len(plan.steps)})": [f"  {to_text(step)}" for step in plan.steps[:first_steps]],

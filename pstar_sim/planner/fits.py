@@ -33,6 +33,7 @@ from pstar_sim.planner.memory_needs import (
     with_room,
 )
 from pstar_sim.planner.nearest import Ask, Elsewhere, Remedy, asker, in_words, remedies
+from pstar_sim.planner.streaming import Hiding, hiding
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import built_in, can, can_follow, find_policy
@@ -198,6 +199,10 @@ class Fits(Collection):
         followed = [row for row in fitting if can_follow(self.settings, self.workload, row.policy)] or fitting
         limit_s = min((row.iteration_s or 0.0 for row in followed), default=0.0) * (1 + AS_FAST)
         return tuple(row for row in followed if (row.iteration_s or 0.0) <= limit_s)
+
+    @cached_property
+    def hiding(self) -> Hiding | None:
+        return hiding(self.workload, self.machine)
 
     def to_json(self) -> list[dict[str, object]]:
         return [{**row.to_json(), **self.workload.said} for row in self.rows]

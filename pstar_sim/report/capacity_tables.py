@@ -196,6 +196,7 @@ def _yes(answer: Fits) -> list[str]:
     host = f"{format_size(best.host_needed_bytes)} of {format_size(best.host_available_bytes)} of host memory"
     said.append(f"{best.policy} needs at least {gpu} and {host}{_each(answer.machine)}.")
     said += shown_on_card(best)
+    said += [answer.hiding.words] if answer.hiding is not None else []
     if undecided:
         said.append(
             f"No, if every process loads them whole in fp32, as FSDP does by default (--loading {EACH_FP32}): "

@@ -373,6 +373,7 @@ def variant(
     workload: Workload,
     *,
     batch: int | None = None,
+    sequence: int | None = None,
     micro_batches: int | None = None,
     shape: ModelEntry | None = None,
     **changes: Unpack[AxesGiven],
@@ -398,7 +399,7 @@ def variant(
         model_entry(workload.model) if shape is None else shape,
         model=workload.model,
         batch=workload.batch if batch is None else batch,
-        sequence=workload.sequence,
+        sequence=workload.sequence if sequence is None else sequence,
         micro_batches=workload.micro_batches if micro_batches is None else micro_batches,
         **axes.given,
     )
