@@ -248,9 +248,9 @@ def cheapest(
     machine: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="M",
+            metavar="M,...",
             autocompletion=machine_names,
-            help="only this machine; may be given several times (default: every machine with a price)",
+            help="only these machines (default: every machine with a price)",
         ),
     ] = None,
     changes: Annotated[
@@ -288,7 +288,8 @@ def cheapest(
         flag = "--set" if changes else "--gpus"
         raise PstarError(f"{flag} changes named machines only: give --machine too")
     of_node = (None,) if gpus is None else gpus.values
-    machines = [load_machine(name, gpus=n, overrides=changes or ()) for name in machine or () for n in of_node]
+    names = [name.strip() for given in machine or () for name in given.split(",")]
+    machines = [load_machine(name, gpus=n, overrides=changes or ()) for name in names for n in of_node]
     most = nodes.values[0] if nodes is not None and len(nodes.values) == 1 else None
     with bar("starting", quiet=json) as on_part:
         answer = ask(

@@ -13,13 +13,12 @@ import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from functools import cached_property
 
 from pstar_sim.arguments import file_path, number, whole
 from pstar_sim.arguments import names as listed
 from pstar_sim.bounds.shares import AnyShares, any_job, tightest
 from pstar_sim.catalog.entries import MOST_NODES_OF_A_MACHINE
-from pstar_sim.catalog.loader import as_listed, peak_flops_per_s, with_nodes
+from pstar_sim.catalog.loader import as_listed, with_nodes
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.catalog.prices import Price, load_prices
@@ -40,8 +39,8 @@ from pstar_sim.python310 import Unpack
 from pstar_sim.workload.axes import AxesGiven
 from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.parallelism import Parallelism
-from pstar_sim.workload.presets import kernels_of, preset
-from pstar_sim.workload.workload import MOST_MOMENTS, Phase, Workload
+from pstar_sim.workload.presets import kernels_of
+from pstar_sim.workload.workload import MOST_MOMENTS, Workload
 
 __all__ = ["MOST_NODES", "Bill", "Cheapest", "Offer", "bill", "cheapest"]
 
@@ -75,8 +74,7 @@ class Offer:
     batch: sequences per micro-batch, of all GPUs together.
     price_of: the offer from which the price comes, and its date.
     expected_error, trust: of tokens_per_s, as in `Fit`.
-    tflops_per_gpu: of forward and backward pass, without what is recomputed.
-    mfu: these over the peak of the GPU's datasheet; None for a GPU that is not in the catalog.
+    tflops_per_gpu, mfu: see utilization.py.
     least_days: days of the matmuls alone; if these miss the deadline, nothing is planned.
     reason: why there are no figures, or why more nodes were not tried.
     """
@@ -220,12 +218,6 @@ class _Question:
     policies: tuple[str, ...] | None
     parallel: str | Parallelism | None = None
 
-    @cached_property
-    def flops_per_token(self) -> float:
-        """Of forward and backward pass, whatever is recomputed."""
-        one = preset(str(self.job.model), batch=1, seq=self.job.seq or 1, **self.job.given)
-        return sum(m.flops for m in one.moments if m.phase is not Phase.RECOMPUTE) / one.tokens
-
     def workloads(self, machine: Machine, micro_batches: int) -> tuple[Workload, ...]:
         """Raises PstarError if the ranks cannot share a micro-batch."""
         return replace(self.job, batch=self.batch // micro_batches, micro_batches=micro_batches).of(machine)
@@ -353,8 +345,6 @@ def _so_many(
         return replace(base, reason=str(error)), True
     assert row.tokens_per_s is not None
     cost = bill(tokens, row.tokens_per_s, (usd or 0.0) * machine.nodes)
-    flops_per_s = asked.flops_per_token * row.tokens_per_s / machine.world_size
-    peak = peak_flops_per_s(machine.gpu.name, asked.job.dtype_on(machine))
     uncertainty, why = (row.expected_error, row.trust) if isinstance(row, Row) else (None, None)
     offer = replace(
         base,
@@ -368,8 +358,8 @@ def _so_many(
         days=cost.days,
         usd=None if usd is None else cost.usd,
         usd_per_million_tokens=None if usd is None else cost.usd_per_million_tokens,
-        tflops_per_gpu=flops_per_s / 1e12,
-        mfu=None if peak is None or machine.mixed else flops_per_s / peak,
+        tflops_per_gpu=row.tflops_per_gpu,
+        mfu=row.mfu,
         expected_error=uncertainty,
         trust=why,
     )

@@ -28,6 +28,7 @@ from pstar_sim.planner.machine_notes import attention_notes, machine_notes
 from pstar_sim.planner.memory_needs import with_room
 from pstar_sim.planner.nearest import Elsewhere, Remedy, as_flags, in_words, remedies
 from pstar_sim.planner.trust import Trust, trust, validation_digest
+from pstar_sim.planner.utilization import tflops_and_mfu
 from pstar_sim.policy.kit.sharing import plan_once, plans_shared
 from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
 from pstar_sim.policy.registry import Policy, can_follow, find_policy, is_built_in, policy_name
@@ -57,6 +58,7 @@ class Row:
     expected_error: one standard deviation of the seconds, as a share of them, from published runs of this class of
         machine, or of any class if this class has none. None for a policy that does not fit.
     trust: the basis of expected_error.
+    tflops_per_gpu, mfu: see utilization.py.
     short_of: "gpu", "host" or "nvme"; None if the policy fits.
     needed_bytes, available_bytes, needed_for: in the place that is short, and what needs it.
     nearest: changes that would make the policy fit.
@@ -79,6 +81,8 @@ class Row:
     certificate: Mapping[str, object] | None = None
     expected_error: float | None = None
     trust: str | None = None
+    tflops_per_gpu: float | None = None
+    mfu: float | None = None
     short_of: str | None = None
     needed_bytes: int | None = None
     available_bytes: int | None = None
@@ -641,6 +645,7 @@ def _figures(
     bound_s = certificate.seconds
     peaks = peaks_of_ranks(plan, timeline)
     gpus = tuple(peak["gpu"] for peak in peaks)
+    tflops, mfu = tflops_and_mfu(plan.ranked or (plan.workload,), timeline.iteration_s, plan.machine)
     return Row(
         policy=name,
         fits=True,
@@ -658,6 +663,8 @@ def _figures(
         certificate=certificate.text,
         expected_error=belief.error,
         trust=belief.label,
+        tflops_per_gpu=tflops,
+        mfu=mfu,
     )
 
 

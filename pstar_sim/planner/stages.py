@@ -56,6 +56,7 @@ from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.machine_notes import machine_notes
 from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.stated import SECONDS_AGREE
+from pstar_sim.planner.utilization import tflops_and_mfu
 from pstar_sim.policy.kit.capabilities import capabilities_of
 from pstar_sim.policy.registry import Policy, find_policy
 from pstar_sim.sim.play import play_stages
@@ -144,6 +145,7 @@ class StagesRow:
     peak_gpu_bytes, peak_host_bytes: of a rank of each stage.
     short_of: place that is short; None if it fits.
     needed_bytes, available_bytes: in that place.
+    tflops_per_gpu, mfu: see utilization.py.
     few: micro-batches of the larger plan behind the seconds ([Note: few micro-batches]); None if all are planned.
     """
 
@@ -165,6 +167,8 @@ class StagesRow:
     short_of: str | None = None
     needed_bytes: int | None = None
     available_bytes: int | None = None
+    tflops_per_gpu: float | None = None
+    mfu: float | None = None
     few: int | None = None
 
     @property
@@ -419,11 +423,14 @@ def _on_line(few: StagesRow, more: StagesRow, counts: Sequence[int], micro_batch
     bound_s = line(lambda row: row.lower_bound_s or 0.0)
     seconds = max(bound_s, line(lambda row: row.iteration_s or 0.0))
     tokens = (more.tokens_per_s or 0.0) * (more.iteration_s or 0.0) * micro_batches / counts[1]
+    faster = tokens / seconds / (more.tokens_per_s or 1.0)
     return replace(
         more,
         few=counts[1],
         iteration_s=seconds,
         tokens_per_s=tokens / seconds,
+        tflops_per_gpu=(more.tflops_per_gpu or 0.0) * faster,
+        mfu=None if more.mfu is None else more.mfu * faster,
         lower_bound_s=bound_s,
         gap=seconds / bound_s - 1,
         bubble=line(lambda row: (row.bubble or 0.0) * (row.iteration_s or 0.0)) / seconds,
@@ -446,6 +453,8 @@ def _bound_s(job: Job, machine: Machine, way: Way, settings: Settings) -> float:
 
 
 def _row(said: StagesRow, planned: PlannedStages) -> StagesRow:
+    plans = planned.plans.plans
+    tflops, mfu = tflops_and_mfu([plan.workload for plan in plans], planned.iteration_s, plans[0].machine)
     return replace(
         said,
         fits=True,
@@ -458,6 +467,8 @@ def _row(said: StagesRow, planned: PlannedStages) -> StagesRow:
         bound_by=planned.bound_by,
         peak_gpu_bytes=tuple(t.peak_bytes["gpu"] for t in planned.timelines),
         peak_host_bytes=tuple(t.peak_bytes["host"] for t in planned.timelines),
+        tflops_per_gpu=tflops,
+        mfu=mfu,
     )
 
 

@@ -58,6 +58,8 @@ COLUMNS = (
     "reason",
     "iteration_s",
     "tokens_per_s",
+    "tflops_per_gpu",
+    "mfu",
     "lower_bound_s",
     "gap",
     "bound_by",

@@ -418,7 +418,7 @@ def _offer_notes(answer: Cheapest, shown: Sequence[Offer]) -> Iterator[str]:
         yield "micro-batches: sequences of all GPUs at a time x how many per iteration"
         if not all(row.in_time_is_sure for row in shown):
             yield "in time, within ± ...: the deadline is nearer to the days than their error, and may be missed or met"
-        unknown = [(row.machine, row.trust) for row in shown if row.trust is not None and NOT_NEAR in row.trust]
+        unknown = [(_nodes_of(row), row.trust) for row in shown if row.trust is not None and NOT_NEAR in row.trust]
         yield from (f"error of {line}" for line in trust_lines(unknown))
     if any(row.gpus > 1 for row in answer.rows) and not any(row.parallel for row in answer.rows):
         yield f"note: {_DATA_PARALLEL}"
@@ -444,7 +444,11 @@ def _days(days: float) -> str:
 
 
 def _tried(row: Offer) -> str:
-    return row.machine if len(row.tried) < 2 else f"{row.machine}, {row.tried[0]} to {row.tried[-1]} nodes"
+    return _nodes_of(row) if len(row.tried) < 2 else f"{row.machine}, {row.tried[0]} to {row.tried[-1]} nodes"
+
+
+def _nodes_of(row: Offer) -> str:
+    return row.machine if row.nodes == 1 else f"{row.machine}, {row.nodes} nodes"
 
 
 def _offer_cells(row: Offer) -> tuple[str, ...]:

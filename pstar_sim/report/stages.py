@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["explain_stages", "stages_csv", "stages_figure", "stages_text"]
 
 HEADS = (
-    "parallelism", "policy", "batch", "iteration", "tokens/s", "above bound", "bubble", "sums", "bound by", "GPU peak",
+    "parallelism", "policy", "batch", "iteration", "tokens/s", "MFU", "above bound", "bubble", "sums", "bound by", "GPU peak",
     "host peak",
 )  # fmt: skip
 
@@ -75,6 +75,7 @@ def _cells(row: StagesRow) -> tuple[str, ...]:
         f"{row.batch} x {row.micro_batches}",
         ("≈ " if row.few else "") + format_s(row.iteration_s),
         f"{row.tokens_per_s:,.0f}",
+        "" if row.mfu is None else format_percent(row.mfu),
         format_percent(row.gap or 0.0),
         format_percent(row.bubble),
         format_percent(row.sums or 0.0),

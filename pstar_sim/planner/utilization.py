@@ -1,0 +1,28 @@
+"""How much of a GPU's peak the model's own work takes: floating-point operations of forward and backward pass, without
+what is recomputed, so that plans with and without checkpointing compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pstar_sim.catalog.loader import peak_flops_per_s
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.workload.workload import Phase, Workload
+
+__all__ = ["tflops_and_mfu"]
+
+
+def tflops_and_mfu(workloads: Sequence[Workload], iteration_s: float, machine: Machine) -> tuple[float, float | None]:
+    """Returns the mean of the ranks in TFLOPS of a GPU, and this over the peak of the GPU's datasheet; None for the
+    latter on mixed GPUs, and for a GPU or a dtype that the catalog has no peak of.
+
+    workloads: of an iteration, of ranks that count alike.
+    """
+    known: dict[int, float] = {}
+    for w in workloads:
+        if id(w) not in known:
+            known[id(w)] = sum(m.flops for m in w.moments if m.phase is not Phase.RECOMPUTE)
+    flops_per_s = sum(known[id(w)] for w in workloads) / len(workloads) / iteration_s
+    peak = None if machine.mixed else peak_flops_per_s(machine.gpu.name, workloads[0].compute_dtype)
+    return flops_per_s / 1e12, None if peak is None else flops_per_s / peak
