@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +36,7 @@ from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import CatalogError, UnknownName
 from pstar_sim.schema.fields import fields_of, want
 from pstar_sim.schema.parsing import parse_toml, read_toml
+from pstar_sim.schema.reading import Refusals
 from pstar_sim.units import GB, GIB
 from pstar_sim.words import letters
 
@@ -159,9 +160,13 @@ class Catalog:
             raise UnknownName("machine", name, (*self.machines, "here"), _OTHER_MACHINE)
         e = self.machines[name]
         given = e.values
-        peer = self._joined(e, "peer_link", "gpu-gpu")
-        node = self._ranks(e)
-        host = self.host(e.known("host", "host", tuple(self.hosts)))
+        wrong = Refusals()
+        peer = wrong.of(lambda: self._joined(e, "peer_link", "gpu-gpu"))
+        network = wrong.of(lambda: self._joined(e, "network", "node-node"))
+        node = wrong.of(lambda: self._ranks(e))
+        host = wrong.of(lambda: self.host(e.known("host", "host", tuple(self.hosts))))
+        disks = wrong.of(lambda: self._disks(e))
+        wrong.say()
         if given.unified:
             host = self._shared_memory(e, host, node)
         root_rate = None if given.root_gb_per_s is None else given.root_gb_per_s * GB
@@ -183,13 +188,16 @@ class Catalog:
             updates=given.updates or {},
             price_usd_per_hour=given.price_usd_per_hour,
             peer=peer,
-            network=self._joined(e, "network", "node-node"),
+            network=network,
             root_bytes_per_s=root_rate,
             unified=given.unified,
-            nvme=None if given.disks is None else self.nvme(e.known("set of disks", "disks", tuple(self.disks))),
+            nvme=disks,
             framework=self._framework(e, node),
         )
         return with_nodes(machine, given.nodes)
+
+    def _disks(self, e: Entry[MachineEntry]) -> Nvme | None:
+        return None if e.values.disks is None else self.nvme(e.known("set of disks", "disks", tuple(self.disks)))
 
     def _shared_memory(self, e: Entry[MachineEntry], host: Host, node: Sequence[Rank]) -> Host:
         """The memory that the GPUs leave. Raises CatalogError where they leave nothing."""
@@ -213,14 +221,23 @@ class Catalog:
         """Of one node: `gpus` equal ranks, or the groups of `ranks` with their sequences per micro-batch."""
         groups = _groups(e)
         total = sum(gpus * batch for _, gpus, batch in groups)
-        ranks: list[Rank] = []
+        parts: list[tuple[Gpu, Link, float, int]] = []
+        wrong = Refusals()
         for where, gpus, batch in groups:
-            link = e.known("link", f"{where}link", tuple(self.links))
-            if self.links[link].values.connects != "host-gpu":
-                raise e.refuse(f"{where}link", 'a link that connects = "host-gpu"')
-            gpu = e.known("GPU", f"{where}gpu", tuple(self.gpus))
-            ranks += [Rank(gpu=self.gpu(gpu), link=self.link(link), batch_share=batch / total)] * gpus
-        return ranks
+            link = wrong.of(partial(self._host_link, e, f"{where}link"))
+            parts.append((wrong.of(partial(self._card, e, f"{where}gpu")), link, batch / total, gpus))
+        wrong.say()
+        ranks = ([Rank(gpu=gpu, link=link, batch_share=share)] * gpus for gpu, link, share, gpus in parts)
+        return [rank for group in ranks for rank in group]
+
+    def _card(self, e: Entry[MachineEntry], field: str) -> Gpu:
+        return self.gpu(e.known("GPU", field, tuple(self.gpus)))
+
+    def _host_link(self, e: Entry[MachineEntry], field: str) -> Link:
+        name = e.known("link", field, tuple(self.links))
+        if self.links[name].values.connects != "host-gpu":
+            raise e.refuse(field, 'a link that connects = "host-gpu"')
+        return self.link(name)
 
     def _joined(self, e: Entry[MachineEntry], field: str, connects: str) -> Fabric | None:
         if getattr(e.values, field) is None:
@@ -382,8 +399,10 @@ def _in_gb(file: str, table: str, entries: Mapping[str, Any]) -> dict[str, Any]:
     return {name: converted(name, raw) if isinstance(raw, dict) else raw for name, raw in entries.items()}
 
 
-def _read(raws: Mapping[str, Mapping[str, tuple[str, object]]], table: str) -> dict[str, Entry[Any]]:
-    return {name: Entry.read(file, name, raw, TABLES[table]) for name, (file, raw) in raws[table].items()}
+def _read(raws: Mapping[str, Mapping[str, tuple[str, object]]], table: str, wrong: Refusals) -> dict[str, Entry[Any]]:
+    return {
+        name: wrong.of(partial(Entry.read, file, name, raw, TABLES[table])) for name, (file, raw) in raws[table].items()
+    }
 
 
 @cache
@@ -422,6 +441,7 @@ def load_catalog(user_file: str | Path | None = None) -> Catalog:
     raws = {table: dict(entries) for table, entries in _shipped().items()}
     own: list[str] = []
     main: str | None = None
+    wrong = Refusals()
     if user_file is not None:
         file = str(file_path("user_file", user_file, error=CatalogError))
         content = read_toml(Path(file), "machine file", VERSION)
@@ -432,12 +452,15 @@ def load_catalog(user_file: str | Path | None = None) -> Catalog:
         for table, entries in content.items():
             if table not in TABLES or not isinstance(entries, dict):
                 known = ", ".join(f"[{t}.NAME]" for t in TABLES)
-                raise CatalogError(f"{file}: {table!r} is not a known table; it takes {known} and machine = NAME")
-            for name, given in _in_gb(file, table, entries).items():
+                what = f"{table!r} is not a known table; it takes {known} and machine = NAME"
+                wrong.errors.append(CatalogError(f"{file}: {what}"))
+                continue
+            for name, given in (wrong.of(partial(_in_gb, file, table, entries)) or {}).items():
                 raws[table][name] = (file, _given(file, raws[table].get(name), given))
                 if table == "machines":
                     own.append(name)
-    tables = {table: _read(raws, table) for table in TABLES}
+    tables = {table: _read(raws, table, wrong) for table in TABLES}
+    wrong.say()
     if main is not None and main not in tables["machines"]:
         raise CatalogError(f"{user_file}: machine = {main!r}; must be one of {', '.join(tables['machines'])}")
     return Catalog(

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pstar_sim.errors import PstarError
+from pstar_sim.errors import CatalogError, PstarError
 
 __all__ = ["main"]
 
@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             app(prog_name="pstar")
         status = run_app(app, "pstar", sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
+    except CatalogError as error:
+        return _complain_of_file(str(error), status_of(error))
     except PstarError as error:
         return _complain(str(error), status_of(error))
     except KeyboardInterrupt as stop:
@@ -52,4 +54,11 @@ def _open_streams() -> None:
 
 def _complain(text: str, status: int) -> int:
     sys.stderr.write(f"pstar: {' '.join(text.split())}\n")
+    return status
+
+
+def _complain_of_file(text: str, status: int) -> int:
+    """A line for each thing that is wrong."""
+    for line in text.splitlines():
+        _complain(line, status)
     return status

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["explain_stages", "stages_csv", "stages_figure", "stages_text"]
 
 HEADS = (
-    "parallelism", "policy", "batch", "iteration", "tokens/s", "MFU", "above bound", "bubble", "sums", "bound by", "GPU peak",
-    "host peak",
+    "parallelism", "policy", "batch", "iteration", "tokens/s", "MFU", "above bound", "bubble", "sums", "bound by",
+    "GPU peak", "host peak",
 )  # fmt: skip
 
 

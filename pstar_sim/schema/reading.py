@@ -1,12 +1,11 @@
-"""Reads values into declared types, by msgspec. Where msgspec refuses, the first `Fault` from the top down is
-raised."""
+"""Reads values into declared types, by msgspec. Where msgspec refuses, the `Fault`s are found from the top down."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime
 from functools import cache
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from msgspec import Struct
 from pstar_sim.errors import CatalogError
 from pstar_sim.schema.fields import Rule, fields_of, is_table, rule_of, split, want
 
-__all__ = ["Fault", "Path", "brief", "convert", "nearest", "read_table"]
+__all__ = ["Fault", "Path", "Refusals", "brief", "convert", "nearest", "read_table"]
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]
@@ -25,7 +24,7 @@ _PLAIN = (date, datetime)  # types that TOML has beside JSON's: TOML has dates, 
 
 
 class Fault(Exception):
-    """The first value that does not fit its type.
+    """A value that does not fit its type.
 
     path: keys and indices that lead to the value.
     value: `MISSING` where there is none.
@@ -94,31 +93,63 @@ def brief(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def convert(kind: type[T] | Any, value: object, *, whole_fields: bool = False) -> T:
-    """value: made of plain values. Raises Fault.
-
-    whole_fields: a fault names the field of a table, not a place within.
-    """
-    try:
-        found = msgspec.convert(value, kind, builtin_types=_PLAIN)
-    except msgspec.ValidationError as error:
-        word = "a table" if whole_fields else "an object"
-        for fault in _faults(kind, value, (), word, whole_fields):
-            raise fault from None
-        raise Fault((), REFUSED, str(error)) from None
-    rule = rule_of(kind)
-    if rule is not None and not rule.test(found):
-        raise Fault((), value, f"must be {rule.want}")
-    _check_rules(found)
+def convert(kind: type[T] | Any, value: object) -> T:
+    """value: made of plain values. Raises the first Fault."""
+    found, faults = _read(kind, value, "an object", whole=False)
+    for fault in faults:
+        raise fault
     return typing.cast(T, found)
 
 
 def read_table(kind: type[T], file: str, name: str, raw: object) -> T:
-    """Raises CatalogError, naming file, entry, field, value and what would do."""
+    """Raises CatalogError with every fault, naming file, entry, field, value and what would do."""
+    found, faults = _read(kind, raw, "a table", whole=True)
+    wrong = Refusals()
+    wrong.errors += [CatalogError(fault.in_toml(file, name)) for fault in faults]
+    wrong.say()
+    return typing.cast(T, found)
+
+
+class Refusals:
+    """Gathers what is wrong with a file, so that one error says all."""
+
+    def __init__(self) -> None:
+        self.errors: list[CatalogError] = []
+
+    def of(self, make: Callable[[], T]) -> T:
+        """What `make` returns. Where it refuses, nothing that may be used: `say` raises then."""
+        try:
+            return make()
+        except CatalogError as error:
+            self.errors.append(error)
+            return typing.cast(T, None)
+
+    def say(self) -> None:
+        """Raises what there is as one error, a line each."""
+        lines = list(dict.fromkeys(str(error) for error in self.errors))
+        if lines:
+            raise CatalogError("\n".join(lines))
+
+
+def _read(kind: Any, value: object, word: str, *, whole: bool) -> tuple[Any, Iterable[Fault]]:
+    """Returns what was read, and what is wrong with it.
+
+    whole: a fault names the field of a table, not a place within.
+    """
     try:
-        return convert(kind, raw, whole_fields=True)
-    except Fault as fault:
-        raise CatalogError(fault.in_toml(file, name)) from None
+        found = msgspec.convert(value, kind, builtin_types=_PLAIN)
+    except msgspec.ValidationError as error:
+        return None, _or_else(_faults(kind, value, (), word, whole), Fault((), REFUSED, str(error)))
+    rule = rule_of(kind)
+    if rule is not None and not rule.test(found):
+        return None, [Fault((), value, f"must be {rule.want}")]
+    return found, _against_rules(found, ())
+
+
+def _or_else(faults: Iterator[Fault], only: Fault) -> Iterator[Fault]:
+    first = next(faults, only)
+    yield first
+    yield from faults
 
 
 def _faults(kind: Any, value: object, path: Path, word: str, whole: bool) -> Iterator[Fault]:
@@ -129,13 +160,14 @@ def _faults(kind: Any, value: object, path: Path, word: str, whole: bool) -> Ite
     except msgspec.ValidationError:
         pass
     base, args, _ = split(kind)
+    within: Iterator[Fault] = iter(())
     if is_table(base) and isinstance(value, dict):
-        yield from _table_faults(base, value, path, word, whole)
+        within = _table_faults(base, value, path, word, whole)
     elif base in (list, tuple) and isinstance(value, list):
-        yield from _list_faults(base, args, value, path, word, whole)
+        within = _list_faults(base, args, value, path, word, whole)
     elif base in (dict, Mapping) and isinstance(value, dict) and not whole:
-        yield from _item_faults(((args[1], key, item) for key, item in value.items()), path, word, whole)
-    yield Fault(path, value, f"must be {want(kind, word)}")
+        within = _item_faults(((args[1], key, item) for key, item in value.items()), path, word, whole)
+    yield from _or_else(within, Fault(path, value, f"must be {want(kind, word)}"))
 
 
 def _list_faults(
@@ -179,7 +211,7 @@ def _ruled(table: type[Struct]) -> tuple[tuple[str, Rule | None], ...]:
     return tuple((f.name, rule_of(f.kind)) for f in fields_of(table).values() if concerned(f.kind))
 
 
-def _check_rules(value: object) -> None:
+def _against_rules(value: object, path: Path) -> Iterator[Fault]:
     if not isinstance(value, Struct):
         return
     for name, rule in _ruled(type(value)):
@@ -189,10 +221,7 @@ def _check_rules(value: object) -> None:
         if rule is not None:
             if not rule.test(held):
                 shown = [list(row) for row in held] if isinstance(held, tuple) else held
-                raise Fault((name,), shown, f"must be {rule.want}")
+                yield Fault((*path, name), shown, f"must be {rule.want}")
             continue
         for i, row in enumerate(held) if isinstance(held, tuple) else [(None, held)]:
-            try:
-                _check_rules(row)
-            except Fault as fault:
-                raise (fault if i is None else fault.under(i)).under(name) from None
+            yield from _against_rules(row, (*path, name) if i is None else (*path, name, i))

@@ -40,7 +40,25 @@ def test_keys_of_a_table_follow_from_the_attributes() -> None:
     ]  # fmt: skip
     assert [f.calibrated_key for f in calibrated_figures(Pump)] == ["flow_gb_per_s"]
     with pytest.raises(CatalogError, match=r"^f: \[p\] flow_gb_per_s = 11; must be a number from 1 to 10$"):
-        read_table(table, "f", "p", {"tank_gb": 1, "flow_gb_per_s": 11, "efficiency": 1})
+        read_table(
+            table,
+            "f",
+            "p",
+            {"tank_gb": 1, "flow_gb_per_s": 11, "efficiency": 1, "source": "s", "checked": date(2026, 11, 21)},
+        )
+
+
+def test_one_error_has_all_faults_of_a_table() -> None:
+    table = table_of(Pump, "A pump.", "A pump, measured.")
+    with pytest.raises(CatalogError) as refused:
+        read_table(table, "f", "p", {"tank_gb": "full", "flow_gb_per_s": 11, "colour": 1, "source": "s"})
+    assert [line.split(";")[0] for line in str(refused.value).splitlines()] == [
+        "f: [p] colour = 1 is not a known field",
+        "f: [p] tank_gb = 'full'",
+        "f: [p] flow_gb_per_s = 11",
+        "f: [p] efficiency is missing",
+        "f: [p] checked is missing",
+    ]
 
 
 def test_a_file_has_the_unit_of_the_key_and_an_attribute_si_units() -> None:

@@ -306,3 +306,20 @@ def test_compare_leaves_the_garbage_collector_as_it_was(
         assert gc.isenabled() is enabled and seen == [False]
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_a_machine_file_is_refused_once_with_all_that_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Values first; names of parts where all values can be used."""
+    file = tmp_path / "mine.toml"
+    job = ["fits", "--model", "1B", "--batch", "1", "--seq", "128", "--machine", str(file)]
+    file.write_text("[hosts.h]\ncores = 0\n[machines.mine]\ngpu = 'rtx9090'\ngpus = 0\nlink = 'x'\nhost = 'nohost'\n")
+    assert main(job) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 6 and all(line.startswith(f"pstar: {file}: ") for line in lines)
+    assert "[h] cores = 0" in lines[4] and "[mine] gpus = 0" in lines[5]
+    file.write_text("[machines.mine]\ngpu = 'rtx9090'\ngpus = 1\nlink = 'x'\nhost = 'nohost'\n")
+    assert main(job) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" = ")[0].rpartition(" ")[2] for line in lines] == ["link", "gpu", "host"]
