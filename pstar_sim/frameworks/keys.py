@@ -102,7 +102,9 @@ class KeyReading:
 
 
 def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> KeyReading:
-    """Raises PstarError, naming file and key, for a content that is not a table, an unknown key (with the nearest key),
+    """A key that is not known is a note, because a later version may have it; one that is nearly another is a mistake.
+
+    Raises PstarError, naming file and key, for a content that is not a table, such a mistake (with the nearest key),
     and a value of another type.
     """
     if not isinstance(content, dict):
@@ -113,7 +115,7 @@ def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> Key
     without: list[str] = []
     left: dict[str, list[str]] = {}  # keys by the reason why they are not modelled
     for path, value in _leaves(content, table, file, what):
-        key = table[path] if path in table else table[_star(path, table)]
+        key = table.get(path) or table.get(_star(path, table)) or _unknown(path, what)
         if key.effect is KeyEffect.NONE:
             without.append(path)
         elif key.effect is KeyEffect.NOT_MODELLED:
@@ -124,6 +126,10 @@ def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> Key
             named.add(key.name)
     notes = tuple(f"not modelled: {', '.join(keys)}: {why}" for why, keys in left.items())
     return KeyReading(file=file, values=values, named=frozenset(named), without_effect=tuple(without), notes=notes)
+
+
+def _unknown(path: str, what: str) -> Key:
+    return unmodelled(path, f"not a known key of {what}, and taken to change nothing", off=None)
 
 
 def _off(key: Key, value: object) -> bool:
@@ -148,8 +154,9 @@ def _leaves(
             elif value is not None and value != AUTO:
                 raise PstarError(f"{file}: {path} = {brief(value)}; it must be a table of keys")
         else:
-            near = _near(str(name), table, above)
-            raise PstarError(f"{file}: {path} is not a known key of {what}{f'; did you mean {near}?' if near else ''}")
+            if near := _near(str(name), table, above):
+                raise PstarError(f"{file}: {path} is not a known key of {what}; did you mean {near}?")
+            yield path, value
 
 
 def _near(name: str, table: Mapping[str, Key], above: str) -> str:
