@@ -71,7 +71,8 @@ def test_the_keys_are_those_of_the_json_objects() -> None:
     assert keys == [
         "policy", "fits", "reason", "iteration_s", "tokens_per_s", "lower_bound_s", "gap", "bound_by", "peak_gpu_bytes",
         "peak_host_bytes", "peak_gpu_bytes_by_rank", "h2d_bytes", "d2h_bytes", "barrier_cost_s", "certificate",
-        "expected_error", "trust", "tflops_per_gpu", "mfu", "short_of", "needed_bytes", "available_bytes", "needed_for", "nearest",
+        "expected_error", "trust", "tflops_per_gpu", "mfu", "short_of", "needed_bytes", "available_bytes",
+        "needed_for", "nearest",
     ]  # fmt: skip
     result = compare(chain(), machine(), policies=[all_on_gpu, never])
     assert json.loads(json.dumps(result.to_json(), allow_nan=False))[1]["fits"] is False
