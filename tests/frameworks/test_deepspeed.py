@@ -167,7 +167,7 @@ def test_a_mistake_names_file_and_key(content: object, said: str) -> None:
 
 def test_a_key_of_another_version_is_a_note() -> None:
     found = deepspeed.read({"zero_optimization": {"stage": 3, "quokka": {"size": 1}}, "quokka": 2}, "ds.json")
-    assert "zero_optimization.quokka = {\"size\": 1}, quokka = 2: not a known key" in " ".join(found.notes)
+    assert 'zero_optimization.quokka = {"size": 1}, quokka = 2: not a known key' in " ".join(found.notes)
 
 
 @pytest.mark.parametrize(
