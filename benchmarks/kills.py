@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+STEPS = 24
 DISK = "disk"
 SHARES = (0.25, 0.4, 0.55, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0)
 
@@ -42,7 +43,6 @@ class Case:
     update: str
     policy: str
     host_share: float | None = None
-    steps: int = 24
 
     @property
     def name(self) -> str:
@@ -94,16 +94,12 @@ def make_plan(case: Case, path: Path) -> None:
     raise SystemExit(f"{case.name}: no budget fits")
 
 
-def train(folder: str, name: str, steps: int, resume: bool) -> None:
+def train(folder: str, name: str, resume: bool) -> None:
     """Run the job in a process, with a line for each step, until it is finished or killed."""
-    import numpy
-
     from executor.run import TrainingJob
     from executor.running.keeping import Keeping
     from pstar_sim.core.plan import load_plan
 
-    random.seed(1)  # the job's first generators; a resumed job has its checkpoint's
-    numpy.random.seed(1)
     here = Path(folder)
     plan = load_plan(here / "plan.json")
     job = TrainingJob.of_plan(plan, "tiny-gpt2", data=f"text:{here / 'corpus'}", lr=1e-3, seed=1)
@@ -116,7 +112,7 @@ def train(folder: str, name: str, steps: int, resume: bool) -> None:
 
         keeping = Keeping(save=checkpoint, every=1, resume=checkpoint if resume else None)
         disks = [str(path) for path in [here / DISK] if path.exists()]
-        job.run(plan, steps=steps, keeping=keeping, on_step=on_step, disks=disks)
+        job.run(plan, steps=STEPS, keeping=keeping, on_step=on_step, disks=disks)
 
 
 def losses_of(log: Path) -> list[tuple[int, str]]:
@@ -160,14 +156,14 @@ class Kills:
             process.join(0.01)
         self._start_s = time.perf_counter() - start_s  # until the first step
         process.join()
-        self._step_s = (time.perf_counter() - start_s - self._start_s) / case.steps
+        self._step_s = (time.perf_counter() - start_s - self._start_s) / STEPS
         self._curve = dict(losses_of(folder / "whole.log"))
         self._files = digests(folder / "whole")
-        if process.exitcode or len(self._curve) != case.steps:
+        if process.exitcode or len(self._curve) != STEPS:
             raise SystemExit(f"{case.name}: the uninterrupted run ended with {process.exitcode}")
 
     def _start(self, name: str, *, resume: bool) -> Any:
-        process = self._processes.Process(target=train, args=(str(self.folder), name, self.case.steps, resume))
+        process = self._processes.Process(target=train, args=(str(self.folder), name, resume))
         process.start()
         return process
 
@@ -197,7 +193,7 @@ class Kills:
         checkpoint = find_checkpoint(self.folder / name)
         resume = is_checkpoint(checkpoint)
         done = stored_extra(checkpoint).iteration if resume else 0
-        if done >= self.case.steps:
+        if done >= STEPS:
             return self._through(name)
         process = self._start(name, resume=resume)
         if not last:
@@ -231,7 +227,7 @@ class Kills:
             self.problems.append(f"{self.case.name}: the checkpoint is of iteration {stored}, {least} had been saved")
         if self.problems:
             return True
-        return self._through(name) if stored >= self.case.steps else False
+        return self._through(name) if stored >= STEPS else False
 
     def _through(self, name: str) -> bool:
         self.counts["jobs"] += 1
@@ -269,7 +265,7 @@ def kill_and_resume(count: int, *, seed: int = 0, cases: Sequence[Case] = CASES)
         "with_files_on_disks": counts["with files on disks"],
         "before_the_first_checkpoint": counts["before the first checkpoint"],
         "jobs_finished_and_equal": counts["jobs"],
-        "steps_a_job": cases[0].steps,
+        "steps_a_job": STEPS,
         "cases": [case.name for case in cases],
         "problems": problems,
         "seed": seed,
@@ -292,7 +288,7 @@ def main() -> None:
         f"{figures['kills']} kills, {figures['while_saving']} of them while a checkpoint was written, "
         f"{figures['before_a_step_of_a_resumed_run']} before a resumed run's first step, "
         f"{figures['with_files_on_disks']} with files on disks; "
-        f"{figures['jobs_finished_and_equal']} jobs of {figures['steps_a_job']} steps finished, "
+        f"{figures['jobs_finished_and_equal']} jobs of {STEPS} steps finished, "
         f"{len(figures['problems'])} problems"
     )
     for problem in figures["problems"]:

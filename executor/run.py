@@ -30,6 +30,7 @@ from executor.running.processor import ProcessorTime, taken_by_others
 from executor.running.shared_run import SharedRun, own_batches, share_results
 from executor.running.step_log import StepLog
 from executor.running.stopping import stop_on_sigterm
+from executor.saving.generators import seed_generators
 from executor.training import StepReport, train, train_step
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
@@ -138,6 +139,7 @@ class TrainingJob(Axes):
     """model: as for `pstar trace`.
     data: "text:FOLDER", a folder of text files; None: the source of the Python standard library.
     weights: folder with the model's values; None: initialised by the seed.
+    seed: of weights, data, and the global random number generators.
     """
 
     model: str
@@ -281,6 +283,8 @@ class TrainingJob(Axes):
         with contextlib.ExitStack() as last:
             last.callback(session.close, restore=False)
             stop = last.enter_context(stop_on_sigterm(listens=keeping.save is not None))
+            rank = 0 if session.ranks is None else session.ranks.rank
+            seed_generators(self.seed + rank)  # a checkpoint has those of its ranks
             keeping.load(optimizer)
             if logs:
                 log = last.enter_context(StepLog(optimizer, *logs, append=at.steps > 0))
@@ -332,6 +336,7 @@ class TrainingJob(Axes):
 
             optimizer.register_step_pre_hook(clip)
         torch.set_num_threads(1)
+        seed_generators(self.seed)
         return train(
             built.module,
             optimizer,

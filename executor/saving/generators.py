@@ -13,7 +13,13 @@ import torch
 
 from pstar_sim.errors import CheckpointError
 
-__all__ = ["checked_generators", "generator_states", "set_generators"]
+__all__ = ["checked_generators", "generator_states", "seed_generators", "set_generators"]
+
+
+def seed_generators(seed: int) -> None:
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def generator_states() -> dict[str, torch.Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ try:
     import _interleavings  # type: ignore[import-not-found]
     import _leaks  # type: ignore[import-not-found]
     import _mutations  # type: ignore[import-not-found]
-    import kills  # type: ignore[import-not-found]
 finally:
     sys.path.remove(str(BENCHMARKS))
 
@@ -41,15 +39,6 @@ def test_mutated_files_are_refused_in_one_line_or_right(tmp_path: Path, monkeypa
     assert not report.misses, "\n".join(map(str, report.misses))
     outcomes = {outcome for (_, outcome), count in report.outcomes.items() if count}
     assert {"refused", "named", "right"} <= outcomes
-
-
-@pytest.mark.slow
-def test_killed_runs_on_disks_continue_as_if_they_had_not_been(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))  # processes that are started look there, too
-    case = next(case for case in kills.CASES if case.name.startswith("tide on disks"))
-    figures = kills.kill_and_resume(2, cases=[replace(case, steps=5)])
-    assert (figures["kills"], figures["problems"]) == (2, [])
-    assert figures["jobs_finished_and_equal"] and figures["with_files_on_disks"]
 
 
 @pytest.mark.slow

@@ -259,6 +259,28 @@ def test_a_job_goes_on_with_its_data(job: Any, tmp_path: Path) -> None:
     assert any("checkpoint" in note for note in second.notes)
 
 
+def test_the_seed_is_that_of_dropout_too(tmp_path: Path) -> None:
+    from executor.capture import capture
+    from executor.run import TrainingJob
+    from pstar_sim.catalog.loader import load_machine
+    from pstar_sim.policy.registry import find_policy
+
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 256, "n_positions": 32, '
+        '"bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.5}'
+    )
+    (tmp_path / "a.txt").write_text("to be or not to be, that is the question; " * 50)
+    name = f"hf:{tmp_path / 'config.json'}"
+    w = capture(name, batch=2, sequence=32, dtype="fp32")
+    plan = find_policy("tide")(w, load_machine("virtual", gpu_memory="20MB"), Settings(clip=True))
+    job = TrainingJob.of_plan(plan, name, data=f"text:{tmp_path}", lr=1e-3, seed=3)
+    curves = []
+    for state in (0, 1):
+        torch.manual_seed(state)  # whatever was drawn before
+        curves += [losses(job.run(plan, steps=2)), [(r.step, r.loss) for r in job.run_plain(plan, steps=2)]]
+    assert curves[1:] == curves[:-1]
+
+
 def test_another_text_begins_anew_and_says_so(job: Any, tmp_path: Path) -> None:
     import dataclasses
 
@@ -312,19 +334,20 @@ def test_what_the_command_line_refuses(job: Any, tmp_path: Path, capsys: pytest.
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_at_random_times_every_run_goes_on(tmp_path: Path) -> None:
+def test_killed_at_random_times_every_run_goes_on() -> None:
+    """One job without disks and one with them."""
     import subprocess
     import sys
 
     script = Path(__file__).parents[3] / "benchmarks" / "kills.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--count", "4", "--cases", "1", "--seed", "5", "--no-write"],
+        [sys.executable, str(script), "--count", "4", "--only", "bf16, 1 ", "--seed", "5", "--no-write"],
         capture_output=True,
         text=True,
         timeout=850,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "\n4 kills, " in done.stdout and ", 0 problems" in done.stdout
+    assert "\n4 kills, " in done.stdout and ", 0 problems" in done.stdout and "tide on disks" in done.stdout
 
 
 def test_dropout_goes_on_with_its_random_numbers(kit: Any, tmp_path: Path) -> None:
