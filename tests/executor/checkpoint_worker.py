@@ -18,10 +18,12 @@ import conftest as kit
 import torch
 import torch.distributed as dist
 from rank_worker import tight_plan
+from torch.nn.parallel import DistributedDataParallel
 
 import executor
 from executor.saving.manifest import MANIFEST
 from pstar_sim.core.plan import Settings
+from pstar_sim.core.step import Place
 from pstar_sim.errors import CheckpointError
 from pstar_sim.workload.workload import Workload
 
@@ -29,15 +31,24 @@ CASES = {"tide": torch.float32, "zero3_resident": torch.bfloat16, "all_on_gpu": 
 CAPTURED: dict[torch.dtype, Workload] = {}
 
 
-def prepared(policy: str, dtype: torch.dtype, ranks: int, group: Any, weights: Any = None) -> Any:
-    """(model, optimizer, batches of a rank)."""
+def prepared(
+    policy: str, dtype: torch.dtype, ranks: int, group: Any, weights: Any = None, disks: Path | None = None
+) -> Any:
+    """(model, optimizer, batches of a rank).
+
+    disks: a folder for states, on a host that has no room for them.
+    """
     model, draw = kit.build("gpt2")
     model.to(dtype)
     if dtype not in CAPTURED:
         CAPTURED[dtype] = kit.workload_of(model, draw(torch.Generator().manual_seed(9)))
-    plan = tight_plan(policy, CAPTURED[dtype], Settings(clip=False, update="step"), ranks)
+    share = None if disks is None else 0.6
+    plan = tight_plan(policy, CAPTURED[dtype], Settings(clip=False, update="step"), ranks, host_share=share)
+    assert any(row.place is Place.NVME for row in plan.initial) == (disks is not None)
     spec = executor.AdamW(lr=1e-2, weight_decay=0.1)
-    model, optimizer = executor.prepare(model, plan, spec, group=group, watchdog_s=5.0, weights=weights)
+    model, optimizer = executor.prepare(
+        model, plan, spec, group=group, watchdog_s=5.0, weights=weights, disks=[] if disks is None else [disks]
+    )
     return model, optimizer, draw
 
 
@@ -112,9 +123,31 @@ def case(policy: str, dtype: torch.dtype, rank: int, folder: Path, alone: Any, b
     model, optimizer, draw = prepared(policy, dtype, 2, both)  # and from one to two
     optimizer.load(one)
     result["to two"] = same(values(model, optimizer), torch.load(folder / "one.pt"))
-    run(model, optimizer, draw, rank, 1, seed=4)
+    curve = run(model, optimizer, draw, rank, 2, seed=4)
+    after = values(model, optimizer)
     optimizer.session.close(restore=False)
+    if policy == "tide":  # the same with states on disks, and in plain PyTorch
+        model, optimizer, draw = prepared(policy, dtype, 2, both, disks=folder)
+        optimizer.load(one)
+        result["on disks"] = run(model, optimizer, draw, rank, 2, seed=4) == curve
+        result["on disks"] &= same(values(model, optimizer), after)
+        optimizer.session.close(restore=False)
+        plain_curve, plain_values = plain(torch.load(folder / "one.pt"), rank, both)
+        result["plain"] = plain_curve == curve and same(plain_values, after)
     return result
+
+
+def plain(start: dict[str, torch.Tensor], rank: int, group: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """What DistributedDataParallel makes of these values and states: losses, and values after them."""
+    model, draw = kit.build("gpt2")
+    model.load_state_dict({name: value for name, value in start.items() if name in model.state_dict()})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for number, key in (name.split("/") for name in start if "/" in name):
+        state.setdefault(int(number), {})[key] = start[f"{number}/{key}"].float()
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+    curve = run(DistributedDataParallel(model, process_group=group), optimizer, draw, rank, 2, seed=4)
+    return curve, values(model, optimizer)
 
 
 def flip(path: Path) -> None:

@@ -59,12 +59,23 @@ def machine_of(gpu_bytes: int, ranks: int, sequences: list[int] | None = None) -
     return replace(one, ranks=tuple(several), peer=peer)
 
 
-def tight_plan(policy: str, w: Workload, settings: Settings, ranks: int, sequences: list[int] | None = None) -> Plan:
+def tight_plan(
+    policy: str,
+    w: Workload,
+    settings: Settings,
+    ranks: int,
+    sequences: list[int] | None = None,
+    host_share: float | None = None,
+) -> Plan:
+    """host_share: host memory, as a share of fp32 parameters and states; None: enough."""
     params = sum(t.bytes for t in w.tensors if t.tied_to is None)
     for share in SHARES:
         try:
             machine = machine_of(w.peak_non_model_bytes + int(share * params), ranks, sequences)
-            machine = replace(machine, nvme=kit.DISKS if "nvme" in policy else None)
+            if host_share is not None:
+                host_bytes = machine.host.reserved_bytes + int(host_share * 4 * params)
+                machine = replace(machine, host=replace(machine.host, memory_bytes=host_bytes))
+            machine = replace(machine, nvme=None if host_share is None and "nvme" not in policy else kit.DISKS)
             return find_policy(policy)(w, machine, settings)
         except DoesNotFit:
             continue

@@ -43,6 +43,7 @@ def test_any_number_of_ranks_goes_on(results: dict[str, list[dict[str, Any]]], p
         assert row["extra"] == {"rank": 0}
         assert "is not a whole checkpoint" in row["damaged"]
         assert {"model.safetensors", "optimizer-rank0.safetensors", "optimizer-rank1.safetensors"} <= set(row["files"])
+        assert policy != "tide" or (row["on disks"] and row["plain"])
     assert rows[0]["to one"]
 
 
