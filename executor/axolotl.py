@@ -22,7 +22,6 @@ __all__ = ["OffloadArguments", "OffloadPlugin"]
 
 
 def _of(module: str, name: str) -> Any:
-    """`object` without the package."""
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError:

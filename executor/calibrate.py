@@ -1,9 +1,8 @@
 """calibrate: measures the machine that this runs on, and describes it as a `Machine` with the measured figures.
 
-The measurements are in `executor/calibration/`, one file per subject. A figure that cannot be measured is left out,
-with the reason.
+A figure that cannot be measured is left out, with the reason.
 
-[Note: the virtual accelerator's memory] The virtual accelerator has no memory of its own. A quarter of the available
+[Note: the virtual accelerator's memory] The virtual accelerator has no memory of its own: a quarter of the available
 memory counts as the device's and the rest as the host's, until a plan says otherwise (`--gpu-memory`, `--host-memory`).
 """
 
@@ -49,13 +48,13 @@ class Findings:
 
     skipped: figures not measured, each with its reason.
     matmul: dtype -> curve of flops/s over the flops of a product.
-    wait_s: seconds that the engine adds to a moment.
+    wait_s: that the engine adds to a moment.
     constant_s: the constant of [Note: seconds of a moment].
     operator_bytes_per_s: the bandwidth of [Note: seconds of a moment].
     adam: curve of parameters/s over threads.
     updates: rule -> its parameters/s over AdamW's.
     network: (backend, curve of bytes/s over the bytes of a collective, latency in s).
-    numa: numbers of NUMA nodes: (of the cores that this process may use, of the machine); None: not known.
+    numa: NUMA nodes: (of the cores that this process may use, of the machine); None: not known.
     disks: (read, write, bytes of the disk, latency in s).
     taken_by_others: share of processor time that other programs had.
     """
@@ -93,8 +92,8 @@ def calibrate(
 
     path: the file, which must end in .toml for `pstar --machine`.
     device: "virtual", "cuda" or "auto" (CUDA where there is one).
-    quick: a quarter of the time, twice the scatter.
-    on_part(name, number, count): called before each part.
+    quick: a quarter of the time, twice the scatter. on_part: called before each part with its name, its number and
+    their count.
 
     Raises PlanError for a missing device, CatalogError for a file that cannot be written.
     """
@@ -109,7 +108,6 @@ def calibrate(
 
 
 def write_machine(machine: Machine, found: Findings, path: Path) -> None:
-    """With a comment on the machine's origin. Raises CatalogError if the file cannot be written."""
     head = [
         f"A machine measured by `pstar calibrate` on {date.today()}: {_origin()}.",
         f"Use it with --machine {path.name}; sizes with --gpu-memory and --host-memory.",
@@ -209,7 +207,6 @@ def measure(
 
 
 def _products(device: Device, bench: Bench, found: Findings) -> ProductShape:
-    """With the share of attention."""
     dtype = next(dtype for dtype in shapes.TIMED_DTYPE[device.kind] if dtype in found.matmul)
     flops_per_s = best_rate(found.matmul[dtype])
     sms, tile = device.multiprocessors
@@ -286,7 +283,7 @@ def _slowdowns(device: Device, bench: Bench) -> dict[str, float]:
 def machine_of(
     found: Findings, device: Device, *, name: str, cores: int, memory: tuple[int, int] | None = None
 ) -> Machine:
-    """memory: (bytes, available bytes) of the host; by default the system's."""
+    """memory: (bytes, available bytes) of the host, by default the system's."""
     total, available = read_memory(Path("/")) if memory is None else memory
     origin = f"measured by pstar calibrate: {device.title}, {_origin()}"
     notes = list(found.skipped)
@@ -370,7 +367,6 @@ def machine_of(
 
 
 def _bound(numa: tuple[int, int] | None) -> str:
-    """numa: as in `Findings`."""
     if numa is None or numa[1] == 1:
         return ""
     mine, nodes = numa
@@ -409,7 +405,7 @@ def _gpu(found: Findings, device: Device, available: int, origin: str, notes: li
 
 
 def _gpu_name(device: Device) -> str:
-    """The catalog's name of the GPU, else the driver's."""
+    """In the catalog, else the driver's."""
     if isinstance(device, VirtualDevice) or device.kind == "virtual":
         return "virtual"
     known = {alias: name for name, entry in load_catalog().gpus.items() for alias in entry.values.device_names}

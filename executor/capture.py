@@ -1,9 +1,9 @@
 """Capture: one training iteration of any nn.Module under fake tensors, written down as a Workload.
 
-It needs no GPU and no weights, and memory only for operators that fake tensors cannot describe (`moments/blind.py`). A
-forward and a backward run on fake CPU tensors. The same clock, storages and recorder as in a real run write down
-moments, bytes, flops and uses. One micro-batch is captured; the others are the same. Gradients leave the parameters as
-they become final. Bytes are logical, under the attention kernel that the workload names.
+It needs no GPU and no weights, and memory only for operators that fake tensors cannot describe (`moments/blind.py`).
+One micro-batch runs forward and backward on fake CPU tensors, seen by the clock, storages and recorder of a real run.
+Gradients leave the parameters as they become final. Bytes are logical, under the attention kernel that the workload
+names.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ def capture(
 def capture_variants(
     model: str, *, batch: int = 1, sequence: int = 1024, **axes: Unpack[AxesGiven]
 ) -> tuple[Workload, ...]:
-    """Returns variants of one model for a planner: the batch, its half and its quarter (if whole), each with
-    activations kept and, if the model can, recomputed.
+    """Returns variants of one model: the batch, its half and its quarter (if whole), each with activations kept and, if
+    the model can, recomputed.
 
-    Raises ModelError as `capture` does, and for a factory that always returns the same batch."""
+    Raises ModelError as `capture` does, and for a factory whose batch is always the same."""
     out: list[Workload] = []
     can_recompute = True
     for size in (batch, batch // 2, batch // 4):
@@ -234,7 +234,7 @@ def capture_module(
 
 
 def _numbered(module: nn.Module, groups: Any) -> list[int]:
-    """The group of each parameter, in the order of `named_parameters`, tied names included."""
+    """In the order of `named_parameters`, tied names included."""
     spec = groups if isinstance(groups, Optimizer) else AdamW(groups)
     by_id = group_of(spec.groups(module))
     check_groups(*describe_parameters(module), by_id)
@@ -255,10 +255,10 @@ def _run(
     device: str,
     draws: Draws,
 ) -> tuple[MomentRecorder, Blind, tuple[nn.Module, ...]]:
-    """Returns also the modules that ran beside `module`.
+    """Also the modules that ran beside `module`.
 
     firings: tensor index -> number of gradient firings, where more than one.
-    beside: modules known to run beside `module`, whose tensors count from the start.
+    beside: those known before, whose tensors count from the start.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
@@ -324,7 +324,7 @@ class NotOnFakeTensors(ModelError):
 
 
 class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives results of fake CPU tensors the form that real results have, where torch's fake ones differ.
+    """Gives results of fake CPU tensors the form of real results, where torch's fake ones differ.
 
     Products of routed experts have a fake version for bf16 only; sizes and strides are those of torch's
     `_create_grouped_mm_output_tensor`. BatchNorm's results have the memory format that their input suggests; the fake
@@ -332,7 +332,7 @@ class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     LayerNorm's gradient of its input is contiguous.
 
     The value of a tensor made of ones, and of numbers drawn from [0, 1] to decide ([Note: draws] in moments/draws.py),
-    is known until the tensor is written. A model that makes a mask of ones asks whether all are one, and then works
+    is known until the tensor is written: a model that makes a mask of ones asks whether all are one, and then works
     without it. The values of a batch's own mask stay unknown."""
 
     def __init__(self, draws: Draws | None = None) -> None:
@@ -360,7 +360,7 @@ class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _answer(self, func: Any, args: Any, out: Any) -> float | None:
-        """A drawn array always has a value: without one, what a model reads of it is an error."""
+        """A drawn array needs a value: what a model reads of it would be an error."""
         if drawn(func, args, out) and (self._draws.answers(out, alone=out.numel() == 1) or out.ndim == 1):
             return self._draws.answer
         return 1.0 if func in _ONES else None
@@ -403,7 +403,7 @@ _BATCH_NORMS = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backwa
 
 
 def _value_made(func: Any, args: Any, known: float, numel: int) -> float | None:
-    """known, numel: value of all elements of the operator's first argument, and their number."""
+    """known, numel: value of all elements of the first argument, and their number."""
     if func in _KEEP:
         return known
     if func is aten.sum.default:
@@ -427,7 +427,7 @@ def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: Any) -> torc
 
 
 class _GradientHook:
-    """Tells the recorder of each firing and takes the gradient out at the last firing."""
+    """Tells the recorder of each firing, and takes the gradient out at the last."""
 
     def __init__(self, recorder: MomentRecorder, tensor: int, last: int, keep: bool) -> None:
         self._recorder = recorder
@@ -441,7 +441,7 @@ class _GradientHook:
 
 
 class _Faker:
-    """Makes fake CPU tensors of real, meta or fake ones, and shares storages as they do."""
+    """Makes fake CPU tensors of real, meta or fake ones; storages stay shared."""
 
     def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
         self._mode = mode

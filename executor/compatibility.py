@@ -1,6 +1,6 @@
-"""Compatibility of a plan, a model and an optimizer. `prepare` checks it before anything is allocated or changed.
+"""Compatibility of a plan, a model and an optimizer, checked before anything is allocated or changed.
 
-Each check raises PlanError with one line that names the thing, both values, and a remedy.
+Each check raises PlanError with one line: the thing, both values, and a remedy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 def check_model(
     plan: Plan, tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter], groups: dict[int, int]
 ) -> None:
-    """The plan's and the model's parameters, dtypes, ties, freezing and groups have to be the same.
+    """Parameters, dtypes, ties, freezing and groups have to be the plan's.
 
     groups: see `descriptions.group_of`.
     """
@@ -70,7 +70,6 @@ def check_model(
 def _check_parameter(
     name: str, planned: Tensor, found: Tensor, planned_tensors: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> None:
-    """planned_tensors, tensors: all of the plan, and of the model."""
     for what in ("shape", "dtype", "frozen"):
         if getattr(found, what) != getattr(planned, what):
             raise PlanError(
@@ -92,7 +91,7 @@ def _check_parameter(
 
 
 def check_settings(plan: Plan, optimizer: Optimizer) -> None:
-    """The plan's states, update, clipping and loss scaling have to be the optimizer's."""
+    """States, update, clipping and loss scaling have to be the plan's."""
     settings = plan.settings
     _check_states(plan, optimizer)
     wanted = "eager" if optimizer.eager else "step"

@@ -1,8 +1,8 @@
 """The loop contract: the acts of a training loop on a prepared model, and their results.
 
 An act that an offloaded optimizer cannot support raises ContractError before any parameter changes and names the
-replacement. Every other act behaves as in plain torch. The table of `session/cursor.py` has the result of each act in
-each state of the loop; docs/reference/loop-contract.md has it in words.
+replacement; every other act behaves as in plain torch. The table of `session/cursor.py` has the result of each act in
+each state of the loop.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BASE_REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 
 
 class ParameterAccess(Protocol):
-    """What a prepared parameter asks of its run (`session.reader.Reader`). Parameters lie below it, and outlive it."""
+    """What a prepared parameter, which outlives its run, asks of it (`session.reader.Reader`)."""
 
     def grad_of(self, tensor: int) -> torch.Tensor | None: ...
 
@@ -79,22 +79,22 @@ def drop_raw_grads(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def tensor_of(parameter: torch.Tensor) -> int | None:
-    """Index of a prepared parameter's tensor in the plan; None for any other parameter."""
+    """Index in the plan; None for a parameter that is not prepared."""
     found: int | None = getattr(parameter, "plan_tensor", None)
     return found
 
 
 def _changes_nothing(parameter: torch.Tensor, value: torch.Tensor) -> bool:
-    """Of a write of `.data`: an 8-bit linear module gives its parameter its own codes after each forward."""
+    """As when an 8-bit linear module gives its parameter its own codes after each forward."""
     with torch._C.DisableTorchFunctionSubclass():
         return same_elements(value, parameter)
 
 
 class ChunkParameter(nn.Parameter):
-    """A parameter whose data is a view of a chunk on the gpu. Like nn.Parameter it has torch functions disabled, and so
-    costs nothing in torch's own calls.
+    """A parameter whose data is a view of a chunk on the gpu. Like nn.Parameter it has torch functions disabled, and
+    costs nothing in torch's calls.
 
-    plan_version: the parameter's `_version`, which every write in place raises. Writes of its chunk do not.
+    plan_version: the parameter's `_version`, raised by every write in place but not by writes of its chunk.
     """
 
     plan_reader: weakref.ref[Any]
@@ -236,8 +236,7 @@ def map_parameters(value: Any, replace: Callable[[ChunkParameter], Any]) -> Any:
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Arguments that the torch function changes in place: `out=`, or its first argument. Either may be a list of
-    tensors."""
+    """Arguments changed in place: `out=`, or the first. Either may be a list of tensors."""
     target = kwargs.get("out")
     if target is None and (_in_place(func) or kwargs.get("inplace") is True):
         target = args[0] if args else next(iter(kwargs.values()), None)
@@ -259,11 +258,10 @@ _DATA_SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Snapshot(torch.Tensor):
-    """A copy of a parameter's value, or a view of one. Reading it is plain torch. Writing it raises, because the model
-    would not see the change; after the training of a Trainer the copy becomes the parameter's value. Its NumPy array is
-    read-only.
+    """A copy of a parameter's value, or a view of one. Reading is plain torch; writing raises, because the model would
+    not see the change. After a Trainer's training the copy becomes the parameter's value. Its NumPy array is read-only.
 
-    adopt: makes the copy the parameter's value, where the run may end; returns whether it did.
+    adopt: does so, where the run may end; returns whether it did.
     """
 
     adopt: Callable[[], bool]
@@ -295,7 +293,6 @@ class Snapshot(torch.Tensor):
 
 
 def _still_a_copy(out: Any, args: Sequence[Any]) -> Any:
-    """A result is a Snapshot if it shares memory with one."""
     if not isinstance(out, torch.Tensor) or any(out is argument for argument in args):
         return out
     shared = next((a for a in args if isinstance(a, Snapshot) and _same_storage(a, out)), None)
@@ -317,8 +314,8 @@ def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def changes_nothing(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Whether `fn`, which Module._apply would map over the module's tensors, returns each unchanged, as `to()` for a
-    module that is there already."""
+    """Whether `fn`, mapped over the module's tensors by Module._apply, changes none, as `to()` for a module already
+    there."""
     for dtype, device in {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}:
         for shape in ((1,), (1, 2, 2, 2)):  # four dimensions, so that a change of memory format shows
             probe = torch.zeros(shape, dtype=dtype, device=device)
@@ -338,7 +335,7 @@ def write_refused(name: str) -> ContractError:
 
 
 def _metadata() -> frozenset[Any]:
-    """Torch functions that read a tensor's form and never its elements."""
+    """Those that read a tensor's form and never its elements."""
     getters = [
         "shape",
         "dtype",

@@ -60,7 +60,7 @@ def description_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, max_gr
 
 
 def _of_bitsandbytes(model: nn.Module, optimizer: Any, max_grad_norm: float | None) -> Optimizer:
-    """States have the bits that the optimizer gives them."""
+    """With the bits that the optimizer gives its states."""
     kind = {"adam": BnbAdamW, "lion": BnbLion}.get(optimizer.optimizer_name)
     if kind is None:
         raise ContractError(
@@ -135,7 +135,7 @@ _DESCRIBED: dict[tuple[str, str], type[Optimizer]] = {
 
 
 def _largest(optimizer: torch.optim.Optimizer, name: str) -> Any:
-    """The default of a setting; of the momentum, the largest of any group, which decides what states there are."""
+    """The default; of the momentum, the largest of any group, which decides what states there are."""
     if name == "momentum":
         return max(float(group[name]) for group in optimizer.param_groups)
     return optimizer.defaults[name]

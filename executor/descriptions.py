@@ -1,4 +1,4 @@
-"""Optimizers as the user writes them: the parameters to optimize and the settings of the update."""
+"""Optimizers as the user writes them."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _RANGES: dict[str, tuple[Any, str]] = {
 class Optimizer:
     """The parameters to optimize and the settings of the update.
 
-    params_or_groups: None (every trainable parameter, one group), parameters, or groups as torch takes them (dicts with
-        "params" and settings); the plan has to be made for the same ones.
-    max_grad_norm: clip the global norm; by default as the plan says, at DEFAULT_NORM where it clips; None for no
+    params_or_groups: None (every trainable parameter, one group), parameters, or groups as torch takes them; the plan
+        has to be made for the same ones.
+    max_grad_norm: clip the global norm, by default as the plan says, at DEFAULT_NORM where it clips; None for no
         clipping.
-    eager: update each chunk when its gradient is final, inside backward (the plan has to be made with update "eager").
+    eager: update each chunk when its gradient is final, inside backward (needs a plan with update "eager").
     loss_scale: None: dynamic if the model has fp16 parameters, else no scaling; "dynamic"; a number for a fixed scale;
-        or a LossScale. The loop stays as it is, see scaling.py.
+        or a LossScale.
     rounding: "nearest"; or "stochastic" of parameters without fp32 masters, whose updates are then computed in fp32.
 
     Raises PlanError for numbers out of range.
@@ -99,7 +99,7 @@ class Optimizer:
         return {name: getattr(self, name) for name in self.rule.settings}
 
     def plain(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The library's own optimizer with the same arithmetic. Raises PlanError if there is none."""
+        """The library's optimizer with the same arithmetic. Raises PlanError if there is none."""
         if not self.rule.has_plain:
             where = self.rule.library if self.rule.plain_name else "torch.optim"
             raise PlanError(f"{self.word}: {where} has no such optimizer to run beside the plan")
@@ -212,8 +212,8 @@ class Lion(Optimizer):
 class _OfBitsandbytes(Optimizer):
     """An optimizer of bitsandbytes.optim.
 
-    optim_bits: 8: states of tensors of 4,096 elements and more have 8 bits; 32.
-    embeddings: whether embeddings have 8 bits too; the Trainer of transformers keeps theirs in 32.
+    optim_bits: 32, or 8 for states of tensors of 4,096 elements and more.
+    embeddings: whether theirs have 8 bits too; the Trainer of transformers keeps them in 32.
     """
 
     optim_bits: int = field(default=8, kw_only=True)
@@ -349,7 +349,7 @@ def split(model: nn.Module) -> dict[int, str]:
 
 
 def _read(params_or_groups: Iterable[Any]) -> tuple[Any, ...]:
-    """With tuples for iterators and lists of parameters, to be read twice."""
+    """Iterators become tuples, to be read twice."""
 
     def group(row: Any) -> Any:
         if not isinstance(row, Mapping) or isinstance(row.get("params"), torch.Tensor) or "params" not in row:

@@ -1,8 +1,8 @@
-"""Session: a model under a plan, which holds the parts of the executor.
+"""Session: a model under a plan.
 
 The user's thread is the compute queue; the other queues run by themselves (`queues/`). `driving/loop.py` receives the
-acts of the training loop, `session/cursor.py` has the table of acts that may come next. `session/following.py` carries
-out an iteration on plan, `off_plan/demand.py` one that left the plan.
+acts of the training loop, and `session/cursor.py` has the table of those that may come next. `session/following.py`
+carries out an iteration on plan, `off_plan/demand.py` one that left it.
 """
 
 from __future__ import annotations
@@ -401,7 +401,7 @@ def _unheard(event: ModuleEvent) -> None:
 
 
 def _hear_of_loss(keeper: weakref.ref[WholeState]) -> Callable[[BaseException], None]:
-    """The lifeline's thread calls the function when a rank is lost: every wait for a queue here then raises."""
+    """When a rank is lost, every wait for a queue here raises."""
 
     def hear(error: BaseException) -> None:
         state = keeper()

@@ -102,7 +102,7 @@ def connect(trainer: Any) -> Any:
 
 
 def _join(trainer: Any, optimizer: OffloadedOptimizer) -> _RunFiles:
-    """[Note: clipping]. Returns what saves and loads the run in the Trainer's place."""
+    """[Note: clipping]"""
     accelerator = trainer.accelerator
     accelerator.device_placement = False  # else accelerate would copy the states to its device and back
     norm = _Norm(optimizer.session)
@@ -154,7 +154,7 @@ def _check_arguments(args: Any, session: Session) -> None:
 
 
 class _RunFiles:
-    """The Trainer would save copies of all states at once."""
+    """The Trainer itself would save copies of all states at once."""
 
     def __init__(self, trainer: Any, optimizer: OffloadedOptimizer) -> None:
         self._trainer = trainer
@@ -167,8 +167,7 @@ class _RunFiles:
             torch.save(self._trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
     def check(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Raise CheckpointError for a checkpoint without states. The Trainer calls this to load weights, which `load`
-        brings back."""
+        """The Trainer calls this to load weights, which `load` brings back."""
         _require_states(resume_from_checkpoint, "resume_from_checkpoint")
 
     def load(self, checkpoint: str | None) -> None:
@@ -190,7 +189,7 @@ class _RunFiles:
 
 
 def _backward_of(plain: Callable[..., Any], kept: weakref.ref[Session]) -> Callable[..., None]:
-    """accelerate's backward with the session's loss scale, in place of an earlier session's."""
+    """With the session's loss scale, in place of an earlier session's."""
     own = getattr(plain, "own", plain)
 
     def backward(loss: torch.Tensor, **more: Any) -> None:
@@ -214,9 +213,7 @@ class _Norm:
         self._pending_norm: torch.Tensor | None = None
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
-        """In place of accelerate's clipping; `optimizer.step()` clips. The returned norm gets its value when the
-        Trainer logs it.
-        """
+        """`optimizer.step()` clips; the returned norm gets its value when the Trainer logs it."""
         wanted = None if math.isinf(max_norm) else float(max_norm)
         mine = self.session.max_grad_norm
         if norm_type != 2 or (wanted is not None and wanted != mine):
@@ -239,7 +236,7 @@ def _callback(norm: _Norm) -> Any:
     from transformers import TrainerCallback
 
     class FillNorm(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        """Fills in the gradient norm of logged steps. Waiting for that of every step would delay the updates."""
+        """Waiting for the norm of every step would delay the updates: logged steps get theirs."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if control.should_log:
@@ -286,7 +283,6 @@ def offload(
 
 
 def _put_under(trainer: Any, request: Request) -> Any:
-    """Give the Trainer the mixin, and the request to plan for."""
     kind = type(trainer)
     if not isinstance(trainer, OffloadTrainerMixin):
         trainer.__class__ = type(f"Offloaded{kind.__name__}", (OffloadTrainerMixin, kind), {"__module__": __name__})
@@ -338,7 +334,6 @@ def trainers_offloaded(request: Request, on_end: Callable[[Session], None]) -> I
 
 
 def _left_behind(trainer: Any) -> str:
-    """An interrupted training's checkpoint, in words."""
     folder = _last_whole(trainer.args.output_dir)
     left = (
         f"{folder} is whole: trainer.train(resume_from_checkpoint=True) continues from it"
@@ -353,7 +348,7 @@ def _alive(begun: Sequence[weakref.ref[Session]]) -> list[Session]:
 
 
 def _end_earlier(begun: Sequence[weakref.ref[Session]], model: nn.Module) -> None:
-    """End earlier runs that share parameters with the model, and give those their values back."""
+    """End earlier runs that share parameters with the model; those get their values back."""
     its = {id(p) for p in model.parameters()}
     for session in _alive(begun):
         if not its.isdisjoint(id(p) for p in session.model.parameters()):
@@ -362,7 +357,7 @@ def _end_earlier(begun: Sequence[weakref.ref[Session]], model: nn.Module) -> Non
 
 @contextlib.contextmanager
 def _on_import(name: str, then: Callable[[Any], None]) -> Iterator[None]:
-    """Calls `then` with the module once it has been imported, perhaps already."""
+    """Calls `then` once the module has been imported, perhaps already."""
     if name in sys.modules:
         then(sys.modules[name])
         yield
@@ -427,10 +422,10 @@ class OffloadTrainerMixin:
         return made  # type: ignore[no-any-return]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Does nothing: the plan decides where parameters are."""
+        """The plan decides where parameters are."""
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save as the Trainer does. An error or Ctrl-C during the save leaves no folder."""
+        """An error or Ctrl-C during the save leaves no folder."""
         step = self.state.global_step  # type: ignore[attr-defined]
         folder = Path(self._get_output_dir(trial=trial)) / f"{CHECKPOINT}-{step}"  # type: ignore[attr-defined]
         if self.args.should_save:  # type: ignore[attr-defined]
@@ -447,7 +442,7 @@ class OffloadTrainerMixin:
         self._offload.kept.save(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load weights that a plain Trainer saved; an offloaded Trainer's are loaded later, with the states."""
+        """A plain Trainer's; an offloaded one's are loaded later, with the states."""
         if _holds_states(resume_from_checkpoint):
             return
         if self._offload is not None:
@@ -455,7 +450,7 @@ class OffloadTrainerMixin:
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the states that an offloaded or a plain Trainer saved."""
+        """Of an offloaded or a plain Trainer."""
         if checkpoint is None or not _holds_states(checkpoint):
             absent = [name for name in (OPTIMIZER, SCHEDULER) if checkpoint and not (Path(checkpoint) / name).is_file()]
             if absent:
@@ -473,7 +468,6 @@ class OffloadTrainerMixin:
             _require_states(best, "load_best_model_at_end")
 
     def _load_best_model(self) -> None:
-        """Load the weights of the best checkpoint, with their states."""
         assert self._offload is not None
         best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
         _require_states(best, "load_best_model_at_end")
@@ -492,7 +486,7 @@ class OffloadTrainerMixin:
 
 @dataclass(frozen=True)
 class _Joined:
-    """kept: saves and loads the run in place of the Trainer."""
+    """kept: saves and loads in place of the Trainer."""
 
     optimizer: OffloadedOptimizer
     kept: _RunFiles
@@ -513,7 +507,7 @@ def _resumed_from(trainer: Any, asked: Any) -> Any:
 
 
 def _last_whole(output_dir: str) -> str | None:
-    """The last checkpoint with the file that a Trainer writes last. A warning names later incomplete ones."""
+    """With the file that a Trainer writes last. A warning names later incomplete ones."""
     folders = {int(path.name.rpartition("-")[2]): path for path in Path(output_dir).glob(f"{CHECKPOINT}-*")
                if path.name.rpartition("-")[2].isdigit()}  # fmt: skip
     for _, path in sorted(folders.items(), reverse=True):
@@ -524,7 +518,7 @@ def _last_whole(output_dir: str) -> str | None:
 
 
 def _holds_states(checkpoint: str) -> bool:
-    """Whether an offloaded Trainer saved the checkpoint. Raises CheckpointError where its states are incomplete."""
+    """Raises CheckpointError where an offloaded Trainer's states are incomplete."""
     folder = Path(checkpoint) / FOLDER
     whole = is_checkpoint(find_checkpoint(folder))
     if folder.exists() and not whole:
@@ -533,10 +527,7 @@ def _holds_states(checkpoint: str) -> bool:
 
 
 def _require_states(checkpoint: str | Path, asked: str) -> None:
-    """Raise CheckpointError for a checkpoint without a plan's states.
-
-    asked: the argument for which they are needed.
-    """
+    """asked: the argument that needs a plan's states."""
     if not is_checkpoint(find_checkpoint(Path(checkpoint) / FOLDER)):
         raise CheckpointError(
             f"{asked}: {checkpoint} has no whole folder {FOLDER!r}; give a checkpoint that an offloaded or "
@@ -545,8 +536,8 @@ def _require_states(checkpoint: str | Path, asked: str) -> None:
 
 
 def _begin(trainer: Any, optimizer: torch.optim.Optimizer) -> _Joined:
-    """Capture the trainer's model, plan for it, and prepare it. Raises DoesNotFit if no plan fits, under
-    `auto_find_batch_size` as an out-of-memory RuntimeError, after which the Trainer tries a smaller batch."""
+    """Raises DoesNotFit if no plan fits, under `auto_find_batch_size` as an out-of-memory RuntimeError: the Trainer
+    then tries a smaller batch."""
     args, request, model = trainer.args, trainer.offload_request, trainer.model
     _require_alone(trainer)
     _check_evaluation(args)
@@ -579,7 +570,6 @@ def _each_rank_the_same(args: Any, kwargs: Any) -> float:
 
 
 def _require_alone(trainer: Any) -> None:
-    """Raise ContractError where DeepSpeed, FSDP or nn.DataParallel manages the model."""
     for name, system in (("is_deepspeed_enabled", "DeepSpeed"), ("is_fsdp_enabled", "FSDP")):
         if getattr(trainer, name, False):
             raise ContractError(f"the Trainer runs under {system}, which moves the model itself; leave {system} out")
@@ -591,7 +581,7 @@ def _require_alone(trainer: Any) -> None:
 
 
 def _check_evaluation(args: Any) -> None:
-    """Raise ContractError for arguments with which the evaluation would fail after training."""
+    """Refuse arguments with which the evaluation would fail after training."""
     if args.load_best_model_at_end and args.save_only_model:
         raise ContractError(
             "TrainingArguments(load_best_model_at_end=True, save_only_model=True): the best weights come back with "
@@ -606,7 +596,7 @@ def _check_evaluation(args: Any) -> None:
 
 
 def _dtype_of(trainer: Any) -> str | None:
-    """Of mixed precision, by the Trainer's arguments or `accelerate launch --mixed_precision`."""
+    """By the Trainer's arguments or `accelerate launch --mixed_precision`."""
     word: str = trainer.accelerator.mixed_precision
     if word not in MIXED_PRECISION:
         raise ContractError(f"mixed precision {word!r} is not supported by a plan; use bf16=True or fp16=True")
@@ -614,8 +604,7 @@ def _dtype_of(trainer: Any) -> str | None:
 
 
 def _cast_as_before(trainer: Any) -> None:
-    """Let accelerate put its autocast around the forward (and compile the model) before the capture, which sees both.
-    The model never gets DistributedDataParallel."""
+    """The capture has to see accelerate's autocast (and compiled model), but never DistributedDataParallel."""
     accelerator, model = trainer.accelerator, trainer.model
     accelerator.scaler = None  # the session scales the loss: AdamW(loss_scale=)
     plain = accelerator.prepare_model

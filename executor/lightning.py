@@ -59,8 +59,8 @@ WRITERS = (
 
 
 class _StepModule(nn.Module):
-    """Calls a step of the LightningModule by its name. In a copy of the root, for batches of another shape, the copied
-    module borrows the original's trainer and logs nothing."""
+    """Calls a step of the LightningModule by its name; in a copy of the root, for batches of another shape, it borrows
+    the original's trainer and logs nothing."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _StepModule(nn.Module):
 
 
 def _redirected(root: nn.Module, module: nn.Module, step: str, *args: Any, **kwargs: Any) -> Any:
-    """In place of Lightning's redirection, which would replace the module's forward before the root's call."""
+    """Lightning's redirection would replace the module's forward before the root's call."""
     return root(step, *args, **kwargs)
 
 
@@ -151,7 +151,6 @@ class OffloadStrategy(SingleDeviceStrategy):
             self.model = self._root
 
     def _check(self, trainer: Any) -> None:
-        """Raise ContractError for arguments and modules that no plan can be made for."""
         module: Any = self.lightning_module
         devices = trainer._accelerator_connector._devices_flag  # as given: Lightning itself ignores it
         if devices not in ("auto", 1, "1") and not (isinstance(devices, list) and len(devices) == 1):
@@ -251,7 +250,7 @@ class OffloadStrategy(SingleDeviceStrategy):
 
 
 def _check_callbacks(given: Sequence[Any]) -> None:
-    """Raise ContractError for callbacks with which the fit would fail later."""
+    """Refuse callbacks with which the fit would fail later."""
     for callback in given:
         if isinstance(callback, WRITERS):
             raise ContractError(
@@ -268,7 +267,7 @@ def _check_callbacks(given: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def _silent(module: nn.Module) -> Iterator[None]:
-    """Inside this context, `self.log` and `self.log_dict` do nothing, and metrics give zeros and keep their states."""
+    """Inside this context logging does nothing, and metrics give zeros and keep their states."""
     replaced: list[tuple[nn.Module, dict[str, Any]]] = [(module, dict.fromkeys(("log", "log_dict"), _nothing))]
     for part in module.modules():
         if isinstance(part, (Metric, MetricCollection)):
@@ -287,8 +286,6 @@ def _silent(module: nn.Module) -> Iterator[None]:
 
 
 def _no_result(metric: Metric | MetricCollection) -> Callable[..., Any]:
-    """Zero in the form of the metric's result."""
-
     def result(*_: Any, **__: Any) -> Any:
         names = metric.keys() if isinstance(metric, MetricCollection) else None
         return torch.zeros(()) if names is None else {name: torch.zeros(()) for name in names}
@@ -298,7 +295,7 @@ def _no_result(metric: Metric | MetricCollection) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Add what a LightningModule does instead to the ModelError of a capture which read numbers."""
+    """A capture's ModelError about numbers that were read says what a LightningModule does instead."""
     try:
         yield
     except ModelError as error:
@@ -310,7 +307,7 @@ def _explained() -> Iterator[None]:
 
 
 def _clipping_at(norm: float | None) -> Callable[..., None]:
-    """In place of Lightning's clipping. It only checks arguments: the optimizer step clips, at `norm`."""
+    """Only checks arguments: the optimizer step clips, at `norm`."""
 
     def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
         if clip_val > 0 and (clip_val != norm or gradient_clip_algorithm != "norm"):

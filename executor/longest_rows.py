@@ -1,4 +1,4 @@
-"""The largest batch of a data set, for which a run is planned: made of the data set's longest rows.
+"""The largest batch of a data set, of its longest rows, for which a run is planned.
 
 All rows of a list, tuple or `datasets.Dataset` are measured; in any other data set about LOOKED_AT rows, because
 reading a row may open a file or compute it.
@@ -26,23 +26,22 @@ _AT_ONCE = 10_000  # rows of Arrow
 
 
 def largest_batch(rows: Any, count: int, collate: Callable[[list[Any]], Any]) -> Any:
-    """The largest of several batches of `count` rows: that of `longest_rows`, for a collator that pads column by
-    column; that of the rows longest over all columns, for one that joins rows (packing); and, per pair of columns, that
-    of the rows longest in both, for one that joins columns (a prompt and its answer). Returns None where `longest_rows`
-    returns none."""
+    """The largest of several batches of `count` rows: `longest_rows`, for a collator that pads column by column; the
+    rows longest over all columns, for one that joins rows (packing); and, per pair of columns, the rows longest in
+    both, for one that joins columns (a prompt and its answer). None where `longest_rows` returns none."""
     batches = (collate([rows[number] for number in numbers]) for numbers in _choices(rows, count))
     return max(batches, key=lambda batch: sum(t.numel() for t in tensors_of(batch)), default=None)
 
 
 def longest_rows(rows: Any, count: int) -> list[Any]:
-    """Returns the longest row over all columns together, then each column's, then the next longest; none if the data
-    set cannot be indexed or has fewer rows. With as many as there are different longest rows, a batch padded by column
-    is the largest possible."""
+    """Returns the longest row over all columns, then each column's, then the next longest; none if the data set cannot
+    be indexed or has fewer rows. With as many as there are different longest rows, a batch padded by column is the
+    largest possible."""
     return [rows[number] for numbers in _choices(rows, count)[:1] for number in numbers]
 
 
 def _choices(rows: Any, count: int) -> list[list[int]]:
-    """The numbers of `count` rows in one or more choices, in the order of `largest_batch`."""
+    """Numbers of rows in one or more choices, as `largest_batch` orders them."""
     if rows is None or not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__") or len(rows) < count:
         return []
     lengths = dict(_arrow_lengths(rows) or _lengths(rows, count))
@@ -65,8 +64,7 @@ def _choices(rows: Any, count: int) -> list[list[int]]:
 
 
 def _columns_that_differ(lengths: Mapping[int, Mapping[str, int]], names: Sequence[str]) -> list[str]:
-    """Up to JOINED columns with the longest rows: none whose rows all have one length, one of those with the same
-    lengths (a mask beside its tokens)."""
+    """Up to JOINED columns with the longest rows, without those of one length and twins (a mask beside its tokens)."""
     found: dict[tuple[int, ...], str] = {}
     for name in names:
         column = tuple(of_row.get(name, 0) for of_row in lengths.values())
@@ -76,7 +74,7 @@ def _columns_that_differ(lengths: Mapping[int, Mapping[str, int]], names: Sequen
 
 
 def _lengths(rows: Any, count: int) -> Iterator[tuple[int, dict[str, int]]]:
-    """(number, length by column) of each row that is measured."""
+    """(number, length by column)."""
     step = 1 if isinstance(rows, (list, tuple)) else max(1, len(rows) // max(LOOKED_AT, count))
     for number in range(0, len(rows), step):  # one at a time: rows may be images
         row = rows[number]
@@ -85,8 +83,8 @@ def _lengths(rows: Any, count: int) -> Iterator[tuple[int, dict[str, int]]]:
 
 
 def _arrow_lengths(rows: Any) -> list[tuple[int, dict[str, int]]] | None:
-    """As `_lengths`, for all rows of a `datasets.Dataset` of numbers, texts, and lists of numbers; None for other data
-    sets, and for one that transforms rows when they are read."""
+    """For a `datasets.Dataset` of numbers, texts, and lists of numbers; None for others, and for one that transforms
+    rows when they are read."""
     if type(rows).__module__ != "datasets.arrow_dataset" or rows.format["type"] == "custom":
         return None
     import pyarrow as pa
@@ -111,7 +109,6 @@ def _arrow_lengths(rows: Any) -> list[tuple[int, dict[str, int]]] | None:
 
 
 def _length(value: Any) -> int:
-    """Elements in a row, or in one column of it."""
     if isinstance(value, torch.Tensor):
         return value.numel()
     if isinstance(value, Mapping):

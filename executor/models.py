@@ -1,8 +1,5 @@
-"""Models by name: presets, transformers configurations and the user's own factories, with example batches.
-
-`build` makes an `nn.Module` and an example batch: on `meta` (no memory, no initialisation) for a capture, on `cpu` with
-real, seeded weights for a run. `forward_loss` defines how a model takes a batch and returns a loss.
-"""
+"""Models by name: presets, transformers configurations and the user's own factories, with example batches: on `meta`
+(no memory, no initialisation) for a capture, on `cpu` with real, seeded weights for a run."""
 
 from __future__ import annotations
 
@@ -56,9 +53,9 @@ class BuiltModel(Axes):
     """A module in training mode and a batch for `forward_loss`.
 
     name: the spec it was built from.
-    batch, sequence: number of sequences and tokens per sequence, by which an iteration's tokens are counted. For
-        images, the patches and the class token; 1 without patches.
-    vocabulary: tokens that the model knows; None for a model that reads none.
+    batch, sequence: sequences and tokens per sequence, by which an iteration's tokens are counted. For images, the
+        patches and the class token (1 without patches).
+    vocabulary: tokens that the model knows, None for a model that reads none.
     dtype: None where the module's own dtypes were kept.
     """
 
@@ -80,18 +77,18 @@ def build(
     empty: bool = False,
     **axes: Unpack[AxesGiven],
 ) -> BuiltModel:
-    """Returns the model that `spec` names, with an example batch of `batch` sequences of `sequence` tokens.
+    """Returns the model with an example batch of `batch` sequences of `sequence` tokens.
 
-    spec: a preset's name, "hf:FILE" (a transformers config.json, or a folder that holds one), "hf:ORG/NAME" (fetches
-        the configuration only; weights are random), or "py:package.module:factory" (returns an nn.Module and an example
-        batch, from the arguments among batch, sequence, dtype and checkpointing that its signature names).
+    spec: a preset's name, "hf:FILE" (a transformers config.json, or its folder), "hf:ORG/NAME" (fetches the
+        configuration only; weights are random), or "py:package.module:factory" (returns an nn.Module and an example
+        batch, from those of batch, sequence, dtype and checkpointing that its signature names).
     device: "meta" or "cpu"; a "py:" factory decides itself.
     seed: of weights and batch; the global generator stays unchanged.
     axes: dtype (None means bf16, under autocast fp32, for "py:" the module's own dtypes), autocast (of a capture),
         checkpointing, attention.
-    empty: build the parameters on meta for any `device`, for weights that come from a folder.
+    empty: parameters on meta for any `device`, for weights that come from a folder.
 
-    Raises ModelError, and UnknownName for a preset that does not exist.
+    Raises ModelError, and UnknownName for an unknown preset.
     """
     asked = Axes(**axes)
     dtype = asked.dtype or (MASTER if asked.autocast else WORKING)
@@ -110,8 +107,8 @@ def build(
 def forward_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """Run `model` on `batch`. Returns its loss, a scalar that requires a gradient.
 
-    A mapping is passed as keyword arguments, a tuple or list as positional ones, any other batch as the only one. The
-    loss is `output.loss`, `output["loss"]`, the output itself if it is a scalar, or the first scalar of a tuple. Raises
+    A mapping is passed as keyword arguments, a tuple or list as positional ones, any other batch alone. The loss is
+    `output.loss`, `output["loss"]`, the output itself if it is a scalar, or the first scalar of a tuple. Raises
     ModelError without any."""
     if isinstance(batch, Mapping):
         output = model(**batch)
@@ -149,7 +146,7 @@ def under_autocast(
 
 @contextlib.contextmanager
 def named_failures(name: str, model: nn.Module) -> Iterator[None]:
-    """Inside this context, an error that a module raises in its forward becomes a ModelError that names it."""
+    """An error in a module's forward becomes a ModelError that names the module."""
     try:
         yield
     except PstarError:
@@ -167,11 +164,11 @@ def named_failures(name: str, model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def attention_kernel(attention: str | None, device: str = "cpu") -> Iterator[None]:
     """Inside this context, scaled_dot_product_attention uses this kernel: "efficient", "math" or, for every other one
-    of catalog/attention.py, "flash", which keeps as much; None: torch's own choice on the device ("cpu", "cuda"),
-    whatever device the tensors are of.
+    of catalog/attention.py, "flash", which keeps as much; None: torch's choice on the device ("cpu", "cuda"), wherever
+    the tensors are.
 
     "flash" and "efficient" are for fake tensors or a CUDA device. CUDA's flash kernel has dropout at the same bytes;
-    the CPU's has none, so attention there leaves it out. "efficient" has no CPU kernel: its shapes are those that torch
+    the CPU's has none, so attention there leaves it out. "efficient" has no CPU kernel: shapes are those that torch
     registers."""
     if attention is None:
         with contextlib.nullcontext() if device != "cuda" else _Attention(_as_on_cuda):
@@ -195,8 +192,8 @@ def attention_kernel(attention: str | None, device: str = "cpu") -> Iterator[Non
 def unpacked_sequences() -> Iterator[None]:
     """Inside this context, transformers assumes that fake position ids do not pack several sequences into one row.
 
-    Without the ids' values transformers would build a mask that a real run does not. In a version that checks elsewhere
-    or (before 5.0) always builds that mask, nothing is changed, and the mask is counted."""
+    Without their values it would build a mask that a real run does not. In versions that check elsewhere or (before
+    5.0) always build it, nothing changes, and the mask is counted."""
     masking = sys.modules.get("transformers.masking_utils")
 
     def made(find: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[torch.Tensor], torch.Tensor | None]:
@@ -215,8 +212,8 @@ def unpacked_sequences() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unread_padding() -> Iterator[None]:
-    """Versions of transformers before 5.0 read tokens to warn of padding without a mask. The check costs the same
-    operators as on real tensors."""
+    """Versions of transformers before 5.0 read tokens to warn of padding without a mask; the check costs the operators
+    of real tensors."""
     owner = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
 
     def made(warn: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
@@ -234,8 +231,7 @@ def unread_padding() -> Iterator[None]:
 
 @contextlib.contextmanager
 def known_masks(is_known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Inside this context, transformers reads fake masks with known values: one of ones alone gives no attention
-    mask."""
+    """Transformers then reads fake masks with known values: one of ones alone gives no attention mask."""
     masking = sys.modules.get("transformers.masking_utils")
 
     def asked(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -261,7 +257,6 @@ def known_masks(is_known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, made: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside this context, the attribute, if it exists, is replaced by `made(attribute)`."""
     kept = getattr(owner, name, None)
     if kept is None:
         yield
@@ -327,7 +322,7 @@ def _efficient(
 
 
 def _as_on_cuda(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **options: Any) -> Any:
-    """CUDA's fused kernels make the gradient of a mask, which the CPU's cannot: the CPU keeps the scores then."""
+    """CUDA's fused kernels make the gradient of a mask; the CPU's cannot and keep the scores."""
     fused = attn_mask is not None and attn_mask.requires_grad
     attend = _efficient if fused else torch.nn.functional.scaled_dot_product_attention
     return attend(query, key, value, attn_mask, *args, **options)
@@ -374,7 +369,6 @@ def _from_factory(spec: str, batch: int, sequence: int, axes: Axes) -> BuiltMode
 
 
 def _factory_of(spec: str) -> Callable[..., Any]:
-    """py:package.module:factory. Raises ModelError if it cannot be imported."""
     where, _, function_name = spec.removeprefix("py:").partition(":")
     if not where or not function_name:
         raise ModelError(f"{spec!r} is not py:package.module:factory")
@@ -394,7 +388,6 @@ def _factory_of(spec: str) -> Callable[..., Any]:
 
 
 def _made_by(spec: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[nn.Module, Any]:
-    """Raises ModelError if the factory fails or returns something else."""
     function_name = spec.rpartition(":")[2]
     try:
         made = factory(**arguments)
@@ -409,7 +402,7 @@ def _made_by(spec: str, factory: Callable[..., Any], arguments: Mapping[str, Any
 
 @contextlib.contextmanager
 def _current_folder_importable() -> Iterator[None]:
-    """As with `python -m`, and unlike a console script."""
+    """As with `python -m`, unlike a console script."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
@@ -419,7 +412,6 @@ def _current_folder_importable() -> Iterator[None]:
 
 
 def _hf_config(spec: str) -> tuple[Any, str | None]:
-    """A transformers configuration and the name of its architecture."""
     transformers = _transformers()
     what = spec.removeprefix("hf:")
     path = Path(what).expanduser()
@@ -451,8 +443,7 @@ def _hf_config(spec: str) -> tuple[Any, str | None]:
 
 
 def config_of(m: ModelEntry) -> tuple[Any, str]:
-    """Transformers configuration and class of a model shape, without dropout, as in pretraining. Raises ModelError for
-    a family without a class."""
+    """Without dropout, as in pretraining. Raises ModelError for a family without a class."""
     transformers = _transformers()
     common: dict[str, Any] = {"tie_word_embeddings": m.tied}
     if m.family == "gpt":
@@ -490,7 +481,7 @@ def config_of(m: ModelEntry) -> tuple[Any, str]:
 
 
 def _llama_config(m: ModelEntry, common: dict[str, Any]) -> tuple[Any, str]:
-    """Of the llama family, chosen by the shape's special features."""
+    """By the shape's special features."""
     transformers = _transformers()
     if m.own_head_dim:
         common.update(head_dim=m.own_head_dim)
@@ -509,7 +500,6 @@ def _llama_config(m: ModelEntry, common: dict[str, Any]) -> tuple[Any, str]:
 
 
 def _experts_config(m: ModelEntry, experts: ExpertsShape, common: dict[str, Any]) -> tuple[Any, str]:
-    """`_llama_config` for a model of experts."""
     transformers = _transformers()
     common.update(num_experts_per_tok=experts.per_token)
     if m.latent is not None:
@@ -589,7 +579,7 @@ def _from_config(
 
 
 def _images(config: Any, batch: int, dtype: torch.dtype, device: str) -> tuple[dict[str, torch.Tensor], int]:
-    """Random images with labels, and patches per image with the class token (1 without patches)."""
+    """With labels, and patches per image with the class token (1 without patches)."""
     vision = getattr(config, "vision_config", config)
     height, width = _pair(getattr(vision, "image_size", None) or IMAGE_SIZE)
     patch = getattr(vision, "patch_size", None)
@@ -604,9 +594,9 @@ def _images(config: Any, batch: int, dtype: torch.dtype, device: str) -> tuple[d
 def _tokens(
     spec: str, config: Any, batch: int, sequence: int, device: str, *, per_sequence: bool
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Random tokens with labels, and the tokens that the model knows. Raises ModelError for too long sequences.
+    """With labels, and the vocabulary. Raises ModelError for too long sequences.
 
-    per_sequence: whether there is one label per sequence, else one per token.
+    per_sequence: one label per sequence, not per token.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocabulary = int(text.vocab_size)
@@ -626,7 +616,7 @@ def _classes(config: Any) -> int:
 
 
 def _model_class(spec: str, config: Any, architecture: str | None) -> Any:
-    """The class with a loss for this configuration: its own architecture, or the usual one of its type."""
+    """With a loss: the configuration's own architecture, or the usual one of its type."""
     transformers = _transformers()
     named = getattr(transformers, architecture, None) if architecture else None
     if named is not None and "labels" in inspect.signature(named.forward).parameters:
@@ -651,7 +641,7 @@ def _model_class(spec: str, config: Any, architecture: str | None) -> Any:
 
 
 def enable_checkpointing(spec: str, model: nn.Module, *, reentrant: bool = False) -> None:
-    """By the name that the version of transformers has for it. Raises ModelError without one."""
+    """By the name that this version of transformers has for it. Raises ModelError without one."""
     enable = getattr(model, "activation_checkpointing_enable", None)
     options = "activation_checkpointing_kwargs"
     if enable is None:  # the older name
@@ -729,7 +719,6 @@ def _one_line(error: BaseException) -> str:
 
 
 def _transformers() -> Any:
-    """Raises ModelError, naming the extra that installs transformers."""
     try:
         import transformers
     except ImportError as error:

@@ -1,15 +1,13 @@
 """Offloading: puts a model and its torch optimizer under a plan for this machine, in one call.
 
-`offload` is that call for a training loop of the user's own. `hf.py`, `lightning.py` and `axolotl.py` do the same for
-their trainers with the functions here.
+`hf.py`, `lightning.py` and `axolotl.py` do the same for their trainers with the functions here.
 
 [Note: mixed precision] Scripts that ask for mixed precision (`bf16=True`) have a model in fp32 and cast inside every
 operator. Here every floating parameter is converted to the plan's dtype once, and the fp32 values become the master
-copies. Updates, and sums over several micro-batches, are in fp32. The script's own autocast stays around the forward.
-Buffers keep their dtype, and so do the parameters of batch norms, whose kernels want the dtype of their running
-statistics. The result differs from the script's own run by the rounding of the working
-copies: norms, biases and embeddings are read in 16 bits, and activations between blocks have 16 bits where the
-embeddings have.
+copies; updates, and sums over several micro-batches, are in fp32. The script's own autocast stays around the forward.
+Buffers keep their dtype, and so do parameters of batch norms, whose kernels want that of their running statistics. The
+result differs from the script's own run by the rounding of the working copies:
+norms, biases and embeddings are read in 16 bits, and activations between blocks have 16 bits where the embeddings have.
 """
 
 from __future__ import annotations
@@ -72,12 +70,12 @@ log = logging.getLogger("executor")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """gpu_memory: accelerator memory that each process may use, "24GB" or bytes; None: all free memory.
+    """gpu_memory: that each process may use, "24GB" or bytes; None: all free memory.
     device: "virtual", "cuda" or "cuda:N"; None: "cuda" where torch has a CUDA device, else "virtual".
     machine: a machine or its name, as for `pstar_sim.machine`; "here": the machine that this runs on.
-    masters: "fp32": 16-bit parameters have masters of 4 bytes each; "none": updates are made in the parameters' dtype,
-        as plain torch makes them, and so are those of an fp32 model that the plan's dtype converts; None: "fp32", with
-        a warning where plain torch has none.
+    masters: "fp32": 16-bit parameters have masters of 4 bytes each; "none": updates are in the parameters' dtype, as in
+        plain torch, also for an fp32 model that the plan's dtype converts; None: "fp32", with a warning where plain
+        torch has none.
     disks: folders for what a plan keeps on disks; their free room is the machine's disks.
     on_plan: called with the plan before the run begins.
     """
@@ -105,7 +103,7 @@ class Request:
 
     @property
     def limit_bytes(self) -> int | None:
-        """`gpu_memory` in bytes; None without a limit. Raises PstarError for a text that is not a size."""
+        """None without a limit. Raises PstarError for a text that is not a size."""
         return parse_bytes(self.gpu_memory) if isinstance(self.gpu_memory, str) else self.gpu_memory
 
 
@@ -183,7 +181,7 @@ def offload(
 
 @contextlib.contextmanager
 def form_seen(model: nn.Module) -> Iterator[list[Form | None]]:
-    """Yields a list with the form of the batch of the model's first call with gradients; None before it."""
+    """Yields a list with the form of the batch of the model's first call with gradients, None before it."""
     found: list[Form | None] = [None]
     names = names_of(model)
 
@@ -207,8 +205,8 @@ def traced(
     loss: Callable[[nn.Module, Any], torch.Tensor],
     name: str | None = None,
 ) -> Workload:
-    """One micro-batch: captured, or recorded on the run's device where the model cannot run on fake tensors. Raises
-    DoesNotFit where the recording does not fit the device, ModelError where it fails otherwise."""
+    """One micro-batch: captured, or recorded on the run's device where fake tensors cannot run the model. Raises
+    DoesNotFit where a recording does not fit the device, else ModelError."""
     try:
         return capture_module(model, batch, name=name, groups=spec, loss=loss, device=request.kind)
     except NotOnFakeTensors as error:
@@ -280,7 +278,7 @@ def _processes() -> int:
 
 
 def _machine(request: Request, *, gpus: int) -> Machine:
-    """With the GPU memory that chunks and tide can really use."""
+    """With the memory that chunks and tide can really use."""
     many = gpus if gpus > 1 else None
     on_cuda = is_cuda(request.where)
     if isinstance(request.machine, Machine):
@@ -305,8 +303,8 @@ def _machine(request: Request, *, gpus: int) -> Machine:
 
 
 def cuda_devices() -> str:
-    """torch's CUDA devices as `nvidia_smi` would list them, which a container may lack. All memory counts as free:
-    asking would open a context on every device."""
+    """As `nvidia_smi`, which a container may lack, would list them. All memory counts as free: asking would open a
+    context on every device."""
     devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     mib = ((device.name, device.total_memory // MIB) for device in devices)
     return "".join(f"{name}, {memory}, {memory}, [N/A], [N/A]\n" for name, memory in mib)
@@ -325,8 +323,8 @@ def describe(plan: Plan) -> str:
 
 @contextlib.contextmanager
 def converted(model: nn.Module, dtype: str | None) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
-    """Convert the model's floating parameters to `dtype`. Yields their fp32 values, from which the master copies begin;
-    if the context's body raises, they get these back. [Note: mixed precision]
+    """Convert the model's floating parameters. Yields their fp32 values for the master copies, which they get back if
+    the context's body raises. [Note: mixed precision]
 
     Raises ContractError for another dtype, and for a prepared model."""
     if dtype is not None and dtype not in TORCH_DTYPES:
@@ -361,10 +359,10 @@ def begin(
     count: Callable[[Any, Any], float] | None = None,
     form: Form | None = None,
 ) -> OffloadedOptimizer:
-    """masters: fp32 values of converted parameters, which become masters where the plan has them.
-    spelling: names of the plan's settings in the user's program.
+    """masters: fp32 values of converted parameters.
+    spelling: names of settings in the user's program.
     count: as for `prepare`.
-    form: that of the plan's batch, if known; smaller batches then run without a capture.
+    form: of the plan's batch, if known; smaller batches then run without a capture.
     """
     more = {} if count is None else {"count": count}
     limit = request.limit_bytes if is_cuda(request.where) else None
@@ -388,7 +386,6 @@ def begin(
 
 
 def _take_masters(offloaded: OffloadedOptimizer, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
-    """Give the master copies the values before the conversion."""
     session = offloaded.session
     with session.still():
         for parameter, value in masters.items():

@@ -1,7 +1,5 @@
-"""The torch optimizer that `prepare` makes of an `Optimizer` (descriptions.py).
-
-It is a torch.optim.Optimizer over the model's parameters, so that schedulers and checkpoints work.
-"""
+"""The torch optimizer that `prepare` makes of an `Optimizer` (descriptions.py), so that schedulers and checkpoints
+work."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._sealed = True
 
     def _name_kernel(self) -> None:
-        """So that an optimizer of torch that loads the groups has the same arithmetic."""
+        """An optimizer of torch that loads the groups then has the same arithmetic."""
         for group in self.param_groups:
             known = self.defaults or group
             group.update({name: value for name, value in self._rule(group).on.items() if name in known})
@@ -56,7 +54,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return RULES[group["update"]] if "update" in group else self.rule
 
     def _settings(self, group: Mapping[str, Any]) -> dict[str, Settings]:
-        """Name of the rule -> its settings in the group."""
+        """Rule -> settings."""
         if "update" in group:
             return {group["update"]: self._rule(group).read(group)}
         rest = group.get(REST, group)
@@ -184,7 +182,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             session.state.run.demand.rewrite_from_master(tensor)
 
     def _checked(self, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-        """The rows of a state by position of their parameter. Raises ContractError."""
+        """By position of the parameter. Raises ContractError."""
         what = "optimizer.load_state_dict"
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise ContractError(
@@ -253,7 +251,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def _defaults(rule: Rule, settings: Settings) -> dict[str, Any]:
-    """Of the library's own optimizer, so that groups have the same keys."""
+    """Of the library's optimizer, so that groups have the same keys."""
     if not rule.has_plain:
         return dict(settings)
     return rule.plain([torch.zeros(1, requires_grad=True)], settings).defaults

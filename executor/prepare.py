@@ -177,8 +177,8 @@ def prepare(
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Given:
     """groups: as torch's optimizers take them.
-    tensors, parameters: the model's, in the plan's order.
-    source: where the values come from (None: the model has them).
+    tensors, parameters: in the plan's order.
+    source: of the values, if not the model.
     """
 
     model: nn.Module
@@ -202,7 +202,6 @@ def _require_unprepared(model: nn.Module) -> None:
 
 
 def _matched(model: nn.Module, plan: Plan, optimizer: Optimizer, weights: str | Path | None) -> _Given:
-    """Raises PlanError or WeightsError where these do not belong together."""
     groups = optimizer.groups(model)
     by_id = group_of(groups)
     mark_packed(model)
@@ -218,7 +217,6 @@ def _matched(model: nn.Module, plan: Plan, optimizer: Optimizer, weights: str | 
 
 
 def _require_same(ranks: Ranks, given: _Given) -> None:
-    """Raise PlanError, on every rank, if ranks were given different plans or settings."""
     plan, names = given.plan, {id(p): t.name for t, p in zip(given.tensors, given.parameters)}
     ranks.same(
         {
@@ -233,7 +231,7 @@ def _require_same(ranks: Ranks, given: _Given) -> None:
 
 
 def _warn_of_stateless(plan: Plan) -> None:
-    """No gradient reached these trainable parameters in the plan's iteration."""
+    """No gradient reached these parameters in the plan's iteration."""
     tensors, layout = plan.workload.tensors, plan.layout
     without = {t for t, c in layout.chunk_of.items() if plan.modes[c] == "frozen" and not layout.chunks[c].frozen}
     if not (without and plan.steps):
@@ -251,8 +249,7 @@ def _warn_of_stateless(plan: Plan) -> None:
 
 
 def _folders(plan: Plan, disks: Sequence[str | Path], ranks: Ranks | None) -> DiskFolders | None:
-    """None if the plan keeps nothing on disks. Raises DiskError, and PlanError if folders are needed and none is
-    given."""
+    """None if the plan keeps nothing on disks."""
     if not any(resident.place is Place.NVME for resident in plan.initial):
         return None
     if not disks:
@@ -268,7 +265,7 @@ def _folders(plan: Plan, disks: Sequence[str | Path], ranks: Ranks | None) -> Di
 
 
 def _arena_that_fits(given: _Given, backend: Backend, ranks: Ranks | None, folders: DiskFolders | None) -> Arena:
-    """Before it takes memory. Raises DoesNotFit where the host has too little."""
+    """Raises DoesNotFit before it takes memory."""
     arena = Arena(given.plan, backend, rank=0 if ranks is None else ranks.rank, disks=folders)
     check_host_memory(
         given.plan,
@@ -282,13 +279,12 @@ def _arena_that_fits(given: _Given, backend: Backend, ranks: Ranks | None, folde
 
 
 def _host_bytes(parameters: Sequence[nn.Parameter]) -> int:
-    """Of the model's own storages on the host, each counted once."""
+    """Each storage counted once."""
     storages = {storage_key(p): p.untyped_storage() for p in parameters if p.device.type == "cpu"}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def _queues_on(backend: Backend, queues: Queues | str, *, watchdog_s: float) -> Queues:
-    """Raises PlanError for an unknown name, and for queues that do not suit the backend."""
     if queues == "threads":
         queues = queues_for(backend, watchdog_s=watchdog_s)
     if isinstance(queues, str):
@@ -304,8 +300,8 @@ def _queues_on(backend: Backend, queues: Queues | str, *, watchdog_s: float) -> 
 
 
 def _set_up_process(backend: Backend, threads: int | None, plan: Plan) -> Callable[[], None]:
-    """Where the host computes for the accelerator, set up its memory ([Note: glibc and eviction] in backend.py) and
-    torch's threads (None: no change). Returns a function that gives them back."""
+    """[Note: glibc and eviction] in backend.py, and torch's threads (None: no change). Returns a function that gives
+    them back."""
     if backend.device.type != "cpu":
         return lambda: None
     if not (map_large_blocks if plan.nvme_budget_bytes else keep_freed_pages)():
@@ -316,7 +312,6 @@ def _set_up_process(backend: Backend, threads: int | None, plan: Plan) -> Callab
 def _session_options(
     given: _Given, optimizer: OffloadedOptimizer, *, device: str, replan_after: int, count: CountOf
 ) -> SessionOptions:
-    """device: type of the backend's device."""
     plan, scale = given.plan, loss_scale_for(given.optimizer.loss_scale, given.tensors)
     return SessionOptions(
         hyper=optimizer.hyper,
@@ -332,8 +327,8 @@ def _session_options(
 
 
 def _skeleton(model: nn.Module) -> nn.Module | None:
-    """`session.batches.Shapes.skeleton`. Tensors that an earlier forward or capture has left on the model have no
-    memory either."""
+    """`session.batches.Shapes.skeleton`. Tensors that an earlier forward or capture left on the model have no memory
+    either."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in parameter_table(module).items():
@@ -364,7 +359,6 @@ class _Skeletal(TorchFunctionMode):
 
 
 def _load(session: Session, source: Weights | None) -> None:
-    """Raises WeightsError for a file that changed after its header was read."""
     session.weights_note = source.note if source is not None else ""
     with torch.no_grad():
         if source is None:
@@ -391,10 +385,7 @@ def _stop_at_exit(session: Session) -> None:
 def _given_back_on_error(
     backend: Backend | None, sessions: Sequence[Session], source: Weights | None = None
 ) -> Iterator[None]:
-    """An error gives back everything taken for the run.
-
-    backend: None where the caller made it.
-    """
+    """backend: None where the caller made it."""
     try:
         yield
     except BaseException as error:
@@ -407,7 +398,7 @@ def _given_back_on_error(
 
 def _call_off(session: Session, error: BaseException, source: Weights | None) -> None:
     """The model gets its values back, except those from a source, and not where ranks hold slices or after an
-    interruption, when they may be incomplete in both places."""
+    interruption: both places may be incomplete."""
     if not isinstance(error, Exception):
         session.standstill.interrupt(
             "executor.prepare was interrupted while values moved into the chunks; build or load the model again"
@@ -424,7 +415,7 @@ def _call_off(session: Session, error: BaseException, source: Weights | None) ->
 
 @contextlib.contextmanager
 def _announced_on_error(ranks: Ranks | None) -> Iterator[None]:
-    """An error is reported to the other ranks, which would wait for this one."""
+    """The other ranks would wait for this one."""
     try:
         yield
     except BaseException as error:

@@ -1,7 +1,5 @@
-"""A training job by name: builds the model, records its warm-up, runs a plan, runs the same steps in plain PyTorch.
-
-`pstar run`, the demo and the benchmarks use this file. It adds the checks before a run and a clean end in every case.
-"""
+"""A training job by name, as `pstar run`, the demo and the benchmarks run it: on plan and in plain PyTorch, with checks
+before and a clean end in every case."""
 
 from __future__ import annotations
 
@@ -47,16 +45,15 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """timeline: that of the last timed iterations; None if the last left the plan. Its tide is measured where there is
+    """timeline: of the last timed iterations; None if the last left the plan. Its tide is measured where there is
         `measured`, else the plan's at measured times.
-    measured: bytes of one untimed iteration in the predicted order of events (None if not requested).
-    deviations: how the run left the plan, if it did.
+    measured: bytes of one untimed iteration in the predicted order of events, if requested.
+    deviations: how the run left the plan.
     plan: the last one.
-    tide: that of the first iteration, beside the plan's.
-    notes: where weights came from, and the checkpoint from which the run continued.
-    shared: figures of all ranks together; None on one rank.
-    taken_by_others: share of processor time that other programs had during the steps, 0 to 1; None where it cannot be
-        measured.
+    tide: of the first iteration, beside the plan's.
+    notes: where weights came from, and the checkpoint that the run continued.
+    shared: figures of all ranks; None on one rank.
+    taken_by_others: processor time of other programs during the steps, 0 to 1; None where it cannot be measured.
     """
 
     reports: Sequence[StepReport]
@@ -71,8 +68,7 @@ class RunResult:
 
 
 def check_device(plan: Plan, device: str) -> None:
-    """Raise PlanError if the plan cannot run on `device` in one process: it is for several, for other hardware, or not
-    from a trace of a module."""
+    """Raise PlanError for a plan for several processes, for other hardware, or not from a trace of a module."""
     check_processes(plan, 1)
     check_hardware(plan, device)
 
@@ -104,8 +100,8 @@ def check_hardware(plan: Plan, device: str) -> None:
 
 
 def recording_machine(device: str, machine: Machine | None, gpu_memory_bytes: int | None) -> Machine:
-    """The machine whose GPU budget a warm-up keeps. Without `machine` it has the virtual accelerator's figures and the
-    given memory; on CUDA the card's name and, by default, its memory less the room that a run keeps
+    """The machine whose GPU budget a warm-up keeps: `machine`, or the virtual accelerator's figures with the given
+    memory, on CUDA with the card's name and, by default, its memory less the room that a run keeps
     (devices/headroom.py)."""
     if not is_cuda(device):
         if device != "virtual":
@@ -156,8 +152,8 @@ class TrainingJob(Axes):
     def of_plan(
         cls, plan: Plan, model: str, *, data: str | None, lr: float, seed: int, weights: str | None = None
     ) -> TrainingJob:
-        """If the plan chooses for each block, the model's own checkpointing stays off. A factory's model of several
-        dtypes keeps them."""
+        """A plan that chooses for each block turns off the model's checkpointing. A factory's model of several dtypes
+        keeps them."""
         w = plan.workload
         mixed = model.startswith("py:") and len({t.dtype for t in w.tensors}) > 1
         return cls(
@@ -187,7 +183,7 @@ class TrainingJob(Axes):
         )
 
     def batches(self, built: BuiltModel, *, text: ByteText | None = None, skip: int = 0) -> Iterator[Any]:
-        """Endless batches, the same for the same seed.
+        """Endless, the same for the same seed.
 
         skip: sequences drawn before.
         """
@@ -235,16 +231,16 @@ class TrainingJob(Axes):
         logs: Sequence[str] = (),
         disks: Sequence[str] = (),
     ) -> RunResult:
-        """Train by the plan. Returns the steps' reports and the measured figures.
+        """Train by the plan, and measure.
 
-        steps: in all, those before the checkpoint included.
+        steps: with those before the checkpoint.
         bandwidth, gpu_memory, disks: as for `prepare`.
-        order: predicts a plan's timeline. With it, one more iteration runs untimed, in the order predicted for the last
-            plan, to measure bytes.
-        logs: targets of a row per step (`running.step_log.open_sink`). A job that goes on adds to a file's rows.
+        order: predicts a plan's timeline; with it, one more iteration runs untimed in the predicted order, to measure
+            bytes.
+        logs: targets of a row per step (`running.step_log.open_sink`); a job that goes on adds to a file's rows.
 
-        With `keeping.save`, SIGTERM ends the run behind the current step: a checkpoint is saved, and Stopped raised.
-        The session is closed in every case; errors pass through.
+        With `keeping.save`, SIGTERM ends the run after the current step: a checkpoint is saved, and Stopped raised. The
+        session is always closed; errors pass through.
         """
         check_hardware(plan, device)
         keeping = keeping or Keeping()
@@ -317,15 +313,13 @@ class TrainingJob(Axes):
             )
 
     def _unread(self, keeping: Keeping) -> str:
-        """On weights given and not read."""
         if keeping.weights is None or self.weights is None:
             return ""
         return f"{self.weights} was not read: the weights are the checkpoint's"
 
     def run_plain(self, plan: Plan, *, steps: int) -> list[StepReport]:
         """The same steps in plain PyTorch on one thread: torch's fused optimizer, and `clip_grad_norm_`. Without fp32
-        master weights a bf16 job's losses agree only roughly. Raises PlanError for an optimizer that torch does not
-        have."""
+        masters a bf16 job's losses agree only roughly. Raises PlanError for an optimizer that torch does not have."""
         built = self.build()
         parameters = list(built.module.parameters())
         optimizer = self._optimizer(plan).plain(parameters)
@@ -361,7 +355,7 @@ def _look_back(
     micro_batches: int,
     order: Callable[[Plan], Timeline] | None,
 ) -> tuple[Timeline | None, Measured | None]:
-    """The timeline of a run's last iterations, and the measured bytes of one more; (None, None) if the last left the
+    """The timeline of the last iterations, and the measured bytes of one more; (None, None) if the last left the
     plan."""
     session = optimizer.session
     if not any(log.on_plan for log in list(session.steps.logs)[-1:]):

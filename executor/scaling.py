@@ -1,17 +1,16 @@
-"""Loss scaling: keeps fp16 gradients in range without any change of the user's loop.
+"""Loss scaling: keeps fp16 gradients in range.
 
-Gradients of an fp16 model are multiplied where they enter it and divided in the fp32 update. The scale changes as in
-torch.amp.GradScaler: an iteration in which a gradient is not finite updates nothing (no value, no moment, no step
-count), and the scale falls. After `growth_interval` iterations in a row without an overflow, the scale grows.
+Gradients are multiplied where they enter an fp16 model and divided in the fp32 update. The scale changes as in
+torch.amp.GradScaler: an iteration in which a gradient is not finite updates nothing (no value, moment or step count),
+and the scale falls; after `growth_interval` iterations in a row without an overflow it grows.
 
 [Note: where the scale acts] `guard_boundary` puts a view behind every output of the root module, whose backward
-multiplies, and one before every input with a gradient, whose backward divides. A tensor hook on the output itself would
-be wrong: an output such as the logits is also an inner value of the loss beside it, and the gradient from the loss is
-scaled already.
+multiplies, and one before every input with a gradient, whose backward divides. A tensor hook on the output would be
+wrong: an output such as the logits is also an inner value of the loss beside it, whose gradient is scaled already.
 
 The gradient of an output in fp16 (logits, from which the loop computes its loss) is rounded to fp16 before it is
-multiplied, so that small ones are lost. Where the caller has the loss in hand before its backward (a Trainer,
-Lightning), `of_loss` multiplies the loss itself, as GradScaler does, and nothing is multiplied at the boundary.
+multiplied, so small ones are lost. Where the caller has the loss before its backward (a Trainer, Lightning), `of_loss`
+multiplies the loss, as GradScaler does, and the boundary nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class LossScale:
 
 
 def needs_loss_scaling(tensors: Iterable[Tensor]) -> bool:
-    """Whether one of the parameters is fp16, frozen or not (an adapter in fp32 on an fp16 base)."""
+    """Whether a parameter is fp16, frozen or not (an adapter in fp32 on an fp16 base)."""
     return any(t.dtype in DTYPES and DTYPES[t.dtype].scaled for t in tensors)
 
 
@@ -112,11 +111,11 @@ class LossScaling:
         self._norms = []
 
     def see(self, gradient: torch.Tensor) -> None:
-        """The norm shows elements that are not finite (or beyond 1e19, which only bf16 and fp32 have)."""
+        """The norm shows elements that are not finite (or beyond 1e19, only in bf16 and fp32)."""
         self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
     def overflowed(self) -> bool:
-        """Whether some gradient of the iteration is not finite. Waits for the device that has the norms."""
+        """Waits for the device that has the norms."""
         if not self._norms:
             return False
         devices: dict[torch.device, list[torch.Tensor]] = {}
@@ -157,7 +156,7 @@ class LossScaling:
 
 
 class _Boundary(torch.autograd.Function):
-    """Multiplies gradients by `factor()`. The result is a view, so it costs no memory. A scalar is copied, because
+    """Multiplies gradients by `factor()`. The result is a view without memory of its own; scalars are copied, because
     loops write into losses (`loss /= n`), which torch forbids in such a view."""
 
     @staticmethod
@@ -177,7 +176,7 @@ def guard_boundary(
     *,
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda hook: hook,
 ) -> list[Any]:
-    """[Note: where the scale acts]. Returns the hooks' handles.
+    """[Note: where the scale acts]. Returns the handles.
 
     scale: read in each backward.
     wrap: applied to both hooks (`executor.moments.compiled.untraced`).
@@ -201,8 +200,6 @@ def guard_boundary(
 
 
 def _bounded(value: Any, factor: Callable[[], float], made: dict[int, torch.Tensor]) -> Any:
-    """A boundary at each tensor that has a gradient; the same object without any."""
-
     def bounded(tensor: torch.Tensor) -> torch.Tensor:
         if not (tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())):
             return tensor

@@ -1,10 +1,10 @@
-"""What is captured of a trainer of Hugging Face: one micro-batch of its own data, with its own loss.
+"""What is captured of a Hugging Face trainer: one micro-batch of its own data, with its own loss.
 
-[Note: what is captured] The batch of the capture is the largest that the trainer's collator makes of the longest rows
-of the data set. The loss is the trainer's own. A loss that is not transformers' (TRL) may read numbers from tensors for
-its metrics, which a capture cannot follow. What it runs before that, a reference model for one, is captured; the
-backward then begins at the outputs of the model's first call with gradients. Such a loss works on a copy of the
-trainer, which keeps its metrics. The first iteration measures what the capture did not follow.
+[Note: what is captured] The batch is the largest that the trainer's collator makes of the longest rows of the data set.
+A loss that is not transformers' (TRL) may read numbers from tensors for its metrics, which a capture cannot follow.
+What it runs before, such as a reference model, is captured; the backward then begins at the outputs of the model's
+first call with gradients, and the first iteration measures the rest. Such a loss works on a copy of the trainer, which
+keeps its metrics.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def captured(trainer: Any, spec: Any, dtype: str | None) -> Any:
 
     dtype: the plan's where the trainer casts by autocast, else None.
 
-    Raises ContractError for a data set without a batch and for a trainer that generates within its steps, ModelError as
+    Raises ContractError for a data set without a batch and a trainer that generates within its steps, ModelError as
     `capture_module` does.
     """
     model = trainer.model
@@ -74,7 +74,7 @@ def _loss_of(trainer: Any) -> Callable[[nn.Module, Any], torch.Tensor]:
 
 
 def _as_far_as_followed(loss: Callable[[nn.Module, Any], torch.Tensor]) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """`loss`, or a scalar of the model's outputs where it fails after the model's call with gradients."""
+    """Or a scalar of the model's outputs where it fails after the model's call with gradients."""
 
     def followed(model: nn.Module, batch: Any) -> torch.Tensor:
         outputs: list[Any] = []
@@ -98,7 +98,7 @@ def _as_far_as_followed(loss: Callable[[nn.Module, Any], torch.Tensor]) -> Calla
 
 
 def _twin(trainer: Any) -> Any:
-    """With containers of its own; all else is shared."""
+    """Containers are its own; all else is shared."""
     twin = copy.copy(trainer)
     twin.__dict__.update({name: _copied(value) for name, value in vars(trainer).items()})
     return twin
@@ -118,8 +118,7 @@ def _stock(trainer: Any) -> bool:
 
 @contextlib.contextmanager
 def _refusing_to_generate(trainer: Any) -> Iterator[None]:
-    """Inside this context, `model.generate` raises ContractError: a trainer that generates its own data (GRPO) keeps
-    what it generates for the capture, and would train on it."""
+    """A trainer that generates its data (GRPO) would keep what it generates for the capture, and train on it."""
     model = trainer.model
     if not hasattr(model, "generate"):
         yield
@@ -139,14 +138,12 @@ def _refusing_to_generate(trainer: Any) -> Iterator[None]:
 
 
 class _Called(Exception):
-    """Ends the trainer's `compute_loss`."""
-
     def __init__(self, args: Any, kwargs: Any) -> None:
         self.call = args, kwargs
 
 
 def _call_in(action: Callable[[], Any], model: nn.Module) -> tuple[Any, Any]:
-    """(args, kwargs) of the first call of the model with gradients in `action`, which the call ends."""
+    """(args, kwargs) of the model's first call with gradients in `action`, which it ends."""
 
     def see(module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
@@ -163,7 +160,7 @@ def _call_in(action: Callable[[], Any], model: nn.Module) -> tuple[Any, Any]:
 
 
 def _example(trainer: Any) -> Any:
-    """A batch of the trainer's data: the largest, or the first if the data set cannot be indexed."""
+    """The largest, or the first if the data set cannot be indexed."""
     loader = trainer.get_train_dataloader()
     batch = largest_batch(getattr(loader, "dataset", None), trainer._train_batch_size, loader.collate_fn)
     batch = next(iter(loader), None) if batch is None else batch
@@ -174,7 +171,7 @@ def _example(trainer: Any) -> Any:
 
 @contextlib.contextmanager
 def _untouched_generators() -> Iterator[None]:
-    """Samplers and collators may draw random numbers; then the generators are as before."""
+    """Samplers and collators may draw random numbers."""
     before = generator_states()
     try:
         yield

@@ -1,7 +1,4 @@
-"""The training loop that `pstar run`, the demo and the benchmarks use.
-
-The same function trains under the executor and in plain PyTorch.
-"""
+"""The training loop of `pstar run`, the demo and the benchmarks, under the executor and in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -38,11 +35,11 @@ def train_step(
     *,
     number: int = 0,
 ) -> float:
-    """Run one step of the usual loop: every micro-batch forward and backward, then step and zero_grad. Returns the mean
-    loss. Raises ModelError when a loss is not finite, before its backward.
+    """Run every micro-batch forward and backward, then step and zero_grad. Returns the mean loss. Raises ModelError
+    when a loss is not finite, before its backward.
 
-    If the accelerator refuses an operator memory, a prepared model climbs its ladder (see off_plan/), and the same
-    micro-batches run again with the same random numbers. Under a plan of the relay the session runs the step.
+    If the accelerator refuses memory, a prepared model climbs its ladder (see off_plan/), and the same micro-batches
+    run again with the same random numbers. Under a relay plan the session runs the step.
     """
     session = getattr(optimizer, "session", None)
     if session is not None and session.plan.workload.relayed:
@@ -87,7 +84,7 @@ def _finite(loss: torch.Tensor, number: int) -> float:
 
 
 def _checked(prepared: torch.nn.Module, micro_batches: int, number: int) -> Callable[[torch.nn.Module, Any], Any]:
-    """Raises ModelError if the prepared model's loss is not finite; its copy under fake tensors has no values."""
+    """Raises ModelError for a loss that is not finite; copies under fake tensors have no values."""
 
     def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         value = forward_loss(model, batch)
@@ -109,8 +106,8 @@ def train(
     on_step: Callable[[StepReport], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[StepReport]:
-    """Train for `steps` optimizer steps, numbered from `first` on. Returns a report per step. Raises ModelError when a
-    loss is not finite, before any update with it."""
+    """Train for `steps` optimizer steps, numbered from `first`, with a report of each. Raises ModelError when a loss is
+    not finite, before any update with it."""
     reports: list[StepReport] = []
     for step in range(first, first + steps):
         start_s = clock()

@@ -1,16 +1,16 @@
-"""Planned activations: carries out the plan's choice for each block in the user's model.
+"""Planned activations: the plan's choice for each block, in the user's model.
 
-"recompute": the block's call goes through `torch.utils.checkpoint` (non-reentrant, random state preserved), unless the
-model does that itself. "offload": the tensors that the call saves for backward are collected and move as the plan says
-(stashes.py). "keep": the block is called as it is. A model that already recomputes or offloads a block itself is
-refused, but the switch of transformers' layers (`gradient_checkpointing`) is turned off during the run.
+"recompute": the call goes through `torch.utils.checkpoint` (non-reentrant, random state preserved), unless the model
+does that itself. "offload": what the call saves for backward is collected and moves as the plan says (stashes.py).
+"keep": the call stays as it is. A model that already recomputes or offloads a block itself is refused, but the switch
+of transformers' layers (`gradient_checkpointing`) is turned off during the run.
 
-[Note: around the call] The block's `_call_impl` is replaced, which torch runs for every call, hooks included. So the
-events of its modules are those of a capture in which the model itself checkpoints the block.
+[Note: around the call] The block's `_call_impl` is replaced, which torch runs for every call, hooks included, so the
+events of its modules are those of a capture in which the model checkpoints the block.
 
 [Note: the device's generator] For a recomputation torch saves only the generators of the devices on which the
-positional arguments are. A block called with keyword arguments only would draw other dropout masks the second time,
-without an error. So each checkpointed call gets an empty tensor on the run's device as its first positional argument.
+positional arguments are. A block called with keyword arguments alone would draw other dropout masks the second time,
+without an error, so each checkpointed call gets an empty tensor on the run's device as its first positional argument.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Call = Callable[..., Any]
 
 
 def check_activations(w: Workload, model: nn.Module) -> None:
-    """Raise PlanError if a block is missing, or cannot be called as the plan chooses."""
+    """Raise PlanError if a block is missing, or cannot be called as planned."""
     modules = dict(model.named_modules(remove_duplicate=False))
     seen: dict[int, str] = {}
     for block, how in w.activations:
@@ -63,7 +63,7 @@ def check_activations(w: Workload, model: nn.Module) -> None:
 
 
 def _compiled(modules: Mapping[str, nn.Module], block: str) -> str | None:
-    """The block, or module around it, that is compiled (`module.compile()`)."""
+    """Or module around it (`module.compile()`)."""
     parts = block.split(".")
     around = [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
     return next((name for name in around if getattr(modules.get(name), "_compiled_call_impl", None) is not None), None)
@@ -71,7 +71,7 @@ def _compiled(modules: Mapping[str, nn.Module], block: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOfBlocks:
-    """collects(): whether the call belongs to training, so that its saved tensors are collected."""
+    """collects(): the call belongs to training: its saved tensors are collected."""
 
     closed: Callable[[], bool]
     collects: Callable[[], bool]
@@ -104,7 +104,7 @@ def carry_out(
 
 @contextlib.contextmanager
 def recomputing(model: nn.Module, w: Workload) -> Iterator[None]:
-    """Inside this context, exactly the blocks that `w` recomputes are recomputed, on the host."""
+    """Exactly the blocks that `w` recomputes are recomputed, on the host."""
     modules = dict(model.named_modules(remove_duplicate=False))
     undo: list[Callable[[], None]] = []
     for block, how in w.activations:
@@ -120,8 +120,8 @@ def recomputing(model: nn.Module, w: Workload) -> Iterator[None]:
 
 
 def as_planned(captured: Workload, planned: Workload) -> Workload:
-    """Give a capture made inside `recomputing` the choices of `planned` and the stashes of offloaded blocks. Raises
-    ModelError where its blocks cannot be offloaded."""
+    """A capture inside `recomputing` gets the choices of `planned`, and stashes. Raises ModelError where its blocks
+    cannot be offloaded."""
     if not planned.activations:
         return captured
     how = dict(planned.activations)

@@ -1,22 +1,21 @@
-"""Stashes: the tensors that autograd saved in an offloaded block's forward, and their copies to the host and back.
+"""Stashes: what autograd saved in an offloaded block's forward, and its copies to the host and back.
 
-Each storage is copied once. Parameters, buffers and everything else that outlives the block stay on the gpu. At the end
-of the block's forward, storages are chosen until the plan's bytes for the stash are used up. The plan's `stash_out`
-copies them to the host; the moment that waits for the copy frees the gpu's memory. `stash_in` copies them back into
-memory that was taken before, and autograd gets views of this memory.
+Each storage is copied once; parameters, buffers and all else that outlives the block stay on the gpu. At the end of the
+forward, storages are chosen until the plan's bytes are used up. `stash_out` copies them to the host, and the moment
+that waits for the copy frees the gpu's memory; `stash_in` copies them back into memory taken before, of which autograd
+gets views.
 
-[Note: who lets go] Memory is taken and freed in the user's thread only, where the tide says so: freed when moment
-`gone` begins, taken when moment `back` begins. The queues' threads only copy. With streams, a copy's tensors are held
-until its event.
+[Note: who lets go] Only the user's thread takes and frees memory, where the tide says so: freed when moment `gone`
+begins, taken when `back` begins. With streams, a copy's tensors are held until its event.
 
 [Note: addresses] A storage is identified by its address as long as it lives; afterwards another may have it.
 
-[Note: never wrong data] A tensor that is unpacked while its bytes are on the host (in an iteration that left the plan)
-is copied back at once. Where bytes on the host may still be read, the new stash stays on the gpu and is counted. So do
+[Note: never wrong data] A tensor unpacked while its bytes are on the host (in an iteration that left the plan) is
+copied back at once. Where bytes on the host may still be read, the new stash stays on the gpu and is counted, as do
 bytes beyond the plan's.
-[Note: ahead of its step] The operations of a block behind its last unit (a dropout, a sum) are differentiated before
-the gradient of that unit's output arrives: in the moment before the moment that waits for `stash_in`. If the copy has
-not happened by then, the user's thread makes it, and the step counts its bytes.
+[Note: ahead of its step] A block's operations behind its last unit (a dropout, a sum) are differentiated before that
+unit's gradient arrives: in the moment before the one that waits for `stash_in`. If the copy has not happened by then,
+the user's thread makes it, and the step counts its bytes.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ __all__ = ["BlockSaves", "ForwardSaves", "StashReport", "Stashes", "hooks_of_oth
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StashReport:
-    """saved_bytes: bytes that the block's forward saved, its inputs included, without parameters and buffers.
-    freed_bytes: the part of moved_bytes that then left the gpu.
+    """saved_bytes: in the block's forward, with its inputs, without parameters and buffers.
+    freed_bytes: of moved_bytes, those that left the gpu.
     """
 
     block: str
@@ -62,7 +61,7 @@ class StashReport:
 @dataclass(slots=True)
 class _View:
     """alias: the tensor without its graph, while the gpu holds the storage.
-    version: torch's version of the contents at the saving.
+    version: torch's, of the contents at the saving.
     """
 
     alias: torch.Tensor | None
@@ -77,9 +76,9 @@ class _Saved:
     """One storage with tensors that autograd saved.
 
     source: its bytes on the gpu, as the forward made them.
-    returned: new memory on the gpu for them.
-    back: whether the copy into `returned` was made, or issued with the event `arrival`.
-    stash: number of its stash, once it is on the host.
+    returned: new memory for them.
+    back: the copy into `returned` was made, or issued with event `arrival`.
+    stash: its number, once on the host.
     """
 
     __slots__ = (
@@ -175,16 +174,15 @@ class BlockSaves:
 
 
 class ForwardSaves(BlockSaves):
-    """The tensors that the forward of one micro-batch saves, block by block, in a relay with boundaries on the host. A
-    recomputed block saves its inputs before its call, so a block owns what its forward saved, and those of its inputs
-    saved before."""
+    """What a micro-batch's forward saves, block by block, in a relay with boundaries on the host. A recomputed block
+    saves its inputs before its call, so a block owns what its forward saved, and inputs saved before."""
 
     def __init__(self, stashes: Stashes) -> None:
         super().__init__(stashes, ())
         self._before: dict[int, weakref.ref[_Saved]] = {}
 
     def hooks(self) -> AbstractContextManager[None]:
-        """A context in which this object receives what autograd saves in this thread."""
+        """Receives what autograd saves in this thread."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def begin(self, inputs: Any) -> None:
@@ -213,8 +211,7 @@ def hooks_of_others() -> bool:
 class SavedParameters:
     """What autograd keeps of parameters: `off_plan.reads.Reads`.
 
-    keep(tensor): returns what is kept of a view of a working list; None for others.
-    the view, with its values.
+    keep(tensor): what is kept of a view of a working list; None for others.
     """
 
     keep: Callable[[torch.Tensor], Any]
@@ -222,7 +219,7 @@ class SavedParameters:
 
 
 class Stashes:
-    """present(): the stashes of the session's plan; None if the session is gone, which objects in a graph do not hold.
+    """present(): the stashes of the session's plan, None if the session is gone: objects in a graph do not hold it.
     reports: of the last iteration, in order.
     """
 
@@ -265,8 +262,7 @@ class Stashes:
         return self.arena.plan.workload.stashes
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor may go to the host: a plain one on the accelerator, neither a buffer nor a leaf with a
-        gradient."""
+        """It may go to the host: plain, on the accelerator, no buffer and no leaf with a gradient."""
         return (
             type(tensor) in (torch.Tensor, torch.nn.Parameter)
             and tensor.layout is torch.strided
@@ -279,7 +275,7 @@ class Stashes:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def boundaries(self) -> ForwardSaves | None:
-        """The collector for a micro-batch's forward, in a relay with boundaries on the host."""
+        """For a micro-batch's forward, in a relay with boundaries on the host."""
         return ForwardSaves(self) if self.arena.plan.workload.boundaries_on_host else None
 
     def note_unsaved(self, block: str) -> None:
@@ -342,7 +338,7 @@ class Stashes:
     # -- copies: what queues call -------------------------------------------------------------------------------------
 
     def copied_bytes(self, queue: Queue) -> int:
-        """Bytes that steps of the queue copied, without those of [Note: ahead of its step]."""
+        """Without those of [Note: ahead of its step]."""
         with self._lock:
             ahead_bytes = self._ahead_bytes if queue is Queue.H2D else 0
             return self.backend.copied_bytes[queue.value] - ahead_bytes
@@ -363,7 +359,7 @@ class Stashes:
             return self._ahead.pop(n, 0)
 
     def _send(self, n: int) -> list[torch.Tensor]:
-        """Returns the memory on the gpu that the copies read."""
+        """Returns the gpu's memory that copies read."""
         stash = self.planned[n]
         offset = self._offsets[n]
         place = stash.block, offset
@@ -394,7 +390,7 @@ class Stashes:
         return [memory for memory in copies if memory is not None]
 
     def _bring(self, saved: _Saved, issues: StreamBackend | None = None, *, ahead: bool = False) -> torch.Tensor | None:
-        """Copy the storage back unless that is done.
+        """Unless it is back.
 
         issues: the backend, where this thread only issues the copy.
         ahead: whether no step asks for the copy.
@@ -413,7 +409,7 @@ class Stashes:
     # -- the user's thread --------------------------------------------------------------------------------------------
 
     def at(self, moment: int) -> None:
-        """Free the gpu's memory of stashes on the host, and note those that return."""
+        """Frees the gpu's memory of stashes on the host, and notes those that return."""
         for kind, n in self._moves.until.get(moment, ()):
             self._flying.pop((kind, n), None)  # the compute queue is behind the copy
             if kind is Kind.STASH_OUT:
@@ -436,7 +432,7 @@ class Stashes:
         self._report(self.planned[n], moved_bytes=moved, freed_bytes=freed)
 
     def settle(self) -> None:
-        """Take the memory of returning stashes, outside the engine's own work, so that counters of the model see it."""
+        """Memory of returning stashes is taken outside the engine's own work, so that the model's counters see it."""
         while self._returning:
             n = self._returning.pop(0)
             for saved in _alive(self._out.get(n, ())):
@@ -466,7 +462,7 @@ class Stashes:
 
 
 def _fitting(saved: Iterable[_Saved], limit_bytes: int) -> tuple[list[_Saved], int]:
-    """Returns the tensors that fit, the largest first, and the bytes left."""
+    """The largest first; and the bytes left."""
     chosen: list[_Saved] = []
     left = limit_bytes
     for each in sorted(saved, key=lambda e: -e.size_bytes):
@@ -486,7 +482,7 @@ def _holds_source(ref: weakref.ref[_Saved]) -> bool:
 
 
 def _changed(view: _View) -> RuntimeError:
-    """torch's own error for a saved tensor that was changed."""
+    """As torch's own error."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{view.dtype}, {list(view.size)}] of an offloaded block; hint: do not write into a block's results"

@@ -1,5 +1,4 @@
-"""Bench: medians of timed actions, taken in rounds, so that a busy spell of the machine does not affect one point
-only."""
+"""Medians of timed actions in rounds, so that a busy spell does not affect one point only."""
 
 from __future__ import annotations
 
@@ -18,11 +17,10 @@ Timed = Callable[[Action], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """The time for which each point of a curve is measured: about `point_s` seconds in each of `rounds` rounds, with
-    `least` to `most` calls.
+    """Each point takes about `point_s` seconds in each of `rounds` rounds, with `least` to `most` calls.
 
     window_s: seconds for which two actions are timed at once.
-    memory_bytes: most bytes that a measurement may use.
+    memory_bytes: that a measurement may use.
     """
 
     point_s: float = 0.12
@@ -53,11 +51,9 @@ class Bench:
         longest_s: float = 1.0,
         reduce: Callable[[list[float]], float] = statistics.median,
     ) -> dict[Key, float]:
-        """Median seconds of each action (or `reduce` of them), after one untimed call, because of caches, pages and
-        kernels.
+        """Median (or `reduce`) of each action's seconds, after one untimed call for caches, pages and kernels.
 
-        An action longer than `longest_s` is measured once per round, and those after it (larger, by convention) are
-        left out: the curve ends there."""
+        One longer than `longest_s` is measured once per round, and later ones (larger, by convention) are left out."""
         samples: dict[Key, list[float]] = {}
         left_out: set[Key] = set()
         for number in range(self.effort.rounds):

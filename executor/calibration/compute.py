@@ -1,12 +1,11 @@
 """Rates of compute: products by size and dtype, and the bandwidth of device memory.
 
-[Note: a product as training has it] The product of a linear layer and the two products of its backward are timed. The
-weights are not in a cache, because a pass of training reads every weight once. Rows are a quarter of the inner extent:
-an n x n weight and n/4 rows are n**3 / 2 flops. The sizes on the axis are flops of one product.
+[Note: a product as training has it] A linear layer's product and the two of its backward are timed, with weights that
+are not in a cache: a pass of training reads each once. Rows are a quarter of the inner extent: n x n weights and n/4
+rows are n**3 / 2 flops. Sizes on the axis are flops of one product.
 
 [Note: the operators between products] Activation functions, norms, sums and softmax of a transformer block, in forward,
-repeated forward (checkpointing) and backward, are timed together, against the bytes that they move as a capture counts
-them.
+repeated forward and backward, are timed together against the bytes that a capture counts.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _COPY_BYTES = {"virtual": 64 << 20, "cuda": 512 << 20}
 
 
 def product(device: Device, n: int, dtype: torch.dtype) -> tuple[int, Callable[[], object]]:
-    """Returns (flops of one product, an action of it and the two of its backward)."""
+    """(flops of one product, an action of it and the two of its backward)."""
     rows = max(1, n // 4)
     count = max(1, min(_MOST_WEIGHTS, _COLD_BYTES // (n * n * dtype.itemsize)))
     weights = cycle([torch.full((n, n), 0.5 / n, dtype=dtype, device=device.device) for _ in range(count)])
@@ -52,7 +51,7 @@ def product(device: Device, n: int, dtype: torch.dtype) -> tuple[int, Callable[[
 def matmul_rates(
     device: Device, bench: Bench, extents: Sequence[int] | None = None
 ) -> dict[str, tuple[tuple[float, float], ...]]:
-    """dtype -> ((flops of one product, flops/s), ...), ascending. The curve of an emulated dtype ends early.
+    """dtype -> ((flops of one product, flops/s), ...), ascending. An emulated dtype's curve ends early.
 
     extents: n of each product, ascending; None: what suits the device.
     """
@@ -66,8 +65,8 @@ def matmul_rates(
 
 
 def between_products(device: Device, rows: int) -> tuple[int, Callable[[], object]]:
-    """Returns (bytes, an action): [Note: the operators between products] of one block on [rows, 1024] fp32, four times
-    as wide for the activation function."""
+    """(bytes, an action) of one block on [rows, 1024] fp32, four times as wide for the activation function: [Note: the
+    operators between products]."""
     generator = torch.Generator().manual_seed(0)
     count = max(1, min(_MOST_INPUTS, _COLD_BYTES // (rows * 5 * _WIDTH * 4)))
     inputs = cycle(
@@ -95,7 +94,7 @@ def between_products(device: Device, rows: int) -> tuple[int, Callable[[], objec
 
 
 def memory_rates(device: Device, bench: Bench) -> tuple[tuple[float, float], ...]:
-    """((bytes moved by the operators of a moment, bytes/s), ...), ascending."""
+    """((bytes moved in a moment, bytes/s), ...), ascending."""
     with device.using():
         points = dict(between_products(device, rows) for rows in _LAYER_ROWS[device.kind])
         seconds = bench.medians(points, device.timed)
@@ -103,7 +102,7 @@ def memory_rates(device: Device, bench: Bench) -> tuple[tuple[float, float], ...
 
 
 def memory_rate(device: Device, bench: Bench) -> float:
-    """Bytes/s that a copy inside device memory reads and writes together."""
+    """Bytes/s, read and written together, of a copy inside device memory."""
     size = min(_COPY_BYTES[device.kind], bench.effort.memory_bytes // 2)
     source = torch.ones(size, dtype=torch.uint8, device=device.device)
     target = torch.empty_like(source)

@@ -1,6 +1,6 @@
-"""Copies between host and device: times the executor's own copies by size, each way, pinned and pageable.
+"""The executor's own copies by size, each way, pinned and pageable.
 
-A fetch is timed as the engine does it. Sources rotate through a host slab too large for a cache.
+A fetch is timed as the engine does it; sources rotate through a host slab too large for a cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PAGEABLE_BYTES = 64 * MIB
 
 
 class Copier:
-    """host: a slab; each copy uses the next part of it."""
+    """host: a slab, of which each copy uses the next part."""
 
     def __init__(self, device: Device, host: torch.Tensor, size_bytes: int) -> None:
         self._backend = device.backend
@@ -59,7 +59,7 @@ class Copier:
 
 
 def copy_rates(device: Device, bench: Bench, queue: Queue) -> tuple[tuple[float, float], ...]:
-    """((bytes of a copy, bytes/s), ...), ascending, for one direction alone."""
+    """((bytes, bytes/s), ...), ascending, for one direction alone."""
     host = device.backend.host_slab(bench.effort.memory_bytes // 2)
     sizes = [size for size in _SIZES if size <= host.numel() // 2]
     copiers = {size: Copier(device, host, size) for size in sizes}
@@ -73,8 +73,7 @@ def copy_rates(device: Device, bench: Bench, queue: Queue) -> tuple[tuple[float,
 
 
 def pageable_rate(device: Device, bench: Bench) -> float | None:
-    """Bytes/s of copies from and to unpinned host memory, in the slower direction; None where the device has no pinned
-    memory."""
+    """Bytes/s from and to unpinned host memory, in the slower direction; None where the device has no pinned memory."""
     host = device.pageable(_PAGEABLE_BYTES)
     if host is None:
         return None

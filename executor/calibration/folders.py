@@ -1,4 +1,4 @@
-"""Folders of disks: rates of transfers as a plan's steps make them (`disks.store`), by size and threads."""
+"""Folders of disks: rates of `disks.store` by size and threads."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class DiskPoint:
 
 @dataclass(frozen=True)
 class FolderRates:
-    """`usual` is the point of the executor's threads; the last of `points` has the largest size.
+    """`usual` is for the executor's threads, the last of `points` has the largest size.
 
-    together: bytes/s of reads and of writes at the same time, by the executor's threads.
+    together: bytes/s of simultaneous reads and writes, with the executor's threads.
     """
 
     points: tuple[DiskPoint, ...]
@@ -52,10 +52,10 @@ def folder_rates(
     threads: Sequence[int] = THREADS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> FolderRates:
-    """At most 20 seconds and 0.3 GB of room. Raises DiskError for folders that cannot be used, and where transfers go
-    through the page cache, whose rate would be memory's.
+    """At most 20 seconds and 0.3 GB. Raises DiskError for unusable folders, and where transfers go through the page
+    cache, whose rate is memory's.
 
-    threads: for each folder; those of the executor are among them.
+    threads: per folder, the executor's among them.
     """
     points: list[DiskPoint] = []
     for count in threads:
@@ -103,7 +103,7 @@ def _rate(move: Move, size: int, clock: Callable[[], float], lists: Sequence[int
 
 
 def _together(store: DiskStore[tuple[int, int]], clock: Callable[[], float]) -> tuple[float, float]:
-    """Bytes/s of reads of half of the lists, and of writes of the others meanwhile."""
+    """Bytes/s of reads of half of the lists while others are written."""
     size, half = SIZES[-1], _LISTS // 2
     written: list[float] = []
     writer = threading.Thread(target=lambda: written.append(_rate(store.write, size, clock, range(half))))

@@ -1,4 +1,4 @@
-"""The host: CPU Adam by threads as the executor runs it, updates of other optimizers beside it, and DRAM bandwidth."""
+"""The host: CPU Adam by threads, other optimizers' updates beside it, and DRAM bandwidth."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ def thread_counts(cores: int) -> list[int]:
 
 
 def adam_update(memory_bytes: int, states: States | None = None) -> tuple[int, Callable[[], None]]:
-    """Returns (parameters of one chunk, an action that updates the next of several fp32 chunks, as `Contents.adam`
-    does).
+    """(parameters of a chunk, an action that updates the next of several fp32 chunks as `Contents.adam` does).
 
     states: of the chunks; None: AdamW's.
     """
@@ -78,8 +77,7 @@ def adam_update(memory_bytes: int, states: States | None = None) -> tuple[int, C
 
 
 def update_shares(bench: Bench, threads: int, *, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
-    """Rule -> parameters/s of its update over those of AdamW, for rules with a rate of their own whose package is
-    installed."""
+    """Rule -> parameters/s over AdamW's, for rules with a rate of their own whose package is installed."""
     known = {states.name: states for spec in OPTIMIZERS.values() for states in spec.all_states}
     rules = [
         states
@@ -106,9 +104,8 @@ def adam_rates(
     clock: Callable[[], float] = time.thread_time,
     wall_clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[tuple[int, float], ...]:
-    """Returns ((threads, parameters/s), ...), ascending. For one thread the rate is by the median of its CPU seconds;
-    for several by the wall seconds of the fastest update: if another program delays one thread, all wait many times as
-    long."""
+    """((threads, parameters/s), ...), ascending. For one thread by its median CPU seconds, for several by the fastest
+    update's wall seconds: if another program delays one thread, all wait many times as long."""
     params, update = adam_update(bench.effort.memory_bytes)
 
     def with_threads(count: int) -> Callable[[], None]:
@@ -134,7 +131,7 @@ def adam_rates(
 
 
 def dram_rate(bench: Bench, counts: list[int], *, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Bytes/s that copies in host memory read and write together, at the best number of threads."""
+    """Bytes/s, read and written together, at the best number of threads."""
     size = min(_DRAM_BYTES, bench.effort.memory_bytes // (2 * max(counts)))
     buffers = [(torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)) for _ in range(max(counts))]
     best = 0.0
@@ -146,7 +143,7 @@ def dram_rate(bench: Bench, counts: list[int], *, clock: Callable[[], float] = t
 
 
 def _copy_together(buffers: list[tuple[torch.Tensor, torch.Tensor]], repeats: int, clock: Callable[[], float]) -> float:
-    """Bytes/s of all threads, from the last start to the first end."""
+    """From the last start to the first end."""
     begun: list[float] = []
     ended: list[float] = []
     gate = threading.Barrier(len(buffers))

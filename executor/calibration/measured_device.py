@@ -1,7 +1,4 @@
-"""Measured devices: the interface between measurements and hardware, for the virtual accelerator and for CUDA.
-
-Copies go through an executor `Backend`, so the timed copies are those of a run.
-"""
+"""Measured devices: the virtual accelerator and CUDA, with copies through an executor `Backend`, as in a run."""
 
 from __future__ import annotations
 
@@ -44,8 +41,8 @@ class Copies(Protocol):
 
 class Device(Protocol):
     """kind: "virtual" or "cuda".
-    dtypes: those in which it multiplies.
-    multiprocessors: their number, and (rows, columns) of the tile that each computes at a time.
+    dtypes: in which it multiplies.
+    multiprocessors: number, and (rows, columns) of each one's tile.
     """
 
     kind: str
@@ -70,7 +67,7 @@ class Device(Protocol):
         ...
 
     def memory(self) -> tuple[int, int] | None:
-        """(bytes of the device, those that no plan may use: `devices/headroom.py`); None without memory of its own."""
+        """(bytes, those that no plan may use: `devices/headroom.py`), None without memory of its own."""
         ...
 
     def using(self) -> AbstractContextManager[None]:
@@ -82,15 +79,14 @@ class Device(Protocol):
         ...
 
     def taken_by_others(self) -> float:
-        """Share of the time in `timed` that this process did not get, 0 to 1."""
+        """Share of the time in `timed` that other programs had, 0 to 1."""
         ...
 
 
 class VirtualDevice:
-    """The virtual accelerator: copies are memory copies, compute runs on one thread, Adam on another thread.
+    """Copies are memory copies, compute runs on one thread, Adam on another.
 
-    [Note: CPU seconds] Seconds are CPU seconds of the thread that copies, computes or updates; wall time would include
-    the work of other programs.
+    [Note: CPU seconds] Seconds are the working thread's CPU seconds; wall time would include other programs.
     """
 
     kind = "virtual"
@@ -147,9 +143,9 @@ class VirtualDevice:
 
 
 class CudaCopies:
-    """Copies over the real link: pinned slabs, one persistent stream per direction, non-blocking copies, counted.
+    """Over the real link: pinned slabs, a persistent stream per direction, non-blocking, counted.
 
-    For calibration alone: `fence` blocks the host, and copies are ordered against nothing else."""
+    For calibration alone: `fence` blocks the host, and nothing else orders copies."""
 
     name = "cuda"
 
@@ -203,7 +199,7 @@ _TILE = (128, 256)  # of large products of 16-bit tensors, as in generations.tom
 
 
 class CudaDevice:
-    """fp32 products use torch's current precision setting (no TF32 unless it was allowed)."""
+    """fp32 products use torch's precision setting (no TF32 unless allowed)."""
 
     kind = "cuda"
 
@@ -255,7 +251,7 @@ class CudaDevice:
 
 
 def open_device(name: str, *, cores: int = 2) -> Device:
-    """Name "auto" is CUDA where there is a device, else virtual. Raises PlanError for a missing device.
+    """The name "auto" is CUDA where there is a device, else virtual. Raises PlanError for a missing device.
 
     cores: those that the process may use.
     """

@@ -1,10 +1,9 @@
-"""Rates of products by shape, and the rate of fused attention: the figures of `ProductShape` for a measured device.
+"""Rates of products by shape and of fused attention: the figures of `ProductShape`.
 
-[Note: shapes as training has them] A linear layer of k inputs and n outputs on m rows makes three products: (m, k, n)
-in forward, (m, n, k) for the gradient of its input, (k, m, n) for the gradient of its weight. Each is timed alone, with
-weights that are not in a cache. The rate of large products is the best of `compute.matmul_rates`; the other figures are
-fitted by least squares of the logarithms. An accelerator of one thread has one multiprocessor, so that no loss of a
-last wave is fitted.
+[Note: shapes as training has them] A linear layer of k inputs and n outputs on m rows makes products (m, k, n) in
+forward, (m, n, k) for its input's gradient and (k, m, n) for its weight's. Each is timed alone, with weights that are
+not in a cache. The rate of large products is the best of `compute.matmul_rates`, others are fitted by least squares of
+the logarithms. An accelerator of one thread has one multiprocessor, so no loss of a last wave is fitted.
 """
 
 from __future__ import annotations
@@ -80,10 +79,10 @@ def _of_layer(device: Device, layer: Layer, dtype: torch.dtype) -> dict[Product,
 def fit_products(
     seconds: dict[Product, float], *, flops_per_s: float, itemsize: int, sms: int, tile: tuple[int, int]
 ) -> ProductShape:
-    """The figures whose predicted seconds are nearest to the measured `seconds`.
+    """With predicted seconds nearest to the measured.
 
-    flops_per_s: rate of large products.
-    sms, tile: as in `ProductShape`; they are not fitted.
+    flops_per_s: of large products.
+    sms, tile: as in `ProductShape`, not fitted.
     """
 
     def shape_of(logs: NDArray[np.float64]) -> ProductShape:
@@ -115,8 +114,8 @@ def _elements(product: Product) -> int:
 
 
 def attention_share(device: Device, bench: Bench, dtype: str, flops_per_s: float) -> float:
-    """The share of `flops_per_s` at which torch's causal attention runs, forward and backward together, without the
-    flops that the mask saves; at most 1."""
+    """Of `flops_per_s`, for torch's causal attention, forward and backward together, without the flops that the mask
+    saves; at most 1."""
     batch, heads, rows, width = _ATTENTION[device.kind]
     made = torch.full((3, batch, heads, rows, width), 0.1, dtype=TORCH_DTYPES[dtype], device=device.device)
     q, k, v = (part.detach().requires_grad_() for part in made)

@@ -1,8 +1,8 @@
-"""Slow-downs of queues that run at once: every pair of queues is timed alone and side by side.
+"""Slow-downs of queues: every pair timed alone and side by side.
 
-[Note: slow-downs] `compute_while_adam` = 1.25 says: while a CPU Adam runs, compute takes 1.25 times as long. Cores,
-caches and DRAM cause this. The measured factor holds for a partner that never pauses. The cost model scales it by the
-share of time in which the partner's copies move bytes.
+[Note: slow-downs] `compute_while_adam` = 1.25: while a CPU Adam runs, compute takes 1.25 times as long (cores, caches,
+DRAM). The factor is for a partner that never pauses; the cost model scales it by the time in which the partner moves
+bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Ended = tuple[float, float]
 
 
 def pace(rows: Sequence[Ended], begin_s: float, end_s: float) -> float:
-    """Median seconds of the actions that ended inside the window. Raises ValueError for fewer than two."""
+    """Median seconds of actions that ended inside the window. Raises ValueError for fewer than two."""
     inside = [took_s for at_s, took_s in rows if begin_s <= at_s <= end_s]
     if len(inside) < 2:
         raise ValueError(f"{len(inside)} actions ended within {end_s - begin_s:.3g} s; watch for longer")
@@ -39,9 +39,9 @@ def watch(
     clock: Callable[[], float] = time.perf_counter,
     work_clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Seconds of one action of each kind while all run repeatedly, one thread per kind.
+    """Of each kind while all run repeatedly, one thread per kind.
 
-    The window begins when each has ended twice, and lasts `window_s`, or until each has ended four times.
+    The window begins when each has ended twice, and lasts `window_s` or until each has ended four times.
 
     enter: called first in each thread.
     work_clock: for an action's seconds, read in its own thread.
@@ -82,7 +82,7 @@ def _window(
     window_s: float,
     clock: Callable[[], float],
 ) -> float:
-    """Returns the window's begin, once it is over, or at the first failure."""
+    """The window's begin, once it is over or something failed."""
     while not failures and any(len(rows) < 2 for rows in ended.values()):
         time.sleep(0.002)
     begin_s = max(rows[1][0] for rows in ended.values()) if not failures else 0.0
@@ -97,10 +97,9 @@ def _window(
 def slowdowns(
     actions: Mapping[str, Action], bench: Bench, watched: Callable[[Mapping[str, Action], float], dict[str, float]]
 ) -> dict[str, float]:
-    """Returns "A_while_B" -> factor, at least 1, by which A takes longer while B runs.
+    """Returns "A_while_B" -> factor, at least 1, by which A takes longer while B runs, of medians over the rounds.
 
-    Actions alone and side by side are timed in turns, so that a busy spell affects both. Factors are of medians over
-    the rounds.
+    Alone and side by side take turns, so that a busy spell affects both.
 
     watched: as `watch`.
     """

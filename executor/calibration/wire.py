@@ -1,8 +1,8 @@
 """Collectives between two processes: gloo on CPUs, NCCL where there are two CUDA devices.
 
-Each rank is a process of its own (`python -m executor.calibration.wire RANK FILE BACKEND`). The processes meet through
-a file; the first prints seconds by size as JSON. An all-gather between two ranks sends each rank's part once, so bytes
-of the part over the seconds beyond the latency is the rate at which a rank sends and receives.
+Each rank is a process (`python -m executor.calibration.wire RANK FILE BACKEND`); they meet through a file, and the
+first prints seconds by size as JSON. An all-gather between two sends each part once, so its bytes over the seconds
+beyond the latency is a rank's rate.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _TIMEOUT_S = 60.0
 
 
 def from_seconds(seconds: dict[int, float]) -> tuple[Curve, float]:
-    """Returns (curve of bytes/s that a rank sends over the bytes of both parts together, latency in s) from all-gather
-    seconds by bytes of a rank's part. The latency is the seconds of the smallest part, beyond which rates are taken.
-    Parts that take no longer than it are left out, but for the largest."""
+    """(curve of bytes/s that a rank sends over the bytes of both parts, latency in s) from all-gather seconds by bytes
+    of a part. The latency is the smallest part's seconds, beyond which rates are taken. Parts that take no longer are
+    left out, but for the largest."""
     small, *others = sorted(seconds)
     rates = [(2.0 * size, (size - small) / max(seconds[size] - seconds[small], 1e-9)) for size in others]
     measurable = [(size, rate) for size, rate in rates[:-1] if seconds[int(size) // 2] > seconds[small]]
@@ -36,8 +36,7 @@ def from_seconds(seconds: dict[int, float]) -> tuple[Curve, float]:
 
 
 def collective_rates(*, timeout_s: float = _TIMEOUT_S) -> tuple[str, Curve, float] | str:
-    """(backend, curve of bytes/s that a rank sends over the bytes of a collective, latency in s), or the reason for
-    none."""
+    """(backend, curve of bytes/s that a rank sends over bytes of a collective, latency in s), or why none."""
     import torch
     import torch.distributed
 

@@ -1,14 +1,13 @@
 """Backends: the engine's interface to an accelerator, and the virtual accelerator.
 
-`VirtualBackend` is a real backend: its "gpu" is a byte-budgeted part of host memory, and its copies last as long as the
+`VirtualBackend` is a real one: its "gpu" is a byte-budgeted part of host memory, and its copies last as long as the
 link's bandwidth says.
 
 [Note: glibc and eviction] glibc gives big blocks back to the system at every eviction, and fresh pages cost more than
 kept ones (16-47 ms for 32 MiB beside 2.5 ms). `keep_freed_pages` tells malloc, once per process, to keep the pages, and
-to use one arena, which all queues' threads share.
-Holes between kept blocks may fit no later block (500 MB beside payloads of 84 MB). A plan that keeps lists on disks is
-for a host with little memory, and waits for disks rather than for pages. There `map_large_blocks` gives each large
-block pages of its own.
+to use one arena for all queues' threads. Holes between kept blocks may fit no later block (500 MB beside payloads of 84
+MB). A plan that keeps lists on disks is for a host with little memory, and waits for disks rather than pages: there
+`map_large_blocks` gives each large block pages of its own.
 """
 
 from __future__ import annotations
@@ -154,10 +153,10 @@ class Backend(Protocol):
 
 
 class StreamBackend(Backend, Protocol):
-    """An accelerator to which work is issued ahead of time. Each device queue is a stream; the compute queue is the
-    current stream of the calling thread. An event is a point of a stream.
+    """An accelerator to which work is issued ahead of time, on a stream per device queue; the compute queue's is the
+    current stream of the calling thread.
 
-    host_queues: queues whose steps have happened when they have ended.
+    host_queues: those whose steps have happened when they end.
     """
 
     host_queues: frozenset[Queue]
@@ -167,21 +166,21 @@ class StreamBackend(Backend, Protocol):
     def queue(self) -> Queue: ...
 
     def record(self, queue: Queue) -> Any:
-        """Returns an event that completes when all work issued to the queue's stream by now is done."""
+        """Returns an event that completes when all work issued to the queue's stream is done."""
         ...
 
     def wait_event(self, queue: Queue, event: Any) -> None:
-        """Let all work issued to the queue's stream from now on happen after `event`."""
+        """Work issued to the queue's stream from now on happens after `event`."""
         ...
 
     def synchronize(self, event: Any) -> None:
-        """Return when the event is complete. Raises the error that ended the stream."""
+        """Wait for the event. Raises the error that ended the stream."""
         ...
 
     def query(self, event: Any) -> bool: ...
 
     def time_of(self, event: Any) -> float:
-        """Returns the time of a completed event, in seconds of `time.perf_counter`."""
+        """Of a completed event, by `time.perf_counter`."""
         ...
 
 
@@ -204,7 +203,7 @@ class VirtualLink:
 
     @property
     def bytes_per_s(self) -> dict[str, float | None]:
-        """Rate of the link by direction ("h2d", "d2h"); None: as fast as memory copies."""
+        """By direction ("h2d", "d2h"); None: as fast as memory."""
         return {queue.value: rate for queue, rate in self._rates.items()}
 
     def count(self, target: torch.Tensor, direction: Queue, width: int) -> None:
@@ -353,7 +352,7 @@ class VirtualBackend:
 
 
 def keep_freed_pages() -> bool:
-    """[Note: glibc and eviction]. Returns False, with nothing changed, without glibc."""
+    """Returns False, with nothing changed, without glibc."""
     return _set_malloc({_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1, _ARENA_MAX: 1})
 
 
@@ -377,7 +376,7 @@ def give_freed_pages_back() -> None:
 
 
 def available_host_bytes() -> int:
-    """Returns the bytes that this process can still take: MemAvailable, or less within the cgroup's limit."""
+    """MemAvailable, or less within the cgroup's limit."""
     found: list[int] = []
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
@@ -395,7 +394,7 @@ def available_host_bytes() -> int:
 
 
 def _reclaimable_bytes() -> int:
-    """Page cache of the cgroup, which counts as used but is given up on demand."""
+    """Page cache counts as used by the cgroup but is given up on demand."""
     stat = Path("/sys/fs/cgroup/memory.stat")
     if stat.exists():
         for line in stat.read_text().splitlines():

@@ -1,7 +1,7 @@
 """CudaBackend: one CUDA device for the engine's queues.
 
-The code above it, which also runs on `virtual_streams.py`, decides the use of the streams, the edges between them and
-when memory is free again. This file has the calls about memory, `cuda_streams.py` those about order.
+The code above it, which also runs on `virtual_streams.py`, decides the order of streams and when memory is free. This
+file has the calls about memory, `cuda_streams.py` those about order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["CudaBackend", "cuda_device", "default_adam_threads"]
 
 
 def cuda_device(name: str) -> torch.device:
-    """Returns the device that "cuda" or "cuda:N" names. Raises PlanError for another word or a missing device."""
+    """Returns the device of "cuda" or "cuda:N". Raises PlanError for another word or a missing device."""
     word, colon, number = name.partition(":")
     if word != "cuda" or (colon and not (number.isascii() and number.isdigit())):
         raise PlanError(f"device {name!r} is not known; use 'virtual', 'cuda' or 'cuda:0'")
@@ -54,8 +54,8 @@ def cuda_device(name: str) -> torch.device:
 
 
 def default_adam_threads() -> int:
-    """Returns all cores of the process but one for the training thread and one for the threads that issue copies. More
-    threads than cores slow Adam down (OpenMP barriers) far more than the last core speeds it up."""
+    """All cores of the process but one for training and one for issuing copies. More threads than cores slow Adam down
+    (OpenMP barriers) far more than the last core speeds it up."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else (os.cpu_count() or 1)
     return max(1, cores - 2)
@@ -64,11 +64,11 @@ def default_adam_threads() -> int:
 class CudaBackend(CudaStreams):
     """One CUDA device.
 
-    limit_bytes: bytes of the card that this process may use, context included: torch refuses more, also to operators.
-    room_bytes: bytes kept free for uses that no plan counts, more where more was measured (headroom.py).
+    limit_bytes: of the card that this process may use, context included: torch refuses more, also to operators.
+    room_bytes: free for uses that no plan counts, more where more was measured (headroom.py).
 
-    Raises PlanError for a limit larger than the card or without room beside the memory in use on it, for an allocator
-    with which budgets would not hold (`cuda_blocks.set_up_allocator`), and while a CUDA graph is captured.
+    Raises PlanError for a limit larger than the card or without room beside the memory in use, for an allocator with
+    which budgets would not hold (`cuda_blocks.set_up_allocator`), and while a CUDA graph is captured.
     """
 
     name = "cuda"
@@ -109,7 +109,7 @@ class CudaBackend(CudaStreams):
         return self
 
     def _cap(self, limit_bytes: int) -> None:
-        """Set torch's own limit on the memory that it reserves. Other memory on the card is subtracted first."""
+        """Torch's own limit on reserved memory, less other memory on the card."""
         kept = self.kept
         if limit_bytes <= kept.measured_bytes:
             raise PlanError(
@@ -127,7 +127,7 @@ class CudaBackend(CudaStreams):
         return self._blocks.give_back()
 
     def give_host_back(self) -> None:
-        """Give unused pinned memory back to the system; torch would keep it. Stops the device."""
+        """Unused pinned memory goes back to the system; torch would keep it. Stops the device."""
         torch.cuda.synchronize(self.device)
         empty = getattr(torch._C, "_host_emptyCache", None)
         if empty is None:
@@ -186,11 +186,11 @@ class CudaBackend(CudaStreams):
         self._blocks.make_room(self._budget_bytes - payload_bytes)
 
     def available_gpu_bytes(self) -> int | None:
-        """The bytes of the card, or the limit, less the memory beside torch's now and less workspaces."""
+        """The card, or the limit, less memory beside torch's now and workspaces."""
         return max(0, (self._limit_bytes or self._total_bytes) - self._room_now().measured_bytes)
 
     def plannable_gpu_bytes(self) -> int:
-        """Returns the bytes of GPU memory for which a new plan should be made."""
+        """Of GPU memory, for a new plan."""
         return max(0, (self._limit_bytes or self._total_bytes) - self._room_now().kept_bytes)
 
     def _room_now(self) -> Headroom:

@@ -1,20 +1,20 @@
 """GPU memory of chunks on CUDA: storages that get and lose their memory in place, from blocks of equal size.
 
-[Note: reserved bytes] A plan's budget limits the bytes in use. The process *reserves* more of the card: torch's
-fragments (benchmarks/gpu_memory.py measures them). With expandable segments see [Note: pages]. Without them, payloads
-of the size that moves most come from one private MemPool, in which any free block fits. The pool may grow to the budget
-less the highest tide and the payloads that always stay. Where operators are refused memory all the same (ladder.py),
-`give_back` replaces the pool. torch returns the blocks of a pool without a holder to the driver once they are free.
+[Note: reserved bytes] A plan's budget limits the bytes in use; the process *reserves* more: torch's fragments
+(benchmarks/gpu_memory.py measures them). With expandable segments see [Note: pages]. Without them, payloads of the size
+that moves most come from one private MemPool, in which any free block fits. The pool may grow to the budget less the
+highest tide and the payloads that always stay. Where operators are refused memory all the same (ladder.py), `give_back`
+replaces the pool. torch returns the blocks of a pool without a holder to the driver once they are free.
 
-Other payloads are allocated outside the pool, under a stream of their own, so that torch keeps them apart from the
-user's tensors. Their free blocks go back to the driver when the tide, or another size, needs the room. That stops the
-device and is counted in `exchanges`.
+Other payloads are allocated outside the pool, under a stream of their own, apart from the user's tensors. Their free
+blocks go back to the driver when the tide, or another size, needs the room, which stops the device and is counted in
+`exchanges`.
 
 [Note: exchanges] An exchange also drops the memory that torch keeps for operators, which ask the driver for it again.
-Therefore an exchange comes when more than the budget and a slack would be reserved, and then gives back everything that
-is free, down to the budget or below. The slack is 0 where the plan takes all bytes of the card. It begins with a
-twentieth of the budget or 64 MiB, whichever is more, and doubles with each exchange, up to the bytes beyond the budget.
-Free pieces of segments that are in part in use cannot go back, so no exchange is made for them.
+So it comes when more than the budget and a slack would be reserved, and gives back all that is free, down to the budget
+or below. The slack is 0 where the plan takes all bytes of the card. It begins with a twentieth of the budget or 64 MiB,
+whichever is more, and doubles with each exchange, up to the bytes beyond the budget. Free pieces of segments that are
+in part in use cannot go back, so no exchange is made for them.
 
 [Note: segments] torch takes memory from the driver in segments: 2 MiB for blocks of up to 1 MiB; 20 MiB for blocks
 below 10 MiB, which are cut from the segment in multiples of 512 B; for larger blocks multiples of 2 MiB, one block per
@@ -114,7 +114,7 @@ def block_bytes(size: int) -> int:
 
 
 def segment_of(block: int) -> tuple[int, int]:
-    """Returns (bytes of the segment that holds such a block, blocks in it)."""
+    """(bytes of the segment that holds such a block, blocks in it)."""
     if block >= 10 * MIB:
         return _up(block, 2 * MIB), 1
     segment = 2 * MIB if block <= MIB else 20 * MIB
@@ -126,8 +126,7 @@ def _up(size: int, step: int) -> int:
 
 
 def set_up_allocator() -> None:
-    """Let torch's allocator map pages, or keep large blocks whole. Raise PlanError where torch does not manage memory
-    so."""
+    """Let torch map pages, or keep large blocks whole. Raise PlanError where torch does not manage memory so."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
@@ -146,7 +145,7 @@ def set_up_allocator() -> None:
 
 
 def limit_fragments(share: float) -> bool:
-    """[Note: fragments]. Returns whether the settings are ours.
+    """[Note: fragments]; returns whether the settings are ours.
 
     share: of the bytes that torch may reserve."""
     if _settings().get("PYTORCH_CUDA_ALLOC_CONF", "") not in {"", *_set_last}:
@@ -167,7 +166,7 @@ def limit_fragments(share: float) -> bool:
 
 
 def restore_settings(blocks: Blocks) -> None:
-    """Restore torch's own settings, if they are ours and `blocks` are the last in use."""
+    """Torch's own, if they are ours and `blocks` are the last in use."""
     _in_use.discard(blocks)
     if _set_last and not _in_use and _settings().get("PYTORCH_CUDA_ALLOC_CONF", "") in {"", *_set_last}:
         _set(_DEFAULT)
@@ -184,12 +183,12 @@ def _settings() -> dict[str, Any]:
 
 
 def split_bytes(device: torch.device) -> int:
-    """Free bytes of segments in use in part, which torch cannot give back."""
+    """Free in segments in use, which torch cannot give back."""
     return int(torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0))
 
 
 def check_no_capture(what: str) -> None:
-    """Raise PlanError where this thread's stream captures a CUDA graph: [Note: graphs]."""
+    """Raise PlanError in a capture: [Note: graphs]."""
     if torch.cuda.is_current_stream_capturing():
         raise PlanError(
             f"{what} while a CUDA graph is being captured, where memory can neither be taken nor given back; capture "
@@ -198,7 +197,7 @@ def check_no_capture(what: str) -> None:
 
 
 def pool_shape(plan: Plan) -> PoolShape:
-    """Returns (bytes of a block, most bytes) of the pool. The block is the payload size that moves most often."""
+    """(bytes of a block, most bytes): the payload size that moves most often."""
     moves: dict[tuple[int, str], int] = {}
     for step in plan.steps:
         if step.chunk is None:
@@ -226,17 +225,17 @@ def pool_shape(plan: Plan) -> PoolShape:
 
 
 def _storage_bytes(plan: Plan, chunk: int, list_name: str) -> int:
-    """The whole list where the slices of all ranks lie side by side (slices.py)."""
+    """The whole list where all ranks' slices lie side by side (slices.py)."""
     if list_name in OTHERS:
         return plan.layout.payload_bytes(chunk, OTHERS[list_name]) * plan.layout.ranks
     return plan.layout.payload_bytes(chunk, list_name)
 
 
 class Blocks:
-    """Memory of payloads on one device. Every method may be called from any thread.
+    """Of payloads on one device; any thread may call.
 
-    pool_bytes: bytes that the pool of equal blocks has reserved.
-    kept_bytes: bytes of the pool that torch kept when last asked for them.
+    pool_bytes: reserved by the pool of equal blocks.
+    kept_bytes: of these, kept by torch when last asked for them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -275,10 +274,10 @@ class Blocks:
         resting_bytes: int = 0,
         operators_bytes: int = 0,
     ) -> None:
-        """Prepare for a plan. An earlier plan's pool stays if its block is the same and it keeps to its new limit.
+        """Prepare for a plan; an earlier pool stays if its block is the same and it keeps to the new limit.
 
-        resting_bytes: bytes in use beside payloads between two iterations.
-        operators_bytes: bytes in use beside payloads at the highest tide.
+        resting_bytes: beside payloads between two iterations.
+        operators_bytes: beside payloads at the highest tide.
         """
         with self._lock:
             self._paged = bool(_settings().get("expandable_segments"))
@@ -295,8 +294,8 @@ class Blocks:
             self.slack_bytes = min(beyond_bytes, max(LEAST_SLACK_BYTES, int(share * budget_bytes)))
 
     def give_back(self) -> int:
-        """Give the free memory of payloads back to the driver, for operators: [Note: reserved bytes]. Returns the bytes
-        by which reserved memory shrinks. Stops the device."""
+        """Payloads' free memory goes to the driver, for operators: [Note: reserved bytes]. Returns the bytes by which
+        reserved memory shrinks. Stops the device."""
         with self._lock:
             free = self._free_blocks * self._block
             before = torch.cuda.memory_reserved(self.device)
@@ -313,7 +312,7 @@ class Blocks:
             return given
 
     def _replace_pool(self, block: int) -> None:
-        """Payloads keep their blocks of the former pool; torch gives its free blocks back."""
+        """Payloads keep blocks of the former pool; torch gives its free blocks back."""
         check_no_capture("a memory pool is replaced")
         for storage in self._in_pool:
             self._in_former[storage] = self._block
@@ -352,7 +351,7 @@ class Blocks:
             self._most_held_bytes = max(self._most_held_bytes, self._loose_held_bytes)
 
     def shrink(self, payload: torch.Tensor) -> None:
-        """No work on the device may use the memory any more."""
+        """No work on the device may use it any more."""
         storage = payload.untyped_storage()
         with self._lock:
             size = storage.nbytes()
@@ -370,13 +369,12 @@ class Blocks:
                 self._loose_free[block] += 1
 
     def unmap_after(self, event: Any) -> None:
-        """Let torch unmap no page of payloads before the event. Where an operator is refused memory, torch unmaps free
-        pages itself, and waits only for the stream under which they were allocated."""
+        """Torch unmaps no page of payloads before the event. (Where an operator is refused memory, it unmaps free pages
+        itself, and waits only for the stream that allocated them.)"""
         self._stream.wait_event(event)
 
     def payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor on a storage of its own without memory. It has memory for a moment: torch cannot make it
-        otherwise."""
+        """A storage of its own without memory, which it has for a moment: torch cannot make it otherwise."""
         made: list[torch.Tensor] = []
         size = numel * dtype.itemsize
         block = block_bytes(size)
@@ -399,7 +397,7 @@ class Blocks:
         return made[0]
 
     def make_room(self, others_bytes: int) -> None:
-        """Give free memory outside the pool back where non-model data needs it."""
+        """Free memory outside the pool goes back where non-model data needs it."""
         with self._lock:
             if others_bytes <= self._resting_bytes:
                 more = self._beside_payloads()[1] - self._resting_bytes
@@ -414,13 +412,13 @@ class Blocks:
                 self._exchange_for_room()
 
     def _beside_payloads(self) -> tuple[int, int]:
-        """Returns (reserved bytes but those of payloads, bytes of them in use)."""
+        """(reserved bytes but those of payloads, bytes of them in use)."""
         reserved, allocated = self._mapped_bytes()
         pooled_bytes = len(self._in_pool) * self._block + sum(self._in_former.values())
         return reserved - self._most_held_bytes, allocated - self._loose_held_bytes - pooled_bytes
 
     def _new_pages(self, tide_bytes: int, mapped: int, used: int) -> int:
-        """Returns the bytes that a rise to this tide may map."""
+        """That a rise to this tide may map."""
         last, most = self._used_at.get(tide_bytes, (-MIB, 0))
         self._used_at[tide_bytes] = used, max(used, most)
         if abs(used - last) < MIB and mapped > self._operators_bytes - WORTH_BYTES:
@@ -434,7 +432,7 @@ class Blocks:
         return self._budget_bytes + self.slack_bytes + self._others_bytes
 
     def _mapped_bytes(self) -> tuple[int, int]:
-        """Returns (reserved bytes, bytes of them in use)."""
+        """(reserved bytes, bytes of them in use)."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         return stats["reserved_bytes"]["all"]["current"], stats["allocated_bytes"]["all"]["current"]
 
@@ -487,7 +485,7 @@ class Blocks:
             self._exchange_for_room()
 
     def _exchange_for_room(self) -> None:
-        """Let the next swing of the tide be larger before it costs an exchange too."""
+        """The next swing of the tide may be larger before it costs one too."""
         self._exchange()
         self.slack_bytes = min(self._beyond_bytes, 2 * self.slack_bytes)
 

@@ -1,12 +1,12 @@
-"""CudaStreams: queues as CUDA streams and events, and the work that is issued to them.
+"""CudaStreams: queues as CUDA streams and events.
 
 Copies run on persistent streams of high priority, between pinned slabs and chunk storages, without blocking the host.
 The compute queue is the current stream of the calling thread, read anew at each call: autograd runs each backward
 function on the stream of its forward, in a thread of its own, and users have streams of their own.
 
 [Note: two clocks] CUDA gives milliseconds in single precision by the device's clock, which drifts against the host's.
-So times are counted from a point that is taken in both clocks. Every ten seconds a new point is taken, on a stream
-without other work, so that it happens when it is issued. Events that come well after it use it.
+So times count from a point taken in both clocks, anew every ten seconds, on a stream without other work, so that it
+happens when issued; events well after it use it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class CudaStreams:
         self._off_plan(direction)
 
     def _off_plan(self, direction: Queue) -> None:
-        """Wait for a copy that a thread of another queue has issued, on the current stream."""
+        """Wait, on the current stream, for a copy that another queue's thread issued."""
         if self.queue is not direction:
             torch.cuda.current_stream(self.device).synchronize()
 

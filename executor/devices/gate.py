@@ -1,11 +1,11 @@
 """Gate: gpu memory that is given back while work that uses it may still be in flight.
 
-With streams a step is *issued* long before it *happens*. But an allocator decides when work is issued which memory it
-hands out next. So memory that is given back returns to the allocator once the event of its last use is complete.
+With streams a step is *issued* long before it *happens*, but an allocator decides at issue which memory it hands out
+next: memory given back returns to it once the event of its last use is complete.
 
-[Note: no deadlock] A take may wait for an event, and the wait always ends. The event's work was issued before the
-event, and waits only for earlier events. So none depends on the waiting thread or on a lock that it holds. When nothing
-is pending any more, the bytes held are those of the arena's ledger, which has allowed the take.
+[Note: no deadlock] A take may wait for an event, and the wait always ends. The event's work was issued before it, and
+waits only for earlier events, so none depends on the waiting thread or a lock that it holds. When nothing is pending,
+the bytes held are those of the arena's ledger, which has allowed the take.
 
 [Note: who waits] A thread of a side queue waits on the host. The thread that issues compute must not stop: it makes its
 stream wait for the oldest event and takes the block at once ("early"). The allocator may give that block to any later
@@ -49,7 +49,7 @@ class _Pending:
 
 class Gate:
     """before_early(event): called before memory is taken away early.
-    pending_bytes: bytes given back that are not yet free.
+    pending_bytes: given back, not yet free.
     host_waits: takes that waited on the host.
     stream_waits: takes that made their stream wait instead.
     """
@@ -77,8 +77,8 @@ class Gate:
         self.stream_waits = 0
 
     def take(self, payload: torch.Tensor, queue: Queue) -> None:
-        """Give memory for work that `queue` issues from now on. Raises OutOfMemory where the device has none even when
-        all memory given back is free."""
+        """Memory for work that `queue` issues from now on. Raises OutOfMemory where there is none even when all given
+        back is free."""
         key, size = _key(payload), payload.numel() * payload.element_size()
         while True:
             with self._lock:
@@ -105,7 +105,7 @@ class Gate:
             self._wait(queue, oldest)
 
     def give(self, payload: torch.Tensor, queue: Queue) -> None:
-        """Take memory away once all work issued to `queue` by now has happened. Does nothing without memory."""
+        """Once all work issued to `queue` by now has happened. Nothing without memory."""
         key = _key(payload)
         with self._lock:
             size = self._held.pop(key, None)
@@ -116,7 +116,7 @@ class Gate:
             self.pending_bytes += size
 
     def room(self, payload_bytes: int, queue: Queue) -> None:
-        """Limit payloads to this many bytes; the caller will use the rest."""
+        """Limit payloads to so many bytes; the caller will use the rest."""
         while True:
             with self._lock:
                 self._room_bytes = payload_bytes
@@ -136,7 +136,7 @@ class Gate:
             self._streams.synchronize(oldest.event)
 
     def abandon(self) -> None:
-        """Free all memory given back, without its events, once the streams are gone."""
+        """Free all that was given back, without its events, once the streams are gone."""
         with self._lock:
             for key in list(self._pending):
                 self._free(key)
@@ -147,7 +147,7 @@ class Gate:
         self.held_bytes += size
 
     def _oldest_in_the_way(self, size: int) -> _Pending | None:
-        """The oldest payload that has to be free before `size` more bytes fit."""
+        """That has to be free before `size` more bytes fit."""
         if self._room_bytes is None or self.held_bytes + self.pending_bytes + size <= self._room_bytes:
             return None
         return next(iter(self._pending.values()), None)

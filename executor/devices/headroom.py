@@ -1,12 +1,10 @@
-"""Headroom: memory that a run leaves free on a card for uses that no plan counts.
+"""Memory that a run leaves free on a card for uses that no plan counts: the driver's context, with kernels loaded when
+first needed; the workspaces that cuBLAS takes through torch's allocator, one per thread and stream that multiplies; the
+allocator's fragments. The first two, and other programs' memory, are measured when a run begins, after products forward
+and backward in fp32 and bf16. Fragments cannot be.
 
-There are three such uses: the driver's context, with kernels loaded when first needed; the workspaces that cuBLAS takes
-through torch's allocator, one per thread and stream that multiplies; the allocator's fragments. The first two, and
-memory of other programs, are measured when a run begins, after products forward and backward in fp32 and bf16.
-Fragments cannot be measured before the run.
-
-A new plan leaves all of these bytes free, and at least the reserve of the catalog's machines. An existing plan is
-refused only because of measured bytes.
+A new plan leaves all of these free, and at least the reserve of the catalog's machines; an existing plan is refused
+only because of measured bytes.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ _EXTENT = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Headroom:
-    """outside_bytes: bytes on the card that are not torch's: the context of this process, other programs.
-    workspace_bytes: workspaces of cuBLAS, in torch's memory.
-    least_bytes: bytes kept free in all where fewer were measured.
+    """outside_bytes: not torch's: the context of this process, other programs.
+    workspace_bytes: of cuBLAS, in torch's memory.
+    least_bytes: free in all where fewer were measured.
     """
 
     outside_bytes: int
@@ -41,7 +39,7 @@ class Headroom:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the card, or of a run's cap on it, that a plan is made without."""
+        """Of the card, or of a run's cap on it, that a plan leaves."""
         return max(self.least_bytes, self.measured_bytes + FRAGMENT_BYTES)
 
     def __str__(self) -> str:
@@ -72,7 +70,7 @@ def measure_room(device: torch.device, *, least_bytes: int = RESERVE_BYTES) -> H
 
 
 def _multiply(device: torch.device) -> list[torch.Tensor]:
-    """Returns the tensors that backward's thread may hold."""
+    """Tensors that backward's thread may hold."""
     tensors: list[torch.Tensor] = []
     with torch.enable_grad():
         for dtype in (torch.float32, torch.bfloat16):

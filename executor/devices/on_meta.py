@@ -1,8 +1,7 @@
 """Models that are built without memory for their parameters.
 
-[Note: buffers on meta] Buffers in the state_dict come from the same file as the parameters. Other buffers (rotary
-frequencies, masks) are computed when the module is built, and only the module can compute them; so they must not be on
-meta.
+[Note: buffers on meta] Buffers in the state_dict come from the parameters' file. Others (rotary frequencies, masks) are
+computed when the module is built, by the module alone, so they must not be on meta.
 """
 
 from __future__ import annotations

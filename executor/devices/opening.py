@@ -1,4 +1,4 @@
-"""Opening: opens the accelerator of `device="..."`, checks the placement of a model, and moves its buffers."""
+"""Opens the accelerator of `device="..."`, checks the placement of a model, and moves its buffers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["DeviceOptions", "check_placement", "is_cuda", "move_buffers", "open_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
-    """Options of the accelerator that a run uses.
+    """Of the accelerator that a run uses.
 
     bandwidth: bytes/s of the virtual link, one figure or (to the gpu, to the host); None: as fast as memory.
-    adam_threads: torch threads of CPU Adam; None: 1 on the virtual accelerator, all cores but two on CUDA.
-    gpu_memory_bytes: bytes of the accelerator that the run may use, context included; None: all bytes."""
+    adam_threads: of CPU Adam; None: 1 on the virtual accelerator, all cores but two on CUDA.
+    gpu_memory_bytes: that the run may use, context included; None: all bytes."""
 
     bandwidth: float | tuple[float | None, float | None] | None = None
     adam_threads: int | None = None
@@ -42,8 +42,8 @@ def is_cuda(device: str) -> bool:
 
 
 def open_backend(device: str, plan: Plan, options: DeviceOptions) -> Backend:
-    """Returns the accelerator of that name: "virtual", "cuda" or "cuda:N". Raises PlanError for an unknown or missing
-    device, and for options that it does not have."""
+    """Returns the accelerator of "virtual", "cuda" or "cuda:N". Raises PlanError for an unknown or missing device, and
+    for options that it lacks."""
     if device != "virtual":
         if options.bandwidth is not None:
             raise PlanError(
@@ -72,8 +72,8 @@ def open_backend(device: str, plan: Plan, options: DeviceOptions) -> Backend:
 
 
 def check_placement(model: nn.Module, device: torch.device) -> torch.device:
-    """Returns the device of the model's parameters. Raises ContractError for a model on several devices, or on one
-    other than the host, meta or the run's.
+    """Returns the device of the parameters. Raises ContractError for a model on several devices, or on one other than
+    the host, meta or the run's.
 
     Models are built on the host: one worth offloading does not fit the device, and its values go to host chunks anyway.
     """
@@ -91,8 +91,7 @@ def check_placement(model: nn.Module, device: torch.device) -> torch.device:
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> Callable[[], None]:
-    """Move every buffer to the device, a shared one once. Returns a function that moves them back, with their values at
-    that time."""
+    """A shared buffer moves once. Returns a function that moves them back, with their values then."""
     before: dict[torch.Tensor, torch.device] = {}
 
     def move(to: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -118,7 +117,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> Callable[[], None]:
 
 
 def synchronized(device: torch.device, clock: Callable[[], float]) -> Callable[[], float]:
-    """Returns a clock that waits until the device has done all its work before each reading."""
+    """Each reading waits until the device has done all its work."""
     if device.type != "cuda":
         return clock
 

@@ -1,9 +1,8 @@
 """Packed parameters: frozen matrices that bitsandbytes stores with their scales ([Note: storage] in dtypes.py).
 
-The parameter of a `Linear4bit` has the codes; its scales are tensors of the quantisation state. An 8-bit linear module
-keeps codes and scales in a state of its own. In a chunk the parts of a matrix lie one behind the other: the codes, then
-fp32 scales, then 8-bit scales. Each part is a view of the chunk, so that it comes and goes with it. Tables of the code
-are the same for all matrices and stay where the matrices are used.
+The parameter of a `Linear4bit` has the codes, and the quantisation state scales as tensors; an 8-bit linear module
+keeps both in a state of its own. In a chunk the parts of a matrix lie one behind the other: codes, fp32 scales, 8-bit
+scales, each a view of the chunk. Tables of the code are the same for all matrices and stay where these are used.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class _Part(NamedTuple):
 
 
 def mark_packed(model: nn.Module) -> None:
-    """Note at the model's packed parameters where their parts are. Raises ModelError for a form that no chunk holds."""
+    """Note where their parts are. Raises ModelError for a form that no chunk holds."""
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
             form = None if parameter is None else form_of(parameter)
@@ -82,14 +81,14 @@ def _scales(module: nn.Module, name: str) -> list[tuple[Any, str]]:
 
 
 def scales_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each scale of the module's own packed parameters, with the name of its parameter."""
+    """With the parameter's name."""
     for name, parameter in module._parameters.items():
         if parameter is not None and form_of(parameter) is not None:
             yield from ((name, getattr(owner, key)) for owner, key in _scales(module, name))
 
 
 def same_elements(value: object, view: torch.Tensor) -> bool:
-    """Whether a value is a tensor that begins where the view does, in the same storage."""
+    """Whether it is a tensor that begins where the view does, in the same storage."""
     if not isinstance(value, torch.Tensor) or storage_key(value) != storage_key(view):
         return False
     return _begin(value) == _begin(view)
@@ -110,7 +109,7 @@ def _parts(parameter: torch.Tensor) -> tuple[_Part, ...]:
 
 
 def form_of(parameter: torch.Tensor) -> tuple[str, tuple[int, ...]] | None:
-    """Returns (dtype of BASES, shape of the matrix); None for a parameter that is not packed."""
+    """(dtype of BASES, shape of the matrix); None for a parameter that is not packed."""
     state = getattr(parameter, "quant_state", None)
     if state is not None:
         return "nf4" if state.nested else "nf4-single", tuple(int(extent) for extent in state.shape)
@@ -120,7 +119,7 @@ def form_of(parameter: torch.Tensor) -> tuple[str, tuple[int, ...]] | None:
 
 
 def pack(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a packed parameter as a chunk has them, or the elements of any other one, flat."""
+    """A packed parameter's bytes as in a chunk, any other's elements, flat."""
     parts = _parts(parameter)
     if not parts:
         return parameter.detach().reshape(-1)
@@ -131,7 +130,7 @@ def pack(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def point_at(parameter: nn.Parameter, views: Sequence[torch.Tensor]) -> None:
-    """Give a plain parameter, with its scales, new memory: views that `unpacked` makes."""
+    """A plain parameter, with its scales, gets new memory: views that `unpacked` makes."""
     parameter.data = views[0]
     for part, view in zip(_parts(parameter)[1:], views[1:]):
         setattr(part.owner, part.name, view)
@@ -141,7 +140,7 @@ def point_at(parameter: nn.Parameter, views: Sequence[torch.Tensor]) -> None:
 
 
 def unpacked(parameter: torch.Tensor, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Returns views of what `pack` returns, or of a chunk's slot: the parameter, then its scales."""
+    """Views of what `pack` returns, or of a chunk's slot: parameter, then scales."""
     parts = _parts(parameter)
     if not parts:
         return [flat.view(parameter.shape)]
@@ -149,8 +148,8 @@ def unpacked(parameter: torch.Tensor, flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 def twin_of(module: nn.Module, name: str, made: torch.Tensor, make: _Make) -> Callable[[], None]:
-    """Give the twin of a module's packed parameter the same form, with scales made by `make`, and the module a state
-    that names the twin. Returns a function that gives the module its own state back."""
+    """The twin gets the same form, with scales by `make`, and the module a state that names it. Returns a function that
+    gives the module its own state back."""
     parameter: Any = module._parameters[name]
     state = getattr(parameter, "quant_state", None)
     if state is not None:
@@ -173,7 +172,7 @@ def twin_of(module: nn.Module, name: str, made: torch.Tensor, make: _Make) -> Ca
 
 
 def skeleton_of(module: nn.Module, name: str, memo: dict[int, Any]) -> None:
-    """Note for `copy.deepcopy` that a packed parameter is copied without memory."""
+    """`copy.deepcopy` then copies it without memory."""
     parameter: Any = module._parameters[name]
     twin = memo[id(parameter)]
     codes = getattr(getattr(module, "state", None), "CB", None)

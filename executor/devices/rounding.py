@@ -1,7 +1,7 @@
-"""Stochastic rounding of fp32 values to bf16: to one of both neighbours, so that the mean is the value.
+"""Stochastic rounding of fp32 to bf16: to a neighbour, so that the mean is the value.
 
-[Note: random bits without a state] The bits of an element are a hash of the number of the tensor's update, the tensor
-and the element's offset in it. So they are the same on every device, and wherever a plan cuts and moves chunks.
+[Note: random bits without a state] An element's bits are a hash of the number of the tensor's update, the tensor and
+the element's offset in it: the same on every device, wherever a plan cuts and moves chunks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _key(*numbers: int) -> int:
 
 
 def _bits(first: int, count: int, key: int, device: torch.device) -> torch.Tensor:
-    """Returns int64 [count] of 16 random bits per element."""
+    """int64 [count], 16 random bits each."""
     bits = torch.arange(first, first + count, dtype=torch.int64, device=device).bitwise_and_(_MASK).bitwise_xor_(key)
     for _ in range(2):
         bits.bitwise_xor_(bits >> 16).mul_(_FACTOR).bitwise_and_(_MASK)
@@ -35,7 +35,7 @@ def _bits(first: int, count: int, key: int, device: torch.device) -> torch.Tenso
 
 
 def round_stochastically(target: torch.Tensor, value: torch.Tensor, *, update: int, tensor: int, offset: int) -> None:
-    """Write fp32 values into a flat bf16 tensor. A value that bf16 has stays as it is.
+    """Values that bf16 has stay as they are.
 
     offset: of the first value in its tensor.
     """

@@ -1,8 +1,7 @@
 """Rules of updates: the arithmetic of each optimizer on flat fp32 tensors, and its names in torch's state dicts.
 
-A rule says what a new optimizer needs in the executor. The planner's side of it is a row of
-`pstar_sim.workload.optimizers.OPTIMIZERS`. `updates.py` cuts chunks into the tensors that a rule is given, and casts
-what is narrower than fp32.
+The planner's side of a rule is a row of `pstar_sim.workload.optimizers.OPTIMIZERS`; `updates.py` cuts chunks into the
+tensors that it is given, and casts what is narrower than fp32.
 """
 
 from __future__ import annotations
@@ -33,20 +32,19 @@ Kernel = Callable[[Flat, Flat, Sequence[Flat], Sequence[int], Settings, Flat], N
 class Rule:
     """The update of an optimizer.
 
-    kernel: kernel(params, grads, moments, steps, settings, scratch) updates params and moments in place. `moments` has
-        a sequence of tensors per state, `steps` the number of earlier updates of each tensor, `scratch` a tensor per
-        buffer, as long as the longest range.
-    plain_name: class of `library` with the same update; "" if no library has one.
-    states: key of a parameter's state in a state dict -> the list of its chunk, or a field of one (`memory.slots`).
-    settings: names of its settings.
+    kernel: updates params and moments in place, given (params, grads, moments, steps, settings, scratch): `moments` has
+        a sequence per state, `steps` the earlier updates of each tensor, `scratch` a tensor per buffer, as long as the
+        longest range.
+    plain_name: class of `library` with the same update, "" without one.
+    states: key in a state dict -> list of the chunk, or a field of one (`memory.slots`).
     refused: switches of the library's class that have to be off.
     on: settings that choose this arithmetic, in a state dict's groups.
     given: those that the library's class takes beside `settings`.
-    buffers: fp32 tensors beside the lists, each as long as what is updated at a time.
-    counts: whether a state dict has a step count, and of which type.
-    block: elements that are updated together.
-    room: bytes that the update of a whole tensor of a shape takes beside its lists; None for updates of elements.
-    needs: the package that computes it; "" for torch.
+    buffers: fp32 tensors beside the lists, as long as what is updated at a time.
+    counts: type of a state dict's step count, if any.
+    block: elements updated together.
+    room: bytes for a whole tensor of a shape beside its lists, None for updates of elements.
+    needs: its package, "" for torch.
     constants: key -> tensor that a state dict has beside the states.
     """
 
@@ -74,13 +72,13 @@ class Rule:
         return bool(self.plain_name) and find_spec(self.library.partition(".")[0]) is not None
 
     def plain(self, parameters: Iterable[torch.Tensor], settings: Settings) -> torch.optim.Optimizer:
-        """Returns the library's own optimizer with these settings and this arithmetic."""
+        """The library's own, with this arithmetic."""
         kind = getattr(import_module(self.library), self.plain_name)
         made: torch.optim.Optimizer = kind(parameters, **settings, **self.given)
         return made
 
     def refused_in(self, group: Settings) -> str:
-        """Returns the unsupported switches that a group sets, in words; "" for none."""
+        """Unsupported switches that a group sets, in words; "" for none."""
         return ", ".join(f"{name}={group[name]}" for name in self.refused if group.get(name))
 
 
@@ -91,8 +89,7 @@ def _number(value: Any) -> Any:
 
 
 def _counts(steps: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-    """Returns step counts of this update. They are filled on the device: no copy, no wait. torch wants fp32 here; fp16
-    cannot count beyond 2048."""
+    """Of this update, filled on the device: no copy, no wait. fp16 cannot count beyond 2048."""
     counts = {n: torch.full((), float(n + 1), dtype=torch.float32, device=device) for n in set(steps)}
     return [counts[n] for n in steps]
 
@@ -170,7 +167,7 @@ def _rms(tensor: torch.Tensor) -> torch.Tensor:
 def _adafactor(
     params: Flat, grads: Flat, moments: Sequence[Flat], steps: Sequence[int], settings: Settings, scratch: Flat
 ) -> None:
-    """Adafactor of transformers without a first moment, of whole tensors. The factors of matrices are flat."""
+    """transformers' without a first moment, on whole tensors; factors of matrices are flat."""
     least, least_scale = settings["eps"]
     for n, (param, grad) in enumerate(zip(params, grads)):
         step, lr = steps[n] + 1, settings["lr"]
@@ -196,7 +193,7 @@ def _adafactor(
 
 
 def _room_of_adafactor(shape: Sequence[int]) -> int:
-    """Parameter, gradient, direction and what two operators of it make, in fp32."""
+    """fp32 parameter, gradient, direction and what two operators of it make."""
     return 5 * 4 * math.prod(shape)
 
 
@@ -208,7 +205,7 @@ def _room_of_muon(shape: Sequence[int]) -> int:
 
 @cache
 def _code(signed: bool, device: torch.device) -> torch.Tensor:
-    """Returns bitsandbytes' values of the 256 codes, by which moments are read and written."""
+    """bitsandbytes' values of the 256 codes of moments."""
     from bitsandbytes.functional import create_dynamic_map
 
     code: torch.Tensor = create_dynamic_map(signed=signed).to(device)
@@ -219,7 +216,7 @@ _CPU = torch.device("cpu")
 
 
 def _in_8_bits(name: str) -> Kernel:
-    """Returns bitsandbytes' update of flat tensors, by its name of the optimizer. Each moment has codes and scales."""
+    """bitsandbytes' update of flat tensors, codes and scales per moment."""
 
     def kernel(
         params: Flat, grads: Flat, moments: Sequence[Flat], steps: Sequence[int], settings: Settings, scratch: Flat
@@ -238,7 +235,7 @@ def _in_8_bits(name: str) -> Kernel:
 
 
 def _in_32_bits(name: str) -> Kernel:
-    """Returns bitsandbytes' update of tensors whose moments are in fp32."""
+    """bitsandbytes' update with fp32 moments."""
 
     def kernel(
         params: Flat, grads: Flat, moments: Sequence[Flat], steps: Sequence[int], settings: Settings, scratch: Flat
@@ -286,10 +283,7 @@ _OF_SGD = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
 
 
 def _of_bitsandbytes(kind: str, name: str, moments: Sequence[str], settings: tuple[str, ...], bits: int) -> Rule:
-    """Returns an update of bitsandbytes.optim.
-
-    kind: its class, and name: that of its update.
-    """
+    """kind: class in bitsandbytes.optim; name: of its update."""
     narrow, states = bits == 8, dict[str, str]()
     for n, moment in enumerate(moments, 1):
         states |= {f"state{n}": moment, **({f"absmax{n}": f"{moment}.scale"} if narrow else {})}

@@ -1,7 +1,7 @@
 """Functions that torch 2.6 to 2.8 lack.
 
-- Which hooks on saved tensors are in force in this thread. Older versions get wrappers of the functions that push and
-  pop hooks, when the executor is imported.
+- Which hooks on saved tensors are in force in this thread: the functions that push and pop hooks get wrappers when the
+  executor is imported.
 - A CUDA memory pool for the allocations of one thread. Older versions have a pool per stream.
 - Settings of the CUDA allocator of a running process.
 - Whether the compiler watches this thread. In older versions torch's function for it loses a reference to None at each
@@ -27,7 +27,7 @@ SavedHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 def watch_hooks(where: Any) -> Callable[[], SavedHooks | None]:
-    """Count calls of the two functions of `where` (torch._C._autograd). Returns a function that gives the hooks in
+    """Counts calls of `where`'s two functions (torch._C._autograd), and returns a function that gives the hooks in
     force."""
     mine = threading.local()
     push, pop = getattr(where, _PUSH), getattr(where, _POP)
@@ -54,8 +54,7 @@ def watch_hooks(where: Any) -> Callable[[], SavedHooks | None]:
 
 
 def compiler_watches() -> Callable[[], object] | None:
-    """Returns a function that gives None while the compiler does not watch this thread; None in torch versions without
-    one."""
+    """The function gives None while the compiler does not watch this thread; None in torch versions without one."""
     if not _WATCH_COUNTS:
         return None
     ask: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
@@ -74,8 +73,8 @@ else:
 
 @contextlib.contextmanager
 def allocating_in(pool: Any, device: torch.device) -> Iterator[None]:
-    """Inside this context, memory that this thread allocates comes from the pool (torch.cuda.MemPool); before torch
-    2.8, memory of the current stream."""
+    """Allocations of this thread come from the pool (torch.cuda.MemPool), before torch 2.8 those of the current
+    stream."""
     c: Any = torch._C
     if hasattr(c, "_cuda_beginAllocateCurrentThreadToPool"):
         with torch.cuda.use_mem_pool(pool, device):
@@ -100,7 +99,7 @@ def set_allocator(settings: str) -> None:
 
 
 def maps_pages() -> bool:
-    """Returns whether torch and the driver do what expandable_segments:True asks for, tried with one byte."""
+    """Whether torch and the driver do what expandable_segments:True asks for, tried with one byte."""
     try:
         with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
             torch.empty(1, dtype=torch.uint8, device="cuda")

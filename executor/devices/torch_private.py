@@ -1,6 +1,6 @@
-"""Private names of torch that the executor needs, each in one function or constant.
+"""Private names of torch, each in one function or constant.
 
-All are older than torch 2.6, the oldest version supported, unless their docstring says otherwise; torch26.py has the
+All are older than torch 2.6, the oldest supported, unless their docstring says otherwise; torch26.py has the
 differences of 2.6 and 2.7.
 """
 
@@ -60,13 +60,13 @@ GROUPED_MM: Any = getattr(torch.ops.aten, "_grouped_mm", None)  # torch 2.6 lack
 
 
 def transforms_running() -> bool:
-    """Whether a transform of torch.func (grad, vjp, jvp, vmap, ...) runs in this thread."""
+    """Whether one of torch.func (grad, vjp, jvp, vmap, ...) runs in this thread."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def show_wrapped(look: Callable[[Any], object]) -> None:
-    """Let transforms of torch.func call `look` with each argument before they wrap it: the wrapper's torch function is
-    not called by operators."""
+    """torch.func calls `look` with each argument before it wraps it: operators do not call the wrapper's torch
+    function."""
     for module, name in ((eager_transforms, "_wrap_tensor_for_grad"), (vmap, "_add_batch_dim")):
         setattr(module, name, _looked_at(getattr(module, name), look))
 
@@ -81,8 +81,8 @@ def _looked_at(wrap: Callable[..., Any], look: Callable[[Any], object]) -> Calla
 
 
 def storage_key(of: torch.Tensor | torch.UntypedStorage) -> int:
-    """Returns the address of the C++ storage, the same for every view, unique as long as the storage lives. Raises
-    NotImplementedError or RuntimeError for a tensor without storage (sparse, ...).
+    """Address of the C++ storage, the same for every view, unique while the storage lives. Raises NotImplementedError
+    or RuntimeError for a tensor without storage (sparse, ...).
     """
     storage = of.untyped_storage() if isinstance(of, torch.Tensor) else of
     return int(storage._cdata)
@@ -100,12 +100,12 @@ def outside_compiled_code() -> Iterator[None]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Number of in-place writes to the tensor and to other views of its storage."""
+    """In-place writes to the tensor and other views of its storage."""
     return tensor._version
 
 
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Returns name -> the module's own parameter, None where it registered none. Writes change the module."""
+    """Name -> own parameter, None where it registered none. Writes change the module."""
     return module._parameters
 
 
@@ -123,13 +123,13 @@ def writes_in_place(operator: Any) -> bool:
 
 
 def node_class(function: type[torch.autograd.Function]) -> type:
-    """Class of the nodes that the function puts into a graph."""
+    """Of the nodes that the function puts into a graph."""
     found: type = function._backward_cls
     return found
 
 
 def backward_from(roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
-    """`torch.autograd.backward`, which takes edges of a graph from torch 2.7 on."""
+    """Takes edges of a graph from torch 2.7 on."""
     torch.autograd.graph._engine_run_backward(
         tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
@@ -139,8 +139,7 @@ _CALL = "_call_impl"
 
 
 def call_of(module: nn.Module) -> Callable[..., Any]:
-    """Returns the function that `module(...)` calls. A wrapper of it has the hooks inside, unlike a wrapper of
-    `forward`."""
+    """What `module(...)` calls. A wrapper of it has the hooks inside, unlike a wrapper of `forward`."""
     found: Callable[..., Any] = getattr(module, _CALL)
     return found
 
@@ -151,7 +150,7 @@ def replace_call(module: nn.Module, call: Callable[..., Any]) -> Callable[[], No
 
 
 def override(module: nn.Module, name: str, value: object) -> Callable[[], None]:
-    """Give the module an attribute in place of its class's. Returns a function that undoes this."""
+    """An attribute in place of the class's; returns a function that undoes this."""
     module.__dict__[name] = value
 
     def remove() -> None:
@@ -164,12 +163,12 @@ def override(module: nn.Module, name: str, value: object) -> Callable[[], None]:
 
 
 def all_gather(group: Any, into: torch.Tensor, mine: torch.Tensor, options: Any) -> Any:
-    """Begin to fill `into` [ranks * n] with every rank's `mine` [n]. Returns the work."""
+    """Begins to fill `into` [ranks * n] with every rank's `mine` [n]. Returns the work."""
     return group._allgather_base(into, mine, options)
 
 
 def reduce_scatter(group: Any, into: torch.Tensor, whole: torch.Tensor, options: Any) -> Any:
-    """Begin to fill `into` [n] with the sum of this rank's slices of every `whole` [ranks * n]. Returns the work."""
+    """Begins to fill `into` [n] with the sum of this rank's slices of every `whole` [ranks * n]. Returns the work."""
     return group._reduce_scatter_base(into, whole, options)
 
 
@@ -184,8 +183,8 @@ def limit_nccl(options: Any, limit: timedelta) -> None:
 
 
 def modes_of_thread() -> contextlib.AbstractContextManager[None]:
-    """Returns a context with the calling thread's grad mode, autocast, dispatch and function modes, CUDA device and
-    stream, to be entered once in another thread."""
+    """The calling thread's grad mode, autocast, dispatch and function modes, CUDA device and stream, to be entered once
+    in another thread."""
     grad = torch.is_grad_enabled()
     casts = [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
@@ -215,7 +214,7 @@ def modes_of_thread() -> contextlib.AbstractContextManager[None]:
 
 
 def autocast_operators(device: str) -> dict[str, Any]:
-    """ATen's operators that autocast of "CPU" or "CUDA" treats, by name ("softmax.int")."""
+    """Of "CPU" or "CUDA", by name ("softmax.int")."""
     operators: dict[str, Any] = {}
     for name in torch._C._dispatch_get_all_op_names():
         space, _, bare = name.partition("::")
@@ -226,6 +225,6 @@ def autocast_operators(device: str) -> dict[str, Any]:
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which autocast of the device ("CPU", "CUDA") treats no operator."""
+    """Autocast of the device ("CPU", "CUDA") then treats no operator."""
     key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
     return torch._C._ExcludeDispatchKeyGuard(key)

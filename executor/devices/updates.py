@@ -1,11 +1,10 @@
-"""Updates of flat chunks: one call of the optimizer's rule for the neighbouring parameters with a gradient.
+"""Updates of flat chunks: one call of the rule for neighbouring parameters with a gradient (torch too leaves out the
+others).
 
-A parameter without a gradient is left out, as torch does, so a chunk is cut into runs.
-
-[Note: where runs end] The fused kernel of the CPU handles whole vectors of 4 to 16 elements, and rounds the elements
-left at a tensor's end differently. So a run ends where a tensor ends whose elements are no multiple of 64 bytes, and
-everything else is cut at multiples of 64 bytes: slots, slices of ranks, parts of an update, blocks. So each element is
-rounded as in torch's optimizer for its tensor alone, at any width.
+[Note: where runs end] The CPU's fused kernel handles whole vectors of 4 to 16 elements, and rounds those left at a
+tensor's end differently. So a run ends with a tensor whose elements are no multiple of 64 bytes, and all else is cut at
+multiples of 64 bytes: slots, slices, parts, blocks; each element is rounded as in torch's optimizer for its tensor
+alone, at any width.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ Rounding = Callable[[torch.Tensor, torch.Tensor, int], None]
 class UpdateRange(NamedTuple):
     """Elements [start, stop) of a chunk, after `steps` updates.
 
-    shape: of the tensor, if tensors are updated whole.
+    shape: of a tensor updated whole.
     """
 
     start: int
@@ -63,10 +62,10 @@ class UpdateRange(NamedTuple):
 
 
 def ranges_of(slots: Iterable[tuple[int, int, int | None]], align: int = ALIGN) -> list[UpdateRange]:
-    """Neighbouring tensors with the same number of earlier updates share a range up to a tensor that ends between two
-    multiples of `align` ([Note: where runs end]).
+    """Neighbours with the same earlier updates share a range up to a tensor that ends between two multiples of `align`
+    ([Note: where runs end]).
 
-    slots: per tensor, ascending by offset: (offset, numel, earlier updates or None without a gradient).
+    slots: ascending (offset, numel, earlier updates or None without a gradient).
     align: elements of the longest vector.
     """
     runs: list[UpdateRange] = []
@@ -83,8 +82,7 @@ def ranges_of(slots: Iterable[tuple[int, int, int | None]], align: int = ALIGN) 
 
 
 def scratch_bytes(plan: Plan) -> int:
-    """Bytes of `Scratch` on the gpu: a piece for the gradient, one for each list that is narrower than fp32, and the
-    rule's own buffers."""
+    """Of `Scratch` on the gpu: for the gradient, each list narrower than fp32, and the rule's buffers."""
     chunks = {s.chunk for s in plan.steps if s.kind is Kind.GPU_UPDATE and s.chunk is not None}
     if not chunks:
         return 0
@@ -104,7 +102,7 @@ def scratch_bytes(plan: Plan) -> int:
 
 
 class Scratch:
-    """fp32 buffers for the casts of the updates at one place."""
+    """fp32, for the casts at one place."""
 
     def __init__(self, block: int = BLOCK) -> None:
         self.block = block
@@ -131,15 +129,14 @@ def update(
     scratch: Scratch | None = None,
     rounding: Rounding | None = None,
 ) -> None:
-    """Update each range in place. All tensors are flat, [numel of the chunk] but for states with `spans`. Where all
-    have one dtype, the rule works in it; else, and with `rounding`, it works in fp32, and what is narrower is rounded
-    to nearest afterwards. Codes are the rule's own.
+    """Update in place flat tensors, [numel of the chunk] but for states with `spans`. Where all have one dtype, the
+    rule works in it; else, and with `rounding`, in fp32, and what is narrower is rounded to nearest afterwards. Codes
+    are the rule's own.
 
     param: the master copy.
-    spans: of each state; None: a state has as many elements as the chunk.
-    scale: scalar, in fp32 or the gradients' dtype, that multiplies the gradients first (clipping, loss scaling). The
-        gradients are overwritten.
-    rounding: rounds the master copy in place of rounding to nearest.
+    spans: of each state, None: as long as the chunk.
+    scale: scalar, fp32 or the gradients' dtype, on the gradients first (clipping, loss scaling), which are overwritten.
+    rounding: of the master copy, not to nearest.
     """
     room = scratch or Scratch()
     lists = (param, grad, *moments)
@@ -187,7 +184,7 @@ def _view(flat: torch.Tensor, run: UpdateRange) -> torch.Tensor:
 
 
 def _pieces(runs: Iterable[UpdateRange], block: int) -> Iterator[list[UpdateRange]]:
-    """Yields pieces of at most `block` elements, with nothing but padding inside."""
+    """At most `block` elements, with nothing but padding inside."""
     piece: list[UpdateRange] = []
     for run in runs:
         for start in range(run.start, run.stop, block):

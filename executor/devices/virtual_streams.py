@@ -1,10 +1,9 @@
-"""VirtualStreams: an accelerator in host memory whose copies happen later, on streams of their own.
+"""VirtualStreams: an accelerator in host memory whose copies happen later, in a thread per copy queue and for
+collectives, in the order of issue.
 
-Each copy queue, and the queue of collectives between ranks, has a thread that does its work in the order of issue. So a
-wrong edge gives wrong data: a read before the copy arrived, a block given back while a copy reads it.
+So a wrong edge gives wrong data: a read before the copy arrived, a block given back while a copy reads it.
 
-The compute queue is the user's thread, which computes as it issues. `delays` simulates how far an accelerator is behind
-its host.
+Compute happens as it is issued, in the user's thread; `delays` simulates how far an accelerator is behind.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class VirtualEvent:
 
 
 class _Stream:
-    """After an error it only completes events, with that error."""
+    """After an error it only completes events, with it."""
 
     def __init__(self, name: str, delay: Callable[[], float], sleep: Callable[[float], None]) -> None:
         self._issued: queues.SimpleQueue[Callable[[], object] | VirtualEvent | None] = queues.SimpleQueue()

@@ -1,8 +1,8 @@
 """Folders of disks: one run at a time in each, and nothing of a killed run left there.
 
-The files of a run are for that run alone: a checkpoint holds what is to last. A folder holds a lock and a file per rank
-and plan (`pstar-rank0.lock`, `pstar-rank0.0.slots`). A lock that nobody holds says that the files beside it are remains
-of a killed run, which the next run removes.
+Files are for one run; a checkpoint holds what is to last. A folder holds a lock and a file per rank and plan
+(`pstar-rank0.lock`, `pstar-rank0.0.slots`). A lock that nobody holds says that a killed run left the files beside it,
+which the next run removes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _PATIENCE_S = 2.0  # a run that ends may hold its locks a little longer
 
 @dataclass(frozen=True, kw_only=True)
 class DiskFolders:
-    """The folders in which one rank of a run may write, until `close` or the end of the process.
+    """Where one rank may write, until `close` or the process ends.
 
     folders: absolute.
-    threads: for each folder.
-    notes: folders whose transfers go through the page cache, in words.
+    threads: per folder.
+    notes: words for folders whose transfers go through the page cache.
 
-    Raises DiskError for a folder that is missing or not writable, is given twice, or in which another run writes.
+    Raises DiskError for a folder that is missing, not writable, given twice, or in use by another run.
     """
 
     folders: Sequence[Path]
@@ -69,13 +69,12 @@ class DiskFolders:
         return self._slots[-1]
 
     def close(self) -> None:
-        """Remove the run's files, then let other runs use the folders."""
+        """Remove the run's files, then release the folders."""
         self._close()  # type: ignore[attr-defined]
 
 
 class OwnFile:
-    """An open file of this process alone. Forked processes do not keep the descriptor, and so neither a lock nor the
-    room of a removed file."""
+    """Forked processes do not keep its descriptor, and so neither a lock nor the room of a removed file."""
 
     def __init__(self, path: Path, flags: int, mode: int = 0) -> None:
         self.path, self.descriptor = path, os.open(path, os.O_RDWR | flags, mode)
@@ -147,8 +146,8 @@ def _locked(folder: Path, rank: int) -> OwnFile:
 
 
 def _remove_remains(folder: Path, rank: int, ranks: int) -> None:
-    """The files of this rank, whose lock is held, and by the first rank those of ranks that this run does not have and
-    whose lock nobody holds. Raises DiskError."""
+    """Of this rank, whose lock is held, and by the first rank those of ranks that this run lacks and whose lock nobody
+    holds. Raises DiskError."""
     try:
         _remove_files(folder, rank)
         for path in folder.glob("pstar-rank*.lock") if rank == 0 else ():
@@ -181,7 +180,7 @@ def _remove_files(folder: Path, rank: int) -> None:
 
 
 def _release(slots: Sequence[OwnFile], locks: Sequence[OwnFile]) -> None:
-    """Also called at the end of the process, and of processes forked from it, which have none of the files."""
+    """Also at the end of the process, and of forked ones, which have none of the files."""
     for file in (*slots, *locks):
         file.remove()
 
@@ -189,7 +188,7 @@ def _release(slots: Sequence[OwnFile], locks: Sequence[OwnFile]) -> None:
 def file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     """Type ("ext4", "tmpfs"); "" where the system does not say.
 
-    mounts: rows of mounts, a later one above the earlier ones at its point.
+    mounts: a later row is above earlier ones at its point.
     """
     try:
         rows = mounts.read_bytes().splitlines()

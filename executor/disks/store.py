@@ -1,13 +1,13 @@
-"""DiskStore: a slot in preallocated files for each payload of a plan that lives on disks.
+"""A slot in preallocated files for each payload on disks.
 
-[Note: pieces] A payload is cut into pieces of 4 MiB, which are spread over the folders in turn and moved by a few
-threads for each folder: one thread does not reach the rate of a disk. `os.preadv` and `os.pwritev` let other threads of
-Python run. Every piece begins at a multiple of 4,096 bytes of its file, as O_DIRECT wants it. Where O_DIRECT passes the
-page cache (`folders.DIRECT`), memory that is not aligned goes through a buffer of the thread that is.
+[Note: pieces] Pieces of 4 MiB are spread over the folders in turn and moved by a few threads each: one does not reach
+the rate of a disk. `os.preadv` and `os.pwritev` let other Python threads run. Every piece begins at a multiple of 4,096
+bytes, as O_DIRECT wants it; where that passes the page cache (`folders.DIRECT`), memory that is not aligned goes
+through a thread's aligned buffer.
 
-[Note: nothing lost on disks] The length of every transfer is checked. Every piece has a checksum, taken of the memory
-that is written, and verified of the memory that was read. The checksums are XXH3 of 64 bits (saving/tensor_files.py
-says why) and stay in memory: the files are for one run.
+[Note: nothing lost on disks] Every transfer's length is checked, and every piece has a checksum of the memory written,
+verified of the memory read. Checksums are XXH3 of 64 bits (saving/tensor_files.py says why), in memory: files are for
+one run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ALIGN_BYTES = 4096
 
 
 class _Piece(NamedTuple):
-    """Bytes [start, stop) of a payload, at `offset` of file number `file`."""
+    """Bytes [start, stop) of a payload, at `offset` of file `file`."""
 
     start: int
     stop: int
@@ -78,9 +78,9 @@ class _File:
 
 
 class DiskStore(Generic[Key]):
-    """The payloads of one plan on disks. Moves come from one thread at a time.
+    """One plan's payloads, moved by one thread at a time.
 
-    sizes: key -> bytes. A payload that was never written is read as zeros.
+    sizes: key -> bytes, zeros until written.
     named: key -> words for messages.
 
     moved_bytes: by direction ("nvme_read", "nvme_write").
@@ -119,15 +119,15 @@ class DiskStore(Generic[Key]):
         self._files.clear()
 
     def write(self, key: Key, source: torch.Tensor) -> None:
-        """source: contiguous memory of the host. Raises DiskError; the payload is then lost."""
+        """source: contiguous, on the host. Raises DiskError; the payload is then lost."""
         memory = _bytes_of(source)
         self._sums.pop(key, None)
         self._sums[key] = self._each(key, lambda piece: self._write(key, piece, memory[piece.start : piece.stop]))
         self.moved_bytes["nvme_write"] += len(memory)
 
     def read(self, key: Key, target: torch.Tensor) -> None:
-        """target: contiguous memory of the host. Raises DiskError where the bytes are not those that were written, or
-        the last write failed."""
+        """target: contiguous, on the host. Raises DiskError where bytes are not those written, or the last write
+        failed."""
         if key not in self._sums:
             raise DiskError(f"{self.named(key)} is lost: its write to disks failed; continue from the last checkpoint")
         memory, sums = _bytes_of(target), self._sums[key]
@@ -154,7 +154,7 @@ class DiskStore(Generic[Key]):
         return sums == [xxhash.xxh3_64_intdigest(memory[piece.start : piece.stop]) for piece in self._pieces[key]]
 
     def _each(self, key: Key, move: Callable[[_Piece], int]) -> list[int]:
-        """No piece moves any more when this returns or raises."""
+        """No piece moves any more when this ends or raises."""
         pieces = self._pieces[key]
         if len(pieces) == 1:
             return [move(pieces[0])]
@@ -186,7 +186,7 @@ class DiskStore(Generic[Key]):
         return xxhash.xxh3_64_intdigest(memory)
 
     def _whole(self, move: Callable[..., int], word: str, key: Key, piece: _Piece, memory: memoryview) -> None:
-        """The system may move less than it was asked for."""
+        """The system may move less than asked."""
         at, file = piece.offset, self._files[piece.file]
         while memory:
             try:
@@ -214,7 +214,7 @@ class DiskStore(Generic[Key]):
         return f"disks folder {self._files[piece.file].own.path.parent}: {self.named(key)}"
 
     def _buffer(self) -> memoryview:
-        """This thread's, which begins at a page."""
+        """This thread's, page-aligned."""
         if not hasattr(self._buffers, "memory"):
             self._buffers.memory = memoryview(mmap.mmap(-1, PIECE_BYTES))
         memory: memoryview = self._buffers.memory

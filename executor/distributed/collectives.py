@@ -1,17 +1,15 @@
-"""The collectives of a plan on flat tensors: exchanges between this rank and the others.
+"""The collectives of a plan on flat tensors.
 
-One thread at a time (the net queue's) uses `Wire`, on a process group of its own. So the order of collectives is the
-plan's on every rank.
+Only the net queue's thread uses `Wire`, on a process group of its own, so their order is the plan's on every rank.
 
-A flat tensor of n elements is exchanged in equal slices of n // ranks. Left-over elements (where nothing is sliced) are
-summed whole. gloo has no reduce-scatter of its own: every rank sums the whole tensor in place, twice the bytes, and
-uses its slice.
+n elements are exchanged in equal slices of n // ranks, those left over (where nothing is sliced) summed whole. gloo has
+no reduce-scatter: every rank sums the whole in place, twice the bytes.
 
-[Note: bounded waits] The thread waits for gloo's collectives itself, in short intervals, so that the wait ends when a
-rank is known to be gone. NCCL's collectives are only issued. A thread that waits for their stream (also the user's
-`loss.item()`) waits inside the driver, for ever if a rank never comes. So another thread watches the last one
-(`_Deadline`). When a rank is gone, or nothing has come back for timeout_s, it first fails the run and then aborts the
-communicator: the kernels end and every wait in the driver returns.
+[Note: bounded waits] The thread waits for gloo's collectives in short intervals, until a rank is known to be gone.
+NCCL's are only issued, and whoever waits for their stream (also the user's `loss.item()`) waits inside the driver, for
+ever if a rank never comes. So another thread watches the last one (`_Deadline`): when a rank is gone, or nothing has
+come back for timeout_s, it fails the run and then aborts the
+communicator, which ends kernels and waits.
 """
 
 from __future__ import annotations
@@ -39,12 +37,12 @@ NAPS_S = (5e-5, 5e-4)
 
 
 class Wire:
-    """Collectives on `group`, a backend's process group of its own (`open_group`).
+    """On `group`, a process group of its own (`open_group`).
 
-    check(waited_s): called while waiting; raises when the others are gone.
-    explain: returns the error for a collective that broke.
-    broken(error): called from another thread, where `check` raised for a collective of NCCL's.
-    sent_bytes: bytes sent to the others, if each collective goes round a ring (its own slice left out).
+    check(waited_s): called while waiting, raises when the others are gone.
+    explain: the error for a collective that broke. broken(error): called from another thread, where `check` raised for
+    NCCL.
+    sent_bytes: to the others, if each goes round a ring (without the own slice).
     """
 
     def __init__(
@@ -70,20 +68,20 @@ class Wire:
         self.on_host: Wire = self  # buffers for tensors in host memory, which NCCL does not accept
 
     def _slice(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(the part that divides evenly, this rank's slice of it, the rest)."""
+        """(what divides evenly, this rank's slice of it, the rest)."""
         size = flat.numel() // self.ranks
         even = flat[: size * self.ranks]
         return even, even[self.rank * size : (self.rank + 1) * size], flat[size * self.ranks :]
 
     def gather(self, flat: torch.Tensor) -> None:
-        """Fill each rank's slice of `flat` from that rank, in place."""
+        """Each slice from its rank, in place."""
         even, mine, _ = self._slice(flat)
         if even.numel():
             self._do(lambda: all_gather(self._group, even, mine, self._options("AllgatherOptions")))
             self.sent_bytes += mine.numel() * mine.element_size() * (self.ranks - 1)
 
     def reduce_scatter(self, flat: torch.Tensor) -> None:
-        """Replace this rank's slice by the sum over the ranks, in place; the others are undefined then."""
+        """This rank's slice becomes the sum, in place; others are undefined."""
         even, mine, rest = self._slice(flat)
         if even.numel():
             if self._nccl:
@@ -123,7 +121,7 @@ class Wire:
         self._wait(work)
 
     def _wait(self, work: Any) -> None:
-        """For gloo without Work.wait, which cannot be left when a rank is gone. [Note: bounded waits]"""
+        """[Note: bounded waits]: gloo's Work.wait cannot be left when a rank is gone."""
         if self._deadline is not None:
             try:
                 if work is not None:  # otherwise torch has ordered the stream itself
@@ -147,15 +145,14 @@ class Wire:
             raise self._explain(error) from error
 
     def _options(self, name: str) -> Any:
-        """NCCL is told that its caller waits at once: otherwise torch would give the tensors' memory back late."""
+        """NCCL is told that its caller waits at once: torch would give memory back late."""
         options = getattr(dist.distributed_c10d, name)()
         if self._nccl and hasattr(options, "asyncOp"):
             options.asyncOp = False
         return options
 
     def abort(self) -> None:
-        """End NCCL's unfinished work because a rank is gone; gloo's waits end themselves. Any thread may call,
-        repeatedly."""
+        """End NCCL's unfinished work (gloo's waits end themselves); any thread may call, repeatedly."""
         group, deadline = self._group, self._deadline
         if deadline is None or group is None or not deadline.end():
             return
@@ -173,7 +170,7 @@ class Wire:
 
 
 class _Deadline:
-    """Watches the last collective issued to the device: [Note: bounded waits]."""
+    """[Note: bounded waits]"""
 
     def __init__(
         self,
@@ -224,13 +221,13 @@ class _Deadline:
 
 
 def _keep_for_ever(group: Any) -> None:
-    """Destroying the group of an abandoned collective, even at the process' end, would wait for a rank that is gone."""
+    """Destroying an abandoned collective's group, even at the process' end, would wait for a rank that is gone."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def open_group(backend: str, name: str, rank: int, ranks: int, timeout_s: float) -> Any:
-    """A process group ("gloo" or "nccl") of `ranks` processes that know `name`. torch's `new_group` would need every
-    process of the job, and its names differ where processes have made other groups before."""
+    """A "gloo" or "nccl" group of `ranks` processes that know `name`. torch's `new_group` would need every process of
+    the job, and its names differ where processes have made other groups."""
     store = dist.distributed_c10d.PrefixStore(name, default_store())
     limit = timedelta(seconds=timeout_s + TORCH_LATER_S)  # `check` reports before this limit
     if backend == "gloo":

@@ -1,9 +1,8 @@
 """Lifeline: each rank learns at once that another rank is gone, and which.
 
-There is a socket between every two ranks. When a process dies, in whatever way, the kernel closes its sockets; a
-collective would wait for its timeout or say "connection closed by peer". A rank that ends with an error sends the
-error's text first; a rank that closes its session says so. A rank that lives but does nothing is detected by the
-collectives' timeout.
+A socket joins every two ranks, which the kernel closes when a process dies, in whatever way; a collective would wait
+for its timeout or say "connection closed by peer". A rank that ends with an error sends its text first; a rank that
+closes its session says so. One that lives but does nothing is for the collectives' timeout.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ MOST_BYTES = 1 << 16
 
 
 class Lifeline:
-    """The sockets of one rank. The caller sends `address` to the others, then calls `connect`.
+    """One rank's sockets: the caller sends `address` to the others, then calls `connect`.
 
-    on_loss(error): called once, from the lifeline's thread, when a rank is lost.
-    lost: the error given to on_loss.
+    on_loss(error): called once, from another thread, when a rank is lost.
+    lost: that error.
     """
 
     def __init__(self, rank: int, ranks: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -65,9 +64,9 @@ class Lifeline:
         return {"host": host, "address": reachable, "port": port, "pid": os.getpid(), "token": self._token}
 
     def connect(self, addresses: Sequence[Address]) -> None:
-        """If another host cannot be reached, a warning says so, and its ranks are not watched.
+        """An unreachable host is warned of, and its ranks are not watched.
 
-        addresses: of all ranks, in their order.
+        addresses: of all ranks, in order.
         """
         here = socket.gethostname()
         for r, row in enumerate(addresses):
@@ -107,7 +106,7 @@ class Lifeline:
         self._say({"failed": what})
 
     def leave(self, what: str) -> None:
-        """This rank has ended its run in order. Stop watching the others."""
+        """Ended in order: stop watching."""
         self._say({"left": what})
         self._ended.set()
         for peer in self._peers.values():
@@ -124,7 +123,7 @@ class Lifeline:
     # -- the others' --------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> BaseException:
-        """The error for a collective that broke with `error`: the loss of a rank, if a message explains it."""
+        """For a collective that broke: the loss of a rank, if a message explains it."""
         self._heard.wait(WORD_S)
         if self.lost is not None:
             return self.lost
@@ -134,7 +133,7 @@ class Lifeline:
         return RankLost(f"an exchange with the other ranks broke, and none of them gave a reason: {error}")
 
     def departure(self) -> str | None:
-        """The rank that has ended its run in order, and how."""
+        """Who has ended in order, and how."""
         rows = sorted(self._words.items())
         return f"{self._names[rows[0][0]]} {rows[0][1]}" if rows else None
 

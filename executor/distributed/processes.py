@@ -24,7 +24,7 @@ class Processes:
     device: str
 
     def gathered(self, value: T) -> list[T]:
-        """Values of all processes, in order of rank. Every rank calls this at the same point."""
+        """Of all processes, by rank; every rank calls this at the same point."""
         if not dist.is_initialized():
             return [value]
         rows: list[Any] = [None] * self.count
@@ -35,7 +35,7 @@ class Processes:
         return self.gathered(value)[0]
 
     def on_all(self, action: Callable[[], T]) -> T:
-        """If the action fails on some rank, PstarError is raised on all, so that none waits for it."""
+        """A failure on some rank raises PstarError on all, so none waits for it."""
         failed: Exception | None = None
         try:
             done = action()
@@ -55,7 +55,7 @@ class Processes:
 
 @contextmanager
 def processes_of(device: str) -> Iterator[Processes]:
-    """device: "cuda" gives each process the card of its own number."""
+    """The device "cuda" gives each process the card of its number."""
     started = dist.is_torchelastic_launched() and not dist.is_initialized()
     if started:
         dist.init_process_group("gloo" if device == "virtual" else "cpu:gloo,cuda:nccl")

@@ -1,26 +1,23 @@
-"""Ranks: this process among the processes that train one model under one plan.
+"""This process among those that train one model under one plan.
 
-The run has three process groups: `wire` for the plan's collectives (the net queue's thread), and of gloo `_meeting` for
-messages between steps of the plan (the user's thread) and `_sums` for agreements once per iteration (the thread of the
-first Adam step).
+There are three process groups: `wire` for the plan's collectives (net queue's thread), and of gloo `_meeting` for
+messages between steps (user's thread) and `_sums` for agreements once per iteration (thread of the first Adam step).
 
-[Note: all ranks at once] A rank holds a part of each parameter, so work on whole parameters needs every rank. All ranks
-train, read a parameter or `state_dict()`, save and load at the same point of their loop, between `optimizer.step()` and
-the next forward. An iteration keeps to its plan (`cannot_leave`).
+[Note: all ranks at once] A rank holds a part of each parameter, so all ranks train, read a parameter or `state_dict()`,
+save and load at the same point of their loop, between `optimizer.step()` and the next forward. An iteration keeps to
+its plan (`cannot_leave`).
 
-[Note: evaluations that differ] Between two iterations, and without gradients, each rank may call the model as it likes:
-other modules than the others (routed experts), more batches, or nothing. A rank that needs a chunk comes to a meeting,
-which begins when all ranks have come: because they need a chunk too, or at their next micro-batch, checkpoint or read
-parameter. A chunk that all need is gathered as in the plan. Otherwise every rank gives its slices of the needed chunks,
-through host memory, and all meet again, until no rank needs a chunk. Nothing is updated meanwhile. A meeting ends with
-an error if a rank has left, and after timeout_s if a rank waits elsewhere (in an all_reduce of the loop's own, before
-the others are done).
+[Note: evaluations that differ] Between two iterations, and without gradients, ranks may call the model as they like:
+other modules (routed experts), more batches, or nothing. A rank that needs a chunk comes to a meeting, which begins
+when all have come: for a chunk too, or at their next micro-batch, checkpoint or read parameter. A chunk that all need
+is gathered as in the plan; else every rank gives its slices of the needed chunks through host memory, and all meet
+again until no rank needs one. Nothing is updated meanwhile. A meeting fails if a rank has left, and after timeout_s if
+one waits elsewhere (in an all_reduce of the loop's own).
 
-[Note: the weight of a rank] The loss of each rank has to be a mean over its batch (a rank that has more sequences has
-the larger share). Rank r has b_r of the B sequences of a micro-batch. Its gradient is multiplied by b_r / B when it
-arrives, so that the sum is the gradient of the mean over the joined batch. b_r is the first dimension of the first
-tensor that the model's forward gets, in each micro-batch. If the loss is a mean over other items (tokens that are not
-padding), `prepare(count=...)` gives their number.
+[Note: the weight of a rank] Each rank's loss has to be a mean over its batch. Rank r has b_r of a micro-batch's B
+sequences, and its gradient is multiplied by b_r / B on arrival, so the sum is the gradient of the mean over the joined
+batch. b_r is the first dimension of the forward's first tensor, in each micro-batch. For a mean over other items
+(tokens that are not padding), `prepare(count=...)` gives their number.
 """
 
 from __future__ import annotations
@@ -64,10 +61,10 @@ over."""
 
 
 class Ranks:
-    """on_loss(error): called from another thread when a rank is gone while this rank may wait for the device.
+    """on_loss(error): called from another thread when a rank is gone while this one may wait for the device.
     still, own_slice: see `session.reader.Reader`.
 
-    Raises RankLost, wherever this process waits for the others, when a rank is gone.
+    Raises RankLost, wherever this process waits for the others, when one is gone.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, device: torch.device, timeout_s: float) -> None:
@@ -104,7 +101,7 @@ class Ranks:
             torch.cuda.synchronize(device)
 
     def _check_cards(self, device: torch.device) -> None:
-        """NCCL does not allow two ranks on one card. Raises PlanError on every rank."""
+        """NCCL allows no two ranks on one card. Raises PlanError on every rank."""
         card = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
         rows = [row[0] for row in self.meet([_digest(card)])]
         for rank, row in enumerate(rows):
@@ -116,14 +113,14 @@ class Ranks:
                 )
 
     def _break(self, error: BaseException) -> None:
-        """Fail the run once, from the thread that finds the reason, and end unfinished work with the others."""
+        """Fail the run once, and end unfinished work with the others."""
         self._broken = error
         if self.on_loss is not None:
             self.on_loss(error)
         self.wire.abort()
 
     def check(self, waited_s: float = 0.0) -> None:
-        """Raise RankLost if a rank is gone, or has ended its run while this rank waits for it."""
+        """Raise RankLost if a rank is gone, or has ended while this one waits."""
         lost = self.life.lost or self._broken
         if lost is not None:
             raise lost
@@ -140,7 +137,7 @@ class Ranks:
             raise RankLost(f"{who}, and this is rank {self.rank}, which still waits for that rank")
 
     def cannot_leave(self, reason: str) -> PlanError:
-        """For one process that would continue off the plan. Tells the other ranks."""
+        """For a process that would leave the plan; tells the others."""
         return self.ends(
             f"rank {self.rank} cannot continue: {reason}. On several ranks an iteration keeps to its plan, because the "
             "others wait for its next steps; make a plan that holds for the model on every rank (trace the model with "
@@ -153,7 +150,7 @@ class Ranks:
         return PlanError(text)
 
     def announce(self, error: BaseException | None, iteration: int) -> None:
-        """Tell the others that this rank's run is over, and how."""
+        """Tell the others that this run is over, and how."""
         if isinstance(error, RankLost):
             self.life.leave("ended because another rank was lost")
         elif error is not None:
@@ -170,14 +167,14 @@ class Ranks:
             wire.close()
 
     def agree(self, norm: torch.Tensor) -> torch.Tensor:
-        """Norm over all ranks, of each rank's norm of its part. Every rank calls this once per iteration. If one rank's
-        is not finite, the result is finite on none."""
+        """Of each rank's norm of its part; every rank calls this once per iteration. If one rank's is not finite, the
+        result is finite on none."""
         total = norm.detach().to("cpu", torch.float64).square().reshape(1)
         self._sums.sum(total)
         return total.sqrt().to(norm.device, torch.float32).reshape(())
 
     def meet(self, row: Sequence[float]) -> list[list[float]]:
-        """All ranks' rows in order of rank. Every rank calls this at the same point of its loop."""
+        """All rows by rank; every rank calls this at the same point."""
         rows: list[list[float]] = self._meeting.exchange(torch.tensor(row, dtype=torch.float64)).tolist()
         return rows
 
@@ -187,11 +184,11 @@ class Ranks:
         return [rank for rank, row in enumerate(self.meet([mine])) if row[0] == mine]
 
     def any(self, here: bool) -> bool:
-        """Whether the value is true on some rank. Every rank calls this at the same point."""
+        """True on some rank? Every rank calls this at the same point."""
         return any(row[0] for row in self.meet([float(here)]))
 
     def same(self, values: Mapping[str, str]) -> None:
-        """Raise PlanError on every rank if a value differs between ranks. Only for the start of a run."""
+        """Raise PlanError on every rank if a value differs, at the start of a run."""
         rows = self.meet([_digest(value) for value in values.values()])
         for i, what in enumerate(values):
             odd = [r for r, row in enumerate(rows) if row[i] != rows[0][i]]
@@ -200,19 +197,19 @@ class Ranks:
                 raise PlanError(f"{text}; give every rank the same")
 
     def slices_of(self, chunk: int) -> torch.Tensor | None:
-        """A chunk that this rank needs off the plan, [ranks, bytes of a slice] in host memory; None if all need it now
-        and gather it: [Note: evaluations that differ]."""
+        """Needed off the plan, [ranks, bytes of a slice] on the host; None if all need it now and gather it: [Note:
+        evaluations that differ]."""
         rows = self.meet([float(chunk), 0.0])
         wanted = {row[0] for row in rows}
         return None if len(wanted) == 1 else self._serve([each for each in wanted if each >= 0], chunk)
 
     def come_to_read(self, number: float) -> list[float]:
-        """Meet the other ranks before all read the same value. Returns their numbers."""
+        """Before all read the same value; returns their numbers."""
         return self.come_to(READS, number)
 
     def come_to(self, what: float, number: float = 0.0) -> list[float]:
-        """Meet the other ranks at a point, one of NEXT. Returns their numbers. Until then this rank gives its slices of
-        chunks that others read off the plan. Raises PlanError, on all ranks, if the points differ."""
+        """At a point, one of NEXT; returns the ranks' numbers. Until then this rank gives slices of chunks that others
+        read off the plan. Raises PlanError, on all ranks, if the points differ."""
         while True:
             rows = self.meet([what, number])
             wanted = {row[0] for row in rows if row[0] >= 0}  # the points of NEXT are below
@@ -230,7 +227,7 @@ class Ranks:
         raise self.ends(text)
 
     def _serve(self, wanted: Iterable[float], mine: int = -1) -> torch.Tensor | None:
-        """Join these chunks in host memory. Returns the one that this rank needs."""
+        """In host memory; returns the one that this rank needs."""
         assert self.own_slice is not None
         joined: torch.Tensor | None = None
         with torch.no_grad(), self.still():
@@ -241,8 +238,8 @@ class Ranks:
         return joined
 
     def weight(self, count: float) -> float:
-        """[Note: the weight of a rank]. Every rank calls this with its own b_r. Raises ModelError on all ranks if a
-        value is not a count, or if all are 0."""
+        """[Note: the weight of a rank]; every rank calls this with its b_r. Raises ModelError on all if a value is no
+        count, or all are 0."""
         counts = self.come_to(TRAINS, count)
         rows = ", ".join(f"{each:g}" for each in counts)
         odd = [rank for rank, each in enumerate(counts) if not 0 <= each < math.inf]
@@ -266,7 +263,7 @@ def _digest(text: str) -> float:
 
 
 def _introduce(group: dist.ProcessGroup, mine: Address) -> tuple[str, list[Address]]:
-    """The run's name, which the first process chooses, and all addresses."""
+    """The run's name, chosen by the first, and all addresses."""
     rows: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(rows, (uuid.uuid4().hex, mine), group=group)
     return f"pstar-sim/{rows[0][0]}", [address for _, address in rows]
@@ -281,7 +278,7 @@ def join(plan: Plan, group: Any, *, device: torch.device, timeout_s: float) -> R
 
 
 def count_of(args: Any, kwargs: Any) -> float:
-    """First dimension of the first tensor of a batch; 1 without a tensor."""
+    """First dimension of a batch's first tensor, 1 without one."""
     for tensor in tensors_of((args, kwargs)):
         if tensor.dim():
             return float(tensor.shape[0])
@@ -289,7 +286,7 @@ def count_of(args: Any, kwargs: Any) -> float:
 
 
 def share_values(ranks: Ranks, model: nn.Module) -> None:
-    """Give all ranks rank 0's values, before the model is moved."""
+    """All get rank 0's values, before the model is moved."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             flat = tensor.detach()

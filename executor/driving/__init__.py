@@ -1,2 +1,1 @@
-"""The acts of the training loop, and `session.step(micro_batches)`, in which the engine calls the model's blocks
-itself."""
+"""The acts of the training loop, and `session.step(micro_batches)`, where the engine calls the model's blocks."""

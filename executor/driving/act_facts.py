@@ -1,4 +1,4 @@
-"""Facts: the conditions of the cursor's table for one act of the loop, and the words in its refusals."""
+"""Conditions of the cursor's table for one act, and words in its refusals."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Facts:
 
 
 class ActFacts:
-    """tensor: index of the parameter that the call is about; -1 for none.
-    keeps: whether `zero_grad` is to keep gradient tensors.
+    """tensor: the call's parameter, -1 for none.
+    keeps: `zero_grad` is to keep gradient tensors.
     """
 
     __slots__ = ("_what", "asks", "event", "keeps", "of", "tensor")
@@ -92,7 +92,7 @@ class ActFacts:
 
     @property
     def setting(self) -> str:
-        """The name of the number of micro-batches in the user's program."""
+        """Of the number of micro-batches, as in the user's program."""
         return self.of.state.spelling.micro_batches
 
     @property

@@ -1,5 +1,5 @@
-"""State that a forward changes besides gradients: random generators, and the running statistics of normalisations. An
-iteration that ran out of memory is run again as if it had not begun (`Ladder.recover`)."""
+"""What a forward changes besides gradients: random generators, and running statistics; an iteration that ran out of
+memory runs again as if it had not begun (`Ladder.recover`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Before"]
 
 
 class Before:
-    """State of norm buffers and random generators before an iteration, which can run again after `restore`."""
+    """Norm buffers and random generators before an iteration."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]

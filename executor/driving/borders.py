@@ -1,9 +1,9 @@
-"""Borders: a model's forward cut at its blocks, so that backward can be run block by block.
+"""Borders: a forward cut at its blocks, so that backward runs block by block.
 
-[Note: borders] The inputs and outputs of a block are cut out of the autograd graph. The consumer gets a tensor of the
-same memory in a new graph, whose gradient ends in a `Sink`. The producer keeps a `_CutOutput`, from which that gradient
-later continues. So a forward leaves one graph per block. Operations outside the blocks (glue) have graphs of their own,
-the last of them with the loss (the tail). `BlockTape` holds the graphs; run in reverse they are the whole backward.
+[Note: borders] A block's inputs and outputs are cut out of the autograd graph. The consumer gets a tensor of the same
+memory in a new graph, whose gradient ends in a `Sink`; the producer keeps a `_CutOutput`, from which it later
+continues. So a forward leaves one graph per block. Operations outside blocks (glue) have graphs of their own, the last
+with the loss (the tail). `BlockTape` holds them all: in reverse they are the whole backward.
 
 | part of the tape   | graph from                                             | to                              |
 |--------------------|--------------------------------------------------------|---------------------------------|
@@ -13,12 +13,11 @@ the last of them with the loss (the tail). `BlockTape` holds the graphs; run in 
 
 A tensor that several blocks take (a mask with a gradient, an encoder's output) is cut once, and its gradients add up in
 one sink. [Note: the order of sums] Autograd adds the gradients of a tensor's uses one by one, the last use first. A
-part with several uses of a cut tensor would add its own first, so backward through a part begins with the sums that
-later parts have left in sinks, each at the border of its sink.
+part with several uses of a cut tensor would add its own first, so its backward begins with the sums that later parts
+left in sinks, each at its border.
 
-Two kinds of tensors cannot be cut: a tensor that a block takes and the model also uses afterwards (a residual stream
-kept outside the blocks), and a tensor inside an object of the model's own. Then two parts share a graph, which
-`shared_part` finds.
+Two kinds cannot be cut: a tensor that a block takes and the model also uses afterwards (a residual stream outside the
+blocks), and one inside an object of the model's own. Then two parts share a graph (`shared_part`).
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ __all__ = ["OTHER_FORWARD", "BlockPart", "BlockTape", "Borders", "find_blocks", 
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Members (with parameters) of the outermost ModuleLists and Sequentials that have two or more of them, in the
-    order of `named_modules()`. A block inside a block does not count."""
+    """Members (with parameters) of the outermost ModuleLists and Sequentials that have two or more, in the order of
+    `named_modules()`. A block inside a block does not count."""
     found: dict[str, nn.Module] = {}
 
     def look(module: nn.Module, name: str) -> None:
@@ -73,10 +72,10 @@ def _join(name: str, key: str) -> str:
 
 
 class Sink:
-    """The gradient of a cut tensor, summed over its uses, until backward continues from there.
+    """A cut tensor's gradient, summed over its uses, until backward continues from there.
 
     closed: the cut was undone; no gradient may arrive.
-    hooked: the model has a hook on the cut tensor, which gets each part's gradient, and no sum a second time.
+    hooked: the model's hook on the cut tensor gets each part's gradient, and no sum a second time.
     """
 
     def __init__(self) -> None:
@@ -93,7 +92,7 @@ class Sink:
 
 
 class _BlockBorder(torch.autograd.Function):
-    """The consumer's side of a cut: not a leaf, so that modules may work on it in place."""
+    """The consumer's side: no leaf, so modules may work on it in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, sink: Sink) -> torch.Tensor:
@@ -127,8 +126,8 @@ _CUT_NODE = node_class(_BlockBorder)
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """sink: where the tensor's gradient arrives; None for the loss.
-    border: the consumer's side of the cut. `keep` keeps its node alive.
+    """sink: where the gradient arrives, None for the loss.
+    border: the consumer's side, whose node `keep` keeps alive.
     """
 
     root: torch.Tensor
@@ -139,7 +138,7 @@ class End:
 
 @dataclass(slots=True)
 class BlockPart:
-    """name: "tail", a block, or for glue "before " and the block that follows."""
+    """name: "tail", a block, or "before " and the next block for glue."""
 
     name: str
     ends: list[End] = field(default_factory=list)
@@ -151,11 +150,11 @@ class BlockPart:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A border, noted on one of its two tensors.
+    """Noted on one of a border's two tensors.
 
-    node: its autograd node at the cut; a tensor changed in place since has another.
-    other: the tensor on the other side: what the block got, or gave.
-    part: the part that ends at the border.
+    node: autograd's at the cut; a tensor changed in place since has another.
+    other: on the other side: what the block got, or gave.
+    part: that ends here.
     """
 
     tape: BlockTape
@@ -170,8 +169,8 @@ class _Recorded(threading.local):
 
 
 class Borders:
-    """Hooks on a model's blocks, in place until `close()`, that act only inside `recording`. As they stay, a model that
-    collects its blocks' tensors by hooks always collects the same."""
+    """Hooks, in place until `close()`, that act only inside `recording`: a model that collects its blocks' tensors by
+    hooks always collects the same."""
 
     def __init__(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
         self._recorded = _Recorded()
@@ -183,7 +182,7 @@ class Borders:
 
     @contextlib.contextmanager
     def recording(self, saves: ForwardSaves | None = None) -> Iterator[BlockTape]:
-        """Inside this context, calls of the blocks are cut at both ends."""
+        """Calls of blocks are cut at both ends."""
         self._recorded.tape = tape = BlockTape(saves)
         try:
             yield tape
@@ -228,7 +227,7 @@ class BlockTape:
 
     @property
     def signature(self) -> tuple[tuple[str, int], ...]:
-        """(name, number of cut tensors) of each part. Equal signatures are taken for equal graphs."""
+        """(name, cut tensors) of each part; equal signatures are taken for equal graphs."""
         return tuple((part.name, len(part.ends)) for part in self.parts)
 
     def end(self, loss: torch.Tensor) -> None:
@@ -236,7 +235,7 @@ class BlockTape:
         self.parts.append(BlockPart("tail", [End(loss)]))
 
     def back(self) -> None:
-        """Run backward through the last part, and drop it. Does nothing without gradients. [Note: the order of sums]"""
+        """Backward through the last part, which is dropped; nothing without gradients. [Note: the order of sums]"""
         part = self.parts.pop()
         roots = [end.root for end in part.ends if end.sink is None or end.sink.gradient is not None]
         if not roots:
@@ -253,7 +252,7 @@ class BlockTape:
         backward_from(starts, gradients)
 
     def enter(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Returns a block's new arguments; None to keep them, inside another block."""
+        """A block's new arguments; None inside another block."""
         self._open += 1
         if self._open > 1:
             return None  # a block that calls another block
@@ -266,7 +265,7 @@ class BlockTape:
         return given
 
     def leave(self, name: str, output: Any) -> Any:
-        """Returns a block's new output; None to keep it, inside another block."""
+        """A block's new output; None inside another block."""
         self._open -= 1
         if self._open > 0:
             return None
@@ -279,8 +278,8 @@ class BlockTape:
         return given
 
     def give_back(self, output: Any) -> Any:
-        """Undo the cuts of tensors that the last block gave and the model returns: the clock's hooks for both have to
-        be on one tensor. The block then belongs to the tail."""
+        """Undo cuts of what the last block gave and the model returns: the clock's hooks for both have to be on one
+        tensor. The block then belongs to the tail."""
         return map_tensors(output, self._uncut)
 
     def _input(self, tensor: torch.Tensor, part: BlockPart) -> torch.Tensor:
@@ -328,7 +327,7 @@ def _hook(cut: Callable[[], Any], sink: Sink, hook: Callable[[torch.Tensor], Any
 
 
 def _cuttable() -> bool:
-    """Whether this is a forward with gradients, not a recomputation."""
+    """A forward with gradients, not a recomputation."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
@@ -336,8 +335,8 @@ OTHER_FORWARD = "another micro-batch"
 
 
 def shared_part(tape: BlockTape) -> tuple[str, str] | None:
-    """Returns two parts whose graphs have a node in common (OTHER_FORWARD: another tape's cut tensor), so that they
-    cannot run one by one. Walks every node once."""
+    """Two parts whose graphs share a node (OTHER_FORWARD: another tape's cut tensor), so they cannot run one by one.
+    Walks every node once."""
     owner: dict[Any, int] = {}
     sinks = {end.sink for part in tape.parts for end in part.ends}
     for number, part in enumerate(tape.parts):

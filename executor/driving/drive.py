@@ -1,4 +1,4 @@
-"""session.step(micro_batches): an iteration in which the engine, not the loop, orders the blocks.
+"""session.step(micro_batches): the engine orders the blocks.
 
 Each micro-batch's forward runs with borders at the blocks (`borders.py`), then backward part by part:
 
@@ -7,17 +7,17 @@ Each micro-batch's forward runs with borders at the blocks (`borders.py`), then 
 | "depth-first" | for each micro-batch: all blocks forward, then all backward in reverse                      |
 | "relay"       | each block for all micro-batches before the next, forward and backward: `layer_major.py`    |
 
-The order is the plan's (`order=None`); another order is refused.
+The plan decides (`order=None`); another order is refused.
 
-Moments are those of the usual loop: the parts' backwards count as one, and a parameter used in several parts (tied
-weights) gives its gradient at the last part. Losses, gradients and updates are those of the loop
+Moments are the usual loop's: backwards of the parts count as one, and a parameter of several parts (tied weights) gives
+its gradient at the last. Losses, gradients and updates are those of the loop
 
     for batch in micro_batches: (loss(model, batch) / len(micro_batches)).backward()
     optimizer.step(); optimizer.zero_grad()
 
-The engine finds out once whether the model can be cut, on the model's copy without memory under fake tensors. If it
-cannot (no list of blocks, a tensor that goes past its block, a model that cannot be copied or faked, reentrant
-checkpointing), every micro-batch's forward and backward runs whole, in the same order, and the result gives the reason.
+Whether the model can be cut is found once, on its copy without memory under fake tensors. If not (no list of blocks, a
+tensor that goes past its block, a model that cannot be copied or faked, reentrant checkpointing), every micro-batch
+runs whole, in the same order, and the result says why.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class StepResult:
 
 
 class Driver:
-    """optimizer(): None if it is gone.
-    whole: why the model runs whole; None if it can be cut at its blocks.
+    """optimizer(): None if gone.
+    whole: why the model runs whole, None if it can be cut at its blocks.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class Driver:
             )
 
     def _run(self, micro_batches: Sequence[Any], loss: Loss, order: str) -> tuple[list[torch.Tensor], int]:
-        """Again if memory runs out and the ladder finds a smaller plan. Returns the losses, and the calls of blocks in
-        a micro-batch."""
+        """Again if memory runs out and the ladder finds a smaller plan; returns the losses, and calls of blocks per
+        micro-batch."""
         before = Before(self.model)
         while True:
             try:
@@ -153,7 +153,7 @@ class Driver:
             before.restore()
 
     def _check(self, micro_batches: Sequence[Any], order: str | None) -> str:
-        """Check that the iteration can begin now. Returns its order."""
+        """Can it begin now? Returns its order."""
         self.loop.standstill.require_running()
         plan = self.state.run.plan
         w = plan.workload
@@ -173,7 +173,7 @@ class Driver:
         return known_order
 
     def _known_order(self, order: str | None) -> str:
-        """The plan has to allow the order; None stands for its own."""
+        """None stands for the plan's own."""
         plan, w = self.state.run.plan, self.state.run.plan.workload
         planned = "relay" if w.relayed else "depth-first"
         order = planned if order is None else order
@@ -201,8 +201,8 @@ class Driver:
     # -- structure ----------------------------------------------------------------------------------------------------
 
     def _look(self, batch: Any, loss: Loss, order: str) -> None:
-        """Find out, on the copy without memory, whether the model can be cut. In a relay, a model that asks for values
-        of tensors (layer dropping) is examined in each forward."""
+        """On the copy without memory; in a relay, a model that asks for tensors' values (layer dropping) is examined in
+        each forward."""
         shapes_of = self.state.run.batches.shapes
         skeleton = shapes_of.skeleton
         if skeleton is None:
@@ -244,10 +244,9 @@ class Driver:
     # -- parts of orders ----------------------------------------------------------------------------------------------
 
     def forward(self, batch: Any, loss: Loss, of: int) -> tuple[BlockTape, torch.Tensor]:
-        """Run one micro-batch's forward, cut at its blocks. Raises ContractError if the structure has changed and
-        cannot be cut.
+        """Cut at its blocks; raises ContractError if a changed structure cannot be.
 
-        of: micro-batches in the iteration, by which the loss is divided.
+        of: micro-batches, by which the loss is divided.
         """
         model, run = self.model, self.state.run
         if self.whole is not None:
@@ -306,7 +305,7 @@ ORDERS: dict[str, Callable[[Driver, Sequence[Any], Loss], tuple[list[torch.Tenso
 
 
 def _obstacle(tape: BlockTape) -> str | None:
-    """Why the recorded forward cannot be run back part by part."""
+    """To running it back part by part."""
     if not tape.calls:
         return "no block was called with gradients (blocks that are checkpointed reentrantly are not)"
     shared = shared_part(tape)
@@ -318,7 +317,7 @@ def _obstacle(tape: BlockTape) -> str | None:
 
 
 def _asking(state: RunState, update: Update, iteration: int) -> Callable[[], float | None]:
-    """The function waits for the iteration's updates."""
+    """Waits for the iteration's updates."""
 
     def ask() -> float | None:
         if update.norm is None:

@@ -1,8 +1,8 @@
-"""Forwards side by side: each runs in a thread of its own, one of them at a time.
+"""Forwards side by side: each in its own thread, one at a time.
 
 A forward is suspended where its code calls `suspend`, with all that torch keeps per thread (grad mode, autocast, hooks
-for saved tensors). The forward continues in `go_on`, during which the caller waits: shared objects need no lock. A
-thread begins with the caller's modes and context variables, and ends with its forward.
+for saved tensors), and continues in `go_on`, while the caller waits: shared objects need no lock. A thread begins with
+the caller's modes and context variables.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class _Stopped(BaseException):
 
 
 class Forward(Generic[R]):
-    """It begins at the first `go_on`.
+    """Begins at the first `go_on`.
 
-    over: whether the forward has returned, raised or been stopped.
+    over: returned, raised or stopped.
     """
 
     def __init__(self, run: Callable[[], R]) -> None:
@@ -48,8 +48,8 @@ class Forward(Generic[R]):
         return self._found[0]
 
     def go_on(self) -> None:
-        """Let the forward run until it suspends itself or is over. Raises its exception. An exception in the caller
-        meanwhile (Ctrl-C) leaves it running: call `stop`."""
+        """Until the forward suspends itself or is over; raises its exception. An exception in the caller (Ctrl-C)
+        leaves it running: call `stop`."""
         if self._thread is None:
             entered = modes_of_thread()
             context = contextvars.copy_context()
@@ -109,10 +109,9 @@ class Forward(Generic[R]):
 
 
 class Draws:
-    """Random numbers of micro-batches side by side. Each has generators of its own, as if the loop had called
-    `torch.manual_seed` before it.
+    """Each micro-batch has generators of its own, as after `torch.manual_seed`.
 
-    device: the accelerator, whose generator (if any) counts too.
+    device: whose generator (if any) counts too.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:

@@ -1,12 +1,11 @@
-"""Relay: the layer-major order of an iteration, as its plan has it (pstar_sim/workload/relay.py).
+"""Relay: the layer-major order, as planned (pstar_sim/workload/relay.py).
 
-The plan's moments decide which micro-batch runs: the micro-batch of the plan's next moment. A forward runs in a thread
-of its own (`forwards.py`) and is suspended before an event that is not the plan's next. The caller runs a backward part
-by part (`borders.py`). So each block runs for all micro-batches, always in one order, and gradients are added as the
-usual loop adds them.
+The micro-batch of the plan's next moment runs: its forward in a thread of its own (`forwards.py`), suspended before an
+event that is not the plan's next, its backward part by part (`borders.py`). So each block runs for all micro-batches,
+always in one order, and gradients add up as in the usual loop.
 
-The gradient of a parameter to which several parts add (tied weights) stays in its `grad` until the micro-batch's last
-part, and outside of it while other micro-batches run.
+Where several parts add to a parameter's gradient (tied weights), it stays in `grad` until the micro-batch's last part,
+and outside while others run.
 
 Off the plan, the first unfinished micro-batch runs to its end, then the next.
 """
@@ -29,9 +28,9 @@ Run = Callable[[], tuple[BlockTape, torch.Tensor]]
 
 
 def relay(loop: Loop, runs: Sequence[Run]) -> tuple[list[torch.Tensor], int]:
-    """Returns each micro-batch's part of the loss, and the calls of blocks in a micro-batch.
+    """Each part of the loss, and calls of blocks per micro-batch.
 
-    runs: the forward of each; returns its tape and its part of the loss.
+    runs: forwards, which return their tape and part of the loss.
     """
     return _Relay(loop, runs).run()
 
@@ -63,7 +62,7 @@ class _Relay:
 
     @property
     def _planned(self) -> int | None:
-        """The micro-batch of the plan's next moment."""
+        """Of the plan's next moment."""
         cursor, table = self._state.cursor, self._state.run.timetable
         following = cursor.moment + 1
         if cursor.off_plan or following >= len(table.micro_batch):
@@ -112,7 +111,7 @@ class _Relay:
             following.in_parts = following.keeps_tied = False
 
     def _back(self, tape: BlockTape) -> None:
-        """Run backward while it is the micro-batch's turn."""
+        """While it is the micro-batch's turn."""
         while tape.parts and (self._mine or self._belongs(tape)):
             tape.back()
         if not tape.parts and self._mine:
@@ -122,8 +121,7 @@ class _Relay:
             self._waiting.remove(self._now)
 
     def _belongs(self, tape: BlockTape) -> bool:
-        """Whether the tape's last part belongs to the cell that has just run: it lies before that cell's block, and the
-        plan has no event for it."""
+        """Of the cell that has just run: before that cell's block, and without an event in the plan."""
         if not tape.parts[-1].before_block:
             return False
         table, m = self._state.run.timetable, self._state.cursor.moment

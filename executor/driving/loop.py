@@ -1,6 +1,6 @@
-"""Loop: looks up each act of the training loop in the contract's table and carries the answer out.
+"""Each act of the training loop is looked up in the contract's table, and the answer carried out.
 
-An iteration that leaves the plan is carried to its end on demand; the next begins on plan again.
+An iteration that leaves the plan ends on demand; the next begins on plan again.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ class Loop:
         return State.INTERRUPTED if self.at_work.torn else self.cursor.state
 
     def refuse_while_updating(self, what: str) -> None:
-        """Raise ContractError where `what` would read some parameters before and others after their update."""
+        """Refuse where `what` would read some parameters before and others after their update."""
         if self.updates.running:
             raise refused(Refusal.UPDATING, ActFacts(self.facts, what=what))
 
     # -- events -------------------------------------------------------------------------------------------------------
 
     def on_event(self, event: ModuleEvent) -> None:
-        """Only the clock calls this. Between events the user's thread computes."""
+        """From the clock; between events the user's thread computes."""
         at_work = self.at_work
         if self._as_planned(event):
             at_work.run(self._next_moment, event)
@@ -126,8 +126,8 @@ class Loop:
             self._carry_out(event, act, found)
 
     def _as_planned(self, event: ModuleEvent) -> bool:
-        """Whether the event is the plan's next, nothing hinders it and no counter listens: the table would answer
-        FOLLOW. An iteration has hundreds of such events."""
+        """The plan's next, unhindered, no counter listening: the table would answer FOLLOW. An iteration has
+        hundreds."""
         state, cursor = self.state, self.cursor
         now, table = state.now, state.run.timetable
         return (
@@ -140,7 +140,7 @@ class Loop:
         )
 
     def _undisturbed(self) -> bool:
-        """Whether a module runs, and nothing (interruption, lack of memory, listener) has to hear of events."""
+        """A module runs, and nothing (interruption, lack of memory, listener) has to hear of events."""
         at_work, reader, state = self.at_work, self.reader, self.state
         return (
             not (state.closed or at_work.torn or at_work.loading or at_work.depth)
@@ -204,7 +204,7 @@ class Loop:
         return found
 
     def _climb(self, event: ModuleEvent, error: OutOfMemory) -> Answer:
-        """Let the ladder climb, then carry out and return the event's answer."""
+        """The ladder climbs, then the event's answer is carried out."""
         self.ladder.climb(error)
         found = self._ask_of(event, ACTS[event.kind, event.phase])
         run = self.state.run
@@ -255,7 +255,7 @@ class Loop:
                 raise
 
     def _outgrow(self, new: NewPlan) -> bool:
-        """Returns whether the plan for a longer batch is the session's now."""
+        """Whether the session now has the longer batch's plan."""
         try:
             self._renew(new.plan)
         except PstarError as error:
@@ -269,7 +269,7 @@ class Loop:
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
     def optimizer_step(self) -> None:
-        """Returns without waiting for steps that run into the next forward."""
+        """Without waiting for steps that run into the next forward."""
         state, cursor = self.state, self.cursor
         self.standstill.require_running()
         self.at_work.outermost()
@@ -302,7 +302,7 @@ class Loop:
                     listener.end_iteration()
 
     def _see_backwards(self, count: int, planned: int) -> None:
-        """Warn, once, of steps with fewer backwards than planned. One is the last of an epoch; two in a row are not."""
+        """Warn, once, of too few: one such step is an epoch's last, two in a row are not."""
         self._whole |= count >= planned
         self._short = self._short + 1 if count < planned else 0
         if self._short > self._whole and not self._warned_of_short:
@@ -348,8 +348,7 @@ class Loop:
         self._end_off_plan()
 
     def _end_off_plan(self) -> None:
-        """Make a new plan if one is due. Warn, once, of a plan that no iteration has followed though batches and
-        backwards are its own."""
+        """A new plan if due; warns, once, of a plan never followed though batches and backwards are its own."""
         state, run = self.state, self.state.run
         self._left += not run.timetable.on_demand_only
         planned = run.batches.planned and state.now.given == run.timetable.micro_batches
@@ -365,7 +364,7 @@ class Loop:
             self._replan()
 
     def _replan(self) -> None:
-        """Continue under a new plan, if the last iterations were all off plan."""
+        """If the last iterations were all off plan."""
         state, demand, count = self.state, self.state.run.demand, self.state.replan_after
         shapes, form = demand.batches.shapes, demand.batches.form
         try:
@@ -384,7 +383,7 @@ class Loop:
         state.note(f"new plan, by policy {plan.policy}")
 
     def _remedy(self) -> str:
-        """What would make iterations follow the plan."""
+        """That would make iterations follow the plan."""
         run = self.state.run
         if run.demand.left_in_parts:
             return _IN_PARTS
@@ -413,8 +412,7 @@ class Loop:
     # -- interruptions, loads, and standing still ---------------------------------------------------------------------
 
     def meet_interruption(self) -> None:
-        """Mend an interruption before values are read. Raises ContractError if only the loop can decide to drop the
-        iteration's gradients."""
+        """Before values are read; raises ContractError if only the loop can decide to drop gradients."""
         if self.at_work.torn or self.at_work.loading:
             self.standstill.require_running()
             if self.ask(Act.LOOK) is Answer.MEND:
@@ -435,10 +433,10 @@ class Loop:
 
     @contextlib.contextmanager
     def loading(self, call: str) -> Iterator[None]:
-        """Inside this context nothing moves, and values may be written. After an error or an interruption, every act is
-        refused until `call` or LOAD has ended.
+        """Nothing moves, and values may be written; after an error or interruption all is refused until `call` or LOAD
+        has ended.
 
-        call: what loads, for the refusal.
+        call: what loads.
         """
         at_work = self.at_work
         if not at_work.loading or call not in (at_work.loading, LOAD):

@@ -1,8 +1,7 @@
-"""Ending: the end of a run, by `close()`, by an interruption that cannot be repaired, or with the process.
+"""The end of a run: `close()`, an interruption beyond repair, or the process's end.
 
-`Ending.hooks` removes hooks from the model, `Ending.on_close` undoes its other changes. `Resources.at_end` undoes
-changes of the process; it does not hold the session, and is also called where the session was dropped without
-`close()`.
+`Ending.hooks` removes hooks, `Ending.on_close` undoes other changes of the model. `Resources.at_end` undoes changes of
+the process, without the session, which may be dropped without `close()`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ log = logging.getLogger("executor")
 
 class Ending:
     """dropped: calls `Resources.let_go` where the session is collected without `close()`.
-    on_close: functions that undo other changes of the model.
+    on_close: undo other changes of the model.
     """
 
     def __init__(self, loop: Loop, resources: Resources, dropped: weakref.finalize[..., Any]) -> None:
@@ -81,7 +80,7 @@ class Ending:
             raise unreported
 
     def _mend(self) -> None:
-        """So that values can be read. Half-loaded values cannot be."""
+        """Values can then be read, unless half loaded."""
         state = self.state
         if state.at_work.loading:
             state.run.queues.fail(refused(Refusal.HALF_LOADED, state.at_work))
@@ -94,7 +93,7 @@ class Ending:
     def _let_go(self, values: Mapping[int, torch.Tensor]) -> None:
         """Parameters, views of the memory, become plain before it is freed.
 
-        values: tensor -> value of its parameter from now on; others are left without a value.
+        values: tensor -> value; others have none.
         """
         if self.state.ranks is not None:
             self.state.ranks.close()

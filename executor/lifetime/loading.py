@@ -1,4 +1,4 @@
-"""Loading: the parameters' values move into their chunks, and the parameters become views of the chunks."""
+"""Parameters' values move into chunks, of which parameters become views."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ __all__ = ["load_parameters", "unload_parameters", "views_of"]
 def load_parameters(
     reader: Reader, others: Collection[int] = (), fill: Callable[[Arena, Contents], None] | None = None
 ) -> None:
-    """Move values into their chunks, one chunk at a time, and make the parameters views of the working lists. Takes the
-    memory of all payloads resident between two iterations. Call before the queues start.
+    """One chunk at a time, before the queues start. Takes the memory of all payloads resident between two iterations.
 
     others: tensors with values from elsewhere.
-    fill: writes these values into every list that has memory.
+    fill: writes these into every list with memory.
     """
     run, parameters = reader.state.run, reader.parameters
     plan, arena, contents = run.plan, run.arena, run.contents
@@ -64,8 +63,8 @@ def _put_everywhere(contents: Contents, chunk: int, tensor: int, value: torch.Te
 
 
 def unload_parameters(reader: Reader, home: torch.device, others: Collection[int] = ()) -> None:
-    """Undo `load_parameters`, also if it stopped halfway. Parameters become plain again, on `home`, with their former
-    values; those of `others` stay as they are. Only on one rank and before the first step."""
+    """Undo `load_parameters`, also half done, on one rank before the first step. Parameters are plain again, on `home`,
+    with their former values; those of `others` stay."""
     run = reader.state.run
     for tensor, chunk in run.timetable.chunk_of.items():
         parameter = reader.parameters[tensor]
@@ -79,7 +78,7 @@ def unload_parameters(reader: Reader, home: torch.device, others: Collection[int
 
 
 def _loaded_value(run: PlanBytes, chunk: int, tensor: int) -> torch.Tensor:
-    """The value that `_put_everywhere` wrote, flat, in the working dtype."""
+    """What `_put_everywhere` wrote, flat, in the working dtype."""
     for list_name in ("param", MASTER_LIST):
         if any(run.arena.has(place, chunk, list_name) for place in PLACES):
             return run.contents.slots.source(tensor, list_name).to(run.arena.dtype(chunk, "param"))
@@ -87,8 +86,8 @@ def _loaded_value(run: PlanBytes, chunk: int, tensor: int) -> torch.Tensor:
 
 
 def views_of(arena: Arena, chunk: Chunk, parameters: Sequence[nn.Parameter]) -> list[tuple[Slot, list[torch.Tensor]]]:
-    """Each tensor's part of its chunk's working list on the gpu, as `unpacked`. A chunk without memory there gets it
-    for this moment: torch makes views only of storages with memory."""
+    """Each tensor's part of its chunk's working list on the gpu, as `unpacked`. A chunk gets memory for this moment:
+    torch makes views only of storages that have some."""
     payload = arena.payloads.whole(chunk.index, "param")
     absent = not arena.has(Place.GPU, chunk.index, "remote" if arena.sliced else "param")
     if absent:

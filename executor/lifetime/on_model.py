@@ -1,6 +1,6 @@
-"""Changes of the modules of a prepared model: the module-level half of the contract, and a hook that sees batches.
+"""The module-level half of the contract, and a hook that sees batches.
 
-A module may outlive its session, so all of the changes hold the session weakly.
+A module may outlive its session, which is held weakly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["guard_model", "watch_batches"]
 
 
 def guard_model(model: nn.Module, loop: Loop, end_after_training: Callable[[], bool]) -> Callable[[], None]:
-    """The module-level half of the contract (contract.py). Returns the function that removes it."""
+    """As contract.py; returns the function that undoes it."""
     keeper, end_of = weakref.ref(loop), weakref.WeakMethod(end_after_training)
     undo: list[Callable[[], None]] = []
 
@@ -95,7 +95,7 @@ def guard_model(model: nn.Module, loop: Loop, end_after_training: Callable[[], b
 
 
 def _current_values(keeper: Callable[[], Loop | None]) -> Callable[..., None]:
-    """A state_dict hook that gives the module's own parameters as copies of their values."""
+    """For state_dict: copies of the module's own parameters."""
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         loop = keeper()

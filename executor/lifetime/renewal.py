@@ -22,11 +22,10 @@ __all__ = ["renew"]
 def renew(
     reader: Reader, plan: Plan, install: Callable[[Plan, Arena, Queues], None], start: Callable[[], None]
 ) -> None:
-    """Between two iterations, on one rank: values and optimizer states move into the chunks of another plan.
+    """Between two iterations, on one rank: values and states move into another plan's chunks.
 
-    Raises, before anything changes, PlanError if the new plan lacks optimizer states of a parameter that the present
-    one trains, DoesNotFit if the host cannot hold both plans' memory while values move. `RunState.renewing` stays set
-    if an error ends the move itself.
+    Raises, before anything changes, PlanError if it lacks states of a parameter trained now, DoesNotFit if the host
+    cannot hold both plans' memory meanwhile. `RunState.renewing` stays set if the move itself fails.
     """
     state, run = reader.state, reader.state.run
     backend, queues, arena_before = run.backend, run.queues, run.arena

@@ -1,7 +1,6 @@
-"""Resources that a session takes from the process, beyond objects that Python frees by itself.
+"""What a session takes from the process beyond objects: threads, chunks' memory, a dispatch mode, torch's threads.
 
-Threads, the chunks' memory, a dispatch mode, the number of torch threads. Nothing here holds the session, which can be
-collected once its model and optimizer are not held; `let_go` then does as `Session.close`.
+Nothing here holds the session, so it is collected with its model and optimizer; `let_go` then does as `Session.close`.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ _asked: dict[object, tuple[int, int]] = {}  # request -> (thread, requested numb
 
 
 class Resources:
-    """arena: the plan's, which the end empties; None before there is a plan.
-    stoppers: functions that end the threads of the session's queues.
-    at_end: functions that undo changes of the process. None may hold the session.
+    """arena: emptied at the end, None before there is a plan.
+    stoppers: end the queues' threads.
+    at_end: undo changes of the process; None may hold the session.
     """
 
     def __init__(self, backend: Backend, ranks: Ranks | None) -> None:
@@ -63,10 +62,10 @@ class Resources:
 
 
 def ask_torch_threads(count: int) -> Callable[[], None]:
-    """torch keeps the number per thread of the process. Returns a function that undoes this.
+    """torch keeps the number per thread; returns a function that undoes this.
 
-    The latest request counts. When the last is undone, the number is that before the first. If another thread undoes
-    one (a collection of garbage), the number stays until this thread requests or undoes again."""
+    The latest request counts; when the last is undone, the number is as before the first. If another thread undoes one
+    (garbage collection), it stays until this thread requests or undoes again."""
     thread = threading.get_ident()
     _before.setdefault(thread, torch.get_num_threads())
     who = object()

@@ -1,21 +1,19 @@
-"""First: the tide of a run's first iteration, measured and compared with its plan's tide, moment by moment.
+"""The tide of a run's first iteration, measured and compared with the plan's, moment by moment.
 
-A trace may be wrong: an operator keeps memory that its fake version does not show; the device has other kernels; the
-loop keeps tensors that the traced loop did not. Therefore the first iteration that runs on plan, with the plan's batch,
-is counted operator by operator (`moments/live_bytes.py`). If a moment holds more than the plan has for it, the session
-continues under a new plan, made by the same policy from the measured tide, and the iteration after that is counted too.
-Counting costs some microseconds per operator.
+A trace may be wrong: an operator keeps memory that its fake version does not show, the device has other kernels, the
+loop keeps other tensors. So the first iteration on plan, with its batch, is counted operator by operator
+(`moments/live_bytes.py`). If a moment holds more than planned, the same policy makes a new plan from the measured tide,
+and the iteration after that is counted too. Counting costs some microseconds per operator.
 
-[Note: tolerance] A moment may hold 2 % of the plan's highest tide more than the plan has for it, and at least 4 KiB. A
-loop's own variables (a loss, a mask, the next batch) and another release of torch cause such differences: a capture of
-Llama and a real run differ by 1.4 %, because the mask is built differently. A moment that holds less is no error.
+[Note: tolerance] A moment may hold 2 % of the plan's highest tide more than planned, and at least 4 KiB. A loop's own
+variables (a loss, a mask, the next batch) and another torch cause such differences: a capture of Llama and a real run
+differ by 1.4 %, because the mask is built differently.
 
-[Note: several ranks] Each rank counts its own tide, and a new plan would have to be the same on all, so there is none.
-If the plan also holds for the measured tide (by the checker), the rank warns and continues. Otherwise the run ends on
-all ranks.
+[Note: several ranks] Each rank counts its own tide, and a new plan would have to be the same on all, so none is made: a
+rank warns and continues if the plan holds for the measured tide (by the checker), else the run ends on all.
 
-Not counted are memory inside an operator (workspaces), a loop in another thread than the thread that called `prepare`,
-and compiled blocks, which run without operators.
+Not counted: workspaces inside operators, a loop in another thread than `prepare`'s, and compiled blocks, which run
+without operators.
 """
 
 from __future__ import annotations
@@ -60,11 +58,11 @@ MOST_PLANS = 3  # new plans in a row; a tide that grows with each iteration come
 class TideReport:
     """One iteration's tide beside its plan's.
 
-    moment: the moment at which the difference rises most, on the way to its largest value.
-    most_bytes: the largest difference of any moment; negative if none is above the plan and some are below.
-    above, below: numbers of moments more than `tolerance_bytes` above or below the plan.
-    gpu_peak_bytes: most of payloads and measured non-model data at once.
-    done: the session's reaction, in words.
+    moment: where the difference rises most, on the way to its largest value.
+    most_bytes: the largest difference, negative if none is above the plan and some are below.
+    above, below: moments more than `tolerance_bytes` off.
+    gpu_peak_bytes: payloads and measured non-model data.
+    done: the reaction, in words.
     """
 
     model: str
@@ -141,9 +139,9 @@ def compare(
 
 
 class FirstIteration(Standing):  # type: ignore[no-untyped-call]
-    """Counts from `begin` on until an iteration has run on plan.
+    """From `begin` until an iteration has run on plan.
 
-    refused: makes the error that the next forward raises.
+    refused: the next forward's error.
     """
 
     def __init__(self, model: nn.Module, state: WholeState, clock: MomentClock, renew: Callable[[Plan], None]) -> None:
@@ -199,8 +197,8 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
 
     @property
     def _watches(self) -> bool:
-        """From the first forward to the end of the last backward. The loop's operators after a backward do not count
-        (as in `off_plan/guard.py`), nor another prepared model's, whose own plan has room for them."""
+        """From the first forward to the last backward's end, without the loop's operators after a backward (as in
+        `off_plan/guard.py`), and another prepared model's, whose plan has room for them."""
         state, clock = self._keeper(), self._clock()
         if state is None or clock is None or self._done or state.closed:
             return False
@@ -254,7 +252,7 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
         self.reset_peak()
 
     def end_iteration(self) -> None:
-        """Raises DoesNotFit if no plan fits the measured tide, PlanError if several ranks cannot continue."""
+        """Raises DoesNotFit if no plan fits, PlanError if several ranks cannot continue."""
         if self._done:
             return
         state, plan, log_of, marks = self._state, self._state.run.plan, self._state.run.arena.log, self._marks
@@ -284,7 +282,7 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
             self._replan()
 
     def _any_above(self) -> bool:
-        """A smaller batch may show that the plan is too low, never that it is enough."""
+        """A smaller batch may show that a plan is too low, never that it is enough."""
         w = self._state.run.plan.workload
         tolerance = tolerance_bytes(w)
         return any(there - m.peak_bytes > tolerance for there, m in zip(self.peaks, w.moments))

@@ -1,8 +1,7 @@
-"""Measured memory of one iteration: non-model bytes from the run's own live storages, payload bytes from the arena.
+"""Measured memory of one iteration: non-model bytes of live storages, payload bytes of the arena.
 
-Two iterations are run without threads, in the order that a timeline predicts (or each step as early as its edges
-allow). The first brings the queues into that order, the second is measured. Counting every operator costs time, so
-neither is timed.
+Two iterations run without threads, in a timeline's order (or as early as edges allow): the first brings the queues into
+it, the second is measured. Counting costs time, so neither is timed.
 """
 
 from __future__ import annotations
@@ -37,10 +36,9 @@ def measure_iteration(
     step_fn: Callable[[], Any],
     order: Timeline | None = None,
 ) -> Measured:
-    """Run `step_fn` (one whole iteration: every micro-batch, step and zero_grad) twice. Returns the bytes of the second
-    run.
+    """Run `step_fn` (a whole iteration, with step and zero_grad) twice, and measure the second.
 
-    Raises PlanError inside an iteration, for a timeline of another plan, and where `step_fn` makes another plan."""
+    Raises PlanError inside an iteration, for another plan's timeline, and where `step_fn` makes another plan."""
     state, run, parameters = loop.state, loop.state.run, loop.reader.parameters
     if state.cursor.moment >= 0:
         raise PlanError("measure_iteration inside an iteration; call it after optimizer.step()")
@@ -119,7 +117,7 @@ class TideWatch(Listener):
 
 
 class PeakMeter:
-    """Adds up payload bytes and the measured tide through the iteration."""
+    """Payloads and measured tide, through the iteration."""
 
     def __init__(self, peaks: Sequence[int], payload: int) -> None:
         self._peaks = peaks
@@ -129,7 +127,7 @@ class PeakMeter:
         self.peak = payload + self._tide
 
     def follow(self, changes: Sequence[ByteChange], marks: Sequence[tuple[int, str, int]], log_at: int) -> None:
-        """changes: of the arena's log, from its index `log_at` on.
+        """changes: of the log, from `log_at` on.
         marks: the log's, of the same time.
         """
         at = 0

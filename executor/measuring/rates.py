@@ -1,7 +1,7 @@
-"""Rates of the virtual accelerator on this machine, measured in about two seconds with the tools of calibration.
+"""Rates of the virtual accelerator here, in about two seconds with calibration's tools.
 
-`executor.calibrate` takes longer and measures much more. The virtual accelerator computes on one thread and updates on
-another, so each is measured on one. Seconds are wall time, because the run will have the load of other programs too.
+`executor.calibrate` measures much more. It computes on one thread and updates on another, so each is measured on one,
+in wall time: the run will have other programs' load too.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ def throttled(machine: Machine, h2d_bytes_per_s: float, d2h_bytes_per_s: float) 
 def measure_virtual_machine(
     base: Machine, *, h2d_bytes_per_s: float | None = None, d2h_bytes_per_s: float | None = None
 ) -> Machine:
-    """`base` (its budgets and name kept) with measured rates, the same for every rank. On several ranks, all measure at
-    the same time.
+    """`base` (budgets and name kept) with rates measured on all ranks at the same time, the same for each.
 
-    h2d_bytes_per_s, d2h_bytes_per_s: caps on the copy rates.
+    h2d_bytes_per_s, d2h_bytes_per_s: caps.
     """
     bench, device = Bench(_A_LOOK), VirtualDevice(clock=time.perf_counter)
     copy_bytes_per_s = compute.memory_rate(device, bench) / 2  # the rate counts the bytes read and the bytes written

@@ -1,9 +1,8 @@
-"""session.status(): the state of a run in a few figures, for a progress line or a log.
+"""session.status(): a run in a few figures, for a progress line or a log.
 
-It is read between two iterations, in any thread, waits for nothing and costs some hundred microseconds. Figures are of
-the last finished iteration, as a timeline measures it (queues/measured_timeline.py). Seconds of a copy across its
-border count on the side where they lie. Bytes are given for the newest iteration whose bytes ([Note: whose bytes]) have
-all been copied.
+It is read between two iterations, in any thread, without waiting, in some hundred microseconds. Figures are of the last
+finished iteration, as a timeline measures it (queues/measured_timeline.py); a copy's seconds across its border count
+where they lie. Bytes are of the newest iteration whose bytes ([Note: whose bytes]) are all copied.
 """
 
 from __future__ import annotations
@@ -118,8 +117,7 @@ def status_of(state: WholeState, first: FirstIteration | None) -> Status:
 
 
 def _present(state: WholeState) -> tuple[PlanRun, Arena, Steps]:
-    """A new plan may take over while another thread reads: the former run then has no parts any more, and the state
-    names the new one."""
+    """A new plan may take over meanwhile: the former run has no parts any more, and the state names the new one."""
     while True:
         run = state.run
         try:
@@ -132,8 +130,7 @@ def _present(state: WholeState) -> tuple[PlanRun, Arena, Steps]:
 def _busy(
     steps: Sequence[StepLog], number: int, start_s: float, end_s: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Of the window of iteration `number`: queue -> seconds in which it ran a step, and cause -> seconds in which
-    compute waited."""
+    """In an iteration's window: queue -> seconds busy, and cause -> seconds in which compute waited."""
     busy = dict.fromkeys((q.value for q in Queue), 0.0)
     waits_s: dict[str, float] = {}
     # Steps are logged as they end, so the window's steps are the newest ones.
@@ -150,9 +147,9 @@ def _busy(
 def _links(
     run: PlanRun, own: Steps, logs: Sequence[IterationLog], busy: Mapping[str, float], length_s: float
 ) -> dict[str, LinkUse]:
-    """In the newest iteration whose copies have all ended.
+    """In the newest iteration with all copies ended.
 
-    busy: result of `_busy` for a window of `length_s`.
+    busy: `_busy` for a window of `length_s`.
     """
     backend, link = run.backend, run.plan.machine.link
     rates: Mapping[str, float | None] = {"h2d": link.h2d_bytes_per_s, "d2h": link.d2h_bytes_per_s}
@@ -174,7 +171,7 @@ def _links(
 
 
 def _copied(run: PlanRun, own: Steps, logs: Sequence[IterationLog]) -> int:
-    """Index of the newest log with all copies made."""
+    """The newest log with all copies made."""
     planned = sum(step.kind in COPIES for step in run.plan.steps)
     for at in reversed(range(len(logs))):
         if not logs[at].on_plan or own.moved.ends_in(logs[at].number) >= planned:
@@ -183,7 +180,7 @@ def _copied(run: PlanRun, own: Steps, logs: Sequence[IterationLog]) -> int:
 
 
 def _window(own: Steps, logs: Sequence[IterationLog]) -> tuple[float, float]:
-    """(start, end) of the last finished iteration; empty before the first has finished."""
+    """(start, end) of the last finished iteration, empty before one."""
     if not logs:
         return own.first_s, own.first_s
     return (logs[-2].end_s if len(logs) > 1 else own.first_s), logs[-1].end_s

@@ -1,9 +1,9 @@
-"""Chunk payloads as torch tensors: which payload has memory in which place, under the plan's budgets.
+"""Chunk payloads as torch tensors: which has memory in which place, under the plan's budgets.
 
-Each (chunk, list) has one gpu storage, which grows and shrinks in place. Every view stays valid, including views that
-autograd saved (on several ranks: `slices.py`). Host payloads are carved from power-of-two slabs that are allocated
-once, before anything moves: the pinned allocator rounds each request up to a power of two, and pinning inside a hook
-can deadlock. The arena knows bytes and addresses, `contents.py` the meaning of the bytes.
+Each (chunk, list) has one gpu storage, which grows and shrinks in place: every view stays valid, also those that
+autograd saved (on several ranks: `slices.py`). Host payloads are carved from power-of-two slabs allocated once, before
+anything moves: the pinned allocator rounds each request up to a power of two, and pinning inside a hook can deadlock.
+`contents.py` knows the meaning of the bytes.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Arena:
         self.unsettled: dict[int, weakref.WeakMethod[Callable[[int], None]]] = {}
 
     def allocate_slabs(self) -> None:
-        """Allocate all host memory and all room on disks at once; call `check_host_memory` before. Raises DoesNotFit,
-        and gives the rest back, if the system refuses some memory; DiskError where a folder has no room."""
+        """All host memory and room on disks at once, after `check_host_memory`. Raises DoesNotFit, and gives the rest
+        back, if memory is refused; DiskError where a folder has no room."""
         self.backend.begin(self.plan)
         self.disks.allocate()
         try:
@@ -109,7 +109,7 @@ class Arena:
 
     @property
     def gpu_budget_bytes(self) -> int:
-        """The plan's gpu budget in bytes; less once memory ran out."""
+        """The plan's; less once memory ran out."""
         return self._ledger.budget_bytes[0]
 
     @gpu_budget_bytes.setter
@@ -146,8 +146,8 @@ class Arena:
         return self._ledger.room_bytes(Place.GPU)
 
     def take(self, place: Place, chunk: int, list_name: str) -> None:
-        """Raises PlanError if the payload has memory already or the place would exceed its budget, OutOfMemory (with
-        nothing changed) if the accelerator refuses."""
+        """Raises PlanError if it has memory already or the place would exceed its budget, OutOfMemory (nothing changed)
+        if the accelerator refuses."""
         ledger = self._ledger
         with self._lock:
             size = ledger.claim(chunk, list_name, place)
@@ -167,7 +167,7 @@ class Arena:
             ledger.hold(chunk, list_name, place)
 
     def flush(self) -> None:
-        """Return when all memory given back on the gpu is free."""
+        """Wait until all given back on the gpu is free."""
         if self.backend.streams is not None:
             self.backend.streams.gate.flush()
 
@@ -192,8 +192,7 @@ class Arena:
             self.log.note(place, -self._ledger.end_release(chunk, list_name, place), chunk, list_name)
 
     def mend(self) -> None:
-        """Repair the arena after an interruption inside `take` or `free`. The payload in question then has no
-        memory."""
+        """After an interruption inside `take` or `free` the payload in question has no memory."""
         for resident in self._ledger.unfinished:
             self._stores[resident.place].give(resident.chunk, resident.list)
         with self._lock:
@@ -205,7 +204,7 @@ class Arena:
         self.set_tide(size_bytes)
 
     def set_tide(self, size_bytes: int) -> None:
-        """Set the non-model bytes for which the gpu leaves room. Raises PlanError without enough room."""
+        """Non-model bytes for which the gpu leaves room. Raises PlanError without enough room."""
         if size_bytes == self._ledger.tide_bytes:  # only the compute queue changes it
             return
         with self._lock:
@@ -223,10 +222,9 @@ class Arena:
 
 
 def check_gpu_memory(plan: Plan, backend: Backend, worst_bytes: int) -> None:
-    """Raise DoesNotFit if the accelerator has less memory than the plan can hold at once, including the scratch memory
-    of updates on the gpu.
+    """Raise DoesNotFit for less memory than the plan can hold at once, with scratch of updates on the gpu.
 
-    worst_bytes: the checker's most in any legal interleaving; the plan's budget where that is not known.
+    worst_bytes: the most in any legal interleaving, the plan's budget where not known.
     """
     available = backend.available_gpu_bytes()
     if backend.device.type != "cpu":  # else the accelerator's memory is host memory
@@ -253,9 +251,9 @@ def check_host_memory(
 ) -> None:
     """Raise DoesNotFit if host memory cannot hold the plan.
 
-    gpu_is_host: whether the virtual accelerator's memory is host memory too.
-    model_bytes: bytes of the loaded parameters, freed while they move into their chunks.
-    processes: number of ranks on this host, each with the same needs.
+    gpu_is_host: the virtual accelerator's memory is too.
+    model_bytes: loaded parameters, freed while they move into chunks.
+    processes: ranks on this host, with the same needs.
     """
     permanent = sum(
         plan.layout.payload_bytes(r.chunk, r.list) for r in plan.initial if r.place is Place.HOST and r.chunk >= 0

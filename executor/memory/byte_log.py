@@ -1,4 +1,4 @@
-"""ByteLog: every change of bytes of one arena, in order."""
+"""Every change of bytes of one arena, in order."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["ByteChange", "ByteLog"]
 class ByteChange(NamedTuple):
     """`place` holds `change` more bytes of `category`.
 
-    chunk, list: those of the bytes; -1 and "" for a change that a moment makes.
+    chunk, list: -1 and "" for a change that a moment makes.
     mark: the compute queue's last mark in the log (`ByteLog.mark`).
-    at_end: whether the change happens when its step or moment ends, else when the step begins or at the mark.
+    at_end: when its step or moment ends, not when it begins or at the mark.
     """
 
     time_s: float
@@ -35,11 +35,11 @@ class ByteChange(NamedTuple):
 
 
 class ByteLog:
-    """lock: the ledger's; the caller of `note` holds it.
+    """lock: the ledger's, held by the caller of `note`.
 
     Attributes:
         changes: oldest first.
-        marks: (number of changes, word, moment) of each mark while a measurement runs, else None.
+        marks: (number of changes, word, moment) of each while a measurement runs, else None.
     """
 
     def __init__(self, ledger: Ledger, lock: threading.Lock, clock: Callable[[], float]) -> None:
@@ -67,9 +67,9 @@ class ByteLog:
     def note_turn(
         self, place: Place, category: str, size: int, chunk: int, list_name: str, *, by_moment: bool = False
     ) -> None:
-        """Note that a payload with memory holds data of `category` from now on.
+        """A payload with memory holds data of `category` from now on.
 
-        by_moment: whether a moment, not a step of the chunk, changed the data.
+        by_moment: changed by a moment, not by a step of the chunk.
         """
         before = self.category(place, chunk, list_name)
         if before == category:
@@ -83,7 +83,7 @@ class ByteLog:
         self.changes.append(tuple.__new__(ByteChange, row))  # past a constructor in Python
 
     def gpu_peak_bytes(self, start_s: float, end_s: float) -> int:
-        """Most bytes of payloads, buffers and non-model data on the gpu at once in [start_s, end_s]."""
+        """Most in [start_s, end_s], with buffers and non-model data."""
         with self._lock:
             log, count = self.changes, len(self.changes)
             held = self._ledger.held_bytes(Place.GPU) + self._ledger.tide_bytes
@@ -99,7 +99,7 @@ class ByteLog:
         return max(peak, held)
 
     def keep_marks(self, marks: list[tuple[int, str, int]]) -> tuple[int, int]:
-        """Also append the compute queue's marks to `marks`. Returns (length of the log, bytes on the gpu)."""
+        """Also append marks to `marks`. Returns (length of the log, bytes on the gpu)."""
         with self._lock:
             self.marks = marks
             return len(self.changes), self._ledger.held_bytes(Place.GPU)

@@ -1,5 +1,5 @@
-"""Categories: the kind of data of each payload ([Note: categories] in core/ledger.py), which changes without a copy
-where a gradient overwrites parameters in place."""
+"""The kind of data of each payload ([Note: categories] in core/ledger.py), which changes without a copy where a
+gradient overwrites parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Categories:
         self._log = log
 
     def overwritten(self, chunk: int) -> None:
-        """Note that gradients alone fill the chunk's working list on the gpu."""
+        """Gradients alone fill the working list on the gpu."""
         for list_name in ("param", "remote") if self._sliced else ("param",):
             self._turn(Place.GPU, chunk, list_name, "grad", by_moment=True)
 

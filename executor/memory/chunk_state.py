@@ -1,26 +1,23 @@
 """ChunkState: which copies of a chunk's lists are current, and where its gradients are.
 
 [Note: where a gradient is] A gradient that left autograd is in exactly one of the lists of its chunk, on the gpu or on
-the host: in place in "param", in "grad" (on its way out) or in "grad32" (accumulated). `gradients` holds the tensor
-indices by (place, list). The working list equals cast(param32), so a value that a gradient overwrote can be computed
-again.
+the host: in place in "param", in "grad" (on its way out) or in "grad32" (accumulated). `gradients` holds tensor indices
+by (place, list). The working list equals cast(param32), so a value that a gradient overwrote can be computed again.
 
-[Note: gradients in the master copy] Where the working list has the dtype of param32, an update would write each value
-twice. If no step moves a list of the chunk, a gradient that goes to "param" is therefore written into the slot of
-param32 on the gpu (`lent`). The value stays in the working list, and is updated there. The record reads as if the two
-slots were exchanged; `Arena.at` and `Arena.free` exchange them (`ChunkGradients.settle`) before anyone else meets one
-of the two lists. Where work is issued ahead, nothing is lent: no order would put an exchange before reads of other
-queues.
+[Note: gradients in the master copy] Where the working list has param32's dtype, an update would write each value twice.
+So if no step moves a list of the chunk, a gradient for "param" is written into the slot of param32 on the gpu (`lent`),
+and the value stays, and is updated, in the working list. The record reads as if the slots were exchanged; `Arena.at`
+and `Arena.free` exchange them (`ChunkGradients.settle`) before anyone else meets one of the lists. Where work is issued
+ahead, nothing is lent: no order would put an exchange before reads of other queues.
 
 [Note: between two lines] Ctrl-C may come between any two lines of this folder, and `zero_grad()` continues from the
-ledger as it stands then (`off_plan/mending.py`). Therefore a slot enters `gradients`, and a copy ceases to be current,
-before it is written over; a copy becomes current after it is written. Three changes cannot be so ordered and are
+ledger as it is then (`off_plan/mending.py`). So a slot enters `gradients`, and a copy ceases to be current, before it
+is written over; a copy becomes current after it is written. Three changes cannot be so ordered and are
 marked: an addition to a gradient (`adding`), the update (`updating`), and a list that has memory but no content yet
 (`hollow`).
 
-On several ranks these facts are about this rank's slice (`slices.py`). `whole` says that the other slices of the
-working list are on the gpu too and current. A tensor index in `gradients` then stands for this rank's part of the
-gradient, which may be empty.
+On several ranks this is about this rank's slice (`slices.py`): `whole` says that the other slices of the working list
+are on the gpu too and current, and an index in `gradients` stands for this rank's part, which may be empty.
 """
 
 from __future__ import annotations
@@ -34,15 +31,15 @@ __all__ = ["ChunkState"]
 
 @dataclass
 class ChunkState:
-    """current: places whose copy of the working list holds the current values.
-    ahead: lists newer on the gpu than on the host: updated states, and sums to which gradients were added.
-    unsaved: lists newer on the host than on the disks: updated states.
-    whole: whether the gpu has the other ranks' slices of the working list as well.
+    """current: places whose working list holds the current values.
+    ahead: lists newer on the gpu than on the host: updated states, added sums.
+    unsaved: updated states newer on the host than on disks.
+    whole: the gpu has the other ranks' slices of the working list too.
 
     lent: tensors whose slot of param32 on the gpu holds a gradient, new or spent.
-    updated: elements at the front of the lists on the host that an update in parts has updated so far; 0 without one.
-    update_in_parts: that update, until its last part.
-    arrived: elements at the front of the working list on the gpu that a copy in parts has brought so far.
+    updated: elements that an update in parts has updated on the host, 0 without one.
+    update_in_parts: until its last part.
+    arrived: elements that a copy in parts has brought to the working list on the gpu.
     """
 
     current: set[Place] = field(default_factory=set)

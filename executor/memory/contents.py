@@ -1,10 +1,9 @@
-"""The contents of payloads, and the effect of each kind of step on them: the executor's half of a step.
+"""The contents of payloads, and each step's effect on them.
 
-Every action checks before it changes anything: a fetch of a working list that a gradient has overwritten raises
-PlanError instead of computing with it.
+Every action checks before it changes anything: fetching a working list that a gradient has overwritten raises
+PlanError.
 
-Here lists move between the places; gradients are in `gradients.py`, updates in `update.py`, other ranks in
-`exchange.py`.
+Here lists move; gradients are in `gradients.py`, updates in `update.py`, other ranks in `exchange.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _UPDATED = {kind: place for kind in UPDATES if (place := EFFECTS[kind].reads) is
 
 
 class Contents:
-    """Payload contents of one plan's chunks; `ChunkState` has the facts of each.
+    """Of one plan's chunks, with the facts in `ChunkState`.
 
     Attributes:
         steps_taken: tensor -> number of its updates.
@@ -57,7 +56,7 @@ class Contents:
             self.arena.take(taken.resident.place, taken.resident.chunk, taken.resident.list)
 
     def work(self, step: Step, update: Update | None, norms: Norms) -> None:
-        """update: of the step's iteration; Adam steps need it.
+        """update: the iteration's, for Adam.
         norms: see `Update.coefficient`.
         """
         kind, chunk = step.kind, step.chunk
@@ -107,19 +106,17 @@ class Contents:
         return step.list
 
     def _in_fp32(self, step: Step) -> bool:
-        """Whether a list of 2 bytes per parameter crosses the link as fp32, as in some published systems; parts do
-        not."""
+        """Lists of 2 bytes per parameter cross in fp32 in some published systems; parts do not."""
         assert step.chunk is not None
         return step.part is None and step.bytes != self.layout.payload_bytes(step.chunk, self._list(step))
 
     def fetch(
         self, chunk: int, list_name: str, elements: tuple[int, int] | None = None, *, in_fp32: bool = False
     ) -> None:
-        """Copy a list from the host to the gpu, or a part of an updated working list. After the last part it is
-        current.
+        """Host to gpu, a list or a part of an updated working list, current after the last.
 
-        elements: (first, behind the last) of the part; None: the whole list.
-        in_fp32: whether parameters cross the link as fp32 and are cast afterwards.
+        elements: (first, behind the last), None: all.
+        in_fp32: parameters cross in fp32 and are cast afterwards.
         """
         self._require_fetchable(chunk, list_name, elements)
         if elements is not None and not self._begin_part(chunk, list_name, elements):
@@ -172,7 +169,7 @@ class Contents:
         *,
         in_fp32: bool,
     ) -> None:
-        """lists: the list written, and the place and list read."""
+        """lists: written, and place and list read."""
         arena, queue, (written, source, read), (first, end) = self.arena, TOWARDS[target], lists, elements
         copy = arena.backend.copy_in_fp32 if in_fp32 else self._copy
         to, of = arena.at(target, chunk, written), arena.at(source, chunk, read)
@@ -182,8 +179,7 @@ class Contents:
         arena.backend.fence(queue)
 
     def _now_on_gpu(self, chunk: int, list_name: str) -> None:
-        """Note that the gpu has the host's content of a list. Its gradients belong to the gpu from now on, for their
-        update there."""
+        """The gpu has the host's content; gradients belong there now, for their update."""
         state = self.chunks[chunk]
         waiting = state.where(HOST, list_name)
         self.arena.categories.copied(HOST, GPU, chunk, list_name)
@@ -202,8 +198,7 @@ class Contents:
     def write_back(
         self, chunk: int, list_name: str, elements: tuple[int, int] | None = None, *, in_fp32: bool = False
     ) -> None:
-        """Copy a list from the gpu to the host, or a part of a list of gradients. Its gradients belong to the host
-        after the last part.
+        """Gpu to host, a list or a part of gradients, which belong to the host after the last.
 
         elements: as for `fetch`.
         """
@@ -220,7 +215,7 @@ class Contents:
             self._now_on_host(chunk, list_name)
 
     def _now_on_host(self, chunk: int, list_name: str) -> None:
-        """Note that the host has the gpu's content of a list. Its gradients belong to the host from now on."""
+        """The host has the gpu's content; gradients belong there now."""
         arena, state = self.arena, self.chunks[chunk]
         leaving, there = state.where(GPU, list_name), state.where(HOST, list_name)
         arena.categories.copied(GPU, HOST, chunk, list_name)
@@ -263,7 +258,7 @@ class Contents:
             raise PlanError(f"{what} of {list_name} of chunk {chunk}: the {place.value} does not hold it")
 
     def _same(self, source: Place, target: Place, chunk: int, list_name: str) -> None:
-        """A list was copied between host and disks. Its gradients belong to the target from now on."""
+        """Copied between host and disks; gradients belong to the target now."""
         state = self.chunks[chunk]
         self.arena.categories.copied(source, target, chunk, list_name)
         leaving = state.where(source, list_name)
@@ -282,8 +277,8 @@ class Contents:
             self._updating.adam(chunk, place, update, norms, elements)
 
     def end_parts(self) -> None:
-        """End the updates in parts that have begun, and give up lists of which only parts have come to the gpu, for
-        code that works on whole lists. The queues must be paused and not go on with the iteration."""
+        """For code that works on whole lists: ends updates in parts, and gives up lists of which only parts have come
+        to the gpu. The queues must be paused and not continue the iteration."""
         for chunk, state in enumerate(self.chunks):
             update, end = state.update_in_parts, self.layout.slice_numel(chunk)
             if isinstance(update, Update):

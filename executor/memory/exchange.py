@@ -1,4 +1,4 @@
-"""Exchange: gathers slices of chunks from the other ranks, and sums gradients over the ranks."""
+"""Gathers slices from the other ranks, and sums gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GPU = Place.GPU
 
 
 class SliceWire(Protocol):
-    """The collectives that payloads need; `distributed.collectives`, above this floor, has them."""
+    """The collectives that payloads need (`distributed.collectives`)."""
 
     def gather(self, flat: torch.Tensor) -> object: ...
 
@@ -34,7 +34,7 @@ class Exchange:
     """wire: None on one rank.
 
     Attributes:
-        summed_norms: tensor -> norm of (this rank's part of) the latest sum of its gradient over the ranks.
+        summed_norms: tensor -> norm of (this rank's part of) its gradient's latest sum.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Exchange:
         self.summed_norms: dict[int, torch.Tensor] = {}
 
     def gather(self, chunk: int, list_name: str) -> None:
-        """Where nothing is sliced, gather the slices of a gradient's sum."""
+        """Slices of a gradient's sum, where nothing is sliced."""
         state, wire = self.chunks[chunk], self._to_others(chunk)
         issue = self.arena.backend.issue
         if list_name not in OTHERS:
@@ -72,7 +72,7 @@ class Exchange:
         self.values.changed(chunk)
 
     def put_together(self, chunk: int, slices: torch.Tensor) -> None:
-        """slices: [ranks, bytes of a slice] in host memory; this rank's own is not read."""
+        """slices: [ranks, bytes of a slice] on the host; this rank's own is not read."""
         state, backend, size = self.chunks[chunk], self.arena.backend, self.arena.layout.slice_numel(chunk)
         self._require_own(chunk)
         with self.arena.payloads.steady(chunk):
@@ -91,7 +91,7 @@ class Exchange:
             raise PlanError(f"gather of chunk {chunk}: this rank's own slice on the gpu does not hold parameters")
 
     def reduce_scatter(self, chunk: int, list_name: str) -> None:
-        """Replace this rank's slice of the gradient by the sum over all ranks; the others are undefined afterwards."""
+        """The sum over all ranks replaces this rank's slice of the gradient; others are undefined afterwards."""
         state, wire = self.chunks[chunk], self._to_others(chunk)
         own = OTHERS.get(list_name, list_name)
         mine = state.where(GPU, own)
@@ -111,7 +111,7 @@ class Exchange:
                 self.gradients.add_on_gpu(chunk)
 
     def _note_norms(self, tensors: Iterable[int], list_name: str) -> None:
-        """Take the norms of sums on the gpu, in the order of this thread's queue."""
+        """Of sums on the gpu, in the order of this thread's queue."""
         slots = {tensor: self.slots.at(GPU, tensor, list_name) for tensor in tensors}
 
         def note() -> None:
@@ -121,7 +121,7 @@ class Exchange:
         self.arena.backend.issue(note)
 
     def joined(self, tensor: int, part: torch.Tensor, field: str = "param") -> torch.Tensor:
-        """Returns a field of a whole tensor, flat, in host memory. Every rank calls it."""
+        """A field of a whole tensor, flat, on the host. Every rank calls it."""
         if not self.arena.sliced:
             return part.to("cpu", copy=True)
         sizes = self.slots.parts_of_ranks(tensor, field)

@@ -1,5 +1,4 @@
-"""Gradients: where those of the iteration are ([Note: where a gradient is] in chunk_state.py), and how they are
-added."""
+"""Where gradients are ([Note: where a gradient is] in chunk_state.py), and how they are added."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class ChunkGradients:
         )
 
     def accept(self, tensor: int, gradient: torch.Tensor, list_name: str) -> torch.Tensor:
-        """Move a final gradient into `list_name` of its chunk on the gpu, added to one in the slot. Returns the
-        slot."""
+        """Move a final gradient into its chunk on the gpu, added to one there. Returns the slot."""
         chunk, arena = self.slots.chunk_of(tensor), self.arena
         if not arena.has(GPU, chunk, list_name):
             raise PlanError(
@@ -88,7 +86,7 @@ class ChunkGradients:
         return MASTER_LIST
 
     def settle(self, chunk: int) -> None:
-        """Exchange the slots that are lent, so that the two lists on the gpu hold what is recorded."""
+        """Exchange lent slots, so that both lists on the gpu hold what is recorded."""
         state = self.chunks[chunk]
         before, state.adding = state.adding, True
         with torch.no_grad():
@@ -103,7 +101,7 @@ class ChunkGradients:
         self.arena.unsettled.pop(chunk, None)
 
     def _slot(self, tensor: int, list_name: str) -> torch.Tensor:
-        """Returns the slot on the gpu, in the tensor's shape. Views stay valid without memory."""
+        """In the tensor's shape; views stay valid without memory."""
         found = self._slots.get((tensor, list_name))
         if found is None:
             shape, part = self.arena.plan.workload.tensors[tensor].shape, self.slots.parts[tensor]
@@ -112,9 +110,9 @@ class ChunkGradients:
         return found
 
     def put(self, chunk: int, mine: set[int], tensor: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        """The first gradient overwrites the slot.
+        """The first overwrites the slot.
 
-        mine: tensors that have a gradient in its list.
+        mine: tensors with a gradient in its list.
         """
         if tensor in mine:
             state = self.chunks[chunk]
@@ -128,8 +126,8 @@ class ChunkGradients:
     def norm(self, tensor: int) -> torch.Tensor:
         """Raises PlanError if the tensor has no gradient, or one in two parts.
 
-        A sum on its way to the gpu for an update there is read on the host, which still has it: the reader is not
-        ordered after the queue that copies the sum."""
+        A sum on its way to the gpu is read on the host, which still has it: the reader is not ordered after the copying
+        queue."""
         chunk = self.slots.chunk_of(tensor)
         state = self.chunks[chunk]
         parts = {where for where, mine in list(state.gradients.items()) if tensor in mine}
@@ -147,7 +145,7 @@ class ChunkGradients:
         raise PlanError(f"tensor {tensor} has no gradient")
 
     def note_norms(self, chunk: int, list_name: str) -> None:
-        """Take the norms of gradients that are about to go from the host to the disks."""
+        """Of gradients about to go from host to disks."""
         for tensor in self.chunks[chunk].where(HOST, list_name) if self.arena.plan.settings.clip else ():
             self._norms[tensor] = torch.linalg.vector_norm(
                 self.slots.at(HOST, tensor, list_name), dtype=self.norm_dtype
@@ -160,8 +158,7 @@ class ChunkGradients:
                 self.fold(chunk, GPU)
 
     def fold(self, chunk: int, place: Place) -> str | None:
-        """Returns the list that holds all gradients of the chunk at the place, after folding the last gradient into
-        grad32."""
+        """The list with all gradients of the chunk, after folding the last into grad32."""
         state = self.chunks[chunk]
         mine = {name: state.where(place, name) for name in GRADIENT_LISTS}
         filled = [name for name in GRADIENT_LISTS if mine[name]]
@@ -178,8 +175,8 @@ class ChunkGradients:
         return "grad32"
 
     def fold_part(self, chunk: int, elements: tuple[int, int]) -> tuple[str | None, set[int]]:
-        """`fold` for some elements on the host. Also returns the tensors with a gradient; those that count as on the
-        gpu are on the host as far as these elements go.
+        """`fold` for some elements on the host, with the tensors that have a gradient; those that count as on the gpu
+        are on the host as far as these elements go.
 
         elements: (first, behind the last).
         """
@@ -192,9 +189,9 @@ class ChunkGradients:
         return "grad32", mine["grad32"]
 
     def _add_up(self, chunk: int, place: Place, mine: Mapping[str, set[int]], elements: tuple[int, int]) -> None:
-        """Add some elements of grad and param to grad32.
+        """Of grad and param to grad32.
 
-        mine: list -> tensors with a gradient in it; grad32's become all of them.
+        mine: list -> tensors with a gradient in it, all in grad32 afterwards.
         """
         sums, total, (first, end) = mine["grad32"], self.arena.at(place, chunk, "grad32"), elements
         for name in ("grad", "param"):
@@ -250,7 +247,7 @@ class ChunkGradients:
         state.adding = False
 
     def forget(self) -> None:
-        """Drop every gradient. Overwritten values are restored from the master copy."""
+        """Overwritten values are restored from the master copy."""
         for chunk in self.arena.layout.chunks:
             state = self.chunks[chunk.index]
             for (place, list_name), mine in state.gradients.items():

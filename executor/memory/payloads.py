@@ -1,4 +1,4 @@
-"""Payloads: the tensors of chunks' lists, with or without memory."""
+"""Tensors of chunks' lists, with or without memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def numel_of(layout: Layout, chunk: int, list_name: str) -> int:
 
 
 class GpuPayloads:
-    """A storage per (chunk, list), or on several ranks a pair (`slices.py`). Any thread may take and give.
+    """A storage per (chunk, list), on several ranks a pair (`slices.py`). Any thread may take and give.
 
     Attributes:
         peak_transient_bytes: [Note: what a slice moves through] in slices.py; 0 on one rank.
@@ -62,8 +62,7 @@ class GpuPayloads:
         self._turn = threading.Lock()  # held while a payload changes between slice and whole
 
     def at(self, chunk: int, list_name: str) -> torch.Tensor:
-        """Returns the payload, flat [numel], with or without memory. On several ranks it is this rank's slice, where
-        that is now."""
+        """Flat [numel], with or without memory, on several ranks this rank's slice, where it is now."""
         if self.sliced and list_name in OTHERS_OF:
             return self._pair(chunk, list_name).own
         key = (chunk, list_name)
@@ -74,7 +73,7 @@ class GpuPayloads:
         return payload
 
     def whole(self, chunk: int, list_name: str) -> torch.Tensor:
-        """The list "param" or "grad" with the slices of all ranks, flat, rank 0's first."""
+        """The list "param" or "grad" with all ranks' slices, flat, rank 0's first."""
         return self._pair(chunk, list_name).whole if self.sliced else self.at(chunk, list_name)
 
     def _pair(self, chunk: int, list_name: str) -> GpuPayload:
@@ -95,7 +94,7 @@ class GpuPayloads:
         return pair
 
     def steady(self, chunk: int) -> contextlib.AbstractContextManager[object]:
-        """A context in which the chunk's own slices stay in place: a plan may copy a slice beside a gather."""
+        """The chunk's own slices stay in place: a plan may copy a slice beside a gather."""
         return self._moving[chunk] if self.sliced else contextlib.nullcontext()
 
     def _note_transient(self, change: int) -> None:
@@ -131,7 +130,7 @@ class GpuPayloads:
 
 
 class HostSlabs:
-    """Host payloads, carved from power-of-two slabs. Any thread may take and give."""
+    """Carved from power-of-two slabs. Any thread may take and give."""
 
     def __init__(self, plan: Plan, backend: Backend) -> None:
         self.plan = plan
@@ -169,7 +168,7 @@ class HostSlabs:
         self._rooms = [self.first_bytes(key, size) for key, size in self._pool_rooms.items()]
 
     def at(self, chunk: int, list_name: str) -> torch.Tensor:
-        """Returns the payload, flat [numel]. Off the plan, one without room in the slabs gets memory of its own."""
+        """Flat [numel]; off the plan, one without room in the slabs has memory of its own."""
         key = (chunk, list_name)
         payload = self._payloads.get(key)
         if payload is None:
@@ -184,7 +183,7 @@ class HostSlabs:
         return payload
 
     def take(self, chunk: int, list_name: str) -> None:
-        """Give the payload a room of the pool ([Note: the pool] in core/slabs.py). Others keep their memory."""
+        """A room of the pool ([Note: the pool] in core/slabs.py); others keep their memory."""
         key = (chunk, list_name)
         if key in self._pooled:
             size = self.plan.layout.payload_bytes(chunk, list_name)
@@ -207,7 +206,7 @@ class HostSlabs:
                 self._pool.give(*self._in_pool.pop(key), self.plan.layout.payload_bytes(chunk, list_name))
 
     def _wait_for_copies(self) -> None:
-        """Issued copies may still read what the pool has given back."""
+        """They may still read what the pool has given back."""
         for event in self._read_by:
             assert self.backend.streams is not None
             self.backend.streams.synchronize(event)
@@ -225,14 +224,13 @@ class HostSlabs:
 
 
 class DiskPayloads:
-    """Payloads on disks, in slots of files that are made once.
+    """In slots of files made once.
 
     folders: None where the plan keeps nothing on disks.
 
-    [Note: windows] A step of a plan reads or writes a whole list. All other code wants views of single tensors. `at`
-    gives it a window: the whole list, read into host memory of its own. A window whose checksum has changed is written
-    when it leaves, for another one or before the next step. Nothing but steps moves while steps run, so no view
-    outlives its window.
+    [Note: windows] A step reads or writes a whole list; other code wants views of single tensors. `at` gives it a
+    window: the whole list, read into host memory. One whose checksum has changed is written when it leaves, for another
+    or before the next step. Nothing but steps moves while steps run, so no view outlives its window.
     """
 
     WINDOWS = 3

@@ -1,7 +1,7 @@
-"""Shares: moves gradients tensor by tensor, off the plan, whose steps move lists.
+"""Moves gradients tensor by tensor, off the plan, whose steps move lists.
 
-A tensor's share of a gradient goes from the place where it was computed to the host, where it waits for the update. A
-gradient that is in two lists for a while is marked (`ChunkState.adding`).
+A tensor's share goes to the host, where it waits for the update; a gradient in two lists for a while is marked
+(`ChunkState.adding`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ GPU, HOST = Place.GPU, Place.HOST
 
 
 class Shares:
-    """kept: tensor -> its gradient, in host memory of its own, where no list of its chunk could take it."""
+    """kept: tensor -> gradient, in memory of its own, where no list of its chunk could take it."""
 
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
         self.kept: dict[int, torch.Tensor] = {}
 
     def waits_in(self, chunk: int) -> str | None:
-        """The list on the host that takes gradients of the chunk until the update."""
+        """On the host, for gradients until the update."""
         has = self.contents.arena.has
         if has(HOST, chunk, "grad32"):
             return "grad32"
@@ -35,8 +35,7 @@ class Shares:
         return "param" if has(HOST, chunk, "param") and has(HOST, chunk, MASTER_LIST) else None
 
     def accept(self, tensor: int, gradient: torch.Tensor) -> None:
-        """Add a gradient (any shape) to the tensor's earlier ones: in the sum on the gpu if the chunk has it there,
-        else on the host."""
+        """Add a gradient (any shape): to the chunk's sum on the gpu if it is there, else on the host."""
         contents, flat = self.contents, gradient.reshape(-1)
         chunk = contents.slots.chunk_of(tensor)
         if contents.arena.has(GPU, chunk, "grad32"):
@@ -68,10 +67,10 @@ class Shares:
         return arrived
 
     def leave_gpu(self, chunk: int, list_name: str, *, restored: bool) -> None:
-        """Move every gradient in the list on the gpu to the host.
+        """Every gradient in the list goes to the host.
 
-        restored: whether slots of a working list get their parameters back from the master copy; else the copy on the
-            gpu is not current any more.
+        restored: slots of a working list get their parameters back from the master copy; else the gpu's copy is no
+            longer current.
         """
         contents = self.contents
         state = contents.chunks[chunk]
@@ -91,7 +90,7 @@ class Shares:
             contents.values.changed(chunk)
 
     def kept_to_host(self, chunk: int) -> None:
-        """Move kept gradients into a list on the host that has memory by now."""
+        """Into a list on the host that has memory by now."""
         state = self.contents.chunks[chunk]
         for slot in self.contents.layout.chunks[chunk].slots:
             if slot.tensor in self.kept:
@@ -100,7 +99,7 @@ class Shares:
                 state.adding = False
 
     def kept_to_param(self, tensor: int, place: Place) -> None:
-        """Copy a kept gradient over its parameter, which the update that follows writes anew."""
+        """Over its parameter, which the update that follows writes anew."""
         contents = self.contents
         mine = contents.chunks[contents.slots.chunk_of(tensor)].where(place, "param")
         target = contents.slots.at(place, tensor, "param")

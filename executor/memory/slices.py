@@ -1,20 +1,17 @@
-"""Slices: the part of a chunk that one of several ranks holds, and a gpu payload that is this slice or the whole chunk.
+"""A rank's part of a chunk, and a gpu payload that is this slice or the whole.
 
-[Note: several ranks] of pstar_sim/core/step.py: rank r of P has elements [r * S, (r + 1) * S). A module reads whole
-parameters, and whole gradients arrive. Therefore the parameters are views of a storage of P * S elements, which has
-memory only while the other ranks' slices are here ("remote", "grad_remote"). At other times the own slice lives in a
-storage of its own.
+[Note: several ranks] of pstar_sim/core/step.py: rank r of P has elements [r * S, (r + 1) * S). Modules read whole
+parameters, and whole gradients arrive. So parameters are views of a storage of P * S elements, with memory only while
+the others' slices are here ("remote", "grad_remote"); otherwise the own slice lives in its own.
 
 [Note: what a slice moves through] When the others' slices get memory, the own slice is copied into the whole storage
 and its own memory is given back; when they are freed, the reverse happens. Both exist during the copy: one slice more
-than the plan counts. It is never two: one payload changes form at a time. A plan that drops "param" before "remote"
-likewise keeps its slice of the whole storage until the second drop. `GpuPayloads.peak_transient_bytes` measures these
-bytes.
+than the plan counts, never two: one payload changes form at a time. A plan that drops "param" before "remote" likewise
+keeps its slice of the whole storage until the second drop. `GpuPayloads.peak_transient_bytes` measures these bytes.
 
 [Note: slices on streams] No edge of a plan orders a gather and a write-back of the same chunk: both read the own slice,
-wherever it is. Issued ahead, the write-back may read memory that the slice has left or not reached yet. Therefore all
-work on the own slices of a chunk is issued under the chunk's `Steady`: work that a queue issues there runs after all
-work issued there earlier.
+wherever it is. Issued ahead, the write-back may read memory that the slice has left or not reached. So all work on own
+slices of a chunk is issued under its `Steady`: work that a queue issues there runs after all issued there earlier.
 """
 
 from __future__ import annotations
@@ -38,8 +35,7 @@ OTHERS_OF = {"param": "remote", "grad": "grad_remote"}
 
 @dataclass(frozen=True, slots=True)
 class SlicePart:
-    """Elements [offset, offset + numel) of the slice are elements [skip, skip + numel) of the tensor; none where numel
-    is 0."""
+    """Elements [offset, offset + numel) of the slice are [skip, skip + numel) of the tensor; none where numel is 0."""
 
     offset: int
     numel: int
@@ -56,8 +52,8 @@ def part_of(layout: Layout, chunk: int, offset: int, numel: int, rank: int) -> S
 
 
 class Steady:
-    """A lock per chunk. Inside, the chunk's own slices stay where they are, and work runs in the order of issue: [Note:
-    slices on streams]. The thread that holds it may enter it again."""
+    """A reentrant lock per chunk, inside which its own slices stay in place, and work runs in the order of issue:
+    [Note: slices on streams]."""
 
     def __init__(self, backend: Backend) -> None:
         self._lock = threading.RLock()
@@ -91,9 +87,8 @@ class Steady:
 
 
 class GpuPayload:
-    """whole: flat [ranks * slice]; with memory only between `take_others` and `free_others`.
-    extra(change): called when the bytes beside the taken memory change by `change` ([Note: what a slice moves
-        through]).
+    """whole: flat [ranks * slice], with memory only between `take_others` and `free_others`. extra(change): called when
+    the bytes beside the taken memory change by `change` ([Note: what a slice moves through]).
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Slots: the position of each tensor in the lists of its chunk.
+"""Where each tensor is in the lists of its chunk.
 
-[Note: fields] A list of 8-bit states has a byte per element of the slice, and behind them an fp32 scale per block. A
-list of row and column factors has those of its first tensor, of its second, and so on. What such a list keeps of one
-tensor are its fields: "momentum" (the codes) and "momentum.scale"; "variance.row" and "variance.column". Any other list
-has one field, of its own name.
+[Note: fields] A list of 8-bit states has a byte per element, and behind them an fp32 scale per block; one of row and
+column factors has those of its first tensor, its second, and so on. What it keeps of a tensor are its fields:
+"momentum" (the codes) and "momentum.scale", "variance.row" and "variance.column". Other lists have one, of their own
+name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def fields_of(states: States) -> tuple[str, ...]:
 
 
 class Slots:
-    """parts: tensor -> its part in this rank's slice of its chunk."""
+    """parts: tensor -> its part in this rank's slice."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -82,14 +82,14 @@ class Slots:
         return torch.float32 if field.endswith(SCALE) else dtype_of(self.layout, chunk, list_of(field))
 
     def flat(self, place: Place, chunk: int, field: str) -> torch.Tensor:
-        """A field of all tensors of the chunk; of factors, both fields."""
+        """Of all tensors of the chunk, both fields of factors."""
         payload, codes = self.arena.at(place, chunk, list_of(field)), self.layout.slice_numel(chunk)
         if payload.dtype is not torch.uint8:
             return payload
         return payload[codes:].view(torch.float32) if field.endswith(SCALE) else payload[:codes]
 
     def span(self, chunk: int, field: str) -> Span:
-        """Function from elements of the slice to those of `flat`; of factors, for whole tensors."""
+        """From elements of the slice to those of `flat`, of factors for whole tensors."""
         if field.endswith((ROW, COLUMN)):
             parts = {s.offset: self._factors[s.tensor, field] for s in self.layout.chunks[chunk].slots}
             return lambda start, stop: (parts[start].offset, parts[start].offset + parts[start].numel)
@@ -97,23 +97,23 @@ class Slots:
         return lambda start, stop: (start // block, -(-stop // block))
 
     def at(self, place: Place, tensor: int, field: str) -> torch.Tensor:
-        """A flat view of one tensor's part of a field: the elements in this rank's slice, possibly none."""
+        """Flat, the elements in this rank's slice, possibly none."""
         part = self.part(tensor, field)
         return self.flat(place, self._slot[tensor][0], field)[part.offset : part.offset + part.numel]
 
     def source(self, tensor: int, field: str) -> torch.Tensor:
-        """The same view in the first place that has the list: the host where both have it."""
+        """In the first place that has the list: the host where both do."""
         chunk = self._slot[tensor][0]
         return self.at(next(p for p in PLACES if self.arena.has(p, chunk, list_of(field))), tensor, field)
 
     def whole(self, tensor: int, list_name: str) -> torch.Tensor:
-        """A flat view of a whole tensor in "param" or "grad" on the gpu, with the other ranks' slices present."""
+        """Flat, in "param" or "grad" on the gpu, with the others' slices present."""
         chunk, offset, numel = self._slot[tensor]
         return self.arena.payloads.whole(chunk, list_name)[offset : offset + numel]
 
     def put(self, place: Place, tensor: int, field: str, value: torch.Tensor, first: int = 0) -> None:
-        """Write values (any shape) from element `first` of the tensor on: all where the whole list is present, else
-        those in this rank's slice."""
+        """Values (any shape) from element `first` on: all where the whole list is present, else those in this rank's
+        slice."""
         part, flat = self.part(tensor, field), value.reshape(-1)
         begin, end = max(first, part.skip), min(first + flat.numel(), part.skip + part.numel)
         if begin < end:
@@ -129,7 +129,7 @@ class Slots:
 
 
 def _factors(layout: Layout) -> dict[tuple[int, str], SlicePart]:
-    """(tensor, field) -> its part of the list. No rank's slice has less than a whole list."""
+    """(tensor, field) -> part of the list; no slice has less than a whole list."""
     parts: dict[tuple[int, str], SlicePart] = {}
     for chunk in layout.chunks:
         rows = [] if chunk.frozen else [row for row in layout.states_of(chunk.index).lists if row.per_row]

@@ -1,4 +1,4 @@
-"""Updates: the values that the Adam steps of one iteration need, and the work of such a step."""
+"""What the Adam steps of one iteration need, and their work."""
 
 from __future__ import annotations
 
@@ -43,17 +43,15 @@ Norms = Callable[[], Iterable[torch.Tensor]]
 
 @dataclass
 class Update:
-    """Values that the Adam steps of one iteration need, fixed at `optimizer.step()` (with eager updates: when the
-    iteration begins).
+    """Fixed at `optimizer.step()` (eager updates: when the iteration begins).
 
-    hyper: per group of parameters: name of the rule -> its settings.
-    norms: norm of each gradient, taken where it arrived (one micro-batch only).
-    stochastic: whether parameters without wider masters are rounded stochastically.
-    unscale: factor of the gradients that undoes loss scaling.
-    skip: whether a gradient overflowed, so that Adam steps leave values, states and step counts as they are and drop
-        the gradients.
-    unused: tensors without a gradient on any rank, which are left as they are.
-    agree: turns the norm over this rank's gradients into the norm over all ranks; None where this rank holds all.
+    hyper: per group: rule -> settings.
+    norms: of each gradient, where it arrived (one micro-batch only).
+    stochastic: rounding of parameters without wider masters.
+    unscale: factor that undoes loss scaling.
+    skip: a gradient overflowed: Adam leaves values, states and step counts, and drops the gradients.
+    unused: tensors without a gradient on any rank, left as they are.
+    agree: the norm over this rank's gradients -> over all ranks'; None where this rank holds all.
         streams: None unless work is issued ahead. With it, a host queue's thread gets a coefficient as a number on the
         host, and who copies one from the gpu waits for the event behind it.
     """
@@ -74,9 +72,9 @@ class Update:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def coefficient(self, norms: Norms) -> torch.Tensor | None:
-        """Returns the factor of every gradient; None without clipping and scaling.
+        """The factor of every gradient, None without clipping and scaling.
 
-        norms: of this rank's gradients; called once, by the first caller.
+        norms: of this rank's gradients, called once, by the first caller.
         """
         if self.max_grad_norm is None and self.unscale == 1.0:
             return None
@@ -93,7 +91,7 @@ class Update:
             return self._coefficient
 
     def _settle(self) -> None:
-        """Read the coefficient, or record the event behind it, in the thread that issued it."""
+        """Read it, or record the event behind it, in the thread that issued it."""
         if self.streams is None:
             return
         assert self.norm is not None and self._coefficient is not None
@@ -103,8 +101,8 @@ class Update:
             self._ready = self.streams.record(self.streams.queue)
 
     def coefficient_on(self, device: torch.device, norms: Norms) -> torch.Tensor | None:
-        """On the host a scalar is an argument of the kernel; one on the gpu comes to the host once, for the thread that
-        updates there."""
+        """A scalar on the host is an argument of the kernel; one on the gpu comes there once, for the thread that
+        updates."""
         scale = self.coefficient(norms)
         if scale is None or scale.device == device or scale.device.type == "cpu":
             return scale
@@ -146,10 +144,10 @@ class Updating:
     def adam(
         self, chunk: int, place: Place, update: Update, norms: Norms, elements: tuple[int, int] | None = None
     ) -> None:
-        """Update every parameter of the chunk, or of a part, that has a gradient. The working list at the place becomes
-        current. Raises PlanError where a list or a gradient is elsewhere.
+        """Every parameter of the chunk, or a part, with a gradient; the place's working list becomes current. Raises
+        PlanError where a list or a gradient is elsewhere.
 
-        elements: (first, behind the last) of a part, on the host; None: all.
+        elements: (first, behind the last) on the host, None: all.
         """
         if elements is None:
             self._adam(chunk, place, update, norms)
@@ -176,7 +174,7 @@ class Updating:
             self.values.rewrite(place, chunk)
 
     def _update(self, chunk: int, place: Place, source: str, update: Update, norms: Norms) -> None:
-        """source: the list of all the chunk's gradients."""
+        """source: of all the chunk's gradients."""
         state, mine = self.chunks[chunk], self.chunks[chunk].where(place, source)
         scale = update.coefficient_on(self.arena.unsettled_at(place, chunk, MASTER_LIST).device, norms)
         state.updating = True
@@ -197,8 +195,8 @@ class Updating:
         state.updating = False
 
     def _adam_part(self, chunk: int, elements: tuple[int, int], update: Update, norms: Norms) -> None:
-        """Update some elements on the host. Their gradients are there; the chunk's others count as on the gpu until all
-        have arrived. The update counts once all elements are updated."""
+        """On the host, where their gradients are; others of the chunk count as on the gpu until all have arrived, and
+        the update once all elements are updated."""
         arena, state, (first, end) = self.arena, self.chunks[chunk], elements
         ends = end == arena.layout.slice_numel(chunk)
         if first != state.updated:
@@ -236,8 +234,8 @@ class Updating:
         *,
         lent: bool = False,
     ) -> None:
-        """lent: whether values and gradients are in each other's list: [Note: gradients in the master copy].
-        mine: tensors that have a gradient; others keep their values.
+        """lent: values and gradients are in each other's list: [Note: gradients in the master copy].
+        mine: tensors with a gradient; others keep their values.
         elements: (first, behind the last).
         """
         arena, row, (first, end) = self.arena, self.arena.layout.chunks[chunk], elements

@@ -1,4 +1,4 @@
-"""Values: where parameters can be read, and how a working list is restored from the master copy."""
+"""Where parameters can be read, and how a working list is restored."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ GPU = Place.GPU
 
 
 class ParameterValues:
-    """changed(chunk, tensors): called when these tensors (None: all) of the gpu's working list become, or cease to be,
-    readable.
-    """
+    """changed: called when tensors (None: all) of the gpu's working list become, or cease to be, readable."""
 
     def __init__(self, arena: Arena, slots: Slots, chunks: Sequence[ChunkState], changed: Callable[..., None]) -> None:
         self.arena = arena
@@ -33,7 +31,7 @@ class ParameterValues:
         return self.readable(chunk) and self.arena.has(GPU, chunk, "param")
 
     def readable(self, chunk: int) -> bool:
-        """Whether the gpu's working list holds current values, but for `overwritten`."""
+        """Current on the gpu, but for `overwritten`."""
         state = self.chunks[chunk]
         return GPU in state.current and (state.whole or not self.arena.sliced)
 
@@ -42,8 +40,8 @@ class ParameterValues:
         return self.chunks[chunk].gradients.get((GPU, "param"), ())
 
     def source(self, chunk: int, tensors: Collection[int]) -> tuple[Place, str]:
-        """Returns (place, list) of the current values of these tensors: the working list, or the master copy. Raises
-        PlanError if none has them."""
+        """(place, list) of these tensors' current values: the working list, or the master copy. Raises PlanError if
+        none has them."""
         state = self.chunks[chunk]
         for place in PLACES:
             if place in state.current and state.where(place, "param").isdisjoint(tensors):
@@ -55,18 +53,18 @@ class ParameterValues:
         raise PlanError(f"no place holds the current value of {', '.join(map(repr, names))}")
 
     def restore(self, place: Place, tensor: int) -> None:
-        """Rewrite the slot of a working list from the master copy at any place."""
+        """One slot, from the master copy anywhere."""
         chunk, at = self.slots.chunk_of(tensor), self.slots.at
         self._cast(place, chunk, lambda where, list_name: at(where, tensor, list_name))
 
     def rewrite(self, place: Place, chunk: int) -> None:
-        """`restore` for the whole working list. Raises PlanError without a master copy."""
+        """The whole working list. Raises PlanError without a master copy."""
         self._cast(place, chunk, lambda where, list_name: self.arena.at(where, chunk, list_name))
         self.chunks[chunk].current.add(place)
         self.changed(chunk)
 
     def _cast(self, place: Place, chunk: int, at: Callable[[Place, str], torch.Tensor]) -> None:
-        """at(place, list): the elements that are read and written."""
+        """at(place, list): elements read and written."""
         arena = self.arena
         source = place if arena.has(place, chunk, MASTER_LIST) else arena.elsewhere(place, chunk, MASTER_LIST)
         if source is None:

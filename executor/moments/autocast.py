@@ -1,12 +1,11 @@
-"""Autocast over tensors of the CPU by the rules of another device: what a capture for CUDA runs under.
+"""Autocast of CPU tensors by another device's rules, for captures for CUDA.
 
-[Note: rules of autocast] A capture runs on fake tensors of the CPU, and torch has rules of autocast for each device:
-CUDA's runs pow, exp, sum, norms, softmax and others in fp32, which the CPU's leaves in 16 bits. Every build of torch
-has the kernels of both, by the dispatch keys AutocastCUDA and AutocastCPU, but CUDA's cast CUDA tensors alone. Inside
-`rules_of("cuda")`, each operator that has a kernel of CUDA's key gets one of the CPU's key that does the same to
-tensors of the CPU, and the CPU's other operators get none. What is done to an operator follows from its signature,
-except for those listed here. CUDA's softmax also goes from fp16 to fp32 in one kernel, with or without autocast, where
-the CPU's makes a copy in fp32 first.
+[Note: rules of autocast] A capture runs on fake CPU tensors, and CUDA's rules run pow, exp, sum, norms, softmax and
+others in fp32, which the CPU's leave in 16 bits. Every build of torch has both kernels, by the dispatch keys
+AutocastCUDA and AutocastCPU, but CUDA's cast CUDA tensors alone. Inside `rules_of("cuda")`, each operator with a kernel
+of CUDA's key gets one of the CPU's key that does the same to CPU tensors, and the CPU's others get none. What is done
+follows from the signature, except for those listed here. CUDA's softmax also goes from fp16 to fp32 in one kernel,
+where the CPU's first copies to fp32.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ FROM_HALF = {"softmax.int": aten._softmax.default, "log_softmax.int": aten._log_
 
 @contextlib.contextmanager
 def rules_of(device: str) -> Iterator[None]:
-    """Inside this context autocast treats tensors of the CPU by the rules of the device ("cuda"; any other: the CPU's
-    own), and switches of the device's autocast act on tensors of the CPU."""
+    """Autocast treats CPU tensors by the rules of "cuda" (any other: the CPU's own), and switches of the device's
+    autocast act on them."""
     if device != "cuda":
         yield
         return
@@ -76,7 +75,7 @@ def _bare(name: str) -> str:
 
 
 def _kernel(name: str, operator: Any) -> Callable[..., Any]:
-    """What autocast of CUDA does at the operator, for tensors of the CPU."""
+    """CUDA's autocast at the operator, for CPU tensors."""
     with_dtype = WITH_DTYPE.get(operator, operator)
     if all(argument.name != "dtype" for argument in with_dtype._schema.arguments):
 
@@ -121,8 +120,8 @@ def _is_cast(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _switched_as_the_cpu(device: str) -> Iterator[None]:
-    """Inside this context torch's switches of the device's autocast are the CPU's, unless torch has no such device:
-    torch.autocast then switches it off anyway."""
+    """torch's switches of the device's autocast are the CPU's, unless torch lacks the device: torch.autocast then
+    switches it off anyway."""
     if not torch.cuda.is_available():
         yield
         return

@@ -1,7 +1,7 @@
-"""Beside: modules that an iteration runs beside its model: a reference model, a teacher, an average of weights.
+"""Modules that an iteration runs beside its model: a reference model, a teacher, an average of weights.
 
-Their parameters and buffers stay on the GPU and are no part of a plan. They count as non-model data of every moment, as
-the model's buffers do. Their outputs count while they live, as those of any operator.
+Their parameters and buffers stay on the GPU, outside a plan, as non-model data of every moment, like the model's
+buffers. Outputs count while they live.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["note_of", "runs_beside", "tensors_beside"]
 
 @contextlib.contextmanager
 def runs_beside(model: nn.Module, on_call: Callable[[nn.Module], None]) -> Iterator[Iterable[nn.Module]]:
-    """Inside this context, calls `on_call` before the first call of each outermost module beside the model that has
-    parameters or buffers. Yields those still alive."""
+    """Calls `on_call` before the first call of each outermost such module with parameters or buffers, and yields those
+    alive."""
     inside = {id(part) for part in model.modules()}
     own = {id(tensor) for tensor in itertools.chain(model.parameters(), model.buffers())}
     modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()

@@ -1,14 +1,13 @@
-"""Blind: operators whose fake version has less memory than the real one, and how a capture handles them.
+"""Operators whose fake version has less memory than the real one.
 
-Where a fake result is smaller, a captured tide is too low. `SEEN_SMALLER` lists such operators of torch 2.13: results
-of 578 operators (torch's own operator samples, forward and backward, and common modules) were compared with their fake
-versions; all others were equal to the byte. A capture runs a listed operator once for each shape, on zeros of the same
-sizes, and uses the sizes of its results. Operators too large for that, and those that are not torch's own, are named in
-the trace's notes. `mkldnn_rnn_layer_backward` is left alone, although its real version has the bytes of one bias more:
-it would read a workspace of zeros.
+A smaller fake result makes a captured tide too low. `SEEN_SMALLER` lists such operators of torch 2.13: results of 578
+(torch's operator samples, forward and backward, and common modules) were compared with their fake versions; all others
+were equal to the byte. A listed operator runs once for each shape on zeros, whose results' sizes count. Those too large
+for that, or not torch's own, are named in the trace's notes. `mkldnn_rnn_layer_backward` is left alone, though its real
+version has one bias more: it would read a workspace of zeros.
 
-No capture sees a kernel's workspaces, nor memory that is not torch's. On another device torch may choose other kernels.
-Therefore the first iteration of a run is compared with its trace (`measuring/first.py`).
+No capture sees workspaces, nor memory that is not torch's, and another device may have other kernels, so a run's first
+iteration is compared with its trace (`measuring/first.py`).
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def _form(leaf: Any) -> Any:
 
 
 class _Form(NamedTuple):
-    """storage: index of the result's storage."""
+    """storage: the result's, by index."""
 
     storage: int
     size_bytes: int
@@ -91,7 +90,7 @@ class _Form(NamedTuple):
 
 
 def _real(func: Any, args: Any, kwargs: Any) -> tuple[_Form | None, ...]:
-    """Forms of the real operator's results on zeros."""
+    """Of the real operator's results on zeros."""
 
     def zeros(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -112,7 +111,7 @@ def _real(func: Any, args: Any, kwargs: Any) -> tuple[_Form | None, ...]:
 
 
 def _as_real(out: Any, real: tuple[_Form | None, ...]) -> Any:
-    """The fake results in the forms of the real ones, storages shared only where the real ones are."""
+    """Storages are shared only where the real ones are."""
     of: dict[int, int] = {}  # fake storage -> index of the real storage
     leaves, spec = tree_flatten(out)
     for i, (leaf, form) in enumerate(zip(leaves, real)):

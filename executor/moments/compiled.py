@@ -1,10 +1,9 @@
-"""torch.compile beside the engine: the engine's hooks are never traced; captures and counted iterations run compiled
-blocks eagerly.
+"""torch.compile beside the engine: hooks are never traced, and captures and counted iterations run compiled blocks
+eagerly.
 
-A graph ends where a hook of the engine is called between two modules, because chunks move there. While operators are
-counted, compiled functions run as written: torch's compiler does not compile under a dispatch mode, and never compiles
-what it has passed over there. Importing torch's compiler takes seconds: only `untraced` imports it, as every torch
-optimizer does.
+A graph ends where the engine's hook is called between two modules, because chunks move there. While operators are
+counted, compiled functions run as written: torch does not compile under a dispatch mode, and never what it has passed
+over there. Importing torch's compiler takes seconds: only `untraced` does it, as every torch optimizer does.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ R = TypeVar("R")
 
 
 def untraced(function: Callable[..., R]) -> Callable[..., R]:
-    """Returns `function`, with positional arguments only, in a form that torch.compile calls and never traces.
+    """Called and never traced by torch.compile, with positional arguments only.
 
-    The compiler's own wrapper switches the compiler off and on at every call of hundreds per iteration. Where the
-    compiler is not active (torch 2.9 and newer can tell), `function` is called directly.
+    The compiler's own wrapper switches it off and on at every call, of hundreds per iteration; where the compiler is
+    not active (torch 2.9 and newer can tell), `function` is called directly.
     """
     aside: Callable[..., R] = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
     compiler = compiler_watches()
@@ -67,8 +66,8 @@ _stance: list[Any] = []  # the stance that all pauses together have taken, at mo
 
 
 def pause_compiler() -> Callable[[], None]:
-    """Let compiled functions run as written, in all threads, until the returned function is called. Several pauses may
-    overlap. A function called within compiled code may begin and end a pause; running code keeps its graphs."""
+    """Compiled functions run as written, in all threads, until the returned function is called. Pauses may overlap, and
+    begin or end inside compiled code, which keeps its graphs."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled
         return lambda: None
     mine = object()

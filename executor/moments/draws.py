@@ -1,11 +1,10 @@
-"""Draws: numbers that a model draws to decide which of its layers run.
+"""Numbers that a model draws to decide which layers run.
 
-[Note: draws] A model with LayerDrop draws a number for each layer, some as one array, and leaves out layers whose
-number lies below a rate. A captured or recorded iteration has to show every layer: a plan has no optimizer states for a
-parameter that never gets a gradient. There, each number drawn from [0, 1] is one of ANSWERS: the middle, by which no
-layer is dropped at a rate of at most 0.5, and only where some parameter got no gradient, the ends of the range. An
-iteration of the training that drops a layer leaves its plan and is finished on demand. `prepare` warns of layers left
-out by any other draw.
+[Note: draws] A model with LayerDrop draws a number per layer, some as one array, and leaves out layers below a rate. A
+capture or recording has to show every layer: a plan has no states for a parameter without a gradient. So each number
+from [0, 1] is one of ANSWERS: the middle, by which no layer is dropped at a rate of at most 0.5, and only where some
+parameter got no gradient, the ends of the range. A training iteration that drops a layer is finished on demand.
+`prepare` warns of layers left out by other draws.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ _STATES = {"random": ("getstate", "setstate"), "numpy.random": ("get_state", "se
 
 @dataclass(kw_only=True)
 class Draws:
-    """answer: what each number from [0, 1] is that is drawn alone.
-    arrays: whether the numbers of one-dimensional arrays are too; they may be data.
-    drew: whether such a number or array was drawn.
+    """answer: of each number from [0, 1] drawn alone.
+    arrays: also of one-dimensional arrays, which may be data.
+    drew: some was.
     """
 
     answer: float = 0.5
@@ -53,9 +52,9 @@ ANSWERS = ((0.5, False), (1 - 2**-24, True), (0.0, True))
 
 
 def with_every_layer(run: Callable[[Draws], _Run], left_out: Callable[[_Run], int]) -> tuple[_Run, Draws]:
-    """Returns what `run` returns, and its draws, for the answer that leaves out least.
+    """What `run` returns, and its draws, for the answer that leaves out least.
 
-    left_out: the number of parameters without a gradient.
+    left_out: parameters without a gradient.
     """
     runs = []
     for answer, arrays in ANSWERS:
@@ -69,7 +68,7 @@ def with_every_layer(run: Callable[[Draws], _Run], left_out: Callable[[_Run], in
 
 
 def drawn(func: Any, args: Any, out: Any) -> bool:
-    """Whether an operator has filled all of the result with numbers drawn from [0, 1]."""
+    """An operator filled all of the result with numbers from [0, 1]."""
     if func is _UNIFORM:
         return len(args) == 1 and out.untyped_storage().nbytes() == out.numel() * out.element_size()
     return func in _DRAWING
@@ -92,8 +91,7 @@ class Undropped(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def host_draws(draws: Draws) -> Iterator[None]:
-    """Inside this context, what Python and NumPy draw is answered, in the range asked for. Their global generators keep
-    their state."""
+    """Python's and NumPy's draws are answered in the range asked for; global generators keep their state."""
     with contextlib.ExitStack() as undo:
         for key, names in _ON_THE_HOST.items():
             module = sys.modules.get(key)

@@ -1,7 +1,7 @@
 """MomentClock: module and autograd hooks turned into events; the one clock of capture and engine.
 
-[Note: the clock] Units are the modules that own a parameter directly (tied parameters included) and the root. An event
-closes the current moment and opens the next moment:
+[Note: the clock] Units are modules that own a parameter directly (tied ones included) and the root. An event closes the
+current moment and opens the next moment:
 
 | event           | fires                                                     | phase of the moment it opens    |
 |-----------------|-----------------------------------------------------------|---------------------------------|
@@ -11,14 +11,13 @@ closes the current moment and opens the next moment:
 | backward-end    | the outermost backward has run every gradient             | BWD                             |
 | step            | `step()`, which the optimizer calls                       | ADAM                            |
 
-Operations outside the units belong to the moment in which they happen. Non-reentrant checkpointing stops a
-recomputation early, so that an "end" may be missing there; the backward of the module recomputed last then lies in its
-"begin" moment. Outputs have tensor hooks: full backward hooks wrap outputs in views, and so break in-place operations
-after a module.
+Operations outside units belong to the moment in which they happen. Non-reentrant checkpointing stops a recomputation
+early, so an "end" may be missing, and the last recomputed module's backward lies in its "begin" moment. Outputs have
+tensor hooks: full backward hooks wrap outputs in views, which breaks in-place operations after a module.
 
-[Note: several models] A loop may call one model inside another's forward (a teacher), or between another's forward and
-backward (a GAN). An operator then belongs to the model whose event came last, until that model's moments are over: its
-backward or step has ended, or its forward has, and it was an evaluation or ran in another model's forward.
+[Note: several models] A loop may call one model inside another's forward (a teacher), or between its forward and
+backward (a GAN). An operator belongs to the model whose event came last, until its moments are over: its backward or
+step has ended, or its forward has, and it was an evaluation or ran in another's forward.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ ROOT = "<root>"
 @dataclass(frozen=True, slots=True)
 class ModuleEvent:
     """kind: "begin", "end", "grad", "backward-end" or "step".
-    module: name in `named_modules()`, "" for the root and the last two kinds.
+    module: in `named_modules()`, "" for the root and the last two kinds.
     name: as in `Moment.name`.
-    micro_batch: micro-batch of that moment; -1 for the gradient of an output that an evaluation computed.
+    micro_batch: -1 for the gradient of an evaluation's output.
     """
 
     kind: str
@@ -60,7 +59,7 @@ class ModuleEvent:
 
 
 class _ModuleEvents(dict[int, ModuleEvent]):
-    """micro-batch -> event. Each is made once, because an iteration has hundreds."""
+    """By micro-batch, each made once: an iteration has hundreds."""
 
     def __init__(self, kind: str, module: str, phase: Phase) -> None:
         super().__init__()
@@ -72,8 +71,7 @@ class _ModuleEvents(dict[int, ModuleEvent]):
 
 
 def units(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that own a parameter directly, by name, and the root (""). A module reached twice has its first
-    name."""
+    """Modules that own a parameter, by name, and the root (""); one reached twice has its first name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -87,18 +85,17 @@ _MODELS_AT_TURN: dict[int, list[weakref.ref[MomentClock]]] = {}
 
 @dataclass
 class _ClockLink:
-    """Hooks on outputs hold the clock weakly: a graph keeps its hooks, so a model that keeps an output of its own would
-    never be collected."""
+    """Hooks on outputs hold the clock weakly: a model that keeps an output would never be collected."""
 
     clock: weakref.ref[MomentClock]
     closed: bool = False
 
 
 class MomentClock:
-    """Calls `on_event(event)` at every event of `model`, from `listen()` until `close()`.
+    """Calls `on_event(event)` from `listen()` until `close()`.
 
-    trains(): whether the running forward is not an evaluation.
-    micro_batch: of the current moment, from 0; `step()` starts anew. All forwards before a backward belong to one (a
+    trains(): the running forward is no evaluation.
+    micro_batch: of the current moment, from 0; `step()` starts anew; all forwards before a backward belong to one (a
         loss may compare two).
     """
 
@@ -146,7 +143,7 @@ class MomentClock:
 
     @property
     def at_turn(self) -> bool:
-        """Whether the thread's operators belong to this model: [Note: several models]."""
+        """The thread's operators belong to this model: [Note: several models]."""
         return bool(self._at_turn) and self._at_turn[-1] is self._link.clock
 
     @property
@@ -155,7 +152,7 @@ class MomentClock:
         return self._turns
 
     def require_backwards(self, count: int, name: str) -> None:
-        """name: of the model. Raises ModelError if more than `count` backwards have ended: the loss has run one."""
+        """Raises ModelError if more backwards than `count` have ended: the loss has run one."""
         if self._turns > count:
             raise ModelError(
                 f"{name}: the loss runs a backward of its own (torch.autograd.grad, as in a gradient penalty), and "
@@ -168,15 +165,15 @@ class MomentClock:
         return self._callback_due
 
     def outside_root(self, event: ModuleEvent) -> bool:
-        """Whether the event begins the forward of a module not called from the root's. Valid while it is handled."""
+        """A module's forward outside the root's begins; valid while the event is handled."""
         return event.module != "" and self.outermost(event)
 
     def outermost(self, event: ModuleEvent) -> bool:
-        """Whether the event begins the forward of a module that no other unit's called. Valid while it is handled."""
+        """A forward that no other unit called begins; valid while the event is handled."""
         return event.kind == "begin" and event.phase is Phase.FWD and self._open == 1
 
     def step(self) -> None:
-        """The optimizer's moment. The root's next forward is micro-batch 0 again."""
+        """The root's next forward is micro-batch 0 again."""
         self._tell(ModuleEvent("step", "", "step", Phase.ADAM, self.micro_batch))
         self._end_turn()
         self.reset()
@@ -189,7 +186,7 @@ class MomentClock:
 
     @contextlib.contextmanager
     def one_backward(self) -> Iterator[None]:
-        """Inside this context, all calls of autograd count as one backward."""
+        """All calls of autograd count as one backward."""
         self._callback_due = False
         self._in_one = True
         try:
@@ -204,9 +201,9 @@ class MomentClock:
 
     @contextlib.contextmanager
     def side_by_side(self, before_event: Callable[[], None]) -> Iterator[None]:
-        """Inside this context, several micro-batches are open, and `turn_to` chooses that of the next events.
+        """Several micro-batches are open; `turn_to` chooses the next events'.
 
-        before_event: called before each event of a forward; may let other micro-batches run.
+        before_event: of a forward, may let other micro-batches run.
         """
         self._before_event = before_event
         self._in_one = True
@@ -230,7 +227,7 @@ class MomentClock:
         self._backward_end()
 
     def close(self) -> None:
-        """Hooks on outputs are freed with their graph, and do nothing from now on."""
+        """Hooks on outputs, freed with their graph, do nothing from now on."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -242,7 +239,7 @@ class MomentClock:
         self._end_turn()
 
     def _tell(self, event: ModuleEvent) -> None:
-        """Operators from now on belong to this model."""
+        """Operators now belong to this model."""
         if not self.at_turn:
             clocks, own = self._at_turn, self._link.clock
             below = clocks[: clocks.index(own)] if own in clocks else clocks
@@ -340,9 +337,9 @@ class MomentClock:
 
 
 def _hearing(link: _ClockLink) -> Callable[[ModuleEvent, list[int], torch.Tensor], None]:
-    """The first gradient of each backward to reach outputs of one call is the event.
+    """Each backward's first gradient to reach outputs of one call is the event.
 
-    heard: shared by the call's hooks; the backward (graph task) whose gradient came last, if any.
+    heard: by the call's hooks: the backward (graph task) whose gradient came last.
     """
 
     def hear(event: ModuleEvent, heard: list[int], _: torch.Tensor) -> None:
@@ -369,7 +366,7 @@ def _hook_output(output: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> 
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in a module's output: tuples, lists, mappings (ModelOutput is one) and dataclasses, nested."""
+    """In tuples, lists, mappings (ModelOutput) and dataclasses, nested."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Listener: an object that hears of a run's moments."""
+"""An object that hears of a run's moments."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ __all__ = ["Listener"]
 
 
 class Listener:
-    """A listener has those of these methods for which it listens."""
+    """Has those of these methods for which it listens."""
 
     def bind(self) -> None:
         """The run continues under a new plan."""
 
     def require_plan(self) -> None:
-        """A forward with gradients is about to begin. Raises an error where it cannot run."""
+        """Before a forward with gradients; raises where it cannot run."""
 
     def begin_iteration(self) -> None:
         """The queues run."""
 
     def close_moment(self, moment: int) -> None:
-        """The open moment, an index in the plan, ends. The engine's own work comes next."""
+        """Before the engine's own work after the moment."""
 
     def see_event(self, moment: int) -> None:
-        """moment: -1 without one; on plan or off, outside an evaluation."""
+        """moment: on plan or off, outside an evaluation; -1 without one."""
 
     def open_moment(self) -> None:
         """The engine's own work is done."""
@@ -36,13 +36,13 @@ class Listener:
         """Before the next iteration begins, on plan."""
 
     def takes_event(self, event: ModuleEvent, found: Any) -> bool:
-        """Whether the listener has carried out the event, with the answer `found`."""
+        """Has it carried out the event, with the answer `found`?"""
         return False
 
     def takes_gradient(self, tensor: int, gradient: torch.Tensor) -> bool:
-        """Whether the listener has taken a whole gradient off the plan."""
+        """Has it taken a whole gradient off the plan?"""
         return False
 
     def gradient_is_final(self, tensor: int) -> bool:
-        """Whether an accumulated gradient is the tensor's last in this micro-batch."""
+        """Is an accumulated gradient the micro-batch's last?"""
         return True

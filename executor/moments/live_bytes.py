@@ -1,11 +1,10 @@
-"""LiveStorages: logical bytes of the live storages that are not parameters, on fake and on real tensors.
+"""Logical bytes of live storages that are not parameters, on fake and real tensors.
 
-A dispatch mode that sees every operator, forward and backward. A storage counts from the operator that makes it until
-its last reference is gone. A storage made earlier counts if it is a buffer of the module, or from the first operator
-that takes it (the batch). Of such a storage only the part that operators take counts: a batch may be a slice of a data
-set. Parameters never count: an operator that takes one is reported as a read, views included, because views of an
-evicted parameter must not be made. Logical bytes are `nbytes` of the storage, without allocator rounding and without
-workspaces inside a kernel.
+A dispatch mode sees every operator, forward and backward. A storage counts from its making until its last reference is
+gone, an earlier one if it is a buffer, or from the first operator that takes it (the batch), and only the part that
+operators take: a batch may be a slice of a data set. Parameters never count: an operator that takes one is a read,
+views included, because views of an evicted parameter must not be made. Logical bytes are the storage's `nbytes`,
+without allocator rounding and workspaces.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _DEVICE = torch.ops.prim.device.default
 
 
 def _attention_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Keys and values may have fewer heads (grouped-query attention)."""
+    """Keys and values may have fewer heads."""
     return call_flops(_call(args, causal=False, backward=False))
 
 
@@ -43,15 +42,15 @@ def _attention_backward_flops(*args: Any, out_val: Any = None, **kwargs: Any) ->
 
 
 def _call(args: Sequence[Any], *, causal: bool, backward: bool) -> AttentionCall:
-    """args: query, key, value and others; for backward, the gradient of the output before them."""
+    """args: query, key, value and others, for backward, the output's gradient first."""
     query, key, value = args[1:4] if backward else args[:3]
     heads, rows = math.prod(query.shape[:-2]), query.shape[-2]
     return heads, rows, key.shape[-2], query.shape[-1], value.shape[-1], int(causal), int(backward)
 
 
 def _grouped_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Flops of routed experts: rows (2-d by 3-d) or columns (3-d by 2-d) belong to one group; in 2-d by 2-d the inner
-    extent does."""
+    """Of routed experts: rows (2-d by 3-d) or columns (3-d by 2-d) belong to one group, in 2-d by 2-d the inner extent
+    does."""
     if a.dim() == 2:
         rows, inner, columns = a.shape[0], a.shape[1], b.shape[-1]
         return int(2 * rows * inner * columns)
@@ -64,7 +63,7 @@ def _grouped_backward_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **k
 
 
 def _product_of_4_bits(a: Any, codes: Any, shape: Sequence[int]) -> Product:
-    """Of rows by a packed matrix: [Note: dequantised]."""
+    """[Note: dequantised]"""
     return 1, a.numel() // shape[1], shape[1], shape[0]
 
 
@@ -130,8 +129,8 @@ def _argument(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 class _Traits:
-    """attention: of a fused attention "forward" or "backward"; else "".
-    product: positions of the factors of its matrix product among its arguments; None if it is not a product.
+    """attention: fused "forward" or "backward", else "".
+    product: positions of a product's factors, None if it is none.
     traffic: 0 none (views), 1 inputs and outputs, 2 outputs twice (gathers).
     """
 
@@ -149,7 +148,7 @@ class _Traits:
 
 
 class _Watched(weakref.ref):  # type: ignore[type-arg]
-    """in_part: whether `size` may be less than the storage has: it was made earlier."""
+    """in_part: made earlier: `size` may be less than the storage's."""
 
     __slots__ = ("in_part", "key", "size")
     key: int
@@ -166,17 +165,14 @@ def require_dense(tensor: torch.Tensor, operator: object) -> None:
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is entered; compiled functions then run as they were written.
+    """Counts while entered; compiled functions then run as written.
 
-    parameters: by index; their storages never count. Several may share one (views of a chunk); the offset then tells
-        which is read.
-    buffers: count from the start.
-    on_param_read(index): called before each operator that takes parameter `index`.
-    costs: also add up flops and the bytes that operators read and write.
-    peak: most live bytes since `reset_peak()`.
-    flops, bytes_read, bytes_written, products, attentions, operators: counted since the caller last emptied them
-        (products: of matrices; operators: but views).
-    kernels: operators seen whose name contains attention or softmax.
+    parameters: by index, never counted; several may share a storage (views of a chunk), told apart by offset.
+    buffers: count from the start. on_param_read: called before each operator that takes the parameter.
+    costs: also flops and bytes that operators read and write.
+    peak: since `reset_peak()`.
+    flops, bytes_read, bytes_written, products, attentions, operators: since last emptied (operators without views).
+    kernels: operators named attention or softmax.
     """
 
     def __init__(
@@ -230,7 +226,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._resumes.pop()()
 
     def add_parameter(self, index: int, tensor: torch.Tensor) -> None:
-        """`tensor` has moved into a chunk as parameter `index`; its storage does not count any more."""
+        """Has moved into a chunk; its storage counts no more."""
         storage = tensor.untyped_storage()
         self.ignore(storage)
         starts, indices = self._ours[storage_key(storage)]
@@ -240,7 +236,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         indices.insert(at, index)
 
     def ignore(self, storage: torch.UntypedStorage) -> None:
-        """The storage (of a chunk or a gradient) is model data."""
+        """Of a chunk or a gradient: model data."""
         key = storage_key(storage)
         if key not in self._ours:
             self._ours[key] = ([], [])
@@ -254,8 +250,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside this context, operators (the engine's own copies) neither count nor report reads; storages may be
-        freed."""
+        """The engine's own copies neither count nor report reads, and may free storages."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -306,7 +301,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.bytes_read += size
 
     def _count_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Of a ([batches,] m, k) by b ([batches,] k, n). A product without elements is no work."""
+        """([batches,] m, k) by ([batches,] k, n); without elements no work."""
         product = (a.shape[0] if a.dim() == 3 else 1, a.shape[-2], a.shape[-1], b.shape[-1])
         if all(product):
             self.products.append(product)
@@ -318,7 +313,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return traits
 
     def _see_inputs(self, inputs: Iterable[torch.Tensor]) -> None:
-        """Report reads of parameters, and begin to count storages that were made earlier."""
+        """Reports reads of parameters, and counts earlier storages."""
         live, ours = self._live, self._ours
         for tensor in inputs:
             storage = tensor.untyped_storage()
@@ -333,7 +328,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add(storage, key, self._size_of_part(tensor))
 
     def _see_outputs(self, outputs: Iterable[torch.Tensor], *, resized: bool) -> None:
-        """resized: whether the operator changed the size of storages, which else it made."""
+        """resized: sizes changed, no storages made."""
         live, ours = self._live, self._ours
         for tensor in outputs:
             require_dense(tensor, self.last_op)
@@ -360,7 +355,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(storage, key)
 
     def _add(self, storage: torch.UntypedStorage, key: int, part_bytes: int | None = None) -> None:
-        """Begin to count a storage, or a part of it for now."""
+        """Or a part of it for now."""
         watched = _Watched(storage, self._gone)
         watched.key = key
         whole = self._size(storage)
@@ -373,7 +368,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return storage.nbytes() if self._device is None or storage.device == self._device else 0
 
     def _size_of_part(self, tensor: torch.Tensor) -> int:
-        """Bytes from the tensor's first to its last element; all of its storage where elements have no strides."""
+        """First to last element, all of the storage where elements have no strides."""
         if tensor.layout is not torch.strided:
             return tensor.untyped_storage().nbytes()
         if not tensor.numel():

@@ -13,8 +13,7 @@ __all__ = ["map_tensors"]
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns `value` with `change` applied to its tensors, nested in containers of their own types. Returns the same
-    object where no tensor changed."""
+    """With `change` applied to nested tensors, containers of their types; the same object where none changed."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -27,7 +26,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def _with_fields(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """value: a dataclass, frozen or not."""
+    """A dataclass, frozen or not."""
     old = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
     new = {name: map_tensors(item, change) for name, item in old.items()}
     changed = {name: item for name, item in new.items() if item is not old[name]}
@@ -38,7 +37,7 @@ def _with_fields(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _with_items(value: Any, keys: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """value: a mapping, list or tuple (named tuples included)."""
+    """A mapping, list or tuple (named tuples too)."""
     items = [map_tensors(value[key], change) for key in keys]
     if all(item is value[key] for key, item in zip(keys, items)):
         return value

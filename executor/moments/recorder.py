@@ -1,7 +1,4 @@
-"""MomentRecorder: events, live bytes, reads and gradients of one iteration written down as a Workload.
-
-The fake capture and a recorded run both use it.
-"""
+"""An iteration's events, live bytes, reads and gradients, captured or recorded, as a Workload."""
 
 from __future__ import annotations
 
@@ -41,12 +38,11 @@ INPUTS = {"vision": "image", "visual": "image", "image": "image", "audio": "audi
 def describe_parameters(
     model: nn.Module, groups: Mapping[int, int] | None = None
 ) -> tuple[tuple[Tensor, ...], tuple[nn.Parameter, ...]]:
-    """Parameters of `model`, in the order of `named_parameters` with tied names. Two names are tied when they are one
-    Parameter, or begin at the same byte of one storage.
+    """In the order of `named_parameters`, with tied names: one Parameter, or the same first byte of one storage.
 
-    groups: optimizer group by id(parameter), 0 where absent.
+    groups: by id(parameter), 0 where absent.
 
-    Raises ModelError for a trainable parameter that is not fp32, bf16 or fp16.
+    Raises ModelError for a trainable one that is not fp32, bf16 or fp16.
     """
     tensors: list[Tensor] = []
     parameters: list[nn.Parameter] = []
@@ -80,8 +76,7 @@ def describe_parameters(
 
 
 def working_dtype(tensors: Collection[Tensor]) -> str:
-    """The dtype with the most trainable bytes (the most bytes if none is trainable). Raises ModelError without a
-    tensor."""
+    """With the most trainable bytes (the most bytes if none is trainable). Raises ModelError without a tensor."""
     sizes: Counter[str] = Counter()
     trainable = any(not t.frozen for t in tensors)
     for t in tensors:
@@ -93,7 +88,7 @@ def working_dtype(tensors: Collection[Tensor]) -> str:
 
 
 def attention_seen(kernels: Collection[str]) -> str:
-    """One of "flash", "efficient", "math" (a softmax of its own) or "none", by LiveStorages.kernels."""
+    """Returns "flash", "efficient", "math" (a softmax of its own) or "none", by LiveStorages.kernels."""
     for word in ("flash", "efficient", "cudnn"):
         if any(word in kernel and "attention" in kernel for kernel in kernels):
             return "flash" if word == "cudnn" else word
@@ -101,9 +96,9 @@ def attention_seen(kernels: Collection[str]) -> str:
 
 
 def unused_modules(tensors: Sequence[Tensor], used: Collection[int]) -> Counter[str]:
-    """The outermost modules without a used parameter, with their numbers of parameters.
+    """Outermost modules without a used parameter, with their numbers of parameters.
 
-    used: indices of tensors, tied names left out.
+    used: tensors, tied names left out.
     """
     ran: set[str] = set()  # modules with a parameter that is used, themselves or inside
     for index, tensor in enumerate(tensors):
@@ -142,9 +137,9 @@ def _modules_around(name: str) -> Iterator[str]:
 
 
 class MomentRecorder:
-    """Records an iteration from a clock (`on_event`), a LiveStorages (`read`) and the gradient hooks (`gradient`).
+    """From a clock (`on_event`), LiveStorages (`read`) and gradient hooks (`gradient`).
 
-    inside: whether a forward is open or a backward runs; a read at any other time raises.
+    inside: a forward is open or a backward runs; other reads raise.
     """
 
     def __init__(
@@ -201,7 +196,7 @@ class MomentRecorder:
         return self._firings[key]
 
     def firings(self) -> dict[int, int]:
-        """Tensor -> how often its gradient arrives in a micro-batch, at most."""
+        """Tensor -> arrivals of its gradient in a micro-batch, at most."""
         most: dict[int, int] = {}
         for (_, tensor), count in self._firings.items():
             most[tensor] = max(most.get(tensor, 0), count)
@@ -230,7 +225,7 @@ class MomentRecorder:
         recorded_on: str | None = None,
         notes: str = "",
     ) -> Workload:
-        """The last moment must be "step". Header fields that are not given are filled from the record."""
+        """After "step"; header fields not given come from the record."""
         self.finish()
         if not self._moments or self._moments[-1].phase is not Phase.ADAM:
             raise ModelError(f"{model}: the recorded iteration does not end with optimizer.step()")

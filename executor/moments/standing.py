@@ -1,7 +1,4 @@
-"""Standing: a dispatch mode that counts live storages during a session's iterations.
-
-The mode does not hold the session, which may be dropped meanwhile.
-"""
+"""A dispatch mode that counts during a session's iterations, without holding the session."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _FLAGS = (
 
 
 class Standing(LiveStorages, Listener):  # type: ignore[no-untyped-call]
-    """Active from `begin` to `end`, in the thread that called `begin`. Working lists do not count."""
+    """From `begin` to `end`, in `begin`'s thread; working lists do not count."""
 
     def __init__(self, model: nn.Module, device: torch.device, arena: Callable[[], Arena]) -> None:
         super().__init__([], model.buffers(), costs=False, device=device)
@@ -61,8 +58,8 @@ class Standing(LiveStorages, Listener):  # type: ignore[no-untyped-call]
         self._entered = True
 
     def end(self) -> None:
-        """A mode that cannot leave its thread's stack now (another thread calls, or the modes stand aside) stays there
-        and does nothing until that thread's next count."""
+        """A mode that cannot leave its thread's stack now (another thread calls, or modes stand aside) stays and does
+        nothing until that thread's next count."""
         self._ours.clear()
         self._keep.clear()
         if self._entered and not (threading.get_ident() == self.thread and take_off(self)):
@@ -75,7 +72,7 @@ _LEFT: weakref.WeakSet[Standing] = weakref.WeakSet()  # modes that have ended an
 
 
 def take_off(mode: TorchDispatchMode) -> bool:
-    """Take a mode off this thread's stack, also from under modes entered later. Returns False without it."""
+    """Off this thread's stack, also from under later modes; False without it."""
     size = torch._C._len_torch_dispatch_stack()
     if not any(torch._C._get_dispatch_stack_at(i) is mode for i in range(size)):
         return False

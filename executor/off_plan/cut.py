@@ -1,4 +1,4 @@
-"""Cut: the places of a plan's payloads between two iterations, and the ways to bring payloads back there."""
+"""Where a plan's payloads are between two iterations, and ways to bring them back there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PlanCut:
         self.states = states
 
     def return_to(self) -> None:
-        """Bring the payloads to the plan's cut; the queues begin the next iteration."""
+        """And the queues begin the next iteration."""
         run, state, shortage = self.run, self.following.state, self.shortage
         self.in_use.clear()
         run.arena.log.mark("after", len(run.timetable.names) - 1)
@@ -51,7 +51,7 @@ class PlanCut:
             run.queues.resume()
 
     def start_over(self) -> None:
-        """Drop the iteration's gradients and begin it anew. No update may be made yet."""
+        """Drop the iteration's gradients, before any update, and begin anew."""
         self.shares.forget()
         self.return_to()
 
@@ -61,8 +61,8 @@ class PlanCut:
         return frozenset((r.place, r.chunk, r.list) for r in self.run.arena.present)
 
     def reach(self, wanted: Places) -> None:
-        """Make exactly `wanted` resident, with current content. A payload that leaves its last place is copied first.
-        Raises OutOfMemory where the accelerator refuses."""
+        """Exactly `wanted` is resident, with current content; what leaves its last place is copied first. Raises
+        OutOfMemory where the accelerator refuses."""
         arena = self.run.arena
         present = self.places
         wanted = frozenset(row for row in wanted if row[1] >= 0)
@@ -80,7 +80,7 @@ class PlanCut:
         arena.set_tide(self.run.timetable.cut_tide)
 
     def _refresh(self) -> None:
-        """Update working lists that stayed and are out of date."""
+        """Of lists that stayed."""
         arena = self.run.arena
         for chunk, state in enumerate(self.run.contents.chunks):
             for place in reversed(PLACES):

@@ -1,10 +1,8 @@
-"""Demand: runs an iteration on demand after it has left the plan.
+"""An iteration on demand, after it has left the plan: chunks are dropped to make room, nothing is overlapped, and all
+updates happen in `optimizer.step()`, where payloads return to the plan's cut.
 
-Other chunks are dropped to make room, nothing is overlapped, and every update happens in `optimizer.step()`, where the
-payloads are brought back to the plan's cut. The next iteration is on plan again.
-
-The same mode serves an evaluation between two iterations (`visiting`: nothing is counted, and the payloads are put back
-to their places) and a warm-up, which is a session whose plan has no steps.
+Also for an evaluation between two iterations (`visiting`: nothing is counted, and payloads are put back) and a warm-up,
+whose plan has no steps.
 """
 
 from __future__ import annotations
@@ -37,9 +35,9 @@ __all__ = ["Demand"]
 
 
 class Demand:
-    """in_a_row: iterations off plan since the last on plan.
-    left_in_parts: whether the plan was last left in a backward that runs part by part.
-    no_plan: why there was no new plan, in words.
+    """in_a_row: off plan since the last on plan.
+    left_in_parts: the plan was left in a backward that runs part by part.
+    no_plan: why there was none, in words.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class Demand:
     # -- leaving the plan ---------------------------------------------------------------------------------------------
 
     def on_event(self, event: ModuleEvent, found: Answer, known_tide_bytes: int | None = None) -> None:
-        """known_tide_bytes: measured non-model bytes of the moment that begins; None: the plan's."""
+        """known_tide_bytes: measured, of the moment that begins; None: the plan's."""
         table = self.run.timetable
         if found is Answer.VISIT:
             self.visit()
@@ -116,8 +114,7 @@ class Demand:
         return "a batch of another shape" + (f": {above}" if above else "")
 
     def _own_chunks(self, module: str) -> set[int]:
-        """Chunks of the parameters that the module owns directly. Its backward reads tensors that autograd saved of
-        them."""
+        """Of parameters owned directly: its backward reads what autograd saved of them."""
         if module not in self._owned:
             units, chunk_of = self.clock.units, self.run.timetable.chunk_of
             own = units[module].parameters(recurse=False) if module in units else ()
@@ -126,7 +123,7 @@ class Demand:
         return self._owned[module]
 
     def leave(self, reason: str) -> None:
-        """The rest of the iteration runs on demand. Raises PlanError on several ranks."""
+        """The rest runs on demand. Raises PlanError on several ranks."""
         state, cursor, table, following = self.state, self.cursor, self.run.timetable, self.following
         if state.ranks is not None:
             raise state.ranks.cannot_leave(reason)
@@ -164,7 +161,7 @@ class Demand:
     # -- coming back --------------------------------------------------------------------------------------------------
 
     def discard(self) -> None:
-        """`zero_grad()` before `step()`: start over. A new plan is due afterwards if the shortage is pending."""
+        """`zero_grad()` before `step()`: start over, with a new plan if the shortage is pending."""
         self._backwards = max(self._backwards, self.state.now.given)
         if not self.cursor.off_plan:
             self.standstill.rest()
@@ -176,7 +173,7 @@ class Demand:
         self.clock.reset()
 
     def plan_due(self) -> Plan | None:
-        """Returns a plan by the same policy for the last batches, if one is due. Raises PstarError if none fits."""
+        """By the same policy for the last batches, if due. Raises PstarError if none fits."""
         self.in_a_row += 1
         replan_after = self.state.replan_after
         if self.run.timetable.on_demand_only or not replan_after or self.in_a_row < replan_after:
@@ -204,7 +201,7 @@ class Demand:
         self.reader.set_open(False)
 
     def end_visit(self) -> None:
-        """Put the payloads back. Then a new plan is due if the shortage is pending, else the queues continue."""
+        """Payloads are put back; then a new plan if the shortage is pending, else the queues continue."""
         run, before = self.run, self._before_visit
         assert before is not None  # reaching no places would drop every payload
         self._in_use.only(())

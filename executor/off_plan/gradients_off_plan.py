@@ -1,4 +1,4 @@
-"""Gradients of an iteration off the plan: where they go, and how they come back for the update."""
+"""Where gradients go off the plan, and how they come back for the update."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class OffPlanGradients:
         self.states = states
 
     def leave_gpu(self) -> None:
-        """Move gradients off the gpu's working and grad lists, so that parameters can be read, and sums to the chunk's
-        states."""
+        """From working and grad lists, so that parameters can be read; sums to the states."""
         run, perform, drop = self.run, self.inline.perform, self.inline.drop
         for chunk in range(len(run.plan.layout.chunks)):
             self._sum_leaves_gpu(chunk)
@@ -44,8 +43,7 @@ class OffPlanGradients:
                 perform(drop(GPU, chunk, "param"))
 
     def _sum_leaves_gpu(self, chunk: int) -> None:
-        """Move the sum of a chunk whose states live on the host there. It gets the list if the plan never has it
-        there."""
+        """Where the chunk's states live, in a list that the plan may never have there."""
         run, inline = self.run, self.inline
         if run.plan.modes[chunk] not in ("cpu", "stream") or (GPU, chunk, "grad32") in run.timetable.cut:
             return
@@ -58,8 +56,7 @@ class OffPlanGradients:
             inline.bring(HOST, chunk, "grad32")
 
     def _add_on_host(self, chunk: int) -> None:
-        """Add gradients on the host whose step has not run to the sum: later ones are added after them, as autograd
-        does."""
+        """Whose step has not run: later ones are added after them, as in autograd."""
         contents = self.run.contents
         if self.run.arena.has(HOST, chunk, "grad32"):
             for list_name in ("grad", "param"):
@@ -67,8 +64,7 @@ class OffPlanGradients:
                     contents.gradients.add_on_host(chunk, list_name)
 
     def accept(self, tensor: int, gradient: torch.Tensor) -> None:
-        """Raises ContractError after the tensor's eager update, PlanError where the plan has no optimizer states for
-        it."""
+        """Raises ContractError after the eager update, PlanError where the plan has no states."""
         run = self.run
         if tensor in self.updates.begun:
             raise ContractError(

@@ -1,11 +1,10 @@
-"""Guard: watches every operator of an iteration for a lack of memory.
+"""Watches every operator for a lack of memory.
 
-On a virtual accelerator with a limit, a dispatch mode counts the live bytes beside the chunks. If an operator's result
-no longer fits, the ladder makes room before the next operator runs. If an operator itself is refused memory
-(torch.OutOfMemoryError on CUDA), the ladder gives back memory and the operator runs again: it allocates before it
-writes.
+On a virtual accelerator with a limit, a dispatch mode counts live bytes beside the chunks, and if a result no longer
+fits, the ladder makes room before the next operator. An operator that is refused memory (torch.OutOfMemoryError on
+CUDA) runs again after the ladder has given some back: it allocates before it writes.
 
-Counting costs time: a session has a guard only where the accelerator has a limit of its own, or memory ran out before.
+Counting costs time: a guard is only where the accelerator has a limit of its own, or memory ran out before.
 """
 
 from __future__ import annotations
@@ -35,12 +34,10 @@ TRIES = 8
 
 
 class Guard(Standing):  # type: ignore[no-untyped-call]
-    """Watches the operators inside the model's modules and in backward, from `begin` to `end`. A loop's other tensors
-    count once these use them.
+    """Inside modules and in backward, from `begin` to `end`; a loop's other tensors count once used there.
 
-    make_room(error, alive_bytes): returns the bytes still missing.
-    give_up(error, short_bytes): ends the iteration; returns the error to raise.
-    measured: moment -> non-model bytes seen in it.
+    make_room: returns the bytes still missing. give_up: ends the iteration, returns the error to raise.
+    measured: moment -> non-model bytes seen.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""InUse: chunks that code running off the plan may still read.
+"""Chunks that code off the plan may still read.
 
-Chunks used since the enclosing module began (forward) or since the last event (backward) stay. Those that a
-recomputation used stay until the next begins or the backward ends: autograd reads tensors saved of them.
+Used since the enclosing module began (forward) or the last event (backward), they stay, in a recomputation until the
+next begins or the backward ends: autograd reads tensors saved of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["InUse"]
 
 
 class InUse:
-    """position: the plan's latest moment reached, by the names of events; uses are counted from it."""
+    """position: the latest moment reached, by names of events; uses count from it."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -31,7 +31,7 @@ class InUse:
         self._frames[-1] |= set(chunks)
 
     def only(self, chunks: Iterable[int]) -> None:
-        """Keep only these chunks until the next event: the running code began on plan, or none runs."""
+        """Until the next event: the running code began on plan, or none runs."""
         self._frames = [set(chunks)]
 
     def clear(self) -> None:

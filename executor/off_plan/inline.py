@@ -1,8 +1,5 @@
-"""Inline: steps that are in no plan, performed at once while the queues stand still.
-
-On a queue such a step would wait for the plan's steps, and these for it. Work that no step expresses is a named
-operation of contents (`rewrite`, `put_together`, `shares.py`).
-"""
+"""Steps in no plan, performed at once while the queues stand still: queued, they and the plan's would wait for each
+other. What no step expresses is a named operation of contents (`rewrite`, `put_together`, `shares.py`)."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ class Inline:
         return self._step(Queue.COMPUTE, Kind.ALLOC, chunk, list_name, place)
 
     def copy(self, place: Place, chunk: int, list_name: str) -> Step:
-        """The step that copies a list to the place: to the host from the disks where the gpu does not have it."""
+        """To the host from disks where the gpu does not have it."""
         if place is HOST and not self._on_gpu(chunk, list_name):
             return self._step(Queue.NVME, Kind.NVME_READ, chunk, list_name)
         return self._step(*_COPIES[place], chunk, list_name)
@@ -77,9 +74,9 @@ class Inline:
         update: Update | None = None,
         norms: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
-        """Raises OutOfMemory, with nothing changed, if the accelerator refuses the step's memory.
+        """Raises OutOfMemory, with nothing changed, if the accelerator refuses.
 
-        update, norms: of the iteration, for Adam steps.
+        update, norms: for Adam.
         """
         contents, chunk = self.contents, step.chunk
         assert chunk is not None
@@ -102,8 +99,8 @@ class Inline:
         contents.finish(step)
 
     def _take(self, chunk: int, taken: Resident | None, take: Callable[[], object]) -> set[tuple[Place, str]]:
-        """The list is hollow until the caller has filled it: [Note: between two lines] in memory/chunk_state.py. Does
-        nothing for a list with memory."""
+        """Hollow until the caller has filled it: [Note: between two lines] in memory/chunk_state.py; nothing for a list
+        with memory."""
         new = {(taken.place, taken.list)} if taken is not None and not self.arena.has_resident(taken) else set()
         hollow = self.contents.chunks[chunk].hollow
         hollow |= new
@@ -115,7 +112,7 @@ class Inline:
         return new
 
     def _fill(self, row: Resident, fill: Callable[[], object]) -> None:
-        """Let `fill` fill a list that no step fills."""
+        """That no step fills."""
         new: set[tuple[Place, str]] = set()
         if not self.arena.has_resident(row):
             new = self._take(row.chunk, row, lambda: self.arena.take(row.place, row.chunk, row.list))
@@ -126,7 +123,7 @@ class Inline:
     # -- bringing a list ----------------------------------------------------------------------------------------------
 
     def bring(self, place: Place, chunk: int, list_name: str) -> None:
-        """Give the list memory at the place, and current content. Raises PlanError if no place has that."""
+        """With memory and current content. Raises PlanError if no place has that."""
         if list_name == "remote":
             self.join(chunk)
         elif list_name in ("grad", "grad32"):
@@ -146,7 +143,7 @@ class Inline:
             raise PlanError(f"{list_name} of chunk {chunk} is lost: neither place holds it")
 
     def _bring_by_host(self, place: Place, chunk: int) -> None:
-        """Bring a working list between gpu and disks: no step does it at once."""
+        """Between gpu and disks: no step does it at once."""
         passes = not self.arena.has(HOST, chunk, "param")
         self.bring(HOST, chunk, "param")
         self.perform(self.copy(place, chunk, "param"))
@@ -154,7 +151,7 @@ class Inline:
             self.perform(self.drop(HOST, chunk, "param"))
 
     def join(self, chunk: int) -> None:
-        """Gather the other ranks' slices: [Note: evaluations that differ] in distributed/ranks.py."""
+        """[Note: evaluations that differ] in distributed/ranks.py."""
         slices = None if self.ranks is None else self.ranks.slices_of(chunk)
         if slices is None:
             self.perform(self.gather(chunk))

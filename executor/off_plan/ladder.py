@@ -1,9 +1,8 @@
-"""Ladder: lets a session continue when the accelerator refuses memory that the plan counted on.
+"""A session continues when the accelerator refuses memory that the plan counted on.
 
-The running iteration is carried to its end on demand (`demand.py`): unused working lists leave the accelerator, then
-optimizer states of pinned chunks, and the refused memory is requested again. After the optimizer step the next plan is
-made by the first rung that fits the existing memory: [Note: rungs] in rungs.py. Nothing is computed twice and nothing
-is lost.
+The iteration ends on demand (`demand.py`): unused working lists leave, then optimizer states of pinned chunks, and the
+memory is requested again. After the optimizer step the first rung that fits makes the next plan: [Note: rungs] in
+rungs.py. Nothing is computed twice or lost.
 """
 
 from __future__ import annotations
@@ -187,7 +186,7 @@ class Ladder(Sequence[Rung]):
         return self._make_room(error, set(), alive_bytes)
 
     def _make_room(self, error: OutOfMemory, needed: set[int], alive_bytes: int | None = None) -> int:
-        """Give back chunks, then optimizer states. Returns the bytes still missing."""
+        """Chunks, then states; returns the bytes still missing."""
         cursor, run = self.cursor, self.state.run
         if self.state.ranks is not None:
             raise self.shortage.ends_ranks(error) from error
@@ -218,7 +217,7 @@ class Ladder(Sequence[Rung]):
         return self._does_not_fit(error, short_bytes)
 
     def _in_fragments(self, error: OutOfMemory) -> bool:
-        """Whether as many bytes as requested are reserved and unused."""
+        """As many bytes as requested are reserved and unused."""
         return 0 < error.asked_bytes <= self.state.run.backend.idle_bytes()
 
     def _does_not_fit(self, error: OutOfMemory, short: int) -> DoesNotFit:
@@ -269,7 +268,7 @@ class Ladder(Sequence[Rung]):
         raise self._no_rung_fits(list(tried), last, budget) from last
 
     def _try_rung(self, level: int, spec: str, workload: Workload, budget: int) -> DoesNotFit | None:
-        """Returns why the rung's plan does not fit."""
+        """Why its plan does not fit."""
         state, run, shortage = self.state, self.state.run, self.shortage
         try:
             plan = find_policy(spec)(workload, with_gpu_budget(run.plan.machine, budget), run.plan.settings)
@@ -290,7 +289,7 @@ class Ladder(Sequence[Rung]):
         return None
 
     def _keep_plan(self) -> None:
-        """Its bytes are there, and a refused operator is given what is idle."""
+        """The bytes are there: a refused operator is given what is idle."""
         self._renew(self.state.run.plan)
         self.shortage.pending = False
         log.warning(
@@ -311,9 +310,9 @@ class Ladder(Sequence[Rung]):
         )
 
     def _available(self) -> int:
-        """Bytes for a new plan: at most the present budget and the accelerator's bytes. Where the accelerator has the
-        budget and the tide is not counted, fragments or a higher tide took the memory: the budget less a sixteenth
-        where as many bytes as requested were idle; else less an eighth, or the requested bytes if more."""
+        """At most the present budget and the accelerator's bytes. Where that is enough and the tide is not counted,
+        fragments or a higher tide took it: less a sixteenth where as many bytes as requested were idle, else less an
+        eighth, or the requested bytes if more."""
         budget, error = self.state.run.plan.gpu_budget_bytes, self.shortage.error
         limit = self.state.run.backend.available_gpu_bytes()
         if limit is not None and (limit < budget or (self.guard is not None and self.guard.counts)):
@@ -324,7 +323,7 @@ class Ladder(Sequence[Rung]):
         return max(0, budget - max(asked, budget // 8))
 
     def _workload(self) -> Workload:
-        """With the measured tide where that was higher."""
+        """With the measured tide where higher."""
         w, measured = self.state.run.plan.workload, {} if self.guard is None else self.guard.measured
         moments = tuple(
             replace(m, peak_bytes=measured[i]) if measured.get(i, 0) > m.peak_bytes else m

@@ -1,12 +1,11 @@
-"""Mending: puts the engine in order after Ctrl-C came inside its own work.
+"""The engine in order again after Ctrl-C came inside its own work.
 
-[Note: interrupted] Ctrl-C may come between any two lines. Inside the engine's own work it sets `AtWork.torn`.
-`zero_grad()` (or the first act of the loop that loses no gradient) then mends the engine. Before `optimizer.step()` has
-begun to update, the iteration's gradients are dropped, values that they overwrote are restored from the master copy,
-and the payloads return to the cut. From then on (`Cursor.committed`) the optimizer step is finished
-instead: a chunk that has a gradient is not updated yet. An interruption that cannot be mended (a chunk in the middle of
-its update, eager updates of half a backward) ends the run with `Interrupted`. See [Note: between two lines] in
-memory/chunk_state.py.
+[Note: interrupted] Ctrl-C there, between any two lines, sets `AtWork.torn`, and `zero_grad()` (or the first act that
+loses no gradient) mends the engine. Before `optimizer.step()` has begun to update, gradients are dropped, values that
+they overwrote are restored from the master copy, and payloads return to the cut. From then on (`Cursor.committed`) the
+step is finished
+instead: a chunk that has a gradient is not updated yet. What cannot be mended (a chunk amid its update, eager updates
+of half a backward) ends the run with `Interrupted`. See [Note: between two lines] in memory/chunk_state.py.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Mending:
         self.cut = cut
 
     def mend(self) -> bool:
-        """[Note: interrupted]. Returns whether the optimizer step was finished; otherwise the iteration begins anew.
-        Raises the error that ends the run if neither is possible."""
+        """[Note: interrupted]; was the step finished? Otherwise the iteration begins anew. Raises the error that ends
+        the run if neither is possible."""
         run, state, cursor = self.run, self.state, self.state.cursor
         self._refuse_to_mend()
         self.standstill.rest()
@@ -94,7 +93,7 @@ class Mending:
                 )
 
     def half_update_error(self) -> Interrupted:
-        """For a backward that ended in the middle of its eager updates."""
+        """A backward ended amid its eager updates."""
         count = len(self.following.updates.begun)
         return self.standstill.interrupt(
             f"iteration {self.state.iteration} was interrupted when {count} parameters had had their eager "

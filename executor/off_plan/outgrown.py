@@ -1,12 +1,11 @@
-"""Outgrown: batches that need more memory than the plan has.
+"""Batches that need more memory than the plan has.
 
-Such a batch comes where the longest rows of the data were not among those that the plan was made for. Between two
-iterations a new plan is made for it and for those of the old plan, by the same policy. Inside an iteration (a later
-micro-batch) the batch runs on demand, and the new plan is made before the next iteration. Where no plan fits, the batch
-runs on demand if it can, and is refused otherwise.
+Between two iterations the same policy makes a plan for such a batch and those of the old plan; a later micro-batch runs
+on demand, with the new plan before the next iteration. Where no plan fits, it runs on demand if it can, else it is
+refused.
 
-A loop whose batches become longer with every step would plan in every step. Therefore the n-th new plan of a run is
-made after 2**n outgrown batches, except for a batch that cannot run otherwise.
+Batches that become longer with every step would need a plan each, so the n-th new plan comes after 2**n outgrown
+batches, except for one that cannot run otherwise.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ log = logging.getLogger("executor")
 @dataclass(frozen=True)
 class NewPlan:
     """form, shape: of that batch.
-    holds: whether it holds for the batches of the old plan too.
-    refusal: of the present batch, which cannot run on demand; None if it can.
+    holds: for the old plan's batches too.
+    refusal: of the present batch, None if it can run on demand.
     """
 
     plan: Plan
@@ -44,7 +43,7 @@ class NewPlan:
 
 
 def why_not(shape: tuple[int, ...], error: PstarError) -> str:
-    """Log and return why there is no new plan for batches of this shape."""
+    """Logged: why there is no plan for batches of this shape."""
     log.warning("no new plan for a batch of shape %s: %s", list(shape), error)
     return error.what if isinstance(error, DoesNotFit) else str(error)
 
@@ -66,8 +65,8 @@ class Outgrown:
         self._wanted: tuple[Form, tuple[int, ...], tuple[Any, Any]] | None = None  # the largest of them
 
     def see(self) -> NewPlan | None:
-        """Returns the plan to continue under, if one is due. Raises DoesNotFit, before anything changes, if the last
-        batch can run neither under a new plan nor on demand."""
+        """The plan to continue under, if due. Raises DoesNotFit, before anything changes, if the last batch runs
+        neither under a new plan nor on demand."""
         batches = self.state.run.batches
         if batches.outgrown:
             self._note()
@@ -93,7 +92,7 @@ class Outgrown:
         return idle and state.ranks is None and bool(state.replan_after) and self._wanted is not None
 
     def _plan(self, refusal: DoesNotFit | None) -> NewPlan | None:
-        """For the largest outgrown batch; None if there is none, and the batch runs on demand."""
+        """For the largest; None if the batch runs on demand."""
         batches, old = self.state.run.batches, self.state.run.plan
         assert self._wanted is not None
         (form, shape, batch), self._wanted, self._met = self._wanted, None, 0
@@ -119,8 +118,7 @@ class Outgrown:
 
 
 def _for_both(longer: Workload, old: Workload) -> tuple[Workload, bool]:
-    """The workload of the longer batch with the old tide where that was higher, and whether the old batches keep to its
-    moments."""
+    """With the old tide where higher; do the old batches keep to its moments?"""
     if [m.name for m in longer.moments] != [m.name for m in old.moments]:
         return longer, False
     moments = tuple(

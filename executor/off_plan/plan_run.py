@@ -17,7 +17,7 @@ _HOLD_MEMORY = ("arena", "contents", "stashes", "steps", "batches", "following",
 
 
 class PlanRun(PlanBytes):
-    """`Session.install` makes the parts, each after the parts that it reads."""
+    """`Session.install` makes the parts, each after those it reads."""
 
     stashes: Stashes
     steps: Steps
@@ -27,8 +27,8 @@ class PlanRun(PlanBytes):
     reads: Reads
 
     def let_go(self) -> None:
-        """Forget the parts that hold memory, once another plan has taken over: they hold one another until garbage is
-        collected."""
+        """Parts that hold memory hold one another until garbage is collected: forget them once another plan has taken
+        over."""
         for name in _HOLD_MEMORY:
             vars(self).pop(name, None)
 

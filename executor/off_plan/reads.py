@@ -1,10 +1,9 @@
-"""Reads: parameters that are read while the plan does not say so, and from outside every module.
+"""Parameters read while the plan does not say so, and from outside every module.
 
-[Note: reads off plan] In forward (and recompute) every parameter is parked, so that each torch call with a parameter
-comes through `touch`, which makes its chunk resident. Autograd reads saved parameters without calling Python, so the
-call is made under saved-tensor hooks that keep (chunk, view) and fetch the chunk when autograd unpacks it. For the
-plain views that code on plan saved before the deviation, each event in backward fetches the chunks that its moment
-reads by the plan. `in_use.py` has the chunks that stay.
+[Note: reads off plan] In forward (and recompute) every parameter is parked, so torch calls come through `touch`, which
+makes its chunk resident. Autograd reads saved parameters without calling Python, so saved-tensor hooks keep (chunk,
+view) and fetch the chunk on unpacking. For plain views saved on plan before, each event in backward fetches the chunks
+that its moment reads by the plan. `in_use.py` has those that stay.
 """
 
 from __future__ import annotations
@@ -37,13 +36,12 @@ _ALIASES = frozenset({torch.Tensor.view_as, torch.Tensor.expand_as})
 
 @dataclass(frozen=True)
 class Contract:
-    """What the loop and the session say of a read (`driving.loop.Loop`, `Session`).
+    """The loop's and the session's word on a read (`driving.loop.Loop`, `Session`).
 
-    ask(act, tensor=): raises ContractError where the contract refuses the act.
-    refuse_while_updating(what): raises ContractError while parameters may be changing.
-    meet_interruption(): mends an interruption before values are read.
-    end_after_training(): ends the run if its training is over; whether it did.
-    home(): the model's device before `prepare` and after `close`.
+    ask(act, tensor=): raises ContractError where the contract refuses. refuse_while_updating(what): raises
+    ContractError while parameters may be changing. meet_interruption(): mends an interruption before values are read.
+    end_after_training(): ends the run if its training is over, whether it did. home(): the model's device before
+    `prepare` and after `close`.
     """
 
     ask: Callable[..., Answer]
@@ -120,7 +118,7 @@ class Reads:
             demand.room.ensure(chunks)
 
     def _refuse_updated(self, chunks: Iterable[int]) -> None:
-        """Raise ContractError where an eager update has changed one of the chunks."""
+        """An eager update has changed one of them."""
         tensors_of = self.run.timetable.tensors_of
         updated = self.reader.updates.begun.intersection(t for chunk in chunks for t in tensors_of[chunk])
         if updated:
@@ -130,7 +128,7 @@ class Reads:
         return self._storages.get(storage_key(tensor))
 
     def keep(self, tensor: torch.Tensor) -> Any:
-        """What autograd keeps of a view of a working list; None for other tensors."""
+        """Of a view of a working list; None for other tensors."""
         if self.chunk_of_storage(tensor) is None:
             return None
         return self.pack(tensor) if self.cursor.off_plan else tensor.detach()
@@ -149,7 +147,7 @@ class Reads:
         return view
 
     def _shown(self, func: Any, parameter: ChunkParameter, *args: Any, **kwargs: Any) -> Any:
-        """Debuggers and logs may ask for a parked parameter's text at any time."""
+        """Debuggers and logs may ask for its text at any time."""
         try:
             value = self.reader.current_value(parameter.plan_tensor).to(self.run.backend.device)
         except ContractError as error:
@@ -157,8 +155,8 @@ class Reads:
         return func(value.requires_grad_(parameter.requires_grad), *args, **kwargs)
 
     def _of_the_graph(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A function of autograd that asks for parameters' places in the graph gets these. Torch functions stay on: the
-        backward may read parameters."""
+        """Asked of autograd about parameters' places in the graph. Torch functions stay on: the backward may read
+        parameters."""
         inputs, rest = args[1:2], dict(kwargs)
         if func is torch.autograd.grad:
             self.contract.ask(Act.DIFFERENTIATE)
@@ -174,7 +172,7 @@ class Reads:
         )
 
     def _address(self, parameter: ChunkParameter) -> int:
-        """For a kernel of the user's own in a module's forward."""
+        """For the user's own kernel in a module's forward."""
         if not self.clock.inside:
             self.contract.ask(Act.LOCATE, tensor=parameter.plan_tensor)
         self.read({self.run.timetable.chunk_of[parameter.plan_tensor]})
@@ -182,7 +180,7 @@ class Reads:
             return parameter.data_ptr()
 
     def _outside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call the function with copies of values, while no module runs."""
+        """With copies of values, while no module runs."""
         device = self.contract.home() if self.state.trained else self.run.backend.device
 
         def copy(parameter: ChunkParameter) -> torch.Tensor:
@@ -208,7 +206,7 @@ def _place(parameter: ChunkParameter) -> torch.autograd.graph.GradientEdge:
 
 
 class _Outside(torch.autograd.Function):
-    """Its node has the parameter's own behind it, and refuses gradients."""
+    """The node has the parameter's behind it, and refuses gradients."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, value: Callable[[], torch.Tensor], name: str) -> torch.Tensor:
@@ -224,8 +222,8 @@ class _Outside(torch.autograd.Function):
 
 
 def _adoption(reads: Reads, parameter: nn.Parameter, value: torch.Tensor) -> Callable[[], bool]:
-    """Returns a function that makes `value`, a copy, the parameter's value, if this ends the session or it has ended
-    with the same value. The function returns whether it did."""
+    """Makes `value`, a copy, the parameter's, if this ends the session or it has ended with the same value, and says
+    whether it did."""
     state_of, end_of = weakref.ref(reads.state), weakref.WeakMethod(reads.contract.end_after_training)
 
     def adopt() -> bool:
@@ -243,7 +241,7 @@ def _adoption(reads: Reads, parameter: nn.Parameter, value: torch.Tensor) -> Cal
 
 
 class _Calls(TorchDispatchMode):
-    """Reports each operator of one call that takes (a view of) a working list. A call may end before it reads all
+    """Reports each operator of a call that takes (a view of) a working list; it may end before reading all
     arguments: a recomputation stops once it has restored enough."""
 
     def __init__(self, reads: Reads) -> None:
@@ -263,7 +261,7 @@ class _Calls(TorchDispatchMode):
 
 
 def _held_weakly(reads: Reads) -> tuple[Any, Any]:
-    """Hooks that hold the session weakly: what a graph holds is not collected."""
+    """Held by a graph, hooks hold the session weakly."""
     keeper = weakref.ref(reads)
 
     def held() -> Reads:
@@ -279,8 +277,8 @@ def _held_weakly(reads: Reads) -> tuple[Any, Any]:
 
 
 def _beside(own: tuple[Any, Any], mine: tuple[Any, Any], chunk_of: Callable[[torch.Tensor], int | None]) -> Any:
-    """Saved-tensor hooks that keep working lists by chunk and leave other tensors to the loop's own hooks; (None, None)
-    if those are torch.utils.checkpoint's, which must see all tensors."""
+    """Keep working lists by chunk, and leave others to the loop's own hooks; (None, None) if those are
+    torch.utils.checkpoint's, which must see all."""
     pack, unpack = own
     if getattr(pack, "__module__", "") == "torch.utils.checkpoint":
         return None, None

@@ -1,8 +1,5 @@
-"""Room maker: decides off the plan which chunks have to be on the gpu, and which leave it to make room.
-
-Unused working lists leave first, the farthest next use before others (Belady's rule); where memory ran out, then
-optimizer states of pinned chunks.
-"""
+"""Off the plan: which chunks have to be on the gpu, and which leave it to make room: unused working lists, the farthest
+next use first (Belady's rule), where memory ran out, then optimizer states of pinned chunks."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ class RoomMaker:
         self._relieve = relieve
 
     def set_tide(self, size: int) -> None:
-        """Working lists are dropped until the gpu has room for it, as far as possible."""
+        """Working lists are dropped until it has room, as far as possible."""
         arena = self.run.arena
         free = arena.gpu_budget_bytes - arena.payload_bytes(GPU)
         if size > free:
@@ -50,9 +47,9 @@ class RoomMaker:
         arena.set_tide(min(size, max(free, 0)))
 
     def make(self, size: int, *, needed: set[int], strict: bool = True) -> None:
-        """Drop working lists until `size` bytes are free.
+        """Drop working lists for `size` free bytes.
 
-        strict: whether to raise DoesNotFit if they never are.
+        strict: raise DoesNotFit if that fails.
         """
         arena, plan = self.run.arena, self.run.plan
         if arena.room_on_gpu() >= size:
@@ -79,7 +76,7 @@ class RoomMaker:
             )
 
     def _victims(self, needed: set[int]) -> list[int]:
-        """Chunks whose working list may leave the gpu, the farthest next use first."""
+        """The farthest next use first."""
         arena, table = self.run.arena, self.run.timetable
         protected = self.in_use.chunks | needed
         victims = [
@@ -94,15 +91,14 @@ class RoomMaker:
         return sorted(victims, key=lambda chunk: (-table.until_use(chunk, position), chunk))
 
     def _drop(self, chunk: int) -> None:
-        """Drop a working list; only the other ranks' slices if it cannot leave."""
+        """Only the other ranks' slices if it cannot leave."""
         if self.run.arena.has(GPU, chunk, "remote"):
             self.inline.perform(self.inline.drop(GPU, chunk, "remote"))
         if movable(self.run.arena, chunk):
             self.inline.perform(self.inline.drop(GPU, chunk, "param"))
 
     def give_back(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
-        """Drop working lists until the gpu holds `size` bytes less, as far as possible. Returns (chunks dropped,
-        bytes)."""
+        """Until the gpu holds `size` less, as far as possible: (chunks dropped, bytes)."""
         dropped: list[int] = []
         freed = 0
         for chunk in self._victims(needed):
@@ -114,8 +110,7 @@ class RoomMaker:
         return dropped, freed
 
     def unpin(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
-        """Move pinned chunks' optimizer states to the host, as far as there is room. This iteration updates them there.
-        Returns (chunks moved, bytes)."""
+        """To the host, as far as there is room, where this iteration updates them: (chunks moved, bytes)."""
         run, layout = self.run, self.run.plan.layout
         moved: list[int] = []
         freed = 0
@@ -134,7 +129,7 @@ class RoomMaker:
         return moved, freed
 
     def until_taken(self, take: Callable[[], object], *, needed: set[int]) -> None:
-        """After each refusal make room and call again. Raises DoesNotFit without any."""
+        """Makes room after each refusal. Raises DoesNotFit without any."""
         while True:
             try:
                 take()
@@ -149,10 +144,8 @@ class RoomMaker:
         return contents.values.holds(chunk) and not contents.chunks[chunk].where(GPU, "param")
 
     def ensure(self, chunks: Iterable[int], *, required: bool = True) -> None:
-        """Make the working lists readable on the gpu. Raises DoesNotFit if there is no room.
-
-        required: whether there has to be room; else lists without room are left out.
-        """
+        """Make the working lists readable on the gpu. Raises DoesNotFit without room, unless not `required`: then lists
+        are left out."""
         run, wanted = self.run, set(chunks)
         for chunk in sorted(wanted):
             if self.held(chunk):

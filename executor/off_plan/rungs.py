@@ -1,10 +1,10 @@
-"""Rungs: the plans that the ladder makes one after another, and a record of each.
+"""The plans that the ladder makes one after another, and a record of each.
 
-[Note: rungs] 0 "margin": the same policy, for the memory that the accelerator really has and the measured tide. 1
-"states on the host": as before, and no chunk's optimizer states stay on the accelerator. 2 "no prefetch": as before,
-and a chunk is fetched only when it is needed. 3 "static": static_partition, room for the highest tide in every moment.
-After a refusal under a plan made by a rung, the same rung makes the next plan if the refusal tells something new (less
-memory, a higher tide); otherwise the next rung does. Policies without these options continue as `tide`.
+[Note: rungs] 0 "margin": the same policy, for the memory that there really is and the measured tide. 1 "states on the
+host": no chunk's optimizer states stay on the accelerator. 2 "no prefetch": chunks are fetched only when needed. 3
+"static": static_partition, room for the highest tide in every moment. After a refusal under a rung's plan, the same
+rung plans again if the refusal tells something new (less memory, a higher tide), otherwise the next. Policies without
+these options continue as `tide`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Rung:
 
 
 def asked_bytes(text: str) -> int:
-    """Bytes that torch tried to allocate, by its message; 0 where that does not say."""
+    """By torch's message; 0 where it does not say."""
     found = re.search(r"allocate ([0-9.]+) ?([KMGT]i?B|bytes)", text)
     if found is None:
         return 0

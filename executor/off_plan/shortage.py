@@ -1,7 +1,7 @@
-"""Shortage: memory that the accelerator refused although the plan counted on it, until there is a new plan.
+"""Memory that was refused although planned, until there is a new plan.
 
-[Note: what is measured] A virtual accelerator with a limit counts every live byte (`guard.py`), so the tide of each
-moment is known. Elsewhere only the refusal is known: then the budget shrinks to the bytes held at the refusal.
+[Note: what is measured] A virtual accelerator with a limit counts every live byte (`guard.py`), so each moment's tide
+is known; elsewhere only the refusal: the budget shrinks to the bytes held then.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ log = logging.getLogger("executor")
 
 
 class Shortage:
-    """pending: whether memory ran out and there is no new plan yet.
-    unforeseen_bytes: by which the measured tide exceeded the plan's where memory ran out.
+    """pending: memory ran out, and there is no new plan yet.
+    unforeseen_bytes: of the measured tide above the plan's where memory ran out.
     """
 
     def __init__(self, state: RunState, standstill: Standstill) -> None:
@@ -38,8 +38,8 @@ class Shortage:
     def note(
         self, error: OutOfMemory, done: str, alive_bytes: int | None = None, *, in_fragments: bool = False
     ) -> None:
-        """alive_bytes: non-model bytes that are needed, if known.
-        in_fragments: whether as many bytes as were requested were idle.
+        """alive_bytes: non-model, needed, if known.
+        in_fragments: as many bytes as requested were idle.
         """
         self.pending = True
         without_locals(error)
@@ -61,7 +61,7 @@ class Shortage:
         log.warning("%s", rung)
 
     def _shrink(self, error: OutOfMemory, alive_bytes: int) -> None:
-        """Limit the bytes of the arena for the rest of the iteration."""
+        """For the rest of the iteration."""
         moment, run = self.state.moment, self.state.run
         foreseen = run.timetable.peaks[moment] if moment >= 0 else run.arena.tide_bytes
         budget = error.payload_bytes + foreseen
@@ -71,8 +71,8 @@ class Shortage:
         run.arena.gpu_budget_bytes = min(run.arena.gpu_budget_bytes, budget)
 
     def ends_ranks(self, error: OutOfMemory) -> PlanError:
-        """Returns the error for one of several ranks that was refused memory, and tells the others. They wait for the
-        plan's next steps, so this rank can neither leave the plan nor begin the iteration again."""
+        """Tells the other ranks, too: they wait for the plan's next steps, so this one can neither leave the plan nor
+        begin again."""
         state, plan, ranks = self.state, self.state.run.plan, self.state.ranks
         assert ranks is not None
         moment = state.cursor.moment

@@ -1,4 +1,4 @@
-"""States: a chunk is updated where its states are: on the gpu if they are pinned there, else on the host."""
+"""A chunk is updated where its states are: pinned on the gpu, or on the host."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ class States:
         self.shares = shares
 
     def pinned(self, chunk: int) -> bool:
-        """The working list can be rewritten from the master copy on the gpu."""
+        """Its working list can be rewritten from the gpu's master copy."""
         return self.arena.has(GPU, chunk, MASTER_LIST)
 
     def home(self, chunk: int) -> Place:
         return GPU if self.pinned(chunk) else HOST
 
     def leave(self, place: Place, chunk: int, list_name: str) -> None:
-        """Drop the list at the place. One that was updated there is copied first: from the gpu to the host, from the
-        host to the disks if it lives there."""
+        """One updated there is copied first: from gpu to host, from host to disks if it lives there."""
         perform, inline, state = self.inline.perform, self.inline, self.contents.chunks[chunk]
         if place is GPU and list_name in state.ahead:
             perform(inline.copy(HOST, chunk, list_name))
@@ -44,7 +43,7 @@ class States:
         perform(inline.drop(place, chunk, list_name))
 
     def bring_from_disks(self, chunk: int, lists: Iterable[str]) -> list[str]:
-        """Read those of the lists that are on disks alone to the host. Returns them."""
+        """To the host, those on disks alone; returned."""
         has = self.arena.has
         absent = [name for name in lists if has(NVME, chunk, name) and not has(HOST, chunk, name)]
         for name in absent:
@@ -52,7 +51,7 @@ class States:
         return absent
 
     def send_streams_home(self) -> None:
-        """Copy states that came to the gpu for one update back to the host."""
+        """States that came to the gpu for one update."""
         for c in self.plan.layout.chunks:
             if self.plan.modes[c.index] != "stream":
                 continue
@@ -62,8 +61,8 @@ class States:
             self.contents.chunks[c.index].ahead.clear()
 
     def unpin(self, chunk: int, room_bytes: int) -> int:
-        """The host updates the chunk from now on. Returns the bytes freed on the gpu: 0, with nothing moved, if states
-        and gradients need more than `room_bytes` on the host."""
+        """The host updates the chunk from now on. Returns bytes freed on the gpu: 0, with nothing moved, if states and
+        gradients need over `room_bytes` on the host."""
         arena, layout = self.arena, self.plan.layout
         lists = [n for n in (*layout.state_lists, "grad32") if arena.has(GPU, chunk, n)]
         if sum(layout.payload_bytes(chunk, n) for n in ("param", *lists)) > room_bytes:

@@ -1,4 +1,4 @@
-"""Stepping: makes every update of an iteration off the plan, in `optimizer.step()`."""
+"""Every update of an iteration off the plan, in `optimizer.step()`."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ class Stepping:
         self.cut.return_to()
 
     def _take_kept_back(self) -> None:
-        """Move kept gradients over parameters, which the update writes anew."""
+        """Over parameters, which the update writes anew."""
         shares, chunk_of = self.gradients.shares, self.run.contents.slots.chunk_of
         for t in list(shares.kept):
             self._take(chunk_of(t))
             shares.kept_to_param(t, self.states.home(chunk_of(t)))
 
     def _take(self, chunk: int) -> None:
-        """At the place of the chunk's update. Raises DoesNotFit without room."""
+        """To the place of the update. Raises DoesNotFit without room."""
 
         def take() -> None:
             home = self.states.home(chunk)  # another place if the chunk's states were moved to make room

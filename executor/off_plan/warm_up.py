@@ -1,4 +1,4 @@
-"""Warm-up: the engine's side of a recorded iteration, on-demand mode with a recorder."""
+"""The engine's side of a recorded iteration: on-demand mode with a recorder."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["WarmUp", "time_moments", "warmed_up"]
 
 
 class WarmUp(Listener):
-    """Passes events on to the on-demand mode.
+    """Passes events on to the on-demand mode, after a recorder, which also gets gradients.
 
-    A recorder gets every event and gradient first. With a script ((chunks read, non-model peak) of each moment), the
-    chunks are fetched before the moment begins, and the seconds of each moment without the fetches go to `durations`.
-    Copies of gradients to the host do not count: a copy on the device, as a plan makes, counts instead.
+    With a script ((chunks read, non-model peak) per moment), chunks
+    are fetched before the moment, and `durations` has its seconds without that. Gradients copied to the host do not
+    count: a copy on the device, as a plan makes, counts instead.
 
-    firings: gradients of a tensor in one micro-batch, where more than one.
+    firings: of a tensor's gradient per micro-batch, where more than one.
     """
 
     def __init__(

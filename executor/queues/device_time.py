@@ -1,8 +1,5 @@
-"""Device times: times at which steps happened on the device, for logs that were written when the steps were issued.
-
-Each step has an event at its begin on its stream and one at its end, which are turned into seconds between iterations,
-once they are complete, so that no thread waits.
-"""
+"""Times at which steps happened on the device, for logs written when they were issued: events at each begin and end
+become seconds between iterations, once complete, so no thread waits."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ class DeviceTimes:
             row[1] = event
 
     def resolve(self, iteration: int) -> None:
-        """Turn old events into seconds, and drop those too old, when the iteration begins."""
+        """Old events become seconds, and those too old are dropped."""
         old = [key for key in list(self._open) if key[1] <= iteration - _SETTLED]
         for key in old:
             if self._open[key][1] is None:
@@ -75,8 +72,8 @@ class DeviceTimes:
     def apply(
         self, steps: Sequence[StepLog], iterations: Sequence[IterationLog], changes: Sequence[ByteChange]
     ) -> tuple[list[StepLog], list[IterationLog], list[ByteChange]]:
-        """A step of a device queue counts as ready when its stream has done the step before. A moment that begins later
-        names the queue that it waited for."""
+        """A device step is ready when its stream has done the one before. A moment that begins later names the queue it
+        waited for."""
         assert self._progress is not None
         position = self._progress.compiled.position
         moved: dict[tuple[int, int], StepLog] = {}
@@ -107,7 +104,7 @@ class DeviceTimes:
         )
 
     def _cause(self, key: tuple[int, int], moved: dict[tuple[int, int], StepLog], ready_s: float) -> str:
-        """The queue of the step for which a moment's stream waited last."""
+        """The last that the moment's stream waited for."""
         assert self._progress is not None
         i, iteration = key
         before = [moved[j, iteration - back] for j, back in self._progress.after[i] if (j, iteration - back) in moved]

@@ -1,11 +1,8 @@
-"""The interface of a plan's running queues.
+"""A plan's running queues: each runs its steps in order, each step when those in its `after` have ended.
 
-Each queue runs its steps in order; a step starts when the steps in its `after` have ended.
-
-[Note: iterations] Every queue runs all steps of iteration k before those of k+1. `allow(k)` lets steps of iterations up
-to k run. Steps of the net queue also wait for `allow_net(k)`, which comes with the first moment of iteration k: between
-two iterations no collective is in flight on any rank. `done[i]` is the last iteration in which step i ended, -1 before
-the first, so `id@-1` is satisfied at the start.
+[Note: iterations] Every queue runs iteration k before k+1. `allow(k)` lets steps up to k run; those of the net queue
+also wait for `allow_net(k)`, at the first moment of k: between two iterations no collective is in flight on any rank.
+`done[i]` is step i's last ended iteration, -1 before, so `id@-1` is satisfied at the start.
 """
 
 from __future__ import annotations
@@ -70,7 +67,7 @@ class Progress:
         return [j for j, _ in self.compiled.missing(i, iteration, self.done)]
 
     def waiting(self, i: int, iteration: int) -> str:
-        """The step and those for which it waits, for the watchdog."""
+        """And what it waits for, for the watchdog."""
         missing = [self.word(j, iteration - back) for j, back in self.compiled.missing(i, iteration, self.done)]
         return self.word(i, iteration) + (f", which waits for {', '.join(missing[:4])}" if missing else "")
 
@@ -82,11 +79,10 @@ class Progress:
 
 
 class Work(Protocol):
-    """The work of a step: `begin` takes memory, `finish` (after `work`) frees it and writes the log
-    (`session.steps.Steps`).
+    """`begin` takes memory, `finish` (after `work`) frees it and writes the log (`session.steps.Steps`).
 
-    [Note: short of memory] `begin` may raise OutOfMemory, having changed nothing. The queue then keeps the step and
-    starts nothing until `jump`; the other queues continue. The user's thread gets the error from `wait`, or finds it in
+    [Note: short of memory] `begin` may raise OutOfMemory, having changed nothing: the queue keeps the step and starts
+    nothing until `jump`; the other queues continue. The user's thread gets the error from `wait`, or finds it in
     `short`.
     """
 
@@ -97,7 +93,7 @@ class Work(Protocol):
     def finish(self, i: int, iteration: int) -> None: ...
 
     def note_landing(self, chunk: int) -> None:
-        """The compute queue may now read the copied lists of this chunk on the gpu."""
+        """The compute queue may read its copied lists on the gpu."""
         ...
 
     def enter_thread(self, queue: Queue) -> None: ...
@@ -114,7 +110,7 @@ class Queues(Protocol):
         ...
 
     def start(self, progress: Progress, work: Work) -> None:
-        """Nothing runs before the first `allow`. The work is held weakly, except while one of its steps runs."""
+        """Nothing runs before `allow`; the work is held weakly, except by a running step."""
         ...
 
     def stop(self) -> None:
@@ -122,8 +118,7 @@ class Queues(Protocol):
         ...
 
     def stopper(self) -> Callable[[], object]:
-        """Returns a function that ends the queues' threads once the work is collected; it holds neither work nor
-        queues."""
+        """Ends the queues' threads once the work is collected, holding neither."""
         ...
 
     def renew(self) -> Queues:
@@ -141,7 +136,7 @@ class Queues(Protocol):
         ...
 
     def wait(self, i: int, iteration: int) -> int | None:
-        """Return when compute-queue step i may start, with the last step that it waited for."""
+        """When compute step i may start; the last step waited for."""
         ...
 
     def before_end(self, i: int, iteration: int) -> None:
@@ -151,24 +146,24 @@ class Queues(Protocol):
     def end_step(self, i: int, iteration: int) -> None: ...
 
     def await_steps(self, steps: Sequence[int], iteration: int) -> None:
-        """Return when these steps have ended. Called for a running step, in any thread."""
+        """In any thread, for a running step."""
         ...
 
     # -- Copies to the gpu, for code that reads the copied lists ------------------------------------------------------
 
     @property
     def in_flight(self) -> Container[int]:
-        """Chunks whose copy to the gpu is issued and has no `land` yet."""
+        """Chunks with a copy to the gpu issued and no `land` yet."""
         ...
 
     def land(self, chunk: int) -> None:
-        """Order later work of the compute queue after the chunk's copy, if one is in flight."""
+        """Later compute comes after the chunk's copy, if one is in flight."""
         ...
 
     # -- Pausing the queues, so that other code can move bytes --------------------------------------------------------
 
     def settle(self, iteration: int) -> None:
-        """Return when all steps of iterations up to this one have ended."""
+        """Wait for all steps up to the iteration."""
         ...
 
     def pause(self) -> None:
@@ -178,13 +173,13 @@ class Queues(Protocol):
     def resume(self) -> None: ...
 
     def jump(self, iteration: int) -> None:
-        """Count all steps of iterations up to this one as done. Only while paused."""
+        """All steps up to it count as done; only while paused."""
         ...
 
     # -- The positions of paused queues, from which other queues can continue -----------------------------------------
 
     def standing(self) -> dict[Queue, tuple[int, int]]:
-        """(iteration, index in the queue's order) of each queue's next step. Only while paused."""
+        """(iteration, index in its order) of each next step; only while paused."""
         ...
 
     def stand(self, at: Mapping[Queue, tuple[int, int]]) -> None:
@@ -194,7 +189,7 @@ class Queues(Protocol):
     # -- The times at which work of a run happened --------------------------------------------------------------------
 
     def note_wait(self, seconds: float) -> None:
-        """A wait of the training thread outside these queues, for the device or the other ranks."""
+        """By the training thread, for the device or other ranks."""
         ...
 
     def in_device_time(
@@ -205,9 +200,9 @@ class Queues(Protocol):
         *,
         wait: bool = True,
     ) -> tuple[Sequence[StepLog], Sequence[IterationLog], Sequence[ByteChange]]:
-        """Returns the logs with the times at which work happened, not was issued.
+        """With times at which work happened, not was issued.
 
-        wait: whether to wait for work that has not happened yet; else its entries keep the times of issue.
+        wait: for work that has not happened yet; else its entries keep times of issue.
         """
         ...
 
@@ -230,7 +225,7 @@ class Queues(Protocol):
 
 
 class QueuesBase:
-    """`in_flight` to `measured` are for queues whose steps have happened when they end; StreamQueues has its own."""
+    """`in_flight` to `measured` are for steps that have happened when they end; StreamQueues has its own."""
 
     def __init__(self) -> None:
         self._at: dict[Queue, tuple[int, int]] = {}  # queue -> (iteration, index in its order)

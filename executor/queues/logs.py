@@ -1,4 +1,4 @@
-"""Logs of each step and each iteration, written while a session runs."""
+"""A log of each step and each iteration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["IterationLog", "StepLog"]
 class StepLog(NamedTuple):
     """Times by the session's clock.
 
-    copied_bytes: counted in the copy primitive while the step ran.
+    copied_bytes: in the copy primitive, while the step ran.
     """
 
     step: Step
@@ -36,7 +36,7 @@ class StepLog(NamedTuple):
 
 
 def counted_bytes(plan: Plan, log: Iterable[StepLog], iteration: int) -> dict[str, int]:
-    """Route -> bytes that the copies of an iteration moved, of the plan's routes."""
+    """Route -> bytes copied in an iteration, of the plan's routes."""
     moved = dict.fromkeys((route for route in plan.moved_bytes if route in COUNTED), 0)
     for row in log:
         if row.iteration == iteration and (route := ROUTES.get(row.step.kind)) in COUNTED:
@@ -46,9 +46,9 @@ def counted_bytes(plan: Plan, log: Iterable[StepLog], iteration: int) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class IterationLog:
-    """end_s: end of the compute queue's last step.
-    shares: elements of each micro-batch on plan, as a share of the plan's batch.
-    captured: whether a batch was captured inside the iteration, which delays it.
+    """end_s: of the last compute step.
+    shares: elements of each micro-batch over the plan's.
+    captured: a batch was, inside, which takes time.
     """
 
     number: int

@@ -1,7 +1,6 @@
-"""The Timeline made of a run's logs, in the simulator's schema.
+"""A run's logs as a Timeline, in the simulator's schema.
 
-An iteration is measured as the simulator counts it: from the end of the compute queue's last step in the iteration
-before to the end of its last step in this iteration.
+An iteration lasts from the last compute step's end in the one before to its own.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ def build_timeline(
     changes: Iterable[ByteChange],
     first_s: float,
 ) -> Timeline:
-    """Of the run's last stretch of iterations on plan.
+    """Of the last stretch on plan.
 
-    iteration_s, samples, peaks and stalls are those of the last finished iteration. Raises PlanError if none finished.
+    iteration_s, samples, peaks and stalls are the last finished iteration's. Raises PlanError without one.
     """
     done = _last_stretch(iterations)
     if not done:
@@ -83,7 +82,7 @@ def build_timeline(
 
 
 def _last_stretch(iterations: Sequence[IterationLog]) -> list[IterationLog]:
-    """The newest iterations on plan without a gap, oldest first."""
+    """The newest on plan without a gap, oldest first."""
     stretch: list[IterationLog] = []
     for row in reversed(iterations):
         if not row.on_plan or (stretch and row.number != stretch[0].number - 1):
@@ -95,7 +94,7 @@ def _last_stretch(iterations: Sequence[IterationLog]) -> list[IterationLog]:
 def _samples(
     plan: Plan, changes: Iterable[ByteChange], start_s: float, end_s: float
 ) -> tuple[tuple[ByteSample, ...], dict[str, int]]:
-    """Samples in [start_s, end_s), with the state at start_s first, and the peaks by place."""
+    """In [start_s, end_s), from the state at start_s; and peaks by place."""
     held = {(place, category): 0 for place in PLACES for category in CATEGORIES}
     for _, place, size in plan.buffers:
         held[place, "buffer"] += size

@@ -1,4 +1,4 @@
-"""Moved: bytes over the link, by iteration."""
+"""Bytes over the link, by iteration."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ __all__ = ["Moved"]
 
 
 class Moved:
-    """[Note: whose bytes] A copy of the plan belongs to the iteration of its step, whenever it runs: fetches run ahead
-    of their iteration, writebacks run on into the next. A copy on demand belongs to the running iteration, a copy of an
-    evaluation to the iteration that follows. So the bytes of an iteration on plan are the plan's, and those of all
-    iterations add up to the backend's."""
+    """[Note: whose bytes] A plan's copy belongs to its step's iteration, whenever it runs: fetches run ahead,
+    writebacks on into the next. One on demand belongs to the running iteration, an evaluation's to the next. So an
+    iteration on plan has the plan's bytes, and all add up to the backend's."""
 
     def __init__(self, already: Mapping[str, int]) -> None:
-        """already: bytes copied by direction before the first iteration."""
+        """already: before the first iteration, by direction."""
         self._known = dict(already)
         self._bytes: dict[int, dict[str, int]] = {}
         self._ended: dict[int, int] = {}  # iteration -> copies of the plan that have ended
@@ -28,7 +27,7 @@ class Moved:
             self._ended[iteration] = self._ended.get(iteration, 0) + 1
 
     def others(self, iteration: int, copied_bytes: Mapping[str, int]) -> None:
-        """Count all other bytes copied by now to this iteration. No copy may be running."""
+        """All other bytes copied by now belong to it; no copy may be running."""
         with self._lock:
             for direction, total in copied_bytes.items():
                 self._add(iteration, direction, total - self._known[direction])

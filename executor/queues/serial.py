@@ -1,7 +1,5 @@
-"""SerialQueues: one step at a time, in an order that a chooser decides, inside the user's thread.
-
-For tests of interleavings, and for measurements that follow a predicted order (`follow`).
-"""
+"""One step at a time, chosen, in the user's thread: for tests of interleavings, and measurements that `follow` a
+predicted order."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""StreamQueues: the queues of a plan on an accelerator to which work is issued ahead of time.
+"""Queues on an accelerator to which work is issued ahead of time.
 
-For other threads a step of a device queue has *ended* when it is issued; its event says when it has happened. A step of
-a host queue (CPU Adam's; disks') has ended when it has happened.
+For other threads a device step has *ended* when it is issued; its event says when it has happened. A host step has
+ended (CPU Adam's, disks') when it has happened.
 
-[Note: edges on streams] The thread that starts a step waits on the host until the steps in its `after` have ended in
-that sense. From a device step to one of another queue, the later step's stream or, for a host step, its thread waits
-for the event. A host step has happened by then. So no event is waited for before it is recorded: such a wait returns at
-once, and the step would silently compute with wrong data. The training thread waits on the host only for steps that are
-not issued yet: in the steady state, for host steps.
+[Note: edges on streams] The thread that starts a step waits until the steps in its `after` have ended in that sense.
+From a device step to another queue's, the later step's stream or, for a host step, thread waits for the event; a host
+step has happened by then. So no event is waited for before it is recorded: such a wait returns at once, and the step
+would silently compute with wrong data. The training thread waits only for steps not issued yet: in the steady state,
+for host steps.
 
-[Note: in flight] A chunk's ledger says "on the gpu" when its copy is issued. The compute stream may read it only after
-the copy's event, so its parameters stay parked until `land`. A moment calls `land` for every chunk that it reads, the
+[Note: in flight] A chunk's ledger says "on the gpu" when its copy is issued, but the compute stream may read it only
+after the event, so its parameters stay parked until `land`, called by a moment for every chunk that it reads, by the
 on-demand mode for unplanned reads.
 """
 
@@ -121,7 +121,7 @@ class StreamQueues(ThreadQueues):
             self._in_flight.pop(step.chunk, None)
 
     def _event(self, j: int, iteration: int) -> Any:
-        """Event of step j's first end that counts for this iteration; None if the queues jumped over it."""
+        """Of j's first end that counts for this iteration, None if jumped over."""
         if iteration < 0:
             return None
         events = self._events[j]
@@ -232,7 +232,7 @@ class StreamQueues(ThreadQueues):
             raise unreported
 
     def _catch_up(self, queues: Sequence[Queue]) -> None:
-        """Return when all work issued to the queues' streams has happened; log work that does not."""
+        """Wait for work issued to these streams; log what does not happen."""
         for queue in queues:
             event = self._latest.get(queue)
             if event is None:

@@ -1,4 +1,4 @@
-"""ThreadQueues: compute runs in the user's thread, every other queue in a thread of its own."""
+"""Compute in the user's thread, every other queue in its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOOK_S = 1.0  # seconds after which a wait checks that the threads are alive
 
 
 class _Crew:
-    """The lock is reentrant: garbage collection may stop the crew anywhere, also in one of its own threads."""
+    """The lock is reentrant: garbage collection may stop the crew anywhere, also in its own threads."""
 
     def __init__(self, join_s: float) -> None:
         self.lock = threading.RLock()
@@ -108,7 +108,7 @@ class ThreadQueues(QueuesBase):
                 self._notify_all()
 
     def _one(self, queue: Queue) -> bool:
-        """Returns False when the queues stop."""
+        """False when the queues stop."""
         progress, condition = self._progress, self._conditions[queue]
         order = progress.order[queue]
         ready_s = self._clock()
@@ -151,13 +151,13 @@ class ThreadQueues(QueuesBase):
         return True
 
     def _arrive(self, queue: Queue, i: int, iteration: int) -> None:
-        """The step's edges are satisfied. Called in its queue's thread, without the lock."""
+        """Its edges are satisfied; in its queue's thread, without the lock."""
 
     def _refused(self, i: int) -> None:
-        """The step that arrived last got no memory. It will arrive again, or the queues jump over it."""
+        """The last arrived step got no memory, and arrives again or is jumped over."""
 
     def _depart(self, queue: Queue, i: int, iteration: int) -> None:
-        """A step has ended, before other threads know. Called as `_arrive`."""
+        """Before other threads know; called as `_arrive`."""
 
     def _limit(self, queue: Queue) -> int:
         return min(self._allowed, self._net_allowed) if queue is Queue.NET else self._allowed
@@ -210,7 +210,7 @@ class ThreadQueues(QueuesBase):
         return self._wait_for(i, iteration)
 
     def _wait_for(self, i: int, iteration: int) -> int | None:
-        """Return when step i may start, with the last step that it waited for."""
+        """The last step waited for."""
         progress = self._progress
         waited_for: int | None = None
 
@@ -276,8 +276,8 @@ class ThreadQueues(QueuesBase):
         idle_is_stuck: bool = True,
         needs_all: bool = False,
     ) -> None:
-        """Raises the error that ended a queue, PlanError if no step can ever end, OutOfMemory if a queue is short of
-        memory and nothing else moves (needs_all: at once)."""
+        """Raises what ended a queue, PlanError if no step can ever end, OutOfMemory if a queue is short of memory and
+        nothing else moves (needs_all: at once)."""
         compute = self._conditions[Queue.COMPUTE]
         with self._lock:
             try:
@@ -308,7 +308,7 @@ class ThreadQueues(QueuesBase):
                 self._waiting.discard(Queue.COMPUTE)
 
     def _look_at_threads(self) -> None:
-        """A thread has ended without an error of its own."""
+        """One has ended without an error of its own."""
         dead = [thread.name for thread in self._crew.threads if not thread.is_alive()]
         if dead and not self._crew.stopping and self._failure is None:
             self._failure = PlanError(f"the thread {dead[0]} has ended; prepare the model again")
@@ -325,7 +325,7 @@ class ThreadQueues(QueuesBase):
         )
 
     def _standing(self) -> str:
-        """Every queue's position, for the watchdog."""
+        """For the watchdog."""
         words = []
         for queue, (iteration, at) in self._at.items():
             i = self._progress.order[queue][at]

@@ -1,13 +1,12 @@
-"""The cost of a moment of training beside its products: bandwidth of its operators, and a constant per moment.
+"""The cost of a moment beside its products: its operators' bandwidth, and a constant.
 
-[Note: seconds of a moment] seconds = constant + products by shape + other flops / rate + other bytes / bandwidth, as
-the cost model says it (cost.py). The bytes are those that its operators read and write, as a capture counts them, and
-those of the engine's work on an arriving gradient (copy and norm: three times its bytes). Products and attention are
-measured alone (`executor/calibration/shapes.py`). Bandwidth and constant are fitted to recorded moments of a small
-reference model, because caches and the allocator treat operators differently inside a training step.
+[Note: seconds of a moment] seconds = constant + products by shape + other flops / rate + other bytes / bandwidth, as in
+cost.py. Bytes are those that operators read and write, as a capture counts them, and the engine's for an arriving
+gradient (copy and norm: three times its bytes). Products and attention are measured alone
+(`executor/calibration/shapes.py`), bandwidth and constant fitted to recorded moments of a small model: caches and the
+allocator treat operators differently inside a training step.
 
-The engine's own part of a moment is the difference between the engine and plain torch on a model of many layers too
-small to compute anything.
+The engine's part is the difference to plain torch on many layers too small to compute anything.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ _NO_TIME = 1e18  # bytes/s at which bytes take no time
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """flops_s: seconds of a recorded moment's products and other flops.
-    size_bytes: bytes that its other operators move.
+    """flops_s: of products and other flops.
+    size_bytes: moved by other operators.
     """
 
     flops_s: float
@@ -51,10 +50,10 @@ class Sample:
 
 
 def fit(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Returns (constant in s, at least 0, bandwidth in bytes/s) by least squares of relative errors.
+    """(constant in s, at least 0, bandwidth in bytes/s) by least squares of relative errors.
 
-    Raises ValueError where the samples do not determine the bandwidth (fewer than two, all of one size, or no time left
-    for bytes).
+    Raises ValueError where samples do not determine the bandwidth (under two, all of one size, or no time left for
+    bytes).
     """
     # Weights are 1/seconds: minimise the sum of (constant a + slope b - 1 - rest c)**2, with a, b and c over seconds.
     rows = [(1 / s.seconds, s.size_bytes / s.seconds, 1 - s.flops_s / s.seconds) for s in samples]
@@ -72,7 +71,7 @@ def fit(samples: Sequence[Sample]) -> tuple[float, float]:
 
 
 class _SampleBlock(nn.Module):
-    """Written out, so that each operator reads and writes as in most models."""
+    """Each operator reads and writes as in most models."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -111,9 +110,9 @@ BATCHES = ((2, 32), (2, 128))
 
 
 def samples_of(workload: Workload, machine: Machine) -> list[Sample]:
-    """The moments that have operators.
+    """Of moments with operators.
 
-    machine: has the measured rates of products; its bandwidth and constant are not used.
+    machine: rates of products; its bandwidth and constant are not used.
     """
     layout = build_layout(workload)
 
@@ -128,9 +127,9 @@ def samples_of(workload: Workload, machine: Machine) -> list[Sample]:
 
 
 def recorded_samples(machine: Machine) -> list[Sample]:
-    """The reference model's moments at each (batch, sequence).
+    """The reference model's, at each (batch, sequence).
 
-    machine: as for `samples_of`; the executor runs on it.
+    machine: as for `samples_of`, the executor's.
     """
     torch.manual_seed(0)
     model = _Reference(*REFERENCE)
@@ -165,8 +164,7 @@ class _Tiny(nn.Module):
 
 
 def python_s(device: Device, bench: Bench) -> float:
-    """Seconds of Python and torch's dispatcher per moment: a step in plain torch of a model too small to compute
-    anything."""
+    """Python and torch's dispatcher per moment: a step in plain torch of a tiny model."""
     model = _Tiny().to(device.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     step = _loop(model, optimizer, repeat(torch.ones(_ROWS, _WIDTH, device=device.device)))
@@ -176,9 +174,9 @@ def python_s(device: Device, bench: Bench) -> float:
 
 
 def engine_overhead_s(device: Device, bench: Bench, machine: Machine) -> float:
-    """Seconds that the engine adds to a moment, at least 0.
+    """That the engine adds to a moment, at least 0.
 
-    machine: one on which the executor runs, with a few kilobytes.
+    machine: where the executor runs, with a few kilobytes.
     """
     optimizer = AdamW(lr=1e-4, max_grad_norm=1.0)
     x = torch.ones(_ROWS, _WIDTH)

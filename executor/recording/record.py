@@ -1,9 +1,9 @@
-"""record: a real warm-up iteration, written down as a Workload with the schema and the moments of a capture.
+"""A real warm-up iteration as a Workload, with a capture's schema and moments.
 
-The first iteration of the on-demand mode counts every operator (live bytes, reads and gradients) and fetches each chunk
-when an operator is about to read it. The following are timed: the chunks of a moment are fetched before it begins, and
-the time of the fetches is left out. No layer is dropped at random ([Note: draws] in moments/draws.py). The model and
-torch's random numbers stay unchanged: gradients are dropped, nothing is updated.
+The first iteration on demand counts every operator (live bytes, reads, gradients) and fetches chunks as operators are
+about to read them. Later ones are timed: a moment's chunks are fetched before it, outside of its time. No layer is
+dropped at random ([Note: draws] in moments/draws.py). The model and torch's random numbers stay: gradients are dropped,
+nothing is updated.
 """
 
 from __future__ import annotations
@@ -136,15 +136,15 @@ def record(
 
 
 def _restore(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """A forward may have changed them (running statistics)."""
+    """Running statistics, for example."""
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
 
 
 def _counted(session: Session, iteration: Callable[[], None]) -> tuple[MomentRecorder, tuple[nn.Module, ...]]:
-    """Twice if a gradient fires more than once per micro-batch or modules run beside the model, which only the first
-    run shows. Returns also these modules."""
+    """Twice if a gradient fires more than once per micro-batch or modules run beside the model, as the first run shows;
+    with these modules."""
     firings: dict[int, int] = {}
     beside: tuple[nn.Module, ...] = ()
     while True:
@@ -159,7 +159,7 @@ def _counted(session: Session, iteration: Callable[[], None]) -> tuple[MomentRec
 def _count_once(
     session: Session, iteration: Callable[[], None], firings: dict[int, int], beside: Sequence[nn.Module]
 ) -> MomentRecorder:
-    """beside: modules whose tensors count from the start."""
+    """beside: counted from the start."""
     state, clock, parameters = session.state, session.clock, session.reader.parameters
     chunk_of = state.run.timetable.chunk_of
     own = sorted(chunk_of)
@@ -185,7 +185,7 @@ def _count_once(
 def _timed(
     session: Session, iteration: Callable[[], None], w: Workload, repeats: int, clock: Callable[[], float]
 ) -> tuple[Moment, ...]:
-    """The median of `repeats` iterations, without waits."""
+    """Median of `repeats`, without waits."""
     chunk_of = session.plan.layout.chunk_of
     script = [({chunk_of[t] for t in reads}, m.peak_bytes) for reads, m in zip(w.reads, w.moments)]
     final: dict[tuple[int, int], int] = {}

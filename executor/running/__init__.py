@@ -1,3 +1,1 @@
-"""Parts of a job of `executor.run` beside the model: data, checkpoints, shared figures, the processor time of other
-programs.
-"""
+"""Parts of `executor.run` beside the model: data, checkpoints, shared figures, other programs' processor time."""

@@ -1,7 +1,7 @@
-"""Batches to train on: real text as bytes, cut into sequences.
+"""Real text as bytes, cut into sequences.
 
-A byte is a token (0..255), so every language model with a vocabulary of at least 256 can read any folder. The default
-folder is the Python standard library's own source, which every machine has.
+A byte is a token (0..255), so models with a vocabulary of at least 256 read any folder, by default the Python standard
+library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ByteText:
 
     @classmethod
     def read(cls, folder: Path) -> ByteText:
-        """The folder's text files in name order, up to 8 MB. Raises ModelError without folder or text."""
+        """Its text files by name, up to 8 MB. Raises ModelError without folder or text."""
         if not folder.is_dir():
             raise ModelError(
                 f"text folder {str(folder)!r} is not a folder; give --data text:FOLDER a folder with text files"
@@ -56,7 +56,7 @@ class ByteText:
         return hashlib.blake2b(bytes(self.bytes.numpy()), digest_size=8).hexdigest()
 
     def windows(self, *, batch: int, sequence: int, seed: int, skip: int = 0) -> Iterator[torch.Tensor]:
-        """Endless int64 tensors [batch, sequence], drawn with the seed.
+        """Endless int64 [batch, sequence], drawn with the seed.
 
         skip: sequences drawn before.
         """
@@ -74,8 +74,8 @@ class ByteText:
 
 
 def _texts(folder: Path) -> Iterator[Path]:
-    """By path, lazily, one folder after the other. Links to folders are not followed; a folder that may not be listed
-    counts as empty, as in `rglob`."""
+    """By path, lazily; links to folders are not followed, and a folder that may not be listed counts as empty, as in
+    `rglob`."""
     try:
         entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
     except PermissionError:
@@ -98,10 +98,10 @@ def open_data(spec: str | None) -> ByteText:
 
 
 def batches_like(example: Any, text: ByteText, *, vocabulary: int | None, seed: int, skip: int = 0) -> Iterator[Any]:
-    """Endless batches shaped as `example`. A dict with integer "input_ids" [batch, sequence] gets text (and labels, if
-    it has them). Any other example is repeated.
+    """Endless, shaped as `example`: a dict with integer "input_ids" [batch, sequence] gets text (and labels, if it has
+    them), anything else is repeated.
 
-    skip: sequences of text drawn before.
+    skip: sequences drawn before.
     """
     if not isinstance(example, Mapping) or "input_ids" not in example:
         while True:

@@ -1,4 +1,4 @@
-"""Keeping a job: where and how often it saves checkpoints, and where a later run continues its data."""
+"""Where and how often a job saves checkpoints, and where a later run continues its data."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["JobPosition", "Keeping", "newest_checkpoint"]
 
 @dataclass(frozen=True, kw_only=True)
 class JobPosition:
-    """empty: whether the model was built without memory, which draws other random numbers.
-    note: the checkpoint from which the job continues, in words.
+    """empty: the model was built without memory, which draws other random numbers.
+    note: words for the checkpoint.
     """
 
     steps: int = 0
@@ -34,9 +34,9 @@ class JobPosition:
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
     """save: folder for checkpoints.
-    every: steps between two checkpoints (None: only one at the end).
-    resume: checkpoint to continue from, or a folder with those of `newest`.
-    newest: checkpoints to keep, each in a folder of its own in `save` (None: one, in `save` itself).
+    every: steps between two (None: one at the end).
+    resume: a checkpoint, or a folder with those of `newest`.
+    newest: how many to keep, each in a folder in `save` (None: one, in `save` itself).
 
     Raises CheckpointError for flags that do not go together.
     """
@@ -87,9 +87,9 @@ class Keeping:
             raise CheckpointError(f"--save {save}: the folder holds checkpoints {other}, or give another folder")
 
     def begin(self, *, steps: int, data: dict[str, Any], empty: bool) -> JobPosition:
-        """Raises as `check` does, before anything is built.
+        """Raises as `check`, before anything is built.
 
-        data: identifies the stream of data, which begins anew if the checkpoint's differs.
+        data: identifies the stream, which begins anew if the checkpoint's differs.
         """
         stored = self.check(steps)
         if stored is None:
@@ -123,8 +123,8 @@ class Keeping:
         on_step: Callable[[StepReport], None] | None,
         stop: StopRequest,
     ) -> Callable[[StepReport], None]:
-        """Returns the function to call after each step: it calls `on_step`, then saves a checkpoint if one is due. If
-        any rank was asked to stop, it saves one and raises Stopped.
+        """The function to call after each step: `on_step`, then a checkpoint if due. If any rank was asked to stop, it
+        saves one and raises Stopped.
         """
 
         def after(report: StepReport) -> None:
@@ -153,7 +153,7 @@ _GOING = ".removing"
 
 
 def newest_checkpoint(folder: str | Path) -> Path:
-    """The folder itself, or the newest whole checkpoint that --keep left in it."""
+    """Itself, or the newest whole one that --keep left in it."""
     whole = find_checkpoint(folder)
     if is_checkpoint(whole):
         return whole
@@ -161,7 +161,7 @@ def newest_checkpoint(folder: str | Path) -> Path:
 
 
 def _kept(folder: Path) -> list[Path]:
-    """Whole checkpoints, the newest last."""
+    """The newest last."""
     rows = sorted(folder.glob(f"{STEP}*")) if folder.is_dir() else []
     return [path for path in rows if path.name.removeprefix(STEP).isdigit() and is_checkpoint(path)]
 
@@ -174,7 +174,7 @@ def _remove_older(folder: Path, newest: int) -> None:
 
 
 def _try_folder(folder: Path) -> None:
-    """Raise CheckpointError if nothing can be written to `folder`, or to its parent if it does not exist yet."""
+    """Raise CheckpointError if nothing can be written to it, or to its parent if it does not exist yet."""
     place = next(p for p in (folder.resolve(), *folder.resolve().parents) if p.exists())
     try:
         with TemporaryFile(dir=place) as file:

@@ -1,7 +1,7 @@
-"""Processor time of other programs, which distinguishes a slow machine from a wrong prediction.
+"""Other programs' processor time, which tells a slow machine from a wrong prediction.
 
-Read from /proc/stat and the times of this process. Time that a hypervisor gave to another machine counts as taken by
-others. If /proc/stat is missing or does not change, the answer is None.
+It is read from /proc/stat and this process's times. What a hypervisor gave to another machine counts as taken. None if
+/proc/stat is missing or does not change.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ _COUNTED = 8  # user, nice, system, idle, iowait, irq, softirq, steal; guests ar
 
 @dataclass(frozen=True, slots=True)
 class ProcessorTime:
-    """Seconds of all cores since the machine started: all, those in which a core worked, those of this process and its
-    ended children."""
+    """Of all cores since the machine started: all, working ones, this process's and its ended children's."""
 
     total_s: float
     busy_s: float
@@ -44,7 +43,7 @@ class ProcessorTime:
 
 
 def taken_by_others(before: ProcessorTime | None, after: ProcessorTime | None) -> float | None:
-    """Share (0 to 1) of the processor time between two readings; None if unknown."""
+    """Share (0 to 1) between two readings, None if unknown."""
     if before is None or after is None or after.total_s <= before.total_s:
         return None
     others_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)

@@ -1,4 +1,4 @@
-"""A training job on several ranks: each rank's part of the data, and the figures of all ranks together."""
+"""A job on several ranks: each one's data, and the figures of all."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["SharedRun", "own_batches", "share_results"]
 
 @dataclass(frozen=True, kw_only=True)
 class SharedRun:
-    """losses: of each step, over the batches of all ranks.
-    peak_gpu_bytes: of each rank, in the measured iteration.
-    sent_bytes: that this rank sent per step, on average.
+    """losses: per step, over all ranks' batches.
+    peak_gpu_bytes: per rank, in the measured iteration.
+    sent_bytes: per step, on average.
     transient_bytes: [Note: what a slice moves through].
     """
 
@@ -33,8 +33,7 @@ class SharedRun:
 
 
 def own_batches(batches: Iterator[Any], session: Session) -> Iterator[Any]:
-    """Of P ranks, rank r takes every P-th batch, beginning with batch r. Where shares differ, a rank with n sequences
-    takes the first n of each batch."""
+    """Rank r of P takes every P-th batch, from r on; where shares differ, the first n sequences of each."""
     ranks, whole = session.ranks, session.plan.workload.batch
     if ranks is None:
         return batches
@@ -56,7 +55,7 @@ def _first(batch: Any, sequences: int, of: int) -> Any:
 def share_results(
     session: Session, reports: Sequence[StepReport], measured: Measured | None, sent_bytes: int
 ) -> SharedRun | None:
-    """After the last step; every rank calls it. Returns None on one rank."""
+    """After the last step, on every rank; None on one."""
     ranks = session.ranks
     if ranks is None:
         return None

@@ -1,7 +1,6 @@
-"""A row of figures per step, to files and to the tools that people watch runs with.
+"""A row of figures per step, to files and to tools that people watch runs with, from a session's status.
 
-Rows are made from the status of a session. A row whose gradient norm is not known yet, because its updates run beside
-the next forward, is written with the next row.
+A row without its gradient norm yet, as updates run beside the next forward, is written with the next.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ Row = Mapping[str, Any]
 
 
 class StepSink(Protocol):
-    """A place for rows; `step` is among the keys of a row. Values are numbers, texts, truth values, None, or, for
-    `waits_s`, seconds by cause."""
+    """A place for rows, `step` among the keys; values are numbers, texts, truth values, None, or, for `waits_s`,
+    seconds by cause."""
 
     def write(self, row: Row) -> None: ...
 
@@ -47,7 +46,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """A folder that `tensorboard --logdir` shows. Raises PstarError where the package is missing."""
+    """For `tensorboard --logdir`. Raises PstarError where the package is missing."""
 
     def __init__(self, folder: str | Path) -> None:
         try:
@@ -65,7 +64,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of a project of Weights & Biases. Raises PstarError where the package is missing."""
+    """A run of a Weights & Biases project. Raises PstarError where the package is missing."""
 
     def __init__(self, project: str) -> None:
         try:
@@ -87,7 +86,7 @@ _TOOLS: Mapping[str, Callable[[str], StepSink]] = {"tensorboard": TensorBoard, "
 def open_sink(target: str, *, append: bool = False) -> StepSink:
     """target: "FILE.jsonl", "tensorboard:FOLDER" or "wandb:PROJECT".
 
-    append: whether a file's rows stay.
+    append: a file's rows stay.
     """
     tool, colon, name = target.partition(":")
     return _TOOLS[tool](name) if colon and tool in _TOOLS else JsonLines(target, append=append)
@@ -112,7 +111,7 @@ def _missing(package: str, name: object) -> PstarError:
 
 
 def _numbers(row: Row) -> dict[str, float]:
-    """Waits by cause have names of their own."""
+    """Waits have names by cause."""
     flat = {f"waits_s/{cause}": seconds for cause, seconds in row.get("waits_s", {}).items()}
     rows = {**{name: value for name, value in row.items() if name not in ("step", "waits_s")}, **flat}
     return {name: float(value) for name, value in rows.items() if isinstance(value, int | float)}
@@ -190,7 +189,7 @@ class StepLog:
         self._finish(row, update)
 
     def _loss(self, loss: float) -> float:
-        """Mean over the batches of all ranks."""
+        """Mean over all ranks' batches."""
         session = self._optimizer.session
         if session.ranks is None:
             return loss

@@ -1,4 +1,4 @@
-"""A run that is asked to end: SIGTERM, which schedulers send before they take a machine away."""
+"""SIGTERM, which schedulers send before they take a machine away."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_sigterm(*, listens: bool = True) -> Iterator[StopRequest]:
-    """The first SIGTERM is a request, the second ends the process as ever. Signals reach the main thread only; in
-    another one nothing is asked.
+    """The first is a request, the second ends the process as ever. Signals reach the main thread only; in others
+    nothing is asked.
 
-    listens: whether there is anything to do before the end.
+    listens: there is something to do before the end.
     """
     request = StopRequest()
     if not listens or threading.current_thread() is not threading.main_thread():

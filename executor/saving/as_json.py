@@ -1,6 +1,6 @@
-"""Nested values as JSON and back, with tensors stored apart, for a user's own state in a checkpoint.
+"""Nested values as JSON, tensors apart, for a user's own state in a checkpoint.
 
-Numbers, texts, None, lists, tuples and mappings (with text, number or bool keys) keep their types. Nothing is pickled,
+Numbers, texts, None, lists, tuples and mappings (with text, number or bool keys) keep their types; nothing is pickled,
 so a checkpoint from elsewhere cannot run code.
 """
 
@@ -19,7 +19,7 @@ _TUPLE, _MAPPING, _TENSOR = "$tuple", "$mapping", "$tensor"
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
-    """Puts the tensors of `value` into `tensors`. Raises CheckpointError for a value of another type."""
+    """Tensors go into `tensors`. Raises CheckpointError for a value of another type."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
@@ -41,7 +41,7 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The reverse of `encode`. Raises KeyError for a tensor that is not in the table."""
+    """Reverses `encode`. Raises KeyError for a tensor that is not in the table."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if isinstance(value, dict):

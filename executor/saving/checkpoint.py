@@ -9,14 +9,13 @@
     pstar.json                    schema, iteration, parameters, groups, files with their sizes and checksums, and a
                                   checksum of its own; written last
 
-Everything is stored by tensor name and nothing by chunk, so that a run can continue under another plan, policy, budget,
-chunk size or number of ranks. Under the same plan it continues bit-identically.
+Everything is stored by tensor name, not by chunk, so a run can continue under another plan, policy, budget, chunk size
+or number of ranks, under the same plan bit-identically.
 
-[Note: saving takes no memory] Values are written from the chunks. Those that have to be cast or come from a device go
-through one buffer of 16 MiB. A save waits for the updates in flight.
+[Note: saving takes no memory] Values are written from the chunks, cast or from a device through one buffer of 16 MiB,
+after the updates in flight.
 
-[Note: slices in a checkpoint] A rank writes its part of a list: "momentum/NAME@1024" begins at element 1024 of the
-tensor.
+[Note: slices in a checkpoint] A rank writes its part: "momentum/NAME@1024" begins at element 1024.
 """
 
 from __future__ import annotations
@@ -84,16 +83,16 @@ _OURS = re.compile(r"(model|optimizer)(-[\w-]+)?\.safetensors(\.index\.json)?|ex
 
 
 def save(optimizer: Trained, folder: str | Path, *, extra: Any = None, shard_bytes: int = SHARD_BYTES) -> Path:
-    """Write the run's state to `folder`, atomically. An earlier checkpoint there stays until the new one is complete;
-    files that are not a checkpoint's (a tokenizer) stay. Returns the folder.
+    """Write the run's state to `folder`, atomically, and return it. An earlier checkpoint stays until the new one is
+    complete, as do other files (a tokenizer).
 
-    extra: numbers, texts, tensors, lists and dicts for `load` to give back (the state_dict of a scheduler, the position
-        in the data).
-    shard_bytes: approximate size of one file.
+    extra: for `load` to give back: numbers, texts, tensors, lists and dicts (a scheduler's state_dict, the position in
+        the data).
+    shard_bytes: approximate, of one file.
 
-    On several ranks every rank calls it, with one folder that all of them see; the first rank's `extra` is kept. Raises
-    ContractError between a forward and `step()`, CheckpointError if the folder holds other files, the disk has no room,
-    or writing fails (on any rank); the former content is then still there.
+    Every rank calls it, with one folder that all see; the first rank's `extra` is kept. Raises ContractError between a
+    forward and `step()`, CheckpointError if the folder holds other files, the disk has no room, or writing fails (on
+    any rank); the former content is then still there.
     """
     session = optimizer.session
     session.standstill.require_running()
@@ -121,8 +120,7 @@ T = TypeVar("T")
 
 
 def together(ranks: Ranks | None, what: str, action: Callable[[], T]) -> T:
-    """Run `action` on every rank, and return once all are done. An error on one rank raises on all. OSError becomes
-    CheckpointError."""
+    """On every rank, until all are done; an error on one raises on all, OSError as CheckpointError."""
     error: PstarError | None = None
     result: Any = None
     try:
@@ -147,9 +145,9 @@ def together(ranks: Ranks | None, what: str, action: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class _Writing:
-    """The work of a rank: rows by file, and the manifest without files.
+    """A rank's: rows by file, and the manifest without files.
 
-    rows_read: rows of weights already read, which on several ranks takes all of them.
+    rows_read: of weights; on several ranks reading takes all of them.
     """
 
     weights: list[list[TensorToStore]]
@@ -212,7 +210,7 @@ def _noted(row: TensorToStore, rows_read: set[str]) -> TensorToStore:
 
 
 def _begin(folder: Path, needed_bytes: int, first: bool) -> Path:
-    """The first rank makes the temporary folder."""
+    """The first rank makes the temporary one."""
     if not first:
         return whole_folder.temporary(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -226,8 +224,8 @@ def _begin(folder: Path, needed_bytes: int, first: bool) -> Path:
 
 
 def _write(session: Session, work: _Writing, folder: Path) -> dict[str, StoredFile]:
-    """The first rank writes the weights, for which the others give their parts. Each writes its states, and the others
-    a list of their files, which the first reads."""
+    """The first rank writes the weights, with the others' parts. Each writes its states, and the others a list of their
+    files for the first."""
     buffer = piece_buffer()
     ranks = session.ranks
     if ranks is not None and ranks.rank:
@@ -256,7 +254,7 @@ def _list_of(folder: Path, rank: int) -> Path:
 
 
 def _finish(work: _Writing, folder: Path, temporary: Path, files: Mapping[str, StoredFile]) -> None:
-    """files: those of the first rank."""
+    """files: the first rank's."""
     listed = dict(files)
     for rank in range(1, work.manifest.ranks):
         path = _list_of(temporary, rank)
@@ -286,7 +284,7 @@ def _frozen(session: Session, tensor: int) -> bool:
 
 
 def _own(tensors: Sequence[Tensor]) -> dict[int, list[str]]:
-    """Index of each tensor with memory -> all its names, its own first."""
+    """Each tensor with memory -> its names, its own first."""
     names: dict[int, list[str]] = {}
     for index, t in enumerate(tensors):
         names.setdefault(index if t.tied_to is None else t.tied_to, []).append(t.name)
@@ -298,8 +296,8 @@ def _row(name: str, value: torch.Tensor) -> TensorToStore:
 
 
 def _weight_rows(session: Session) -> list[TensorToStore]:
-    """Every parameter's value and every buffer that a state_dict holds, without the matrices of a quantised base, which
-    a model is loaded with. Of tied names, a value has the name that transformers keeps."""
+    """Every parameter and every buffer of a state_dict, without matrices of a quantised base, with which a model is
+    loaded. Of tied names, the one that transformers keeps."""
     derived = getattr(session.model, "_tied_weights_keys", None) or ()
     rows = []
     for index, names in _own(session.plan.workload.tensors).items():
@@ -329,15 +327,14 @@ def whole_of(session: Session, tensor: int, part: torch.Tensor, field: str = "pa
 
 
 def stored_fields(plan: Plan) -> tuple[str, ...]:
-    """The fields of the optimizer's lists (`memory.slots`) of which a checkpoint of this plan has files."""
+    """Of the optimizer's lists (`memory.slots`), with files in a checkpoint."""
     own = plan.workload.optimizer.masters == MASTERS[1]
     fields = dict.fromkeys(field for states in plan.workload.optimizer.all_states for field in fields_of(states))
     return tuple([field for field in fields if not (own and field == MASTER_LIST)])
 
 
 def _state_rows(session: Session) -> list[TensorToStore]:
-    """Every optimizer state, list by list of each chunk, so that a list on disks is read once. Parameters that are
-    their own masters are with the weights."""
+    """Chunk by chunk and list by list, so that a list on disks is read once; own masters are with the weights."""
     rows = []
     for chunk in session.plan.layout.chunks:
         for field in () if chunk.frozen else fields_of(session.plan.layout.states_of(chunk.index)):
@@ -363,7 +360,7 @@ def state_of(session: Session, tensor: int, field: str) -> Callable[[], Iterable
 
 
 def _shards(rows: Sequence[TensorToStore], shard_bytes: int) -> list[list[TensorToStore]]:
-    """Wide dtypes come first in each file, so that every tensor is aligned."""
+    """Wide dtypes first, so that every tensor is aligned."""
     shards: list[list[TensorToStore]] = [[]]
     size = 0
     for row in rows:
@@ -378,7 +375,7 @@ def _shards(rows: Sequence[TensorToStore], shard_bytes: int) -> list[list[Tensor
 def _write_shards(
     folder: Path, stem: str, shards: Sequence[Sequence[TensorToStore]], buffer: torch.Tensor
 ) -> dict[str, StoredFile]:
-    """Several files of weights get the index that transformers looks for."""
+    """Several files of weights get transformers' index."""
     count = len(shards)
     ends = [f"-{i:05d}-of-{count:05d}" for i in range(1, count + 1)] if count > 1 else [""]
     names = [f"{stem}{end}.safetensors" for end in ends]
@@ -395,7 +392,7 @@ def _write_shards(
 
 
 def _save_config(session: Session, folder: Path) -> None:
-    """What from_pretrained needs beside the weights."""
+    """What from_pretrained needs beside weights."""
     for config in (getattr(session.model, "config", None), getattr(session.model, "generation_config", None)):
         to_json = getattr(config, "to_json_string", None)
         if to_json is None:

@@ -1,4 +1,4 @@
-"""Generators: the global random number generators (torch's, Python's, numpy's) as tensors of bytes, for checkpoints."""
+"""Global random generators (torch's, Python's, numpy's) as bytes, for checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def seed_generators(seed: int) -> None:
 
 
 def generator_states() -> dict[str, torch.Tensor]:
-    """Name of each generator -> its state, uint8. numpy's is the global one, which data loaders use."""
+    """Name -> state, uint8. numpy's is the global one, which data loaders use."""
     kind, keys, *rest = numpy.random.get_state()
     found = {
         "torch": torch.get_rng_state(),
@@ -45,8 +45,8 @@ def set_generators(states: Mapping[str, torch.Tensor]) -> None:
 
 
 def checked_generators(states: Mapping[str, torch.Tensor]) -> list[Callable[[], object]]:
-    """Returns the functions that set the generators to these states, each first tried on a generator of its own. States
-    of missing devices are left out. Raises CheckpointError."""
+    """Functions that set these states, each first tried on a generator of its own. Missing devices' are left out.
+    Raises CheckpointError."""
     actions = []
     for name, state in states.items():
         try:

@@ -1,4 +1,4 @@
-"""Manifest: the file of a checkpoint that is written last and lists its content."""
+"""The file of a checkpoint that is written last."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class StoredScale:
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """written_by: package -> its version.
-    iteration: optimizer steps done.
-    states: names of the optimizer's lists.
-    extra: the user's own value, as `as_json.encode` makes it.
+    iteration: steps done.
+    states: optimizer's lists.
+    extra: the user's own, by `as_json.encode`.
     """
 
     written_by: dict[str, str]
@@ -101,7 +101,7 @@ class Trained(Protocol):
     param_groups: list[dict[str, Any]]
 
     def packed(self, value: Callable[[int, str], torch.Tensor]) -> dict[str, Any]:
-        """A state dict of the tensors that `value` returns for (tensor, list), without master copies."""
+        """A state dict of what `value` returns for (tensor, list), without masters."""
         ...
 
 
@@ -110,7 +110,7 @@ def is_checkpoint(folder: str | Path) -> bool:
 
 
 def find_checkpoint(folder: str | Path) -> Path:
-    """The folder itself, or the one beside it if a save was killed between two renames."""
+    """Itself, or the one beside it if a save was killed between two renames."""
     return whole_folder.find(Path(folder).expanduser(), is_checkpoint)
 
 
@@ -164,7 +164,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raise CheckpointError where a named file is not as it was written. Files without a checksum pass."""
+    """Raise CheckpointError where a named file is not as written (without a checksum it passes)."""
     buffer = piece_buffer()
     for name in names:
         written = manifest.files[name]

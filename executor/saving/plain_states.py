@@ -1,10 +1,9 @@
-"""Plain states: the optimizer's states in a file that a plain optimizer loads, as `torch.save` writes it.
+"""Optimizer states in a file that a plain optimizer loads, as `torch.save` writes it: a plain Trainer goes on from it,
+without masters.
 
-A Trainer's checkpoint has this file too, so that a plain Trainer goes on from it. It has no master copies.
-
-[Note: a state dict without memory] `optimizer.state_dict()` copies every state, for which a full host has no room. Here
-torch writes the file of a state dict of fake tensors without their values, which are then written at their places from
-the chunks, through one buffer.
+[Note: a state dict without memory] `optimizer.state_dict()` copies every state, for which a full host has no room. So
+torch writes a state dict of fake tensors, whose values are then written at their places from the chunks, through one
+buffer.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def _write_without_values(path: Path, packed: Mapping[str, Any], values: _Values
 
 
 def _write_values(path: Path, packed: Mapping[str, Any], values: _Values) -> None:
-    """Where writing fails, the other ranks still wait for this rank's part of the others."""
+    """Where writing fails, others still wait for this rank's part."""
     buffer = piece_buffer()
     left = iter(values)
     try:
@@ -107,7 +106,7 @@ def _give_parts(path: Path, packed: Mapping[str, Any], values: _Values) -> None:
 
 
 def _parts(session: Session, tensor: int, field: str, constants: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The value, in parts. Every rank calls this."""
+    """Of the value; every rank calls this."""
     if field in constants:
         return [constants[field]]
     if field == STEP:
@@ -116,7 +115,7 @@ def _parts(session: Session, tensor: int, field: str, constants: Mapping[str, to
 
 
 def _places(path: Path) -> list[int]:
-    """First byte of each tensor's values, in torch's order."""
+    """Of each tensor's values, in torch's order."""
     places: dict[int, int] = {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         for member in archive.infolist():

@@ -1,9 +1,8 @@
-"""Restoring: loads a checkpoint of `checkpoint.py` into a prepared model, under the same plan or another.
+"""Loads a checkpoint into a prepared model, under the same plan or another.
 
-All errors of a folder are found before anything changes: files that are missing, of another size or with another
-checksum, another model or other groups, a newer schema, states that do not cover their tensors. Checksums take a
-reading of the whole folder, which the ranks of a host share. A load that fails later leaves a session that refuses
-every act until a load ends (`Loop.loading`).
+A folder's errors are found before anything changes: files missing, of another size or checksum, another model or
+groups, a newer schema, states that do not cover their tensors. For checksums a host's ranks share a reading of the
+whole folder. A load that fails later leaves a session that refuses every act until one ends (`Loop.loading`).
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ _SLICE = re.compile(r"(.*)@(\d+)")
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint gives back beside parameters and states.
+    """Beside parameters and states.
 
-    iteration: optimizer steps done by then.
-    extra: the value given to `save`.
-    note: one line on the loaded checkpoint.
+    iteration: steps done by then.
+    extra: given to `save`.
+    note: one line on the checkpoint.
     """
 
     iteration: int
@@ -71,7 +70,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements from `start` on of one list of one tensor; `name` is the file's."""
+    """From `start` on, of one list of one tensor; `name` is the file's."""
 
     file: TensorFile
     name: str
@@ -84,7 +83,7 @@ class _Piece:
 
 @dataclass
 class _SoundCheckpoint:
-    """All files have their original sizes."""
+    """Files have their original sizes."""
 
     folder: Path
     manifest: Manifest
@@ -92,7 +91,7 @@ class _SoundCheckpoint:
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def decoded(self, value: Any, name: str) -> Any:
-        """name: the field of the manifest. Raises CheckpointError where a tensor of the value is missing."""
+        """name: the manifest's field. Raises CheckpointError where a tensor is missing."""
         try:
             return decode(value, self.extra)
         except KeyError as error:
@@ -103,15 +102,14 @@ class _SoundCheckpoint:
 
 
 def load(optimizer: Trained, folder: str | Path, *, generators: bool = True, checksums: bool = True) -> Restored:
-    """Put parameters, optimizer states, step counts, groups and loss scale of a checkpoint into a prepared model.
-    Returns the other values of the checkpoint.
+    """Put parameters, optimizer states, step counts, groups and loss scale into a prepared model, and return the
+    checkpoint's other values.
 
-    The plan may differ from that of the saving. On several ranks every rank calls this. Raises CheckpointError for a
-    folder that is partial, damaged, of another model, or from a newer version, before anything is changed;
-    ContractError between a forward and `step()`.
+    The plan may differ; every rank calls this. Raises CheckpointError for a folder that is partial, damaged, of another
+    model, or from a newer version, before anything is changed; ContractError between a forward and `step()`.
 
-    generators: whether to set the global random number generators (torch, Python, numpy) too, each rank its own.
-    checksums: whether to compare the checksums of all files first, which reads the folder once more.
+    generators: set the global random generators (torch, Python, numpy) too, on each rank its own.
+    checksums: compare all files' first, which reads the folder once more.
     """
     session = optimizer.session
     session.standstill.require_running()
@@ -137,7 +135,7 @@ def load(optimizer: Trained, folder: str | Path, *, generators: bool = True, che
 
 @dataclass(frozen=True, kw_only=True)
 class _Values:
-    """numbers: settings of each group."""
+    """numbers: of each group."""
 
     opened: _SoundCheckpoint
     weights: Weights
@@ -147,7 +145,7 @@ class _Values:
 
 
 def _opened_for(optimizer: Trained, folder: Path) -> _SoundCheckpoint:
-    """Checks all that the manifest and the sizes of the files allow."""
+    """What the manifest and sizes allow."""
     session = optimizer.session
     check_between_iterations(session, "load")
     opened = _open(folder)
@@ -157,7 +155,7 @@ def _opened_for(optimizer: Trained, folder: Path) -> _SoundCheckpoint:
 
 
 def _checked(opened: _SoundCheckpoint, session: Session, generators: bool) -> _Values:
-    """Checks the files' content."""
+    """The files' content."""
     _read_headers(opened)
     try:
         weights = Weights(opened.folder)
@@ -207,7 +205,7 @@ def _fill(values: _Values, optimizer: Trained) -> None:
 
 
 def stored_extra(folder: str | Path) -> Restored:
-    """The values beside parameters and states, without loading. Raises CheckpointError as `load` does."""
+    """What is beside parameters and states, without loading. Raises CheckpointError as `load` does."""
     opened = _open(Path(folder).expanduser())
     check_files(opened.folder, opened.manifest, opened.manifest.files.keys() & {EXTRA})
     _read_headers(opened)
@@ -235,7 +233,7 @@ def _open(folder: Path) -> _SoundCheckpoint:
 
 
 def _read_headers(opened: _SoundCheckpoint) -> None:
-    """Note where each list of each tensor is, and read the tensors of `extra`."""
+    """Where each list of each tensor is, and the tensors of `extra`."""
     for name in opened.manifest.files:
         file = opened.folder / name
         try:
@@ -332,7 +330,7 @@ def _check_states(opened: _SoundCheckpoint, session: Session) -> None:
 
 
 def _fill_states(opened: _SoundCheckpoint, session: Session) -> None:
-    """Read this rank's part of every state. Working copies follow their masters."""
+    """This rank's part; working copies follow masters."""
     contents, arena, chunk_of = session.contents, session.arena, session.plan.layout.chunk_of
     buffer = piece_buffer()
     by_file: dict[Path, list[tuple[int, str, _Piece]]] = {}

@@ -1,13 +1,13 @@
-"""Tensors in files: the safetensors format, read and written a piece at a time.
+"""The safetensors format, a piece at a time: neither side holds a whole tensor.
 
-Neither side holds a whole tensor. The reader copies with `pread` into one buffer; nothing is mapped, so no page of the
-file counts as memory of the process. The writer gets rows whose elements are made on request.
+The reader copies with `pread` into one buffer; nothing is mapped, so no page counts as the process's memory. The
+writer's rows make elements on request.
 
-[Note: checksums] XXH3 of 64 bits, by xxhash: on one core it is faster than memory is copied, where zlib's CRC32, which
-Python has, is about as slow as a disk. It is taken of a whole file, header included, as its bytes are written.
+[Note: checksums] XXH3 of 64 bits, by xxhash: on one core faster than memory is copied, where zlib's CRC32 is about as
+slow as a disk. It is of a whole file, taken as it is written.
 
-Format (https://huggingface.co/docs/safetensors): 8 bytes little-endian length n; n bytes of JSON that give each
-tensor's dtype, shape, and first and last byte; then the bytes. Every byte belongs to exactly one tensor.
+Format (https://huggingface.co/docs/safetensors): 8 bytes little-endian length n; n bytes of JSON with each tensor's
+dtype, shape, and first and last byte; then the bytes. Every byte belongs to exactly one tensor.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """xxh3_64: checksum of the file as it was written, in hexadecimal; "" for none ([Note: checksums])."""
+    """xxh3_64: of the file as written, in hexadecimal, "" for none ([Note: checksums])."""
 
     bytes: int
     xxh3_64: str
 
 
 def stored_file(path: Path, buffer: torch.Tensor) -> StoredFile:
-    """The file as it is now, read through `buffer` (uint8). Raises OSError."""
+    """As it is now, read through `buffer` (uint8). Raises OSError."""
     checksum, size, view = xxhash.xxh3_64(), 0, bytes_of(buffer)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(view):
@@ -91,9 +91,9 @@ def stored_file(path: Path, buffer: torch.Tensor) -> StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Bytes [start, stop) of a file.
+    """Bytes [start, stop).
 
-    dtype: None for a dtype that torch does not know (`code` names it).
+    dtype: None where torch does not know it (`code`).
     """
 
     code: str
@@ -108,7 +108,7 @@ class StoredTensor:
 
 
 class TensorFile:
-    """Raises WeightsError for a file that is missing, truncated, longer than its header says, or not of this format."""
+    """Raises WeightsError for a file that is missing, truncated, too long, or of another format."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -181,7 +181,7 @@ class TensorFile:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
-        """Yields the file's descriptor, for `pieces`. The bytes leave the page cache at the end."""
+        """A descriptor for `pieces`; the page cache is left at the end."""
         try:
             descriptor = os.open(self.path, os.O_RDONLY)
         except OSError as error:
@@ -196,8 +196,8 @@ class TensorFile:
     def pieces(
         self, descriptor: int, name: str, buffer: torch.Tensor, start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields elements [start, stop) of a tensor, flattened, as (first element, tensor in the file's dtype). Each is
-        a view of `buffer` (uint8), valid until the next. Raises WeightsError where the bytes end early."""
+        """Elements [start, stop), flat, as (first element, tensor in the file's dtype), each a view of `buffer`
+        (uint8), valid until the next. Raises WeightsError where the bytes end early."""
         entry = self.entries[name]
         if entry.dtype is None:
             raise WeightsError(self._unread(name))
@@ -240,7 +240,7 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class TensorToStore:
-    """pieces: called once, at the writing; yields the elements in order, flat, in tensors of any number, dtype and
+    """pieces: called once, when written; yields the elements in order, flat, in tensors of any number, dtype and
     device, as short as possible.
     """
 
@@ -257,10 +257,10 @@ class TensorToStore:
 def write_tensor_file(
     path: Path, rows: Sequence[TensorToStore], buffer: torch.Tensor, metadata: Mapping[str, str] | None = None
 ) -> StoredFile:
-    """Write the rows to a new file, and flush it to the disk.
+    """To a new file, flushed to the disk.
 
-    Elements go through `buffer` (uint8): after `Tensor.numpy()` on a chunk, its storage could not be evicted any more.
-    Raises OSError (disk full, ...); AssertionError if a row gives more or fewer elements than its shape says."""
+    Elements go through `buffer` (uint8): after `Tensor.numpy()` on a chunk, its storage could not be evicted. Raises
+    OSError (disk full, ...), AssertionError if a row gives another number of elements than its shape."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     reached = 0
     for row in rows:
@@ -308,7 +308,7 @@ class _NewFile:
         write_whole(self._descriptor, content)
 
     def flushed(self) -> StoredFile:
-        """The file's pages leave the page cache: they are not read again."""
+        """Its pages leave the page cache: they are not read again."""
         os.fsync(self._descriptor)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -323,7 +323,7 @@ def write_whole(descriptor: int, content: memoryview) -> None:
 def write_elements(
     write: Callable[[memoryview], object], tensor: torch.Tensor, dtype: torch.dtype, buffer: torch.Tensor
 ) -> None:
-    """Call `write` with the elements in this dtype, piece by piece, each in `buffer` (uint8)."""
+    """In this dtype, piece by piece, in `buffer` (uint8)."""
     flat = tensor.detach().reshape(-1)
     most = buffer.numel() // dtype.itemsize
     for start in range(0, flat.numel(), most):

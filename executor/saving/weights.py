@@ -1,16 +1,16 @@
-"""Weights: streams weights from a folder straight into chunks.
+"""Streams weights from a folder straight into chunks.
 
-`Weights` compares the headers of a folder of safetensors with a model before anything is allocated. Then each tensor is
-read a piece at a time into one buffer and cast from there into every list that holds it, the fp32 master first. The
-model itself needs no memory: build it under `parameters_on_meta()` (devices/on_meta.py). Host memory at its peak is
-then the steady state (slabs and chunks), the model's buffers, and one piece (16 MiB).
+Headers of safetensors are compared with a model before anything is allocated. Then each tensor is read a piece at a
+time into one buffer and cast into every list that holds it, the fp32 master first. The model needs no memory: build it
+under `parameters_on_meta()` (devices/on_meta.py). Host memory peaks at the steady state (slabs and chunks), buffers,
+and one piece (16 MiB).
 
-[Note: which value a master gets] Masters are made from the values of the file, whatever its dtype, and the working copy
-is cast(master). Under a bf16 plan an fp32 file therefore gives masters more precise than the working copies.
+[Note: which value a master gets] Masters have the file's values, whatever its dtype, and the working copy is
+cast(master): under a bf16 plan an fp32 file gives more precise masters.
 
-[Note: adapters] A model under peft is loaded from the folder of its base model: the file's names lack
-"base_model.model." and ".base_layer", and no file holds the adapters' parameters. Adapters keep their values; on meta
-(the device of the base) they get peft's own initial values.
+[Note: adapters] A model under peft is loaded from its base model's folder: names there lack "base_model.model." and
+".base_layer", and adapters have no file. These keep their values; on meta (the base's device) they get peft's initial
+values.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_values(model: nn.Module, tensors: Sequence[Tensor], folder: str | Path | None) -> Weights | None:
-    """The weights to load, matched with the model.
+    """Matched with the model.
 
-    Raises WeightsError if neither model nor folder has values, or the folder is for another model."""
+    Raises WeightsError if neither has values, or the folder is another model's."""
     if folder is not None:
         source = Weights(folder)
         source.check_checksums()
@@ -98,8 +98,8 @@ def _is_adapter(model: nn.Module, name: str) -> bool:
 
 
 def give_memory(parameters: Sequence[nn.Parameter], arena: Arena) -> None:
-    """Turn parameters on meta into views of their chunks on the gpu. They stay the same objects, for optimizers, ties
-    and the user's lists."""
+    """Parameters on meta become views of chunks on the gpu, the same objects for optimizers, ties and the user's
+    lists."""
     for chunk in arena.layout.chunks:
         if not any(parameters[slot.tensor].is_meta for slot in chunk.slots):
             continue
@@ -131,8 +131,8 @@ class _StoredValue:
 
 @dataclass
 class _FolderMatch:
-    """used: names in the folder.
-    missing: names in the model.
+    """used: in the folder.
+    missing: in the model.
     odd_shapes, odd_dtypes: in words.
     """
 
@@ -145,9 +145,9 @@ class _FolderMatch:
 class Weights:
     """Reads headers only.
 
-    folder: with model.safetensors, or shards and their model.safetensors.index.json; or one .safetensors file.
+    folder: with model.safetensors, or shards and model.safetensors.index.json; or one .safetensors file.
 
-    Raises WeightsError for files that are missing, truncated or not of this format.
+    Raises WeightsError for files missing, truncated or of another format.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -189,7 +189,7 @@ class Weights:
         return frozenset(self._sources)
 
     def _files(self) -> dict[Path, list[str] | None]:
-        """File -> the tensors that the index names for it; None: all."""
+        """File -> tensors that the index names, None: all."""
         folder = self.folder
         if folder.is_file():
             return {folder: None}
@@ -226,11 +226,10 @@ class Weights:
     # -- of this model? -----------------------------------------------------------------------------------------------
 
     def match(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """Find each parameter and buffer of the model. A tensor may have any of its tied names, with or without the
-        base model's prefix, as in transformers. Raises WeightsError for tensors that are missing, left over or of
-        another shape.
+        """Find each parameter and buffer, by any of its tied names, with or without the base model's prefix, as in
+        transformers. Raises WeightsError for what is missing, left over or of another shape.
 
-        tensors: the parameters, tied names included.
+        tensors: with tied names.
         """
         rename = self._renaming(model, [t.name for t in tensors])
         found = _FolderMatch()
@@ -282,8 +281,7 @@ class Weights:
             self._buffers.append((module, key, source))
 
     def _renaming(self, model: nn.Module, names: Sequence[str]) -> Callable[[str], str]:
-        """From a name in the model to that in the file: with the base model's prefix as it is, added or removed,
-        whichever finds most."""
+        """From the model's to the file's: the base model's prefix as it is, added or removed, whichever finds most."""
         ways: list[Callable[[str], str]] = [lambda name: name]
         if hasattr(model, "peft_config"):
             ways.append(lambda name: name.removeprefix("base_model.model.").replace(".base_layer.", "."))
@@ -345,8 +343,8 @@ class Weights:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def fill(self, arena: Arena, contents: Contents) -> None:
-        """Read every matched tensor into all lists that hold its value, in the order of the files. Raises WeightsError
-        where a file ends early or cannot be read."""
+        """Into all lists with its value, in the order of files. Raises WeightsError where a file ends early or cannot
+        be read."""
         self.fill_buffers()
         buffer = piece_buffer()
         chunk_of = arena.layout.chunk_of

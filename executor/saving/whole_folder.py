@@ -1,8 +1,5 @@
-"""Atomic writing of a folder: it is written beside its place first, then renamed.
-
-Also after a SIGKILL a reader finds the old content or the new, never a mixture. On Linux two folders change names in
-one system call. Elsewhere there are two renames, between which `find` returns the older folder.
-"""
+"""A folder is written beside its place, then renamed: after a SIGKILL a reader finds the old content or the new. Linux
+exchanges two folders in one system call; elsewhere there are two renames, between which `find` returns the older."""
 
 from __future__ import annotations
 
@@ -40,18 +37,17 @@ def abandon(folder: Path) -> None:
 
 
 def find(folder: Path, is_whole: Callable[[Path], bool]) -> Path:
-    """`folder` itself, or the one beside it if a write was killed between two renames."""
+    """Itself, or the one beside it if a write was killed between two renames."""
     previous = _previous(folder)
     return previous if not folder.exists() and is_whole(previous) else folder
 
 
 def finish(folder: Path, replaces: Collection[str], swap: Callable[[Path, Path], bool] | None = None) -> None:
-    """The written files have to be on the disk already.
+    """The files have to be on the disk already.
 
-    replaces: names in the old folder that the new one replaces; other files are carried over (as hard links where the
-        disk has them).
+    replaces: names in the old folder; others are carried over (as hard links where possible).
 
-    Raises OSError; the old folder is then still there.
+    Raises OSError; the old one is then still there.
     """
     written, previous = temporary(folder), _previous(folder)
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -89,7 +85,7 @@ def _link(source: str | Path, target: str | Path) -> object:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Atomic. Returns False if the system or the file system cannot."""
+    """Atomic, False if the system or the file system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):

@@ -1,15 +1,15 @@
 """Absent gradients: a rank does not call a module of the plan (a routed expert).
 
 The collectives of a plan are the same on every rank, so an iteration on several ranks cannot continue off the plan. If
-the next event of a rank belongs to a later moment of the micro-batch, the rank passes over the moments in between.
-Their fetches, gathers and sums take place. A gradient that is due and has not come is zero in the sum. A gradient that
-comes before its moment waits in `.grad` (the last module that uses the parameter is then passed over). A gradient that
-comes after its moment ends the run, as does any other order of events.
+a rank's next event belongs to a later moment of the micro-batch, it passes over those in between: their fetches,
+gathers and sums take place. A gradient that is due and has not come is zero in the sum; one that comes before its
+moment waits in `.grad` (the last module that uses the parameter is then passed over); one that comes after it ends the
+run, as does any other order of events.
 
-[Note: zero or none] In plain torch an unused parameter has no gradient and is not updated. With a gradient of zero its
-moments would decay, and its weight would change. Therefore, before the updates, the ranks tell each other which
-parameters had no gradient in any micro-batch. A parameter that no rank used is not updated. Eager updates run before
-the ranks can tell each other: with them such an iteration ends the run.
+[Note: zero or none] In plain torch an unused parameter has no gradient and is not updated; one of zero would decay
+moments and change weights. So before the updates the ranks tell each other which parameters had none in any
+micro-batch, and what no rank used is not updated. Eager updates run before that: with them such an iteration ends the
+run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Absent(Following):
     passes_over = True
 
     def later_moment_of(self, event: ModuleEvent) -> int | None:
-        """The moment that the event opens, if it is a later one of the open moment's micro-batch."""
+        """If the event opens a later one of the micro-batch."""
         moments, at = self.run.plan.workload.moments, self.cursor.moment
         if at < 0:
             return None
@@ -43,7 +43,7 @@ class Absent(Following):
         return None
 
     def pass_to(self, moment: int) -> None:
-        """Pass over the moments up to this one: nothing more is computed in them."""
+        """Nothing more is computed in moments up to this one."""
         state = self.state
         self.settle()
         while self.cursor.moment + 1 < moment:
@@ -56,7 +56,7 @@ class Absent(Following):
             self.settle()
 
     def settle(self) -> None:
-        """Take the gradients due in the open moment; one that has not come is zero."""
+        """Gradients due in the open moment; one that has not come is zero."""
         run, now, parameters = self.run, self.state.now, self.reader.parameters
         for tensor in sorted(now.outstanding):
             if raw_grad(parameters[tensor]) is not None:
@@ -79,7 +79,7 @@ class Absent(Following):
         return at >= 0 and self.run.timetable.final_in(at, tensor) > at
 
     def unused(self) -> frozenset[int]:
-        """Tensors without a gradient on any rank in this iteration. Every rank calls this before its updates."""
+        """Tensors without a gradient on any rank; every rank calls this before its updates."""
         ranks, now = self.state.ranks, self.state.now
         assert ranks is not None
         mine = now.missed - now.arrived

@@ -1,4 +1,4 @@
-"""What accelerate says of the training loop, where the process has imported it."""
+"""What accelerate, if imported, says of the training loop."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["Accelerated"]
 
 
 class Accelerated:
-    """A window of accumulation opened before the session says nothing of the session's loop."""
+    """An accumulation window opened before the session says nothing of its loop."""
 
     def __init__(self) -> None:
         self._heard = _due()
 
     @property
     def skips(self) -> bool:
-        """Whether no optimizer step is due: accelerate's own optimizers skip such a step."""
+        """No step is due: accelerate's optimizers skip such a one."""
         due = _due()
         self._heard |= due
         return self._heard and not due

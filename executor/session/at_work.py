@@ -1,11 +1,10 @@
-"""AtWork: whether an interruption came while the engine changed its own state.
+"""Whether an interruption came while the engine changed its own state.
 
-An error of the engine's own (any `Exception`) leaves that state in order; Ctrl-C may come between any two lines. Every
-way into the engine from the user's thread is a block `with at_work:`, and an interruption inside sets `torn`: the loop
-is then in `State.INTERRUPTED` (`session/cursor.py`).
+An `Exception` of the engine's own leaves that in order; Ctrl-C may come between any two lines. Every way in from the
+user's thread is a block `with at_work:`, and an interruption inside sets `torn`: the loop is in `State.INTERRUPTED`
+(`session/cursor.py`).
 
-From the first value of a load to its last, `loading` names it, and stays where an error or an interruption ends the
-load: the loop is then in `State.HALF_LOADED`.
+From a load's first value to its last, `loading` names it, and stays where it does not end well: `State.HALF_LOADED`.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ __all__ = ["AtWork"]
 
 
 class AtWork:
-    """depth: number of open `with at_work:` blocks.
-    torn: whether an interruption left a block and is not mended yet. `Loop.mend` clears it.
-    loading: the call whose load has begun and not ended; "" without one.
+    """depth: open `with at_work:` blocks.
+    torn: an interruption left one and is not mended yet (`Loop.mend`).
+    loading: the unended call, "" without one.
     """
 
     __slots__ = ("depth", "loading", "torn")
@@ -41,7 +40,7 @@ class AtWork:
         self.depth -= 1
 
     def run(self, action: Callable[..., None], *given: Any) -> None:
-        """As a block `with at_work:`, at the cost of one call instead of two (of hundreds per iteration)."""
+        """A block `with at_work:` in one call instead of two (of hundreds per iteration)."""
         self.depth += 1
         try:
             action(*given)
@@ -57,8 +56,7 @@ class AtWork:
             self.torn = True
 
     def outermost(self) -> None:
-        """Close a block that is open where none can be: an interruption came while it was entered or left. Sets
-        `torn`."""
+        """A block is open where none can be: an interruption came as it was entered or left. Sets `torn`."""
         if self.depth:
             self.torn = True
             self.depth = 0

@@ -1,8 +1,8 @@
-"""Batches: compares the next forward's batch with the batch that the plan was made for.
+"""Compares the next batch with the plan's.
 
-A smaller batch runs on plan: [Note: a smaller batch] in forms.py. A batch of another shape is captured under fake
-tensors, on a copy of the model without memory. If its tide is nowhere higher than the plan's, it runs on plan.
-Otherwise it has outgrown the plan: see off_plan/outgrown.py.
+A smaller one runs on plan: [Note: a smaller batch] in forms.py. One of another shape is captured under fake tensors, on
+a copy of the model without memory, and runs on plan if its tide is nowhere higher than the plan's. Otherwise it has
+outgrown the plan: off_plan/outgrown.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST_KNOWN = 64  # captured forms whose moments are kept, and forms that are kep
 
 
 def movable(arena: Arena, chunk: int) -> bool:
-    """Whether the chunk's working list may leave the gpu, because its values can be restored."""
+    """Its working list may leave the gpu: its values can be restored."""
     if arena.has(Place.GPU, chunk, MASTER_LIST):
         return False
     below = (Place.HOST, Place.NVME)
@@ -44,7 +44,7 @@ def movable(arena: Arena, chunk: int) -> bool:
 
 
 class Capture(Protocol):
-    """`executor.capture.capture_module`, bound to the device to whose rules a capture keeps."""
+    """`executor.capture.capture_module`, bound to a device."""
 
     def __call__(
         self, model: nn.Module, batch: Any, /, *, name: str, loss: Callable[[nn.Module, Any], torch.Tensor]
@@ -52,9 +52,9 @@ class Capture(Protocol):
 
 
 class Shapes:
-    """skeleton: a copy of the model whose parameters have no memory; None where it cannot be copied.
-    planned: form of the plan's batch; None if it is not known.
-    covered: forms of other batches that need no more memory than the plan has.
+    """skeleton: the model without memory, None where it cannot be copied.
+    planned: the plan's batch, None if not known.
+    covered: other batches that need no more memory.
     """
 
     def __init__(self, model: nn.Module, skeleton: nn.Module | None, capture: Capture) -> None:
@@ -75,8 +75,7 @@ class Shapes:
         return any(covers(other, form) for other in forms)
 
     def capture(self, planned: Workload, args: Any, kwargs: Any) -> Workload:
-        """Returns the model's workload for this batch, with activations treated as planned. Raises ModelError where
-        that fails."""
+        """The model's workload for this batch, with activations as planned. Raises ModelError where that fails."""
         if self.skeleton is None:
             raise ModelError(
                 f"a batch of another shape than planned, and {type(self.model).__name__} cannot be copied for a "
@@ -88,7 +87,7 @@ class Shapes:
         return as_planned(captured, planned)
 
     def copy_attributes(self) -> None:
-        """Give the skeleton the modules' plain attributes (`training`, switches of their own)."""
+        """`training`, and switches of their own."""
         assert self.skeleton is not None
         copies = dict(self.skeleton.named_modules())
         for name, module in self.model.named_modules():
@@ -103,7 +102,7 @@ class Shapes:
 @dataclass(frozen=True, slots=True)
 class _Known:
     """moments: under fake tensors.
-    fits: whether its tide is nowhere higher than the plan's, and it reads no more parameters.
+    fits: its tide is nowhere higher than the plan's, and it reads no more parameters.
     """
 
     moments: tuple[Moment, ...]
@@ -111,14 +110,14 @@ class _Known:
 
 
 class Batches:
-    """samples: items (sequences, tokens) that the loss of the last batch is a mean over; 1 on one rank.
-    moments: those of the last batch, under fake tensors; None where it has the plan's shape, is smaller, or is not
-        compared (an evaluation, an empty batch, a plan without steps).
-    form: of the last training batch; () before the first.
-    last: (args, kwargs) of the last training forward, tensors on meta; None before the first.
-    planned: whether it has the plan's shape, or is not compared.
-    fits: whether it may run on plan.
-    captured: whether it was captured inside its step.
+    """samples: items (sequences, tokens) in the last loss's mean, 1 on one rank.
+    moments: of the last batch, under fake tensors; None where it has the plan's shape, is smaller, or is not compared
+        (an evaluation, an empty batch, a plan without steps).
+    form: of the last training batch, () before the first.
+    last: (args, kwargs) of the last training forward on meta, None before the first.
+    planned: it has the plan's shape, or is not compared.
+    fits: it may run on plan.
+    captured: inside its step.
     """
 
     def __init__(self, run: PlanBytes, state: RunState, reader: Reader, shapes: Shapes, count: CountOf) -> None:
@@ -138,7 +137,7 @@ class Batches:
         self._doubted: OrderedDict[Form, None] = OrderedDict()  # smaller forms that did not keep to the plan
 
     def see(self, args: Any, kwargs: Any) -> None:
-        """Handle the batch whose forward is about to begin; capture it where its form is new."""
+        """A batch whose forward is about to begin, captured where its form is new."""
         shapes = self.shapes
         self.samples = self._counted(args, kwargs) if self.ranks is not None else 1.0
         self.moments, self.planned, self.fits, self.captured = None, True, True, False
@@ -164,7 +163,7 @@ class Batches:
         self.moments, self.fits = self._known[form].moments, self._known[form].fits
 
     def doubt(self) -> None:
-        """The last batch did not keep to the plan. If it ran without a capture, it is captured before the next run."""
+        """The last batch left the plan: if it ran without a capture, one comes before the next run."""
         if not self.planned and self.form not in self._known:
             _keep(self._doubted, self.form, None)
 
@@ -180,7 +179,7 @@ class Batches:
 
     @property
     def planned_size(self) -> int:
-        """Sequences of this rank's micro-batch. A plan for unequal shares is made for the largest."""
+        """Sequences of this rank; a plan for unequal shares is for the largest."""
         batch = self.run.plan.workload.batch
         if self.ranks is None:
             return batch
@@ -189,7 +188,7 @@ class Batches:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the first tensor with dimensions in the last training batch."""
+        """Of the last training batch's first tensor with dimensions."""
         return next((tuple(t.shape) for t in tensors_of(self.last) if t.dim()), ())
 
     @property
@@ -200,8 +199,7 @@ class Batches:
         return elements(self.form) / max(1, elements(planned))
 
     def _fits(self, moments: tuple[Moment, ...]) -> bool:
-        """Whether a batch with these moments may run on plan. In a relay, whose moments hold bytes of other
-        micro-batches too, it may if no dimension is longer than the plan's."""
+        """On plan; in a relay, whose moments hold other micro-batches' bytes, if no dimension is longer."""
         w = self.run.plan.workload
         body = self._body()
         if len(moments) - 1 != len(body) or any(a.name != b.name for a, b in zip(moments, body)):
@@ -231,8 +229,8 @@ class Batches:
         return [m for m in self.run.plan.workload.moments if m.micro_batch == 0 and m.phase is not Phase.ADAM]
 
     def workload_of_last(self, micro_batches: int) -> Workload:
-        """The workload of `micro_batches` batches like the last, captured anew. Raises PlanError before the first
-        training forward, ModelError where the model cannot be captured."""
+        """Of batches like the last, captured anew. Raises PlanError before the first training forward, ModelError where
+        the model cannot be captured."""
         if self.last is None:
             raise PlanError("no forward of the whole model with gradients was seen; run a training batch first")
         return self.workload_of(self.last, micro_batches)
@@ -246,8 +244,8 @@ class Batches:
         return relay(made, stash="host" if planned.boundaries_on_host else "gpu") if planned.relayed else made
 
     def _is_planned(self, form: Form) -> bool:
-        """Where the plan's form is unknown, it is that of the first batch whose first tensor with dimensions has the
-        plan's batch and (of tokens) sequence."""
+        """Where the plan's form is unknown, it is that of the first batch whose first tensor with dimensions has its
+        batch and (of tokens) sequence."""
         planned = self.shapes.planned
         if planned is not None:
             return form == planned
@@ -261,11 +259,11 @@ class Batches:
 
     @property
     def outgrown(self) -> bool:
-        """Whether the last batch has the plan's moments and needs more memory in one."""
+        """The plan's moments with more memory in one."""
         return not self.fits and [m.name for m in (self.moments or ())[:-1]] == [m.name for m in self._body()]
 
     def above(self) -> str:
-        """Where the last batch's tide is most above the plan's, in words."""
+        """Where the last batch is most above the plan, in words."""
         if not self.outgrown:
             return ""
         moments, body = self.moments or (), self._body()
@@ -276,7 +274,7 @@ class Batches:
         )
 
     def refusal(self) -> DoesNotFit | None:
-        """Returns the error where a moment of the last batch cannot run on demand within the gpu budget."""
+        """Where a moment of the last batch cannot run on demand within the gpu budget."""
         plan, table, moments = self.run.plan, self.run.timetable, self.moments or ()
         worst, at = 0, 0
         for m, moment in enumerate(moments):
@@ -304,7 +302,7 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keep(kept: OrderedDict[Form, Any], form: Form, value: Any) -> None:
-    """Keep the value as the last used, in place of the one used longest ago."""
+    """In place of the one used longest ago."""
     kept[form] = value
     kept.move_to_end(form)
     if len(kept) > MOST_KNOWN:
@@ -318,7 +316,7 @@ def some_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def scalar_of(model: nn.Module, output: Any) -> torch.Tensor:
-    """The model's loss or, where the loop computes it, the sum of the outputs."""
+    """The loss or, where the loop computes it, the sum of the outputs."""
     outputs = [t for t in tensors_of(output) if t.requires_grad]
     if not outputs:
         raise ModelError(f"no output of {type(model).__name__} depends on a trainable parameter; leave some trainable")

@@ -1,10 +1,10 @@
-"""Cursor: the state of the loop, and the loop contract as one table.
+"""The state of the loop, and the loop contract as one table.
 
-`TABLE[state, act]` has the rows for an `Act` of the loop in a `State`. The first row whose conditions all hold counts.
-Conditions are names of `Fact`, with "!" before a fact that must not hold; a row without conditions always holds. A row
-gives an `Answer`, or a `Refusal`, whose ContractError is in `refusals.py`.
+The first row of `TABLE[state, act]` whose conditions all hold counts. Conditions are names of `Fact`, with "!" before
+one that must not hold; a row gives an `Answer` for the caller to carry out, or a `Refusal`, whose ContractError is in
+`refusals.py`.
 
-The caller carries out the answer. The contract in words is docs/reference/loop-contract.md.
+In words: docs/reference/loop-contract.md.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ __all__ = ["ACTS", "TABLE", "Act", "Answer", "Cursor", "Fact", "FactSource", "St
 
 
 class _Word(Enum):
-    """Members are hashed by identity, which is fast: the table is looked up at every event."""
+    """Hashed by identity, which is fast: the table is looked up at every event."""
 
     __hash__ = object.__hash__
 
 
 class State(_Word):
-    """`Loop.ask` gives the last three precedence; `Cursor.state` distinguishes the others.
+    """`Loop.ask` gives the last three precedence.
 
     BETWEEN: from the end of `optimizer.step()` to the first event of the next iteration.
     VISITING: an evaluation runs between two iterations.
     ON_PLAN: the open moment is the plan's.
-    OFF_PLAN: the iteration has left the plan and continues on demand.
-    INTERRUPTED: an interruption inside the engine's own work is not mended yet.
-    HALF_LOADED: a load has begun and did not end.
+    OFF_PLAN: the iteration continues on demand.
+    INTERRUPTED: inside the engine's own work, not mended yet.
+    HALF_LOADED: a load did not end.
     CLOSED: the session has ended.
     """
 
@@ -49,7 +49,7 @@ class State(_Word):
 
 
 class Act(_Word):
-    """An act of the loop: six events of the clock, from FORWARD to STEP, then calls of the user's code."""
+    """Six events of the clock, from FORWARD to STEP, then calls of the user's code."""
 
     FORWARD = "a module's forward begins"
     RECOMPUTE = "a module's forward begins inside backward"
@@ -75,10 +75,10 @@ class Answer(_Word):
     VISIT: begin an evaluation.
     END_VISIT: end the evaluation, then ask again.
     MEND: mend the interruption, then ask again.
-    FINISH: mend the interruption by finishing the optimizer step.
+    FINISH: mend by finishing the optimizer step.
     STEP: update, by the plan or on demand.
     DROP: drop the iteration's gradients, then allow.
-    HALF: end the run: a backward ended in the middle of its eager updates.
+    HALF: end the run: a backward ended amid its eager updates.
     ALLOW: do as the call says.
     """
 
@@ -169,7 +169,7 @@ class Fact(_Word):
 
 
 class FactSource(Protocol):
-    """Facts of one act, each determined only where a row needs it. Its attributes are the words in `refusals.TEXTS`."""
+    """Each determined only where a row needs it; their names are the words in `refusals.TEXTS`."""
 
     @property
     def asks(self) -> Mapping[Fact, Callable[[Any], bool]]: ...
@@ -177,7 +177,7 @@ class FactSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """when: (fact, whether it must hold); all must be as stated."""
+    """when: (fact, must it hold?), all as stated."""
 
     when: tuple[tuple[Fact, bool], ...]
     then: Answer | Refusal
@@ -331,9 +331,9 @@ def answer(state: State, act: Act, facts: FactSource) -> Answer:
 
 
 class Cursor:
-    """moment: index of the open moment; -1 between two iterations.
-    stepped: whether `optimizer.step()` came after gradients arrived.
-    committed: the last iteration whose updates `optimizer.step()` has begun, -1 before the first.
+    """moment: the open one, -1 between two iterations.
+    stepped: `optimizer.step()` came after gradients.
+    committed: last iteration whose updates `optimizer.step()` has begun, -1 before.
     """
 
     __slots__ = ("committed", "moment", "off_plan", "stepped", "visiting")

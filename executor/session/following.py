@@ -1,7 +1,7 @@
-"""Following: an iteration on plan. Events become moments, gradients go into their chunks, the side queues run.
+"""An iteration on plan: events become moments, gradients go into their chunks, the side queues run.
 
-The user's thread is the compute queue. An event ends the open moment. The thread then runs the other steps of the
-compute queue before the next moment, waits for that moment's `after` edges and begins it.
+The user's thread is the compute queue. An event ends the open moment; then the thread runs the other compute steps
+before the next, waits for its `after` edges and begins it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Following", "OffPlan"]
 
 @dataclass(frozen=True)
 class OffPlan:
-    """Where an iteration that leaves the plan continues: `off_plan.demand.Demand`.
+    """Where an iteration continues off the plan: `off_plan.demand.Demand`.
 
     accept(tensor, gradient): takes a whole gradient.
     """
@@ -38,12 +38,12 @@ class OffPlan:
 
 
 class Following:
-    """in_parts: whether a backward runs part by part (driving/drive.py).
-    keeps_tied: whether a tied parameter's gradient stays in the parameter until `take_tied`, off the plan too: its
-        parts are added first, as autograd adds them.
-    takes_norms: whether each gradient's norm is taken off the plan and dropped, so that recording a run that will clip
-        takes as long as the run.
-    passes_over: whether moments without events on this rank are passed over: absent.py.
+    """in_parts: a backward runs part by part (driving/drive.py).
+    keeps_tied: a tied parameter's gradient stays in it until `take_tied`, off the plan too: its parts are added first,
+        as autograd does.
+    takes_norms: each gradient's norm is taken off the plan and dropped, so that recording a run that will clip takes as
+        long.
+    passes_over: moments without events on this rank: absent.py.
     """
 
     passes_over = False
@@ -76,7 +76,7 @@ class Following:
     # -- moments ------------------------------------------------------------------------------------------------------
 
     def moment_of(self, event: ModuleEvent) -> int | None:
-        """The next moment, or a later one if this rank has nothing to compute before it."""
+        """The next, or a later one if this rank computes nothing before it."""
         table = self.run.timetable
         if table.on_demand_only:
             return None
@@ -86,7 +86,7 @@ class Following:
         return self.later_moment_of(event)
 
     def later_moment_of(self, event: ModuleEvent) -> int | None:
-        """The moment that the event opens, if it comes after the next."""
+        """If the event opens one after the next."""
         return None
 
     def pass_to(self, moment: int) -> None:
@@ -96,7 +96,7 @@ class Following:
         """Take the due gradients that have not come."""
 
     def waits(self, tensor: int) -> bool:
-        """Whether a gradient stays in `.grad`, because its moment comes later."""
+        """Stays in `.grad`: its moment comes later."""
         return False
 
     def unused(self) -> frozenset[int]:
@@ -104,7 +104,7 @@ class Following:
         return frozenset()
 
     def weigh(self, event: ModuleEvent, found: Answer) -> None:
-        """Give a micro-batch that begins its weight: [Note: the weight of a rank] in distributed/ranks.py."""
+        """A micro-batch that begins gets its weight: [Note: the weight of a rank] in distributed/ranks.py."""
         ranks = self.state.ranks
         if ranks is None or event.kind != "begin" or event.module != "":
             return
@@ -192,7 +192,7 @@ class Following:
         self.run.queues.allow_net(state.iteration)
 
     def next_iteration(self, *, on_plan: bool = True) -> None:
-        """Compute is over; the side queues finish their steps of this iteration."""
+        """Compute is over; side queues finish the iteration."""
         state, updates = self.state, self.updates
         self.steps.close_iteration(state.iteration, on_plan=on_plan)
         updates.last = state.now.update_of(state.iteration) or updates.last
@@ -219,7 +219,7 @@ class Following:
         self._take_out(tensor, parameter)
 
     def take_tied(self) -> None:
-        """Take tied parameters' gradients, whole at the end of a micro-batch."""
+        """Whole, at the end of a micro-batch."""
         for tensor in self.run.timetable.tied:
             parameter = self.reader.parameters[tensor]
             if raw_grad(parameter) is not None:
@@ -242,7 +242,6 @@ class Following:
         set_raw_grad(parameter, None)
 
     def _take(self, tensor: int, grad: torch.Tensor) -> None:
-        """Move a whole gradient into its chunk."""
         state, now = self.state, self.state.now
         if self.cursor.off_plan:
             if self.takes_norms:
@@ -262,8 +261,7 @@ class Following:
         self.cursor.stepped = False
 
     def _is_final(self, tensor: int) -> bool:
-        """Whether a gradient that is not due in the open moment is whole. If the plan has none there, the iteration
-        leaves the plan."""
+        """Not due in the open moment, but whole? If the plan has none there, the iteration leaves it."""
         table, moment = self.run.timetable, self.cursor.moment
         if moment >= 0 and tensor in table.early[moment]:
             return False  # the gradient fires again in this micro-batch

@@ -1,10 +1,10 @@
-"""Forms: the shapes of a batch, and which batches need no more memory than another.
+"""The shapes of a batch, and which need no more memory than another.
 
-[Note: a smaller batch] A batch whose tensors have the names, dtypes and numbers of dimensions of another batch's, with
-no dimension longer, is taken to need no more memory at any moment and to call the same modules in the same order. It
-runs on plan without a capture. At the first event, read or gradient that the plan has elsewhere, the iteration leaves
-the plan, and the form is captured before it runs again. Memory is verified where operators are counted
-(`measuring/first.py`, `off_plan/guard.py`). Results do not depend on it.
+[Note: a smaller batch] A batch with the names, dtypes and numbers of dimensions of another's tensors, none longer, is
+taken to need no more memory at any moment and to call the same modules in order. It runs on plan without a capture; at
+the first event, read or gradient elsewhere the iteration leaves the plan, and the form is captured before it runs
+again. Memory is verified where operators are counted (`measuring/first.py`, `off_plan/guard.py`). Results do not depend
+on it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["Form", "FormPart", "covers", "elements", "form_of", "names_of"]
 class FormPart(NamedTuple):
     """A tensor of a batch, or a switch.
 
-    kind: the dtype of a tensor, the value of a bool.
-    differentiated: whether backward has to reach the tensor, which makes it read more parameters.
+    kind: a tensor's dtype, a bool's value.
+    differentiated: backward has to reach it, and so reads more parameters.
     """
 
     name: str
@@ -44,7 +44,7 @@ def names_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def form_of(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> Form:
-    """Arguments count the same by position and by name, in any order; only tensors and bools count."""
+    """The same by position and by name, in any order; only tensors and bools count."""
     given = {names[number] if number < len(names) else str(number): value for number, value in enumerate(args)}
     return tuple(_parts("", dict(sorted({**given, **kwargs}.items()))))
 

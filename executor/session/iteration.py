@@ -1,7 +1,7 @@
-"""Iteration: values that belong to one iteration of the loop and are replaced with it.
+"""What belongs to one iteration of the loop.
 
-`RunState.now` is replaced by one assignment, so that an interruption finds the old value or the new one. Steps that run
-into the next forward still use the value of their own iteration.
+`RunState.now` is replaced by one assignment, so an interruption finds the old value or the new one. Steps that run into
+the next forward use their own iteration's.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ __all__ = ["Iteration"]
 @dataclass(kw_only=True, slots=True, eq=False)
 class Iteration:
     """number: from 0; -1 before the first.
-    before: the iteration before, while steps of it may run.
+    before: the one before, while steps of it may run.
     arrived: tensors whose gradient left autograd.
-    outstanding: tensors whose gradient is due in the open moment and has not come.
-    missed: tensors whose gradient counted as zero in some micro-batch.
-    passed_over: whether this rank had nothing to compute in some moment.
+    outstanding: tensors whose gradient is due in the open moment.
+    missed: tensors whose gradient counted as zero somewhere.
+    passed_over: this rank had nothing to compute in some moment.
     early: tensors whose eager update has begun.
-    norms: tensor -> norm of its gradient (one element, fp32), where taken as the gradient arrived.
-    given: backwards that gave a parameter its gradient, which count as micro-batches.
-    gives: whether the running backward has given one.
-    shares: elements of each micro-batch on plan, as a share of the plan's batch.
-    captured: whether a batch was captured inside the iteration.
-    update: values that the Adam steps need; None until `optimizer.step()` (eager updates: never None).
+    norms: tensor -> one element, fp32, where taken on arrival.
+    given: backwards that gave a parameter its gradient: micro-batches.
+    gives: the running one has.
+    shares: elements of each micro-batch over the plan's.
+    captured: a batch was, inside the iteration.
+    update: for the Adam steps; None until `optimizer.step()` (eager updates: never None).
     """
 
     number: int
@@ -64,7 +64,7 @@ class Iteration:
         return Iteration(number=number, before=self, update=update)
 
     def of(self, number: int) -> Iteration | None:
-        """Returns None if iteration `number` has not begun or is no longer kept."""
+        """None if it has not begun or is no longer kept."""
         found: Iteration | None = self
         while found is not None and found.number != number:
             found = found.before

@@ -1,7 +1,7 @@
-"""Reader: parameters, gradients and optimizer states as the user's code sees them.
+"""Parameters, gradients and optimizer states as the user's code sees them.
 
-A parameter can be read directly (`contract.ChunkParameter`) while a module runs and the gpu holds its current value. At
-other times it is parked (`contract.ParkedParameter`), and code that reads it gets a copy, taken while nothing moves.
+A parameter can be read directly (`contract.ChunkParameter`) while a module runs and the gpu holds its value; else it is
+parked (`contract.ParkedParameter`), and reads get a copy, taken while nothing moves.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["Reader"]
 class Reader:
     """ask(act, tensor=, what=): see `driving.loop.Loop.ask`.
     touch(func, parameters, args, kwargs): see `off_plan.reads.Reads.touch`.
-    consumed: tensors whose gradient left autograd and that no `zero_grad` has cleared yet.
+    consumed: tensors whose gradient left autograd, not cleared by `zero_grad` yet.
     switched: tensors whose requires_grad is not the plan's.
-    is_open: whether a module runs, so that parameters may be read directly where they are readable.
+    is_open: a module runs, so readable parameters may be read directly.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Reader:
     # -- which parameters may be read directly ------------------------------------------------------------------------
 
     def refresh(self, chunk: int, tensors: Sequence[int] | None = None) -> None:
-        """Make parameters readable or parked, after their values on the gpu became readable or ceased to be.
+        """After values on the gpu became readable or ceased to be.
 
         tensors: None: all of the chunk.
         """
@@ -84,8 +84,7 @@ class Reader:
 
     @property
     def trains(self) -> bool:
-        """Whether a forward now is one of training: gradients are on, and some trainable parameter is not switched
-        off."""
+        """A forward now would train: gradients are on, and some trainable parameter is not switched off."""
         return torch.is_grad_enabled() and not (self.switched and self.switched >= self.state.run.timetable.trainable)
 
     # -- calls of parameters (contract.ParameterAccess) ---------------------------------------------------------------
@@ -100,7 +99,7 @@ class Reader:
 
     def set_grad_of(self, tensor: int, value: torch.Tensor | None) -> None:
         """`p.grad = value`. Raises ContractError for a tensor, except in a hook that runs before the gradient leaves,
-        and for None while the gradient is in its chunk and not used by `optimizer.step()` yet."""
+        and for None while `optimizer.step()` has not used the gradient in its chunk."""
         self._ask(Act.DROP_GRAD if value is None else Act.SET_GRAD, tensor=tensor)
         self.consumed.discard(tensor)
         set_raw_grad(self.parameters[tensor], value)
@@ -114,7 +113,7 @@ class Reader:
 
     @property
     def written(self) -> int | None:
-        """A tensor whose parameter was written in place: by the model's forward, or an `Embedding(max_norm=)`."""
+        """In place: by the model's forward, or an `Embedding(max_norm=)`."""
         with torch._C.DisableTorchFunctionSubclass():
             for t in self.state.run.timetable.chunk_of:
                 if version_of(self.parameters[t]) != self.parameters[t].plan_version:  # type: ignore[attr-defined]
@@ -122,7 +121,7 @@ class Reader:
         return None
 
     def current_value(self, tensor: int) -> torch.Tensor:
-        """A copy of a parameter's value, in its shape and working dtype, in host memory."""
+        """A copy, in its shape and working dtype, on the host."""
         return self.parts_now(tensor)[0]
 
     def parts_now(self, tensor: int) -> list[torch.Tensor]:
@@ -132,13 +131,13 @@ class Reader:
         return self._apart(parameter, value) if is_packed(parameter) else [value]
 
     def _apart(self, parameter: nn.Parameter, value: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a packed parameter in memory of their own: torch.save refuses views of different dtypes."""
+        """In memory of their own: torch.save refuses views of different dtypes."""
         return [view.clone() for view in unpacked(parameter, value)]
 
     # -- copies of values and states ----------------------------------------------------------------------------------
 
     def value_now(self, tensor: int) -> torch.Tensor:
-        """`current_value`, also where the contract does not let the loop read; of a packed parameter all bytes."""
+        """Also where the loop may not read; all bytes of a packed parameter."""
         with unseen(), torch.no_grad(), self.standstill.still():
             run = self.state.run
             contents, chunk = run.contents, run.timetable.chunk_of[tensor]
@@ -151,7 +150,7 @@ class Reader:
         return value if is_packed(self.parameters[tensor]) else value.reshape(run.plan.workload.tensors[tensor].shape)
 
     def state_value(self, tensor: int, field: str) -> torch.Tensor:
-        """A copy of a tensor's field of an optimizer state list, in its shape, in host memory."""
+        """A copy of a field of a state list, in its shape, on the host."""
         self._ask(Act.READ_STATE, tensor=tensor, what=f"the optimizer state of {self.name_of(tensor)!r} is read")
         with unseen(), torch.no_grad(), self.standstill.still():
             run = self.state.run
@@ -160,14 +159,14 @@ class Reader:
         return value.reshape(run.contents.slots.shape(tensor, field))
 
     def _meet_others(self, tensor: int, field: str) -> None:
-        """Meet the ranks that read the tensor too, if each holds a part."""
+        """The ranks that read it too, if each holds a part."""
         run, ranks = self.state.run, self.state.ranks
         if ranks is not None and run.contents.sliced:
             fields = ("param", *fields_of(run.plan.layout.states_of(run.timetable.chunk_of[tensor])))
             ranks.come_to_read(tensor + fields.index(field) / len(fields))
 
     def own_slice(self, chunk: int) -> torch.Tensor:
-        """A copy of this rank's slice of a chunk's parameters, flat, in host memory."""
+        """A copy of its parameters, flat, on the host."""
         run = self.state.run
         place, list_name = run.contents.values.source(chunk, run.timetable.tensors_of[chunk])
         return run.arena.at(place, chunk, list_name).to("cpu", run.arena.dtype(chunk, "param"), copy=True)
@@ -175,7 +174,7 @@ class Reader:
     # -- writes from outside ------------------------------------------------------------------------------------------
 
     def set_state_value(self, tensor: int, field: str, value: torch.Tensor) -> None:
-        """value: of any shape, written in every place where the list has memory."""
+        """value: any shape, written wherever the list has memory."""
         with unseen(), torch.no_grad(), self.standstill.still():
             self.put_state(tensor, field, value)
 

@@ -1,4 +1,4 @@
-"""Refusals: the texts of the ContractErrors that acts of the loop raise. `cursor.py` decides which."""
+"""Texts of the ContractErrors that acts of the loop raise; `cursor.py` decides which."""
 
 from __future__ import annotations
 
@@ -169,5 +169,5 @@ TEXTS: Mapping[Refusal, str] = MappingProxyType(
 
 
 def refused(refusal: Refusal, facts: object) -> ContractError:
-    """facts: has an attribute for each word `{f.WORD}` in the refusal's text."""
+    """facts: an attribute per word `{f.WORD}` of the text."""
     return ContractError(TEXTS[refusal].format(f=facts))

@@ -1,4 +1,4 @@
-"""Spelling: the names under which a user's program gives the settings of its plan, for messages."""
+"""Names of a plan's settings in the user's program, for messages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Standstill: brings the queues to rest, so that other code can read and write values; ends a run that cannot
-continue."""
+"""Brings the queues to rest, so that other code can read and write values; ends a run that cannot continue."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ class Standstill:
             raise self.state.run.queues.failure
 
     def rest(self) -> None:
-        """Return when all updates of finished iterations are in the parameters, and nothing moves."""
+        """Updates of finished iterations are in the parameters, and nothing moves."""
         queues = self.state.run.queues
         queues.settle(self.state.iteration - 1)
         queues.pause()
@@ -42,7 +41,7 @@ class Standstill:
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """Inside this context, updates of finished iterations are done and nothing moves."""
+        """Inside this context nothing moves; updates of finished iterations are done."""
         state = self.state
         if not state.at_work.depth:
             self._meet_interruption()
@@ -60,8 +59,7 @@ class Standstill:
                     state.run.queues.resume()
 
     def interrupt(self, why: str) -> Interrupted:
-        """Let queues and other ranks fail with Interrupted(why). Returns that error, which later calls of the session
-        raise too."""
+        """Queues and other ranks fail with Interrupted(why), which later calls of the session raise too."""
         error = Interrupted(why)
         self.state.run.queues.fail(error)
         if self.state.ranks is not None:

@@ -1,8 +1,7 @@
-"""RunState: what the parts of a session share.
+"""What the parts of a session share.
 
-[Note: one plan] What lives as long as a plan is one value, `RunState.run`. A new plan replaces it with one assignment,
-so that an interruption finds one of both. Parts that outlive a plan read it from the state; parts of one plan get it in
-their constructor.
+[Note: one plan] What lives as long as a plan is one value, `RunState.run`, replaced by one assignment, so that an
+interruption finds one of both. Parts that outlive a plan read it from the state; others get it in their constructor.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ log = logging.getLogger("executor")
 
 
 class PlanBytes:
-    """A plan with its memory and its queues; `off_plan.plan_run.PlanRun` adds the parts.
+    """With its memory and queues; `off_plan.plan_run.PlanRun` adds the parts.
 
     queues: replaced for a measurement.
     """
@@ -44,12 +43,12 @@ class PlanBytes:
 
 
 class RunState:
-    """now: the current iteration; between two iterations, the one that ended last.
-    moment_off_plan: the plan's moment for the code that runs off plan; -1 without one.
-    held: whether the queues stay paused until there is a new plan.
-    renewing: whether values are moving into the chunks of a new plan.
-    trained: whether a Trainer's training is over: see `Session.end_after_training`.
-    other_shapes: batches of another shape than planned, on plan.
+    """now: the current iteration, between two the last.
+    moment_off_plan: the plan's, for code that runs off plan, -1 without one.
+    held: queues stay paused until there is a new plan.
+    renewing: values move into a new plan's chunks.
+    trained: a Trainer's training is over: `Session.end_after_training`.
+    other_shapes: batches on plan of another shape.
     """
 
     run: PlanBytes

@@ -1,7 +1,7 @@
-"""Steps: the queues' calls for each step of one plan, and their logs.
+"""The queues' calls for each step of one plan, and their logs.
 
-The compute queue's steps run in the user's thread, every other queue's in its own. `memory/contents.py` does a step's
-work on payloads, `activations/stashes.py` its work on activations.
+The compute queue's run in the user's thread, others in their own. Work on payloads is in `memory/contents.py`, on
+activations in `activations/stashes.py`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ KEPT_CHANGES = 2_000  # least number of changes of bytes to keep; at twice this 
 
 
 class Steps:
-    """span_log: steps of these iterations, in the order of their ends.
-    first_s: time from which the plan's first iteration may begin.
+    """span_log: of these iterations, in the order of ends.
+    first_s: when the first may begin.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Steps:
         self._most_changes = KEPT_CHANGES
 
     def start(self) -> None:
-        """The first iteration may begin; bytes copied before do not count."""
+        """Bytes copied before do not count."""
         self.moved = Moved(self.run.backend.copied_bytes)
 
     # -- Work: calls of the queues ------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class Steps:
         self.span_log.append(tuple.__new__(StepLog, row))  # past a constructor in Python
 
     def run_inline(self, i: int, iteration: int) -> None:
-        """Run a step of the compute queue, other than a moment."""
+        """Of the compute queue, no moment."""
         queues = self.run.queues
         ready_s = self._clock()
         waited_for = queues.wait(i, iteration)
@@ -142,8 +142,8 @@ class Steps:
             self._most_changes = max(KEPT_CHANGES, 2 * len(log.changes))
 
     def last_on_plan(self) -> IterationLog | None:
-        """The newest kept iteration on plan with the plan's shape; else with smaller batches. Iterations with a capture
-        inside do not count."""
+        """The newest kept with the plan's shape, else with smaller batches; those with a capture inside do not
+        count."""
         ran = [row for row in self.logs if row.on_plan and not row.captured]
         return next((row for row in reversed(ran) if row.planned), ran[-1] if ran else None)
 

@@ -1,7 +1,4 @@
-"""Timetable: a plan's steps and tables by moment.
-
-Compiled once per plan, before anything runs.
-"""
+"""A plan's steps and tables by moment, compiled before anything runs."""
 
 from __future__ import annotations
 
@@ -20,28 +17,27 @@ __all__ = ["Timetable"]
 
 
 class Timetable:
-    """A moment is an index into the workload's moments, a step its position in the plan.
+    """A moment is an index into the workload's, a step into the plan's.
 
-    peaks: moment -> non-model bytes at its peak.
-    cut_tide: non-model bytes between two iterations.
-    between: moment -> non-model bytes between it and the next, over the border of the iteration.
-    cut: (place, chunk, list) of each payload that is resident between two iterations.
+    peaks: moment -> non-model bytes.
+    cut_tide: between two iterations.
+    between: moment -> non-model bytes between it and the next, over the border.
+    cut: (place, chunk, list) resident between two iterations.
     uses: chunk -> moments that read it.
-    on_demand_only: whether the plan has no steps.
-    before: moment -> other steps of the compute queue that come before it.
+    on_demand_only: the plan has no steps.
+    before: moment -> other compute steps before it.
     rows: moment -> its `before`, `compute`, `reads`, `peaks` and `due`.
-    following: moment -> the next moment's event; "" after the last, and everywhere in a plan with stashes, where
-        opening a moment takes more than its row.
-    tail: steps of the compute queue after the last moment.
-    tied: trainable tensors whose gradient may come in parts: others are tied to them, or their module is called
-        repeatedly.
-    due: moment -> tensors whose gradient is final in it.
-    early: moment -> tensors whose gradient arrives in it and again later in the micro-batch.
-    goes_to: (chunk, micro-batch) -> list that takes gradients of the chunk.
-    moves: whether a step moves a working list off the gpu, or gradients take the place of its parameters.
-    sums: steps of the net queue after which sums of gradients over the ranks are whole.
+    following: moment -> next moment's event, "" after the last, and everywhere with stashes, where opening a moment
+        takes more than its row.
+    tail: compute steps after the last moment.
+    tied: trainable tensors whose gradient may come in parts: tied, or of a module called repeatedly.
+    due: moment -> tensors whose gradient is final.
+    early: moment -> tensors whose gradient comes again later in the micro-batch.
+    goes_to: (chunk, micro-batch) -> list for gradients.
+    moves: a step moves a working list off the gpu, or gradients replace its parameters.
+    sums: net steps after which sums over the ranks are whole.
     first_complete: moment in which the first chunk has all its gradients.
-    permanent_bytes: bytes on the gpu that cannot leave it between two iterations.
+    permanent_bytes: on the gpu, cannot leave between two iterations.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -80,7 +76,7 @@ class Timetable:
         return [{t for t in tensors if self.final_in(m, t) == m} for m, tensors in enumerate(gradients)]
 
     def final_in(self, moment: int, tensor: int) -> int:
-        """The moment in which the tensor's gradient is final in the micro-batch of `moment`."""
+        """Where it is in the micro-batch of `moment`."""
         return self._final.get((self.micro_batch[moment], tensor), -1)
 
     def gradient_list(self, moment: int, tensor: int) -> str:
@@ -91,8 +87,7 @@ class Timetable:
         return self._by_name.get(name, set())
 
     def read_behind(self, name: str) -> set[int]:
-        """Chunks that the moments right after those of this name read: they belong to it if its closing event does not
-        come."""
+        """Read right after moments of this name: theirs if the closing event does not come."""
         return self._by_name_next.get(name, set())
 
     def next_of_name(self, name: str, position: int) -> int | None:
@@ -104,8 +99,7 @@ class Timetable:
         yield from range(position)
 
     def until_use(self, chunk: int, position: int) -> int:
-        """Moments from `position` until the chunk is read again, over the border of the iteration; a large number if
-        never."""
+        """Moments until the chunk is read again, over the border; a large number if never."""
         uses, count = self.uses[chunk], len(self.names)
         if not uses:
             return 2 * count
@@ -114,8 +108,7 @@ class Timetable:
 
 
 def _read_often(w: Workload) -> set[int]:
-    """Tensors that several moments of a micro-batch's forward read, tied ones included. Each gives a part of the
-    gradient."""
+    """Read by several moments of a forward, tied ones included; each gives a part of the gradient."""
     ahead = [reads for m, reads in zip(w.moments, w.reads) if m.micro_batch == 0 and m.phase is Phase.FWD]
     found = Counter(t for reads in ahead for t in reads)
     return {t for t, count in found.items() if count > 1} | {t.tied_to for t in w.tensors if t.tied_to is not None}

@@ -1,4 +1,4 @@
-"""Updates: `memory.update.Update` of each iteration, and whether its Adam steps have begun.
+"""`memory.update.Update` of each iteration, and whether its Adam steps have begun.
 
 Eager updates run inside backward, each once a chunk's gradients are complete; others in `optimizer.step()`.
 """
@@ -54,8 +54,7 @@ class Updates:
         )
 
     def _agreed(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm on which all ranks agree. If an update on the accelerator needs it first, the training thread
-        waits."""
+        """On which all ranks agree; if an update on the accelerator needs it first, the training thread waits."""
         run, ranks = self.state.run, self.state.ranks
         assert ranks is not None
         begun_s = self._clock()
@@ -78,14 +77,14 @@ class Updates:
 
     @property
     def running(self) -> bool:
-        """Whether parameters may be changing: with eager updates, from the first chunk whose gradients are complete
-        until `optimizer.step()`. The plan's moments decide, so that a loop always gets the same answer."""
+        """Parameters may be changing: eagerly, from the first chunk with complete gradients until `optimizer.step()`.
+        The plan's moments decide, so a loop always gets the same answer."""
         state = self.state
         return self.eager and (state.cursor.moment > state.run.timetable.first_complete or bool(self.begun))
 
     def decide_scaling(self, update: Update) -> None:
-        """Under loss scaling, set the factor that undoes the scale, and skip the update if a gradient on any rank is
-        not finite. Every rank calls this once all gradients have arrived."""
+        """Under loss scaling, set `unscale`, and skip the update if a gradient on any rank is not finite. Every rank
+        calls this once all have arrived."""
         scaling, ranks = self.scaling, self.state.ranks
         if scaling is None:
             return
@@ -100,8 +99,7 @@ class Updates:
         scaling.close_iteration(overflowed)
 
     def norms(self, iteration: int) -> Iterable[torch.Tensor]:
-        """Norms of all gradients, for the first Adam step under clipping: on several ranks, of this rank's part of the
-        sums."""
+        """For the first Adam under clipping: on several ranks, of this rank's part of the sums."""
         run = self.state.run
         contents, progress = run.contents, run.progress
         update = self.state.now.update_of(iteration)
@@ -125,7 +123,7 @@ class Updates:
 
     @property
     def grad_norm(self) -> float | None:
-        """Global norm of the last gradients before clipping; None without clipping or before the first update."""
+        """Of the last gradients before clipping; None without clipping or an update."""
         update = self.last
         if update is None or update.max_grad_norm is None:
             return None

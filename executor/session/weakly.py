@@ -1,4 +1,4 @@
-"""Weakly: calls of a session's parts by objects that outlive the session and must not keep it."""
+"""Calls of a session's parts by objects that outlive it and must not keep it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def weakly(method: Callable[P, R]) -> Callable[P, R]:
-    """The function does not hold the method's object. It raises ReferenceError once that is gone."""
+    """Does not hold the method's object, and raises ReferenceError once that is gone."""
     keeper = weakref.WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

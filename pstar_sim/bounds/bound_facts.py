@@ -30,13 +30,13 @@ NAMES = ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram", "net")
 class Bound:
     """seconds: no schedule is faster.
     binding: largest term ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram", "net", "stashes" or "nvme"); of
-        equal terms, the first in this order.
-    terms: name -> seconds, at the best `pinned_params` and `streamed_params`.
+        equal terms, the first of these.
+    terms: name -> seconds, at the best numbers of parameters.
     pinned_params: parameters whose states stay on the gpu.
-    max_pinned_params: parameters whose states would have room there.
+    max_pinned_params: whose states would have room there.
     streamed_params: parameters whose states come to the gpu for the update.
-    method: "closed form" (no linear program was solved), "joint LP" or "fluid LP".
-    notes: on programs that could not be solved.
+    method: "closed form", "joint LP" or "fluid LP".
+    notes: on programs not solved.
     """
 
     seconds: float
@@ -50,8 +50,8 @@ class Bound:
 
 
 def sums_are_whole(layout: Layout, micro_batches: int, *, clip: bool) -> bool:
-    """With clipping the norm is taken of the sums on the host, and the checker asks for complete ones on one rank. (Two
-    gradients need no sum.)"""
+    """With clipping the norm is taken of the host's sums, and the checker asks for complete ones on one rank (two
+    gradients need no sum)."""
     return clip and micro_batches > 2 and layout.ranks == 1
 
 
@@ -61,8 +61,8 @@ def rate_with_latency(rate: float, latency_s: float, largest_bytes: float) -> fl
 
 
 class Turn(NamedTuple):
-    """bytes: of the chunks read up to the cut and again before the next cut, of all ranks' slices.
-    others: bytes of other ranks' slices among them.
+    """bytes: of chunks read up to the cut and again before the next, of all ranks' slices.
+    others: other ranks' slices among them.
     room: bytes beside the tide in the moment before the cut.
     """
 
@@ -77,7 +77,7 @@ class BoundFacts:
 
     job: the facts that policies use too.
 
-    The other attributes are arrays with an entry per chunk that gets gradients (`job.trained`) or per moment.
+    Other attributes are arrays per chunk that gets gradients (`job.trained`) or per moment.
     """
 
     def __init__(self, workload: Workload, machine: Machine, layout: Layout, cost: CostModel) -> None:
@@ -107,7 +107,6 @@ class BoundFacts:
         self._stashes(w)
 
     def _least(self, of_chunks: Sequence[float]) -> float:
-        """Least figure per parameter; 0 if nothing is trained."""
         return min((figure / params for figure, params in zip(of_chunks, self.params) if params), default=0.0)
 
     def _trained(self, layout: Layout) -> None:
@@ -147,7 +146,7 @@ class BoundFacts:
         self.part_adam_s: Array = self.adam_s * np.array(share, dtype=float)
 
     def _adds(self) -> None:
-        """Least seconds per parameter of adds on the GPU: over all micro-batches, and over all but the last."""
+        """Seconds per parameter of adds on the GPU: over all micro-batches, and all but the last."""
         job, cost = self.job, self.cost
         last = job.workload.micro_batches - 1
         before_s = dict.fromkeys(job.trained, 0.0)
@@ -159,7 +158,7 @@ class BoundFacts:
         self.gpu_add_before_s = min((s / params[c] for c, s in before_s.items()), default=0.0)
 
     def _stashes(self, w: Workload) -> None:
-        """Bytes and seconds of all stashes, and per moment the seconds of the copies up that begin after it."""
+        """Bytes and seconds of all, and per moment the seconds of copies up that begin after it."""
         cost = self.cost
         self.stash_bytes = float(sum(s.bytes for s in w.stashes))
         self.stash_down_s = sum(cost.transfer_s(s.bytes, "d2h") for s in w.stashes)
@@ -171,9 +170,9 @@ class BoundFacts:
         self.stash_up_from_s: Array = np.maximum(0.0, np.cumsum(behind)[:-1])
 
     def barrier_s(self, *, clip: bool) -> float:
-        """Least seconds from the start of an iteration to its barrier.
+        """From the iteration's start to its barrier.
 
-        clip: whether the gradients of all chunks are summed over the ranks before.
+        clip: all chunks' gradients are summed over the ranks before.
         """
         end_s = float(self.clock[-1])
         if not (clip and len(self.final)):
@@ -196,8 +195,8 @@ class BoundFacts:
         return float(np.clip(min(beside.min(), alone.min()), 0.0, total))
 
     def turns(self) -> list[Turn]:
-        """One cut per turn; any cuts give a valid bound. Three choices are tried: the turns themselves, and the moment
-        with the largest S_k + tide near each turn or in the two passes beside it."""
+        """One cut per turn, any of which give a valid bound. Three are tried: the turns, and the moment with the
+        largest S_k + tide near each turn or in the two passes beside it."""
         begin, bwd = self._begins()
         last = len(bwd) - 1
         # (turn, first and last moment in which to cut), last turn first
@@ -215,14 +214,13 @@ class BoundFacts:
         return max(choices, key=lambda turns: sum(max(0.0, turn.bytes - turn.room) for turn in turns))
 
     def turns_between(self) -> list[Turn]:
-        """Between two backward passes sums take room. The cuts are the first and the last moment of each forward
-        pass."""
+        """Between two backward passes sums take room: cuts are the first and last moment of each forward."""
         begin, bwd = self._begins()
         moments = [m for u in range(len(bwd)) for m in ((begin[u], bwd[u] - 1) if u else (bwd[u] - 1,))]
         return self._cut([(m, m, m) for m in reversed(moments)])
 
     def _begins(self) -> tuple[list[int], list[int]]:
-        """First moment of each micro-batch, with the end of the iteration, and of each backward pass."""
+        """First moments of micro-batches, with the iteration's end, and of backward passes."""
         last = max(self.micro_batch)
         begin = [*(self.micro_batch.index(u) for u in range(last + 1)), self.moments]
         bwd = [
@@ -232,8 +230,8 @@ class BoundFacts:
         return begin, bwd
 
     def _cut(self, regions: list[tuple[int, int, int]]) -> list[Turn]:
-        """The last region's cut is chosen first, because the reads between two cuts decide S_k; of equally good cuts
-        the latest."""
+        """The last region's cut comes first, because the reads between two cuts decide S_k; of equally good cuts the
+        latest."""
         turns: list[Turn] = []
         end = self.moments - 1
         for _, low, high in regions:
@@ -257,8 +255,8 @@ class BoundFacts:
         return self._between_moments(lasts, self.moments)
 
     def _read_again(self, end: int, low: int, high: int) -> tuple[Array, Array]:
-        """(own, others): for each m from low to high, bytes of the chunks first read at or before m and again in (m,
-        end], but after their last gradient."""
+        """(own, others): for each m from low to high, bytes of chunks first read by m and again in (m, end], but after
+        their last gradient."""
         spans = []
         for own, others, moments, final in self.seen:
             until = end if final < 0 else min(end, final)
@@ -268,7 +266,7 @@ class BoundFacts:
         return self._between_moments(spans, high - low + 1)
 
     def _between_moments(self, spans: list[tuple[int, int, int, int]], count: int) -> tuple[Array, Array]:
-        """(own, others) at each of `count` moments: sums over the spans with begin <= moment < end."""
+        """(own, others) at each moment: sums over the spans with begin <= moment < end."""
         changes = np.zeros((2, count + 1))
         for begin, end, own, others in spans:
             changes[:, begin] += own, others
@@ -278,7 +276,6 @@ class BoundFacts:
 
 
 def _gradient_spans(w: Workload) -> dict[int, tuple[int, int]]:
-    """Micro-batch -> first and last moment of its gradients."""
     spans: dict[int, tuple[int, int]] = {}
     for m, tensors in enumerate(w.gradients):
         if tensors:

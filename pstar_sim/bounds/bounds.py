@@ -1,8 +1,8 @@
 """Lower bound on the seconds of one steady iteration, for every legal schedule of a setting.
 
-It depends on workload, machine, settings and layout, and on no plan. pinned.py has the closed form for schedules that
-stream no chunk. joint.py adds streaming, as a small linear program; fluid.py is a finer one over time. rank_facts.py
-says what several ranks add, stash_bound.py and disk_bound.py bound offloaded activations and disks alone.
+It depends on no plan. pinned.py has the closed form for schedules that stream no chunk; joint.py adds streaming, as a
+small linear program; fluid.py is a finer one over time. rank_facts.py says what several ranks add; stash_bound.py and
+disk_bound.py bound stashes and disks alone.
 """
 
 from __future__ import annotations
@@ -44,16 +44,14 @@ def lower_bound(
     ranked: Sequence[Workload] | None = None,
     costs: Sequence[CostModel] | None = None,
 ) -> Bound:
-    """[Note: the joint bound] of joint.py; on several ranks the largest of any kind of rank ([Note: the bound of
-    several ranks]).
+    """[Note: the joint bound] of joint.py, of several ranks the largest ([Note: the bound of several ranks]).
 
     stream: False for schedules that stream no chunk, by [Note: the bound] of pinned.py.
-    max_pinned: parameters, without small chunks, whose states may stay on the gpu (0 with stream=False: CPU Adam
-        updates everything).
-    ranked: each rank's own workload, if these differ; `workload` is at least as hard as each.
-    costs: of each kind of rank; None: those of the workload and the machine.
+    max_pinned: parameters, without small chunks, whose states may stay on the gpu (0 with stream=False: all CPU Adam).
+    ranked: each rank's workload, if these differ; `workload` is at least as hard as each.
+    costs: of each kind of rank, by default those of workload and machine.
 
-    A workload that does not fit gets the bound with nothing pinned.
+    A workload that does not fit has the bound with nothing pinned.
     """
     of_rank = partial(_of_rank, workload, machine, settings, layout, max_pinned=max_pinned, stream=stream)
     bounds = [
@@ -73,7 +71,7 @@ def _of_rank(
     max_pinned: int | None,
     stream: bool,
 ) -> Bound:
-    """One kind of rank, without stashes and disks."""
+    """Without stashes and disks."""
     facts = BoundFacts(workload, machine, layout, cost)
     barrier = settings.barrier(workload.compute_dtype) is not None
     limit = np.inf if max_pinned is None else max_pinned + float(facts.params[facts.small].sum())
@@ -102,7 +100,7 @@ def _with_term(bound: Bound, name: str, seconds: float) -> Bound:
 
 
 def _of_compute(facts: BoundFacts, why: str) -> Bound:
-    """why: why no program gives a larger bound."""
+    """why: no program gives a larger bound."""
     seconds = float(facts.clock[-1])
     return Bound(
         seconds=seconds,
@@ -117,7 +115,7 @@ def _of_compute(facts: BoundFacts, why: str) -> Bound:
 def relative_to(
     workload: Workload, machine: Machine, settings: Settings, layout: Layout, shared: str | None = None
 ) -> str:
-    """The setting for which a bound holds; it claims nothing for another.
+    """The setting for which a bound holds.
 
     shared: words for a micro-batch of ranks that differ.
     """

@@ -1,6 +1,7 @@
-"""Certificates: a plan's lower bound, the term that binds it and the setting for which it holds.
+"""Certificates: a plan's lower bound, its binding term, and the workload, machine, settings and layout for which it
+holds.
 
-A bound belongs to a workload, a machine, settings and a chunk layout. `Certifier` computes it once per layout.
+`Certifier` computes it once per layout.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ COARSE = frozenset({"closed form", "joint LP"})
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
     """seconds: no schedule is faster.
-    text: for a plan's choices and a row of a comparison. "bound" is "joint LP", "fluid LP" or "closed form", "binding"
-        the largest term, "relative_to" the setting; "note" says which program could not be solved.
+    text: "bound" is "joint LP", "fluid LP" or "closed form", "binding" the largest term, "relative_to" the setting;
+        "note" a program that could not be solved.
     """
 
     seconds: float
@@ -46,10 +47,10 @@ class Certificate:
 
 
 class Certifier:
-    """If GPUs differ and the job is a preset, bounds hold for all shares of the batch ([Note: the bound over shares] in
-    shares.py); otherwise for the shares of the ranks' workloads.
+    """For a preset on unlike GPUs, bounds hold for all shares of the batch ([Note: the bound over shares] in
+    shares.py), else for the ranks' own.
 
-    lp: also solve the fluid linear program (seconds instead of milliseconds, and a tighter bound).
+    lp: also solve the fluid program (seconds, not milliseconds; tighter).
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Certifier:
         lp: bool = False,
         ranked: Sequence[Workload] | None = None,
     ) -> None:
-        """ranked: each rank's own workload, if these differ."""
+        """ranked: each rank's own, if these differ."""
         self.workload, self.machine, self.settings, self.lp, self.ranked = workload, machine, settings, lp, ranked
         self._known: list[tuple[Layout, Certificate]] = []
         self._searches: list[AnyShares] = []
@@ -79,12 +80,11 @@ class Certifier:
         return build_layout(self.workload, chunk_bytes=self.settings.chunk_bytes, ranks=ranks, sums=self.settings.sums)
 
     def shares(self) -> AnyShares | None:
-        """The search of the fastest shares, with the layout that a policy starts from; None if the bounds are those of
-        the ranks' own shares."""
+        """With the layout that a policy starts from; None if the bounds are those of the ranks' own shares."""
         return None if self._job_of is None else self._search(self._usual_layout())
 
     def own_bound_s(self) -> float:
-        """Of the ranks' own shares, for the layout that a policy starts from."""
+        """With the layout that a policy starts from."""
         return self._bound(self._usual_layout()).seconds
 
     def _search(self, layout: Layout) -> AnyShares:
@@ -136,7 +136,7 @@ class Certifier:
 
 
 def require_bounded(plan: Plan) -> None:
-    """Raise PlanError if the plan updates a chunk in more parts than the bounds count with."""
+    """Raise PlanError for a chunk updated in more parts than the bounds count with."""
     most = parts_of(plan.layout)
     for chunk, count in part_counts(plan.steps).items():
         if count > most.get(chunk, 1):
@@ -157,9 +157,9 @@ def certificate_of(plan: Plan, *, lp: bool = False) -> Certificate:
 
 
 def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None) -> str:
-    """Compares the plan's figures with a recomputation. Returns a sentence if they agree, or if there are none.
+    """Returns a sentence if the plan's figures agree with a recomputation, or if there are none.
 
-    Raises PlanError, naming the stored and the recomputed figure, if they do not agree.
+    Raises PlanError, naming both figures, if they do not.
     """
     stored = plan.predictions.get("lower_bound_s")
     said = plan.choices.get("certificate")
@@ -176,7 +176,7 @@ def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None) -> 
 
 
 def _verdict(stored_s: float, method: object, found_s: float, kind: str) -> str:
-    """method, kind: how the stored and the recomputed bound were proved.
+    """method, kind: how each was proved.
 
     Raises PlanError if they do not agree.
     """

@@ -18,8 +18,7 @@ __all__ = ["disk_bound_s"]
 
 
 def disk_bound_s(w: Workload, layout: Layout, cost: CostModel) -> float:
-    """Returns the seconds of [Note: the bound of disks]; 0 where the states have room without disks, or there are
-    none."""
+    """[Note: the bound of disks]; 0 where the states have room without disks, or there are none."""
     machine, trained = cost.machine, facts_of(w, layout).trained
     states = sum(layout.payload_bytes(c, name) for c in trained for name in layout.states_of(c).names)
     elsewhere = machine.gpu_budget_bytes - max(m.peak_bytes for m in w.moments) + machine.host_budget_bytes

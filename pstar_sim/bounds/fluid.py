@@ -76,9 +76,8 @@ def fluid_bound(
     ranked: Sequence[Workload] | None = None,
     most_points: int = MOST_POINTS,
 ) -> Bound:
-    """Returns the larger of the joint bound and that of [Note: the fluid program]. `notes` say if HiGHS does not solve
-    the fluid one. On several ranks, the kind of rank with the largest bound counts. Collectives count in the joint
-    bound alone.
+    """The larger of the joint bound and that of [Note: the fluid program]; `notes` say if HiGHS fails. On several ranks
+    the largest of any kind counts; collectives are in the joint bound alone.
 
     ranked: as for `lower_bound`.
     """
@@ -106,7 +105,7 @@ def fluid_bound(
 
 @dataclass(frozen=True, kw_only=True)
 class _Flow:
-    """upto: amount up to each point of an iteration, last the whole. These sums keep rows about long windows short.
+    """upto: amount up to each point, last the whole: these sums keep rows about long windows short.
     within: amount in each interval.
     """
 
@@ -115,8 +114,8 @@ class _Flow:
 
 
 class _FluidProgram:
-    """[Note: the fluid program]. Each method adds a family of rows. Chunks, lists and sums are counted in units of
-    bytes (`facts.unit`)."""
+    """[Note: the fluid program]. Each method adds a family of rows, with chunks, lists and sums in units
+    (`facts.unit`)."""
 
     def __init__(self, facts: FluidFacts, settings: Settings, *, far_s: float) -> None:
         self.facts, self.far_s = facts, far_s
@@ -172,15 +171,15 @@ class _FluidProgram:
         return _Flow(upto=upto, within=within)
 
     def _stock(self, most: float, change: Expression) -> Expression:
-        """A cyclic stock at each point: the next is this plus the interval's change."""
+        """Cyclic: the next is this plus the interval's change."""
         stock = self.lp.variables(self.facts.intervals, most=most)
         self.lp.add(self._next(stock, most) == stock + change)
         return stock
 
     def _next(self, stock: Expression, most: float) -> Expression:
-        """The stock at the point after each interval.
+        """At the point after each interval.
 
-        most: bound of the stock at the first point of the alike micro-batches.
+        most: bound at the first point of the alike micro-batches.
         """
         period = self.facts.period
         if period is None:
@@ -197,20 +196,17 @@ class _FluidProgram:
         return entered
 
     def _before(self, following: Expression, entered: Expression) -> Expression:
-        """`following`, the stock at the point after each interval, with `entered` at the interval before the alike
-        micro-batches.
-        """
+        """`following` with `entered` at the interval before the alike micro-batches."""
         period, n = self.facts.period, self.facts.intervals
         assert period is not None
         before = period.first - 1
         return following * np.where(np.arange(n) == before, 0.0, 1.0) + entered.gathered([before], n)
 
     def _behind(self, following: Expression, stock: Expression, left: Expression, entered: Expression) -> Expression:
-        """`following`, the stock at the point after each interval, with the mean of [Note: alike micro-batches] at
-        their last interval.
+        """`following` with the mean of [Note: alike micro-batches] at their last interval.
 
-        stock: whose value at their first point counts.
-        left: whose value behind their last point counts.
+        stock: at their first point.
+        left: behind their last.
         """
         period, n = self.facts.period, self.facts.intervals
         assert period is not None
@@ -221,14 +217,14 @@ class _FluidProgram:
         return (within * self.facts.times).sum()
 
     def _running(self, of: Expression, most: Array | float) -> Expression:
-        """Row r is the sum of all rows up to r: rows that use these are short."""
+        """Row r sums all rows up to r, which keeps rows that use these short."""
         running = self.lp.variables(len(of), most=most)
         self.lp.add(running[:1] == of[:1])
         self.lp.add(running[1:] == running[:-1] + of[1:])
         return running
 
     def _there(self, points: Index, of_chunk: Sequence[Sequence[int]], units: Expression, most: float) -> Expression:
-        """Units on the gpu at each of the successive `points`."""
+        """On the gpu at the successive `points`."""
         there = np.zeros((len(points) + 1, len(of_chunk)), dtype=int)  # a row of zeros before the first point
         for c, at in enumerate(of_chunk):
             there[np.asarray(at, dtype=np.intp) - points[0] + 1, c] = 1
@@ -283,7 +279,7 @@ class _FluidProgram:
         return np.full_like(begin, self.facts.end) if self.barrier else begin
 
     def _window(self, flow: _Flow, need: Expression, begin: Index, end: Index) -> None:
-        """need <= flow from `begin` to the end of the iteration and up to `end` of the next."""
+        """need <= flow from `begin` to the iteration's end and up to `end` of the next."""
         j = end <= begin
         self.lp.add(need[j] <= flow.upto[-1] - flow.upto[begin[j]] + flow.upto[end[j]])
 
@@ -302,7 +298,7 @@ class _FluidProgram:
         self.held += resident + coming + going
 
     def _over_the_border(self) -> None:
-        """Chunks updated on the gpu stay from their last gradient to their next first read, or leave and come back."""
+        """Chunks updated on the gpu stay until their next first read, or leave and come back."""
         facts, points = self.facts, np.arange(self.facts.intervals)
         units = (self.p + self.q - self.whole) * facts.size
         there = self._there(points, facts.over_the_border(), units, self.all_units)
@@ -313,7 +309,7 @@ class _FluidProgram:
         self.held += there - absent
 
     def _between_reads(self) -> None:
-        """Chunks stay between two reads, or are given up and copied again, the longest gaps of a class first."""
+        """Chunks stay or are copied again, the longest gaps of a class first."""
         lp, facts, n = self.lp, self.facts, self.facts.intervals
         again = Expression.zero(n)
         for gap in facts.gaps():
@@ -331,7 +327,7 @@ class _FluidProgram:
     # -- sums of several micro-batches --
 
     def _sums(self) -> None:
-        """Each gradient goes down, or they add up on the gpu (as in [Note: the joint bound])."""
+        """As in [Note: the joint bound]."""
         lp, facts, batches = self.lp, self.facts, self.facts.batches
         on_gpu = self.p + self.q
         # Per chunk: the parts whose sums are on the gpu, with Adam on the CPU and with Adam on the gpu.
@@ -363,9 +359,8 @@ class _FluidProgram:
         self._until_the_update()
 
     def _down_each_time(self) -> None:
-        """Gradients that do not add up on the gpu wait for the link: for CPU Adam those of all micro-batches but the
-        last; for Adam on the gpu, all but the last two, and the last where the host makes the whole sum (where it waits
-        is not counted)."""
+        """Gradients that do not add up on the gpu wait for the link: for CPU Adam all but the last; for Adam on the
+        gpu, all but the last two, and the last where the host makes the whole sum (where it waits is not counted)."""
         facts, n, before_last = self.facts, self.facts.intervals, self.facts.shown - 1
         arrives = [
             (facts.interval_of_end(m), c, batch == before_last - 1)
@@ -386,7 +381,7 @@ class _FluidProgram:
         self.early_down += last_down.within
 
     def _added_on_gpu(self, batch: int) -> None:
-        """Sums stay on the gpu from the backward pass of `batch` to the next, or go down and up in between."""
+        """Sums stay from the backward of `batch` to the next, or go down and up."""
         lp, facts, n = self.lp, self.facts, self.facts.intervals
         of_chunk = [facts.inside(arrivals[batch], arrivals[batch + 1]) for arrivals in facts.arrivals]
         if not any(of_chunk):
@@ -418,10 +413,10 @@ class _FluidProgram:
         self.sums_up += up.gathered(intervals % n, n)
 
     def _waiting(self, points: Index, of_chunk: Sequence[Sequence[int]]) -> None:
-        """Last gradients but one that are never added on the host are on the gpu at the successive `points`, or go down
-        and come up after their moments.
+        """Last gradients but one that are never added on the host stay at the `points`, or go down and come up after
+        their moments.
 
-        of_chunk: points at which each chunk's gradient waits.
+        of_chunk: points where each waits.
         """
         facts = self.facts
         waits = (self.waits - self.waits_on_host) * facts.size
@@ -433,12 +428,12 @@ class _FluidProgram:
         self.sums_up += up.within
 
     def _added_on_host(self, summed_on_host: Expression) -> None:
-        """The host adds gradients between the first that comes down and the next first read. For CPU Adam the host adds
-        the last gradient after its arrival, inside the update if nothing is clipped. A sum for Adam on the gpu comes up
-        after the last gradient but two and stays until the update; of two gradients, after the first, as it is if it
-        waits for the update.
+        """The host adds between the first gradient that comes down and the next first read. For CPU Adam the last is
+        added after its arrival, inside the update if nothing is clipped. A sum for Adam on the gpu comes up after the
+        last gradient but two and stays until the update; of two gradients, after the first, as it is if it waits for
+        the update.
 
-        summed_on_host: part of each chunk that the gpu updates with its sum on the host.
+        summed_on_host: share of each chunk for Adam on the gpu.
         """
         facts, batches = self.facts, self.facts.batches
         add_s = np.array([facts.cost.cpu_add_s(c) for c in facts.chunks], dtype=float)
@@ -461,15 +456,15 @@ class _FluidProgram:
         self.sums_up += up.within
 
     def _used(self, units: Expression) -> Expression:
-        """Units of gradients that Adam on the gpu uses up in each interval."""
+        """Units used up by Adam on the gpu, per interval."""
         used, most = self._flow(4 * self.all_units), 4 * self.all_units
         self._window(used, self._running(units, most), self._update(), 0 * self.facts.first_at)
         self.lp.add(used.upto[-1] == units.sum())
         return used.within
 
     def _until_the_update(self) -> None:
-        """A sum is wider than the gradient or parameter that the other rows count after the last gradient. For CPU Adam
-        all of it goes down. For Adam on the gpu it stays until the update, or goes down and comes up again."""
+        """A sum is wider than what other rows count after the last gradient. For CPU Adam all goes down; for Adam on
+        the gpu it stays until the update, or goes down and up."""
         lp, facts, n = self.lp, self.facts, self.facts.intervals
         wider, most = np.maximum(0.0, facts.sums - facts.size), 4 * self.all_units
         units = self.cpu_sum * wider
@@ -488,7 +483,7 @@ class _FluidProgram:
     # -- stashes, seconds --
 
     def _stashes(self) -> None:
-        """Each stash's seconds on the link lie in the intervals in which it may move."""
+        """A stash's seconds lie in the intervals in which it may move."""
         facts, cost, stashes = self.facts, self.facts.cost, self.facts.workload.stashes
         down_s = np.array([cost.transfer_s(stash.bytes, "d2h") for stash in stashes], dtype=float)
         up_s = np.array([cost.transfer_s(stash.bytes, "h2d") for stash in stashes], dtype=float)
@@ -501,7 +496,7 @@ class _FluidProgram:
     def _spread(
         self, seconds: Array, units: Array, between: Sequence[tuple[int, int]]
     ) -> tuple[Expression, Expression]:
-        """Seconds and units, per interval, of copies that may move between the ends of two moments."""
+        """Per interval, of copies that may move between the ends of two moments."""
         facts, n = self.facts, self.facts.intervals
         may = [
             (copy, k)
@@ -514,7 +509,7 @@ class _FluidProgram:
         return (part * seconds[copy]).gathered(interval, n), (part * units[copy]).gathered(interval, n)
 
     def _link_s(self) -> tuple[Expression, Expression]:
-        """Seconds of link work up and down in each interval, without stashes."""
+        """Up and down per interval, without stashes."""
         facts = self.facts
         up = (self.params_up.within + self.again + self.back) / facts.up
         down = (self.gradients_down.within + self.early_down + self.leave) / facts.down
@@ -523,7 +518,6 @@ class _FluidProgram:
         return up, down
 
     def _rates(self) -> None:
-        """Work in an interval takes at most its seconds."""
         lp, facts = self.lp, self.facts
         seconds = facts.seconds + self.stall.within
         up, down = self._link_s()
@@ -539,8 +533,8 @@ class _FluidProgram:
         lp.add(moved / facts.dram <= seconds)
 
     def _totals(self) -> None:
-        """The copies of each direction, and CPU Adam with its adds, take at most the iteration's seconds. Each chunk
-        counts with its own seconds (latency, padding)."""
+        """Each direction, and CPU Adam with its adds, takes at most the iteration, chunks with their own seconds
+        (latency, padding)."""
         lp, facts, cost = self.lp, self.facts, self.facts.cost
         seconds = facts.compute_s + self.stall.upto[-1]
         up_s, states_up_s = (facts.copy_s("h2d", states=states) for states in (False, True))
@@ -560,7 +554,7 @@ class _FluidProgram:
     # -- the answer --
 
     def bound(self, joint: Bound, found: Solution, seconds: float) -> Bound:
-        """With the terms of this program beside those of the joint program."""
+        """With this program's terms beside the joint one's."""
         terms = {**joint.terms, **self.busy(found)}
         binding = joint.binding if self.barrier and joint.binding == "barrier" else self.binding(found, terms)
         return replace(

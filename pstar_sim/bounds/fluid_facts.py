@@ -46,9 +46,8 @@ class Period:
 
 
 def shortened(workload: Workload, layout: Layout, most_points: int) -> tuple[Workload, int]:
-    """Returns the workload with one micro-batch in place of all that are alike, and for how many its second one stands;
-    the workload itself and 1 if each run of moments can have a point, or if no micro-batch can stand for others (few,
-    different or side by side, stashes).
+    """Returns the workload with one micro-batch for all that are alike, and for how many its second stands; itself and
+    1 if each run of moments can have a point, or none can stand for others (few, different or side by side, stashes).
     """
     if workload.micro_batches <= SHOWN or not workload.order.one_by_one or workload.stashes:
         return workload, 1
@@ -64,20 +63,20 @@ def shortened(workload: Workload, layout: Layout, most_points: int) -> tuple[Wor
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """Units that lie unread between two reads, of all chunks of one class, at each of these points, kept or not."""
+    """Unread between two reads, of all chunks of a class, at each point, kept or not."""
 
     points: Index
     units: Array
 
 
 class FluidFacts:
-    """chunks: with gradients, in the order of their first reads, as all arrays per chunk.
+    """chunks: with gradients, by first read, as all arrays per chunk.
     points: moments at whose starts time is cut.
     end: index of the point at the end of the last moment.
     intervals: one begins at each point; the last runs to the first moment of the next iteration.
-    period: the micro-batch that stands for several; None if each stands for itself.
-    times: per interval, how often an iteration has it.
-    shown: micro-batches that have points of their own.
+    period: the micro-batch that stands for several, None without one.
+    times: per interval, its number in an iteration.
+    shown: micro-batches with points of their own.
     """
 
     def __init__(
@@ -91,9 +90,9 @@ class FluidFacts:
         most_points: int,
         times: int = 1,
     ) -> None:
-        """dram_bytes_per_s: that the rank may use at any time.
+        """dram_bytes_per_s: for the rank at any time.
 
-        times: micro-batches for which the second of `workload` stands.
+        times: micro-batches of `workload`'s second.
         """
         self.workload, self.layout, self.cost = workload, layout, cost
         self.job = job = facts_of(workload, layout)
@@ -106,8 +105,8 @@ class FluidFacts:
         self._speeds(dram_bytes_per_s)
 
     def _points(self, most: int, times: int) -> None:
-        """One point for each run of moments that read the same chunks, at the highest tide; of more than `most`, one of
-        every n in a row: that with the most bytes of tide and chunks read. Each micro-batch begins with a point."""
+        """One for each run of moments that read the same chunks, at the highest tide; above `most`, one of every n:
+        that with the most bytes of tide and chunks read. Each micro-batch begins with a point."""
         w, sets = self.workload, self.job.read_in
         batch = [m.micro_batch for m in w.moments]
         edges = [batch.index(number) for number in range(1, self.shown)]
@@ -157,7 +156,6 @@ class FluidFacts:
         self.room: Array = (machine.gpu_budget_bytes - np.array([*tide, at_end], dtype=float)) / self.unit
 
     def _lives(self) -> None:
-        """As intervals and points."""
         job, chunks = self.job, self.chunks
         self.first = [job.reads[c][0] for c in chunks]
         self.final = [job.last_gradient(c) for c in chunks]
@@ -172,8 +170,7 @@ class FluidFacts:
             self.read[k] = own * self.layout.ranks  # a moment reads all slices
 
     def _speeds(self, dram_bytes_per_s: float) -> None:
-        """Units per second of the link (with the latency of the largest list) and of host DRAM, and the costs of an
-        update."""
+        """Of the link (with the largest list's latency), of host DRAM, and of an update."""
         cost, link, layout = self.cost, self.cost.link, self.layout
         self.duplex = link.duplex
         states = [layout.payload_bytes(c, name) for c in self.chunks for name in layout.states_of(c).names]
@@ -215,24 +212,24 @@ class FluidFacts:
         return range(bisect_right(self.points, after), bisect_left(self.points, before))
 
     def copy_s(self, direction: str, *, states: bool) -> Array:
-        """Per chunk, seconds of copying its states one after the other, or those of its working list."""
+        """Per chunk, of its states one after the other, or its working list."""
         layout = self.layout
         rows = [(c, layout.states_of(c).names if states else ("param",)) for c in self.chunks]
         sizes = [[layout.payload_bytes(c, name) for name in lists] for c, lists in rows]
         return np.array([sum(self.cost.transfer_s(size, direction) for size in row) for row in sizes], dtype=float)
 
     def over_the_border(self) -> list[list[int]]:
-        """Per chunk, the points between its last gradient and its next first read."""
+        """Per chunk, the points from last gradient to next first read."""
         return [
             [*range(final_in + 1, self.intervals), *self.inside(-1, first)]
             for final_in, first in zip(self.final_in, self.first)
         ]
 
     def gaps(self) -> list[Gap]:
-        """One class for each pair of phases and micro-batches between which chunks are read again. Within it each gap
-        opens before any closes. A chunk that is never updated also has a gap to the next iteration. With alike
-        micro-batches, all gaps from one micro-batch to the next form one class: either one gap begins where the other
-        has ended, or the rows of both are added up."""
+        """A class per pair of phases and micro-batches between which chunks are read again: each gap opens before any
+        closes. A chunk never updated also has a gap to the next iteration. With alike micro-batches, all gaps from one
+        micro-batch to the next form one class: either one gap begins where the other has ended, or the rows of both are
+        added up."""
         w = self.workload
         classes: dict[tuple[object, ...], dict[int, float]] = {}
 

@@ -87,7 +87,7 @@ def joint_bound(
 ) -> Bound:
     """[Note: the joint bound]
 
-    x_limit: the most pinned parameters.
+    x_limit: the most pinned.
 
     Raises linear.Unsolved if HiGHS fails.
     """
@@ -126,8 +126,8 @@ class _Solved:
 
 
 def _best_windows(job: _JointFacts) -> _Solved:
-    """The best s lies in one [ends[k], ends[k + 1]]. The program is solved with the windows of k and s >= ends[k]. If
-    its s is beyond ends[k + 1], the best s lies further up; if s >= ends[k] stops it, here or further down."""
+    """The best s lies in one [ends[k], ends[k + 1]]: the program is solved with the windows of k and s >= ends[k]; an s
+    beyond ends[k + 1] means further up, one stopped by ends[k] here or further down."""
     ends = job.ends
     best = _JointProgram(job, float(ends[0])).solve()
     low = 0
@@ -155,11 +155,11 @@ def _best_windows(job: _JointFacts) -> _Solved:
 
 @dataclass
 class _Family:
-    """Windows with one slope: T >= value - slope * `on`, for the windows that end after s.
+    """T >= value - slope * `on`, for windows that end after s.
 
     on: variable that shrinks the window: "s", "s, sums" or "kept".
     slope: seconds per unit of it.
-    ends, values: of each window, the s at which it ends, and its seconds, sorted by end.
+    ends, values: of each window, its s and seconds, by s.
     """
 
     name: str
@@ -175,15 +175,15 @@ class _Family:
         self.best = np.maximum.accumulate(self.values[::-1])[::-1]
 
     def value(self, s: float) -> float | None:
-        """Of the windows that end after s; None if no window does."""
+        """None if no window ends after s."""
         k = int(np.searchsorted(self.ends, s, side="right"))
         return float(self.best[k]) if k < len(self.best) else None
 
 
 class _JointFacts:
-    """u: micro-batches if each gives every gradient; otherwise 1.
-    w, most_w: least and most bytes of the working list per parameter.
-    sum_w: least bytes of a sum of gradients per parameter; the note counts 4, and 2 for sums in 16 bits.
+    """u: micro-batches if each gives every gradient, otherwise 1.
+    w, most_w: of the working list per parameter.
+    sum_w: of a sum per parameter; the note counts 4, and 2 for sums in 16 bits.
     total, bytes: parameters with a gradient (E), and their bytes.
     up, down: bytes per second of the link.
     add_bytes: DRAM traffic per parameter.
@@ -275,9 +275,8 @@ class _JointFacts:
 
 
 class _JointProgram:
-    """For the windows that end after s_min, with s >= s_min. Each method adds one kind of rows of [Note: the joint
-    bound], in parameters, bytes and seconds. The solver counts them as shares of their totals, or of the job's
-    scale."""
+    """For windows that end after s_min, with s >= s_min. Each method adds a kind of rows of [Note: the joint bound],
+    which the solver counts as shares of totals, or of the job's scale."""
 
     def __init__(self, job: _JointFacts, s_min: float) -> None:
         self.job, self.s_min = job, s_min
@@ -348,7 +347,7 @@ class _JointProgram:
     # -- what fits --
 
     def _border(self) -> None:
-        """w bytes of each parameter updated on the gpu are kept, or go down and come up."""
+        """w bytes of each parameter updated on the gpu stay, or go down and up."""
         lp, job = self.lp, self.job
         lp.add(self.kept <= job.most_w * self.s)
         if np.isfinite(job.late_room):
@@ -356,8 +355,7 @@ class _JointProgram:
             lp.add(self.kept + frozen + job.v * self.x <= job.late_room, unit=self.all_bytes)
 
     def _sums(self) -> None:
-        """Gradients of several micro-batches each go down, or add up on the gpu. Held sums need room between backward
-        passes."""
+        """Held sums need room between backward passes."""
         lp, job, facts = self.lp, self.job, self.job.facts
         lp.add(self.cpu_sum + self.s <= job.total, unit=self.all_params)
         lp.add(self.gpu_sum + self.whole <= self.s, unit=self.all_params)
@@ -373,12 +371,12 @@ class _JointProgram:
                 lp.add(self._held_sums(batch) + job.v * self.x <= room, unit=self.all_bytes)
 
     def _held_sums(self, batch: int) -> Expression:
-        """Bytes of the sums on the gpu before micro-batch `batch`."""
+        """On the gpu before it."""
         sums = (self.cpu_sum + self.gpu_sum - self.spilt[batch - 1]) * self.sum_bytes
         return sums + (self.waits - self.waits_on_host) * self.job.w if batch == self.job.u - 1 else sums
 
     def _turns(self) -> None:
-        """Bytes read before a turn and again behind it stay beside states and sums, or come up again."""
+        """What is read before a turn and again behind it stays beside states and sums, or comes up again."""
         job = self.job
         others = 0
         for number, turn in enumerate(job.turns):
@@ -396,8 +394,7 @@ class _JointProgram:
     # -- seconds --
 
     def _added(self) -> Expression:
-        """Parameters added on the host, counted once per addition: all gradients for CPU Adam, all but two for Adam on
-        the gpu, unless the host makes the whole sum."""
+        """Per addition: all for CPU Adam, all but two for Adam on the gpu, unless the host makes the whole sum."""
         job = self.job
         if job.u == 1:
             return Expression.zero(1)
@@ -406,12 +403,11 @@ class _JointProgram:
         return each * (job.total - self.s - self.cpu_sum) + self._own_lists() + whole
 
     def _own_lists(self) -> Expression:
-        """Parameters of Adam on the gpu whose gradients are added on the host, once per list: in all micro-batches but
-        the last, and without the last but one if that gradient waits."""
+        """For Adam on the gpu with adds on the host, per list: all micro-batches but the last, and without the last but
+        one if that waits."""
         return (self.job.u - 1) * (self.s - self.gpu_sum) - self.waits
 
     def _compute_and_adam(self) -> Expression:
-        """Returns the seconds of the compute queue."""
         job = self.job
         adds_s = (self.cpu_sum + self.gpu_sum) * job.gpu_add_s
         compute_s = float(job.facts.clock[-1]) + self.s * job.facts.gpu_update_s + adds_s
@@ -422,7 +418,7 @@ class _JointProgram:
         return compute_s
 
     def _windows(self) -> None:
-        """Eager updates, those behind a barrier, and border windows."""
+        """Eager, behind a barrier, and at the border."""
         inside = {"s": self.s, "kept": self.kept}
         if len(self.spilt):  # in parameters: an add counts as its share of an add and Adam
             inside["s, sums"] = self.s + self.cpu_sum * (self.job.add_s / (self.job.add_s + self.job.per_param_s))
@@ -432,8 +428,8 @@ class _JointProgram:
                 self.terms.append((family.name, value - family.slope * inside[family.on]))
 
     def _compute_queue(self) -> None:
-        """The compute queue does an iteration's updates before the next begins. All states, and everything read from a
-        moment on (before any gradient is final), are on the gpu then or come up later."""
+        """Updates come before the next iteration. All states, and everything read from a moment on (before any gradient
+        is final), are on the gpu then or come up later."""
         job, facts = self.job, self.job.facts
         until = int(facts.final.min()) + 1
         own, _ = facts.read_from()
@@ -448,9 +444,8 @@ class _JointProgram:
         self.terms.append(("d2h", float(facts.clock[until]) + too_much / job.down))
 
     def _last_turn(self, until: int) -> None:
-        """The compute queue, between the backward passes of the last two micro-batches. Sums of gradients that add up
-        on the gpu, or that Adam there needs, also take room or come up later. The adds of all micro-batches but the
-        last are done.
+        """Between the backward passes of the last two micro-batches, sums that add up on the gpu, or that Adam there
+        needs, also take room or come up later, and all adds but the last's are done.
 
         until: the first moment after a final gradient.
         """
@@ -493,14 +488,14 @@ class _JointProgram:
             self.terms.append(("barrier", others_s + (job.v * self.s + wider) / job.up))
 
     def _gradients(self, width: float) -> Expression:
-        """Gradients that Adam on the gpu reads."""
+        """Read by Adam on the gpu."""
         if not len(self.spilt):
             return width * self.s
         sum_w = self.job.sum_w
         return sum_w * self.gpu_sum + (sum_w + width) * (self.s - self.gpu_sum) - width * self.whole
 
     def _copies(self) -> None:
-        """h2d, d2h, a link that both directions share, and host DRAM."""
+        """Each direction, a link that both share, and host DRAM."""
         job, facts, cost = self.job, self.job.facts, self.job.cost
         up, down = self._up(), self._down()
         up_s, down_s = up / job.up + facts.stash_up_s, down / job.down + facts.stash_down_s
@@ -511,8 +506,8 @@ class _JointProgram:
         self.terms.append(("dram", moved / facts.dram_bytes_per_s))
 
     def _up(self) -> Expression:
-        """Chunks updated on the CPU, bytes not kept over the border, bytes that turns cannot keep, states of streamed
-        chunks, sums that were sent down, and sums made on the host for Adam on the gpu."""
+        """Updated on the CPU, not kept over the border or at turns, streamed states, sums sent down, and those made on
+        the host for Adam on the gpu."""
         job = self.job
         up = job.bytes - job.most_w * self.s + self.gone + (job.frozen - self.frozen_kept)
         up += self.again.sum() + job.v * self.y
@@ -521,8 +516,8 @@ class _JointProgram:
         return up
 
     def _down(self) -> Expression:
-        """Gradients (each time or as a sum), bytes not kept over the border, states of streamed chunks, sums that come
-        up again, and gradients added on the host for Adam on the gpu."""
+        """Gradients (each or as a sum), not kept over the border, streamed states, sums that come up again, and
+        gradients added on the host for Adam on the gpu."""
         job, u = self.job, self.job.u
         down = u * (job.bytes - job.most_w * self.s) + self.gone + job.v * self.y
         if len(self.spilt):
@@ -531,8 +526,8 @@ class _JointProgram:
         return down
 
     def _collectives(self, compute_s: Expression) -> None:
-        """All collectives follow one another, and compute loses a part of them ([Note: the bound of several ranks]).
-        With clipping no update comes before the last sum."""
+        """One after the other; compute loses a part of them ([Note: the bound of several ranks]). With clipping no
+        update comes before the last sum."""
         job, facts, net = self.job, self.job.facts, self.job.facts.net
         again = self.gathered.sum() + net.frozen_bytes - self.others_kept
         net_s = net.updates_s + again * net.byte_s
@@ -543,7 +538,7 @@ class _JointProgram:
     # -- the answer --
 
     def solve(self) -> _Solved:
-        """The least T that is at least each term. Raises linear.Unsolved if HiGHS fails."""
+        """Raises linear.Unsolved if HiGHS fails."""
         lp, scale = self.lp, self.job.scale
         lp.limit(self.t, max(float(lp.most_of(seconds)[0]) for _, seconds in self.terms) / scale)
         for _, seconds in self.terms:

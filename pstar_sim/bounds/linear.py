@@ -1,15 +1,13 @@
-"""Linear programs whose rows are written as expressions, solved with HiGHS, with a safe lower bound of the optimum.
+"""Linear programs of expressions, solved with HiGHS, with a safe lower bound of the optimum.
 
 [Note: expressions] `program.variables(n, most=...)` is a block of n variables. An `Expression` is a block of rows.
-Arithmetic goes row by row, as in numpy, and a number or a single row is broadcast: `2 * a - b[1:] + limits`.
-`program.add(a <= b)` adds the rows of a comparison. (highspy's expressions have one object per row: too slow for ten
-thousand rows.)
+Arithmetic goes row by row, as in numpy, with broadcasting: `2 * a - b[1:] + limits`. (highspy's have one object per
+row: too slow for ten thousand rows.)
 
 [Note: what the dual proves] A solver's optimum is right up to some tolerance, which is not enough for a certificate. So
-the reported value is the one that its dual solution proves. For min c.v, A v <= b, E v
-= d, 0 <= v <= u and any multipliers p >= 0 and q, c.v >= -p.b - q.d + sum_j min(0, r_j u_j) with r = c + A'p + E'q for
-every feasible v. With the solver's own multipliers this bound equals the solver's optimum up to rounding; with any
-others it still holds.
+the reported value is the one that its dual solution proves: For min c.v, A v <= b, E v = d, 0 <= v <= u and any
+multipliers p >= 0 and q, c.v >= -p.b - q.d + sum_j min(0, r_j u_j) with r = c + A'p + E'q for every feasible v. With
+the solver's own multipliers this bound equals the solver's optimum up to rounding; with any others it still holds.
 """
 
 from __future__ import annotations
@@ -33,10 +31,9 @@ class Unsolved(Exception):
 
 
 class Expression:
-    """Row r is constant[r] + the sum of factor * variable over the terms with row == r.
+    """Row r is constant[r] + the sum of factor * variable over the terms of row r.
 
-    row: of each term.
-    column: index of each term's variable.
+    column: each term's variable.
     """
 
     __slots__ = ("column", "constant", "factor", "row")
@@ -55,7 +52,7 @@ class Expression:
         return len(self.constant)
 
     def __getitem__(self, index: int | slice | Index | NDArray[np.bool_]) -> Expression:
-        """The rows that numpy would choose; for a number, a single row."""
+        """As numpy; a number gives a single row."""
         chosen = np.atleast_1d(np.arange(len(self))[index])
         by_row = np.argsort(self.row, kind="stable")
         begin, end = (np.searchsorted(self.row, chosen, side, sorter=by_row) for side in ("left", "right"))
@@ -124,7 +121,7 @@ class Expression:
 
 @dataclass(frozen=True)
 class Rows:
-    """Each row of `difference` is at most 0, or equal to 0."""
+    """Each at most 0, or equal to 0."""
 
     difference: Expression
     equal: bool
@@ -135,8 +132,8 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """value: the optimum by the solver.
-    proved: a lower bound that holds exactly, up to the rounding of one sum.
+    """value: by the solver.
+    proved: holds exactly, up to the rounding of one sum.
     """
 
     value: float
@@ -162,10 +159,7 @@ class LinearProgram:
         return self.variables(1, most=most)
 
     def variables(self, count: int, *, most: float | Sequence[float] | Array) -> Expression:
-        """From 0 to `most`. Returns an expression with one variable per row.
-
-        most: one number, or one per variable.
-        """
+        """One variable per row, from 0 to `most` (for all, or each)."""
         row, before = np.arange(count), len(self._most)
         each = [most] * count if isinstance(most, int | float) else most
         self._most += [max(0.0, float(value)) for value in each]
@@ -184,7 +178,7 @@ class LinearProgram:
         self._objective = objective
 
     def add(self, rows: Rows, *, unit: float = 1.0) -> None:
-        """unit: of the solver's rows, chosen so that factors are near 1."""
+        """unit: of the solver's rows, so that factors are near 1."""
         self._rows.append(rows if unit == 1.0 else Rows(rows.difference * (1 / unit), rows.equal))
 
     def solve(self, *, method: str = "simplex", time_limit_s: float | None = None) -> Solution:
@@ -226,7 +220,7 @@ class LinearProgram:
         return Solution(value=constant + float(cost @ at), proved=proved, at=at)
 
     def _stacked(self) -> tuple[Expression, NDArray[np.bool_]]:
-        """All rows in one expression, and a mask of the equations."""
+        """And a mask of the equations."""
         parts = [Expression.zero(0), *(rows.difference for rows in self._rows)]
         lengths = [len(part) for part in parts]
         begins = np.cumsum([0, *lengths[:-1]])
@@ -239,8 +233,7 @@ class LinearProgram:
 
 
 def _by_column(rows: Expression, columns: int) -> tuple[Index, Index, Array]:
-    """Start of each column, row of each entry, value of each entry. Terms with the same row and variable are added
-    up."""
+    """Start of each column, row and value of each entry; equal terms are added up."""
     place = rows.column * len(rows) + rows.row
     order = np.argsort(place, kind="stable")
     place = place[order]

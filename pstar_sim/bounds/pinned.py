@@ -59,7 +59,7 @@ __all__ = ["pinned_bound"]
 
 @dataclass(frozen=True)
 class _BoundLine:
-    """A term value + slope * x that holds for x in [from_x, until_x)."""
+    """value + slope * x, for x in [from_x, until_x)."""
 
     name: str
     value: float
@@ -94,7 +94,7 @@ def _lines(facts: BoundFacts, barrier: bool, x_max: float, *, clip: bool) -> lis
 
 
 def _update_lines(facts: BoundFacts, barrier: bool, *, clip: bool) -> list[_BoundLine]:
-    """Adam of all parameters that are not pinned, and the windows of all chunks and of all but the small ones."""
+    """Adam of what is not pinned, and the windows of all chunks and of all but small ones."""
     per_param_s = facts.cpu_update_s
     gpu_s = facts.gpu_update_s
     lines = [_BoundLine("adam", float(facts.params.sum()) * per_param_s, -per_param_s)]
@@ -112,8 +112,7 @@ def _update_lines(facts: BoundFacts, barrier: bool, *, clip: bool) -> list[_Boun
 
 
 def _byte_lines(facts: BoundFacts, x_max: float) -> list[_BoundLine]:
-    """Sums of hinges max(0, S + v x - room), linear between the points where a hinge opens. At a turn, other ranks'
-    slices are given up first."""
+    """Sums of hinges max(0, S + v x - room). At a turn, other ranks' slices go first."""
     link = facts.cost.link
     total, total_bytes = float(facts.params.sum()), float(facts.bytes.sum())
     turns = [(turn.bytes - turn.others, turn.room) for turn in facts.turns()]
@@ -143,8 +142,8 @@ def _byte_lines(facts: BoundFacts, x_max: float) -> list[_BoundLine]:
 
 
 def _window_lines(facts: BoundFacts, windows: Windows, per_param_s: float) -> list[_BoundLine]:
-    """One per distinct end of a window, the largest that ends there or later: all windows of a resource have the same
-    slope, and a line ends where its window is pinned entirely."""
+    """One per distinct end, the largest that ends there or later: a resource's windows have one slope, and a line ends
+    where its window is pinned entirely."""
     link, w = facts.cost.link, float(facts.most_w)
     slopes = {"adam": -per_param_s, "h2d": -w / link.h2d_bytes_per_s, "d2h": -w / link.d2h_bytes_per_s}
     order = np.argsort(windows.params, kind="stable")
@@ -162,7 +161,7 @@ def _window_lines(facts: BoundFacts, windows: Windows, per_param_s: float) -> li
 
 
 def _least_maximum(lines: list[_BoundLine], x_max: float) -> tuple[float, float]:
-    """Returns (x, value) over [0, x_max]; exact. Where lines end, the infimum counts."""
+    """(x, value) over [0, x_max], exact; where lines end, the infimum counts."""
     edges = sorted({0.0, x_max, *(e for line in lines for e in (line.from_x, line.until_x) if 0 < e < x_max)})
     pieces = list(pairwise(edges)) if len(edges) > 1 else [(0.0, 0.0)]
     value = np.array([line.value for line in lines])
@@ -185,7 +184,7 @@ def _least_maximum(lines: list[_BoundLine], x_max: float) -> tuple[float, float]
 
 
 def _least_of_piece(value: Array, slope: Array, low: float, high: float) -> tuple[float, float]:
-    """(x, value) of lines that all hold on [low, high]: descends from `low` along the highest."""
+    """(x, value) of lines that all hold on [low, high]: down from `low` along the highest."""
     x = low
     while True:
         y = value + slope * x

@@ -59,16 +59,16 @@ def costs_of_ranks(
 
 
 class NetFacts:
-    """All values are zero on a machine with one rank.
+    """All zero with one rank.
 
-    reduce_s: per chunk in `job.trained`, of the last sum before the update.
-    gather_s: per chunk in `job.trained`, of the gather after the update.
-    updates_s: per iteration, of all updated chunks.
-    byte_s: per byte of others' slices gathered once more.
-    lost: part of the seconds of collectives that compute loses.
-    others: chunk -> bytes, without padding.
+    reduce_s: per chunk in `job.trained`, of the last sum.
+    gather_s: likewise, after the update.
+    updates_s: of all updated chunks.
+    byte_s: per byte gathered once more.
+    lost: share of collectives that compute loses.
+    others: chunk -> bytes without padding.
     most_others: largest share of a chunk.
-    frozen_bytes: others' slices of all chunks that are only read.
+    frozen_bytes: others' slices of chunks only read.
     """
 
     def __init__(self, job: Facts, cost: CostModel) -> None:

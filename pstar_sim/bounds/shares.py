@@ -47,8 +47,8 @@ def may_differ(workload: Workload, machine: Machine) -> bool:
 
 
 def any_job(workload: Workload, machine: Machine) -> Callable[[int], Workload] | None:
-    """From sequences per micro-batch to the job of a rank; None for a job that is written down for its shares alone, or
-    for GPUs that are alike."""
+    """Sequences per micro-batch -> a rank's job; None for a job written for its shares alone, or GPUs that are
+    alike."""
     if not may_differ(workload, machine) or not can_vary(workload) or workload.activations or workload.relayed:
         return None
     known: dict[int, Workload] = {}
@@ -63,7 +63,7 @@ def any_job(workload: Workload, machine: Machine) -> Callable[[int], Workload] |
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """most: largest share of any rank of each kind, in the order of `Machine.kinds`.
+    """most: of any rank of each kind, as `Machine.kinds`.
     shares: of each rank; their sum is the batch.
     """
 
@@ -74,8 +74,8 @@ class Leaf:
 
 @dataclass(order=True)
 class _Box:
-    """seconds: no plan with these shares is faster. A corner that is bounded finally comes first among equals.
-    stage: what `seconds` comes from: 0 the box around it and computing alone, 1 the joint bound, 2 the last bound.
+    """seconds: no plan with these shares is faster. Corners bounded finally come first among equals.
+    stage: `seconds` is of 0 the box around it and computing alone, 1 the joint bound, 2 the last bound.
     """
 
     seconds: float
@@ -86,9 +86,9 @@ class _Box:
 
 
 class AnyShares:
-    """batch: sequences per micro-batch, of all ranks together.
-    job_of: sequences per micro-batch -> the job of a rank.
-    fluid: bound of the fluid program for jobs rank by rank; None: the joint bound is the last.
+    """batch: of all ranks together.
+    job_of: sequences -> a rank's job.
+    fluid: of jobs rank by rank; None: the joint bound is the last.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class AnyShares:
                     heapq.heappush(boxes, part)
 
     def _most(self, kind: int) -> int:
-        """Largest share of a rank of a kind that may be needed, if all others have one sequence."""
+        """That may be needed, if all others have one sequence."""
         count = self._counts[kind]
         return max(1, -(-(self.batch - sum(self._counts) + count) // count))
 
@@ -173,7 +173,7 @@ class AnyShares:
         return sum(n * m for n, m in zip(self._counts, most)) >= self.batch
 
     def _halves(self, box: _Box) -> list[_Box]:
-        """Along the kind whose computing differs most, without shares that are too few."""
+        """Along the kind whose computing differs most, without too few shares."""
         ends = [(self._clock_s(k, h) - self._clock_s(k, m), k) for k, (m, h) in enumerate(zip(box.low, box.high))]
         k = max((spread, k) for spread, k in ends if box.low[k] < box.high[k])[1]
         middle = (box.low[k] + box.high[k]) // 2
@@ -184,14 +184,12 @@ class AnyShares:
         return [self._box(low, high, box.seconds) for low, high in parts if self._reaches(high)]
 
     def _box(self, low: tuple[int, ...], high: tuple[int, ...], seconds: float) -> _Box:
-        """The others' largest shares leave a rank at least so many."""
         all_of = sum(n * h for n, h in zip(self._counts, high))
         least = (-(-(self.batch - all_of + n * h) // n) for n, h in zip(self._counts, high))
         low = tuple(map(max, low, least))
         return _Box(max(seconds, self._computing_s(low)), 0, low, high)
 
     def _least_computing(self, low: tuple[int, ...], high: tuple[int, ...]) -> _Box:
-        """Shares with the least computing of the slowest rank."""
         boxes = [self._box(low, high, 0.0)]
         while not self._reaches(boxes[0].low):
             for part in self._halves(heapq.heappop(boxes)):
@@ -215,7 +213,7 @@ class AnyShares:
         return tuple(of_kind[kind] for kind in self.machine.kinds)
 
     def _bounded(self, box: _Box) -> _Box:
-        """With the joint bound of the lowest corner."""
+        """Of the lowest corner."""
         ranked = self._jobs(box.low)
         hardest = tightest(ranked, self.machine)
         bound = None
@@ -227,7 +225,7 @@ class AnyShares:
         return _Box(seconds, 1, box.low, box.high, bound)
 
     def _finished(self, box: _Box) -> _Box:
-        """With the last bound of the lowest corner, which is shares of the batch."""
+        """Of the lowest corner, which is shares of the batch."""
         box = box if box.stage else self._bounded(box)
         bound = box.bound
         if self._fluid is not None and self._left and bound is not None:
@@ -248,7 +246,7 @@ class AnyShares:
         return Leaf(most=box.low, shares=self._shared(box.low), bound=replace(box.bound, seconds=box.seconds))
 
     def _shared(self, most: Sequence[int]) -> tuple[int, ...]:
-        """Each sequence too many is taken from the first of the ranks that compute longest."""
+        """Sequences too many are taken from the first that computes longest."""
         of_kind = dict(zip(self._kinds, range(len(most))))
         shares = [most[of_kind[kind]] for kind in self.machine.kinds]
         for _ in range(sum(shares) - self.batch):
@@ -259,10 +257,10 @@ class AnyShares:
 
 
 def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
-    """One workload that stands for all of `workloads` (one per rank). Moment by moment it leaves as little room on
-    `machine.gpu` (the weakest of each figure) as the fullest rank has, and lasts as long as on the slowest rank's GPU.
+    """A workload that stands for all ranks': moment by moment it leaves as little room on `machine.gpu` (the weakest of
+    each figure) as the fullest rank has, and lasts as long as on the slowest GPU.
 
-    Raises PstarError for workloads that are not one per rank, or not of one model and shape of iteration.
+    Raises PstarError unless there is one per rank, all of one model and shape of iteration.
     """
     _check_one_job(workloads, machine)
     first = workloads[0]

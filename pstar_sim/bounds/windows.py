@@ -16,14 +16,14 @@ __all__ = ["Windows", "barrier_windows", "update_windows"]
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """An entry per window j, in which the updates of the chunks J_j lie.
+    """Per window j, in which the updates of the chunks J_j lie.
 
     span_s: iteration outside of the window.
     params, bytes: of all chunks of J_j.
-    down_s: shortest copy down of any chunk of J_j, or shortest part where it is updated in parts (`parts_of`).
-    up_s, adam_s: the same for the copy up and CPU Adam.
-    reduce_s, gather_s: shortest last sum over the ranks, and gather, of any chunk of J_j.
-    net_s: last sums and gathers of all chunks of J_j, one after the other.
+    down_s: shortest copy down of a chunk of J_j, or part (`parts_of`).
+    up_s, adam_s: likewise.
+    reduce_s, gather_s: shortest last sum and gather.
+    net_s: all of these, one after the other.
     behind_barrier: whether copies down may lie outside the window.
     """
 
@@ -39,11 +39,11 @@ class Windows:
     behind_barrier: bool
 
     def seconds(self, *, adam_s: float, up: float, down: float) -> Mapping[str, Array]:
-        """Returns the least seconds of an iteration if nothing of J_j is pinned: for each resource that works serially
-        ("adam", "h2d", "d2h"), an array with an entry per window.
+        """Returns the least seconds of an iteration, per window, if nothing of J_j is pinned, by the serial resource
+        ("adam", "h2d", "d2h").
 
-        The shortest work of another resource comes before the resource's first work in the window and after its last;
-        on several ranks the shortest sum over the ranks and the shortest gather too.
+        Another resource's shortest work comes before its first work in the window and after its last, on several ranks
+        the shortest sum and gather too.
 
         adam_s: CPU Adam, per parameter.
         up, down: bytes per second.
@@ -60,7 +60,7 @@ class Windows:
         return found
 
     def gpu_s(self, adam_s: float) -> Array:
-        """Least seconds of an iteration if the GPU updates all of J_j: an entry per window.
+        """If the GPU updates all of J_j.
 
         adam_s: GPU Adam, per parameter.
         """
@@ -69,7 +69,7 @@ class Windows:
 
 
 def update_windows(facts: BoundFacts) -> Iterator[Windows]:
-    """From each chunk's last gradient to its next first read: of all chunks, then of all but the small ones."""
+    """Last gradient to next first read: of all chunks, then of all but small ones."""
     for members in _groups(facts):
         first, final = facts.first[members], facts.final[members]
         span_s = np.maximum(0.0, facts.clock[final + 1] - facts.clock[first])
@@ -77,9 +77,9 @@ def update_windows(facts: BoundFacts) -> Iterator[Windows]:
 
 
 def barrier_windows(facts: BoundFacts, *, clip: bool) -> Iterator[Windows]:
-    """From the end of the last moment to each chunk's next first read.
+    """From the last moment's end to each next first read.
 
-    clip: on several ranks, the windows begin with the last sum over the ranks.
+    clip: from the last sum over the ranks, on several.
     """
     begin_s = facts.barrier_s(clip=clip)
     for members in _groups(facts):
@@ -88,8 +88,7 @@ def barrier_windows(facts: BoundFacts, *, clip: bool) -> Iterator[Windows]:
 
 
 def _groups(facts: BoundFacts) -> list[NDArray[np.bool_]]:
-    """Masks of all chunks, and of all but the small ones: these have the shortest copies, so the windows without them
-    are tighter."""
+    """All, and all but small ones, whose copies are shortest: windows without them are tighter."""
     everything = np.ones(len(facts.params), dtype=bool)
     if not everything.size:
         return []

@@ -11,10 +11,10 @@ __all__ = ["CheckReport", "GpuPeak"]
 
 @dataclass(frozen=True, kw_only=True)
 class GpuPeak:
-    """The most bytes that the GPU of these ranks can hold in any legal interleaving (exact).
+    """The most bytes that these ranks' GPU can hold in any legal interleaving (exact).
 
-    moment: of this peak, -1 for the cut.
-    running: ids of the steps under way at this peak.
+    moment: -1 for the cut.
+    running: ids of the steps under way.
     """
 
     ranks: tuple[int, ...]
@@ -26,13 +26,12 @@ class GpuPeak:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """iterations: number unrolled; 2 unless a queue may run further ahead.
-    peak_bytes: place -> the most bytes on any rank in any legal interleaving (exact).
-    peak_at: place -> the moment of this peak, -1 for the cut.
+    """iterations: unrolled; 2 unless a queue may run further ahead.
+    peak_bytes: place -> the most on any rank in any legal interleaving (exact).
+    peak_at: place -> moment, -1 for the cut.
     gpus: one peak for all ranks that are alike.
-    figures: names of those that were computed again.
-    not_checked: a line for each kind of statement in the plan that was not computed again ([Note: what a check says] in
-        figures.py).
+    figures: that were computed again.
+    not_checked: a line per kind of statement that was not ([Note: what a check says] in figures.py).
     """
 
     steps: int

@@ -1,7 +1,7 @@
 """choose: finds the order of a draft's steps on each queue, until the iteration repeats.
 
-`choose` gives the order of steps and the window from which memory edges are made; `follow` then times the plan, by the
-same rules (rules.py). The compute queue runs in the order of the draft. Every other queue takes the ready step with the
+It gives the order and the window from which memory edges are made; `follow` then times the plan, by the same rules
+(rules.py). The compute queue runs in the order of the draft, and every other queue takes the ready step with the
 smallest key.
 
 [Note: what follows at once] A row that follows another row at once (`DraftRow.behind`) frees its bytes, and lets other
@@ -14,9 +14,9 @@ that has not started. So memory is reserved when a copy starts, and the last slo
 `room`, a step may take bytes before earlier steps of the draft only if these could still run one after the other in the
 remaining room (the banker's rule).
 
-[Note: a window again] If an iteration begins in the same state as the one before it, the same steps follow in the same
-order, and only the clock is advanced over them. The seconds are bit-identical, because the same seconds are added in
-the same order. If rounding would let another step end first, the window is run like the others.
+[Note: a window again] If an iteration begins in the state of the one before it, the same steps follow in the same
+order, and only the clock is advanced over them: the same seconds, added in the same order, are bit-identical. If
+rounding would let another step end first, the window is run.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ ROUNDING = 1e-9  # relative; far more than the rounding error of the seconds of 
 
 @dataclass(frozen=True, slots=True)
 class Events(Sequence[tuple[int, int, bool]]):
-    """(row, iteration relative to the window, ended?) in order; an op's parts come after its end. A search reads the
-    events of its best attempts alone, so they are read from the log each time.
+    """(row, iteration relative to the window, ended?); an op's parts come after its end. Read from the log each time,
+    because a search reads those of its best attempts alone.
     """
 
     log: Sequence[int]
@@ -87,7 +87,7 @@ class Window:
     gpu_free_bytes, host_free_bytes: when the window opens.
     stuck: (row, place, bytes wanted, bytes free) of the step that can never start.
     periods_s: of each iteration that was tried.
-    starts_s: ops of the compute queue, from the begin of the window; empty if the search gave up.
+    starts_s: ops of the compute queue, from the begin of the window, empty if the search gave up.
     """
 
     iteration_s: float
@@ -100,31 +100,30 @@ class Window:
 
     @property
     def repeats(self) -> bool:
-        """If the last two periods disagree, the seconds of a plan made from this window may differ from
-        `iteration_s`."""
+        """If not, a plan made from this window may take other seconds than `iteration_s`."""
         return len(self.periods_s) > 1 and agree(self.periods_s[-1], self.periods_s[-2], TOLERANCE)
 
 
 def choose(draft: Draft, *, limit_s: float = math.inf) -> Window:
     """Advance the draft until its window repeats and two successive periods agree within TOLERANCE, for at most
-    MOST_WINDOWS windows. Returns the last window.
+    MOST_WINDOWS windows, and return the last.
 
-    Gives up, without events, once a window is certain to take longer than limit_s and at least as long as the window
-    before. `iteration_s` is then a lower bound of the window's seconds.
+    Gives up, without events, once a window is certain to take longer than limit_s and at least as long as the one
+    before: `iteration_s` is then a lower bound.
     """
     return _Chooser(draft, limit_s).run()
 
 
 class _Chooser:
-    """How steps are numbered is in choose_columns.py. Lists with an entry per iteration grow as iterations open.
+    """Steps are numbered as in choose_columns.py. Lists with an entry per iteration grow as iterations open.
 
-    waits: row -> number of ops for which it still waits.
+    waits: row -> ops for which it still waits.
     over: op -> whether it has ended, or has no bytes on the GPU.
     ready: queue -> heap of the ops that wait for nothing more.
-    unstarted: queue -> number of its ops in its iteration that have not started.
+    unstarted: queue -> its ops in its iteration that have not started.
     lap: iteration of the compute queue.
     at: index in `Columns.compute` of the compute queue's next op.
-    position: position that runs or is next, counted through all iterations.
+    position: running or next, counted through all iterations.
     """
 
     __slots__ = (
@@ -207,7 +206,7 @@ class _Chooser:
                 heappush(ready[queue_of[j]], base + rank[j])
 
     def _start(self, q: int, i: int, k: int) -> bool:
-        """Whether the step has ended already, because it takes no time."""
+        """Whether the step took no time and has ended."""
         c = self.columns
         if q != COMPUTE:
             heappop(self.ready[q])
@@ -243,7 +242,7 @@ class _Chooser:
     # -- what can start --
 
     def _start_compute(self) -> Window | None:
-        """Returns the outcome if the search ends here."""
+        """The outcome if the search ends here."""
         c, running = self.columns, self.clock.running
         compute, gpu_take, host_take = c.compute, c.gpu_take, c.host_take
         while running[COMPUTE] < 0:
@@ -269,7 +268,7 @@ class _Chooser:
         return None
 
     def _start_ready(self, q: int) -> bool:
-        """On a queue whose steps take no bytes ahead of their use."""
+        """On a queue whose steps take no bytes ahead of use."""
         c, ready, running = self.columns, self.ready[q], self.clock.running
         gpu_take, host_take = c.gpu_take, c.host_take
         at_once = False
@@ -284,7 +283,7 @@ class _Chooser:
         return at_once
 
     def _start_ahead(self, q: int) -> bool:
-        """On a queue whose steps take bytes ahead of their use. Returns whether any step took no time."""
+        """On a queue whose steps do; whether any took no time."""
         c, ready, running, ahead = self.columns, self.ready[q], self.clock.running, self.ahead
         at_once = False
         while ready and running[q] < 0:
@@ -307,8 +306,8 @@ class _Chooser:
         return at_once
 
     def _safe(self, i: int, k: int) -> bool:
-        """Whether all earlier steps of the draft could still run one by one if step i of iteration k took its bytes now
-        (the banker's rule)."""
+        """The banker's rule: could all earlier steps of the draft still run one by one if this one took its bytes
+        now?"""
         gpu_take, gpu_free_of = self.columns.gpu_take, self.columns.gpu_free
         left = self.gpu_free - gpu_take[i]
         for lap in range(max(0, k - 1), k + 1):
@@ -339,13 +338,13 @@ class _Chooser:
         return None
 
     def _with_starts(self, outcome: Window) -> Window:
-        """The starts are those of the latest window that was run."""
+        """Of the latest window that was run."""
         begin_s = self.starts_s[0]
         return replace(outcome, starts_s=[start_s - begin_s for start_s in self.starts_s])
 
     def _state(self) -> tuple[object, ...]:
-        """What determines the order of the steps after a mark, counted from the iteration before; empty while an older
-        step is under way."""
+        """What determines the order after a mark, counted from the iteration before; empty while an older step is under
+        way."""
         last = self.lap - 1
         if last and 0 in self.ended[last - 1]:
             return ()
@@ -382,9 +381,9 @@ class _Chooser:
 class _RoomAhead:
     """[Note: fetching ahead]. The room at a position never grows.
 
-    slack: bytes at each position, through all iterations, that are neither needed nor reserved.
-    urgent: queue -> (index into `Columns.fetch_order`, iteration) of its earliest step that has not started.
-    refused: queue -> the last step (as in `ready`) that had no room, and until which position.
+    slack: at each position, through all iterations, bytes neither needed nor reserved.
+    urgent: queue -> (index into `Columns.fetch_order`, iteration) of its earliest unstarted step.
+    refused: queue -> the last step (as in `ready`) without room, and until which position.
     """
 
     __slots__ = ("_base", "_columns", "_lead", "refused", "slack", "urgent")
@@ -404,7 +403,7 @@ class _RoomAhead:
         return refused == step and position <= until
 
     def reserve(self, q: int, i: int, k: int, position: int, started: Sequence[bytearray]) -> bool:
-        """Reserve room for step i of iteration k from `position` to its use, if there is any."""
+        """From `position` to the use of step i of iteration k, if there is room."""
         c = self._columns
         use = c.use[i]
         assert use is not None
@@ -421,7 +420,7 @@ class _RoomAhead:
         return True
 
     def _most_urgent(self, q: int, started: Sequence[bytearray]) -> tuple[int, int]:
-        """Returns (iteration, step)."""
+        """(iteration, step)."""
         order = self._columns.fetch_order[q]
         n, lap = self.urgent[q]
         while started[lap][order[n]]:
@@ -434,7 +433,7 @@ class _RoomAhead:
 
 class _WindowLog:
     """log: starts and ends of ops, as numbers (choose_columns.py).
-    marks: ends of windows: time, length of the log, bytes free on the GPU and on the host.
+    marks: of each window's end: time, length of the log, bytes free on the GPU and on the host.
     """
 
     __slots__ = ("_columns", "_draft", "limit_s", "log", "marks")
@@ -451,8 +450,7 @@ class _WindowLog:
         self.marks.append((now, len(self.log), gpu_free, host_free))
 
     def outcome(self) -> Window | None:
-        """The outcome if the latest window took too long, or is as long as the one before and contains every step
-        once."""
+        """None unless the latest window took too long, or is as long as the one before and contains every step once."""
         marks = self.marks
         periods = self._periods()
         period = periods[-1]
@@ -486,7 +484,7 @@ class _WindowLog:
         )
 
     def repeated(self, clock: Clock) -> Window | None:
-        """The outcome if the latest window comes again: [Note: a window again]. Else nothing changes."""
+        """[Note: a window again], if the latest comes again. Else nothing changes."""
         log, marks = self.log, self.marks
         kept, entries, windows = clock.kept(), len(log), len(marks)
         (_, _, gpu_free, host_free), outcome = marks[-1], None

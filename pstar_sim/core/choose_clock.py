@@ -14,7 +14,7 @@ _Kept = tuple[float, float, bool, list[int], list[tuple[float, float, float, flo
 
 
 class Clock:
-    """Speeds are computed once per instant, after all ops that start or end in it.
+    """Speeds are computed once per instant, after all that starts or ends in it.
 
     now: seconds since the cut.
     running: queue -> op; -1 if none runs.
@@ -88,7 +88,7 @@ class Clock:
     def _rates_together(self, together: Sequence[float]) -> list[tuple[int, float]]:
         """Speed of each queue that runs a step.
 
-        together: demand of each queue that uses host DRAM; negative where no step runs.
+        together: demand of each queue that uses host DRAM, negative where no step runs.
         """
         sharing = [q for q, demand in zip(self._columns.on_dram, together) if demand >= 0.0]
         copies = [q in (H2D, D2H) for q in sharing]

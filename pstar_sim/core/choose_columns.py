@@ -1,8 +1,8 @@
-"""Columns of a draft: the data that `choose` reads, with one entry per row, which do not change while it advances.
+"""Columns of a draft: what `choose` reads, one entry per row, unchanged while it advances.
 
-Plain numbers stand for steps, because there are hundreds of thousands. Op i of iteration k has three numbers: k * count
-+ i where it runs; k * count + rank (its place among the sorted keys) where it is ready; and in the log twice the first
-number, plus 1 for its end. An op is a row and its parts ([Note: what follows at once] in choose.py).
+Plain numbers stand for the hundreds of thousands of steps. Op i of iteration k has three numbers: k * count + i where
+it runs; k * count + rank (its place among the sorted keys) where it is ready; and in the log twice the first number,
+plus 1 for its end. An op is a row and its parts ([Note: what follows at once] in choose.py).
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _INDEX = {
 
 
 class Columns:
-    """parts: op -> the rows that follow it at once.
+    """parts: op -> rows that follow it at once.
     compute: ops of the compute queue, in order.
     positions: ops of the compute queue that are positions.
-    lengths: queue -> number of its ops that start when they are ready, in any order.
+    lengths: queue -> its ops that start when they are ready, in any order.
     on_dram: queues whose steps use host DRAM.
-    shared: whether queues together may want more of host DRAM, or of the link, than there is.
+    shared: whether queues may together want more than host DRAM, or the link, has.
     demand: op -> bytes of host DRAM per second.
-    by_rank: these ops, in the order of their keys.
+    by_rank: these ops, by key.
     rank: op -> its place in `by_rank`, or -1.
     followers: op -> rows that wait for it in the same iteration.
     successors: op -> rows that wait for it in the next.
-    base_waits: row -> number of ops for which it waits.
-    first_waits: the same for the first iteration.
-    upcoming: at each place of `compute`, bytes that the queue takes up to its next position.
-    rest_s: at each place of `compute`, nominal seconds from there to the end of the iteration.
-    reserving: queues whose steps take bytes ahead of their use.
-    fetch_order: queue -> its ops that serve a position, by that position.
+    base_waits: row -> ops for which it waits,
+    first_waits: in the first iteration.
+    upcoming: at each place of `compute`, bytes taken up to the next position.
+    rest_s: at each place of `compute`, nominal seconds to the end of the iteration.
+    reserving: queues that take bytes ahead of use.
+    fetch_order: queue -> its ops that serve a position, by position.
     """
 
     __slots__ = (
@@ -81,7 +81,7 @@ class Columns:
         return [charge.dram_bytes for charge in charges]
 
     def _join(self, rows: Sequence[DraftRow]) -> list[int]:
-        """Per row, the op that it is or belongs to. Raises ValueError for a row that cannot be a part."""
+        """Per row, its op or the op it belongs to. Raises ValueError for a row that cannot be a part."""
         self.parts: dict[int, list[int]] = {}
         op_of = list(range(len(rows)))
         self.is_part = bytearray(len(rows))

@@ -1,7 +1,6 @@
 """Draft: the steps of one iteration before their order is chosen.
 
-The charge of a row (seconds, bytes) depends on its kind, its chunk and its list, so a search computes each charge once
-per job.
+A charge depends on kind, chunk and list alone, so a search computes each once per job.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ __all__ = ["FREE", "Charge", "Draft", "DraftRow"]
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """seconds: nominal, of the row running alone.
-    gpu_take, host_take: bytes taken at the start.
-    gpu_free, host_free: bytes freed at the end.
+    """seconds: nominal, of the row alone.
+    gpu_take, host_take: at the start.
+    gpu_free, host_free: at the end.
     """
 
     seconds: float = 0.0
@@ -35,14 +34,14 @@ FREE = Charge()
 
 @dataclass(slots=True)
 class DraftRow:
-    """One step, or a block of moments. The value -1 means none.
+    """A step or a block of moments; -1 means none.
 
     moment: for a block, an Adam or a stash, the other fields determine it.
-    after: (row, back) pairs that have to end first, in this iteration (back 0) or the previous iteration (back 1).
-    key: order among the ready rows of a queue, smallest first (None: the order of the draft).
-    behind: an earlier row of the same queue that this row follows at once (a drop after its write-back), with no time,
+    after: (row, back) that have to end first, in this iteration (0) or the previous (1).
+    key: order among a queue's ready rows, smallest first (None: the draft's).
+    behind: an earlier row of the queue that this row follows at once (a drop after its write-back), without time,
         bytes, waits or key.
-    use: position that a fetch or a gather serves.
+    use: position that a fetch or gather serves.
     is_position: whether the row is the next position of the compute queue.
     """
 
@@ -66,8 +65,8 @@ class Draft:
     """Rows of one iteration, in an order in which they could run one after the other.
 
     gpu_free_bytes, host_free_bytes: at the cut, when no step of the iteration has begun.
-    rates: of copies and CPU Adam, without measured slow-downs. Collectives use other wires.
-    room: per position, bytes that fetches ahead of their use may take.
+    rates: of copies and CPU Adam, without measured slow-downs.
+    room: per position, bytes for fetches ahead of use.
     lead_bytes: see [Note: fetching ahead] in choose.py.
     """
 

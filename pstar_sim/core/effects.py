@@ -1,5 +1,4 @@
-"""Effects of a step on memory, as pure functions: the table of [Note: what a step does to memory] in core/step.py, and
-the effects of moments."""
+"""Effects of steps and moments on memory, as pure functions: [Note: what a step does to memory] in core/step.py."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def category_of(list_name: str) -> str:
 
 
 class Touched(NamedTuple):
-    """lenient: whether a payload is taken only if absent, or freed only if present."""
+    """lenient: taken only if absent, freed only if present."""
 
     resident: Resident
     lenient: bool
@@ -60,7 +59,7 @@ def frees(step: Step) -> Touched | None:
 
 
 def reads(step: Step) -> tuple[Resident, ...]:
-    """What a step copies or reduces, there when it starts; none for moments and Adam."""
+    """What a step copies or reduces; none for moments and Adam."""
     if step.list is None or step.chunk is None:
         return ()
     there = EFFECTS[step.kind].reads
@@ -86,9 +85,9 @@ def _touched(step: Step, touch: Touch | None) -> Touched | None:
 
 
 def tide_moves(tide: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(rise, fall) of the tide at each moment: non-model bytes taken when it starts, and freed when it ends.
+    """(rise, fall) of the tide at each moment: taken when it starts, freed when it ends.
 
-    tide: of each moment of an iteration, or of each block.
+    tide: per moment of an iteration, or per block.
     """
     changes = [now - before for before, now in zip((tide[-1], *tide), tide)]
     rise = tuple(change if change > 0 else 0 for change in changes)
@@ -97,7 +96,7 @@ def tide_moves(tide: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def tide_at_cut(tide: Sequence[int]) -> int:
-    """The last moment's fall has happened, the first moment's rise has not."""
+    """After the last moment's fall, before the first's rise."""
     return min(tide[-1], tide[0])
 
 
@@ -107,12 +106,12 @@ def name_of(resident: Resident) -> str:
 
 
 def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
-    """Returns (chunk, micro-batch) -> the list on the gpu in which the chunk's gradients arrive in that micro-batch.
+    """Returns (chunk, micro-batch) -> list on the gpu in which the chunk's gradients arrive.
 
-    "grad32" if that list stays on the gpu or the plan allocates it there. "grad" in the micro-batches for which the
-    plan allocates it (the first, one per alloc step of the chunk), or in all if the list stays on the gpu. "param", in
-    place, in all others; in a checked plan this is the last micro-batch only. On a sliced layout, whole gradients
-    arrive in that list, then never "grad32", and in that of the others' slices.
+    "grad32" if that stays on the gpu or the plan allocates it there; "grad" in micro-batches for which the plan
+    allocates it (the first, one per alloc), or in all if it stays there; "param", in place, otherwise: in a checked
+    plan the last micro-batch. On a sliced layout whole gradients arrive in it, then never "grad32", and in the others'
+    slices.
     """
     alloc, gpu = Kind.ALLOC, Place.GPU
     opened = [step for step in plan.steps if step.kind is alloc and step.place is gpu]
@@ -136,11 +135,10 @@ def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
 
 
 def folded_lists(plan: Plan) -> dict[int, int]:
-    """Returns step -> number of gradient lists that an update adds to another before it begins, if any.
+    """Returns step -> gradient lists that an update adds to another before it begins.
 
     A cpu_add adds a gradient to the sum on the host, and a sum on the gpu takes each gradient as it arrives; the update
-    adds the others. On a sliced layout, updates on the gpu are left out, as are other adds on the gpu. A part of an
-    update makes its part of each add.
+    adds the rest. On a sliced layout, adds on the gpu are left out. A part of an update makes its part of each.
     """
     if plan.workload.micro_batches == 1:
         return {}
@@ -153,20 +151,20 @@ def folded_lists(plan: Plan) -> dict[int, int]:
 
 
 def _summed_on_gpu(plan: Plan) -> set[int]:
-    """Chunks with a list there, always or for a time."""
+    """With a list there, always or for a time."""
     opened = {s.chunk for s in plan.steps if s.kind is Kind.ALLOC and s.place is Place.GPU and s.list == "grad32"}
     stays = {r.chunk for r in plan.initial if r.place is Place.GPU and r.list == "grad32"}
     return {chunk for chunk in opened | stays if chunk is not None}
 
 
 def overwritten_in_place(plan: Plan) -> list[tuple[int, int]]:
-    """(moment, chunk) of every working list that holds only final gradients when the moment ends."""
+    """(moment, chunk) of working lists with only final gradients when the moment ends."""
     last = _last_gradients(plan)
     return [(last[where], where[0]) for where, list_name in gradient_list(plan).items() if list_name == "param"]
 
 
 def _last_gradients(plan: Plan) -> dict[tuple[int, int], int]:
-    """(chunk, micro-batch) -> moment of its last gradient, in the order in which the first gradients arrive."""
+    """(chunk, micro-batch) -> moment of its last gradient, ordered by the first."""
     w, chunk_of = plan.workload, plan.layout.chunk_of
     last: dict[tuple[int, int], int] = {}
     for m, (moment, tensors) in enumerate(zip(w.moments, w.gradients)):

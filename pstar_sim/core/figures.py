@@ -1,8 +1,8 @@
 """The figures that a plan states beside its steps.
 
 [Note: what a check says] A plan carries figures (`predictions`), words (`choices`) and the inputs of both (workload,
-machine). A check names what it does not compute again. Bytes are computed again here, seconds and bounds with the
-simulator (planner/stated.py).
+machine). A check names what it does not compute again: bytes are computed here, seconds and bounds with the simulator
+(planner/stated.py).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _PEAKS = {"peak_gpu_bytes": Place.GPU, "peak_host_bytes": Place.HOST}
 
 @dataclass(frozen=True, kw_only=True)
 class Stated:
-    """false: a sentence for each figure that differs from the recomputed one.
-    checked: names of those that are right.
+    """false: a sentence for each figure that differs.
+    checked: those that are right.
     """
 
     false: tuple[str, ...]
@@ -43,10 +43,10 @@ class Stated:
 
 
 def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
-    """peak_bytes: the most of each place, as proved.
+    """peak_bytes: of each place, as proved.
 
-    The peak of a run depends on its timing, so a stated peak has to lie between the bytes that every run holds and the
-    proved peak; on several ranks, on the rank with the largest.
+    A run's peak depends on its timing, so a stated one has to lie between what every run holds and the proved peak; on
+    several ranks, of the rank with the largest.
     """
     false: list[str] = []
     checked: list[str] = []
@@ -69,8 +69,8 @@ def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
 
 
 def _least_bytes(plan: Plan, place: Place) -> int:
-    """The bytes that the place holds at its peak on some rank, whatever the timing: those at the cut or, on the gpu, of
-    the moment with the largest need if more."""
+    """At the place's peak on some rank, whatever the timing: those at the cut or, on the gpu, of the moment with the
+    largest need."""
     cut = sum(size for _, where, size in plan.buffers if where is place)
     cut += sum(plan.layout.payload_bytes(r.chunk, r.list) for r in plan.initial if r.chunk >= 0 and r.place is place)
     if place is not Place.GPU:
@@ -91,8 +91,8 @@ def not_checked(
 ) -> tuple[str, ...]:
     """Returns a line per kind of statement that was not computed again, or is missing.
 
-    checked: names of figures and words.
-    why: name -> reason why it was not computed.
+    checked: figures and words.
+    why: name -> reason why not.
     """
     lines: list[str] = []
     rest: dict[str, list[str]] = {}

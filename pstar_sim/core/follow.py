@@ -1,8 +1,7 @@
 """follow: advances a program in its own order, by the clock, until two successive iterations agree.
 
 [Note: events at equal times] Events at equal times are handled in the order in which they were scheduled: the end of a
-step when it begins or when its speed last changes, a waiting queue when the step for which it waits ends. A queue whose
-step ends continues at once.
+step when it begins or when its speed last changes, a waiting queue when the step for which it waits ends.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ class Times:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """The last of `iterations` counts. Events of later ones may follow.
+    """The last of `iterations` counts; events of later ones may follow.
 
-    events: every start (2 * step) and end (2 * step + 1), in order of time.
-    marks: number of events when the compute queue had ended each iteration.
-    last_wait: per iteration, step -> the step for which it waited last.
-    arrival_s: per iteration, step that meets the same step of other ranks -> when this rank was ready for it.
-    dram_loss_s: per iteration and step; no rows if DRAM is never short.
-    times: of the iterations that every queue had ended at the last `end_iteration`.
-    steady: whether the last two iterations agree.
+    events: starts (2 * step) and ends (2 * step + 1), in order of time.
+    marks: events when the compute queue had ended each iteration.
+    last_wait: per iteration, step -> the step it waited for last.
+    arrival_s: per iteration, step that meets other ranks' -> when this rank was ready.
+    dram_loss_s: per iteration and step, no rows if DRAM is never short.
+    times: of iterations that every queue had ended at the last `end_iteration`.
+    steady: the last two iterations agree.
     """
 
     program: Program
@@ -68,8 +67,8 @@ class Record:
 
     @classmethod
     def empty(cls, program: Program, most: int, *, shared: bool) -> Record:
-        """most: largest number of iterations.
-        shared: whether DRAM can be short.
+        """most: iterations at most.
+        shared: DRAM can be short.
         """
         steps = len(program.ids)
         lost = [[0.0] * steps for _ in range(most)] if shared else []
@@ -85,9 +84,7 @@ class Record:
         return pace_s(self.program, self.times.end, steady=self.steady)
 
     def end_iteration(self, k: int) -> bool:
-        """Compute `times` from the events, when every queue has ended iteration k. Returns whether iteration k is
-        steady ([Note: when an iteration is steady] in rules.py).
-        """
+        """Every queue has ended iteration k: is it steady ([Note: when an iteration is steady] in rules.py)?"""
         if k == 0:
             return False
         order, at_s = self.program.order, np.array(self.at_s)
@@ -114,7 +111,7 @@ def follow(
 
     factor: on the seconds of each step, for jitter.
 
-    Raises Deadlock for a program that deadlocks, naming the step at which each queue stands.
+    Raises Deadlock, naming the step at which each queue stands.
     """
     return _Follower(program, costs, rates, jitter=factor is not None, most=most).follow(factor, most)
 
@@ -134,10 +131,10 @@ class Deadlock(PlanError):
 class _Sharer:
     """A running step that shares DRAM or the link.
 
-    left_s: nominal seconds still to do.
+    left_s: nominal.
     demand: of DRAM, in bytes per second.
-    loss_before_s: lost to DRAM before the step began.
-    end: number of the end that was scheduled when the speed last changed; earlier ends are void.
+    loss_before_s: to DRAM before it began.
+    end: number of the end scheduled last; earlier ones are void.
     """
 
     left_s: float
@@ -148,7 +145,7 @@ class _Sharer:
 
 
 class _Follower:
-    """Events are (time, number in the order of scheduling, kind, step)."""
+    """Events: (time, number in the order of scheduling, kind, step)."""
 
     def __init__(self, program: Program, costs: StepCosts, rates: Rates, *, jitter: bool, most: int) -> None:
         self.program, self.costs, self.rates = program, costs, rates
@@ -238,8 +235,7 @@ class _Follower:
         return record
 
     def _ends_all(self, i: int, most: int) -> bool:
-        """Whether the queue has now ended `most` iterations. The run is over when all queues have ended a steady
-        iteration, or the last."""
+        """The run is over when all queues have ended a steady iteration, or the last."""
         program, record, k = self.program, self.record, self.done[i]
         if program.queue_of[i] == program.compute:
             record.marks.append(len(record.events))
@@ -252,7 +248,7 @@ class _Follower:
     # -- compute beside collectives -----------------------------------------------------------------------------------
 
     def _begin_beside(self, of_net: bool, takes_s: float, now: float, slow: float) -> float:
-        """Returns the seconds of a collective or a compute step."""
+        """Seconds of a collective or a compute step."""
         if of_net:
             self.net_runs = True
             self._stretch(now, slow)
@@ -282,16 +278,16 @@ class _Follower:
         self._retime(now)
 
     def _leave(self, i: int, now: float) -> None:
-        """The step's end is scheduled after the new ends of the others."""
+        """Its end is scheduled after the new ends of the others."""
         self._settle(now)
         self.record.dram_loss_s[self.done[i] + 1][i] = self.loss_s - self.sharing.pop(i).loss_before_s
         self._retime(now)
         heapq.heappush(self.heap, (now, next(self.number), _END, i))
 
     def _settle(self, now: float) -> None:
-        """Record the progress made at the old speeds.
+        """Progress at the old speeds.
 
-        loss_s: integral over time of (1 - share of DRAM).
+        loss_s: integral of (1 - share of DRAM).
         """
         elapsed_s = now - self.settled_s
         if elapsed_s > 0:

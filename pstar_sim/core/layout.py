@@ -1,10 +1,9 @@
 """Chunk layout: the chunk and the position of each parameter.
 
 [Note: why the chunk size is searched] Power-of-two chunks filled in order waste 20-110 % once biases, norms and
-vocabulary matrices are counted. So small tensors go into resident chunks of their own, a tensor larger than a chunk
-gets one of its exact size, and the uniform size is the multiple of a granule that wastes least. Tensors share a chunk
-only if frozen or trainable alike, with the same dtype, optimizer group and states (optimizers.py). A tied tensor takes
-no room.
+vocabulary matrices are counted. So small tensors go into resident chunks, a tensor larger than a chunk gets one of its
+exact size, and the uniform size is the multiple of a granule that wastes least. Tensors share a chunk only if alike in
+being frozen, dtype, optimizer group and states (optimizers.py); a tied tensor takes no room.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ MOST_SMALL = 0.05  # unless all of them exceed this share: 600 thin layers must 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """A tensor (index in the workload) at stored elements [offset, offset + numel) of its chunk."""
+    """Tensor (index in the workload) at stored elements [offset, offset + numel) of its chunk."""
 
     tensor: int
     offset: int
@@ -61,8 +60,8 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """numel: elements of the payload, waste included.
-    small: holds tensors too small to be worth moving; stays resident.
+    """numel: with waste.
+    small: of tensors too small to be worth moving; stays resident.
     kind: position of its states in `OptimizerSpec.all_states`.
     """
 
@@ -83,12 +82,12 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """All chunks of a model, in order of first use; small chunks first.
+    """Chunks in order of first use, small ones first.
 
-    chunk_bytes: payload of the working list of a uniform chunk.
-    ranks: equal slices of each list, one per rank; fewer than the machine has ranks where each of several replicas has
-        all slices. Payloads are those of one rank. With several slices there are also the lists "remote" and
-        "grad_remote", the slices of all other ranks.
+    chunk_bytes: the working list of a uniform chunk.
+    ranks: equal slices of each list, one per rank (fewer than the machine has where each of several replicas has all
+        slices). Payloads are one rank's. With several slices there are also "remote" and "grad_remote", the other
+        ranks' slices.
     sum_bytes: bytes per parameter of "grad32": 4, or 2 if it has the dtype of a 2-byte chunk.
     """
 
@@ -126,7 +125,7 @@ class Layout:
         return self._states[c.dtype][c.kind]
 
     def is_own_master(self, chunk: int) -> bool:
-        """Whether parameters are as wide as their masters: fp32, or without fp32 masters."""
+        """As wide as its masters: fp32, or without fp32 masters."""
         c = self.chunks[chunk]
         return c.frozen or STORAGE[c.dtype].bytes == self._optimizer_of(c).master_bytes
 
@@ -142,7 +141,7 @@ class Layout:
 
     @cached_property
     def updates_bytes(self) -> tuple[int, ...]:
-        """Per chunk, the memory traffic of one update of one rank's slice, without padding; 0 for a frozen chunk."""
+        """Per chunk, memory traffic of one rank's update without padding; 0 if frozen."""
         return tuple(
             [
                 self.states_of(c).update_bytes(params, self._shapes(c), self.ranks) if params else 0
@@ -189,7 +188,7 @@ class Layout:
         return max(self.sum_bytes, STORAGE[self.chunks[chunk].dtype].bytes)
 
     def slice_numel(self, chunk: int) -> int:
-        """Elements of one rank's slice of a list, rounded up so that all slices are equal and aligned."""
+        """Elements of a rank's slice, rounded up: equal and aligned."""
         numel = self.chunks[chunk].numel
         if self.ranks == 1:
             return numel
@@ -201,8 +200,8 @@ class Layout:
         return self.payload_bytes(chunk, "param") * self.ranks
 
     def payload_bytes(self, chunk: int, list_name: str) -> int:
-        """Bytes of one rank's slice of a list; for "remote" and "grad_remote", of the slices of all other ranks. A
-        frozen chunk has only "param" and "remote". Raises PlanError for an unknown chunk or list."""
+        """Bytes of one rank's slice; for "remote" and "grad_remote", of all others'. A frozen chunk has only "param"
+        and "remote". Raises PlanError for an unknown chunk or list."""
         try:
             return self._payloads[chunk, list_name]
         except KeyError:
@@ -215,14 +214,13 @@ class Layout:
         raise PlanError(f"{kind} {chunk} has no list {list_name!r}; it has {known}")
 
     def part_range(self, chunk: int, part: Part) -> tuple[int, int]:
-        """(first, end) in one rank's slice of every list, at multiples of `PART_ALIGN` and of the blocks of the chunk's
-        states."""
+        """(first, end) in a rank's slice of every list, at multiples of `PART_ALIGN` and of blocks of states."""
         numel, align = self.slice_numel(chunk), max(PART_ALIGN, self.states_of(chunk).block)
         first, end = (numel * n // part.of // align * align for n in (part.number, part.number + 1))
         return first, numel if part.last else end
 
     def part_bytes(self, chunk: int, part: Part, size_bytes: int) -> int:
-        """The bytes are spread evenly over the elements of a chunk."""
+        """Spread evenly over the elements."""
         (first, end), numel = self.part_range(chunk, part), self.slice_numel(chunk)
         return size_bytes * end // numel - size_bytes * first // numel
 
@@ -231,7 +229,7 @@ class Layout:
         return self._lists_bytes.get(list_name, (None,) * len(self.chunks))
 
     def states_bytes(self, chunk: int) -> int:
-        """All optimizer state lists of one rank's slice; 0 for a frozen chunk."""
+        """Of one rank's slice; 0 if frozen."""
         return sum(self._payloads.get((chunk, name), 0) for name in self.state_lists)
 
     def to_dict(self) -> dict[str, Any]:
@@ -256,7 +254,7 @@ class Layout:
 
 
 class _Item(NamedTuple):
-    """padded: numel, rounded up to whole vectors and to whole blocks of its states."""
+    """padded: rounded up to whole vectors and blocks of states."""
 
     first_use: int
     tensor: int
@@ -277,13 +275,13 @@ class _Class(NamedTuple):
 
 
 def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: int = 1, sums: str = "32-bit") -> Layout:
-    """Returns the layout of a workload. Without `chunk_bytes`, the size that wastes least is searched. Calls with the
-    same workload object return the same layout object.
+    """Returns the workload's layout, the same object for the same workload object. Without `chunk_bytes`, the size that
+    wastes least is searched.
 
     sums: as `Settings.sums`.
 
-    Raises PlanError for a chunk_bytes that is not positive, for a tensor of a dtype without a known width, for ranks <
-    1, and for 16-bit sums of a model that is not bf16.
+    Raises PlanError for chunk_bytes that is not positive, a dtype without a known width, ranks < 1, and 16-bit sums of
+    a model that is not bf16.
     """
     if ranks < 1:
         raise PlanError(f"ranks is {ranks}; a layout needs at least one rank")
@@ -318,14 +316,13 @@ def sum_bytes_of(workload: Workload, sums: str) -> int:
 
 
 def layout_of_parts(workload: Workload, parts: Sequence[tuple[int, int]], *, sums: str = "32-bit") -> Layout:
-    """A chunk for each part of the iteration holds the tensors (or those of a class) that the part is the first to
-    read. Tensors that no moment reads have chunks of their own. No chunk is small. Calls with the same workload object
-    return the same layout object.
+    """A chunk per part of the iteration holds the tensors (or those of a class) that the part reads first. Tensors
+    never read have chunks of their own. No chunk is small; the same workload object gives the same layout object.
 
-    parts: (first, last) moment of each part, with no moment between two parts.
+    parts: (first, last) moment, with none between two parts.
     sums: as `Settings.sums`.
 
-    Raises the errors of `build_layout`.
+    Raises as `build_layout`.
     """
     key = ("layout of parts", tuple(parts), sums)
     known = workload.derived.get(key)
@@ -352,7 +349,7 @@ def _of_parts(workload: Workload, begins: Sequence[int]) -> Layout:
 
 
 def size_near(workload: Workload, chunk_bytes: int) -> int:
-    """The size within half an octave that wastes least, and then is nearest."""
+    """Within half an octave, wasting least, then nearest."""
     _, classes = _by_size(_in_order_of_first_use(workload))
     granule = GRANULE_BYTES
     while granule > 4 * KIB and granule > chunk_bytes // 32:
@@ -400,13 +397,13 @@ def _chunk(index: int, key: _Class, items: Iterable[_Item], numel: int, small: b
 
 
 def _alignment(states: States) -> int:
-    """Elements at whose multiples tensors and slices begin."""
+    """Where tensors and slices begin."""
     width = next((row.per_element for row in states.lists if row.name == MASTER_LIST), STORAGE[MASTER].bytes)
     return max(ALIGN_BYTES // width, states.block)
 
 
 def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
-    """Tensors with storage of their own; those never read come last."""
+    """With storage of their own, those never read last."""
     never = len(workload.moments)
     first = [never] * len(workload.tensors)
     for use in workload.uses:
@@ -447,8 +444,8 @@ def _padded_bytes(classes: Mapping[_Class, Sequence[_Item]]) -> int:
 
 
 def _small_limit(classes: Mapping[_Class, Sequence[_Item]]) -> float:
-    """Bytes below which a tensor is not worth moving: 1 MiB, or 1/400 of a small model; less if such tensors make up
-    more than 5 % of a model, because hundreds of thin layers must not all be resident."""
+    """Below it a tensor is not worth moving: 1 MiB, or 1/400 of a small model, less if they make up over 5 %: hundreds
+    of thin layers must not all be resident."""
     total_bytes = _padded_bytes(classes)
     limit = min(float(SMALL_BYTES), total_bytes / SMALL_PART)
     widths = [(key.width, items) for key, items in classes.items()]
@@ -460,9 +457,8 @@ def _small_limit(classes: Mapping[_Class, Sequence[_Item]]) -> float:
 
 
 def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
-    """Payload bytes of the uniform chunk: little waste (2 % at most if any size allows it), few bytes in oversize
-    chunks, a size near 64 to 128 MiB (smaller for models of less than 4 GB) and at least about 24 chunks. The granule
-    is halved until a good size is found."""
+    """Little waste (2 % at most if any size allows it), few bytes in oversize chunks, near 64 to 128 MiB (smaller under
+    4 GB) and at least about 24 chunks. The granule is halved until a good size is found."""
     total = _padded_bytes(classes)
     used = sum(key.width * sum([item.numel for item in items]) for key, items in classes.items())
     if total == 0:
@@ -485,7 +481,6 @@ def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
 
 
 def _coarsest(total: int) -> int:
-    """Finer for a small model."""
     granule = GRANULE_BYTES
     while granule > 4 * KIB and granule > total / 64:
         granule //= 2
@@ -493,8 +488,7 @@ def _coarsest(total: int) -> int:
 
 
 def _candidates(prefixes: Mapping[_Class, NDArray[np.int64]], granule: int, total: int) -> list[int]:
-    """Multiples of the granule that some run of consecutive tensors just fills; any other packs like a smaller one of
-    these."""
+    """Multiples of the granule that some run of tensors just fills; others pack like a smaller one of these."""
     most = max(granule, total // WANTED_CHUNKS // granule * granule)
     sizes: set[int] = {most}
     for prefix in prefixes.values():
@@ -511,7 +505,7 @@ def _candidates(prefixes: Mapping[_Class, NDArray[np.int64]], granule: int, tota
 
 
 def _waste(classes: Mapping[_Class, Sequence[_Item]], size: int) -> float:
-    """Share of padding, exact to 1e-3."""
+    """Padding's share, exact to 1e-3."""
     used = held = 0
     for key, items in classes.items():
         used += sum(item.numel for item in items) * key.width
@@ -520,11 +514,10 @@ def _waste(classes: Mapping[_Class, Sequence[_Item]], size: int) -> float:
 
 
 def _score(classes: Iterable[tuple[Sequence[int], Sequence[int], int]], size: int, total: int, used: int) -> float:
-    """A penalty for a chunk size: waste, bytes in oversize chunks, and the mean distance (in octaves, weighted by
-    bytes) of its chunks from 64 to 128 MiB (from 1/64 to 1/32 of a smaller model); at least 1 for a size that wastes
-    too much.
+    """A penalty: waste, bytes in oversize chunks, and mean distance (octaves, by bytes) from 64 to 128 MiB (1/64 to
+    1/32 of a smaller model); at least 1 for too much waste.
 
-    classes: per class the padded elements, their running sum, and bytes per element.
+    classes: padded elements, their running sum, and bytes per element.
     total, used: with and without padding.
     """
     held = oversize = 0
@@ -547,8 +540,8 @@ def _score(classes: Iterable[tuple[Sequence[int], Sequence[int], int]], size: in
 
 
 def _pack(items: Sequence[_Item], capacity: int) -> list[tuple[list[_Item], int]]:
-    """(items, elements) of each chunk. A tensor larger than the capacity gets a chunk of its own and leaves the open
-    chunk open. The last chunk is trimmed."""
+    """(items, elements) per chunk. A tensor above the capacity gets its own and leaves the open chunk open. The last is
+    trimmed."""
     capacity = _aligned(capacity)
     oversize = [([item], item.padded) for item in items if item.padded > capacity]
     rest = [item for item in items if item.padded <= capacity] if oversize else items
@@ -559,7 +552,7 @@ def _pack(items: Sequence[_Item], capacity: int) -> list[tuple[list[_Item], int]
 
 
 def _packed_numels(padded: Sequence[int], ends: Sequence[int], capacity: int) -> list[int]:
-    """Elements of each chunk that `_pack` makes.
+    """As `_pack`.
 
     ends: running sum of `padded`.
     """
@@ -571,7 +564,7 @@ def _packed_numels(padded: Sequence[int], ends: Sequence[int], capacity: int) ->
 
 
 def _cuts(ends: Sequence[int], capacity: int) -> list[tuple[int, int, int]]:
-    """ends: running sum of elements, none above the capacity."""
+    """ends: running sum of elements, each within the capacity."""
     chunks: list[tuple[int, int, int]] = []
     begin, base = 0, 0
     while begin < len(ends):

@@ -39,7 +39,7 @@ class LayoutForm(Table, frozen=True, kw_only=True):
 
 
 def layout_of(form: LayoutForm, workload: Workload) -> Layout:
-    """`Layout.to_dict` is the reverse. Raises PlanError for a layout of other states."""
+    """The reverse of `Layout.to_dict`. Raises PlanError for a layout of other states."""
     optimizer, tensors = workload.optimizer, workload.tensors
     if form.state_bytes != optimizer.state_bytes:
         raise PlanError("field 'layout.state_bytes' differs from 'workload.optimizer.state_bytes'")

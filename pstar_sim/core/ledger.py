@@ -1,16 +1,14 @@
 """The ledger: which payload is in which place, in bytes.
 
-There are three books, all by the table EFFECTS in core/step.py. `Moves`, for the simulator, books a whole run of a
-plan, whose steps are compiled once to entries about payloads. `Holdings`, for policies, books steps that run one after
-the other while a plan is written. `Ledger`, for the executor, books one move at a time.
+There are three books, all by the table EFFECTS in core/step.py: `Moves`, for the simulator, books a whole run of a
+plan; `Holdings`, for policies, steps that run one after the other; `Ledger`, for the executor, one move at a time.
 
-[Note: categories] The list of a payload gives its category, "param", "grad" or "states", with one exception. Once the
+[Note: categories] The list of a payload gives its category, "param", "grad" or "states", with one exception. After the
 last gradient of a chunk has overwritten its working list in place, that payload (and its copies) counts as "grad",
 until an update turns it into parameters again or its memory is freed.
 
-[Note: booked at once] Bytes do not decide when a step starts, so a whole run is booked after it happened. Of the
-entries sorted by payload, the last TAKE or FREE of a payload says whether it was there, and its last entry with a
-category which it had.
+[Note: booked at once] Bytes do not decide when a step starts, so a run is booked after it happened. Of its entries by
+payload, the last TAKE or FREE says whether a payload was there, and its last entry with a category which it had.
 """
 
 from __future__ import annotations
@@ -110,7 +108,7 @@ def _category(list_name: str) -> int:
 
 
 def _spread(first: _Ints, counts: _Ints) -> _Ints:
-    """For each pair of `first` and `counts`, the numbers first, first + 1, ..., first + count - 1."""
+    """first, first + 1, ..., first + count - 1 of each pair."""
     spread: _Ints = np.repeat(first - (np.cumsum(counts, dtype=counts.dtype) - counts), counts)
     spread += np.arange(len(spread), dtype=spread.dtype)
     return spread
@@ -135,7 +133,7 @@ class Changes:
 class Moves:
     """cells: bytes of each cell at the cut.
 
-    Raises PlanError for a step that lacks a field its kind needs, and for a plan that is over a budget at the cut.
+    Raises PlanError for a step that lacks a field its kind needs, and for a plan over a budget at the cut.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -192,12 +190,11 @@ class Moves:
         return Resident(chunk, list_name, PLACES[place])
 
     def _compile(self) -> tuple[_Ints, _Ints, _Ints, _Ints]:
-        """Columns (kind, payload, value) of the entries of events 0, 1, 2, ..., and the number of entries of each.
-        Event 2 * i is the start of step i, event 2 * i + 1 its end.
+        """Columns (kind, payload, value) of the entries of events 0, 1, 2, ..., and their number for each. Event 2 * i
+        is step i's start, 2 * i + 1 its end.
 
-        Entries are written once for all steps that differ in their chunk alone, as if it were chunk 0 (updates: once
-        for each kind of states), and once for all steps of a moment: the pattern 2 * n of their start and 2 * n + 1 of
-        their end.
+        Entries are written once for all steps that differ in their chunk alone, as if it were chunk 0 (updates: per
+        kind of states), and once for all steps of a moment.
         """
         moments, compute = len(self.plan.workload.moments), Kind.COMPUTE
         patterns = self._moments()
@@ -273,10 +270,9 @@ class Moves:
         ]
 
     def _pattern(self, step: Step, states: Iterable[str]) -> tuple[_Pattern, _Pattern]:
-        """Entries of the start and of the end. A part that is not the last leaves no category: [Note: parts of a step]
-        in step.py.
+        """Of start and end. A part but the last leaves no category: [Note: parts of a step] in step.py.
 
-        states: lists that an update changes.
+        states: changed by an update.
         """
         begins: _Pattern = []
         ends: _Pattern = []
@@ -310,8 +306,8 @@ class Moves:
 
         events: in order of time, from the cut on.
 
-        Raises PlanError for the first step that takes a payload that is there already, that frees or needs an absent
-        payload, or that brings a place over the plan's budget.
+        Raises PlanError for the first step that takes a payload already there, frees or needs an absent one, or brings
+        a place over budget.
         """
         run = np.array(events, dtype=np.int64)
         counts = self._first[run + 1] - self._first[run]
@@ -330,8 +326,7 @@ class Moves:
         return Changes(event[at], cell, size, held)
 
     def _changes(self, entry: _Ints) -> tuple[_Ints, _Ints, NDArray[Any], int | None]:
-        """(entry, cell, bytes), and the first entry that contradicts the contents of its place. Arrays are sorted by
-        payload; entries of one payload are in the order of the run."""
+        """(entry, cell, bytes), by payload in the order of the run, and the first entry that contradicts its place."""
         home, size = self._home, self._size
         order = np.argsort(self._who[entry], kind="stable")
         which = entry[order]
@@ -340,7 +335,7 @@ class Moves:
         opens = np.maximum.accumulate(np.where(np.diff(who, prepend=-2) != 0, here, 0))  # first entry of the payload
 
         def last(rows: NDArray[np.bool_]) -> _Ints:
-            """The last earlier entry of `rows` about the same payload, or -1."""
+            """Of the same payload, or -1."""
             before = np.full_like(here, -1)
             np.maximum.accumulate(np.where(rows, here, before)[:-1], out=before[1:])
             before[before < opens] = -1
@@ -412,9 +407,9 @@ class Moves:
 
 
 class Holdings:
-    """Payloads while steps run one after the other.
+    """While steps run one after the other.
 
-    tide: non-model bytes of each moment; None leaves them out.
+    tide: per moment; None leaves them out.
     used_bytes, peak_bytes: in the order of PLACES.
 
     A step that takes a payload already there, or frees an absent one, changes nothing.
@@ -520,15 +515,15 @@ class _Listed:
 
 
 class Ledger:
-    """The payloads held now, one move at a time. A move that is refused changes nothing.
+    """What is held now; a refused move changes nothing.
 
     budget_bytes: in the order of PLACES; may be lowered.
     tide_bytes: non-model bytes on the gpu.
-    peak_bytes: of payloads and buffers, in each place.
+    peak_bytes: with buffers, in each place.
 
-    [Note: claims] A payload is claimed, then allocated, then held. A claim counts against the budget, so that two
-    threads never get the same room; it is withdrawn if the allocation fails. A payload that leaves is held until its
-    memory is released. `unfinished` has those that an interruption left in between.
+    [Note: claims] A payload is claimed, then allocated, then held. A claim counts against the budget, so two threads
+    never get the same room, and is withdrawn if the allocation fails. A payload that leaves is held until its memory is
+    released. `unfinished` has what an interruption left in between.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -570,7 +565,7 @@ class Ledger:
         return self.budget_bytes[p] - self._used[p] - (self.tide_bytes if p == _GPU else 0)
 
     def claim(self, chunk: int, list_name: str, place: Place) -> int:
-        """Raises PlanError if the payload is held or claimed already, or if the place would go over its budget."""
+        """Raises PlanError if it is held or claimed already, or the place would go over budget."""
         number = self._number(chunk, list_name, place)
         if number in self._held or number in self._unfinished:
             raise PlanError(f"{list_name} of chunk {chunk} already has memory on the {place.value}")
@@ -634,7 +629,7 @@ class Ledger:
             self._used[self._payloads.places[number]] += self._payloads.sizes[number]
 
     def clear(self) -> None:
-        """`used_bytes` stays as it was, because earlier samples are counted back from it."""
+        """Earlier samples are counted back from `used_bytes`, which stays."""
         self._held.clear()
         self._unfinished.clear()
 

@@ -1,8 +1,8 @@
 """Plan: a program of steps with everything needed to check, simulate, explain and run it.
 
-A plan is cyclic: one iteration that repeats. [Note: the cut] The cut lies between two iterations, after every step of
-iteration k has ended and before any step of k+1 begins. There the places hold exactly `initial`, and every @-1
-reference is satisfied. Steps of successive iterations overlap in time, but on each queue in order.
+A plan is one iteration that repeats. [Note: the cut] The cut lies between two iterations, after every step of iteration
+k has ended and before any step of k+1 begins. There the places hold exactly `initial`, and every @-1 reference is
+satisfied. Steps of successive iterations overlap in time, but on each queue in order.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def steps_to_text(steps: Iterable[Step]) -> str:
 
 
 def steps_from_text(text: str) -> tuple[Step, ...]:
-    """The reverse of `steps_to_text`, without empty lines and lines that begin with "#".
+    """Reverses `steps_to_text`, without empty lines and those that begin with "#".
 
     Raises PlanError naming the line number and the wrong word.
     """

@@ -1,7 +1,7 @@
-"""The file of a plan: self-contained JSON. Reading validates everything.
+"""A plan's file: self-contained JSON. One that is truncated, foreign, newer or inconsistent raises one PlanError naming
+the file and the field or line.
 
-A file that is truncated, foreign, newer or inconsistent raises one PlanError that names the file and the field or line.
-Whether a readable plan is *correct* is for the checker to say.
+Whether a readable plan is *correct* is for the checker.
 """
 
 from __future__ import annotations
@@ -135,14 +135,14 @@ def object_text(header: Mapping[str, object], last: str) -> str:
 
 
 def _written(fields: list[tuple[str, Any]]) -> dict[str, object]:
-    """Fields that the first files did not have are left out if empty, so that such files stay the same."""
+    """Left out if empty: files from before these fields stay the same."""
     usual = {"known": "datasheet"} if any(name == "measured" for name, _ in fields) else {}
     empty = (None, False, ())
     return {n: v for n, v in fields if n in _FIRST or not (any(v is e for e in empty) or v == usual.get(n))}
 
 
 def _settings_to_dict(settings: Settings) -> dict[str, object]:
-    """Left out at their defaults, so that files from before these fields stay the same."""
+    """Left out at their defaults, as in `_written`."""
     values = dataclasses.asdict(settings)
     for name in ("loop", "sums", "effort"):
         if values[name] == getattr(Settings, name):
@@ -202,7 +202,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def read_body(path: Path) -> tuple[dict[str, Any], str]:
-    """The values of a file behind its head, and its text. Raises PlanError."""
+    """The values behind a file's head, and its text. Raises PlanError."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

@@ -1,8 +1,8 @@
 """PlanSet: the plans of a pipeline's stages, and where their steps meet.
 
-All ranks of a stage run one plan. A send and the receive of another stage begin when both stages have come to them, and
-end together (a rendezvous; nothing is buffered). Where Adam has to wait for all gradients of the model, the optimizer
-steps of all stages are one meeting too: the norm is that of all stages.
+All ranks of a stage run one plan. A send and its receive begin when both stages have come to them, and end together (a
+rendezvous; nothing is buffered). Where Adam waits for all gradients of the model, the optimizer steps of all stages
+meet too: the norm is of all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Meeting:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanSet:
-    """In the stages' order. checker/meetings.py proves them, plan_file.py writes them.
+    """In the stages' order; checker/meetings.py proves them.
 
     Raises PlanError for another number of plans than the parallelism has stages.
     """
@@ -52,7 +52,7 @@ def border_key(stage: int, border: Border) -> _Key:
 
 
 def meetings_of(plans: Sequence[Plan]) -> tuple[Meeting, ...]:
-    """Those of transfers first. Raises PlanError for a border without its other end."""
+    """Transfers first. Raises PlanError for a border without its other end."""
     ends: dict[_Key, dict[int, int]] = {}
     sizes: dict[_Key, int] = {}
     for stage, plan in enumerate(plans):

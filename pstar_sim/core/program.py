@@ -1,6 +1,6 @@
-"""Program: a plan compiled once to columns of integers, for all code that follows its steps.
+"""A plan compiled once to columns of integers, for all code that follows its steps.
 
-A step is its position in `plan.steps`; a queue is its position in `queues`.
+Steps are positions in `plan.steps`, queues in `queues`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ __all__ = ["NO_STEPS", "Program"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """waits: for each step, the (step, back) pairs that have to end first, in this iteration (back 0) or the previous
-        iteration (back 1).
-    copies: whether each step crosses the link.
-    lanes: cause of a wait for each step: the name of its queue, or "barrier".
+    """waits: per step, (step, back) that have to end first, in this iteration (0) or the previous (1).
+    copies: per step, whether it crosses the link.
+    lanes: cause of a wait per step: its queue, or "barrier".
     """
 
     ids: tuple[int, ...]
@@ -38,8 +37,7 @@ class Program:
 
     @classmethod
     def of(cls, plan: Plan) -> Program:
-        """Raises PlanError for an id given twice, for a wait for a step that is not in the plan, and for a plan without
-        compute steps."""
+        """Raises PlanError for a duplicate id, a wait for a step not in the plan, and a plan without compute steps."""
         steps, index = plan.steps, _positions(plan)
         queues = tuple(dict.fromkeys(step.queue for step in steps))
         number = {queue: q for q, queue in enumerate(queues)}
@@ -75,7 +73,7 @@ class Program:
         return before.tolist()
 
     def following(self) -> list[int]:
-        """The last step is followed by the first of the next iteration."""
+        """After the last comes the next iteration's first."""
         behind = np.zeros(len(self.ids), dtype=int)
         for row in map(np.array, self.order):
             behind[row] = np.roll(row, -1)
@@ -90,7 +88,7 @@ class Program:
         return [(j, back) for j, back in self.waits[i] if done[j] < iteration - back]
 
     def backs(self, i: int, j: int) -> int:
-        """0 or 1, the iterations by which step j, for which step i waits, comes before it."""
+        """Iterations by which j, for which i waits, comes before it."""
         return min(back for other, back in self.waits[i] if other == j)
 
 
@@ -111,7 +109,7 @@ def _waits(steps: Sequence[Step], index: Mapping[int, int]) -> tuple[tuple[tuple
 
 
 def _behind_the_barrier(plan: Plan, adam: Sequence[int], waits: Sequence[Sequence[tuple[int, int]]]) -> Iterator[int]:
-    """Each CPU Adam that waits for the last moment, or follows such an Adam on its queue."""
+    """CPU Adams that wait for the last moment, or follow one on their queue."""
     steps, last_moment = plan.steps, len(plan.workload.moments) - 1
     behind = False
     for i in adam:

@@ -1,23 +1,22 @@
 """The rules by which queues run at the same time: shared rates, and when a run is steady.
 
-[Note: shared rates] A copy or a CPU Adam that runs alone progresses at speed 1 (nominal seconds per second). On a
-half-duplex link, h2d and d2h that run together get half of the link each. If all steps that use host DRAM together want
-more bytes per second than DRAM has, all slow down by the same factor: DRAM bandwidth / sum of demands. The demand of a
-step is its DRAM bytes over its nominal seconds, at its speed on the link. On a calibrated machine each step also slows
-the others down by measured factors (`Machine.slowdowns`): the speed of a step is 1 / product of the factors of the
-steps that run at the same time. A step that is busy for a part `duty` of its time (a copy over a throttled link) counts
-by that part. Such a step is slowed down only if its busy part outgrows the rest. Both rules describe shortage of the
-same resources, so the lower of the two speeds holds.
+[Note: shared rates] A copy or a CPU Adam alone progresses at speed 1 (nominal seconds per second). On a half-duplex
+link, concurrent h2d and d2h get half each. If steps together want more bytes per second than host DRAM has, all slow
+down by the same factor: DRAM bandwidth / sum of demands. A demand is DRAM bytes over nominal seconds, at the speed on
+the link. On a calibrated machine steps also slow each other by measured factors (`Machine.slowdowns`): speed 1 /
+product of the factors of those that run together. A step busy for a part `duty` of its time (a copy over a throttled
+link) counts by that part, and is slowed only if its busy part outgrows the rest. Both rules describe the same shortage,
+so the lower speed holds.
 
 [Note: compute beside collectives] Compute takes `Rates.compute_while_net` times as long while a collective runs, by the
-framework that drives the GPUs (`Framework.net_loss`). On a calibrated machine this is one of the factors above.
+framework (`Framework.net_loss`); on a calibrated machine this is one of the factors above.
 
 [Note: when an iteration is steady] Iteration k is steady when the time between a step's end in k-1 and its end in k is
-the same for every step (to 1e-9 of the period). From then on the plan repeats for ever. Equal distances between the
-last compute steps would not suffice: they hide a CPU Adam that falls behind a little each iteration. A plan that is
-still not steady after the last iteration (such a backlog, or jitter) gets the pace of its slowest queue over the later
-half of the run. While a schedule is chosen, the steps of a window may still change places: there two successive windows
-have to contain every step once and to take equally long (`agree`).
+the same for every step (to 1e-9 of the period). The plan then repeats for ever. Equal distances of last compute steps
+would not suffice: they hide a CPU Adam that falls behind a little each iteration. A plan that never becomes steady
+(such a backlog, or jitter) gets its slowest queue's pace over the later half of the run. While a schedule is chosen,
+steps of a window may still change places: two successive windows have to contain every step once and take equally long
+(`agree`).
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepCosts:
-    """seconds: nominal, of the step running alone.
-    duty: share of the seconds, 0 to 1, in which the step keeps the shared resources busy.
+    """seconds: nominal, of the step alone.
+    duty: share of them, 0 to 1, that keeps shared resources busy.
     """
 
     seconds: Sequence[float]
@@ -50,8 +49,8 @@ class StepCosts:
 class Rates:
     """dram_bytes_per_s: of the rank's part of host DRAM.
     duplex: whether the link copies both ways at full speed at once.
-    slowdowns: "A_while_B" -> factor by which a step of queue A slows down while a step of queue B runs.
-    compute_while_net: the one factor where none is measured: [Note: compute beside collectives].
+    slowdowns: "A_while_B" -> factor on queue A's step while one of queue B runs.
+    compute_while_net: where none is measured: [Note: compute beside collectives].
     """
 
     dram_bytes_per_s: float
@@ -60,9 +59,9 @@ class Rates:
     compute_while_net: float = 1.0
 
     def may_be_short(self, queue_of: Sequence[int], costs: StepCosts, *, jitter: bool = False) -> bool:
-        """Otherwise shared rates need not be computed.
+        """Else shared rates need not be computed.
 
-        jitter: whether steps may take other seconds than given.
+        jitter: steps may take other seconds than given.
         """
         if not self.duplex or self.slowdowns:
             return True
@@ -78,16 +77,15 @@ class Rates:
         return seconds > 0 and bool(dram_bytes or self.slowdowns)
 
     def share_of_dram(self, wanted_bytes_per_s: float) -> float:
-        """Factor by which steps that together want these bytes per second slow down."""
+        """Factor on steps that together want these bytes per second."""
         return min(1.0, self.dram_bytes_per_s / wanted_bytes_per_s) if wanted_bytes_per_s > 0 else 1.0
 
     def speeds(
         self, queues: Sequence[str], demands: Sequence[float], copies: Sequence[bool], duty: Sequence[float]
     ) -> tuple[list[float], float]:
-        """Speed of each step that shares something now, and its share of DRAM.
+        """Of each step that shares something, and its share of DRAM.
 
-        queues, demands, copies, duty: per step, its queue, the DRAM bytes per second that it wants, whether it crosses
-            the link, and its duty.
+        demands: DRAM bytes per second. copies: crosses the link.
         """
         if self.duplex and not self.slowdowns:  # all steps are alike
             share = self.share_of_dram(sum(demands))
@@ -121,9 +119,9 @@ def agree(period_s: float, before_s: float, tolerance: float) -> bool:
 
 
 def pace_s(program: Program, ended: NDArray[np.float64], *, steady: bool) -> float:
-    """Seconds per iteration of a run.
+    """Seconds per iteration.
 
-    ended: seconds, one row per iteration (at least two), one column per step.
+    ended: seconds, a row per iteration (at least two), a column per step.
     steady: whether the last iteration is.
     """
     k = len(ended) - 1

@@ -41,13 +41,12 @@ class RunTimelines:
 
 
 def load_run(path: str | Path) -> RunTimelines:
-    """Returns the timelines in a file of `pstar run --timeline`. Raises TraceError naming the file and the wrong
-    field."""
+    """Of `pstar run --timeline`. Raises TraceError naming the file and the wrong field."""
     return _run(read_values(path), path)
 
 
 def load_timelines(path: str | Path) -> dict[str, Timeline]:
-    """Returns "predicted" and "measured" of a run file; for a timeline file, its timeline under its source.
+    """Returns "predicted" and "measured" of a run file; of a timeline file, its timeline under its source.
 
     Raises TraceError naming the file and the wrong field.
     """

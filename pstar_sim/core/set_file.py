@@ -1,5 +1,5 @@
-"""The file of the plans of a pipeline's stages: the head of a plan file, the parallelism, the meetings, and a plan for
-each stage. A plan file is a set of one."""
+"""The file of a pipeline's plans: the head of a plan file, the parallelism, the meetings, and a plan per stage. A plan
+file is a set of one."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Slabs: the address of each host payload of a plan, in power-of-two pieces of host memory that are pinned once.
+"""The address of each host payload, in power-of-two pieces of host memory that are pinned once.
 
-The pinned allocator rounds every request up to a power of two (1.78 times the requested size in a measured run). So
-payloads are carved from a few slabs of such sizes, whose sum a plan needs from the host.
+The pinned allocator rounds every request up to a power of two (1.78 times the request in a measured run), so payloads
+are carved from a few slabs of such sizes.
 
-[Note: the pool] What passes through the host on its way to or from disks has no address of its own: such payloads share
-rooms, as many as are needed while the steps run in the order of the plan, and of the size with which their slabs take
-the least. The executor adds rooms where another order of the steps needs them. No order needs more of the host at a
-time than was predicted (`host_as_predicted` in passes/edges.py).
+[Note: the pool] What only passes through the host to or from disks shares rooms: as many as are needed while steps run
+in the plan's order, of the size with which their slabs take the least. The executor adds rooms where another order
+needs them; none needs more of the host at a time than predicted (`host_as_predicted` in passes/edges.py).
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ class HostRoom:
 
 
 def pack_slabs(sizes: Iterable[tuple[tuple[int, str], int]], *, largest_bytes: int = LARGEST_SLAB_BYTES) -> HostRoom:
-    """sizes: (key, bytes). First fit, largest first, 256-byte aligned. A room of the pool has a slab of its own.
+    """sizes: (key, bytes). First fit, largest first, 256-byte aligned; a room of the pool has its own slab.
 
-    A slab is at least as large as the largest payload. The last slabs shrink to their contents.
+    A slab is at least as large as the largest payload. The last shrink to their contents.
     """
     sizes = list(sizes)
     rooms = [(key, size) for key, size in sizes if size and _is_room(key)]
@@ -95,7 +94,7 @@ def _packed(sizes: Iterable[tuple[tuple[int, str], int]], largest_bytes: int) ->
 
 
 def _shrink(used: list[int], held: list[_Held], where: dict[tuple[int, str], tuple[int, int]]) -> tuple[int, ...]:
-    """A slab just over half full is split in two if a payload boundary allows it."""
+    """A slab just over half full is split if a payload boundary allows."""
     sizes = [_power_of_two(size) for size in used]
     for slab in range(len(used)):
         # e.g. 5 units in a slab of 8: one of 4 and one of 1 hold the same payloads with less left over
@@ -126,7 +125,7 @@ def stash_key(block: str) -> tuple[int, str]:
 
 
 def _passing(plan: Plan) -> set[tuple[int, str]]:
-    """(chunk, list) that steps take on the host."""
+    """(chunk, list)."""
     taken = (takes(step) for step in plan.steps if step.chunk is not None)
     residents = (touched.resident for touched in taken if touched is not None)
     return {(r.chunk, r.list) for r in residents if r.place is Place.HOST}
@@ -145,8 +144,8 @@ class Pool:
     """[Note: the pool]
 
     room_bytes: of each room.
-    more_bytes: of a room that is added; at least.
-    ends: behind the last byte that was ever taken of each room.
+    more_bytes: of an added room, at least.
+    ends: last byte ever taken of each room.
     """
 
     def __init__(self, room_bytes: Iterable[int], more_bytes: int) -> None:
@@ -155,7 +154,7 @@ class Pool:
         self.ends = [0] * len(self._free)
 
     def take(self, size_bytes: int) -> tuple[int, int]:
-        """(room, first byte) of the first place with so many bytes; adds a room where there is none."""
+        """(room, first byte) of the first place with room, else of a new room."""
         size = _in_pages(size_bytes)
         at = next((i for i, (_, _, left) in enumerate(self._free) if left >= size), None)
         if at is None:
@@ -194,7 +193,7 @@ def pool_rooms(plan: Plan) -> dict[tuple[int, str], int]:
 
 
 def _pool_moves(plan: Plan) -> list[tuple[Resident, int, bool]]:
-    """(payload, bytes, whether it comes) in the order of the steps."""
+    """(payload, bytes, whether it comes) in step order."""
     passing, layout = pooled_payloads(plan), plan.layout
     moves: list[tuple[Resident, int, bool]] = []
     held: set[Resident] = set()
@@ -230,8 +229,7 @@ def _is_room(key: tuple[int, str]) -> bool:
 
 
 def host_payloads(plan: Plan) -> dict[tuple[int, str], int]:
-    """(chunk, list) -> bytes of every payload with an address of its own on the host, including room for stashes
-    (`stash_key`) and the pool's rooms."""
+    """(chunk, list) -> bytes with an address of its own, with room for stashes (`stash_key`) and the pool's rooms."""
     sizes = {stash_key(block): size for block, size in plan.workload.stash_room} | pool_rooms(plan)
     for chunk, list_name in sorted((_at_cut(plan) | _passing(plan)) - pooled_payloads(plan)):
         sizes[chunk, list_name] = plan.layout.payload_bytes(chunk, list_name)
@@ -239,6 +237,5 @@ def host_payloads(plan: Plan) -> dict[tuple[int, str], int]:
 
 
 def host_room(plan: Plan) -> HostRoom:
-    """Permanent payloads, and passing ones that do not go to disks, have addresses of their own, so that every order of
-    the queues finds room."""
+    """Payloads that do not pass to or from disks have addresses of their own, so every order finds room."""
     return pack_slabs(host_payloads(plan).items())

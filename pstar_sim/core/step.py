@@ -1,8 +1,8 @@
 """Step: one action of a plan on one queue, and its one-line text form.
 
-[Note: what a step does to memory] Simulator, ledger, slabs, policies and executor follow the table EFFECTS. Lists that
-a step reads have to be there when it starts. A step takes bytes when it starts and frees bytes when it ends. The table
-leaves out three things:
+[Note: what a step does to memory] Everything that follows a plan does so by the table EFFECTS. Lists that a step reads
+have to be there when it starts; it takes bytes when it starts and frees them when it ends. The table leaves out three
+things:
 
 - Moments: a compute step needs its chunks on the gpu, takes the tide's rise when it starts and frees the tide's fall
   when it ends.
@@ -11,28 +11,27 @@ leaves out three things:
   in the host's working list and stays there. cpu_adam and gpu_adam also read the states, and leave updated parameters
   in the working list. After gather the chunk is whole on this gpu. After reduce_scatter the own slice is the reduced
   gradient.
-- Stashes and borders: a stash, the activations that a block's forward keeps, is not a list of a chunk. Its bytes on
-  the gpu are part of the tide; its room on the host is held throughout. So are the bytes of what one stage of a
-  pipeline sends to another. A send and the receive of the other stage begin and end together. [Note: stashes] and
+- Stashes and borders: a stash, the activations that a block's forward keeps, is no chunk's list. Its bytes on the gpu
+  are part of the tide; its room on the host is held throughout. So are the bytes that pipeline stages send, whose sends
+  and receives begin and end together. [Note: stashes] and
   [Note: borders] in workload/workload.py.
 
-[Note: several ranks] Every rank runs the same program. With Layout.ranks = P > 1 a list of a chunk is this rank's own
-slice of it, 1/P. "remote" (beside "param") and "grad_remote" (beside "grad") are the slices of all others. A chunk is
-read as a whole, and its gradient arrives as a whole: in "param" and "remote" (in place, in the last micro-batch) or in
-"grad" and "grad_remote". gather list=remote brings the others' parameters; each rank's own slice has to be current.
-Once the gradient is complete, reduce_scatter list=remote or list=grad_remote leaves the sum over all ranks in the own
-slice; with grad32 on the gpu, a reduced grad_remote is added to it too. With Layout.ranks = 1 on a machine of several
-ranks every list is whole on every rank (replicated). There reduce_scatter and then gather, of the gradient's list, make
-a complete gradient the sum over all ranks.
+[Note: several ranks] Every rank runs the same program. With Layout.ranks = P > 1 a chunk's list is this rank's slice,
+1/P, and "remote" (beside "param") and "grad_remote" (beside "grad") are all others'. A chunk is read as a whole, and
+its gradient arrives as a whole: in "param" and "remote" (in place, in the last micro-batch) or in "grad" and
+"grad_remote". gather list=remote brings the others' parameters; the own slice has to be current. Once the gradient is
+complete, reduce_scatter list=remote or list=grad_remote leaves the sum over all ranks in the own slice; with grad32 on
+the gpu, a reduced grad_remote is added to it too. With Layout.ranks = 1 on several ranks every list is whole on every
+rank (replicated): reduce_scatter and then gather, of the gradient's list, make a complete gradient the sum over all
+ranks.
 
-The tide: before moment m the gpu holds peak(m-1) of non-model bytes, in moment m it holds peak(m). A rise (peak(m) >
-peak(m-1)) is taken when m starts, a fall is freed when m-1 ends. The moment before the first is the last moment of the
-previous iteration.
+The tide: before moment m the gpu holds peak(m-1) of non-model bytes, in m peak(m). A rise is taken when m starts, a
+fall freed when m-1 ends; before the first moment comes the previous iteration's last.
 
-[Note: parts of a step] The CPU may update a large chunk in parts. A part covers the elements `Layout.part_range` of
-every list of the chunk. Three kinds may be parts: the write-back of the last gradient, cpu_adam, and the fetch of the
-updated working list. Parts of one operation run in order on their queue. The first takes memory, the last frees it, and
-the list is there as a whole after the last. `bytes` of a part are those of its elements.
+[Note: parts of a step] The CPU may update a large chunk in parts, of elements `Layout.part_range` of every list. Three
+kinds may be parts: the write-back of the last gradient, cpu_adam, and the fetch of the updated working list. They run
+in order on their queue; the first takes memory, the last frees it, and the list is there after the last. `bytes` are
+those of the part's elements.
 
 Lists: "param" (working list; the gradient overwrites it in place in the last micro-batch), the optimizer's state lists
 ("param32", "momentum", "variance"), "grad" (a gradient on its way out, working dtype), "grad32" (gradients accumulated
@@ -148,12 +147,11 @@ OTHERS = {"remote": "param", "grad_remote": "grad"}
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """A list of the step's chunk that a step takes or frees.
+    """Taken or freed list of the step's chunk.
 
     place, list: None for the step's own.
-    lenient: whether a list that is there already is not taken, and a list that is not there not freed. Otherwise this
-        is an error.
-    only: for steps with one of these lists; None for all lists.
+    lenient: nothing happens to a list already there, or not there to be freed; else that is an error.
+    only: for steps with one of these lists, None for all.
     but: not for steps with this list.
     """
 
@@ -169,9 +167,9 @@ class Touch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """What a kind of step does to payloads of its chunk: it takes one when it starts and frees one when it ends.
+    """What a kind of step takes when it starts and frees when it ends.
 
-    reads: where the step's list has to be when the step starts; for Adam, the working list and the states.
+    reads: where the step's list (Adam: the working list and the states) has to be when it starts.
     """
 
     reads: Place | None = None
@@ -207,8 +205,7 @@ EFFECTS: dict[Kind, Effect] = {
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Back = 0: of this iteration, back = 1: of the previous one. Steps of the iteration before the first count as
-    done."""
+    """Of this iteration (back 0) or the previous (1). Before the first, all count as done."""
 
     id: int
     back: int = 0
@@ -218,7 +215,7 @@ class Ref:
 
 
 class Part(NamedTuple):
-    """Part `number` (from 0) of an operation in `of` parts: [Note: parts of a step]."""
+    """`number` (from 0) in `of` parts: [Note: parts of a step]."""
 
     number: int
     of: int
@@ -237,13 +234,13 @@ class Step:
 
     bytes: see the module's docstring.
     place: only for an alloc or a free.
-    moment: for compute, the moment that runs; for fetch, the first use; for writeback and Adam, the last gradient; for
-        stash_out, stash_in, send and receive, the moment that makes or needs what moves.
+    moment: for compute, what runs; for fetch, the first use; for writeback and Adam, the last gradient; for trips, the
+        moment that makes or needs what moves.
     after: what has to end first.
-    via: "pageable" for a copy of host memory that is not pinned; None for pinned memory, which is asynchronous.
-        "unfused" for an update on the GPU with a kernel per operation.
-    stash: index into the workload's stashes; of a send or a receive, into its borders.
-    part: None for all of the operation ([Note: parts of a step]).
+    via: "pageable" for a copy of unpinned host memory, None for pinned, asynchronous; "unfused" for an update on the
+        GPU with a kernel per operation.
+    stash: index into the workload's stashes, of a send or receive into its borders.
+    part: None for the whole ([Note: parts of a step]).
     """
 
     id: int
@@ -290,8 +287,8 @@ def step_with(
     stash: int | None,
     part: Part | None = None,
 ) -> Step:
-    """Takes less than half of the time: the constructor of a frozen dataclass looks each field up by its name, and
-    plans have hundreds of thousands of steps."""
+    """In half of the time: a frozen dataclass's constructor looks up each field by name, and plans have hundreds of
+    thousands of steps."""
     step = object.__new__(Step)
     _set_id(step, number)
     _set_queue(step, queue)
@@ -334,8 +331,6 @@ _Member = TypeVar("_Member", bound=Enum)
 
 
 class _WrongWord(ValueError):
-    """want: what is wrong with it."""
-
     def __init__(self, word: str, want: str) -> None:
         super().__init__(word, want)
         self.word = word
@@ -409,7 +404,7 @@ _READERS: dict[str, Callable[[str, str], Any]] = {
 
 
 def from_text(line: str) -> Step:
-    """The exact reverse of `to_text`. Raises PlanError naming the line and the wrong word."""
+    """Exactly reverses `to_text`. Raises PlanError naming the line and the wrong word."""
     try:
         return _read(line)
     except _WrongWord as wrong:

@@ -1,7 +1,6 @@
-"""Timeline: the steps and bytes of a run, measured or predicted. Simulator and executor share the schema.
+"""Timeline: the spans of steps on queues and the bytes per place and category, measured or predicted in one schema.
 
-A timeline has the spans of steps on queues, and the bytes per place and category over time. Frames and pictures are
-made on demand, so that importing this module imports neither pandas nor matplotlib.
+Frames and pictures are made on demand: importing this module imports neither pandas nor matplotlib.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ _Row = TypeVar("_Row")
 
 
 class RowsByColumn(Generic[_Row]):
-    """Rows of a dataclass, kept by column; both are made at their first use."""
+    """Kept by column, each form made at first use."""
 
     def __init__(
         self,

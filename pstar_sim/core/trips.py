@@ -1,7 +1,7 @@
 """Trips: what moves between a GPU and another place without being a list of a chunk.
 
-A stash goes to the host and comes back ([Note: stashes] in workload/workload.py). A border's activations or gradient
-go to another stage of a pipeline, or come from it ([Note: borders] there). Their bytes on the GPU are part of the tide.
+A stash goes to the host and comes back ([Note: stashes] in workload/workload.py). A border's activations or gradient go
+to or come from another pipeline stage ([Note: borders] there). Their bytes on the GPU are part of the tide.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Trip(NamedTuple):
 
 
 def trips_of(workload: Workload) -> Mapping[tuple[Kind, int], Trip]:
-    """(kind, number) -> trip, in the order in which a queue makes them. Calls with the same object return the same."""
+    """(kind, number) -> trip, in a queue's order, the same object for the same workload."""
     known = workload.derived.get(_TRIPS)
     if known is None:
         known = workload.derived[_TRIPS] = {(trip.kind, trip.number): trip for trip in _trips(workload)}

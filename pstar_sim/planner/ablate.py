@@ -1,14 +1,13 @@
 """Ablate: the gain of each idea, from a published schedule to a near-optimal one, one change at a time.
 
-[Note: the ladder] The ladder begins at a published system, by default `patrickstar` (copies, updates and computing wait
-for each other). The next line is the point of the asynchronous policies (policy/kit/points.py) that is most like the
-system (`Capabilities.near`). A system without one gets the plainest point, which has none of the ideas. At either point
-the queues run independently. Then one coordinate after the other takes its better values, down to the policy asked
-about. The gain of a line depends on the lines above it. `without` asks the reverse question: it takes one idea out of
-the policy asked about.
+[Note: the ladder] The ladder begins at a published system, by default `patrickstar`. The next line is the point of the
+asynchronous policies (policy/kit/points.py) that is most like the system (`Capabilities.near`). A system without one
+gets the plainest point, which has none of the ideas. There the queues run independently. Then one coordinate after the
+other takes its better values, down to the policy asked about. The gain of a line depends on the lines above it.
+`without` takes one idea out of the policy asked about.
 
-If the setting itself makes Adam wait for all gradients, the barrier has no line. Otherwise the ladder first drops the
-barrier, which may gain nothing by itself, and then lets Adam begin early.
+A setting that itself makes Adam wait for all gradients has no line for the barrier. Otherwise the ladder first drops
+the barrier, which may gain nothing by itself, and then lets Adam begin early.
 """
 
 from __future__ import annotations
@@ -61,11 +60,11 @@ _VALUES: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line of an ablation. A line whose policy does not fit has a reason and no figures.
+    """A line whose policy does not fit has a reason and no figures.
 
-    change: the difference from the line above (in `without`: from the policy asked about).
+    change: from the line above (in `without`: from the policy asked about).
     gained_s: negative if the change costs time; None for the first line.
-    gained_h2d_bytes, gained_d2h_bytes: bytes that the change saves; None for the first line.
+    gained_h2d_bytes, gained_d2h_bytes: bytes saved; None for the first line.
     total_s: saved since the first line that fits.
     gap, bound_by: as in `Row`.
     """
@@ -208,7 +207,7 @@ def _unheard(done: int, count: int) -> None:
 
 
 def _in_its_order(policy: str, each: Sequence[Workload], machine: Machine, settings: Settings) -> str:
-    """A policy that chooses the order of the iteration comes with the one that it chooses here."""
+    """A policy that chooses the order of the iteration comes with its choice."""
     if not can(policy).tries_others:
         return policy
     found = compare(each, machine, policies=[policy], settings=settings, barrier_cost=False, near=False)
@@ -219,12 +218,11 @@ def _in_its_order(policy: str, each: Sequence[Workload], machine: Machine, setti
 
 
 def _has_own_chunks(spec: str, machine: Machine) -> bool:
-    """On several ranks patrickstar keeps a chunk size of its own: its chunks are whole."""
+    """On several ranks patrickstar's chunks are whole, of a size of its own."""
     return spec == BASE and machine.data_parallel_size > 1
 
 
 def _ladder_lines(steps: Sequence[tuple[str, str]], rows: Mapping[str, Row]) -> list[Line]:
-    """Each line that fits is compared with the line before it that fits, and with the first."""
     lines: list[Line] = []
     first: Row | None = None
     before: Row | None = None
@@ -271,14 +269,14 @@ def ladder(policy: str, *, barrier: bool, begin: str = BASE, sums: bool = False)
 
 
 def _between(words: Sequence[str], first: str, last: str) -> Sequence[str]:
-    """`last` alone if one of the two is not among `words`, or if they are in reverse order."""
+    """`last` alone if one of the two is not among `words`, or they are in reverse order."""
     if first in words and last in words and words.index(first) < words.index(last):
         return words[words.index(first) + 1 : words.index(last) + 1]
     return [] if first == last else [last]
 
 
 def left_out(policy: str, *, barrier: bool, sums: bool = False) -> list[tuple[str, str]]:
-    """(the plainer value, spec of the policy with it) for each plainer value of each coordinate of `policy`."""
+    """(plainer value, spec of the policy with it) for each plainer value of each coordinate."""
     own = _place_of(policy, barrier, sums)
     return [
         (_means(key, word), _spec(policy, {**own, key: word}))

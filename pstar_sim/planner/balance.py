@@ -2,11 +2,11 @@
 
 A policy may choose the shares itself (`Capabilities.balance`), or be given those with which it is fastest
 (`Capabilities.fastest_shares`). All others take the machine's, equal unless its file gives others. `balances` gives the
-machine with other shares, each rank's job, and words about the shares. Every rank has at least one sequence.
+machine with other shares, and each rank's job. Every rank has at least one sequence.
 
 [Note: the fastest shares] The bound over shares (bounds/shares.py) gives shares in the order of their bounds. The first
-are planned, at most MOST_PLANNED, until no shares that are left have a bound below the best plan. If none of these has
-room, the last are those that leave most.
+are planned, at most MOST_PLANNED, until no shares that are left have a bound below the best plan. If none has room, the
+last are those that leave most.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Cut = Callable[[int], Workload]
 
 
 def refuse_balance(policies: Iterable[str | Policy], machine: Machine) -> None:
-    """Raise PstarError for a policy that chooses the shares of the batch, in questions about the machine's own."""
+    """Raise PstarError for a policy that chooses the shares of the batch."""
     if not machine.mixed:
         return
     for policy in policies:
@@ -52,8 +52,7 @@ def refuse_balance(policies: Iterable[str | Policy], machine: Machine) -> None:
 
 
 def all_balance(policies: Iterable[str | Policy], machine: Machine) -> bool:
-    """Each of these policies takes other shares of the batch than the machine's, which then need not be whole
-    sequences."""
+    """Each policy takes other shares than the machine's, which then need not be whole sequences."""
     return machine.mixed and all(chooses(policy) for policy in policies)
 
 
@@ -78,7 +77,7 @@ def _balance_of(policy: Policy) -> Callable[..., tuple[int, ...]] | None:
 @dataclass(frozen=True, kw_only=True)
 class Balanced:
     """least_s: no plan with these shares is faster, as far as is known.
-    even: equal shares, as nearly as whole sequences allow.
+    even: as nearly as whole sequences allow.
     """
 
     least_s: float = 0.0
@@ -109,10 +108,10 @@ def balances(
     """Yields the job with the shares to plan, the most promising first; none if the policy takes the machine's shares.
 
     cut: number of sequences -> the job of one GPU, where no preset is.
-    search: of the fastest shares of this job, if it is known.
+    search: for the fastest shares of this job, if known.
 
-    Raises DoesNotFit if the GPUs have no room for the batch under a policy that chooses its shares itself, and
-    CannotPlan for a job that cannot be cut as the policy wants.
+    Raises DoesNotFit if the GPUs have no room for the batch, and CannotPlan for a job that cannot be cut as the policy
+    wants.
     """
     if not machine.mixed or not chooses(policy):
         return
@@ -144,7 +143,7 @@ def _fastest(
     search: AnyShares | None,
     of: Callable[..., Balanced],
 ) -> Iterator[Balanced]:
-    """[Note: the fastest shares]. None for a job that can be run with the shares of the machine alone."""
+    """[Note: the fastest shares]."""
     if search is None:
         layout = build_layout(share.workload, chunk_bytes=settings.chunk_bytes, ranks=machine.data_parallel_size)
         search = AnyShares(share.batch, machine, settings, layout, any_job(share.workload, machine) or job_of)

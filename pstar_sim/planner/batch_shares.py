@@ -40,7 +40,7 @@ WAITING = 0.25
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Share:
-    """The part of a job that each GPU of a machine does ([Note: one meaning of batch]).
+    """The part of a job of each GPU ([Note: one meaning of batch]).
 
     workload: the job of one rank. If ranks take different shares, a job at least as hard as each of theirs.
     ranked: each rank's own job, None if they are alike.
@@ -65,12 +65,12 @@ def machine_of(machine: Machine | str) -> Machine:
 def share_out(workload: Workload | Sequence[Workload], machine: Machine, *, nearly: bool = False) -> Share:
     """[Note: one meaning of batch] `batch` is the batch of all GPUs together, on the command line and in Python. So a
     single workload is the job of the whole machine: a preset is written again for each rank's share. A captured
-    workload cannot be cut, so on several GPUs it comes as a list, one workload per rank. The workload of a plan, too,
-    is the job of one rank.
+    workload cannot be cut, so on several GPUs it comes as a list, one workload per rank, and a plan's workload is the
+    job of one rank.
 
     A preset whose dtype was left open gets the dtype of the GPU. Raises PstarError for a value that is not a workload,
-    for a batch that the ranks cannot share, for a single captured workload for several GPUs, and for a list without one
-    workload per rank.
+    a batch that the ranks cannot share, a single captured workload for several GPUs, and a list without one workload
+    per rank.
 
     nearly: as in `shares_of_batch`.
     """
@@ -116,11 +116,11 @@ def _typed(workload: Workload, machine: Machine) -> Workload:
 
 
 def shares_of_batch(batch: int, machine: Machine, *, nearly: bool = False) -> list[int]:
-    """Returns the sequences of each rank in a micro-batch of `batch` sequences.
+    """Returns each rank's sequences in a micro-batch.
 
-    nearly: whether shares need not be whole numbers. All ranks then take equally many sequences, or one more.
+    nearly: shares need not be whole numbers; ranks then take equally many sequences, or one more.
 
-    Raises PstarError if a share is not a whole number, with the nearest batches that the ranks can share.
+    Raises PstarError, with the nearest batches that the ranks can share.
     """
     ranks, parts = machine.ranks, _parts(machine)
     whole("batch", batch)
@@ -149,7 +149,7 @@ def equal_shares(batch: int, ranks: int) -> list[int]:
 
 
 def least_batch(machine: Machine) -> int:
-    """The smallest batch that the ranks can share. All such batches are its multiples."""
+    """The smallest batch that the ranks can share. All others are its multiples."""
     return math.lcm(*(p.denominator for p in _parts(machine)))
 
 
@@ -161,7 +161,7 @@ def _parts(machine: Machine) -> list[Fraction]:
 def unmodelled_notes(
     workload: Workload, machine: Machine, timelines: Mapping[str, Timeline], *, short_of_gpu: bool
 ) -> tuple[str, ...]:
-    """On the omissions of an answer for several GPUs, and on parallelism that is likely faster.
+    """What an answer for several GPUs omits, and parallelism that is likely faster.
 
     short_of_gpu: whether every policy that does not fit is.
     """

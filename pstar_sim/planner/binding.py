@@ -1,5 +1,5 @@
-"""The resource for which the accelerator waits, from the stalls of a timeline and their causes. The cost of a barrier
-is an argument, because it takes a second plan.
+"""What the accelerator waits for, from the stalls of a timeline. The cost of a barrier is an argument: it takes a
+second plan.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def bound_by(timeline: Timeline, *, barrier_cost_s: float | None) -> str:
 
     "compute" if the accelerator waits less than 2 % of the iteration. Otherwise the cause of most of its waiting
     (`Timeline.stall_s`). Waiting for Adam behind a barrier counts as "barrier" if at least half of all waiting would
-    end without the barrier (`barrier_cost_s`, if known), otherwise as "adam".
+    end without it (`barrier_cost_s`, if known), else as "adam".
     """
     total = sum(timeline.stall_s.values())
     if total <= COMPUTE_BOUND_STALL * timeline.iteration_s:

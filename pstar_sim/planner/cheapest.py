@@ -2,9 +2,8 @@
 
 Every machine with a price is tried: one node and, if a network joins its nodes, as many nodes as the deadline requires
 (numbers that double, then bisection). The ranks share the sequences of an iteration, cut into the largest micro-batches
-that fit under some policy; the fastest policy counts. Unless the question asks for other parallelism (stages.py) that
-is data parallelism, with the simulated communication between nodes. Idle time, failures, evaluation and storage cost
-extra.
+that fit under some policy, and the fastest policy counts. Without other parallelism (stages.py) that is data
+parallelism, with simulated communication between nodes. Idle time, failures, evaluation and storage are not counted.
 """
 
 from __future__ import annotations
@@ -105,8 +104,7 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Cheapest(Collection):
-    """rows: offers that make the deadline, cheapest first; then offers that do not, fastest first; then offers without
-    figures."""
+    """rows: offers in time, cheapest first; then late ones, fastest first; then offers without figures."""
 
     model: str
     tokens: float
@@ -224,7 +222,7 @@ class _Question:
 
 
 def _price_of(machine: Machine, prices: Mapping[str, Price]) -> tuple[float | None, str]:
-    """(USD per hour of one node, its source), or None and a text that says how to give a price."""
+    """(USD per hour of one node, its source), or None and how to give a price."""
     price, listed_as = prices.get(machine.name), as_listed(machine)
     if price is not None and not price.own and listed_as is not None and listed_as.local_ranks != machine.local_ranks:
         return (
@@ -258,9 +256,8 @@ def _offer(
     deadline_s: float | None,
     most_nodes: int,
 ) -> Offer:
-    """The fewest nodes that make the deadline; if none do, the nearest offer. Their number about doubles until the
-    deadline is made or no larger number is left. Then bisection runs between the last that was too slow or too small
-    and the first in time."""
+    """The fewest nodes that make the deadline, else the nearest offer: doubling, then bisection between the last that
+    was too slow or too small and the first in time."""
     counts = _counts(machine, asked.batch, most_nodes)
     rows: dict[int, Offer] = {}
 
@@ -317,7 +314,7 @@ def _no_more(machine: Machine, batch: int, most_nodes: int) -> str:
 def _so_many(
     machine: Machine, asked: _Question, usd: float | None, what: str, tokens: float, deadline_s: float | None
 ) -> tuple[Offer, bool]:
-    """With whether the reason would be the same with more nodes."""
+    """And whether more nodes would have the same reason."""
     base = Offer(
         machine=machine.name,
         nodes=machine.nodes,
@@ -367,8 +364,7 @@ def _so_many(
 
 
 def _least_s(machine: Machine, asked: _Question, tokens: float) -> float:
-    """Of the matmuls alone on the slowest rank, with its sequences in one micro-batch. If a policy may take other
-    shares than the machine's, those with the least seconds count."""
+    """Of the matmuls alone on the slowest rank, in one micro-batch, with the best shares that a policy may take."""
     workloads = asked.workloads(machine, 1)
     every = sum(w.tokens for w in workloads)
     job_of = any_job(workloads[0], machine) if any(map(chooses, asked.policies or POLICIES)) else None
@@ -383,8 +379,8 @@ def _least_s(machine: Machine, asked: _Question, tokens: float) -> float:
 
 
 def _fastest(machine: Machine, asked: _Question) -> tuple[Row, int, int]:
-    """The fastest policy with the largest micro-batches that fit: (row, batch of all ranks, micro-batches). Room in
-    memory is checked first, as in `fits`. If no policy fits, raises the last DoesNotFit or CannotPlan."""
+    """(row, batch of all ranks, micro-batches) of the fastest policy with the largest micro-batches that fit. Raises
+    the last refusal if none does."""
     worst: PstarError | None = None
     for micro_batches in (n for n in range(1, min(asked.batch, MOST_MOMENTS) + 1) if asked.batch % n == 0):
         try:
@@ -418,8 +414,8 @@ def _fastest(machine: Machine, asked: _Question) -> tuple[Row, int, int]:
 
 
 def _fastest_way(machine: Machine, asked: _Question, parallel: str | Parallelism) -> StagesRow:
-    """With an iteration in one micro-batch or in micro-batches of one sequence per rank. If no way fits, raises
-    CannotPlan with the reason of the one that lacks least."""
+    """In one micro-batch or in micro-batches of one sequence per rank. Raises CannotPlan with the reason of the way
+    that lacks least."""
     job = replace(asked.job, batch=asked.batch, micro_batches=1)
     ways, left_out = ways_of(job, machine, parallel)
     if parallel not in ASKED:

@@ -12,8 +12,8 @@ __all__ = ["Collection"]
 
 
 class Collection:
-    """Gives an answer `for row in answer`, `len(answer)`, `in` for a row or its name (policy, machine or part), its
-    table as text and as a frame."""
+    """An answer as rows: iteration, length, `in` for a row or its name (policy, machine or part), a table as text and
+    as a frame."""
 
     _name = "policy"  # the field that names a row
 

@@ -1,5 +1,5 @@
 """Several policies on one workload and one machine, each planned, simulated and compared with the lower bound. Policies
-are known only as functions from a workload, a machine and settings to a plan.
+are known only as functions.
 """
 
 from __future__ import annotations
@@ -397,9 +397,7 @@ class _Found:
 def _fastest(
     policy: Policy, name: str, job: _Question, jobs: Iterable[Balanced]
 ) -> tuple[Plan, Timeline, Balanced | None, _Question]:
-    """With any of the shares, and the job with these; the job's own plan if there are none.
-
-    jobs: in the order of their bounds.
+    """With any of the shares, `jobs` in the order of their bounds; the job's own plan if there are none.
 
     Raises CannotPlan, and DoesNotFit of the first if none fits.
     """
@@ -426,7 +424,7 @@ def _fastest(
 
 
 def _certificate(proof: Certifier, plan: Plan, workload: Workload) -> Certificate:
-    """A plan in another order than the job's gets one of its own."""
+    """A plan in another order than the job's gets a certificate of its own."""
     require_bounded(plan)
     same = plan.workload.order is workload.order
     return proof.of(plan.layout) if same else certificate_of(plan, lp=proof.lp)
@@ -443,7 +441,7 @@ _Free = tuple[Workload, Machine, Settings, Sequence[Workload] | None]
 
 
 def _free(workload: Workload, ranked: Sequence[Workload] | None, machine: Machine, settings: Settings) -> _Free | None:
-    """The setting in which no Adam waits for all gradients; None if none waits anyway."""
+    """The setting in which no Adam waits; None if none waits anyway."""
     if settings.barrier(workload.compute_dtype) is None:
         return None
     return (*without_barrier(workload, machine, settings), _retyped(ranked, machine, settings))
@@ -497,7 +495,6 @@ def _fitting(workload: Workload, settings: Settings, rows: Sequence[Row], planne
 
 
 def _retyped(ranked: Sequence[Workload] | None, machine: Machine, settings: Settings) -> Sequence[Workload] | None:
-    """In a dtype with which no Adam waits for all gradients."""
     if ranked is None:
         return None
     known = {id(w): without_barrier(w, machine, settings)[0] for w in ranked}
@@ -514,13 +511,12 @@ def plan_and_play(
     label: str = "",
     workloads: Sequence[Workload] | None = None,
 ) -> tuple[Plan, Timeline]:
-    """Returns the policy's plan and its simulated timeline, which carries the fields for its picture.
+    """Returns the plan and its simulated timeline, with the fields for its picture.
 
-    loading: the host then has room for a run of the plan (memory_needs.py). None: it has room for the plan's payloads,
-        which is enough for its seconds.
-    workloads: each rank's own workload, if these differ. `workload` is then at least as hard as each of them.
+    loading: the host then has room for a run of the plan (memory_needs.py), not only for its payloads.
+    workloads: each rank's own, if these differ. `workload` is at least as hard as each.
 
-    A user's policy is not trusted: its plan has to be for this job and to pass the checker. Raises DoesNotFit and
+    A user's policy is not trusted: its plan has to be for this job and pass the checker. Raises DoesNotFit and
     CannotPlan, and PlanError naming the policy for any other fault of it.
     """
 
@@ -575,8 +571,8 @@ def play_plan(plan: Plan, *, label: str = "", rank: int | None = None) -> Timeli
 
 
 def without_barrier(workload: Workload, machine: Machine, settings: Settings) -> tuple[Workload, Machine, Settings]:
-    """The job if no Adam waited for all gradients: eager, without clipping, and for fp16 without loss scaling (bf16 in
-    its place, at the same rate)."""
+    """The job if no Adam waited: eager, without clipping, and bf16 in place of fp16 (no loss scaling, the same
+    rate)."""
     free = replace(settings, update="eager", clip=False)
     if free.barrier(workload.compute_dtype) is None:
         return workload, machine, free
@@ -595,8 +591,8 @@ def without_barrier(workload: Workload, machine: Machine, settings: Settings) ->
 
 
 def barrier_cost_of(plan: Plan, timeline: Timeline) -> float | None:
-    """Seconds that the policy would save if no Adam waited for all gradients; None if none waits, or if the policy then
-    lacks room. Raises UnknownName for an unknown policy."""
+    """Seconds that the policy would save without the wait; None if none waits, or if the policy then lacks room. Raises
+    UnknownName for an unknown policy."""
     free = _free(plan.workload, plan.ranked, plan.machine, plan.settings)
     return _barrier_cost(find_policy(plan.policy), timeline, free)
 

@@ -13,8 +13,8 @@ ORDER = ("recorded", "calibrated", *KNOWN)  # the best known first
 
 
 def confidence(workload: Workload, machine: Machine) -> dict[str, str]:
-    """One of "calibrated", "measured", "fitted", "datasheet", "assumed" for each input; for compute also "recorded":
-    the moments' own durations on this very machine, operators and framework included."""
+    """For each input one of "calibrated", "measured", "fitted", "datasheet", "assumed";  for compute also "recorded":
+    the moments' own durations on this machine."""
     found = machine.confidence_by_input
     if workload.recorded_on is not None and workload.recorded_on == machine.name:
         found["compute"] = "recorded"
@@ -30,8 +30,7 @@ def worst_known(found: Mapping[str, str]) -> str:
 
 
 def confidence_line(found: Mapping[str, str]) -> str:
-    """Such as "calibrated: compute, link; datasheet: CPU Adam, DRAM". Both words always appear, with "none" for an
-    empty list."""
+    """Such as "calibrated: compute, link; datasheet: CPU Adam, DRAM"."""
     always = ("calibrated", "datasheet")
     words = [w for w in ORDER if w in always or w in found.values()]
     named = {word: [name for name, source in found.items() if source == word] for word in words}

@@ -1,8 +1,8 @@
-"""A plan in words: where chunks live and why, what binds, whether following the tide gains anything and why, the gain
-of another order of the iteration, and the first steps.
+"""A plan in words: where chunks live and why, what binds, the gains of following the tide and of another order, the
+first steps.
 
-All is counted from the plan, its workload and its timeline. Policies are asked only for the plan of the tide's
-counterpart (`tide` against `static_partition`), and of `tide` in the other order.
+All is counted from the plan, its workload and its timeline; policies are asked only for the tide's counterpart and the
+other order.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ WAITS = {
 
 @dataclass(frozen=True, slots=True)
 class BoundGap:
-    """A chunk is used in moment `start` and next in moment `end`; between them it could be away.
+    """A chunk is used in moments `start` and `end`; between them it could be away.
 
-    turn: whether backward follows forward. Otherwise the next micro-batch's forward follows backward.
+    turn: from forward to backward, not from backward to the next micro-batch's forward.
     """
 
     chunk: int
@@ -108,8 +108,7 @@ def chunk_gaps(plan: Plan) -> tuple[BoundGap, ...]:
 
 
 def tide_gain(plan: Plan) -> str:
-    """Bytes to the GPU that a capacity that follows the tide saves over one sized for its peak, or why it saves
-    none."""
+    """Bytes to the GPU that a capacity following the tide saves over one for its peak, or why it saves none."""
     w = plan.workload
     both: dict[str, Plan] = {}
     short: dict[str, DoesNotFit] = {}
@@ -165,8 +164,8 @@ def tide_gain(plan: Plan) -> str:
 
 
 def order_gain(plan: Plan, timeline: Timeline) -> str | None:
-    """The gain of the layer-major order, or why it is not known. None where no other order is possible (one
-    micro-batch, several GPUs, offloaded activations, layer-major already), and for a policy that tried both."""
+    """The gain of the layer-major order, or why it is not known. None without another order (one micro-batch, several
+    GPUs, offloaded activations, layer-major already), and for a policy that tried both."""
     w = plan.workload
     if (
         w.micro_batches == 1
@@ -194,7 +193,6 @@ def order_gain(plan: Plan, timeline: Timeline) -> str | None:
 
 
 def _relayed(policy: str) -> str:
-    """A policy without this order becomes the plainest that has it."""
     name, options = split_spec(policy)
     try:
         able = "order" in options_of(find_policy(name))
@@ -241,7 +239,7 @@ def explanation(
     barrier_cost_s: float | None = None,
     first_steps: int = 12,
 ) -> dict[str, Sequence[str]]:
-    """Returns heading -> lines. The first heading, of the job, is empty. Arguments are those of `explain`."""
+    """Returns heading -> lines, the job under "". Arguments are those of `explain`."""
     other, hidden = order_gain(plan, timeline), hiding(plan.workload, plan.machine)
     return {
         "": _job(plan),

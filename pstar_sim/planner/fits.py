@@ -1,6 +1,4 @@
-"""Whether a job fits a machine, by policy, with the room to spare, or the bytes that it lacks and the smallest change
-that would make it fit.
-"""
+"""Whether a job fits a machine, by policy, with the room to spare or the lack and the smallest change that ends it."""
 
 from __future__ import annotations
 
@@ -51,26 +49,24 @@ EFFORT = 0.5  # share of `Settings.effort` with which plans are searched: memory
 class Fit:
     """The answer of one policy; bytes are those of one rank.
 
-    gpu_needed_bytes: least GPU budget with which the policy fits on this host. If the policy does not fit, the bytes of
-        the GPU that it needs when the place that is short has just enough.
+    gpu_needed_bytes: least GPU budget with which the policy fits on this host. Where the policy does not fit, its need
+        of the GPU when the short place has just enough.
     gpu_reserve_bytes: what a plan leaves of the card, for the context and the allocator's fragments.
     gpu_kept_bytes: what torch keeps beside both, where the card has room (`Framework.kept_bytes`).
-    host_needed_bytes: payloads, pinned rounding and start-up, with as few chunks pinned as the host allows. If the
+    host_needed_bytes: payloads, pinned rounding and start-up, with as few pinned chunks as the host allows; where the
         policy does not fit, as for the GPU.
-    host_payload_bytes, host_rounding_bytes: parts of host_needed_bytes.
     host_startup_bytes: weights while they are loaded.
-    loading_short_bytes: bytes that the host lacks if every process loads the weights whole, in fp32. None if none, if
-        the question says how they are loaded, and for one rank.
-    host_buffer_bytes: the policy's own. The larger of host_startup_bytes and host_buffer_bytes is the rest of
-        host_needed_bytes.
-    short_of: place that is short ("gpu", "host", "nvme", or "pinned" for host memory that is to be pinned).
-    reason: also names the changes that would make it fit. A policy without a plan for such a machine has only a reason.
-    changes: as flags ("with --host-memory 128GB"), at most one of each kind.
+    loading_short_bytes: lacking if every process loads the weights whole, in fp32. None if nothing lacks, loading is
+        stated, or there is one rank.
+    host_buffer_bytes: the policy's own. The larger of host_startup_bytes and this is the rest of host_needed_bytes.
+    short_of: "gpu", "host", "nvme", or "pinned" for host memory that is to be pinned.
+    reason: with the changes that would make it fit. A policy that cannot plan for the machine has only a reason.
+    changes: flags ("with --host-memory 128GB"), at most one of each kind.
     iteration_s, tokens_per_s: simulated.
     expected_error, trust: as in `Row`.
-    shares: sequences of each GPU in a micro-batch, if the policy does not take the shares of the machine.
-    phases: host memory over the job's life; none where no need is known.
-    disk_life: what the plan writes to disks, and how long they last, in words; None if it writes none.
+    shares: sequences of each GPU in a micro-batch, where not the machine's.
+    phases: host memory over the job's life.
+    disk_life: words for what the plan writes to disks, and how long they last; None if it writes nothing.
     """
 
     policy: str
@@ -106,7 +102,7 @@ class Fit:
     @property
     def gpu_shown_bytes(self) -> int | None:
         """What nvidia-smi shows at least: tensors, the reserve, and what torch keeps of a framework's runs. Where the
-        card has room, torch keeps what it took at any time, which adds to this."""
+        card has room, more: torch keeps what it took at any time."""
         if self.gpu_needed_bytes is None:
             return None
         kept = with_kept(self.gpu_needed_bytes, self.gpu_kept_bytes, self.gpu_available_bytes)
@@ -114,7 +110,7 @@ class Fit:
 
     @property
     def is_tight(self) -> bool:
-        """Tensors leave less room than torch keeps of a framework's runs (`Framework.kept_bytes`)."""
+        """Leaves less room than torch keeps of a framework's runs."""
         return self.fits and 0 <= (self.gpu_headroom_bytes or 0) < min(self.gpu_kept_bytes, self.gpu_needed_bytes or 0)
 
     @property
@@ -132,7 +128,7 @@ class Fit:
 
 
 def with_kept(tensor_bytes: int, kept_bytes: int, available_bytes: int) -> int:
-    """Tensors, and what torch keeps of a framework's runs beside them where it is free: at most as much again."""
+    """With what torch keeps of a framework's runs where it is free: at most the tensors' bytes."""
     return max(tensor_bytes, min(tensor_bytes + min(kept_bytes, tensor_bytes), available_bytes))
 
 
@@ -153,8 +149,7 @@ class Part:
     """What takes memory: weights, gradients, optimizer states, activations, logits, buffers or the reserve.
 
     job_bytes: of the whole model, and of one GPU's activations and logits at their peak.
-    gpu_bytes, host_bytes: of one rank when the plan of the recommended policy holds most; None if no policy fits, or
-        without times.
+    gpu_bytes, host_bytes: of one rank at the recommended plan's peak; None if no policy fits, or without times.
     """
 
     name: str
@@ -171,8 +166,8 @@ class Fits(Collection):
     parts: what takes memory.
     named: whether the caller named the policies.
     near: whether changes were looked for.
-    change: the smallest; None if a policy fits or no change helps.
-    others: more host memory, then more GPU memory or another machine, where `change` is smaller and they help alone.
+    change: the smallest; None if none is needed or none helps.
+    others: what helps alone besides a smaller `change`: more host memory, then more GPU memory or another machine.
     """
 
     workload: Workload
@@ -193,8 +188,8 @@ class Fits(Collection):
 
     @cached_property
     def fastest(self) -> tuple[Fit, ...]:
-        """The recommended row, the first of those that are equally fast: simpler policies are listed first. Plans that
-        the loop cannot follow count only where no other fits."""
+        """The recommended row, and those equally fast; plans that the loop cannot follow count only where no other
+        fits."""
         fitting = [row for row in self.rows if row.fits]
         followed = [row for row in fitting if can_follow(self.settings, self.workload, row.policy)] or fitting
         limit_s = min((row.iteration_s or 0.0 for row in followed), default=0.0) * (1 + AS_FAST)
@@ -331,8 +326,8 @@ _NAMES = {"param": "weights", "grad": "gradients", "states": "optimizer states",
 
 
 def _of_tide(w: Workload, size_bytes: int) -> dict[str, int]:
-    """Returns the activations and the logits (with the loss) of a GPU with so much non-model data. What the moments
-    between the forward and the backward passes of the blocks hold beside the blocks' activations are logits."""
+    """(activations, logits and loss) of a GPU with so much non-model data. Logits are what the moments between the
+    blocks' two passes hold beside the blocks' activations."""
     blocks = [(forward, run) for block, forward, run in block_runs(w) if block is not None]
     of_blocks = max((w.moments[m].peak_bytes for _, run in blocks for m in run), default=size_bytes)
     kept = max((w.moments[run[-1]].end_bytes for forward, run in blocks if forward), default=size_bytes)
@@ -362,7 +357,7 @@ class Asked:
         return None if short is None else short.short_bytes
 
     def least_gpu_bytes(self, policy: str, machine: Machine, *, others: bool = True) -> int:
-        """The least GPU budget with which the policy, which fits the machine, still fits it."""
+        """Of a policy that fits."""
         ask = self.of(policy, others=others)
         return least_gpu_bytes(lambda where: ask(self.workload, where, self.settings, self.loading), machine)
 
@@ -370,8 +365,7 @@ class Asked:
 def _fit_any(
     name: str, share: Share, job: Asked, *, times: bool
 ) -> tuple[Fit, DoesNotFit | None, Asked, Timeline | None]:
-    """For the first shares of the batch with which the policy fits; if none, for the last ([Note: the fastest shares]
-    in balance.py)."""
+    """For the first shares with which the policy fits, else the last ([Note: the fastest shares] in balance.py)."""
     answer: tuple[Fit, DoesNotFit | None, Asked, Timeline | None] | None = None
     try:
         for own in balances(find_policy(name), share, job.machine, job.settings):
@@ -465,8 +459,8 @@ def _filled(row: Fit, gpu_needed_bytes: int | None, need: Need, local_ranks: int
 
 
 def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit]:
-    """With the needs in both places. The refusal counts everything that the short place would have to hold; a policy
-    that is refused before it plans names only a part of it."""
+    """With the needs in both places: the refusal counts all of the short one, of which a policy refused before it
+    plans names only a part."""
     machine = job.machine
     roomy = need_with_room(row.policy, job.workload, machine, job.settings, error, loading=job.loading)
     if roomy is None:
@@ -485,8 +479,8 @@ def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit
 def _changes(
     found: Sequence[tuple[Remedy, str]], job: Asked, asked: Sequence[str], elsewhere: Elsewhere
 ) -> tuple[SmallestChange, ...]:
-    """Another policy if one fits; else the smallest change of the job, of the host's memory and of the GPU, each with
-    all policies that it helps; else another policy and a change together."""
+    """Another policy that fits, else the smallest change of the job, of the host and of the GPU, each with all
+    policies it helps, else both together."""
     others = {
         name: job.of(name)(job.workload, job.machine, job.settings, job.loading)
         for name in built_in()

@@ -8,8 +8,8 @@
     [set]                           # any figure of the machine (catalog/overrides.py)
     "gpu.memory" = ["24GB", "48GB"]
 
-Names and values are checked before anything is computed. A point that makes no sense by itself (a sequence longer than
-the model's) is an answer of the sweep, not a mistake in the grid.
+Names and values are checked before anything is computed. A point that makes no sense by itself (too long a sequence) is
+an answer of the sweep.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ AXES = {name: meaning(kind) for name, kind in _KINDS.items()}
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """values: every axis but the policy.
-    policies: each with the index of its point in the grid.
+    policies: each with its point's index in the grid.
     """
 
     values: tuple[tuple[str, Value], ...]
@@ -129,7 +129,7 @@ class Group:
 
     @property
     def cost(self) -> float:
-        """So that long groups are handed out first: layers x micro-batches."""
+        """Long groups are handed out first: layers x micro-batches."""
         given = dict(self.values)
         layers = model_entry(str(given["model"])).layers if "model" in given else 100
         return layers * float(given.get("micro_batches", 1)) * len(self.policies)
@@ -167,13 +167,12 @@ class Grid:
 
 
 def load_grid(source: str | Path | Mapping[str, object], more: Mapping[str, object] | None = None) -> Grid:
-    """Returns the grid of a TOML file, the shipped grid of that name ("whatif"), or the grid of a mapping of the same
-    form.
+    """Returns the grid of a TOML file, of a mapping of the same form, or the shipped one of that name ("whatif").
 
-    more: axes that come before those of the same name.
+    more: axes in place of those of the same name.
 
-    Raises PstarError, naming file and axis, for an axis that is unknown, empty or has a value twice or a wrong one, and
-    for a grid without a machine, without a policy, or with both or neither of model and trace.
+    Raises PstarError, naming file and axis, for an axis that is unknown, empty, has a value twice or a wrong one, and
+    for a grid without machine or policy, or with both or neither of model and trace.
     """
     if isinstance(source, Mapping):
         file, content = "grid", dict(source)
@@ -332,8 +331,7 @@ _OF_JOB = {field.name for field in fields(Job)} & set(AXES)
 
 
 def point_hash(group: Group, policy: str) -> str:
-    """Of everything that determines the result: the values, the machine and the model that they name (or the trace's
-    bytes), the policy, this package's version and its code."""
+    """Of all that determines the result: values, machine and model (or the trace's bytes), policy, version and code."""
     given = dict(group.values)
     content: dict[str, object] = {"schema": SCHEMA, "code": _code_digest(), "values": given, "policy": policy}
     overrides = tuple((k, v) for k, v in group.values if k.startswith("set."))
@@ -358,7 +356,7 @@ def _file_digest(path: str) -> str:
 
 @cache
 def _code_digest() -> str:
-    """A point computed by other code counts as another point."""
+    """Another code makes another point."""
     digest = hashlib.sha256(__version__.encode())
     root = files("pstar_sim")
     places = [root / name for name in CODE]

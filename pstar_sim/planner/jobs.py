@@ -1,6 +1,4 @@
-"""The work of each iteration as a question states it, before a machine is known: a model or a trace, its sizes and its
-axes (workload/axes.py).
-"""
+"""The work of each iteration as a question states it, before a machine is known."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ __all__ = ["Job"]
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Axes):
-    """The work of each iteration. Raises PstarError for an impossible value.
+    """Raises PstarError for an impossible value.
 
     batch: sequences per micro-batch, of all ranks together; None: the batch of the trace for each rank. A model needs
         one.
@@ -75,7 +73,7 @@ class Job(Axes):
 
         nearly: as in `shares_of_batch`.
 
-        Raises PstarError for a batch that the ranks cannot share, and as `ps.preset` and `load_trace` do.
+        Raises PstarError as `shares_of_batch`, `ps.preset` and `load_trace` do.
         """
         if self.batch is None:
             return (self.share(None, machine),) * machine.world_size
@@ -92,7 +90,7 @@ class Job(Axes):
         return self.write(entry, batch, self.dtype_on(machine))
 
     def write(self, entry: ModelEntry, batch: int, dtype: str) -> Workload:
-        """Of one rank for a model of this shape. Equal calls may return the same object."""
+        """Of one rank. Equal calls may return the same object."""
         assert self.seq is not None
         micro_batches = self.micro_batches or 1
         return _written(entry, self.but(dtype=dtype), batch=batch, sequence=self.seq, micro_batches=micro_batches)

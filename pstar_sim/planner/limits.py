@@ -1,11 +1,11 @@
 """The largest model and the largest batch that a machine can train, by policy.
 
-Only memory counts (memory_needs.py). [Note: an upper bound of any model] The working list and the states of every
-parameter lie somewhere: w + s bytes per parameter, on the GPUs, the hosts and the disks together (for policies that
-keep nothing on disks, without these). No search goes beyond that. The least memory that a policy needs grows with depth
-and with batch, except for small drops where the chunk size changes. So the search draws a line through the needs of
-refused depths, and asks next about the depth where the line meets the bytes that the machine has; without a line, half
-way. It ends when L fits and L + 1 does not. That way few depths are planned, and few of them are above the limit.
+Only memory counts. [Note: an upper bound of any model] The working list and the states of every parameter lie
+somewhere: w + s bytes per parameter, on the GPUs, the hosts and (for policies that use them) the disks together; no
+search goes beyond. The least memory that a policy needs grows with depth and with batch, except for small drops where
+the chunk size changes. So the search draws a line through the needs of refused depths, and asks next where it meets the
+machine's bytes; without a line, half way. It ends when L fits and L + 1 does not, after few plans, few of them above
+the limit.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Limit:
     params: of the largest model.
     catalog_model, catalog_params: the largest model of the catalog that fits.
     short_of: the place of one rank that is short for one more layer or sequence.
-    reason: why one more layer or sequence does not fit. A policy that has no plan for such a machine has only a reason.
+    reason: why one more layer or sequence does not fit. A policy that cannot plan for such a machine has only a reason.
     """
 
     policy: str
@@ -77,7 +77,7 @@ class Limits(Collection):
     """what: "layers" or "batch".
 
     rows: one per policy, in the order asked for.
-    most_params: that all GPUs and hosts together could hold, None for a batch ([Note: an upper bound of any model]).
+    most_params: that all GPUs and hosts could hold, None for a batch ([Note: an upper bound of any model]).
     """
 
     what: str
@@ -100,8 +100,8 @@ class Limits(Collection):
 
 
 def deeper(like: str | ModelEntry, layers: int, *, hidden: int | None = None, heads: int | None = None) -> ModelEntry:
-    """With another hidden size, its feed-forward and key-value widths change in proportion, and the number of heads
-    keeps their width (or is `heads`). Raises PstarError for a hidden size that the heads do not divide.
+    """With another hidden size, feed-forward and key-value widths change in proportion, and heads keep their width (or
+    number `heads`).
 
     Raises PstarError for a hidden size that the heads do not divide.
     """
@@ -263,8 +263,7 @@ class _Models:
         return deeper(self.entry, layers, hidden=self.hidden, heads=self.heads)
 
     def of(self, shape: ModelEntry, policy: str | Policy | None = None) -> Workload:
-        """Of the rank with the hardest share of the batch. A policy that does not take the machine's shares gets those
-        that leave most room."""
+        """Of the rank with the hardest share, or of the shares that leave most room where the policy takes any."""
         roomy = policy is not None and self.machine.mixed and chooses(policy)
         if (shape, roomy) not in self.made:
 
@@ -299,8 +298,8 @@ def _depth_row(
     names: Sequence[str],
     room: Callable[[str | Policy, ModelEntry], Refusal | None],
 ) -> Limit:
-    """error: why one more layer has no room.
-    names: models of the catalog, the largest first.
+    """error: of one more layer.
+    names: of the catalog, the largest first.
     """
     row = _limit(policy, layers, error)
     if layers:
@@ -321,7 +320,7 @@ def _check_positions(entry: ModelEntry, seq: int, axes: Axes) -> None:
 
 
 def _known_models(seq: int, axes: Axes) -> list[str]:
-    """Those that take such a sequence and are written for these axes, the largest first."""
+    """Those written for such a sequence and these axes, the largest first."""
     entries = [model_entry(name) for name in model_names()]
     able = [entry for entry in entries if entry.takes(seq) and entry.family != "vit"]
     able = [entry for entry in able if axes.kernels is None or has_kernels(entry, axes.kernels)]
@@ -413,8 +412,7 @@ def _limits(
     near: Mapping[str, int] | None = None,
     on_policy: Callable[[str, int, int], None] | None = None,
 ) -> list[tuple[int, Refusal | None]]:
-    """A policy that tries others fits wherever another does (disks are left out here), so it comes last, when the
-    limits of the others are known."""
+    """A policy that tries others comes last: it fits wherever another does (disks are left out here)."""
     found: dict[str, tuple[int, Refusal | None]] = {}
     for number, policy in enumerate(sorted(policies, key=lambda policy: can(policy).tries_others)):
         if on_policy is not None:
@@ -434,9 +432,9 @@ def _others_go_on(
     ask_of: Callable[[str], Callable[[int], Refusal | None]],
     most: int,
 ) -> tuple[int, Refusal | None]:
-    """The limit of its own modes, or a higher limit of another policy.
+    """The limit of its own modes, or a higher one of another policy:
 
-    known: limits of others; they are asked whether one more fits.
+    known: limits of others, asked whether one more fits.
     """
     largest, error = max((found, *known.values()), key=lambda limit: limit[0])  # its own if the limits are equal
     for other in built_in():
@@ -451,10 +449,10 @@ def _others_go_on(
 def _largest(
     ask: Callable[[int], Refusal | None], most: int, *, first: int = 1, near: int | None = None
 ) -> tuple[int, Refusal | None]:
-    """(the largest n in 0..most that fits, why n + 1 does not fit; None if `most` fits). n doubles from `first` until
-    it does not fit. Then the search follows lines, and every third time it halves the interval.
+    """(the largest n in 0..most that fits, why n + 1 does not or None). n doubles from `first` until it does not fit,
+    then follows lines, and every third time halves the interval.
 
-    near: a guess, which is asked about first, then numbers further and further away.
+    near: a guess, asked first, then further and further away.
     """
     low, high = 0, most + 1
     errors: dict[int, Refusal] = {}
@@ -477,8 +475,8 @@ def _largest(
 
 
 def _along_a_line(errors: Mapping[int, Refusal], low: int, high: int) -> int:
-    """The largest n that has room if bytes grow along a line through the needs of `high` and of the next refused n that
-    lacks room in the same place (else 0 bytes at n = 0); the middle if `high` is not refused for room."""
+    """Where the line through the needs of `high` and the next refused n short of the same place (else 0 bytes at 0)
+    meets the room; the middle if `high` is not refused for room."""
     last = errors[high]
     if not isinstance(last, DoesNotFit):
         return (low + high) // 2
@@ -495,7 +493,6 @@ def _along_a_line(errors: Mapping[int, Refusal], low: int, high: int) -> int:
 
 
 def _may_use_disks(policy: str | Policy) -> bool:
-    """A built-in policy uses disks only with its option `nvme`."""
     if not isinstance(policy, str):
         return True
     _, options = split_spec(policy)
@@ -522,8 +519,7 @@ def _with_nearest_yes(
     loading: Loading,
     shape: ModelEntry | None = None,
 ) -> list[Limit]:
-    """A policy that cannot run even `least`, one layer or one sequence, gets words for the change that would make it
-    fit.
+    """A policy that cannot run even `least` gets words for the change that helps.
 
     shape: of `least`, if it is not in the catalog.
     """

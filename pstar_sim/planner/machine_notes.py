@@ -1,5 +1,5 @@
-"""Notes of an answer on the effects of the machine: more GPUs than its host is meant for, kernels that its GPU has no
-rates for, one memory for CPU and GPU, little pinned memory, disks that wear out."""
+"""Notes on the machine's effects: more GPUs than its host is meant for, kernels without rates for its GPU, one memory
+for CPU and GPU, little pinned memory, disks that wear out."""
 
 from __future__ import annotations
 
@@ -66,8 +66,7 @@ def attention_notes(machine: Machine, kernel: str) -> list[str]:
 
 
 def added_gpus_notes(machine: Machine) -> list[str]:
-    """On a machine of the catalog with more GPUs than it has: they share the host of the fewer, and have no link that
-    those lack."""
+    """More GPUs than the catalog's machine has share the host of the fewer, and have no link that those lack."""
     listed, count = as_listed(machine), machine.local_ranks
     if listed is None or count <= listed.local_ranks:
         return []
@@ -93,7 +92,7 @@ def pinned_notes(machine: Machine) -> list[str]:
 
 
 def thread_notes(machine: Machine) -> list[str]:
-    """On CPU Adam of processes that have a number of threads, said or left by a launcher."""
+    """On CPU Adam of processes whose threads are said or left by a launcher."""
     threads = machine.host.threads
     if threads is None:
         return []
@@ -109,8 +108,8 @@ def thread_notes(machine: Machine) -> list[str]:
 
 
 def disk_life(plan: Plan, iteration_s: float) -> str:
-    """Words for the bytes that a plan writes to a node's disks, and for their life by their rating, or by an assumed
-    one; empty if it writes none."""
+    """Words for the bytes written to a node's disks, and their life by their rating or an assumed one; empty if it
+    writes none."""
     machine = plan.machine
     disks, written = machine.nvme, plan.moved_bytes.get("nvme_write", 0) * machine.local_ranks
     if disks is None or not written:

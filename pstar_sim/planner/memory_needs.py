@@ -1,34 +1,30 @@
-"""Whether a policy has room for a job, and how much of each place it needs at least: `memory_need` without a plan, if
-possible, `with_room` with one.
+"""Whether a policy has room for a job, and the least it needs of each place: `memory_need` without a plan if possible,
+`with_room` with one.
 
-[Note: what the host really has to give] A plan counts payloads. A machine has to give more, and all answers count it:
+[Note: what the host really has to give] A plan counts payloads. A machine has to give more:
 
 - pinned rounding: payloads are carved from slabs that are powers of two (core/slabs.py, the executor's own rule);
-- start-up: the weights lie in host memory beside the slabs until all are in their chunks or on the GPU (the executor's
-  check before a run counts the same). How they are loaded is a property of the job (`workload.loading`). A job that
-  keeps nothing on the host of a machine with one memory needs no room of its own: its weights have the GPU's, which has
-  room for more than twice their bytes;
-- the policy's own buffers on the host. These buffers are taken when the weights are in their chunks, so the larger of
-  the two counts.
+- start-up: weights lie beside the slabs until all are in their chunks or on the GPU, loaded as the job says
+  (`workload.loading`; the executor's check before a run counts the same). A job that keeps nothing on the host of a
+  machine with one memory needs no room of its own: the GPU's has more than twice its weights' bytes.
+- the policy's own buffers on the host, taken when the weights are in their chunks, so the larger of the two counts.
 
-A policy plans with payloads alone, so its first plan may take too much. It then plans again for a host with less memory
-(`with_room`). A policy whose plans count all of this by themselves says so (`Capabilities.counts_host`).
+A policy plans with payloads alone, so its plan may take too much; it then plans for a host with less memory
+(`with_room`). Policies whose plans count all of this say so (`Capabilities.counts_host`).
 
 [Note: less of the host, more on disks] With disks, the smallest plan is that for the least memory for which the policy
-plans at all, which its refusals name; it does not depend on how much memory there is. If that plan has no room, none
-has, and its need is the answer. If it has room, halving finds the plan for the most memory that has, up to (the memory
-beyond the smallest plan's) / 2 ** HALVES. What a policy needs without disks is no answer there.
+plans at all, which its refusals name. If it has no room, none has, and its need is the answer. If it has room, halving
+finds the plan for the most memory that has, up to (the memory beyond the smallest plan's) / 2 ** HALVES. Its need
+without disks is no answer there.
 
-[Note: payloads that pass through the host] With disks most payloads only pass through the host. A place of its own for
-each payload would take as much memory as lies on the disks. So a plan that uses disks needs slabs for the payloads that
-never leave the host, and the pool of core/slabs.py, to which the executor adds rooms where the disks fall behind. What
-a simulation has on the host at once beyond the pool counts as such rooms. (These bytes are its peak of the host, less
-the permanent payloads, the policy's own host buffers and the pool.) Every other plan needs a place for each payload, as
-the executor gives it.
+[Note: payloads that pass through the host] With disks most payloads only pass through the host, where places of their
+own would take as much memory as lies on the disks. So a plan that uses disks needs slabs for the payloads that never
+leave the host, and the pool of core/slabs.py, to which the executor adds rooms where the disks fall behind. What a
+simulation has on the host beyond the pool counts as such rooms: its peak less permanent payloads, the policy's host
+buffers and the pool. Every other plan needs a place for each payload.
 
-The asynchronous policies (tide, static_partition) know what they need before they plan, so their own checks are asked
-(policy/kit/job.py); if the host is short, they pin exactly the chunks for which it has no room. Every other policy is
-asked for its plan.
+The asynchronous policies know their needs before they plan, so their own checks are asked (policy/kit/job.py); if the
+host is short, they pin exactly the chunks for which it has no room. All others are asked for their plan.
 """
 
 from __future__ import annotations
@@ -77,9 +73,9 @@ class Phase:
 
     name: "loading", "first step" (and every other step), "saving" or "resuming".
     host_bytes: on one node, of all its ranks; None where they are not counted.
-    what: what comes beside the memory of the steps, in words; "" for nothing.
+    what: words for what comes beside the memory of the steps; "" for nothing.
     instead: value of a configuration with which less comes beside it; "" if there is none.
-    pinned_bytes: of them, those that are to be pinned, on one node.
+    pinned_bytes: of these, on one node.
     """
 
     name: str
@@ -91,11 +87,11 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """On the host of each rank, see [Note: what the host really has to give].
+    """Of each rank: [Note: what the host really has to give].
 
     pinned_bytes: the payloads in slabs, rounded.
     startup_bytes: weights while they are loaded.
-    pins: chunks that stay on the GPU, None if only the policy's plan knows.
+    pins: chunks that stay on the GPU, None if only a plan knows.
     """
 
     policy: str
@@ -174,7 +170,7 @@ def with_room(
 
 
 def _shrunk(plan_on: Callable[[Machine], Plan], plan: Plan, machine: Machine, loading: Loading) -> Plan | None:
-    """The plan, or one for less host memory, that the host has room to run; None if a few tries find none."""
+    """The plan, or one for less host memory, that has room; None after a few tries."""
     budget_bytes, short = machine.host_budget_bytes, _shortage_of(plan, machine, loading)
     for _ in range(MOST_SHORT):
         if short is None:
@@ -190,7 +186,7 @@ def _shrunk(plan_on: Callable[[Machine], Plan], plan: Plan, machine: Machine, lo
 def _from_disks(
     plan_on: Callable[[Machine], Plan], plan: Plan, machine: Machine, loading: Loading, *, halves: int
 ) -> Plan:
-    """The plan, or one with more on disks: [Note: less of the host, more on disks]. Raises DoesNotFit.
+    """[Note: less of the host, more on disks]. Raises DoesNotFit.
 
     halves: 0 for any plan that has room.
     """
@@ -253,13 +249,11 @@ def memory_need(
     others: bool = True,
     fewest: bool = True,
 ) -> Need:
-    """Returns the needs of the policy on the host. Raises DoesNotFit if it has no room, even if only rounding or
-    start-up is too much.
+    """Returns the needs on the host. Raises DoesNotFit, even if only rounding or start-up is too much.
 
-    others: whether to ask other policies for one that tries others. It fits wherever one of them does: if it finds no
-        room itself, the need is that of the first other that does.
-    fewest: whether to find the fewest pins, and the plan that the policy would return. False takes any number that fits
-        and any plan that has room, for a caller who asks for no more than whether one has.
+    others: whether a policy that tries others, without room itself, has the need of the first other with room.
+    fewest: find the fewest pins, and the plan that the policy would return; False takes any that fit, for a caller who
+        asks only whether one does.
     """
     able = can(policy)
     refusal: DoesNotFit | None = None
@@ -390,8 +384,7 @@ def _own_need(
     *,
     fewest: bool,
 ) -> Need:
-    """At the usual chunk size. If any number of pins will do, a policy that tries other sizes has the needs of the
-    first size with room. Raises DoesNotFit where the policy would, for the usual size."""
+    """At the usual chunk size, or (not `fewest`) of the first size with room. Raises DoesNotFit for the usual size."""
     assert able.point is not None
     refusal: DoesNotFit | None = None
     jobs: Iterable[Job] = (Job(name, workload, machine, settings, able.point),)
@@ -409,9 +402,9 @@ def _own_need(
 
 
 def _asynchronous_need(job: Job, machine: Machine, loading: Loading, *, fewest: bool) -> Need:
-    """With as few pins as the host allows, by bisection: more pins never need more of the host.
+    """By bisection: more pins never need more of the host.
 
-    fewest: False stops at no pins or the most, the first that the host allows.
+    fewest: False stops at no pins or the most.
     """
 
     def need(pins: int) -> Need:
@@ -436,7 +429,7 @@ def _asynchronous_need(job: Job, machine: Machine, loading: Loading, *, fewest: 
 
 
 def _payloads(job: Job, pins: int) -> dict[tuple[int, str], int]:
-    """The lists of every chunk that is not pinned, and gradients that pass (each has a place in a slab)."""
+    """The lists of every chunk that is not pinned, and gradients that pass."""
     pinned = frozenset(job.candidates[:pins])
     sizes = {
         (c, name): job.layout.payload_bytes(c, name)
@@ -455,9 +448,9 @@ def _payloads(job: Job, pins: int) -> dict[tuple[int, str], int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Roomy:
-    """A machine with enough room for a job that did not fit.
+    """A machine with room for a job that did not fit.
 
-    gpu_shortage: why the GPU of the original machine has no room, if it has none.
+    gpu_shortage: why the original GPU has none.
     """
 
     machine: Machine
@@ -474,7 +467,7 @@ def need_with_room(
     *,
     loading: Loading = WHOLE,
 ) -> Roomy | None:
-    """Adds just enough to each place that is short, to disks room for all states. None if more does not help."""
+    """Adds just enough to each short place, to disks room for all states. None if more does not help."""
     roomy, error = machine, short
     gpu: DoesNotFit | None = None
     for _ in range(MOST_SHORT):
@@ -497,7 +490,7 @@ def need_with_room(
 
 
 def with_large_disks(workload: Workload, machine: Machine) -> Machine:
-    """The machine, its disks with room for twice all states if they have less; itself if it has no disks."""
+    """Disks get room for at least twice all states; no disks stay none."""
     trained = sum(t.numel for t in workload.tensors if not t.frozen and t.tied_to is None)
     size_bytes = round(2 * trained * workload.states_bytes_per_param)
     if machine.nvme is None or machine.nvme.memory_bytes >= size_bytes:
@@ -509,10 +502,10 @@ def with_large_disks(workload: Workload, machine: Machine) -> Machine:
 
 
 def least_gpu_bytes(ask: Callable[[Machine], DoesNotFit | None], machine: Machine) -> int:
-    """The smallest budget of each GPU with which a job that fits still fits this host.
+    """The smallest budget of each GPU with which a job that fits still fits.
 
-    A refusal names the bytes of the GPU that a policy needs at least, so the next question is about these. If the host
-    is short (chunks have to be pinned), bisection finds the budget, to a hundredth of a GB.
+    A refusal names the GPU bytes a policy needs at least, which are asked next. If the host is short (chunks have to be
+    pinned), bisection follows, to a hundredth of a GB.
     """
     low, high = 1, machine.gpu_budget_bytes
     for _ in range(MOST_SHORT):
@@ -540,6 +533,5 @@ def _with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
 
 
 def _with_host_budget(machine: Machine, budget_bytes: int) -> Machine:
-    """budget_bytes: of each rank."""
     memory = budget_bytes * machine.local_ranks + machine.host.reserved_bytes
     return replace(machine, host=replace(machine.host, memory_bytes=memory))

@@ -1,10 +1,10 @@
-"""Nearest: the changes that would make a policy fit, found by trying.
+"""The changes that would make a policy fit, found by trying.
 
 [Note: the smallest change] Changes of the job cost no hardware. They are tried in the order of KINDS, each beside all
-before it that save bytes where these are short, until the job fits; then those are left out without which it fits, too.
-Options under which a policy keeps lists on the machine's disks, larger disks, more host memory, more GPU memory (where
-the user has set it) and catalog machines with more of it are tried alone. Every suggested change has room by
-memory_needs.py. Of a trace's workload only loading and optimizer are changed.
+before it that save bytes of the short place, until the job fits; then the dispensable ones are left out. Policy
+options that keep lists on disks, larger disks, more host memory, more GPU memory (where the user has set it) and
+catalog machines with more are tried alone. Every suggestion has room by memory_needs.py. Of a trace's workload only
+loading and optimizer are changed.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _MOST_SPLITS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change that was tried and makes a job fit.
+    """A change that makes a job fit.
 
     kinds: some of KINDS.
-    size: bytes of memory (for a machine, of its GPU), or how far the options of the job's change are from the job's.
-    words: flags, "with --host-memory 128GB" or "on a100-80".
+    size: bytes of memory (a machine's: of its GPU), or the distance of the job's options from the job's own.
+    words: "with --host-memory 128GB" or "on a100-80".
     """
 
     kinds: tuple[str, ...]
@@ -65,7 +65,7 @@ class Remedy:
 
     @property
     def hardware(self) -> int:
-        """0 for none, 1 for larger disks or more host memory, 2 for more GPU memory."""
+        """0 none, 1 larger disks or more host memory, 2 more GPU memory."""
         return max({"disks": 1, "host memory": 1, "GPU memory": 2, "machine": 2}.get(kind, 0) for kind in self.kinds)
 
 
@@ -77,8 +77,8 @@ Ask = Callable[[Workload, Machine, Settings, Loading], DoesNotFit | None]
 class _Option:
     """One change of a job.
 
-    size: number of micro-batches, or how far it is from the job's among the options of its kind.
-    given: keyword arguments of `variant`, of `with_optimizer`, and "loading".
+    size: micro-batches, or the distance from the job's among the options of its kind.
+    given: arguments of `variant` and `with_optimizer`, and "loading".
     """
 
     flags: str
@@ -92,7 +92,7 @@ _Changed = tuple[Workload, Loading]
 class Elsewhere:
     """Each is made once for all policies that ask.
 
-    shape: shape of a preset that is not in the catalog.
+    shape: of a preset that is not in the catalog.
     """
 
     def __init__(
@@ -104,8 +104,7 @@ class Elsewhere:
 
     @cached_property
     def machines(self) -> tuple[Machine, ...]:
-        """Catalog machines with as many GPUs, unified only if this machine is: the smallest GPU first, then the largest
-        host."""
+        """As many GPUs, unified only if this machine is: smallest GPU first, then the largest host."""
         known: list[Machine] = []
         for name in machine_names():
             try:
@@ -150,7 +149,7 @@ class Elsewhere:
             yield _Option(flags=f"--loading {way}", size=size, given={"loading": way})
 
     def _kernels(self, shape: ModelEntry) -> Iterator[_Option]:
-        """Flash attention where it is math, and fused kernels where they are eager."""
+        """Flash attention for math, and fused kernels for eager ones."""
         w = self.workload
         given: dict[str, Any] = {}
         if w.attention in ATTENTION and ATTENTION[w.attention].torch == "math":
@@ -170,8 +169,7 @@ class Elsewhere:
                 yield _Option(flags=flags, size=count, given={"batch": batch, "micro_batches": count})
 
     def _optimizers(self) -> Iterator[_Option]:
-        """With smaller states, the nearest first: that of the same update, then no fp32 masters, both, then
-        Adafactor."""
+        """With smaller states, nearest first: of the same update, without fp32 masters, both, then Adafactor."""
         w = self.workload
         if w.optimizer.name not in OPTIMIZERS:
             return  # of a trace's own
@@ -241,11 +239,11 @@ def remedies(
     elsewhere: Elsewhere | None = None,
 ) -> tuple[Remedy, ...]:
     """At most one change of the job and one of each other kind, the smallest first. Host memory may come twice: with
-    the options for disks, which need less, and alone.
+    disk options, which need less, and alone.
 
-    ask: returns why a job does not fit, or None if it fits; None: `shortage` of the policy.
-    ask_of: returns the `ask` of another spec; None: `shortage` of the spec.
-    elsewhere: for a caller who asks for several policies or says how the weights are loaded.
+    ask: why a job does not fit, None if it does; by default `shortage` of the policy.
+    ask_of: the `ask` of another spec.
+    elsewhere: for several policies, or where loading is stated.
     """
     if error.change:
         return (Remedy(kinds=("policy",), size=0, words=error.change),)
@@ -275,8 +273,8 @@ def asker(policy: str | Policy, *, others: bool = True) -> Ask:
 
 
 def _of_job(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFit) -> Remedy | None:
-    """[Note: the smallest change]. A job is asked about only if it saves as many bytes as the last refused one lacked
-    in the place that was short; of a kind whose last option, which saves the most, does not, none is."""
+    """[Note: the smallest change]: a job is asked about only if it saves what the last refused one lacked; a kind
+    whose last option, the best, does not, is skipped."""
     machine = elsewhere.machine
     last, refused = error, (elsewhere.workload, elsewhere.loading)
     places = {error.place}
@@ -358,8 +356,7 @@ def _on_disks(
     loading: Loading,
     ask_of: Callable[[str], Ask],
 ) -> Remedy | None:
-    """Options under which lists live on disks; with more host memory, if these alone do not help, those that need the
-    least of it."""
+    """Options that keep lists on disks, if need be with the least more host memory."""
     if machine.nvme is None:
         return None
     least: tuple[str, DoesNotFit] | None = None
@@ -386,7 +383,7 @@ def _on_disks(
 
 
 def _machines(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFit) -> Iterator[Remedy]:
-    """Catalog machines with enough room, smallest GPU first; with more host memory if that is short."""
+    """With enough room, smallest GPU first, with more host memory if that is short."""
     for one in elsewhere.machines:
         if one.gpu_budget_bytes < error.needed_bytes:
             continue
@@ -402,8 +399,8 @@ def _machines(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNot
 def _gpu_memory(
     ask: Ask, workload: Workload, machine: Machine, settings: Settings, loading: Loading, error: DoesNotFit
 ) -> Remedy | None:
-    """That makes the job fit, in whole MB, rounded up to two digits or to 0.1 GB. Only for "virtual", and for a machine
-    of the catalog that was given less than it has, up to what it has."""
+    """In whole MB, rounded up to two digits or 0.1 GB; only for "virtual", and for a catalog machine given less than it
+    has, up to that."""
     listed = as_listed(machine)
     if machine.name != "virtual" and listed is None:
         return None
@@ -422,7 +419,7 @@ def _gpu_memory(
 
 
 def _disk_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settings, loading: Loading) -> Remedy | None:
-    """Room on the machine's disks with which the job fits, in steps of 10 GB, or of a sixteenth where that is more."""
+    """Room on the disks with which the job fits, in steps of 10 GB or a sixteenth."""
     large, disks = with_large_disks(workload, machine), machine.nvme
     if large is machine or disks is None or ask(workload, large, settings, loading) is not None:
         return None

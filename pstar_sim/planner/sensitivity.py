@@ -1,14 +1,13 @@
 """The gain from a tenth more of each part of a machine, or from one more GPU, in time and in the largest model.
 
-Each part is enlarged by itself (`override`), the job is planned and simulated again, and the depth of the largest model
-of the same family is searched again. The answer is a difference of predictions, each by the fastest of the policies
-asked about.
+Each part is enlarged by itself (`override`), the job is planned and simulated again, and the deepest model of the
+family is searched again. The answer is a difference of predictions, each by the fastest of the policies.
 
 [Note: better is not worse] The plan for a better machine may turn out slower: policies are heuristics, and a faster
-link takes more DRAM bandwidth from CPU Adam. But a better part can be run as slowly as the old one. So the time of a
-machine with more of one part is the least of three: of the fastest plan made for it, of the unchanged plan simulated on
-it (REPLAYED), and the present one (AS_NOW). `how` says which. One more GPU gives every GPU another job, so there only a
-plan made for it counts.
+link takes more DRAM bandwidth from CPU Adam. But a better part can be run as slowly as the old one, so the time with
+more of a part is the least of three: of the fastest plan made for it, of the unchanged plan simulated on it (REPLAYED),
+and the present one (AS_NOW). `how` says which. One more GPU gives every GPU another job, so only a plan made for it
+counts.
 """
 
 from __future__ import annotations
@@ -77,10 +76,10 @@ class PartEffect:
     change: relative change of the time per token (-0.05: 5 % faster).
     change_error: one standard deviation of `change` (trust.py, [Note: error of a change]).
     how: origin of iteration_s ([Note: better is not worse]).
-    planned_s: seconds of the fastest plan made for the larger machine, if iteration_s is another time.
-    layers: layers of the largest model of the family, found by largest_policy.
-    more_layers: over the machine as it is.
-    largest_policy: trains the largest model on the machine as it is.
+    planned_s: of the fastest plan for the larger machine, if iteration_s is another.
+    layers: of the family's largest model, trained by largest_policy.
+    more_layers: than on the machine as it is.
+    largest_policy: trains the largest model now.
     """
 
     part: str | None
@@ -103,7 +102,7 @@ class Sensitivity(Collection):
     """workload: the job of one rank.
     batch: sequences per micro-batch, of all GPUs together.
     by: share by which each part is enlarged.
-    short: what each policy lacks on the machine as it is, if none fits.
+    short: what each policy lacks now, if none fits.
     """
 
     workload: Workload
@@ -226,7 +225,7 @@ class _MachineQuestion:
     largest: bool
 
     def now(self) -> tuple[PartEffect, Plan | None, tuple[str, ...]]:
-        """Of the machine as it is, the fastest plan, if any fits, and words for the lack of each policy."""
+        """The machine as it is, its fastest plan, and words for what each policy lacks."""
         found = self._compared(self.machine)
         best = found.best().row if any(row.fits for row in found.rows) else None
         deepest = self._deepest(self.machine, self.policies, {})
@@ -293,7 +292,7 @@ class _MachineQuestion:
         return seconds / where.data_parallel_size / (now.iteration_s / self.machine.data_parallel_size) - 1
 
     def _larger(self, where: Machine, now: PartEffect) -> _Larger:
-        """The search uses the policy that trains the largest model now, and begins at that depth."""
+        """Searched with the policy that trains the largest model now, from that depth."""
         if now.largest_policy is None:
             deepest = self._deepest(where, self.policies, {})
         else:
@@ -305,9 +304,9 @@ class _MachineQuestion:
         return {"layers": layers, "params": params, "more_layers": more, "largest_policy": policy}
 
     def _deepest(self, where: Machine, policies: Sequence[str], near: Mapping[str, int]) -> _Deepest | None:
-        """None if that is not asked.
+        """None if not asked.
 
-        near: see `max_model`.
+        near: as in `max_model`.
         """
         if not self.largest:
             return None

@@ -1,31 +1,28 @@
 """A job cut into the stages of a pipeline, each planned as a job of its own, and all simulated together.
 
-[Note: which parallelisms] A question about all ways to spread a model takes every degree that divides the GPUs, the
-layers and the sequences of an iteration, with as many micro-batches as are asked for, or the nearest number that
-divides a rank's sequences, and with the most, one sequence each: a pipeline has its smallest bubble with these, and all
-other ways keep the fewest activations. Without a pipeline a quarter as many are tried too: parameters move less often.
-"auto" takes sequence parallelism wherever tensor ranks can split the sequence: the same bytes cross the links, and each
-rank keeps less. It leaves out a pipeline whose bubble alone, (p-1)/(m+p-1) of the iteration, costs more than half of
-it, and plans the others in the order of their bounds: a way whose bound is above the fastest plan so far cannot be the
-fastest. The bound of a way is in closed form. For any stage the first micro-batch has to come through the stages before
-it, the stage computes all micro-batches, and the last one has to go back; where optimizer steps do not meet, iterations
-overlap and the stage alone counts. "all" plans every way, with every schedule, with and without sequence parallelism.
-What is left out is said.
+[Note: which parallelisms] All ways to spread a model are every degree that divides the GPUs, the layers and the
+sequences of an iteration, with the micro-batches asked for (or the nearest number that divides a rank's sequences), and
+with the most, one sequence each: a pipeline then has its smallest bubble, and other ways keep the fewest activations.
+Without a pipeline a quarter as many are tried too: parameters move less often. "auto" takes sequence parallelism
+wherever tensor ranks can split the sequence: the same bytes cross the links, and ranks keep less. It leaves out
+pipelines whose bubble, (p-1)/(m+p-1) of the iteration, costs more than half of it, and plans the others in the order of
+their bounds: a bound above the fastest plan so far ends it. A way's bound: for any stage the first micro-batch has to
+come through the stages before it, the stage computes all micro-batches, and the last has to go back; where optimizer
+steps do not meet, iterations overlap and the stage alone counts. "all" plans every way, schedule, and sequence
+parallelism or not. What is left out is said.
 
-[Note: few micro-batches] A pipeline that is full adds the same seconds for every micro-batch. Where several ways are
-asked for, a way with many micro-batches is planned with one more than it has stages and with two per stage, and its
-seconds follow the line through both; they are never below its bound. The fastest row is then planned whole, until it
-is one that is: where overlap ends or modes change with more micro-batches, the line is too low, and the next row, or a
-way that was left out, gets its turn. A policy that searches finds other plans for more micro-batches: it is always
-planned whole.
+[Note: few micro-batches] A full pipeline adds the same seconds for every micro-batch. So among several ways, one with
+many micro-batches is planned with one more than it has stages and with two per stage, and its seconds follow the line
+through both, never below its bound. The fastest row is then planned whole, until it is one that is: where overlap ends
+or modes change, the line is too low, and the next row, or a way left out, gets its turn. A policy that searches finds
+other plans for more micro-batches and is planned whole.
 
 [Note: cut by speed] Whale's rule for stages: each layer goes to the stage that then ends first, by the seconds of the
-cost model for its GPUs, with embedding and head where they are. A stage without room under the policy gives one away,
-until all have room.
+cost model for its GPUs, with embedding and head where they are. A stage without room gives one away, until all have
+room.
 
-A stage has its ranks, and its part of their nodes: of memory and bandwidth of the host, of cores and disks, as much as
-its share of a node's GPUs. Ranks of one stage follow one another, so that neighbours in a pipeline are far apart and
-ranks that share a batch are near (the order of Megatron-LM).
+A stage has its ranks and, of host memory and bandwidth, cores and disks, its share of a node's GPUs. Ranks of one stage
+follow one another: neighbours in a pipeline are far apart, ranks that share a batch near (Megatron-LM's order).
 """
 
 from __future__ import annotations
@@ -111,14 +108,13 @@ class PlannedStages:
 
     @property
     def bubble(self) -> float:
-        """Share of the iteration in which a GPU computes nothing, in the mean of the stages."""
+        """Share of the iteration in which a GPU computes nothing, mean of the stages."""
         busy = sum(t.busy_s["compute"] for t in self.timelines) / len(self.timelines)
         return 1 - busy / self.iteration_s
 
     @property
     def sums(self) -> float:
-        """Share of the iteration in which layers wait for sums over the ranks that split them, in the mean of the
-        stages."""
+        """Share in which layers wait for sums over the ranks that split them, mean of the stages."""
         seconds = 0.0
         for plan in self.plans.plans:
             cost = cost_of(plan.workload, plan.machine, plan.layout)
@@ -182,8 +178,8 @@ class StagesRow:
 class StagesComparison:
     """rows: those that fit, the fastest first, then the others.
 
-    left_out: ways that were not planned, with the reason.
-    slower: ways that were not planned because their bounds, in brackets, are above the fastest plan.
+    left_out: ways not planned, with the reason.
+    slower: ways whose bounds, in brackets, are above the fastest plan.
     notes: on the machine.
     """
 
@@ -197,7 +193,7 @@ class StagesComparison:
 
     @property
     def gain_of_cut(self) -> float | None:
-        """How many times as fast the fastest plan cut by speed is as the fastest one cut evenly; None without both."""
+        """Speed of the fastest plan cut by speed over the fastest cut evenly; None without both."""
         fastest = {
             cut: min((row.iteration_s for row in self.rows if row.iteration_s and row.cut == cut), default=None)
             for cut in CUTS
@@ -209,7 +205,7 @@ class StagesComparison:
 def ways_of(
     job: Job, machine: Machine, parallel: str | Parallelism, *, shape: ModelEntry | None = None
 ) -> tuple[list[Way], list[str]]:
-    """The ways that a question names, and what is left out.
+    """And what is left out.
 
     parallel: one of ASKED, a parallelism, or its text.
     shape: the model's, if it is not in the catalog.
@@ -231,7 +227,7 @@ def ways_to_spread(
 ) -> tuple[list[Way], list[str]]:
     """[Note: which parallelisms], and what is left out.
 
-    every: with all schedules, and without a limit on the bubble.
+    every: all schedules, any bubble.
     shape: as in `ways_of`.
 
     Raises PstarError for a job of no preset.
@@ -377,8 +373,8 @@ class _Asked:
     policies: Mapping[str, str | Policy]
 
     def answer(self, way: Way, policy: str, *, whole: bool) -> tuple[StagesRow, PlannedStages | None]:
-        """Returns the row of a way, and its plans; None for a way that does not fit or, unless `whole` is true, has so
-        many micro-batches that [Note: few micro-batches] answers. Raises CannotPlan."""
+        """Returns the row and its plans; None for a way that does not fit or, unless `whole`, has so many
+        micro-batches that [Note: few micro-batches] answers. Raises CannotPlan."""
         said = StagesRow(
             parallel=str(way.parallelism),
             policy=policy,
@@ -408,13 +404,13 @@ class _Asked:
         return plan_stages(own, self.machine, self.policies[policy], way.parallelism, self.settings)
 
     def _searches(self, policy: str) -> bool:
-        """Whether the policy finds other plans for more micro-batches, so that no line leads to them."""
+        """Its plans for more micro-batches are others: no line leads to them."""
         named = self.policies[policy]
         return capabilities_of(find_policy(named) if isinstance(named, str) else named).tries_others
 
 
 def _on_line(few: StagesRow, more: StagesRow, counts: Sequence[int], micro_batches: int) -> StagesRow:
-    """Returns the row of `micro_batches` on the line through the rows of two smaller `counts`."""
+    """`micro_batches` on the line through the rows of two smaller `counts`."""
 
     def line(value: Callable[[StagesRow], float]) -> float:
         a, b = value(few), value(more)
@@ -439,7 +435,7 @@ def _on_line(few: StagesRow, more: StagesRow, counts: Sequence[int], micro_batch
 
 
 def _bound_s(job: Job, machine: Machine, way: Way, settings: Settings) -> float:
-    """A lower bound, by [Note: which parallelisms]."""
+    """By [Note: which parallelisms]."""
     own = replace(job, batch=way.batch, micro_batches=way.micro_batches)
     before_s = longest_s = 0.0
     for number, (one, _) in enumerate(_micro_batch_of_stages(own, machine, way.parallelism)):
@@ -522,9 +518,9 @@ def stages_shortage(
     shape: ModelEntry | None = None,
     loading: Loading = WHOLE,
 ) -> DoesNotFit | CannotPlan | None:
-    """Why the policy has no room for the job in any of the ways, by the way that lacks least; None if it has. Of an
-    even cut the first and the last stage decide: any other has no more layers than the first, fewer micro-batches in
-    flight, and neither embedding nor head.
+    """Why there is no room in any of the ways, by the one that lacks least; None if it has. Of an even cut the first
+    and last stages decide: others have no more layers than the first, fewer micro-batches in flight, and neither
+    embedding nor head.
 
     shape: as in `ways_of`.
     loading: as in `fits`.
@@ -551,8 +547,8 @@ def stages_shortage(
 
 
 def examine_set(plans: PlanSet) -> tuple[tuple[CheckReport, ...], float]:
-    """Proves the plans of all stages, and simulates them again. Returns the proofs and the seconds of an iteration.
-    Raises PlanError with the first violation, and FalseFigures for other seconds than the plans state."""
+    """Proves and simulates all stages; returns the proofs and the seconds of an iteration. Raises PlanError with the
+    first violation, and FalseFigures for other seconds than stated."""
     reports = prove_set(plans)
     seconds = max(timeline.iteration_s for timeline in play_stages(plans))
     for stage, plan in enumerate(plans.plans):
@@ -572,10 +568,10 @@ def stages_of(
     shape: ModelEntry | None = None,
     most: Sequence[int] = (),
 ) -> list[Workload]:
-    """Returns the workload of one rank of each stage. Raises PstarError for a job that cannot be cut so.
+    """Of one rank of each stage. Raises PstarError for a job that cannot be cut so.
 
     shape: the model's, if it is not in the catalog.
-    most: layers of each stage that is cut by speed; () without limits.
+    most: layers of each stage that is cut by speed, if limited.
     """
     p, micro_batches = parallelism, job.micro_batches or 1
     return [
@@ -592,7 +588,7 @@ def _micro_batch_of_stages(
     shape: ModelEntry | None = None,
     most: Sequence[int] = (),
 ) -> Iterator[tuple[Workload, Sequence[Crossing]]]:
-    """Yields one micro-batch of each stage, and what crosses its borders."""
+    """And what crosses its borders."""
     data = parallelism.data_on(machine.world_size)
     if job.model is None or job.batch is None or job.seq is None:
         raise PstarError("a trace is of a whole model; give --model, whose preset is cut into stages")
@@ -619,7 +615,7 @@ def _part(parallelism: Parallelism, number: int, layers: range) -> Stage:
 def _layers_of(
     job: Job, machine: Machine, parallelism: Parallelism, *, shape: ModelEntry | None, most: Sequence[int]
 ) -> list[range]:
-    """As many for each stage, or by [Note: cut by speed]."""
+    """Even, or by [Note: cut by speed]."""
     assert job.model is not None and job.batch is not None and job.seq is not None
     entry, stages = shape or model_entry(job.model), parallelism.pipeline
     even = _even(entry.layers, stages, job.model)
@@ -644,7 +640,7 @@ def _layers_of(
 
 
 def _even(layers: int, stages: int, model: str) -> list[range]:
-    """Stages in front have one more where the stages do not divide the layers."""
+    """Front stages have one more where the layers do not divide."""
     if stages > layers:
         raise ModelError(f"model {model}: pp is {stages}; the model has {layers} blocks, so at most {layers} stages")
     each, more = divmod(layers, stages)
@@ -653,8 +649,8 @@ def _even(layers: int, stages: int, model: str) -> list[range]:
 
 
 def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> Machine:
-    """The ranks of a stage with their part of the nodes, and what joins them with its neighbours. Raises PstarError for
-    ranks of a stage that differ, and for ranks that do not fill nodes."""
+    """And what joins them with their neighbours. Raises PstarError for ranks that differ within a stage, or do not fill
+    nodes."""
     data, local, tensor = parallelism.data_on(machine.world_size), machine.local_ranks, parallelism.tensor
     gpus = data * tensor
     if local % tensor:
@@ -698,15 +694,14 @@ def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> 
 
 
 def _roomy_first(machine: Machine) -> tuple[Rank, ...]:
-    """Of a node of unlike GPUs, those with more memory first: the first stages hold the activations of more
-    micro-batches."""
+    """First stages hold more activations, so GPUs with more memory come first."""
     if not machine.mixed or machine.nodes > 1:
         return machine.ranks
     return tuple(sorted(machine.ranks, key=lambda rank: -rank.gpu.memory_bytes))
 
 
 def _between(machine: Machine, rank: int, other: int, together: int) -> Fabric:
-    """What joins two ranks. `together` ranks of a node send at the same time, and share its network."""
+    """`together` ranks send at once and share the network."""
     if rank // machine.local_ranks == other // machine.local_ranks:
         return _inside(machine)
     if machine.network is None:
@@ -715,7 +710,6 @@ def _between(machine: Machine, rank: int, other: int, together: int) -> Fabric:
 
 
 def _inside(machine: Machine) -> Fabric:
-    """What joins two GPUs of a node."""
     if machine.peer is not None:
         return machine.peer
     link = machine.link
@@ -747,7 +741,7 @@ def _part_of_disks(disks: Nvme, part: float) -> Nvme:
 
 
 def _part_of_root(machine: Machine, ranks: Sequence[Rank]) -> float | None:
-    """The rate of a PCIe switch that is left for these ranks while the other stages' ranks copy too."""
+    """Of a PCIe switch, while the other stages' ranks copy too."""
     here = Counter(rank.root for rank in ranks if rank.root is not None)
     if machine.root_bytes_per_s is None or not here:
         return machine.root_bytes_per_s

@@ -1,5 +1,5 @@
-"""Everything that a plan states, computed again: the proof and the bytes of core/checker, then the seconds of a
-simulation, the lower bound, and the sources of the inputs of a prediction.
+"""Everything that a plan states, computed again: proof and bytes by core/checker, then seconds, lower bound, and
+sources of inputs.
 
 [Note: what a check says] is in core/figures.py. Statements that only a policy can make are named, not computed.
 """
@@ -47,8 +47,8 @@ _BEYOND = {
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """report: the proof, the other checks, and what was not checked.
-    bound: words for the comparison with the recomputed lower bound.
+    """report: the proof, other checks, and what was not checked.
+    bound: the comparison with the recomputed lower bound.
     """
 
     report: CheckReport
@@ -67,11 +67,11 @@ def examine(
 ) -> Examined:
     """Proves the plan and computes its statements again.
 
-    workload, machine: also compare the plan with these.
-    lp: whether to solve the fluid program again, and to plan again without the barrier.
-    on_part: called with the next part of the work, the number done and the number of all.
+    workload, machine: compared with the plan's.
+    lp: solve the fluid program again, and plan again without the barrier.
+    on_part: called with the part, the number done and of all.
 
-    Raises PlanError with the first error in the plan itself. Raises FalseFigures with all its figures that are false.
+    Raises PlanError with the first error in the plan, and FalseFigures with all figures that are false.
     """
     if workload is not None:
         check_workload_of(plan, workload)
@@ -100,9 +100,9 @@ def examine(
 
 class _Notes:
     """timeline: of the slowest rank.
-    checked: names of the figures that are as the plan states them.
-    false: a sentence for each figure that is not.
-    why: figure not computed again -> the reason.
+    checked: figures that are as stated.
+    false: a sentence for each that is not.
+    why: a figure not computed -> the reason.
     """
 
     def __init__(self, plan: Plan, timelines: Sequence[Timeline]) -> None:
@@ -191,7 +191,7 @@ class _Notes:
             self.checked.append("barrier_cost_s")
 
     def bound(self, found: Certificate, *, lp: bool) -> str:
-        """Compare lower bound and gap with a recomputation. Returns words for it."""
+        """Returns words for the recomputed bound and gap."""
         plan = self.plan
         try:
             said = agree(plan, found=found)
@@ -206,7 +206,7 @@ class _Notes:
         return said
 
     def _stated_bound(self, stated: float, seconds: float, *, lp: bool) -> None:
-        """Record whether a bound that agrees with the recomputed one is as stated, or why this is not known."""
+        """A bound that agrees is as stated, or not known to be."""
         if stated > seconds * (1 + SECONDS_AGREE):
             self.false.append(f"lower_bound_s is {stated:.9g} s in the plan, but its iteration lasts {seconds:.9g} s")
         elif self._method() == "fluid LP" and not lp:
@@ -242,7 +242,7 @@ class _Notes:
         self._expected_error()
 
     def _expected_error(self) -> None:
-        """Nothing here can verify the error that another validation found."""
+        """The error that another validation found cannot be verified."""
         plan = self.plan
         error, known = plan.predictions.get("expected_error"), trust(plan.machine, plan.policy, plan.workload).error
         rows = plan.choices.get("validation")

@@ -1,13 +1,11 @@
 """Sweep: every point of a grid, planned and simulated, on all processes or machines of joblib.
 
-Points that differ only in their policy are computed together (workload, layout and bound once), without barrier costs
-and without a search for changes that would make a policy fit. Each point's result is a file in a cache beside the
-results, written atomically and named by the hash of everything that determines it (grid.py). So an interrupted sweep
-continues, a changed grid computes only new points, and changed code computes all.
+Points that differ only in their policy are computed together, without barrier costs and changes that would make a
+policy fit. Each result is a file in a cache beside the results, written atomically and named by its hash (grid.py), so
+an interrupted sweep continues, and changed points or code compute anew.
 
-[Note: any joblib backend] The work is a list of independent calls of one function whose arguments and results are plain
-values, so any backend of joblib can do it: loky (processes here) by default, threading, or one that another package
-registers:
+[Note: any joblib backend] The work is independent calls of one function of plain values, so any joblib backend can do
+it: loky (processes here), threading, or one that another package registers:
 
     from dask.distributed import Client          # pip install "dask[distributed]"
     client = Client("scheduler:8786")            # registers the backend "dask"
@@ -20,7 +18,7 @@ registers:
         ps.sweep("grid.toml", "results.parquet", jobs=None)
 
 Only the calling process writes files, so the workers need not share its disk. Workers need this package, and the files
-that the grid names. A backend that cannot return results one by one gets a few groups at a time.
+that the grid names. Backends that cannot return results one by one get a few groups at a time.
 """
 
 from __future__ import annotations
@@ -77,8 +75,8 @@ _METADATA = b"pstar_sim.sweep"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sweep(Collection):
-    """rows: one per point, in the order of the grid: its axes and `COLUMNS`.
-    cached: points that were known already.
+    """rows: in the order of the grid: axes and `COLUMNS`.
+    cached: known already.
     """
 
     grid: Grid
@@ -154,7 +152,6 @@ def _check_running(jobs: object, backend: object) -> None:
 
 
 def _folder(cache: str | Path | None, output: Path | None) -> Path:
-    """One of cache and output is given."""
     if cache is not None:
         folder = file_path("cache", cache)
     else:
@@ -168,7 +165,7 @@ def _folder(cache: str | Path | None, output: Path | None) -> Path:
 
 
 class _PointFiles:
-    """A file for each point in a folder; None keeps nothing."""
+    """None keeps nothing."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
@@ -212,7 +209,7 @@ def evaluate(group: Group) -> Done:
 
 
 def _computed(group: Group) -> list[dict[str, object]]:
-    """A policy that has no plan for such a machine takes no other along."""
+    """A policy that cannot plan takes no other along."""
     policies = [policy for _, policy in group.policies]
     parallel = dict(group.values).get("parallel")
     try:
@@ -228,7 +225,7 @@ def _computed(group: Group) -> list[dict[str, object]]:
 
 
 def _spread(job: Job, machine: Machine, policy: str, settings: Settings, parallel: str) -> dict[str, object]:
-    """Of the fastest way to spread the job; peaks are those of the stage with the highest."""
+    """The fastest way; peaks are of the highest stage."""
     ways, left_out = ways_of(job, machine, parallel)
     answer = compare_stages(job, machine, [policy], ways, left_out=left_out, settings=settings)
     if not answer.rows:
@@ -307,7 +304,7 @@ def _check_output(path: Path, grid: Grid) -> None:
 
 
 def load_results(path: str | Path) -> tuple[list[str], list[dict[str, object]]]:
-    """Returns the axes of a results file, and its points: axes and `COLUMNS`, None for an unknown value.
+    """Returns the axes, and the points: axes and `COLUMNS`, None for an unknown value.
 
     Raises PstarError, naming the file, for a file that no sweep has written.
     """

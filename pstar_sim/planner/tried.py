@@ -21,8 +21,8 @@ class WayOutcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Cap:
-    """Why a way that might have been the best was not planned: `policy` plans a limited number of `ways`, and `alike`
-    ways with the same number of micro-batches."""
+    """Why a way that might be best was not planned: `policy` plans at most so many `ways`, and `alike` of the same
+    micro-batches."""
 
     policy: str
     ways: int
@@ -37,10 +37,10 @@ class Cap:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """seconds: per iteration; for a way that was not planned, a lower bound; None if it does not fit.
+    """seconds: per iteration; a lower bound if not planned; None if it does not fit.
 
     stashes: whether computing waits for any stash.
-    cap: why the way was not planned, if it might have been the best.
+    cap: why a way that might be best was not planned.
     """
 
     outcome: WayOutcome
@@ -71,8 +71,7 @@ class Tried:
 
 
 def tried_of(value: object) -> dict[str, Tried] | None:
-    """By way; None for anything but what `Tried.to_json` wrote: a file is not trusted, and earlier versions wrote
-    words."""
+    """By way; None for anything but what `Tried.to_json` wrote: files are not trusted."""
     if not isinstance(value, Mapping):
         return None
     try:
@@ -96,7 +95,7 @@ def _one(said: object) -> Tried:
 
 
 def tried_text(tried: Mapping[str, Tried], chosen: str = "") -> str:
-    """The ways that were planned, with their seconds, and the number of those that were not, with the reasons.
+    """The planned ways with their seconds, and the number of the others, with the reasons.
 
     chosen: is left out.
     """

@@ -4,23 +4,21 @@
 GPUs ("one GPU", "node" for several in one node, or "nodes"), the flavour of the kernels (workload/kernels.py), whether
 the model has experts, is in fp32, in a dtype that the GPU lacks units for ("forced dtype") or has adapters, and whether
 the threads of CPU Adam are as a launcher leaves them ("as found"). Captured modules run their operators one by one, as
-eager kernels do. The errors of a class are those of the rows of whole iterations to which nothing is fitted ("tested"),
-and from which no rule of the model is inferred (`inferred` in scope.toml). They are kept in
-catalog/expected_errors.json, which `pstar validate --write` makes. A policy without published runs has the errors of
-its class.
+eager kernels do. The errors of a class are those of rows of whole iterations to which nothing is fitted ("tested") and
+from which no rule is inferred (`inferred` in scope.toml). `pstar validate --write` keeps them in
+catalog/expected_errors.json. A policy without published runs has the errors of its class.
 
-[Note: bars] The bar of an answer is one standard deviation: 68 % of the rows of its class and policy had at most this
-error, where every source (who published the rows) has the same weight. A bar has at least FEWEST_SOURCES sources and
-FEWEST_ROWS rows: how far off one source is says little of the next one. An answer without such a class has the bar of
-all rows of all classes, or the largest of any class of the same machines, and says how little is known.
-`pstar validate` counts how many rows lie inside the bar that the other sources alone would have given them.
+[Note: bars] A bar is one standard deviation: 68 % of the rows of its class and policy had at most this error, every
+source (who published the rows) with the same weight. It has at least FEWEST_SOURCES sources and FEWEST_ROWS rows: one
+source's error says little of the next's. Without such a class, the bar is that of all rows, or the largest of a class
+of the same machines, and says how little is known. `pstar validate` counts the rows inside the bar that the other
+sources alone would give them.
 
 [Note: error of a change] Two times of one model and one machine share most of their errors, which cancel in their
-ratio. The remaining error is that of the seconds by which the two times differ. The difference is predicted like all
-other seconds, so its bar is the bar of both times. The bar does not hold if the model is wrong about the term that
-binds. If nothing cancels, the bar is that of a ratio of independent times. The ratio's bar is the smaller bar where one
-time is less than half of the other, and holds there. The ratio's bar also serves times of different numbers of GPUs,
-which share less: each GPU has another job and new copies.
+ratio. What remains is the error of the seconds by which they differ, predicted like all seconds, so with the bar of
+both times, unless the model is wrong about the term that binds. If nothing cancels, the bar is that of a ratio of
+independent times, the smaller where one time is less than half of the other; it also serves times of different
+numbers of GPUs, which share less: each GPU has another job and new copies.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ NOT_NEAR = "no measurement is near this"
 
 @dataclass(frozen=True)
 class Trust:
-    """error: one standard deviation of predicted times, as a share of them ([Note: bars])."""
+    """error: a standard deviation, as a share of the time ([Note: bars])."""
 
     error: float
     label: str
@@ -67,10 +65,10 @@ class Trust:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedError:
-    """Absolute relative errors of predicted iteration times, over `rows` rows to which nothing is fitted.
+    """Absolute relative errors over `rows` rows to which nothing is fitted.
 
-    bar: the error that 68 % of the rows do not exceed ([Note: bars]).
-    policy: policy to which the rows belong, or "any policy" of the class if that policy has no rows.
+    bar: not exceeded by 68 % of them ([Note: bars]).
+    policy: of the rows, or "any policy" of the class if that has none.
     machine_class: for example "h100 node".
     """
 
@@ -108,7 +106,7 @@ def error_of_ratio(ratio: float, *errors: float) -> float:
 
 
 def class_of(machine: Machine, workload: Workload) -> str:
-    """Unequal GPUs are a class of their own ("a100 + v100 node"): [Note: classes]."""
+    """Unlike GPUs are their own class ("a100 + v100 node"): [Note: classes]."""
     return class_name(
         " + ".join(dict.fromkeys(r.gpu.name.split("-")[0] for r in machine.ranks)),
         ranks=machine.world_size,
@@ -145,8 +143,8 @@ def class_name(
 
 
 def tells_of(other: str, name: str) -> bool:
-    """The errors of a class say something of another's: both have the same machines ("h100 node" for "h100 node with
-    fused kernels"). Runs as found say nothing of others."""
+    """Both have the same machines ("h100 node" for "h100 node with fused kernels"); runs as found say nothing of
+    others."""
     found = name.endswith(_AS_FOUND) or not other.endswith(_AS_FOUND)
     return found and _machines_of(other) == _machines_of(name)
 
@@ -156,8 +154,7 @@ def _machines_of(name: str) -> str:
 
 
 def expected_error(machine: Machine, policy: str, workload: Workload) -> ExpectedError | None:
-    """For the job's class and the policy (options do not matter); with too few rows or sources, of the whole class;
-    None if it has too few as well."""
+    """For the job's class and the policy without options; with too few rows or sources, for the class; else None."""
     name = class_of(machine, workload)
     for key in (split_spec(policy)[0], ANY):
         found = _shipped().get(name, {}).get(key)
@@ -180,12 +177,12 @@ def untuned() -> float:
 
 
 def borrowed_bar(name: str) -> float:
-    """Of a class without enough sources: that of all rows, or a larger one of the same machines."""
+    """Of all rows, or a larger one of the same machines."""
     return max([untuned(), *(c[ANY]["bar"] for other, c in _shipped().items() if tells_of(other, name))])
 
 
 def enough(rows: float, sources: float) -> bool:
-    """A class of so many rows and sources has a bar of its own ([Note: bars])."""
+    """For a bar of its own ([Note: bars])."""
     return rows >= FEWEST_ROWS and sources >= FEWEST_SOURCES
 
 

@@ -1,23 +1,22 @@
-"""The fastest of the ways to run one global batch that the variants in a trace file allow.
+"""The fastest way to run one global batch with the variants of a trace file.
 
-A trace may hold a model at several batch sizes, with and without recomputation of activations. A variant whose batch
-divides a rank's share of the global batch is repeated as micro-batches until the share is reached.
+A trace may hold several batch sizes, with and without recomputed activations; a variant whose batch divides a rank's
+share is repeated as micro-batches.
 
-[Note: what is planned] Candidates (ways.py) are looked at in the order of their promises. A promise is a lower bound on
-a candidate's plans. At first it is the time of computing and stashes with the link to themselves. Then it is the lower
-bound at the usual chunk size, first of stand-ins with fewer micro-batches, then of the candidate. A bound is computed,
-and a workload made, only when the candidate's turn comes while its promise is below the best so far; only then is it
-planned. `optimal` searches long, so at first it plans at most SEARCHED candidates, at most ALIKE of them with the same
-number of micro-batches, and leaves out candidates for which tide would have no room. Then the other policies, which are
-quick, are asked about every remaining candidate whose bound for them (for most policies the bound of plans that stream
-nothing) is below the best so far. If one of them is faster on a candidate, `optimal` plans that candidate too. So
-`optimal` is as fast as the choice of any other policy (policy/kit/ties.py).
+[Note: what is planned] Candidates (ways.py) come in the order of their promises, lower bounds on their plans: at first
+the time of computing and stashes with the link to themselves, then the bound at the usual chunk size, first of
+stand-ins with fewer micro-batches, then of the candidate. A candidate is bounded and made only on its turn while its
+promise is below the best so far. `optimal` searches long, so at first it plans at most
+SEARCHED candidates, at most ALIKE of them with the same number of micro-batches, and leaves out candidates for which
+tide would have no room. Then the other policies, which are quick, are asked about every remaining candidate whose bound
+for them (for most, of plans that stream nothing) is below the best so far, and `optimal` plans those on which one of
+them is faster. So it is as fast as any other policy's choice (policy/kit/ties.py).
 
-If `session.step` runs the iterations (`Settings.loop`), `optimal` also races the candidates of several micro-batches in
-layer-major order, with caps of their own.
+If `session.step` runs the iterations (`Settings.loop`), `optimal` also races layer-major candidates, with caps of their
+own.
 
-A policy with its own rule for activations (`Capabilities.activations`) makes its own ways from each pair of variants
-that differ in recomputation alone. Only these ways are raced.
+A policy with its own rule for activations (`Capabilities.activations`) makes its ways from pairs of variants that
+differ in recomputation alone; only these are raced.
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ QUICK = policy_at(Point())  # the policy whose own checks of room say which cand
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """The fastest way, and the ways from which it was chosen.
+    """The fastest way, and those it was chosen from.
 
-    workload: to run, one rank's share.
-    tried: way in words -> its outcome.
-    left_out: ways that were not considered, and why.
+    workload: one rank's share.
+    tried: way in words -> outcome.
+    left_out: not considered, and why.
     """
 
     workload: Workload
@@ -88,14 +87,13 @@ def choose(
     loading: Loading | str | None = None,
     on_way: Callable[[str, int, int], None] | None = None,
 ) -> Chosen:
-    """The fastest under `policy`. Each is one rank's whole share of the same batch. [Note: what is planned] says which
-    are planned.
+    """The fastest under `policy` by [Note: what is planned], each one rank's share of the same batch.
 
     loading: as in `fits`.
-    on_way: called with the work in hand, the number of ways done and of all ways.
+    on_way: called with the work in hand, the ways done and all.
 
-    Raises DoesNotFit, of the candidate that lacks least, if none fits. Raises CannotPlan if the policy can plan none of
-    them, and TraceError if they are not the same work.
+    Raises DoesNotFit, of the nearest candidate, if none fits, CannotPlan if the policy can plan none, and TraceError
+    if they are not the same work.
     """
     ways: Sequence[Way] = [one if isinstance(one, Way) else Way(one) for one in among]
     shares = sorted({way.batch * way.micro_batches for way in ways})
@@ -146,11 +144,11 @@ def _own_ways(ways: Sequence[Way], machine: Machine, settings: Settings, policy:
 class _Race:
     """promise_s: see [Note: what is planned]; at first the time of computing and stashes.
     fast: plans and timelines that take best_s.
-    best: which of `fast` moves and pins least.
-    shortest: the candidate that lacks least, and why it does not fit.
-    reorders: whether the policy's plans have another order than the workloads, whose bounds then do not hold.
-    unable: why the policy cannot plan candidates.
-    tried: candidate in words -> its outcome.
+    best: moves and pins least of `fast`.
+    shortest: the nearest, and why it does not fit.
+    reorders: plans have another order than the workloads, whose bounds then do not hold.
+    unable: why candidates cannot be planned.
+    tried: in words -> outcome.
     """
 
     def __init__(
@@ -187,8 +185,7 @@ class _Race:
         self.tried: dict[str, Tried] = {}
 
     def run_all(self) -> list[Way]:
-        """In the order of their promises. Returns the candidates that a policy with a long search left out because tide
-        has no room for them."""
+        """In the order of their promises; returns those a long search left out because tide has no room."""
         later: list[Way] = []
         # Of equal promises the candidate with fewer micro-batches goes first, then the candidate that moves less.
         less = [(way.micro_batches, way.stash_bytes, n) for n, way in enumerate(self.ways)]
@@ -246,19 +243,19 @@ class _Race:
     def _may_win(self, way: Way, *, stream: bool) -> bool:
         """No bound of the candidate is above the best so far.
 
-        stream: whether plans may stream chunks.
+        stream: plans may stream chunks.
         """
         return all(self._could_win(self._bound_s(way, count, stream=stream)) for count in self._stand_ins(way))
 
     def _stand_ins(self, way: Way) -> tuple[int, ...]:
-        """The last number is the candidate's own."""
+        """The last is the candidate's own."""
         return way.stand_ins() if self.machine.data_parallel_size == 1 else (way.repeats,)
 
     def _bound_s(self, way: Way, count: int, *, stream: bool = True) -> float:
         """Of plans with the usual chunks.
 
         stream: as in `_may_win`.
-        count: micro-batches of the stand-in that is bounded.
+        count: micro-batches of the stand-in.
         """
         key = (way, count, stream)
         if key not in self.bounds_s:
@@ -309,8 +306,7 @@ class _Race:
         self.best = least_of(self.fast, seconds=lambda one: one[1].iteration_s, burden=lambda one: burden(one[0]))
 
     def refusal(self, left_out: Sequence[str]) -> DoesNotFit:
-        """Names the lack of the nearest candidate, the changes that would make it fit, and the ways that were not tried
-        (`left_out`)."""
+        """Of the nearest, with changes that would make it fit, and the ways not tried (`left_out`)."""
         assert self.shortest is not None
         way, error = self.shortest
 
@@ -327,7 +323,7 @@ class _Race:
             self.shortest = (way, error)
 
     def _hopeless(self, way: Way) -> Tried | None:
-        """None for a candidate that has to be planned."""
+        """None has to be planned."""
         if self.best is None:
             return None
         least, promise = self.least_s[way], self.promise_s[way]

@@ -1,22 +1,21 @@
 """Ways: the ways to run one global batch, each known before its workload is written down.
 
-A way is one or two variants of a model, a treatment of the activations of each block, a number of micro-batches and an
-order. This suffices to compute the time of computing and stashes, and a bound for every plan. The workload, whose
-moments are those of all micro-batches, is made only on demand.
+A way is one or two variants of a model, a treatment of each block's activations, a number of micro-batches and an
+order: enough for the time of computing and stashes and a bound for every plan. The workload, with all moments, is made
+on demand.
 
-[Note: which blocks] The last blocks keep their activations, because their backward pass comes first. The first blocks
-recompute or are offloaded, because their backward pass comes last, which leaves most time. The numbers of first blocks
-tried are a quarter, half or three quarters of the blocks, for offloading also all but the last two. Or every second,
-fourth or eighth block is offloaded, which gives each of them the time of two, four or eight blocks on the link. Of the
-other blocks none, the first half or all recompute. The very first block is not offloaded: a model's forward often holds
-the input of that block (the embeddings), so that the bytes would not leave.
+[Note: which blocks] The last blocks keep their activations, because their backward pass comes first; the first
+recompute or are offloaded: theirs comes last, which leaves most time. A quarter, half or three quarters of the blocks
+are tried, for offloading also all but the last two, or every second, fourth or eighth block, which gives each the time
+of two, four or eight blocks on the link. Of the other blocks none, the first half or all recompute. The very first is
+not offloaded: the forward often holds its input (the embeddings), so that bytes would not leave.
 
-[Note: stand-ins] A workload of one or three micro-batches bounds a workload of more. If micro-batches run one after the
-other, one moment lasts longer by the micro-batches that are left out: the moment in which a micro-batch (of three the
-middle one) turns to its backward pass. Their copies and adds are left out. Everything else is as in the whole: first
-reads are in the first micro-batch, last gradients in the last, and the room of a moment is that of the same moment. In
-layer-major order, one micro-batch whose moments all last as many times longer stands for all: a block's first read is
-no later and its last gradient no earlier in the whole, and the tide no lower.
+[Note: stand-ins] A workload of one or three micro-batches bounds a workload of more. If micro-batches follow one
+another, the moment in which a micro-batch (of three the middle one) turns to its backward lasts longer by those left
+out, without their copies and adds. All else is as in the whole: first reads are in the first micro-batch, last
+gradients in the last, and every moment has its room. In layer-major order, one micro-batch with moments as many times
+longer stands for all: a block's first read is no later and its last gradient no earlier in the whole, and the tide no
+lower.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ STAND_INS = (1, 3)  # numbers of micro-batches that stand for larger numbers, wh
 class Way:
     """batch: sequences per micro-batch.
     activations, checkpointing: as in the workload.
-    stashes: of one micro-batch, in moments of the variant that keeps its activations.
+    stashes: of one micro-batch, in moments of the variant that keeps activations.
     """
 
     def __init__(
@@ -63,8 +62,8 @@ class Way:
     ) -> None:
         """one: the variant that is repeated, or whose blocks recompute.
 
-        kept: the variant from which the blocks `keep` come.
-        stashes: stashes of the offloaded blocks, which keep their activations in `one` or are among `keep`.
+        kept: where the blocks `keep` come from.
+        stashes: of offloaded blocks, which keep their activations in `one` or are in `keep`.
         """
         self._one, self._kept, self._keep = one, kept, frozenset(keep)
         self.stashes, self.repeats, self.relay = tuple(stashes), repeats, order
@@ -134,9 +133,8 @@ class Way:
         return self._repeated[repeats]
 
     def compute_s(self, machine: Machine, chunk_bytes: int) -> float:
-        """The least seconds of computing and stashes with the link to themselves: [Note: the bound of stashes] in
-        bounds/stash_bound.py, run by run of moments, because all waits are at the ends of runs. With boundaries on the
-        host, of computing alone."""
+        """With the link to themselves: [Note: the bound of stashes] in bounds/stash_bound.py, run by run of moments
+        (waits are at their ends); of computing alone with boundaries on the host."""
         variants = tuple(_seconds_of(w, machine, chunk_bytes) for w in (self._one, self._kept or self._one))
         if self.repeats == 1 and self._kept is None and not self.stashes:
             return variants[0].stash_bound_s
@@ -161,7 +159,7 @@ class Way:
         return clock + step_s
 
     def stand_ins(self) -> tuple[int, ...]:
-        """Numbers of micro-batches that stand for the workload, ascending; the last is its own."""
+        """Micro-batches that stand for the workload, ascending; the last is its own."""
         if self.relay != OWN and self.repeats > 1:
             return (1, self.repeats)
         return (*(n for n in STAND_INS if n < self.repeats), self.repeats)
@@ -171,7 +169,7 @@ class Way:
         return self.workload if count == self.repeats else self._of(count)
 
     def costs(self, count: int, machine: Machine, layout: Layout) -> Sequence[CostModel] | None:
-        """Of the stand-in with `count` micro-batches; None for the way's own `count`, and on several GPUs."""
+        """Of the stand-in; None for the way's own `count`, and on several GPUs."""
         if count == self.repeats:
             return None
         left_out, evenly = self.repeats - count, self.relay != OWN
@@ -184,7 +182,7 @@ _NONE: _Run = (None, False, 0.0)
 
 class _StashLink:
     """copies: block -> seconds of its copy out and of its copy in.
-    ends: block -> the offloaded block whose time to leave and to come back ends with it.
+    ends: block -> the offloaded block whose time to leave and come back ends with it.
     """
 
     def __init__(self, copies: Mapping[str, tuple[float, float]], ends: Mapping[str, str]) -> None:
@@ -211,7 +209,7 @@ class _StashLink:
 
 class _Longer(CostModel):
     """left_out: micro-batches that the stand-in does not have.
-    evenly: whether all moments last longer, instead of the turn alone.
+    evenly: all moments last longer, not the turn alone.
     """
 
     def __init__(self, workload: Workload, machine: Machine, layout: Layout, *, left_out: int, evenly: bool) -> None:
@@ -232,8 +230,6 @@ class _Longer(CostModel):
 
 @dataclass(frozen=True, kw_only=True)
 class _Seconds:
-    """Of a variant on a machine, run by run ([Note: which blocks])."""
-
     cost: CostModel
     runs: Sequence[tuple[str | None, bool]]
     runs_s: Sequence[float]
@@ -267,13 +263,13 @@ def _blocks(w: Workload) -> list[str]:
 
 
 def _blocks_that_give_time(w: Workload, stashes: Sequence[Stash]) -> Mapping[str, str]:
-    """Offloaded block -> the block after whose forward pass its bytes are no longer counted."""
+    """Offloaded block -> block after whose forward its bytes no longer count."""
     behind = {moments.stop: block for block, forward, moments in block_runs(w) if block is not None and forward}
     return {stash.block: behind[stash.gone] for stash in stashes}
 
 
 def words(w: Way | Workload, among: Sequence[Way | Workload] = ()) -> str:
-    """Such as "2 micro-batches of 8, activations recomputed"; "..., flash attention" if candidates differ in it."""
+    """Such as "2 micro-batches of 8, activations recomputed", with "flash attention" where it differs."""
     batches = f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}"
     kernel = f", {w.attention} attention" if any(other.attention != w.attention for other in among) else ""
     order = w.order.words + (" with the boundaries on the host" if w.boundaries_on_host else "")
@@ -282,12 +278,8 @@ def words(w: Way | Workload, among: Sequence[Way | Workload] = ()) -> str:
 
 @without_garbage_collection()
 def candidates(variants: Sequence[Workload], share: int) -> tuple[Way, ...]:
-    """No two are alike.
-
-    A variant with one micro-batch is repeated; a variant with several is taken as it is. Raises TraceError if no
-    variant divides the share (naming the batches of the variants), and for variants of different models, types or
-    sequence lengths.
-    """
+    """Each once: a variant of one micro-batch repeated, one of several as it is. Raises TraceError if none divides the
+    share (naming the batches), and for different models, types or sequence lengths."""
     if not variants:
         raise TraceError("variants is empty; give at least one variant of the model")
     first = variants[0]
@@ -315,7 +307,7 @@ def candidates(variants: Sequence[Workload], share: int) -> tuple[Way, ...]:
 
 
 def _block_by_block(variants: Sequence[Workload]) -> Iterator[Way]:
-    """[Note: which blocks] of the variants with one micro-batch in which no block has a choice yet."""
+    """[Note: which blocks] of variants with one micro-batch without a choice yet."""
     plain = [w for w in variants if w.micro_batches == 1 and not w.activations]
     recomputing = {(w.batch, w.attention, w.dtype): w for w in reversed(plain) if w.checkpointing and not w.recompute}
     seen: set[tuple[int, str, str]] = set()
@@ -328,8 +320,7 @@ def _block_by_block(variants: Sequence[Workload]) -> Iterator[Way]:
 
 
 def _of_pair(recomputed: Workload | None, kept: Workload) -> Iterator[Way]:
-    """A model that is not a stack of equal blocks has no mixtures. A block that keeps no activations cannot be
-    offloaded."""
+    """A model not a stack of equal blocks has no mixtures, and a block without activations is not offloaded."""
     blocks = _blocks(kept)
     count = len(blocks)
     if recomputed is not None and blocks:
@@ -351,7 +342,7 @@ def _of_pair(recomputed: Workload | None, kept: Workload) -> Iterator[Way]:
 
 
 def _offload_sets(blocks: Sequence[str]) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
-    """(blocks that are offloaded, blocks that recompute), by [Note: which blocks]."""
+    """(offloaded blocks, recomputing blocks), by [Note: which blocks]."""
     count = len(blocks)
     ends = (1 + count // 4, 1 + count // 2, 1 + count * 3 // 4, count - 2)
     firsts = [blocks[1:n] for n in ends if 1 < n <= count - 2]
@@ -366,7 +357,7 @@ def _offload_sets(blocks: Sequence[str]) -> Iterator[tuple[Sequence[str], Sequen
 
 
 def relayed_ways(ways: Sequence[Way], policy: str) -> Iterator[Way]:
-    """In every layer-major order that a way of several micro-batches allows. Boundaries go to the host if all blocks
+    """In every layer-major order that a way of several micro-batches allows; boundaries go to the host if all blocks
     recompute.
     """
     known: dict[tuple[int, str], bool] = {}
@@ -383,7 +374,7 @@ def relayed_ways(ways: Sequence[Way], policy: str) -> Iterator[Way]:
 
 
 def _has_order(w: Workload, order: str, policy: str) -> bool:
-    """False also if the order does not differ from others."""
+    """False also for an order that changes nothing."""
     try:
         made = in_order(policy, w if w.micro_batches > 1 else repeat_micro_batch(w, 2), order)
     except CannotPlan:

@@ -37,7 +37,7 @@ class Adapter:
 
 
 def adapter(given: Adapter | str | int) -> Adapter:
-    """Takes "r=16", "16", "r=8,targets=q_proj+v_proj", or a rank. Raises ModelError for any other value."""
+    """Of "r=16", "16", "r=8,targets=q_proj+v_proj", or a rank. Raises ModelError for anything else."""
     if isinstance(given, Adapter):
         return given
     number: object = given  # numbers of numpy are numbers too

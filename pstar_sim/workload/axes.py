@@ -1,5 +1,5 @@
 """Axes: how a model of a given shape runs and what of it is trained. Flags, grids, presets, captures and published runs
-take their axes from the fields of `Axes`. (`AxesGiven` repeats names and types for signatures.)
+take them from the fields of `Axes` (`AxesGiven` repeats names and types for signatures).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ __all__ = ["Axes", "AxesGiven", "Axis", "all_axes"]
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """help: of its flag; "" for an axis that only published runs state.
-    metavar: what stands for a value in the help.
+    """help: of its flag; "" for an axis of published runs only.
+    metavar: the value's name in the help.
     values: words for its values in a grid.
-    names, plural: the values, if they are names, and what they are called.
-    suggested: some of the values, if others are possible.
+    names, plural: the values, if they are names, and their name.
+    suggested: some values, if others are possible.
     default: of a preset.
-    noted: answers say the value if it is not the default; all others have words of their own there.
-    of_modules: the help where a module is captured or run; "" if a module does not take it.
-    words: others for its names, in lower case.
-    not_of_traces: what would do where the job is a trace, which cannot take the axis; "" if it can.
+    noted: answers say a value that is not the default; other axes have words of their own.
+    of_modules: help where a module is captured or run, "" if it does not take the axis.
+    words: other spellings, in lower case.
+    not_of_traces: what would do for a trace, which cannot take the axis; "" if it can.
     """
 
     help: str = ""
@@ -66,7 +66,7 @@ _BASE_WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """None stands for what nobody has said: the default of a preset, the choice of a trace or of a machine."""
+    """None: nothing said, so a preset's default, or the choice of a trace or a machine."""
 
     dtype: Annotated[
         str | None,
@@ -203,7 +203,7 @@ class Axes:
 
     @property
     def given(self) -> AxesGiven:
-        """Of which something was said, names by the words used here."""
+        """Of which something was said, in the names used here."""
         said = [(name, getattr(self, name), axis) for name, axis in all_axes().items()]
         values = {name: axis.words.get(str(value).lower(), value) for name, value, axis in said}
         return {name: value for name, value in values.items() if value is not None}  # type: ignore[return-value]
@@ -221,7 +221,7 @@ class Axes:
 
     @property
     def words(self) -> list[str]:
-        """What was said in words, such as "lora r=16" and "no checkpointing"."""
+        """Such as "lora r=16" and "no checkpointing"."""
         said = [(name.replace("_", " "), value) for name, value in self.given.items()]
         flags = {True: "", False: "no "}
         return [f"{flags[v]}{name}" if isinstance(v, bool) else f"{name} {v}" for name, v in said]
@@ -251,6 +251,6 @@ class AxesGiven(TypedDict, total=False):
 
 @cache
 def all_axes() -> dict[str, Axis]:
-    """What is said of each axis, in the order of declaration."""
+    """In the order of declaration."""
     hints = get_type_hints(Axes, include_extras=True)
     return {field.name: hints[field.name].__metadata__[0] for field in fields(Axes)}

@@ -1,9 +1,8 @@
-"""Models of experts: the parameters that a token goes through, and the probability that a chunk is used.
+"""Models of experts: a token's parameters, and the probability that a chunk is used.
 
-Each token goes through `per_token` of a layer's `count` experts. If every choice of experts is equally likely, one
-token uses none of the j experts of a chunk with probability C(count - j, per_token) / C(count, per_token). A
-micro-batch uses none of them with this probability to the power of its tokens. A plan brings every chunk anyway: the
-router's choice is known too late to fetch one in time.
+Each token goes through `per_token` of a layer's `count` experts. If all choices are equally likely, it uses none of a
+chunk's j experts with probability C(count - j, per_token) / C(count, per_token), a micro-batch with the power of its
+tokens. A plan brings every chunk anyway: the router's choice is known too late for a fetch.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ __all__ = ["experts_note", "use_probability"]
 
 
 def use_probability(experts: ExpertsShape, tokens: int, *, of: int = 1) -> float:
-    """That `tokens` tokens use at least one of `of` experts of a layer."""
+    """That the tokens use at least one of `of` experts of a layer."""
     missed = comb(experts.count - of, experts.per_token) / comb(experts.count, experts.per_token)
     return 1 - missed**tokens
 

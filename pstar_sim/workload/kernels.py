@@ -1,15 +1,13 @@
-"""Kernels: flavours in which the operators of one model run, and the bytes that each flavour keeps for the backward
-pass.
+"""Kernels: flavours of one model's operators, and the bytes that each keeps for the backward pass.
 
-- eager: every operator of PyTorch is a kernel of its own, as Hugging Face's models run without further packages.
-  "gelu_new" is eight operators, an RMSNorm nine, and the loss turns the logits into fp32 and keeps their log-softmax.
+- eager: a kernel per operator, as Hugging Face's models run without further packages. "gelu_new" is eight operators, an
+  RMSNorm nine, and the loss turns logits into fp32 and keeps their log-softmax.
 - fused: one kernel each for activation, norm, rotary positions and loss (flash-attn, Liger, Apex). The loss keeps the
   logits in the working dtype; its gradient is as large.
-- compiled: as fused, by torch.compile. Outputs of norms and of activations are not kept, because backward can compute
-  them again from their inputs.
+- compiled: as fused, by torch.compile. Outputs of norms and activations are computed again in backward.
 - megatron: as fused, but the loss works in place on fp32 logits, which it keeps.
 
-The attention kernel is a separate choice (catalog/attention.py), and so is the loss of a language model:
+The attention kernel is separate (catalog/attention.py), and so is a language model's loss:
 
 - whole: the flavour's, on all logits at once.
 - chunked: head and loss run piece by piece, and once more in the backward pass (torchtune, TRL).
@@ -32,8 +30,8 @@ CAPTURED = "captured"
 class Flavour:
     """fused: activation, norm and rotary positions are one kernel each.
     recomputed: backward computes outputs of norms and activations once more.
-    loss: "unfused" (fp32 logits and a log-softmax beside them), "fused" (logits of the working dtype) or "in place"
-        (fp32 logits that the loss overwrites).
+    loss: "unfused" (fp32 logits and a log-softmax), "fused" (logits of the working dtype) or "in place" (fp32 logits
+        overwritten).
     """
 
     fused: bool
@@ -53,5 +51,5 @@ LOSSES = ("whole", "chunked", FUSED)
 
 
 def kernels_text(kernels: str) -> str:
-    """Such as "fused kernels"; empty for a workload that names no flavour."""
+    """Such as "fused kernels"; empty for a workload that names none."""
     return f"{kernels} kernels" if kernels else ""

@@ -15,13 +15,12 @@ LOADING = ("whole", "each", "in-place")
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """The way in which weights are loaded. Its text is the way, then a colon and the dtype if that is given:
-    "each:fp32".
+    """Its text is the way, and after a colon the dtype if given: "each:fp32".
 
-    way: `whole`, once per node, for all processes; `each`, whole by every process; `in-place`, never whole, as where a
-        model is initialised chunk by chunk.
-    dtype: in the host's memory; None: the working dtype. Matrices of a quantised base (dtypes.py) have their own,
-        because each is quantised as it comes, as in transformers.
+    way: `whole`, once per node, for all processes; `each`, whole by every process; `in-place`, never whole, as in an
+        initialisation chunk by chunk.
+    dtype: in host memory; None: the working dtype. Matrices of a quantised base (dtypes.py) have their own: each is
+        quantised as it comes, as in transformers.
     """
 
     way: str = LOADING[0]
@@ -31,7 +30,7 @@ class Loading:
         return self.way if self.dtype is None else f"{self.way}:{self.dtype}"
 
     def startup_bytes(self, workload: Workload, local_ranks: int) -> int:
-        """While weights are loaded: the part of each of the node's ranks."""
+        """Each rank's part while weights are loaded."""
         if self.way == "in-place":
             return 0
         base = [t for t in workload.tensors if t.dtype in BASES]
@@ -40,7 +39,7 @@ class Loading:
         return weights if self.way == "each" else -(-weights // local_ranks)
 
     def words(self, local_ranks: int) -> str:
-        """After "loaded". Empty for weights in the working dtype and one rank."""
+        """After "loaded"; empty in the working dtype on one rank."""
         way = {"whole": "once per node", "each": "whole by every process"}.get(self.way, "") if local_ranks > 1 else ""
         return " ".join(part for part in (way, self.dtype and f"in {self.dtype}") if part)
 

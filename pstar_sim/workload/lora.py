@@ -1,26 +1,26 @@
 """LoRA: a preset whose own parameters are frozen and whose matrices have low-rank adapters beside them.
 
-`AdaptedTape` writes the same families (presets/) with y = W x + s B (A x) for each target matrix W; A is rank x in, B
-out x rank. Beside training the whole model:
+`AdaptedTape` writes the families (presets/) with y = W x + s B (A x) for each target matrix W; A is rank x in, B out x
+rank. Compared with training the whole model:
 
-- parameters: every base tensor is frozen. A and B are trained, in the working dtype. (PEFT keeps adapters in fp32: 2
-  bytes more for each adapter parameter.)
-- flops: forward takes 2 T r (in + out) more for each target, backward twice that. The gradients of the base matrices, a
-  third of the model's matrix flops, are not computed.
-- activations: A x (T r values) is kept for backward for each target. While an adapter runs, its output, the scaled
-  output and the sum are alive beside the base's output. There is no dropout before A, so no copy of x.
-- recompute: if a checkpointed layer's last matrix has an adapter, that matrix is recomputed too, because the tensor
-  that backward needs last, A x, comes after it.
+- parameters: every base tensor is frozen. A and B are trained, in the working dtype (PEFT's are in fp32: 2 bytes more
+  for each adapter parameter).
+- flops: forward takes 2 T r (in + out) more per target, backward twice that; gradients of base matrices, a third of the
+  model's matrix flops, are not computed.
+- activations: A x (T r values) is kept for backward per target. While an adapter runs, its output, the scaled output
+  and the sum are alive beside the base's. There is no dropout before A, so no copy of x.
+- recompute: an adapter on a checkpointed layer's last matrix makes that recompute too: the tensor that backward needs
+  last, A x, comes after it.
 
-The workload is an upper bound: inputs that autograd keeps only for a frozen matrix's gradient count as kept, and the
-backward pass goes down to the embedding. Source: Hu et al., LoRA, 2021; peft's Linear layer.
+The workload is an upper bound: inputs kept only for a frozen matrix's gradient count, and backward goes down to the
+embedding. Source: Hu et al., LoRA, 2021; peft's Linear layer.
 
-[Note: quantised base] With a base of `BASES` the frozen matrices of the layers' linear modules, adapted or not, are
-stored in it. Embeddings, head, norms, biases and routers keep the working dtype, and so do stacks of experts, which are
-no linear modules in transformers, unless the base is of stacks too. Forward, recompute and backward each dequantise a
-matrix in front of its product: it is written and read in the working dtype, and alive until the product ends. The
-matrices of all experts of a layer are dequantised together. The forward product of int8 has the codes of its input
-instead, beside them an fp16 copy of it and later 32-bit sums. Source: bitsandbytes' MatMul4Bit and MatMul8bitLt.
+[Note: quantised base] Frozen matrices of the layers' linear modules, adapted or not, are stored in a base of `BASES`.
+Embeddings, head, norms, biases and routers keep the working dtype, and so do stacks of experts (no linear modules in
+transformers) unless the base is of stacks too. Each pass dequantises a matrix before its product: written and read in
+the working dtype, alive until the product ends; matrices of all experts of a layer together. The forward product of
+int8 instead has its input's codes, an fp16 copy of it and later 32-bit sums beside them. Source: bitsandbytes'
+MatMul4Bit and MatMul8bitLt.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DEFAULT = {
 
 
 def default_targets(family: str) -> tuple[str, ...]:
-    """What peft adapts when none is named: query and value, or the fused matrix that holds them."""
+    """peft's: query and value, or the fused matrix."""
     return _DEFAULT[family]
 
 
@@ -61,12 +61,12 @@ def adapter_of(workload: Workload) -> Adapter | None:
 
 
 def base_of(workload: Workload) -> str | None:
-    """The dtype of `BASES` in which frozen matrices are stored; None: the working dtype."""
+    """The dtype of frozen matrices, one of `BASES`; None: the working dtype."""
     return next((t.dtype for t in workload.tensors if t.dtype in BASES), None)
 
 
 def is_stack(name: str, shape: Sequence[int]) -> bool:
-    """Whether a parameter is the matrices of all experts of a layer."""
+    """The matrices of all experts of a layer."""
     return len(shape) == 3 and ".experts." in name
 
 
@@ -84,11 +84,11 @@ class _AdaptedWeight:
 
 
 class AdaptedTape(Tape):
-    """A tape on which every parameter is frozen and every target matrix has an adapter.
+    """Every parameter is frozen, and every target matrix has an adapter.
 
-    base: dtype of `BASES` in which the matrices of linear modules are stored; None: the working dtype.
+    base: of `BASES`, for matrices of linear modules; None: the working dtype.
     tokens: rows of every matmul.
-    input_first: matrices are declared in x out (as in GPT-2).
+    input_first: matrices are in x out (GPT-2).
     """
 
     def __init__(self, dtype: str, adapter: Adapter, *, base: str | None, family: str, tokens: int) -> None:
@@ -144,7 +144,7 @@ class AdaptedTape(Tape):
         return []
 
     def borrow(self, name: str, *shape: int) -> None:
-        """A frozen table needs no other stage: each has its own."""
+        """A frozen table needs no other stage."""
         self.parameter(name, *shape)
 
     # Moments
@@ -163,8 +163,8 @@ class AdaptedTape(Tape):
         return target.a, target.b
 
     def _settle(self) -> None:
-        """Matmuls of matrices that the moment read but did not multiply. A recompute would have ended before these, but
-        an adapter needs the matmul before it."""
+        """Matmuls of matrices that the moment read but did not multiply: a recompute would have ended before, but an
+        adapter needs them."""
         left, self._pending, self._stacks = self._pending, [], []
         for name in left:
             if name in self._targets and self._phase is Phase.RECOMPUTE:
@@ -198,8 +198,7 @@ class AdaptedTape(Tape):
                 self._forward(self._targets[each])
 
     def _multiplied(self, products: Sequence[Product]) -> list[str]:
-        """The first pending matrix if these are its products, several (q, k and v of one input), or the matrices of all
-        experts."""
+        """The first pending matrix if these are its products, several (q, k and v), or those of all experts."""
         total = 0
         for count, name in enumerate(self._pending, start=1):
             total += self._numel(name)
@@ -215,8 +214,7 @@ class AdaptedTape(Tape):
         return self.base is not None and name in self._index and self.tensors[self._index[name]].dtype in BASES
 
     def _dequantise(self, names: Iterable[str], *, forward: bool = False) -> int:
-        """One matrix after the other, those of all experts together. Returns the bytes that are alive while the product
-        runs, which the caller frees."""
+        """One after the other, experts together; returns the bytes alive during the product, which the caller frees."""
         names = [name for name in names if self._is_stored(name)]
         alone = [self._room(name, forward) for name in names if name in self._matrices]
         together = sum(self._numel(name) * self.width for name in names if name not in self._matrices)
@@ -278,7 +276,7 @@ class AdaptedTape(Tape):
 
 
 def _is_quantised(name: str, shape: Sequence[int], base: Dtype) -> bool:
-    """Whether a parameter of a layer is stored in the base ([Note: quantised base])."""
+    """[Note: quantised base]"""
     if is_stack(name, shape):
         return base.stacks
     return len(shape) == 2 and name.endswith(".weight") and not name.endswith(".mlp.gate.weight")

@@ -1,17 +1,15 @@
 """Mixing: block by block, activations are kept, recomputed, or moved to the host and back.
 
-Blocks come from two variants of one model: one keeps the activations of all blocks (offloaded ones too), the other
-recomputes them.
+Blocks come from two variants of one model: one keeps all activations (offloaded ones too), the other recomputes them.
 
-A block is a module's path up to its first number ("h.5" of "h.5.mlp.c_fc"). Every moment of block b holds the bytes
-that it holds in its own variant, plus the bytes that the blocks before b keep here, less those that they keep in that
-variant. A trace in which activations of different blocks overlap is refused.
+A block is a module's path up to its first number ("h.5" of "h.5.mlp.c_fc"). Every moment of block b holds its own
+variant's bytes, plus those that the blocks before b keep here, less those that they keep in that variant. Traces in
+which activations of blocks overlap are refused.
 
-[Note: two stashes at a time] A stash has the time of the next offloaded block's forward pass to reach the host, and the
-time of that block's backward pass to come back. The tide counts the bytes of a block until the first moment behind the
-next offloaded block's forward pass, and again from the last moment before that block's backward pass. So the GPU holds
-at most two stashes: the one being made (or used) and the one on its way. The last offloaded block gets as many blocks'
-time as the one before.
+[Note: two stashes at a time] A stash has the next offloaded block's forward pass to reach the host, and that block's
+backward to come back. The tide counts its bytes until the first moment behind that forward, and again from the last
+before that backward, so the GPU holds at most two stashes: one being made (or used) and one on its way. The last
+offloaded block gets as many blocks' time as the one before.
 """
 
 from __future__ import annotations
@@ -51,12 +49,12 @@ def block_of(path: str) -> str | None:
 
 
 def block_names(w: Workload) -> list[str]:
-    """In the order of the forward pass; empty for a model that is not a stack of blocks."""
+    """In forward order; empty for no stack of blocks."""
     return [block for block, forward, _ in block_runs(w) if block is not None and forward]
 
 
 def mix_blocks(recomputed: Workload, kept: Workload, keep: Collection[str]) -> Workload:
-    """The blocks `keep` keep their activations; all others recompute.
+    """The blocks `keep` keep their activations, others recompute.
 
     Raises TraceError for several micro-batches, different jobs, and what is not stacks of the same blocks.
     """
@@ -95,7 +93,7 @@ def mix_blocks(recomputed: Workload, kept: Workload, keep: Collection[str]) -> W
 def _check_variants(
     recomputed: Workload, kept: Workload, ours: Sequence[BlockRun], theirs: Sequence[BlockRun]
 ) -> list[str]:
-    """The blocks. Raises TraceError unless both are of one job and stacks of the same blocks."""
+    """Raises TraceError unless both are one job and stacks of the same blocks."""
     if recomputed.micro_batches != 1 or kept.micro_batches != 1:
         raise TraceError("blocks are mixed in variants of one micro-batch; mix first, then repeat the micro-batch")
     if (recomputed.fingerprint, recomputed.batch, recomputed.sequence) != (kept.fingerprint, kept.batch, kept.sequence):
@@ -132,9 +130,9 @@ def _check_names(w: Workload, blocks: Sequence[str], named: Collection[str]) -> 
 
 
 def _more_below(blocks: Sequence[str], keep: Collection[str], left: Sequence[dict[str, int]]) -> list[list[int]]:
-    """Per variant, the bytes that the blocks before the n-th keep here, less those that they keep in the variant.
+    """Per variant, what blocks before the n-th keep here, less what they keep there.
 
-    left: per variant (recomputed, kept), block -> bytes kept.
+    left: per variant (recomputed, kept), block -> bytes.
     """
     more = [[0] for _ in left]
     for block in blocks:
@@ -152,10 +150,9 @@ def _uses_by_moment(w: Workload) -> dict[int, list[Use]]:
 
 
 def offload_blocks(w: Workload, offload: Collection[str]) -> Workload:
-    """The blocks `offload`, which keep their activations in w, move them to the host and back ([Note: two stashes at a
-    time]).
+    """`offload`'s activations, kept in w, go to the host and back ([Note: two stashes at a time]).
 
-    Raises the errors of `stashes_of`.
+    Raises as `stashes_of`.
     """
     stashes = stashes_of(w, offload)
     if not stashes:
@@ -169,8 +166,8 @@ def offload_blocks(w: Workload, offload: Collection[str]) -> Workload:
 def stashes_of(w: Workload, offload: Collection[str]) -> list[Stash]:
     """[Note: two stashes at a time]
 
-    Raises TraceError for a workload that has several micro-batches, offloads already, or is not a stack of blocks, and
-    for a block that recomputes, that keeps nothing, or that is needed again before it could be gone.
+    Raises TraceError for several micro-batches, offloads already made, no stack of blocks, and a block that recomputes,
+    keeps nothing, or is needed again before it could be gone.
     """
     if w.micro_batches != 1 or w.stashes:
         raise TraceError(
@@ -198,8 +195,7 @@ def stashes_of(w: Workload, offload: Collection[str]) -> list[Stash]:
 
 
 def _stack(w: Workload, runs: Sequence[BlockRun], offload: Collection[str]) -> list[_Block]:
-    """In the order of the forward pass. Raises TraceError if w is not a stack of blocks, or if a block to offload is
-    not among them."""
+    """In forward order. Raises TraceError if w is no stack of blocks, or a block to offload is not in it."""
     ahead = [(block, run) for block, forward, run in runs if block is not None and forward]
     blocks = [block for block, _ in ahead]
     backward = {block: run for block, forward, run in runs if block is not None and not forward}
@@ -211,8 +207,7 @@ def _stack(w: Workload, runs: Sequence[BlockRun], offload: Collection[str]) -> l
 
 
 def _stash(w: Workload, stack: Sequence[_Block], n: int, until: int, size: int) -> Stash:
-    """The blocks up to `until` give the n-th the time to go to the host and come back. Raises TraceError if there is
-    none."""
+    """Blocks up to `until` give the n-th the time to go and come back; raises TraceError if there are none."""
     block, forward, backward = stack[n]
     gone, back = stack[until][1][-1] + 1, stack[until][2][0] - 1
     if until == n or back <= gone:
@@ -238,7 +233,7 @@ def without_stashed(w: Workload, stashes: Sequence[Stash]) -> tuple[Moment, ...]
 
 
 def block_runs(w: Workload) -> Sequence[BlockRun]:
-    """The moments in runs of one block and direction. Moments of no block between two runs are a run of their own."""
+    """Runs of one block and direction; moments between two are a run of their own."""
     known = w.derived.get(_RUNS)
     if not isinstance(known, tuple):
         known = w.derived[_RUNS] = tuple(_block_runs(w.moments))
@@ -255,7 +250,7 @@ def _block_runs(moments: Sequence[Moment]) -> Iterator[BlockRun]:
 
 
 def _left_behind(w: Workload, runs: Sequence[BlockRun]) -> dict[str, int]:
-    """The end of each block's forward lies so far above its start."""
+    """A block's forward ends so far above its start."""
     return {
         block: w.moments[run[-1]].end_bytes - w.moments[run[0]].start_bytes
         for block, forward, run in runs
@@ -264,9 +259,9 @@ def _left_behind(w: Workload, runs: Sequence[BlockRun]) -> dict[str, int]:
 
 
 def levelled(cells: Sequence[tuple[int, Sequence[Moment]]]) -> list[Moment]:
-    """Each cell holds its own bytes, and those that the other micro-batches have left so far.
+    """Each cell holds its own bytes, and what other micro-batches have left so far.
 
-    cells: (micro-batch, its moments, with the bytes of this micro-batch alone), one after the other.
+    cells: (micro-batch, its moments, with its bytes alone), one after the other.
     """
     level = {own: row[0].start_bytes for own, row in reversed(cells)}
     total = sum(level.values())

@@ -1,20 +1,18 @@
 """Optimizers: the states that each keeps, and what one update reads, writes and computes.
 
-Layouts, bounds and costs ask the `States` of a chunk, so an optimizer whose states have scales, or rows and columns, or
-other states for matrices, is a row of `OPTIMIZERS`.
+An optimizer whose states have scales, rows and columns, or differ for matrices is a row of `OPTIMIZERS`.
 
-[Note: masters] Every optimizer keeps a master copy of the parameter (`MASTER_LIST`), from which an update writes the
-working list. It has 4 bytes. Without fp32 masters (pure bf16) it has the width of the working list: it is the parameter
-itself.
+[Note: masters] Every optimizer keeps a 4-byte master of the parameter (`MASTER_LIST`), from which an update writes the
+working list. Without fp32 masters (pure bf16) it is the parameter itself.
 
-[Note: granularity] An update may need more than one element at a time: a block of 8-bit states shares a scale, and Muon
-and Adafactor need a whole matrix. No block reaches over the end of a tensor, of a rank's slice or of a part of an
-update. Slices of several ranks do cut matrices: such a plan has the right bytes, and the executor refuses it.
+[Note: granularity] Some updates need several elements at a time: 8-bit states share a scale per block, Muon and
+Adafactor need a whole matrix. No block crosses the end of a tensor, slice or part. Ranks' slices do cut matrices: such
+a plan has the right bytes, and the executor refuses it.
 
-[Note: traffic] In an update each state is read and written, the 2-byte gradient is read and the 2-byte parameter is
-written. With two fp32 moments and the master that is 2 * (4 + 4 + 4) + 2 + 2 = 28 bytes per parameter.
+[Note: traffic] An update reads and writes each state, reads the 2-byte gradient and writes the 2-byte parameter: with
+two fp32 moments and the master 2 * (4 + 4 + 4) + 2 + 2 = 28 bytes per parameter.
 
-The executor runs what has a row in `executor.devices.rules.RULES`, and refuses the others; these can only be planned.
+The executor runs rows of `executor.devices.rules.RULES`; others can only be planned.
 """
 
 from __future__ import annotations
@@ -52,10 +50,10 @@ _NS_STEPS = 5  # Newton-Schulz iterations of torch.optim.Muon
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateList:
-    """The bytes are the sum of these figures.
+    """The bytes are their sum.
 
     per_block: of `States.block` elements.
-    per_row, per_column: of each matrix; a tensor of more dimensions is a stack of matrices.
+    per_row, per_column: of each matrix (more dimensions are a stack).
     """
 
     name: str
@@ -67,13 +65,12 @@ class StateList:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class States:
-    """name: of the rule of the update.
-    block: elements that are updated together, and whole: tensors are updated whole ([Note: granularity]).
-    traffic_per_param: bytes of one update through memory; None: as in [Note: traffic].
-    cpu_share: parameters per second of an update on the CPU over those of fused AdamW, as the executor runs both.
-    cpu_core_params_per_s: of an update on one thread, where it is bound by arithmetic. None for both: an update takes
-        as long as its traffic.
-    products: (batches, m, k, n) of the matrix products of an update in bf16, by the tensor's shape.
+    """name: the update's rule.
+    block, whole: elements, or whole tensors, updated together ([Note: granularity]).
+    traffic_per_param: bytes through memory, None: [Note: traffic].
+    cpu_share: rate on the CPU over fused AdamW's, as the executor runs both.
+    cpu_core_params_per_s: on one thread, where arithmetic binds. None for both: an update takes as long as its traffic.
+    products: (batches, m, k, n) of an update's bf16 matrix products, by shape.
     """
 
     name: str
@@ -99,8 +96,8 @@ class States:
     def list_bytes(self, numel: int, shapes: Iterable[Shape] = (), ranks: int = 1) -> dict[str, int]:
         """List -> bytes of one rank's slice.
 
-        numel: elements of the slice, padding included.
-        shapes: of the tensors in the slices of all ranks.
+        numel: padding included.
+        shapes: of tensors in all ranks' slices.
         """
         shapes = tuple(shapes)
         rows = sum(prod(shape[:-1]) for shape in shapes)
@@ -121,7 +118,7 @@ class States:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """Tensors with states of their own: those for which `of`, given name and shape, is true."""
+    """Tensors whose name and shape satisfy `of` have their own states."""
 
     states: States
     of: Callable[[str, Shape], bool]
@@ -219,8 +216,7 @@ class OptimizerSpec:
 
 
 def _narrow(name: str, states: States, width: int) -> States:
-    """Beside a master of `width` bytes. The moments that torch makes have the parameter's dtype where it has no wider
-    master."""
+    """Beside a master of `width` bytes: torch's moments have the parameter's dtype where no master is wider."""
     follow = {MASTER_LIST} if name in _OWN_WIDTH else set(states.names)
     lists = [
         replace(r, per_element=min(r.per_element, width) if r.name in follow else r.per_element) for r in states.lists
@@ -242,12 +238,12 @@ def _is_large(name: str, shape: Shape) -> bool:
 
 
 def _is_no_embedding(name: str, shape: Shape) -> bool:
-    """As in the Trainer of transformers: embeddings keep 32 bits."""
+    """As in transformers' Trainer: embeddings keep 32 bits."""
     return _is_large(name, shape) and not _EMBEDDING.search(name)
 
 
 def _is_matrix(name: str, shape: Shape) -> bool:
-    """Muon's usual split: matrices but for embeddings and the head."""
+    """Muon's usual split: no embeddings, no head."""
     return len(shape) == 2 and not _EMBEDDING.search(name) and not _HEAD.search(name)
 
 
@@ -256,7 +252,7 @@ def _has_columns(name: str, shape: Shape) -> bool:
 
 
 def _newton_schulz(shape: Shape) -> Sequence[tuple[int, int, int, int]]:
-    """Each iteration is A = X X^T, A A and (b A + c A A) X for X [m, n] with m <= n."""
+    """A = X X^T, A A and (b A + c A A) X per iteration, for X [m, n] with m <= n."""
     m, n = sorted(shape)
     return _NS_STEPS * ((1, m, n, m), (1, m, m, m), (1, m, m, n))
 
@@ -271,7 +267,7 @@ def _states(name: str, *moments: StateList, **how: Any) -> States:
 
 
 def _in_8_bits(name: str, *moments: str) -> States:
-    """bitsandbytes': a byte per element and an fp32 scale per block in each moment."""
+    """A byte per element and an fp32 scale per block in each moment, as in bitsandbytes."""
     lists = [StateList(name=each, per_element=1, per_block=4) for each in moments]
     return _states(name, *lists, block=_BLOCK)
 
@@ -375,7 +371,7 @@ ALIASES = {
 
 
 def _name_here(name: str) -> str:
-    """The name in `OPTIMIZERS`, also of a class with its library: bnb.optim.AdamW."""
+    """Also of a class with its library: bnb.optim.AdamW."""
     library, _, word = name.lower().rpartition(".")
     library = library.partition(".")[0]
     if library in ("bnb", "bitsandbytes"):
@@ -384,7 +380,7 @@ def _name_here(name: str) -> str:
 
 
 def optimizer_spec(name: str, *, masters: str | None = None, width: int = 4) -> OptimizerSpec:
-    """By its name here, in a framework or in a library.
+    """By its name here, in a framework or a library.
 
     width: bytes of the model's parameters.
 

@@ -1,4 +1,4 @@
-"""Orders: the order in which an iteration runs its micro-batches, and what depends on it."""
+"""The order in which an iteration runs its micro-batches, and what depends on it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["Order"]
 
 
 class Order(StrEnum):
-    """The order of an iteration, as a workload states it; nothing infers it from the moments.
+    """Stated by a workload, never inferred from moments.
 
-    DEPTH_FIRST: each micro-batch runs forward and backward through the whole model before the next begins.
-    LAYER_MAJOR: each block runs for all micro-batches before the next block does (relay.py).
-    PIPELINED: forward and backward passes of micro-batches alternate as the schedule of a pipeline says (pipeline.py).
+    DEPTH_FIRST: each micro-batch runs forward and backward before the next begins.
+    LAYER_MAJOR: each block runs for all before the next does (relay.py).
+    PIPELINED: forwards and backwards alternate by a pipeline's schedule (pipeline.py).
     """
 
     DEPTH_FIRST = "depth-first"
@@ -21,19 +21,19 @@ class Order(StrEnum):
 
     @property
     def of_loop(self) -> bool:
-        """Whether a training loop of the user's own runs it; the engine runs every order."""
+        """A user's own training loop runs it; the engine runs all."""
         return self is Order.DEPTH_FIRST
 
     @property
     def one_by_one(self) -> bool:
-        """Whether a micro-batch is over before the next begins. Then alike micro-batches can stand for one another, and
-        their bytes on the host follow each other in the same room. Otherwise all have the same moments."""
+        """A micro-batch is over before the next begins: alike ones can stand for one another, and share room on the
+        host. Otherwise all have the same moments."""
         return self is Order.DEPTH_FIRST
 
     @property
     def sums_leave_gpu(self) -> bool:
-        """Whether the sum of a chunk's gradients may leave the GPU between two micro-batches. Otherwise all its
-        gradients arrive one after the other."""
+        """A chunk's sum of gradients may leave the GPU between two micro-batches. Otherwise they arrive one after the
+        other."""
         return self is not Order.LAYER_MAJOR
 
     @property
@@ -43,9 +43,9 @@ class Order(StrEnum):
 
     @property
     def words(self) -> str:
-        """Behind the number of micro-batches; empty for the order that every loop has."""
+        """After the number of micro-batches, empty for the usual order."""
         return {Order.DEPTH_FIRST: "", Order.LAYER_MAJOR: ", layer by layer", Order.PIPELINED: ", pipelined"}[self]
 
     def turns(self, micro_batches: int) -> int:
-        """From forward to backward, and from backward to forward, inside an iteration."""
+        """Forward to backward and back, inside an iteration."""
         return 1 if self is Order.LAYER_MAJOR else 2 * micro_batches - 1

@@ -1,8 +1,5 @@
-"""Parallelism: how a model is spread over GPUs (how parameters are packed into chunks is the layout).
-
-It is written as a text, "tp=2,pp=2,dp=4", or composed of Whale's four primitives:
-`replica(pipeline(stage(split(2)), stage(split(2))), count=4)`.
-"""
+"""How a model is spread over GPUs, as a text, "tp=2,pp=2,dp=4", or of Whale's four primitives:
+`replica(pipeline(stage(split(2)), stage(split(2))), count=4)`."""
 
 from __future__ import annotations
 
@@ -26,14 +23,14 @@ CUTS = ("even", "speed")
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """Degrees by which a job is split; their product is the number of GPUs.
+    """Their product is the number of GPUs.
 
     tensor: ranks that split the tensors of each layer.
-    sequence: beside the products these ranks split the sequence (Megatron's sequence parallelism).
-    pipeline: stages, each of which has a part of the model's blocks.
-    data: ranks that share the batch of a stage; None: as many as there are GPUs for.
+    sequence: they also split the sequence beside the products (Megatron's sequence parallelism).
+    pipeline: stages, each with a part of the blocks.
+    data: ranks that share a stage's batch, None: as many as GPUs allow.
     schedule: of the pipeline, one of SCHEDULES (pipeline.py).
-    cut: of the layers into stages, one of CUTS: the same number for each, or by the speed of its GPUs.
+    cut: of layers into stages, one of CUTS: equal numbers, or by speed.
 
     Raises PstarError for other values.
     """
@@ -55,7 +52,7 @@ class Parallelism:
         flag("parallelism: sp", self.sequence)
 
     def __str__(self) -> str:
-        """The exact reverse of `parse`, without what is at its default."""
+        """Reverses `parse`, without defaults."""
         usual = {field.name: field.default for field in fields(self)}
         said = {key: getattr(self, name) for key, name in _KEYS.items() if getattr(self, name) != usual[name]}
         return ",".join(key if value is True else f"{key}={value}" for key, value in said.items()) or "pp=1"
@@ -87,8 +84,7 @@ class Parallelism:
         return f"replica({inner})" if self.data is None else f"replica({inner}, count={self.data})"
 
     def data_on(self, gpus: int) -> int:
-        """Ranks of each stage that share its batch, on so many GPUs. Raises PstarError, with the nearest number of
-        stages that works."""
+        """Ranks that share a stage's batch. Raises PstarError, with the nearest number of stages that works."""
         data = self.data or max(1, gpus // (self.pipeline * self.tensor))
         if data * self.pipeline * self.tensor != gpus:
             near = [p for p in range(1, gpus + 1) if gpus % (p * self.tensor * (self.data or 1)) == 0]
@@ -102,12 +98,12 @@ class Parallelism:
 
 
 def split(ranks: int, *, sequence: bool = False) -> Parallelism:
-    """Ranks that split the tensors of each layer and, with `sequence`, the tokens beside the products."""
+    """Ranks that split each layer's tensors and, with `sequence`, tokens beside the products."""
     return Parallelism(tensor=ranks, sequence=sequence)
 
 
 def stage(inner: Parallelism | None = None) -> Parallelism:
-    """A part of the model's blocks, on one GPU or on those of a `split`. Raises PstarError for any other content."""
+    """A part of the blocks, on one GPU or a `split`. Raises PstarError for anything else."""
     inner = inner or Parallelism()
     if inner != split(inner.tensor, sequence=inner.sequence):
         raise PstarError(
@@ -130,8 +126,8 @@ def pipeline(*stages: Parallelism, schedule: str = SCHEDULES[0], cut: str = CUTS
 
 
 def replica(inner: Parallelism, *, count: int | None = None) -> Parallelism:
-    """So many ranks of each stage share its batch; None: as many as there are GPUs for. Raises PstarError for replicas
-    of replicas."""
+    """Ranks of each stage that share its batch, None: as many as GPUs allow. Raises PstarError for replicas of
+    replicas."""
     if inner.data is not None:
         raise PstarError(f"replica({inner.composed}): replicas of replicas are one replica, of the product of counts")
     return replace(inner, data=count)

@@ -1,13 +1,12 @@
-"""Pipeline: the micro-batches of a stage in the order of a schedule.
+"""A stage's micro-batches in the order of a schedule.
 
-[Note: schedules] A cell is the forward or the backward pass of one micro-batch through one part of the model. With
-"gpipe" a stage runs the forward passes of all micro-batches and then their backward passes. With "1f1b" stage r of p
-runs p - r - 1 forward passes ahead, then a forward and a backward pass in turns, then the backward passes that are
-left; so at most p - r micro-batches are in flight. A backward pass always takes the oldest micro-batch.
+[Note: schedules] A cell is one pass of a micro-batch through a part of the model. "gpipe" runs all forward passes, then
+the backward passes; "1f1b" runs p - r - 1 forward passes ahead on stage r of p, then both in turns, then the backward
+passes left, so at most p - r micro-batches are in flight. A backward always takes the oldest micro-batch.
 Source: Huang et al., 2019 (GPipe); Narayanan et al., 2019 and 2021 (PipeDream-Flush, Megatron-LM).
 
-[Note: room for borders] What a cell needs may arrive while the cell before it runs, and what a cell made may leave
-while the cell behind it runs. The peaks of these cells count the bytes.
+[Note: room for borders] What a cell needs may arrive during the cell before, and what it made may leave during the
+next: their peaks count the bytes.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ def cells_of(schedule: str, stage: int, stages: int, micro_batches: int) -> list
 def in_schedule(
     workload: Workload, crossings: Sequence[Crossing], cells: Sequence[Cell], stage: int, stages: int
 ) -> Workload:
-    """Returns the job of stage number `stage`: `workload`, which is one micro-batch of it, run in the order of `cells`.
-    With each forward pass before its own backward pass, as where there is one stage, that order is depth-first.
+    """Stage `stage`'s job: `workload`, one micro-batch of it, in the order of `cells`, depth-first if each forward
+    comes right before its own backward.
 
-    crossings: of the micro-batch, at its borders to other stages.
+    crossings: at the micro-batch's borders to other stages.
     """
     if not crossings and all(cells[n].micro_batch == cells[n + 1].micro_batch for n in range(0, len(cells), 2)):
         return repeat_micro_batch(workload, len(cells) // 2)
@@ -107,7 +106,7 @@ _FORWARD = ("activations", "tied weights")
 def _border(
     crossing: Crossing, cell: Cell, n: int, first: Sequence[int], moments: range, stage: int, stages: int
 ) -> Border:
-    """Of a crossing in the n-th cell: [Note: room for borders]."""
+    """[Note: room for borders]"""
     here = first[n] + crossing.moment - moments[0]
     if not crossing.receives:
         behind, until = here, first[min(n + 2, len(first) - 1)]
@@ -129,7 +128,7 @@ def _border(
 
 
 def _with_borders(moments: Sequence[Moment], crossed: Sequence[tuple[Crossing, Border]]) -> list[Moment]:
-    """With the bytes that arrive before their own cell begins, and those that leave when it is over."""
+    """With bytes that arrive before their cell, and those that leave after it."""
     start, peak, end = ([0] * len(moments) for _ in range(3))
     for crossing, border in crossed:
         begin, over = border.behind, border.until

@@ -1,18 +1,17 @@
 """Relay: the layer-major order of an iteration (L2L, Pudipeddi et al., 2020; "vertical scheduling" in GreedySnake).
 
-Each block runs forward for all micro-batches before the next block does, and then backward for all of them. So a
-block's parameters are needed twice per iteration, for any number of micro-batches.
+Each block runs forward for all micro-batches before the next block does, and then backward for all, so its parameters
+are needed twice per iteration, for any number of micro-batches.
 
-[Note: cells] The moments of a micro-batch are cut into parts: one per block forward, one per block backward, and one
-for the moments between two blocks. Head and loss are one part, so that only one micro-batch's logits are alive at a
-time. A cell is one part of one micro-batch. A relay runs the cells part by part, and within a part from the first
-micro-batch to the last, so that sums are bit-identical with depth-first.
+[Note: cells] A micro-batch's moments are cut into parts: each block's forward, each block's backward, and what lies
+between two. Head and loss are one part, so only one micro-batch's logits are alive. A cell is one part of one
+micro-batch. A relay runs part by part, each from the first micro-batch to the last, so sums are bit-identical with
+depth-first.
 
-The live bytes of a cell are its own and those that the other micro-batches have left so far: in a model that
-recomputes, a block's input for each block and micro-batch (the boundary stash), the output of the latest block, and
-what autograd holds across parts, such as the gradient of a tied head. The stash of the first block may also be held by
-a variable of the model (transformers' `inputs_embeds`), until the model's forward returns, or by the loop if it is the
-batch itself.
+A cell's live bytes are its own and what other micro-batches have left so far: when recomputing, a block's input per
+block and micro-batch (the boundary stash), the latest block's output, and what autograd holds across parts, such as a
+tied head's gradient. The first block's stash may also be held by a variable of the model (transformers'
+`inputs_embeds`) until its forward returns, or by the loop if it is the batch.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ def relay(workload: Workload, *, stash: str = "gpu") -> Workload:
 
 
 def boundaries_on_host(workload: Workload) -> Workload:
-    """In its own order, with the boundary stash of each micro-batch on the host. Raises TraceError as `relay` does for
-    stash="host"."""
+    """In its own order, with boundary stashes on the host. Raises TraceError as `relay` does for stash="host"."""
     _check(workload, "host")
     made: list[Stash] = []
     for u, body in enumerate(_bodies(workload)):
@@ -77,7 +75,7 @@ def boundaries_on_host(workload: Workload) -> Workload:
 
 
 def _check(workload: Workload, stash: str) -> None:
-    """Raise TraceError for a workload that cannot have another order, or its boundary stash at this place."""
+    """Refuse another order, or the boundary stash at this place."""
     instance("workload", workload, Workload, "a Workload", error=TraceError)
     if not workload.order.of_loop or workload.stashes:
         why = (
@@ -99,8 +97,8 @@ def _check(workload: Workload, stash: str) -> None:
 
 
 def parts_of(workload: Workload) -> list[tuple[int, int]]:
-    """(first, last) moment of each part of a layer-major workload, of all micro-batches together. The optimizer step is
-    a part of its own."""
+    """(first, last) moment of each part of a layer-major workload, all micro-batches together; the optimizer step is
+    one."""
     parts: list[tuple[int, int]] = []
     last: tuple[str | None, bool] | None = None
     step = len(workload.moments) - 1
@@ -116,7 +114,7 @@ def parts_of(workload: Workload) -> list[tuple[int, int]]:
 
 
 def _bodies(w: Workload) -> list[range]:
-    """Of each micro-batch. Raises TraceError if these are not alike."""
+    """Per micro-batch; raises TraceError if they are not alike."""
     begin = [next(i for i, m in enumerate(w.moments) if m.micro_batch == u) for u in range(w.micro_batches)]
     bodies = [range(a, b) for a, b in zip(begin, [*begin[1:], len(w.moments) - 1])]
     odd = odd_micro_batch(w)
@@ -129,7 +127,7 @@ def _bodies(w: Workload) -> list[range]:
 
 
 def _parts(w: Workload, body: range) -> list[BlockRun]:
-    """Of a micro-batch. Raises TraceError if there are no blocks."""
+    """Raises TraceError without blocks."""
     runs = [
         (block, forward, range(moments[0], min(moments[-1], body[-1]) + 1))
         for block, forward, moments in block_runs(w)
@@ -156,7 +154,7 @@ def _with_stashes(made: Workload, stashes: Sequence[Stash]) -> Workload:
 
 
 def _stashes(source: Workload, parts: Sequence[BlockRun], cells: Sequence[Sequence[int]], count: int) -> list[Stash]:
-    """Of `count` micro-batches of the depth-first workload `source`, which run `cells` without a pause."""
+    """Of `count` micro-batches of the depth-first `source`, which run `cells` without a pause."""
     first = list(accumulate((len(cell) for cell in cells), initial=cells[0][0]))  # moment of each cell
     backward = _backward_parts(parts)
     blocks = [(n, block) for n, (block, forward, _) in enumerate(parts) if forward and block in backward]
@@ -185,14 +183,14 @@ def _stashes(source: Workload, parts: Sequence[BlockRun], cells: Sequence[Sequen
 
 
 def _boundary_bytes(w: Workload, begin: int, ahead: Sequence[Sequence[int]], back: Sequence[int]) -> list[int]:
-    """What goes to the host for each block of one micro-batch.
+    """To the host, for each block of one micro-batch.
 
     begin: its first moment.
     ahead: moments of each block's forward.
     back: where each block's backward begins.
 
-    When a block's backward begins, the level is what all blocks up to it keep, and the gradient of its output. From one
-    block to the next it rises by a block's output, and by activations of its own that it keeps.
+    When a block's backward begins, the level is what blocks up to it keep, and its output's gradient; from block to
+    block it rises by an output, and by activations kept.
     """
     if not back:
         return []
@@ -212,12 +210,12 @@ def _backward_parts(parts: Sequence[BlockRun]) -> dict[str, int]:
 def _stashes_of(
     block: str, sizes: Sequence[int], first: Sequence[int], ahead: int, back: int, held: int
 ) -> list[Stash]:
-    """Of each micro-batch in a block; none if a micro-batch has nothing to stash or no time.
+    """Per micro-batch; none if one has nothing to stash or no time.
 
     sizes: bytes of each micro-batch.
     first: moment of each cell.
     ahead, back: the block's first cell in forward and in backward.
-    held: cell of the first micro-batch up to which something else holds the bytes.
+    held: the first micro-batch's cell up to which something else holds the bytes.
     """
     made: list[Stash] = []
     for u, size in enumerate(sizes):

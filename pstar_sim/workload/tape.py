@@ -1,12 +1,11 @@
-"""Tape: a workload written down operator by operator, as a model without torch would run it.
+"""Tape: a workload written operator by operator, as the model would run.
 
-A family (presets/) calls `open` at the begin of a moment, `op` for each operator that allocates, and `gradient` when a
-parameter's gradient is final. The tape cuts the level of live bytes into moments.
+A family (presets/) calls `open` at a moment's begin, `op` for each operator that allocates, and `gradient` when a
+parameter's is final; the level of live bytes is cut into moments.
 
-[Note: sequence parallelism] Ranks that split the products of a layer have all of its input and, after a sum, all of its
-output; norms and residual sums are computed by each of them. With sequence parallelism each has these for its part of
-the tokens: an all-gather comes before the products, and a reduce-scatter takes the place of the sum. What is kept for
-backward is the part, so the gather is repeated there.
+[Note: sequence parallelism] Ranks that split a layer's products have all of its input and, after a sum, of its output;
+each computes norms and residual sums. With sequence parallelism each has its part of the tokens: an all-gather comes
+before the products, a reduce-scatter replaces the sum, and as only the part is kept, backward repeats the gather.
 Source: Korthikanti et al., 2022.
 """
 
@@ -27,12 +26,12 @@ TENSOR = "tensor"
 
 
 class Crossing(NamedTuple):
-    """What crosses the border of a pipeline's stage.
+    """What crosses a pipeline stage's border.
 
     what: one of CROSSINGS (workload.py).
-    moment: of what is received, the last before the one that needs it; of what is sent, the last that makes it.
-    turn: "each" micro-batch, or the "first" or "last" alone.
-    counted: whether the tape counts the bytes; if not, the peaks up to the end of the transfer have them besides.
+    moment: if received, the last before the one that needs it; if sent, the last that makes it.
+    turn: "each" micro-batch, or "first" or "last" alone.
+    counted: by the tape; else peaks up to the transfer's end have the bytes besides.
     """
 
     receives: bool
@@ -58,12 +57,12 @@ def weight_gradient(product: Product) -> Product:
 class Tape:
     """Sizes are in bytes.
 
-    width: of activations that products read and write.
+    width: of products' inputs and outputs.
     wide: of parameters, their gradients, and activations that autocast leaves alone.
-    level: non-model bytes alive now.
+    level: non-model bytes alive.
     tensor: ranks that split the tensors of a layer.
-    sequence: beside the products these ranks split the tokens of a sequence ([Note: sequence parallelism]).
-    saving: autograd keeps what backward needs; False inside a checkpointed segment.
+    sequence: they also split tokens beside the products ([Note: sequence parallelism]).
+    saving: autograd keeps what backward needs, False in a checkpointed segment.
     """
 
     def __init__(self, dtype: str, autocast: str | None = None) -> None:
@@ -121,7 +120,7 @@ class Tape:
     # Moments
 
     def open(self, event: str, module: str, phase: Phase, reads: Sequence[str] = ()) -> None:
-        """Opens the moment that begins at this event and reads these parameters; closes the one before."""
+        """Begins a moment at this event with these reads; closes the one before."""
         self._close()
         self._opened = (f"{event}:{module}" if event in ("begin", "end", "grad") else event, phase, module)
         for i in sorted({self._index[name] for name in reads if name not in self._borrowed}):
@@ -130,7 +129,7 @@ class Tape:
         self._read += sum(self._borrowed[name].bytes for name in {*reads} & self._borrowed.keys())
 
     def close(self) -> None:
-        """Adds the optimizer step, which has no bytes of its own."""
+        """With the optimizer step, which has no bytes of its own."""
         self.open("step", "<root>", Phase.ADAM)
         if self._parts:
             self.all_reduce(self._parts)
@@ -171,10 +170,9 @@ class Tape:
         attention: AttentionCall | None = None,
         read: int | None = None,
     ) -> None:
-        """Run an operator that allocates `out` bytes. After it `dead` bytes are freed, and `unsaved` more if autograd
-        saves nothing.
+        """Allocates `out` bytes, then frees `dead`, and `unsaved` if autograd saves nothing.
 
-        read: activation bytes; None: `out`. `open` counts parameters.
+        read: activation bytes, by default `out`; `open` counts parameters.
         """
         self.level += out
         self._peak = max(self._peak, self.level)
@@ -191,13 +189,13 @@ class Tape:
         assert self.level >= 0, "more bytes freed than taken"
 
     def all_reduce(self, *sizes: int) -> None:
-        """Sums over the ranks that split the tensors of a layer, in place."""
+        """In place, over the ranks that split a layer's tensors."""
         if self.tensor > 1:
             self._collectives += [("all_reduce", TENSOR, size) for size in sizes]
 
     def gather(self, size: int) -> int:
-        """What the ranks have parts of comes together before a product. Returns the bytes, which the caller frees; 0
-        where each rank has all of it."""
+        """Ranks' parts come together before a product. Returns the bytes for the caller to free, 0 where each rank has
+        all."""
         if not self.sequence:
             return 0
         self._collectives.append(("all_gather", TENSOR, size))
@@ -206,7 +204,7 @@ class Tape:
         return size
 
     def reduce(self, size: int) -> None:
-        """The parts of a product are added up: in place, or each rank gets its part of the sum."""
+        """Parts of a product are added up in place, or scattered."""
         if not self.sequence:
             self.all_reduce(size)
             return
@@ -216,8 +214,8 @@ class Tape:
         self.level -= size
 
     def sum_at_end(self, names: Iterable[str]) -> None:
-        """Gradients of parameters that each rank has whole, but computes from its part of the tokens: their sums are
-        one all-reduce before the optimizer step."""
+        """Gradients of parameters that ranks have whole, but compute from part of the tokens: one all-reduce before the
+        optimizer step."""
         self._parts += self.size(names) if self.sequence else 0
 
     def receive(self, what: str, size: int) -> None:
@@ -227,7 +225,7 @@ class Tape:
         self._peak = max(self._peak, self.level)
 
     def send(self, what: str, size: int) -> None:
-        """What this moment made goes to another stage, and ends here."""
+        """Made in this moment; ends here."""
         self.crossings.append(Crossing(False, what, len(self.moments), size))
         self.level -= size
 
@@ -236,15 +234,14 @@ class Tape:
         self.crossings.append(Crossing(receives, what, len(self.moments), size, turn, counted))
 
     def borrow(self, name: str, *shape: int) -> None:
-        """A parameter of another stage, of which this one holds a copy and adds gradients up ([Note: borders] in
-        workload.py)."""
+        """Another stage's, of which this one has a copy and adds gradients up ([Note: borders] in workload.py)."""
         size = math.prod(shape) * self.wide
         self._borrowed[name] = Tensor(name=name, shape=shape, dtype=self.dtype, bytes=size)
 
     def cast(self, names: Iterable[str]) -> None:
-        """Autocast copies these parameters at their first use. [Note: casts of parameters] A copy is held until the
-        outermost autocast ends, which is the end of the forward pass or of a checkpoint's recompute. Backward needs the
-        copies of matrices that no checkpoint drops, each until the gradient of its product's inputs is there."""
+        """Autocast copies parameters at first use. [Note: casts of parameters] A copy lives until the outermost
+        autocast ends, at the end of forward or of a checkpoint's recompute. Backward needs copies of matrices that no
+        checkpoint drops, each until its input gradient is there."""
         for name in names if self.autocast else ():
             if name not in self._casts:
                 self._casts[name] = self.saving and len(self._tensor(name).shape) > 1
@@ -257,20 +254,20 @@ class Tape:
             del self._casts[name]
 
     def uncast(self, names: Iterable[str]) -> None:
-        """From gradients of copies, which end, to gradients of the parameters."""
+        """Gradients of copies end as gradients of parameters."""
         for name in names if self.autocast else ():
             size = self.grown([name])
             self.level -= size if self._casts.pop(name, False) else 0
             self.op(self.size([name]), dead=size, read=size)
 
     def grown(self, names: Iterable[str]) -> int:
-        """Of the gradients as backward makes them: under autocast, those of the copies."""
+        """As backward makes them: under autocast, of the copies."""
         return self.size(names) * self.width // self.wide
 
     def gradient(self, names: Iterable[str], *, allocated: bool = True) -> None:
-        """Final gradients leave the GPU's non-model data at once.
+        """Final gradients leave non-model data at once.
 
-        allocated: an operator has already counted their bytes.
+        allocated: already counted.
         """
         names = tuple(names)
         if not allocated:
@@ -282,8 +279,8 @@ class Tape:
     def linear_backward(
         self, names: Sequence[str], *, grad_in: int, grad_out: int, saved: int, product: Product, dead: int = 0
     ) -> None:
-        """grad_in, grad_out: bytes of the gradients of input and (read) output.
-        dead: bytes freed at the end of the operator.
+        """grad_in, grad_out: bytes of input and (read) output gradients.
+        dead: freed at the end.
         """
         products = [input_gradient(product), *self.weight_products(weight_gradient(product))]
         self.op(grad_in + self.grown(names), products=products, read=2 * grad_out + saved)

@@ -1,7 +1,6 @@
-"""Trace file: workloads in one Parquet file, one row per variant, and back again without loss.
+"""Trace file: workloads in one Parquet file, a row per variant, without loss.
 
-Header fields are typed columns; `moments`, `tensors` and `uses` are lists of structs. Each row carries a digest of its
-content, so that a damaged file is refused.
+Header fields are typed columns, `moments`, `tensors` and `uses` lists of structs. Each row's digest shows damage.
 """
 
 from __future__ import annotations
@@ -75,10 +74,10 @@ than that of all logits, autocast, less recomputation than of all blocks."""
 
 
 def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike[str]) -> None:
-    """Writes one workload or several variants to `path` (Parquet, zstd). Replaces atomically.
+    """Writes one workload or several variants (Parquet, zstd), atomically.
 
-    Raises TraceError if there is nothing to write, if a value does not fit the format (an integer over 64 bits, text
-    that is not Unicode), if two variants cannot be told apart, or if the file cannot be written.
+    Raises TraceError if there is nothing to write, a value does not fit (an integer over 64 bits, text that is not
+    Unicode), two variants cannot be told apart, or the file cannot be written.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -105,10 +104,10 @@ def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike
 
 
 def load_variants(path: str | os.PathLike[str]) -> tuple[Workload, ...]:
-    """Returns all workloads of a trace file, in file order.
+    """Returns all workloads, in file order.
 
-    Raises TraceError (naming the file and the field) for a file that is missing, truncated, foreign, damaged, written
-    by a newer version or inconsistent.
+    Raises TraceError (naming file and field) for one that is missing, truncated, foreign, damaged, newer or
+    inconsistent.
     """
     source = Path(path)
     rows = _read_rows(source)
@@ -224,10 +223,7 @@ def _header(version: int) -> list[str]:
 
 
 def _schema(version: int = SCHEMA_VERSION, optional: Collection[str] = ()) -> Any:
-    """With format and version in the metadata.
-
-    optional: columns of _CHOSEN and _SELDOM.
-    """
+    """optional: columns of _CHOSEN and _SELDOM."""
     import pyarrow as pa
 
     def rows(name: str, fields: Iterable[Any]) -> Any:
@@ -255,7 +251,7 @@ def _names(cls: Any) -> list[str]:
 
 
 def _arrow_fields(cls: type, names: Iterable[str]) -> list[Any]:
-    """Words of an enumeration as text, whole numbers with 64 bits."""
+    """Enumerations as text, whole numbers with 64 bits."""
     import pyarrow as pa
 
     plain = {str: pa.string(), int: pa.int64(), bool: pa.bool_(), float: pa.float64()}
@@ -292,7 +288,7 @@ def _row(w: Workload, version: int = SCHEMA_VERSION, optional: Collection[str] =
 
 
 def _digest(row: dict[str, Any]) -> str:
-    """SHA-256 of the row but the digest (floats by their exact shortest form)."""
+    """SHA-256 without the digest (floats in their shortest exact form)."""
     content = {name: value for name, value in row.items() if name != "digest"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -334,7 +330,7 @@ def _read_rows(source: Path) -> list[dict[str, Any]]:
 
 
 def _check_schema(source: Path, found: Any, version: int) -> None:
-    """Raise TraceError naming the first field that is missing, unknown or of another type."""
+    """Raise TraceError naming the first field missing, unknown or of another type."""
     optional = [
         name
         for names in (_CHOSEN, *((name,) for name in _SELDOM))
@@ -354,7 +350,7 @@ def _check_schema(source: Path, found: Any, version: int) -> None:
 
 
 def _workload(source: Path, index: int, row: dict[str, Any]) -> Workload:
-    """Raises TraceError naming the field that is null, unknown or contradicts another."""
+    """Raises TraceError naming a field that is null, unknown or contradictory."""
     digest = row.pop("digest")
     try:
         form = convert(file_kind(Workload), _plain(row))

@@ -1,7 +1,7 @@
 """Workload: one training iteration as data, the contents of a trace file and the input of every policy.
 
-A workload has tensors (parameters), moments (the clock, with flops and the tide) and uses (the moments that read each
-parameter, and in which its gradient arrives).
+Tensors are parameters, moments the clock, with flops and tide, and uses say which moments read a parameter, and in
+which its gradient arrives.
 """
 
 from __future__ import annotations
@@ -577,7 +577,6 @@ def _check_tensor(w: Workload, i: int, t: Tensor, bad: _Bad) -> None:
 
 
 def _check_indices(w: Workload, bad: _Bad) -> None:
-    """Each use names a moment before the optimizer step, and a tensor that allows it."""
     tied = {i for i, t in enumerate(w.tensors) if t.tied_to is not None}
     frozen = {i for i, t in enumerate(w.tensors) if t.frozen}
     last, count = len(w.moments), len(w.tensors)
@@ -599,9 +598,9 @@ _PHASES = {"begin": (Phase.FWD, Phase.RECOMPUTE), "end": (Phase.FWD, Phase.RECOM
 
 
 def _check_order(w: Workload, bad: _Bad) -> None:
-    """Micro-batches begin one after the other, each runs forward and then backward, and the optimizer step comes last.
-    A moment opens with the bytes with which the one before closed, except between two micro-batches of which the first
-    is over. An iteration that is not known yet has no moment but the optimizer step."""
+    """Micro-batches begin one after the other, each forward then backward, the optimizer step last. A moment opens with
+    the bytes of the one before, except where a micro-batch is over. An iteration not known yet has the optimizer step
+    alone."""
     first, last = w.moments[0], w.moments[-1]
     if (first.micro_batch and first is not last) or last.micro_batch != w.micro_batches - 1:
         want = f"they go from 0 to {w.micro_batches - 1}, in order"
@@ -635,7 +634,7 @@ def _in_room(stash: Stash) -> int:
 
 
 def odd_micro_batch(w: Workload) -> int | None:
-    """The first that has other moments than micro-batch 0, or another order."""
+    """The first with other moments than micro-batch 0, or another order."""
     rows: dict[int, list[tuple[str, Phase]]] = {}
     for m in w.moments[:-1]:
         rows.setdefault(m.micro_batch, []).append((m.name, m.phase))
@@ -643,10 +642,7 @@ def odd_micro_batch(w: Workload) -> int | None:
 
 
 def _check_begin(w: Workload, i: int, m: Moment, begun: int, bad: _Bad) -> None:
-    """The first moment of a micro-batch.
-
-    begun: micro-batches that begin before it.
-    """
+    """begun: micro-batches before it."""
     if m.phase is not Phase.FWD and m is not w.moments[-1]:
         raise bad(f"moments[{i}].phase", m.phase.value, "a micro-batch begins with its forward pass")
     if i and m.micro_batch != begun:
@@ -654,7 +650,7 @@ def _check_begin(w: Workload, i: int, m: Moment, begun: int, bad: _Bad) -> None:
 
 
 def _check_phase(w: Workload, i: int, m: Moment, before: int, bad: _Bad) -> None:
-    """Moment i follows moment `before` of the same micro-batch."""
+    """`before`: of the same micro-batch."""
     if m.phase is Phase.FWD and w.moments[before].phase is not Phase.FWD:
         name, phase = w.moments[before].name, w.moments[before].phase.value
         want = f"moment {before} ({name}) is of {phase} already; a micro-batch has one forward pass"
@@ -662,7 +658,7 @@ def _check_phase(w: Workload, i: int, m: Moment, before: int, bad: _Bad) -> None
 
 
 def _check_bytes(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
-    """Moment i opens with the bytes with which moment i - 1 closed."""
+    """Opens as moment i - 1 closed."""
     before = w.moments[i - 1]
     if m.start_bytes != before.end_bytes and not w.activations:  # mixed of two captures if blocks were chosen
         want = f"moment {i - 1} ({before.name}) ends with {before.end_bytes}; the moments are not in their order"
@@ -670,7 +666,7 @@ def _check_bytes(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
 
 
 def _check_uses(w: Workload, bad: _Bad) -> None:
-    """The optimizer step reads no parameter, and a gradient arrives in the backward pass, after the first read."""
+    """The optimizer step reads nothing, and a gradient arrives in backward, after the first read."""
     phases = [m.phase for m in w.moments]
     base = [m.micro_batch * len(w.tensors) for m in w.moments]
     first: dict[int, int] = {}  # base + tensor -> moment
@@ -694,8 +690,8 @@ def _check_uses(w: Workload, bad: _Bad) -> None:
 
 
 def _check_choices(w: Workload, bad: _Bad) -> None:
-    """An offloaded block has one stash per micro-batch, and so has one that recomputes from a boundary on the host; no
-    other block has."""
+    """An offloaded block has a stash per micro-batch, as does one that recomputes from a boundary on the host; no other
+    has."""
     chosen = dict(w.activations)
     if len(chosen) != len(w.activations):
         raise bad("activations", len(w.activations), "each block is named once")
@@ -712,7 +708,7 @@ def _check_choices(w: Workload, bad: _Bad) -> None:
 
 
 def _check_stashes(w: Workload, bad: _Bad) -> None:
-    """By itself and against the one before it; the peaks count the bytes of all."""
+    """Alone and against the one before; peaks count all bytes."""
     counted = [0] * (len(w.moments) + 1)  # changes of the bytes of stashes that the peaks count
     for i, s in enumerate(w.stashes):
         if s.bytes <= 0 or not 0 <= s.made < s.gone < s.back < s.needed < len(w.moments) - 1:
@@ -735,7 +731,7 @@ def _check_stashes(w: Workload, bad: _Bad) -> None:
 
 
 def _check_borders(w: Workload, bad: _Bad) -> None:
-    """By itself and against the one before it."""
+    """Alone and against the one before."""
     for i, b in enumerate(w.borders):
         if b.what not in CROSSINGS:
             raise bad(f"borders[{i}].what", b.what, f"it is one of {', '.join(CROSSINGS)}")
@@ -748,7 +744,7 @@ def _check_borders(w: Workload, bad: _Bad) -> None:
 
 
 def _check_beside(i: int, s: Stash, before: Stash, bad: _Bad, *, in_turn: bool) -> None:
-    """in_turn: the stash made first is also gone first."""
+    """in_turn: first made, first gone."""
     if s.made <= before.made:
         raise bad(f"stashes[{i}].made", s.made, "stashes come in the order in which they are made")
     if s.micro_batch == before.micro_batch:
@@ -803,8 +799,7 @@ def _spans(numbers: Sequence[int]) -> str:
 
 
 def retype(w: Workload, dtype: str) -> Workload:
-    """Bytes and flops are equal; only loss scaling and rates differ. Raises TraceError between types of different
-    size."""
+    """Bytes and flops stay; loss scaling and rates differ. Raises TraceError between types of different size."""
     if dtype == w.dtype:
         return replace(w, dtype_open=False) if w.dtype_open else w
     if not same_size(dtype, w.dtype):
@@ -814,8 +809,8 @@ def retype(w: Workload, dtype: str) -> Workload:
 
 
 def with_optimizer(w: Workload, name: str | None = None, masters: str | None = None) -> Workload:
-    """name: None: the workload's.
-    masters: as in `optimizer_spec`; None: the workload's.
+    """name: by default the workload's.
+    masters: as in `optimizer_spec`, by default the workload's.
 
     Raises UnknownName.
     """

@@ -1,16 +1,16 @@
 """The independent checker: proves that every legal interleaving of a plan's steps is correct and within budget.
 
-It shares no code with the policies, the ledger or core/effects.py, so that an error there is not repeated.
+It shares no code with the policies, the ledger or core/effects.py, so an error there is not repeated.
 
-The proof unrolls two successive iterations. [Note: what precedes what] Each queue runs its steps in order, so the steps
-that must have ended before a step starts are one number per queue: vector clocks, which follow from queue order and
-`after` in one pass and are exact. If they order any two steps that touch the same list, one of which changes it, every
-legal interleaving computes the same values. Playing the plan once then shows whether each step finds the lists that it
-needs, with the right contents. Bytes do depend on the interleaving. The most that a place can hold is a maximum closure
-over the start events (which take) and end events (which free), found exactly as a minimum cut.
+The proof unrolls two successive iterations. [Note: what precedes what] Each queue runs in order, so the steps that must
+have ended before a step starts are one number per queue: vector clocks, exact, from queue order and `after` in one
+pass. If they order any two steps that touch the same list, one of which changes it, every legal interleaving computes
+the same values. Playing the plan once then shows whether each step finds its lists, with the right contents. Bytes do
+depend on it: the most that a place can hold is a maximum closure over start events (which take) and end events (which
+free), found exactly as a minimum cut.
 
 [Note: one rank is enough] All ranks run the same program, so the n-th collective is the same step on every rank. A
-proof for one rank therefore holds for all, with any durations of the collectives, which cannot wait for each other in a
-circle. A gather brings the slices of the other ranks in the state that this rank's own slice has at the same step. A
-gradient counts as whole only after a reduce_scatter has summed it over the ranks.
+proof for one rank therefore holds for all, whatever the collectives take; they cannot wait for each other in a circle.
+A gather brings other ranks' slices in the state of this rank's at the same step. A gradient is whole only after a
+reduce_scatter has summed it over the ranks.
 """

@@ -11,7 +11,7 @@ __all__ = ["check_barrier"]
 
 
 def check_barrier(plan: Plan, program: Unrolled) -> None:
-    """Raises PlanError naming the update that may start too early and the step for which it has to wait."""
+    """Raises PlanError naming the update that may start too early, and what it has to wait for."""
     w = plan.workload
     barrier = plan.settings.barrier(w.compute_dtype)
     if barrier is None:
@@ -27,8 +27,8 @@ def check_barrier(plan: Plan, program: Unrolled) -> None:
 
 
 def _norm_needs(plan: Plan) -> list[tuple[int, str]]:
-    """What an iteration's gradient norm needs besides the gradients, as (position of the step, reason). The last step
-    of a kind stands for all on its queue."""
+    """What the gradient norm needs besides gradients, as (position of the step, reason); the last step of a kind stands
+    for all on its queue."""
     # On a replicated layout, a rank has the whole sum only when the other ranks' slices of the sum are back.
     summed = Kind.REDUCE_SCATTER if plan.layout.ranks > 1 else Kind.GATHER
     needs: dict[Kind, str] = {

@@ -1,4 +1,4 @@
-"""The checker from first to last, on a plan of any policy; `__init__.py` says how it proves a plan."""
+"""The checker from first to last; `__init__.py` says how it proves a plan."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ MOST_UNROLLED = 4
 
 
 def check_plan(plan: Plan, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
-    """Proves the plan, and compares its figures of bytes with the proof. With `workload` or `machine`, also checks that
-    the plan is for it. Raises PlanError with the first violation, naming steps, moment and bytes. Raises FalseFigures
-    with every figure that is false."""
+    """Proves the plan, compares its byte figures with the proof, and checks that it is for `workload` and `machine`.
+    Raises PlanError with the first violation, naming steps, moment and bytes. Raises FalseFigures with all that are
+    false."""
     if workload is not None:
         check_workload_of(plan, workload)
     if machine is not None:
@@ -46,8 +46,8 @@ def check_plan(plan: Plan, workload: Workload | None = None, machine: Machine | 
 
 @without_garbage_collection()
 def prove(plan: Plan) -> CheckReport:
-    """Proves that every legal interleaving of the steps is correct and within budgets that the plan's machine has.
-    Raises PlanError with the first violation, naming steps, moment and bytes."""
+    """Proves every legal interleaving correct and within budgets that the machine has. Raises PlanError with the first
+    violation, naming steps, moment and bytes."""
     check_fields(plan)
     check_budgets(plan, plan.machine)
     order = check_structure(plan)
@@ -92,7 +92,7 @@ def prove(plan: Plan) -> CheckReport:
 
 
 def _gpu_peaks(plan: Plan, program: Unrolled, walk: Walk) -> tuple[GpuPeak, ...]:
-    """One peak for all ranks with the same job and budget. Raises PlanError for a rank over its budget."""
+    """One for all ranks with the same job and budget. Raises PlanError for a rank over budget."""
     ranks_of: dict[tuple[int, int], list[int]] = {}
     for r, (job, budget) in enumerate(zip(plan.jobs, plan.gpu_budgets)):
         ranks_of.setdefault((id(job), budget), []).append(r)

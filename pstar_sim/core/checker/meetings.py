@@ -1,10 +1,9 @@
 """The stages of a pipeline.
 
-The plan of each stage is proved alone, with a send or a receive as a step of any duration, so its proof holds among the
-others.
+Each stage is proved alone, sends and receives taking any time, so its proof holds among the others.
 
-[Note: no circle] The stages do not wait for each other for ever exactly if their steps have an order once the steps of
-each meeting are one. The steps are those of one iteration: nothing of the iteration before waits for this one.
+[Note: no circle] Stages do not wait for each other for ever exactly if their steps have an order once each meeting is
+one step. One iteration suffices: nothing of the one before waits for this one.
 """
 
 from __future__ import annotations

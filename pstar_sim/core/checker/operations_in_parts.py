@@ -1,5 +1,5 @@
-"""[Note: parts of a step] in core/step.py: each operation in parts has all its parts, once, in order, and all
-operations of a chunk have the same number of them. When each part may run is for walk.py."""
+"""[Note: parts of a step] in core/step.py: each operation in parts has them all, once, in order, as many as a chunk's
+others. walk.py says when each may run."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ __all__ = ["legal_order"]
 
 
 def legal_order(steps: tuple[Step, ...], position: dict[int, int]) -> list[int]:
-    """Positions of the steps in an order that satisfies each queue and every edge inside the iteration. Raises
-    PlanError naming steps of a circle, if there is none.
+    """Positions in an order that satisfies each queue and every edge inside the iteration. Raises PlanError naming
+    steps of a circle.
     """
     count = len(steps)
     follows: list[list[int]] = [[] for _ in range(count)]

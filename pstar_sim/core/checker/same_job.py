@@ -62,8 +62,8 @@ def check_workload_of(plan: Plan, workload: Workload) -> None:
 
 
 def _as_planned(plan: Plan, workload: Workload) -> Workload:
-    """A preset that stands for a whole job as the plan has it: one rank's share of the batch, in the plan's dtype if it
-    names none, and in the plan's order, which the policy may have chosen."""
+    """A preset that stands for the whole job as the plan has it: one rank's share of the batch, the plan's dtype if it
+    names none, and the order that the policy chose."""
     mine = plan.workload
     if mine.relayed and workload.order.of_loop and not workload.stashes:
         if not mine.order.of_loop:

@@ -1,4 +1,4 @@
-"""Structure: all that can be checked step by step, and that the steps have an order."""
+"""All that can be checked step by step, and that the steps have an order."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_structure(plan: Plan) -> list[int]:
 
 
 def _check_step(plan: Plan, step: Step) -> None:
-    """The fields of one step alone. Raises PlanError."""
+    """Alone."""
     queues = _QUEUES[step.kind]
     if step.via == UNFUSED and step.kind is not Kind.GPU_UPDATE:
         raise PlanError(f"{label(step)} has via={step.via}; only updates on the gpu can")
@@ -112,7 +112,7 @@ def _check_bytes(step: Step, payload: int, *others: int) -> None:
 
 
 def _check_copy(plan: Plan, step: Step) -> None:
-    """A policy may move the list in fp32 between host and gpu."""
+    """A policy may move the list in fp32."""
     payload = _payload(plan, step)
     if step.list in OTHERS:
         raise PlanError(f"{label(step)}: the slices of other ranks are gathered, reduced and dropped, not copied")
@@ -136,8 +136,8 @@ def _check_drop(plan: Plan, step: Step) -> None:
 
 
 def _check_update(plan: Plan, step: Step) -> None:
-    """An Adam, or an add of gradients on the host. Its `bytes` is the memory traffic of this rank's slice, without
-    padding and frozen parameters."""
+    """An Adam, or an add of gradients on the host; `bytes` is the traffic of this rank's slice, without padding and
+    frozen parameters."""
     assert step.chunk is not None
     chunk = plan.layout.chunks[step.chunk]
     params = plan.layout.trained_params[step.chunk]
@@ -199,7 +199,7 @@ _ADAM_OF = {"cpu": Kind.CPU_UPDATE, "pin": Kind.GPU_UPDATE, "stream": Kind.GPU_U
 
 
 def _check_updates(plan: Plan) -> None:
-    """Every chunk with a gradient has one Adam per iteration, and no other chunk."""
+    """One Adam per iteration for every chunk with a gradient, and no other."""
     trained = {plan.layout.chunk_of[t]: m for m, row in enumerate(plan.workload.gradients) for t in row}  # the last
     done: dict[int, Step] = {}
     for step in plan.steps:

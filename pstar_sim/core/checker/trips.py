@@ -1,9 +1,8 @@
-"""Trips: each stash goes to the host once and comes back once, and each border is crossed once, in time.
+"""Each stash goes to the host and comes back once, and each border is crossed once, in time.
 
-[Note: stashes] and [Note: borders] in workload/workload.py say which steps have to wait for which. With these edges the
-gpu holds the bytes only while the tide counts them, so the proof of the budget (worst_case.py) does not mention trips.
-The plan holds one buffer on the host throughout, with room for the stashes of a block that are in use at a time
-(`Workload.stash_room`): one where micro-batches follow one another.
+[Note: stashes] and [Note: borders] in workload/workload.py say what waits for what; with these edges the gpu holds the
+bytes only while the tide counts them, so worst_case.py does not mention trips. One buffer on the host has room
+throughout for the stashes in use at a time (`Workload.stash_room`).
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ _BEHIND = {True: "which needs it", False: "behind which its bytes are no longer 
 
 
 def check_trips(plan: Plan, program: Unrolled) -> None:
-    """Raises PlanError for a stash or a border that is moved twice, not, too early or too late; and if the room on the
-    host is too small."""
+    """Raises PlanError for a stash or border moved twice, not at all, too early or too late, and for too small a room
+    on the host."""
     _check_room(plan)
     moments = {step.moment: i for i, step in enumerate(plan.steps) if step.kind is Kind.COMPUTE}
     moves = _moves(plan)
@@ -75,7 +74,7 @@ def _check_room(plan: Plan) -> None:
 
 
 def _moves(plan: Plan) -> dict[tuple[Kind, int], int]:
-    """(kind, stash) -> position of the step that moves it. Raises PlanError if two steps move one stash."""
+    """(kind, stash) -> position of its step. Raises PlanError if two move one stash."""
     moves: dict[tuple[Kind, int], int] = {}
     for i, step in enumerate(plan.steps):
         if step.stash is not None:

@@ -1,4 +1,4 @@
-"""A plan's steps unrolled over some iterations, with a vector clock each: [Note: what precedes what] in __init__.py."""
+"""Steps unrolled over iterations, with a vector clock each: [Note: what precedes what] in __init__.py."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ class Unrolled:
         return k * self.length[self.queue_of[i]] + self.rank[i]
 
     def precedes(self, first: int, then: int) -> bool:
-        """Whether `first` has ended when `then` starts in every legal interleaving."""
+        """Has `first` ended when `then` starts in every legal interleaving?"""
         return self.clock[then][self.queue_of[first % self.count]] > self.sequence(first)
 
     def _ahead(self) -> Iterator[int]:
-        """Queues that can start iteration N before iteration 0 has ended on all queues."""
+        """That can start iteration N before 0 has ended everywhere."""
         seen: set[int] = set()
         for i in range(self.count):
             q = self.queue_of[i]
@@ -97,7 +97,7 @@ class Unrolled:
                 yield q
 
     def bounded(self) -> bool:
-        """Whether at most `iterations` iterations are under way at any time."""
+        """At most `iterations` iterations are under way at any time."""
         return next(self._ahead(), None) is None
 
     def unbounded_queue(self) -> str:

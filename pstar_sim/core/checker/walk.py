@@ -1,5 +1,4 @@
-"""Plays an unrolled plan once, in a legal order: does each step find the lists that it needs, with the right
-contents?"""
+"""Plays an unrolled plan once, in a legal order: does each step find its lists, with the right contents?"""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ __all__ = ["Walk"]
 @dataclass(slots=True)
 class _Content:
     """version: updates applied (parameters, states), or iteration (gradients).
-    marks: (micro-batch, tensor) of each gradient; these tensors are then no longer parameters of the working list.
-    summed: what of these gradients is the sum over all ranks: "no", "slice" or "yes".
-    filling: parts that a copy in parts has brought; None once all are there.
-    updating: parts that an update in parts has done; None if none is under way.
+    marks: (micro-batch, tensor) of each gradient, no longer a parameter of the working list.
+    summed: over all ranks: "no", "slice" or "yes".
+    filling: parts that a copy has brought, None once all are there.
+    updating: parts that an update has done, None if none is under way.
     """
 
     version: int
@@ -53,16 +52,16 @@ def _key_name(key: _Key) -> str:
 class Walk:
     """takes: instance -> (place, bytes), without the tide.
     frees: instance -> (place, bytes).
-    content: list -> its contents; None for a list that no step has filled.
-    last_change: list -> the latest instance that changed it.
-    looks: list -> queue -> the latest instance that read it since.
-    finals: moment -> tensors whose gradient becomes final in it.
-    expected: chunk -> (micro-batch, tensor) of all gradients of an iteration.
+    content: list -> None if no step has filled it.
+    last_change: list -> latest instance that changed it.
+    looks: list -> queue -> latest that read it since.
+    finals: moment -> tensors whose gradient becomes final.
+    expected: chunk -> (micro-batch, tensor) of an iteration's gradients.
     due: (chunk, micro-batch) -> its entries of `expected`.
     sums: chunks whose gradients add up on the gpu.
-    target: (chunk, micro-batch) -> list on the gpu in which its gradients arrive.
-    lost_by: chunk -> words for the step that gave up the only current copy of its parameters.
-    sent: chunk -> the latest iteration in which a gradient went to the host by itself, not in a sum.
+    target: (chunk, micro-batch) -> list on the gpu where gradients arrive.
+    lost_by: chunk -> words for the step that gave up its only current parameters.
+    sent: chunk -> latest iteration in which a gradient went to the host outside a sum.
     """
 
     def __init__(self, plan: Plan, program: Unrolled) -> None:
@@ -181,7 +180,7 @@ class Walk:
         raise PlanError(f"not a steady state: after iteration {iteration} {' and '.join(what)}")
 
     def _check_no_divergence(self, iteration: int) -> None:
-        """Copies of an optimizer state agree at the cut; they may differ between an update and its write-back."""
+        """At the cut; between an update and its write-back copies of states may differ."""
         versions: dict[tuple[int, str], dict[Place, int]] = {}
         for (chunk, name, place), content in self.content.items():
             if name in self.states and content is not None:
@@ -194,8 +193,8 @@ class Walk:
                 )
 
     def _check_nothing_lost(self, iteration: int) -> None:
-        """At the cut some place holds the current parameters of each chunk, also of chunks that no moment reads, whose
-        loss only a checkpoint would show."""
+        """At the cut some place holds each chunk's current parameters, also of chunks never read, whose loss only a
+        checkpoint would show."""
         for chunk in range(len(self.plan.layout.chunks)):
             wanted = iteration + 1 if chunk in self.expected else 0
             held = (self.content.get((chunk, "param", place)) for place in Place)
@@ -211,7 +210,7 @@ class Walk:
     # races
 
     def _pieces(self, s: int, key: _Key) -> Iterable[_Piece]:
-        """Lists of chunks updated in parts are looked at part by part."""
+        """Chunks updated in parts are looked at part by part."""
         count = self.parts.get(key[0])
         if count is None:
             return ((key, 0),)
@@ -268,7 +267,7 @@ class Walk:
         self.frees[s] = (key[2], self.plan.layout.payload_bytes(key[0], key[1]))
 
     def _present(self, step: Step, key: _Key, why: str, tensor: int | None = None) -> _Content | None:
-        """why: verb of the message; `tensor` is its object."""
+        """why: the message's verb, `tensor` its object."""
         if key not in self.content:
             what = "" if tensor is None else f"{self._name(tensor)} in "
             raise PlanError(f"{label(step)} {why} {what}{_key_name(key)}, which is not there")
@@ -305,7 +304,7 @@ class Walk:
                 self._put_gradient(s, k, step, (chunk_of[t], name, Place.GPU), t)
 
     def _read(self, s: int, k: int, step: Step, key: _Key, t: int) -> None:
-        """The tensor is in a working list, or in the other ranks' part of it."""
+        """In a working list, or the other ranks' part of it."""
         self._look(s, key)
         content = self._present(step, key, "reads", t)
         if content is None:
@@ -322,7 +321,6 @@ class Walk:
             )
 
     def _put_gradient(self, s: int, k: int, step: Step, key: _Key, t: int) -> None:
-        """A gradient becomes final in a moment."""
         w = self.plan.workload
         assert step.moment is not None
         u = w.moments[step.moment].micro_batch
@@ -346,7 +344,7 @@ class Walk:
         content.marks.add((u, t))
 
     def _nothing(self, s: int, k: int, step: Step) -> None:
-        """What makes a trip is not a list: trips.py proves its order."""
+        """What makes a trip is no list: trips.py proves its order."""
 
     def _alloc(self, s: int, k: int, step: Step) -> None:
         assert step.chunk is not None and step.list is not None and step.place is not None
@@ -365,9 +363,8 @@ class Walk:
             raise PlanError(f"{label(step)} gives up gradients that no reduce_scatter has summed over the ranks")
 
     def _check_not_lost(self, step: Step, key: _Key, content: _Content) -> None:
-        """Another place holds what a step frees, or newer contents. Parameters may also be given up until the
-        iteration's update writes them anew from their master copy: a read before finds nothing, and
-        `_check_nothing_lost` finds what no update has written."""
+        """Another place holds the same or newer. Parameters may also be given up until the update writes them anew from
+        their masters: an earlier read finds nothing, and `_check_nothing_lost` finds what is never written."""
         for place in Place:
             other = self.content.get((key[0], key[1], place))
             if other is None:
@@ -403,7 +400,7 @@ class Walk:
         self.content[target] = arrived
 
     def _continue(self, step: Step, target: _Key, arrived: _Content) -> None:
-        """Raises PlanError if this is not the next part, or if the contents differ."""
+        """Raises PlanError if it is not the next part, or contents differ."""
         held = self.content[target]
         assert step.part is not None
         same = held is not None and (held.version, held.marks) == (arrived.version, arrived.marks)
@@ -412,8 +409,7 @@ class Walk:
         held.filling = None if step.part.last else step.part.number + 1
 
     def _gather(self, s: int, k: int, step: Step) -> None:
-        """Parameters of the other ranks (sliced layout), or the other slices of a gradient's sum (replicated
-        layout)."""
+        """Parameters (sliced layout), or the other slices of a gradient's sum (replicated)."""
         assert step.chunk is not None and step.list is not None
         target = (step.chunk, step.list, Place.GPU)
         if not self.sliced:
@@ -461,7 +457,7 @@ class Walk:
             held.marks |= mine.marks
 
     def _check_complete(self, step: Step, verb: str, key: _Key, marks: set[tuple[int, int]]) -> None:
-        """The list has the gradients of all the chunk's tensors, for each micro-batch of which it has any."""
+        """All the chunk's tensors, for each micro-batch of which it has any."""
         batches = {u for u, _ in marks}
         missing = set[tuple[int, int]]().union(*(self.due.get((key[0], u), ()) for u in batches)) - marks
         if missing:
@@ -472,14 +468,14 @@ class Walk:
             )
 
     def _total(self, key: _Key, k: int) -> _Content:
-        """Contents of an earlier iteration count as an empty sum."""
+        """Earlier iterations' contents count as an empty sum."""
         held = self.content[key]
         if held is None or held.version != k:
             held = self.content[key] = _Content(k, summed="yes")
         return held
 
     def _only_ours(self, content: _Content) -> bool:
-        """Whether the list holds gradients of this rank that are not yet wholly summed over all ranks."""
+        """Holds gradients of this rank not yet summed over all."""
         return self.ranks > 1 and bool(content.marks) and content.summed != "yes"
 
     def _add(self, s: int, k: int, step: Step) -> None:
@@ -541,7 +537,7 @@ class Walk:
         content.version += step.completes
 
     def _gradients(self, s: int, k: int, step: Step, place: Place) -> set[tuple[int, int]]:
-        """Marks of this iteration's gradients at the update's place."""
+        """Of this iteration, at the update's place."""
         assert step.chunk is not None
         found: set[tuple[int, int]] = set()
         unsummed: list[_Key] = []
@@ -560,8 +556,8 @@ class Walk:
         return found
 
     def _check_sum_is_whole(self, k: int, step: Step, place: Place, found: set[tuple[int, int]]) -> None:
-        """A sum on the gpu must not go down before the last gradient was added. On a sliced layout, CPU Adam would
-        otherwise add that gradient, in seconds that neither the cost model nor the bounds count."""
+        """A sum on the gpu must not go down before the last gradient: on a sliced layout CPU Adam would add it, in
+        seconds that neither cost model nor bounds count."""
         chunk = step.chunk
         if not (self.sliced and place is Place.HOST and chunk in self.sums):
             return
@@ -575,8 +571,8 @@ class Walk:
             )
 
     def _check_norm(self, k: int, step: Step, place: Place, found: set[tuple[int, int]]) -> None:
-        """If gradients add up on the host, the sum of a chunk's gradients has every gradient: the norm is taken of
-        these sums. (A sum that the gpu adds up may be on the host in between; the update then has all.)"""
+        """The norm is taken of sums on the host, which need every gradient. (A sum made on the gpu may be there in
+        between; the update then has all.)"""
         if not (self.plan.settings.clip and self.plan.workload.micro_batches > 1):
             return
         assert step.chunk is not None

@@ -74,7 +74,7 @@ def _held_at_cut(plan: Plan, walk: Walk, place: Place) -> int:
 
 
 def _moves(plan: Plan, program: Unrolled, walk: Walk, place: Place) -> tuple[dict[int, int], dict[int, int]]:
-    """Instance -> bytes that it takes, and that it frees. On the gpu the tide is among them."""
+    """Instance -> bytes, on the gpu with the tide."""
     tide = [m.peak_bytes for m in plan.workload.moments]
     takes: dict[int, int] = {}
     frees: dict[int, int] = {}
@@ -92,7 +92,7 @@ def _moves(plan: Plan, program: Unrolled, walk: Walk, place: Place) -> tuple[dic
 
 
 def _frees(program: Unrolled, frees_of: Mapping[int, int]) -> list[list[tuple[int, int]]]:
-    """Per queue, (sequence of the step, bytes that it frees), ascending."""
+    """Per queue, (sequence of the step, bytes), ascending."""
     frees: list[list[tuple[int, int]]] = [[] for _ in program.queues]
     for s, size in frees_of.items():
         if size:
@@ -103,8 +103,7 @@ def _frees(program: Unrolled, frees_of: Mapping[int, int]) -> list[list[tuple[in
 
 
 def _moment_at(plan: Plan, program: Unrolled, running: list[int], done: list[int]) -> int:
-    """The moment under way, or the last before, when these instances run and these numbers of steps have ended on the
-    queues; -1 if none."""
+    """Under way, or the last before, when these run and so many steps have ended per queue; -1 if none."""
     clock = [i for i in range(program.count) if program.queues[program.queue_of[i]] is Queue.COMPUTE]
     compute = program.queue_of[clock[0]]
     ahead = [program.sequence(s) for s in running if program.queue_of[s % program.count] == compute]
@@ -117,12 +116,12 @@ def _moment_at(plan: Plan, program: Unrolled, running: list[int], done: list[int
 
 
 def closure(takes: list[tuple[tuple[int, ...], int]], frees: list[list[int]]) -> tuple[int, list[int]]:
-    """The maximum of (bytes of the chosen takes) - (bytes of the frees that they force), and the takes to choose.
+    """The most (bytes of chosen takes) - (bytes of the frees that they force), and the takes to choose.
 
-    takes: (number of forced frees in each queue's list, bytes).
+    takes: (forced frees in each queue's list, bytes).
     frees: per queue, in order.
 
-    A minimum cut: source -> take -> last forced free of each queue -> the free before it ..., and each free -> sink.
+    Minimum cut: source -> take -> last forced free of each queue -> the free before it ..., each free -> sink.
     """
     if not takes:
         return 0, []
@@ -151,8 +150,8 @@ def closure(takes: list[tuple[tuple[int, ...], int]], frees: list[list[int]]) ->
 def _forced_frees(
     takes: list[tuple[int, ...]], frees: list[list[int]], first: int
 ) -> tuple[list[int], list[int], list[int]]:
-    """(bytes of each node, tails, heads): nodes counted from `first`, and the edges that force them. Frees that every
-    take forces together, or not at all, are one node."""
+    """(bytes of each node, tails, heads), nodes counted from `first`. Frees that every take forces together, or not at
+    all, are one."""
     sink_bytes: list[int] = []
     tails: list[int] = []
     heads: list[int] = []

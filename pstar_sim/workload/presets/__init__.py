@@ -1,14 +1,13 @@
 """Presets: the workload of a known transformer, computed from its shape without torch.
 
-One file per family writes its models operator by operator. Each `write_*` follows PyTorch and transformers (module
-names, operators, the tensors that autograd saves, the end of local variables), so that a preset is close to a capture
-of the same model. The units are `u`, the bytes of one activation of the hidden size (batch x sequence x hidden, working
-dtype), and `f`, those of the feed-forward size. A residual stream value counts from its creation until no operator
-needs it. [Note: early stop] Non-reentrant checkpointing ends a recompute when the last tensor that backward needs
-exists. So a last matmul whose output only feeds the residual sum is not recomputed.
+One file per family. Each `write_*` follows PyTorch and transformers (module names, operators, tensors that autograd
+saves, the end of local variables), so a preset is close to a capture. Units are `u`, the bytes of one activation of the
+hidden size (batch x sequence x hidden, working dtype), and `f`, of the feed-forward size. A residual stream value
+counts until no operator needs it. [Note: early stop] Non-reentrant checkpointing ends a recompute when the last tensor
+that backward needs exists. So a last matmul that only feeds the residual sum is not recomputed.
 
 Source: transformers 5 models gpt2, llama (qwen2), bert, vit; torch 2.13 autograd formulas; sizes compared with storages
-counted under fake tensors. Bytes of the attention mask are left out, because without padding no mask is made.
+counted under fake tensors. There is no attention mask without padding.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def preset(
 
 
 def default_dtype(machine: Machine, autocast: str | None = None) -> str:
-    """The first that the GPU has natively: bf16, fp16, fp32. Under autocast the weights are fp32."""
+    """The first native one of bf16, fp16, fp32; fp32 weights under autocast."""
     return MASTER if autocast else next((dtype for dtype in NATIVE if dtype in machine.gpu.flops_per_s), MASTER)
 
 
@@ -128,7 +127,7 @@ def workload_of(
     model: str | None = None,
     **given: Unpack[AxesGiven],
 ) -> Workload:
-    """As `preset`, for a shape that need not be in the catalog. Raises ModelError."""
+    """As `preset`, for a shape perhaps not in the catalog. Raises ModelError."""
     name = model or entry.name
     micro_batches = whole(f"model {name}: micro_batches", micro_batches, error=ModelError)
     workload, _ = _written(entry, name, Axes(**given), batch=batch, sequence=sequence)
@@ -144,8 +143,8 @@ def stage_of(
     model: str | None = None,
     **given: Unpack[AxesGiven],
 ) -> tuple[Workload, Sequence[Crossing]]:
-    """One micro-batch of a part of a model, and what crosses the part's borders. Raises ModelError, also for a family
-    that is not cut."""
+    """One micro-batch of a part of a model, and what crosses its borders. Raises ModelError, also for a family that is
+    not cut."""
     name = model or entry.name
     if entry.family not in CUT:
         want = f"presets of the families {' and '.join(CUT)} are cut into stages"
@@ -155,8 +154,8 @@ def stage_of(
 
 
 def _share_of(entry: ModelEntry, model: str, ranks: int) -> ModelEntry:
-    """A rank's part of each layer's heads, feed-forward width and vocabulary. Raises ModelError, with the nearest
-    number of ranks that works, for one that does not divide them."""
+    """Heads, feed-forward width and vocabulary divided by the ranks. Raises ModelError, with the nearest number that
+    works."""
     if ranks == 1:
         return entry
     if entry.experts is not None or entry.latent is not None:
@@ -267,14 +266,14 @@ def _refusal(model: str, what: str, value: object, want: str) -> ModelError:
 
 
 def has_kernels(entry: ModelEntry, kernels: str) -> bool:
-    """A gpt or llama is written for all flavours, a bert or vit for eager alone."""
+    """A gpt or llama has all flavours, a bert or vit eager alone."""
     return kernels == "eager" or entry.family in ("gpt", "llama")
 
 
 def kernels_of(entry: ModelEntry, kernels: object, *, model: str | None = None) -> str:
-    """`kernels`, or with None the usual flavour of the entry.
+    """`kernels`, by default the entry's usual flavour.
 
-    Raises ModelError for an unknown flavour, and for one for which the family is not written.
+    Raises ModelError for an unknown one, or one without the family.
     """
     name = model or entry.name
     chosen = entry.kernels if kernels is None else kernels
@@ -300,7 +299,7 @@ def _check_names(model: str, given: Axes) -> None:
 
 
 def check_blocks(entry: ModelEntry, axes: Axes) -> None:
-    """Raises ModelError where the model has fewer blocks than every-N counts."""
+    """Raises ModelError for fewer blocks than every-N counts."""
     every = re.fullmatch(_EVERY, axes.recompute) if isinstance(axes.recompute, str) else None
     if every and int(every[1]) > (n := entry.layers):
         want = f"the model has {n} blocks; every-{n} recomputes the last alone, --no-checkpointing none"
@@ -378,9 +377,9 @@ def variant(
     shape: ModelEntry | None = None,
     **changes: Unpack[AxesGiven],
 ) -> Workload:
-    """Keeps the axes that do not change, as they are. A 16-bit dtype takes the place of autocast.
+    """A 16-bit dtype takes the place of autocast; other axes stay.
 
-    shape: the model's shape, if it is not in the catalog.
+    shape: of a model not in the catalog.
 
     Raises ModelError for no preset, and UnknownName for a shape neither given nor in the catalog.
     """

@@ -67,7 +67,7 @@ def write_gpt(t: Tape, s: Shape) -> None:
     normed, again = (v, f) if flavour.recomputed else (0, 0)
 
     def activate(phase: Phase) -> None:
-        """From the product's output (f) to the input of the next product (f)."""
+        """From the product's output (f) to the next one's input (f)."""
         if flavour.fused:
             if not (flavour.recomputed and phase is Phase.RECOMPUTE):
                 t.op(f, unsaved=f)
@@ -83,7 +83,7 @@ def write_gpt(t: Tape, s: Shape) -> None:
         t.op(wide, dead=copied_f, unsaved=2 * wide + f, read=2 * wide)
 
     def activate_backward() -> None:
-        """From the gradient of the activation's output (f) to that of its input (f). Frees the kept tensors."""
+        """From the gradient of its output (f) to that of its input (f); frees the kept tensors."""
         if flavour.fused:
             t.op(f, dead=2 * f, read=2 * f)
             return

@@ -1,7 +1,7 @@
-"""Llama, Qwen, Mistral, Gemma, Mixtral, gpt-oss and DeepSeek-V3, operator by operator.
+"""Llama, Qwen, Mistral, Gemma, Mixtral, gpt-oss and DeepSeek-V3.
 
-The parts that differ between models have files of their own: llama_attention.py, llama_mlp.py, llama_norms.py. A
-sliding window changes only the flops of flash attention.
+Where they differ: llama_attention.py, llama_mlp.py, llama_norms.py. A sliding window changes only the flops of flash
+attention.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class _LayerWriter:
         return self._experts if self._experts is not None and self.s.model.has_experts(i) else self._dense
 
     def _names(self, i: int) -> tuple[str, str, str, str]:
-        """Of the norms before attention, behind it, before the feed-forward layer and behind it. A model without norms
-        behind does not use theirs."""
+        """Norms before and behind attention, and before and behind the feed-forward layer (unused without norms
+        behind)."""
         block = f"model.layers.{i}"
         before = "pre_feedforward_layernorm" if self.post else "post_attention_layernorm"
         names = ("input_layernorm", "post_attention_layernorm", before, "post_feedforward_layernorm")
@@ -119,7 +119,7 @@ class _LayerWriter:
             self.t.parameter(f"{name}.weight", self.s.model.hidden)
 
     def forward(self, i: int, phase: Phase) -> int:
-        """Returns the bytes that attention keeps besides q, k, v and its output."""
+        """Returns what attention keeps besides q, k, v and its output."""
         t, s, u, v, r, norms = self.t, self.s, self.u, self.v, self.r, self.norms
         block, mlp = f"model.layers.{i}", self.mlp(i)
         first, behind, second, last = self._names(i)
@@ -153,7 +153,7 @@ class _LayerWriter:
         return kept
 
     def _recompute_ends(self, mlp: GatedMlp | Experts, last: str) -> None:
-        """By [Note: early stop]. The residual is freed with its frame."""
+        """[Note: early stop]; the residual is freed with its frame."""
         t, s, u, v = self.t, self.s, self.u, self.v
         if mlp.whole or self.post:
             mlp.finish(Phase.RECOMPUTE)

@@ -1,7 +1,5 @@
-"""Attention of the llama family: grouped keys and values, or multi-head latent attention.
-
-Each class writes the operators from the output of the layer's norm to the output of attention, and their backward.
-"""
+"""Attention of the llama family: grouped keys and values, or multi-head latent, from the norm's output to attention's,
+and back."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ __all__ = ["GroupedAttention", "LatentAttention"]
 
 
 class GroupedAttention:
-    """Queries, with fewer keys and values, as in Llama 2 and its successors.
+    """Fewer keys and values than queries, as since Llama 2.
 
     out_bytes: read by the output projection.
     """
@@ -56,8 +54,8 @@ class GroupedAttention:
         return self._weights(block, "qkv")
 
     def forward(self, block: str, phase: Phase, window: int) -> int:
-        """From the output of the layer's norm (of a rank's tokens) to that of attention (1 u). Returns the bytes that
-        the kernel keeps beside q, k, v and its output."""
+        """From the norm's output (of a rank's tokens) to attention's (1 u). Returns the kernel's bytes beside q, k, v
+        and output."""
         t, s, m, u, q, kv = self.t, self.s, self.s.model, self.u, self.out_bytes, self.kv
         widths = (self.q_width, self.kv_width, self.kv_width)
         t.op(3 * self.copied, read=s.casts * self.r)
@@ -79,10 +77,10 @@ class GroupedAttention:
         return kept
 
     def backward(self, block: str, kept: int, window: int, *, reads: list[str], own: bool) -> None:
-        """From the gradient of attention's output to that of the norm's output (1 u).
+        """From attention's gradient to that of the norm's output (1 u).
 
         reads: of the last moment, besides the projections.
-        own: no other operator needs the gradient of the output.
+        own: nothing else needs the output's gradient.
         """
         t, s, m, u, q_bytes, kv = self.t, self.s, self.s.model, self.u, self.out_bytes, self.kv
         o, q, k, v = (self._weights(block, x) for x in "oqkv")
@@ -115,7 +113,7 @@ class GroupedAttention:
 
 
 class LatentAttention:
-    """Multi-head latent attention: narrow queries, keys and values, each normed and then widened (DeepSeek-V3)."""
+    """Narrow queries, keys and values, normed and then widened (DeepSeek-V3)."""
 
     def __init__(self, t: Tape, s: Shape, norms: Norms) -> None:
         self.t, self.s, self.norms = t, s, norms

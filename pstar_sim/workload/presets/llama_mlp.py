@@ -1,9 +1,9 @@
 """Feed-forward layers of the llama family: one gated layer, or experts of which each token goes through a few.
 
-[Note: experts] Rows of tokens are copied for each of their experts and sorted by expert. One grouped product per matrix
-computes all experts of a layer, and the weighted rows are added up, as in transformers 5 (grouped_mm). So all experts
-of a layer are read in one moment, and their gradients arrive in one. Each expert's matrices are tensors of their own,
-so that a chunk holds whole experts. Loads are assumed balanced.
+[Note: experts] Rows of tokens are copied for each of their experts and sorted by expert; one grouped product per matrix
+computes all experts of a layer, and weighted rows are added up, as in transformers 5 (grouped_mm). So all experts of a
+layer are read in one moment, and their gradients arrive in one. Each expert's matrices are tensors of their own: a
+chunk holds whole experts. Loads are assumed balanced.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = ["Experts", "GatedMlp"]
 class GatedMlp:
     """A gated feed-forward layer (SiLU or GELU).
 
-    whole: a recompute runs all of it, even if only the residual sum comes after it.
-    alone: no other operator reads the norm's output.
+    whole: a recompute runs all of it, even before a residual sum alone.
+    alone: nothing else reads the norm's output.
     """
 
     whole = False
@@ -45,7 +45,7 @@ class GatedMlp:
         return [self._weight(block, "gate"), self._weight(block, "up")]
 
     def forward(self, block: str, phase: Phase) -> None:
-        """From the norm's output to the input of the last product."""
+        """From the norm's output to the last product's input."""
         t, s, u, f, fused = self.t, self.s, self.u, self.f, self.s.flavour.fused
         up = s.product(s.model.hidden, self.ffn)
         t.op(self.copied, read=s.casts * self.r)
@@ -71,9 +71,9 @@ class GatedMlp:
         self.t.op(self.u, dead=gone, unsaved=self.f - self.again, products=[product], read=self.f)
 
     def backward(self, block: str, *, own: bool) -> None:
-        """From the gradient of the output to that of the norm's output (1 u).
+        """From the output's gradient to that of the norm's output (1 u).
 
-        own: no other operator needs the gradient of the output.
+        own: nothing else needs the output's gradient.
         """
         t, s, u, f, fused = self.t, self.s, self.u, self.f, self.s.flavour.fused
         down, up, gate = (self._weight(block, x) for x in ("down", "up", "gate"))
@@ -105,7 +105,7 @@ class GatedMlp:
 class Experts:
     """[Note: experts]
 
-    whole: a recompute runs all of it, because the gradient of the router's weights needs the experts' outputs.
+    whole: a recompute runs all: the router's gradient needs the experts' outputs.
     """
 
     whole = True
@@ -148,7 +148,7 @@ class Experts:
         return [f"{block}.mlp.gate.{x}" for x in (("weight", "bias") if self.x.biases else ("weight",))]
 
     def _of(self, block: str, matrix: str) -> list[str]:
-        """Of each expert, with its bias."""
+        """With its bias."""
         kinds = (matrix, f"{matrix}_bias") if self.x.biases else (matrix,)
         return [f"{block}.mlp.experts.{e}.{kind}" for e in range(self.x.count) for kind in kinds]
 
@@ -156,14 +156,14 @@ class Experts:
         return self._router(block)
 
     def _grouped(self, rows: int, columns: int) -> Product:
-        """Of all experts with their rows, in equal parts if possible."""
+        """All experts with their rows, in equal parts if possible."""
         count, all_rows = self.x.count, self.s.tokens * self.x.per_token
         if all_rows % count:
             return 1, all_rows, rows, columns
         return count, all_rows // count, rows, columns
 
     def forward(self, block: str, phase: Phase) -> None:
-        """From the norm's output to the sum of the experts' outputs (1 u)."""
+        """From the norm's output to the sum of theirs (1 u)."""
         t, s, u, wide, f = self.t, self.s, self.u, self.rows_h, self.rows_f
         h = s.model.hidden
         t.op(self.input32 + self.weight32, read=u if self.input32 else 0)

@@ -1,4 +1,4 @@
-"""RMSNorm and rotary positions of the llama family, operator by operator."""
+"""RMSNorm and rotary positions of the llama family."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["Norms"]
 
 
 class Norms:
-    """upcast: whether a norm keeps an fp32 copy of its input for backward. In fp32, under autocast (where its input is
-        the residual stream) or fused, it keeps the input.
-    wide_output: whether a norm multiplies by its weight in fp32, as in Gemma, and keeps the other factor in fp32.
+    """upcast: a norm keeps an fp32 copy of its input for backward, not the input (as in fp32, under autocast on the
+        residual stream, or fused).
+    wide_output: a norm multiplies by its weight in fp32, as in Gemma, and keeps the other factor in fp32.
     """
 
     def __init__(self, t: Tape, s: Shape) -> None:
@@ -25,7 +25,7 @@ class Norms:
         return size * 4 // self.t.width if self.upcast else 0
 
     def forward(self, size: int, rows: int, *, inner: bool = False) -> None:
-        """From the input to the norm's output, both `size` bytes.
+        """Input and output have `size` bytes.
 
         inner: only the norm needs the input.
         """
@@ -50,9 +50,9 @@ class Norms:
             t.op(dead=size if self.upcast else 0, unsaved=0 if self.upcast else size)
 
     def backward(self, name: str, size: int, rows: int, *, residual: bool = True, shared: bool = False) -> None:
-        """From the gradient of the norm's output (and of the residual, both alive) to their sum, of `size` bytes.
+        """From the gradients of the norm's output and of the residual (both alive) to their sum.
 
-        shared: other operators also need the gradient of the output, so that it stays.
+        shared: others need the output's gradient too.
         """
         t, row, wide = self.t, rows * 4, self._wide(size)
         stays = size if shared else 0
@@ -107,7 +107,7 @@ class Norms:
         return out
 
     def rope_backward(self, size: int) -> None:
-        """From the gradient of the output to that of the input."""
+        """From the output's gradient to the input's."""
         t = self.t
         if self.fused:
             t.op(size, dead=size)

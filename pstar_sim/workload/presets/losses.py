@@ -1,8 +1,8 @@
-"""Head and loss of the language models, as a whole or in pieces (kernels.py).
+"""Head and loss of language models, whole or in pieces (kernels.py).
 
-A chunked loss has CHUNKS pieces. A fused one has as many as keep the logits of a piece near the size of the hidden
-state; it makes the gradients of hidden state and weight in the forward pass, and holds them until backward. The
-weight's gradient of each piece is made whole, turned into fp32 and added.
+A chunked loss has CHUNKS pieces, a fused one as many as keep a piece's logits near the hidden state's size; it makes
+the gradients of hidden state and weight in forward, and holds them until backward. The weight's gradient of each piece
+is made whole, turned into fp32 and added.
 Source: Liger-Kernel, ops/fused_linear_cross_entropy.py.
 """
 
@@ -49,14 +49,14 @@ def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
 
 
 def loss_sums(t: Tape, s: Shape) -> None:
-    """Ranks that split the vocabulary sum three figures of each token: the largest logit, the sum of exponentials, and
-    the logit of its label."""
+    """Ranks that split the vocabulary sum three figures per token: largest logit, sum of exponentials, and its label's
+    logit."""
     t.all_reduce(*[4 * s.tokens] * 3)
 
 
 def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, *, tied: bool) -> None:
-    """Up to the gradient of the last hidden state (1 u, of which ranks that split the sequence have a part). The
-    gradient of a tied weight waits for the embedding's."""
+    """To the gradient of the last hidden state (1 u, or a rank's part of the sequence); a tied weight's waits for the
+    embedding's."""
     t.open("grad", ROOT, Phase.BWD)
     if s.axes.loss == "whole":
         _whole_loss_backward(t, s, module, weight, u, tied=tied)
@@ -89,7 +89,7 @@ def _pieces(s: Shape) -> Iterator[Product]:
 
 
 def _piece_of_loss(t: Tape, product: Product) -> int:
-    """Every operator a kernel of its own. Returns the bytes that a piece leaves alive."""
+    """A kernel per operator; returns the bytes left alive."""
     logits, logits32 = _logits(product, t.width), _logits(product, 4)
     t.op(logits, products=[product], read=_hidden(product, t.width))
     if t.width < 4:
@@ -113,8 +113,8 @@ def _hidden(product: Product, width: int) -> int:
 
 
 def _whole_loss(t: Tape, s: Shape, module: str, u: int) -> None:
-    """Logits in the working dtype, logits in fp32, and their log-softmax, which alone stays for backward. A fused loss
-    keeps the logits and a log-sum of each token, a loss in place the fp32 logits."""
+    """Logits in the working dtype and in fp32, and their log-softmax, which alone stays; a fused loss keeps the logits
+    and a log-sum per token, one in place the fp32 logits."""
     m = s.model
     logits = s.tokens * m.vocab * t.width
     logits32 = s.tokens * m.vocab * 4

@@ -1,4 +1,4 @@
-"""Linear layers, norms, attention, embeddings, losses and stacks of layers that several families share."""
+"""What several families share."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ ROOT = "<root>"
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A part of a model: `layers`, with the embedding if `first`, and with the head and the loss if `last`.
+    """A part of a model: `layers`, with the embedding if `first`, with head and loss if `last`.
 
-    tensor: ranks that split the tensors of each layer: heads, width of the feed-forward layer, and vocabulary.
-    sequence: whether these ranks split the tokens beside the products ([Note: sequence parallelism] in tape.py).
+    tensor: ranks that split each layer's heads, feed-forward width and vocabulary.
+    sequence: they split tokens beside the products ([Note: sequence parallelism] in tape.py).
     """
 
     layers: range
@@ -56,10 +56,10 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """stage: the part that is written; None: the whole model.
+    """stage: the part written; None: the whole model.
 
-    axes: with a value for each. Without a language head there are no logits over the vocabulary (the head of a few
-        labels is left out). For `early_stop` see [Note: early stop].
+    axes: each with a value. Without a language head there are no logits over the vocabulary (a head of a few labels is
+        left out). `early_stop`: [Note: early stop].
     """
 
     model: ModelEntry
@@ -87,7 +87,7 @@ class Shape:
         return self.tokens // (self.part.tensor if self.part.sequence else 1)
 
     def part_of(self, size: int) -> int:
-        """Of one rank, beside the products, of an activation of `size` bytes."""
+        """One rank's, beside the products, of `size` bytes."""
         return size * self.rows // self.tokens
 
     def product(self, rows: int, columns: int) -> Product:
@@ -104,13 +104,13 @@ class Shape:
         return self.axes.recompute == ATTENTION_ALONE
 
     def recomputes(self, layer: int) -> bool:
-        """Whether the layer is a checkpoint: all layers, or of every-N the last of each N."""
+        """A checkpoint: all layers, or the last of each N."""
         every = int((self.axes.recompute or "every-1").partition("every-")[2] or 1)
         return bool(self.axes.checkpointing) and (layer + 1) % every == 0
 
     @property
     def casts(self) -> int:
-        """1 if autocast copies the outputs of norms and activations, 0 if those come in 16 bits or none are copied."""
+        """1 if autocast copies outputs of norms and activations, 0 if they come in 16 bits or none are copied."""
         return int(self.axes.autocast is not None and not self.flavour.fused)
 
     @property
@@ -119,9 +119,9 @@ class Shape:
         return self.model.heads * self.model.value_dim
 
     def attend(self, window: int = 0, *, backward: bool = False) -> AttentionCall:
-        """A call of a fused kernel.
+        """A fused kernel's.
 
-        window: the most tokens that a token attends to; 0 for all.
+        window: tokens that a token attends to at most, 0 for all.
         """
         m, seen = self.model, self.sequence
         if window and ATTENTION[self.axes.attention or USUAL].windows:
@@ -130,7 +130,7 @@ class Shape:
 
     @property
     def attention_products(self) -> tuple[Product, Product]:
-        """Scores and weighted sum of the math kernel, of all heads of all sequences."""
+        """Scores and weighted sum of the math kernel, all heads and sequences."""
         m, batches = self.model, self.batch * self.model.heads
         return (batches, self.sequence, m.head_dim, self.sequence), (batches, self.sequence, self.sequence, m.value_dim)
 
@@ -139,9 +139,9 @@ class Shape:
 
 
 def attend(t: Tape, s: Shape, qkv: int, *, window: int = 0) -> int:
-    """Scaled dot-product attention of q, k, v (qkv bytes together).Returns the bytes that backward needs beside q, k, v
-    and the output. Flash and efficient kernels keep one fp32 log-sum per query. The math kernel computes in fp32, keeps
-    scaled copies of q, k, v and the probabilities, and needs the scores too.
+    """Of q, k, v (qkv bytes together); returns the bytes that backward needs beside these and the output. Flash and
+    efficient keep one fp32 log-sum per query; math computes in fp32, keeps scaled copies of q, k, v and the
+    probabilities, and needs the scores too.
     """
     m = s.model
     u = s.tokens * s.attention_width * t.width
@@ -160,7 +160,7 @@ def attend(t: Tape, s: Shape, qkv: int, *, window: int = 0) -> int:
 
 
 def attend_backward(t: Tape, s: Shape, qkv: int, kept: int, *, window: int = 0) -> None:
-    """The gradients of q, k, v replace these, the output, its gradient and the kept tensors."""
+    """Gradients of q, k, v replace these, the output, its gradient and what was kept."""
     u = s.tokens * s.attention_width * t.width
     if s.recomputes_attention:
         _attend_again(t, s, qkv, kept, window)
@@ -176,8 +176,8 @@ def attend_backward(t: Tape, s: Shape, qkv: int, kept: int, *, window: int = 0) 
 
 
 def _attend_again(t: Tape, s: Shape, qkv: int, kept: int, window: int) -> None:
-    """What the forward pass did not keep. The math kernel ends with the probabilities, as a recompute stops early; a
-    fused kernel makes its output again."""
+    """What forward did not keep: math ends with the probabilities, as a recompute stops early; a fused kernel makes its
+    output again."""
     if s.axes.attention == "math":
         scores = s.batch * s.model.heads * s.sequence**2 * 4
         t.op(kept + scores, dead=scores, products=s.attention_products[:1], read=qkv)
@@ -187,8 +187,7 @@ def _attend_again(t: Tape, s: Shape, qkv: int, kept: int, window: int) -> None:
 
 
 def embedding_backward(t: Tape, tables: list[str], tied: str | None, u: int) -> None:
-    """Dense gradients, one after the other. That of the tied table is added to the head's; both and their sum are alive
-    for a moment."""
+    """Dense, one after the other; the tied table's is added to the head's, both and their sum alive for a moment."""
     for name in tables:
         if name == tied:
             size = t.size([name])
@@ -226,10 +225,9 @@ def declare_norm(t: Tape, module: str, hidden: int) -> None:
 def layer_norm_backward(
     t: Tape, module: str, r: int, stats: int, *, residual: bool = True, grad: int | None = None
 ) -> None:
-    """From the gradient of the norm's output (and of the residual, both alive) to their sum (1 r). Frees the norm's
-    input.
+    """From the gradients of the norm's output and the residual (both alive) to their sum (1 r); frees the input.
 
-    grad: bytes of the gradient of its output, r by default.
+    grad: bytes of the output's gradient, r by default.
     """
     names = norm(module)
     grad = r if grad is None else grad
@@ -241,7 +239,7 @@ def layer_norm_backward(
 
 
 def declare_head(t: Tape, s: Shape, head: str, embedding: str) -> None:
-    """It may be the embedding's table, here or in the first stage."""
+    """Perhaps the embedding's table, here or in the first stage."""
     if s.tied:
         t.tie(head, embedding)
     elif s.model.tied:
@@ -251,11 +249,11 @@ def declare_head(t: Tape, s: Shape, head: str, embedding: str) -> None:
 
 
 def begin(t: Tape, s: Shape, batch_bytes: int = 0, *, received: int = 0, table: str = "") -> None:
-    """The batch is alive for the whole iteration.
+    """The batch lives for the whole iteration.
 
-    batch_bytes: 0: token numbers and labels, 8 bytes each, which the first and the last stage have.
-    received: bytes of a later stage's input.
-    table: what embedding and head may share, by its name in this part.
+    batch_bytes: 0: token numbers and labels, 8 bytes each, on first and last stage.
+    received: a later stage's input.
+    table: what embedding and head may share, as named in this part.
     """
     t.level = batch_bytes or (s.part.first + s.part.last) * 8 * s.tokens
     copy, summed = _between_stages(t, s, table)
@@ -269,7 +267,7 @@ def begin(t: Tape, s: Shape, batch_bytes: int = 0, *, received: int = 0, table: 
 
 
 def _between_stages(t: Tape, s: Shape, table: str) -> tuple[int, int]:
-    """Bytes of weights and gradients of a table that first and last stage share; 0 for a table that is not trained."""
+    """Weights and gradients of a table that first and last stage share, 0 if it is not trained."""
     if not s.model.tied or s.part.first == s.part.last or not s.axes.language_head:
         return 0, 0
     size = t.size([table])
@@ -277,19 +275,19 @@ def _between_stages(t: Tape, s: Shape, table: str) -> tuple[int, int]:
 
 
 def head_comes(t: Tape, s: Shape, head: str) -> None:
-    """In the moment before that of the head, which may be another stage's."""
+    """In the moment before the head's; it may be another stage's."""
     if copy := _between_stages(t, s, head)[0]:
         t.cross_once(True, "tied weights", copy, turn="first", counted=True)
 
 
 def gradient_comes(t: Tape, s: Shape, embedding: str) -> None:
-    """In the moment before that of the embedding's gradient: the head's may come from another stage."""
+    """In the moment before the embedding's gradient; the head's may come from another stage."""
     if summed := _between_stages(t, s, embedding)[1]:
         t.cross_once(True, "tied gradients", summed, turn="last")
 
 
 def hand_on(t: Tape, size: int) -> None:
-    """The end of a stage that has no loss: its output goes to the stage behind, from which the gradient comes."""
+    """A stage without loss: output goes on, and the gradient comes back."""
     t.end_autocast()
     t.send("activations", size)
     t.open("grad", ROOT, Phase.BWD)
@@ -297,9 +295,9 @@ def hand_on(t: Tape, size: int) -> None:
 
 
 def end(t: Tape, s: Shape, size: int, *, held: int = 0, table: str = "") -> None:
-    """The end of backward. A later stage sends the gradient of its input.
+    """A later stage sends its input's gradient.
 
-    held: bytes of the input, if no operator keeps it.
+    held: bytes of an input that no operator keeps.
     table: as in `begin`.
     """
     t.open("backward-end", ROOT, Phase.BWD)
@@ -332,7 +330,7 @@ def layers_backward(
 
 
 def last_product_again(t: Tape, s: Shape, u: int, f: int) -> None:
-    """The last matmul and its residual sum, which a recompute runs again although no operator needs them."""
+    """And its residual sum, which a recompute runs though no operator needs them."""
     t.op(u, products=[s.product(s.model.ffn, s.model.hidden)], read=f)
     t.reduce(u)
     v = s.part_of(u)
@@ -340,7 +338,7 @@ def last_product_again(t: Tape, s: Shape, u: int, f: int) -> None:
 
 
 def separate_qkv_backward(t: Tape, s: Shape, module: str, order: tuple[str, str, str], u: int) -> None:
-    """Three square projections of one input: from three gradients (3 u) to their sum (1 u; under autocast in fp32)."""
+    """From three gradients (3 u) to their input's (1 u; fp32 under autocast)."""
     h = s.model.hidden
     summed, copied = (s.tokens * h * t.wide, u) if s.casts else (u, 0)
     t.open("grad", f"{module}.{order[0]}", Phase.BWD, [n for x in order for n in linear(f"{module}.{x}")])

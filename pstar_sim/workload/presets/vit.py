@@ -24,8 +24,7 @@ __all__ = ["write_vit"]
 
 
 def write_vit(t: Tape, s: Shape) -> None:
-    """For image classification: patches by a strided convolution, class token, LayerNorm before attention and MLP,
-    exact GELU."""
+    """For image classification: patches by strided convolution, class token, LayerNorm first, exact GELU."""
     m = s.model
     h, w = m.hidden, t.width
     u, f = s.tokens * h * w, s.tokens * m.ffn * w
