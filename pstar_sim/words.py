@@ -46,7 +46,7 @@ _MEANT: Mapping[str, tuple[str, ...]] = {
     _LIGER: ("liger", "ligerkernel", "useligerkernel"),
     _QUANTISED: ("qlora", "4bit", "loadin4bit", "loadin8bit", "nf4", "bnb", "bitsandbytes", "quantization", "gptq"),
     "its kernels and base are --kernels fused --loss fused --base nf4 --lora r=16": ("unsloth",),
-    _TRAINERS: ("torchtitan", "accelerate", "trainer", "axolotl", "lightning", "config"),
+    _TRAINERS: ("torchtitan", "accelerate", "trainer", "axolotl", "llamafactory", "lightning", "config"),
     _TOKENS: ("seqlen", "seqlength", "sequencelength", "maxseqlength", "maxseqlen", "context", "contextlength", "ctx"),
     _SEQUENCES: ("batchsize", "bs", "microbatchsize", "perdevicetrainbatchsize", "trainbatchsize", "mbs"),
     _MICRO_BATCHES: ("gradaccum", "gradientaccumulation", "gradientaccumulationsteps", "accumulate", "ga"),

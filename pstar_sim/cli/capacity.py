@@ -14,6 +14,7 @@ from pstar_sim.cli.flag_values import Counts, count, counts, duration_s, machine
 from pstar_sim.cli.flags import (
     JobFlags,
     JsonList,
+    LikedWorkloadFlags,
     LoadingFlag,
     MachineFlags,
     MicroBatches,
@@ -51,7 +52,7 @@ class AskedFlags:
 @command(commands, "pstar fits --model 12B --batch 8 --seq 1024 --machine rtx4090-128gb")
 def fits(
     *,
-    job: WorkloadFlags,
+    job: LikedWorkloadFlags,
     on: MachineFlags,
     setting: SettingFlags,
     like: Like = None,

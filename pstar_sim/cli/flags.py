@@ -147,6 +147,13 @@ class WorkloadFlags(OptionalWorkloadFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LikedWorkloadFlags(OptionalWorkloadFlags):
+    """The work of each iteration, beside configurations."""
+
+    SECTION = "workload (--trace, --model or --like)"
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobFlags(Axes):
     """The work of each iteration of a preset, without its batch."""
 

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pstar_sim.catalog.configurations import NoPreset
 from pstar_sim.catalog.model_shapes import is_model, model_entry
 from pstar_sim.cli.flags import SettingFlags
 from pstar_sim.dtypes import MASTER
-from pstar_sim.errors import PstarError
+from pstar_sim.errors import ModelError, PstarError, UnknownName
 from pstar_sim.units import format_count
+from pstar_sim.workload.adapter import adapter
 from pstar_sim.workload.axes import all_axes
 from pstar_sim.workload.presets import without_autocast
 
@@ -31,9 +33,9 @@ Like = Annotated[
     typer.Option(
         metavar="FILE",
         help="simulate this configuration too, host memory first: DeepSpeed's JSON, accelerate's YAML (FSDP), "
-        "torchtitan's TOML or Megatron-LM's flags (.sh, .args); it also gives the batch, dtype and clipping that no "
-        "flag gives; may be given several times (`compare` has optimal beside it, `fits` "
-        "only the policies that are named)",
+        "torchtitan's TOML, Megatron-LM's flags (.sh, .args), the YAML of axolotl or LLaMA-Factory, or the config.json "
+        "of a quantised model; it also gives what no flag does, such as batch, dtype, clipping, LoRA and its base; may "
+        "be given several times (`compare` has optimal beside it, `fits` only the policies that are named)",
     ),
 ]
 
@@ -65,11 +67,30 @@ class Likes:
         filled = {name: self._answer(name, say, given[name]) for name, say in asked.items()}
         if filled.get("autocast") and given["autocast"] is None and _not_under_autocast(job):
             filled |= {"autocast": None, "dtype": filled["autocast"]}  # predict() notes it
+        if getattr(job, "model", "") is None and getattr(job, "trace", None) is None:
+            filled["model"] = self._model()
         clip = self._answer("clip", lambda c: c.clip, setting.clip)
         for label, c in self.configurations:
             _check_train_batch(label, c, filled, c.data_on(machine))
             _check_processes(label, c, machine)
         return replace(job, **filled), replace(setting, clip=clip)
+
+    def _model(self) -> str | None:
+        """The first that a configuration names. Raises PstarError for one that is neither a preset nor in the local
+        cache."""
+        label, name = next(((label, c.model) for label, c in self.configurations if c.model is not None), ("", None))
+        if name is None:
+            return None
+        try:
+            model_entry(name)
+        except NoPreset:  # it is captured
+            pass
+        except (ModelError, UnknownName):
+            raise PstarError(
+                f"{label} names the model {name!r}, which is no preset and has no config.json in the local cache; give "
+                "--model NAME (see `pstar models`) or --model hf:FILE"
+            ) from None
+        return name
 
     def loaded(self, flag: str | None) -> tuple[Likes, str | None]:
         """With how the job loads its weights: as the configurations if these agree, or the flag; None if nothing says
@@ -94,7 +115,7 @@ class Likes:
         return one
 
     def _answer(self, name: str, say: Callable[[Configuration], Any], flag: Any) -> Any:
-        value, source = flag, _flag(name, flag)
+        value, source = _as_here(name, flag), _flag(name, flag)
         for label, configuration in self.configurations:
             said = say(configuration)
             if said is None:
@@ -126,10 +147,20 @@ class Likes:
                 raise PstarError(f"{label}: {error}") from error
             if configuration.autocast and not job.autocast and job.dtype == configuration.autocast:
                 made = made.noted(_PLAIN.format(configuration.autocast))
+            if configuration.lora is not None:
+                made = made.noted(workloads[0].notes)
             if job.checkpointing is None:
                 made = made.noted(_assumed(recomputed=workloads[0].checkpointing))
             found.append(made)
         return tuple(found)
+
+
+def _as_here(name: str, value: Any) -> Any:
+    """An adapter as files say it; what is no adapter is refused elsewhere."""
+    try:
+        return value if name != "lora" or value is None else str(adapter(value))
+    except ModelError:
+        return value
 
 
 def _assumed(*, recomputed: bool) -> str:

@@ -18,6 +18,7 @@ from pstar_sim.cli.flag_values import natural, one_of, policy_names, positive
 from pstar_sim.cli.flags import (
     JsonList,
     JsonObject,
+    LikedWorkloadFlags,
     LoadingFlag,
     MachineFlags,
     OptionalMachineFlags,
@@ -79,7 +80,7 @@ GlobalBatch = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class _PlanningQuestion:
-    job: WorkloadFlags
+    job: OptionalWorkloadFlags
     on: MachineFlags
     setting: SettingFlags
     global_batch: int | None
@@ -93,7 +94,7 @@ class _PlanningQuestion:
 )
 def compare(
     *,
-    job: WorkloadFlags,
+    job: LikedWorkloadFlags,
     on: MachineFlags,
     setting: SettingFlags,
     global_batch: GlobalBatch = None,

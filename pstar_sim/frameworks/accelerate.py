@@ -257,7 +257,7 @@ def _read_file(path: Path, file: str) -> object:
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
     """Where the model is whole on every GPU, DistributedDataParallel has its buckets beside the gradients
     (gradient_as_bucket_view is off by default)."""
-    if configuration.base != "all_on_gpu" or ranks == 1:
+    if configuration.policy_base != "all_on_gpu" or ranks == 1:
         return 0
     return DTYPES[workload.dtype].bytes * workload.trainable_params
 

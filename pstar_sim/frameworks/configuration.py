@@ -24,7 +24,8 @@ class Configuration:
 
     framework: target that reads and writes it (targets.py).
     policy: stands for the configuration, with its options.
-    dtype: None where the file leaves it to the script, as for the next eight attributes.
+    model: that the file names, for a question that names none.
+    dtype: None where the file leaves it to the script, as for all that follows up to `parallelism`.
     autocast: dtype of autocast over fp32 weights.
     batch_per_gpu: sequences per micro-batch of each GPU.
     recompute: activations of less than all blocks.
@@ -41,6 +42,7 @@ class Configuration:
 
     framework: str
     policy: str
+    model: str | None = field(default=None, compare=False)
     dtype: str | None = None
     autocast: str | None = None
     batch_per_gpu: int | None = None
@@ -51,7 +53,12 @@ class Configuration:
     checkpointing: bool | None = None
     recompute: str | None = None
     optimizer: str | None = None
+    masters: str | None = None
     kernels: str | None = None
+    attention: str | None = None
+    loss: str | None = None
+    lora: str | None = None
+    base: str | None = None
     parallelism: Parallelism | None = None
     pinned: bool = True
     pinned_params: bool = True
@@ -62,7 +69,7 @@ class Configuration:
     without_effect: tuple[str, ...] = field(default=(), compare=False)
 
     @property
-    def base(self) -> str:
+    def policy_base(self) -> str:
         """The policy without its options."""
         return split_spec(self.policy)[0]
 
@@ -101,11 +108,11 @@ class Configuration:
         }
         if none_kept:
             changed["checkpoints"] = "gpu"
-        return replace(self, policy=spec(self.base, {**options, **changed}))
+        return replace(self, policy=spec(self.policy_base, {**options, **changed}))
 
     def job(self, workload: Workload) -> Workload:
         """As the configuration's policy runs it: the inputs of recomputed blocks may go to the host."""
-        return in_order(self.base, workload, ON_HOST) if self.options.get("checkpoints") == "host" else workload
+        return in_order(self.policy_base, workload, ON_HOST) if self.options.get("checkpoints") == "host" else workload
 
 
 def in_full(policy: str) -> dict[str, object]:

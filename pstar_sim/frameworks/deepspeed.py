@@ -93,7 +93,7 @@ KEYS = (
         False,
         also=(f"{_ZERO}.stage3_gather_fp16_weights_on_model_save", f"{_ZERO}.gather_16bit_weights_on_model_save"),
     ),
-    used(f"{_ZERO}.sub_group_size", "subgroup", Count, SUB_GROUP_PARAMS),
+    used(f"{_ZERO}.sub_group_size", "subgroup", _Size, SUB_GROUP_PARAMS),
     used(f"{_ZERO}.reduce_bucket_size", "bucket", Count, REDUCE_BUCKET_PARAMS),
     used(f"{_ZERO}.stage3_max_reuse_distance", "reuse", _Size, MAX_REUSE_PARAMS, also=(f"{_ZERO}.max_reuse_distance",)),
     used(
@@ -369,6 +369,7 @@ def _policy(found: KeyReading, stage: int, states: str, params: str) -> str:
     if stage < 3:
         return "zero_offload"
     options = {name: found.usual(name, default) for name, default in _SIZES.items()}
+    options["subgroup"] = max(1, options["subgroup"])  # 0: a sub-group for each parameter
     if "nvme" in (states, params):
         return spec("zero_infinity", {**options, "params": "nvme" if params == "nvme" else "cpu", "states": states})
     pinned = found.usual("pinned", True)
@@ -668,7 +669,7 @@ def express(plan: Plan) -> Expressed:
 
 def _without_pinning(configuration: Configuration) -> Configuration:
     c = configuration
-    policy = spec(c.base, {**c.options, "pinned": False, "flush": "blocking"})
+    policy = spec(c.policy_base, {**c.options, "pinned": False, "flush": "blocking"})
     return replace(c, policy=policy, pinned=c.detail["states"] == "none", pinned_params=c.detail["params"] == "none")
 
 

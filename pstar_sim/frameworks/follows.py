@@ -36,7 +36,7 @@ _GPU_BUFFER = "the framework's own gradients"
 def stands_for(configuration: Configuration, data: int) -> str:
     """Returns the policy that stands for a configuration on `data` ranks that share a batch. FSDP over one rank slices
     nothing; in a pipeline states stay whole, or leave the GPU as chunks do."""
-    spread, resident = configuration.parallelism, configuration.base in ("zero3_resident", "all_on_gpu")
+    spread, resident = configuration.parallelism, configuration.policy_base in ("zero3_resident", "all_on_gpu")
     if resident and data == 1:
         return "all_on_gpu"
     if spread is None or spread.pipeline == 1:

@@ -49,7 +49,7 @@ def fsdp_policy(*, offload: bool, reshard: bool, replicas: int | str = 1) -> str
 
 
 def offloads(configuration: Configuration) -> bool:
-    return configuration.base == "zero_infinity"
+    return configuration.policy_base == "zero_infinity"
 
 
 def reshards(configuration: Configuration) -> bool:

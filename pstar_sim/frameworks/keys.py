@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from enum import Enum, auto
 from typing import Annotated, Any
 
@@ -14,14 +15,16 @@ from pstar_sim.schema.fields import least
 from pstar_sim.schema.reading import Fault, brief, convert, nearest
 
 __all__ = [
-    "AUTO", "PARALLELISM", "Count", "Key", "KeyEffect", "KeyReading", "ignored", "nested", "read_keys", "unmodelled",
-    "used",
+    "AUTO", "PARALLELISM", "SLIP", "Count", "Key", "KeyEffect", "KeyReading", "ignored", "nested", "read_keys",
+    "unmodelled", "used",
 ]  # fmt: skip
 
 AUTO = "auto"
 """The value with which a file leaves a key to the script that reads it."""
 PARALLELISM = "such parallelism is not modelled"
 """Why keys of context and expert parallelism are not modelled."""
+SLIP = 0.9
+"""Likeness of a mistyped key to the one that is meant, where not all keys are known."""
 Count = Annotated[int, least(1)]
 """Type of a value that counts something."""
 
@@ -101,11 +104,13 @@ class KeyReading:
         return usual if value is None else value
 
 
-def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> KeyReading:
+def read_keys(keys: Sequence[Key], content: object, file: str, what: str, *, alike: float = 0.0) -> KeyReading:
     """A key that is not known is a note, because a later version may have it; one that is nearly another is a mistake.
 
     Raises PstarError, naming file and key, for a content that is not a table, such a mistake (with the nearest key),
     and a value of another type.
+
+    alike: least likeness to a known key with which an unknown one is a mistake, for frameworks with many keys.
     """
     if not isinstance(content, dict):
         raise PstarError(f"{file}: is not {what}: it holds {brief(content)} where a table of keys is expected")
@@ -114,7 +119,7 @@ def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> Key
     named: set[str] = set()
     without: list[str] = []
     left: dict[str, list[str]] = {}  # keys by the reason why they are not modelled
-    for path, value in _leaves(content, table, file, what):
+    for path, value in _leaves(content, table, file, what, alike):
         key = table.get(path) or table.get(_star(path, table)) or _unknown(path, what)
         if key.effect is KeyEffect.NONE:
             without.append(path)
@@ -138,23 +143,24 @@ def _off(key: Key, value: object) -> bool:
 
 
 def _leaves(
-    content: Mapping[str, Any], table: Mapping[str, Key], file: str, what: str, above: str = ""
+    content: Mapping[str, Any], table: Mapping[str, Key], file: str, what: str, alike: float, above: str = ""
 ) -> Iterator[tuple[str, Any]]:
     """Path and value of each key. A table in the file is read key by key if the table of keys has keys below it."""
     for name, value in content.items():
         path = f"{above}{name}"
         star = _star(path, table)
         if path not in table and star and isinstance(value, dict):
-            yield from _leaves(value, table, file, what, f"{path}.")
+            yield from _leaves(value, table, file, what, alike, f"{path}.")
         elif path in table or star:
             yield path, value
         elif any(known.startswith(f"{path}.") for known in table):
             if isinstance(value, dict):
-                yield from _leaves(value, table, file, what, f"{path}.")
+                yield from _leaves(value, table, file, what, alike, f"{path}.")
             elif value is not None and value != AUTO:
                 raise PstarError(f"{file}: {path} = {brief(value)}; it must be a table of keys")
         else:
-            if near := _near(str(name), table, above):
+            near = _near(str(name), table, above)
+            if near and SequenceMatcher(None, path, near).ratio() >= alike:
                 raise PstarError(f"{file}: {path} is not a known key of {what}; did you mean {near}?")
             yield path, value
 

@@ -1,4 +1,4 @@
-"""The ending of a file says which framework its configuration belongs to."""
+"""The ending of a file says which framework its configuration belongs to; trainers are known by their keys."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec.yaml
 
 from pstar_sim.core.plan_file import FORMAT
 from pstar_sim.errors import PstarError
+from pstar_sim.frameworks import axolotl, llama_factory, quantization
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.targets import TARGETS
 from pstar_sim.schema.parsing import parse_json, parse_toml
@@ -16,12 +17,14 @@ from pstar_sim.schema.reading import Fault
 
 __all__ = ["load_configuration"]
 
-_TRAINERS = {
-    "axolotl": {"base_model", "sequence_len"},
-    "LLaMA-Factory": {"finetuning_type", "cutoff_len", "template"},
-    "a training script": {"model_name_or_path", "per_device_train_batch_size"},
-}
-"""Trainers, and keys by which their files are known: no framework's file has one of them at the top."""
+_TRAINERS = (
+    ({"base_model"}, axolotl.read),
+    ({"finetuning_type", "cutoff_len", "template", "quantization_bit"}, llama_factory.read),
+    ({"model_type", "architectures", quantization.QUANTISATION}, quantization.read),
+)
+"""Keys by which files of trainers and models are known, and their readers: no framework's file has one at the top."""
+_SCRIPT = {"model_name_or_path", "per_device_train_batch_size"}
+"""Keys of a training script's arguments."""
 
 _ENDINGS = {ending: target for target in TARGETS.values() for ending in target.endings}
 
@@ -51,12 +54,15 @@ def load_configuration(path: str) -> Configuration:
             f"{path}: is a plan of pstar, not a framework's configuration; `pstar explain {path}` and `pstar export "
             f"{path} --deepspeed ds.json` read it; give --policy NAME to set its policy beside others"
         )
-    for trainer, keys in _TRAINERS.items():
-        if isinstance(content, dict) and keys & content.keys():
-            optim = content.get("optim", content.get("optimizer"))
+    if isinstance(content, dict):
+        reader = next((reader for keys, reader in _TRAINERS if keys & content.keys()), None)
+        if reader is not None:
+            return reader(content, path)
+        if _SCRIPT & content.keys():
+            optim = content.get("optim")
             also = f", and --optimizer {optim} for its optim" if isinstance(optim, str) else ""
             raise PstarError(
-                f"{path}: is a configuration of {trainer}, which is not read; {_launched_with(content)}{also}"
+                f"{path}: has the arguments of a training script, which are not read; {_launched_with(content)}{also}"
             )
     return read(content, path)
 

@@ -289,7 +289,7 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
     """fp32 gradients of all parameters. Where states are on the GPU, the policy counts those of the rank's own
     slices."""
-    counted = 1 / ranks if configuration.base == "zero3_resident" else 0.0
+    counted = 1 / ranks if configuration.policy_base == "zero3_resident" else 0.0
     return int(4 * workload.trainable_params * (1 - counted))
 
 

@@ -35,7 +35,7 @@ JOB = ["--model", "1B", "--batch", "1", "--seq", "128", "--machine", "v100-32"]
         (["compare", *JOB, "--update", "stepp"], "'stepp' (choose from step, eager); did you mean step?"),
         (["compare", *JOB, "--update", "now"], "'now' (choose from step, eager) (see `pstar compare --help`)"),
         (["compare", *JOB, "--trace", "x"], "argument --trace: not allowed with argument --model; give one of them"),
-        (["compare", "--machine", "v100-32"], "one of the arguments --trace --model is required"),
+        (["compare", "--machine", "v100-32"], "give --trace FILE, or --model NAME with --batch and --seq"),
         (["export", "plan.json", "-o", "x.json"], "one of the arguments --perfetto --timeline --memory-viz "),
         (["trace"], "the following arguments are required: MODEL, --batch, --seq, -o/--output (see `pstar trace"),
         (["run", "--steps", "2"], "the following arguments are required: PLAN, --model"),
