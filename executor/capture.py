@@ -71,6 +71,8 @@ from pstar_sim.catalog.model_shapes import is_model, model_entry
 from pstar_sim.dtypes import AUTOCAST
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.python310 import Unpack
+from pstar_sim.workload.adapted import adapted, check_base
+from pstar_sim.workload.adapter import Adapter, adapter, check_save, chosen_modules, saved_part
 from pstar_sim.workload.axes import Axes, AxesGiven
 from pstar_sim.workload.experts import experts_note
 from pstar_sim.workload.optimizers import OPTIMIZERS
@@ -89,18 +91,23 @@ def capture(
     batch: int = 1,
     sequence: int = 1024,
     micro_batches: int = 1,
+    beside: Adapter | None = None,
     **axes: Unpack[AxesGiven],
 ) -> Workload:
     """Returns the workload of a model named as in `executor.models.build`, or of a built model, which keeps its own
     batch, sequence and axes whatever is given.
 
     micro_batches: all alike, per iteration.
-    axes: as in `build`.
+    beside: the model is frozen but for what `workload.adapted` needs to put this adapter there.
+    axes: as in `build`; with lora and base the model has these.
 
-    Raises ModelError as `build` and `capture_module` do.
+    Raises ModelError as `build`, `adapted` and `capture_module` do.
     """
+    lora, base = _taken(axes)
     if isinstance(model, str):
         model = build(model, batch=batch, sequence=sequence, device="meta", **axes)
+    if (frozen := beside or lora) is not None:
+        _freeze(model.module, frozen)
     workload = capture_module(
         model.module,
         model.example_batch,
@@ -110,10 +117,33 @@ def capture(
         attention=model.attention,
         autocast=model.autocast,
     )
+    workload = adapted(workload, lora, base)
     if is_model(model.name):
         notes = (experts_note(model_entry(model.name)), workload.notes)
         workload = replace(workload, notes="; ".join(note for note in notes if note))
     return repeat_micro_batch(workload, micro_batches) if micro_batches != 1 else workload
+
+
+def _taken(axes: AxesGiven) -> tuple[Adapter | None, str | None]:
+    """Adapter and base, which no module is built with. Raises ModelError for a base alone."""
+    given = Axes(**axes).given
+    lora, base = given.get("lora"), given.get("base")
+    axes.pop("lora", None)
+    axes.pop("base", None)
+    check_base(lora, base)
+    return None if lora is None else adapter(lora), base
+
+
+def _freeze(module: nn.Module, beside: Adapter) -> None:
+    """All but the targets' matrices and what is saved. Raises ModelError for a target that is no linear module."""
+    classes = {name: type(part).__name__ for name, part in module.named_modules()}
+    linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear) or classes[name] == "Conv1D"]
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    heads = [name for name, part in module.named_modules() if part is head]
+    check_save(beside, (name for name, _ in module.named_parameters(remove_duplicate=False)))
+    trained = {f"{name}.weight" for name in chosen_modules(beside, linear, heads)}
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in trained or saved_part(beside, name) is not None)
 
 
 def capture_variants(
@@ -125,6 +155,7 @@ def capture_variants(
     Raises ModelError as `capture` does, and for a factory whose batch is always the same."""
     out: list[Workload] = []
     can_recompute = True
+    lora, base = _taken(axes)
     for size in (batch, batch // 2, batch // 4):
         if not size or batch % size or any(w.batch == size for w in out):
             continue
@@ -145,7 +176,7 @@ def capture_variants(
                     f"{model}: its batch is {made.batch}, and variants have batches of their own: give the factory a "
                     "parameter `batch`, or trace it without --variants"
                 )
-            out.append(capture(made))
+            out.append(capture(made, lora=lora, base=base))
     return tuple(out)
 
 

@@ -334,8 +334,8 @@ def _check_arguments(spec: str, axes: Axes, *, batch: int, sequence: int, device
             raise ModelError(f"{name} must be at least 1, not {value}")
     for what, given in axes.given.items():
         axis = all_axes()[what]
-        if not axis.of_modules:
-            raise ModelError(f"{spec}: {what} is for presets that are planned; a module has its own")
+        if not axis.of_modules or what in ("lora", "base"):
+            raise ModelError(f"{spec}: {what} is for what is planned; a module has its own")
         if axis.names and given not in axis.names:
             raise ModelError(f"{what} {given!r} is not known; it is one of {', '.join(axis.names)}")
     if axes.autocast and axes.dtype not in (None, MASTER):

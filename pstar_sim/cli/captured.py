@@ -21,7 +21,7 @@ from pstar_sim.errors import TraceError
 from pstar_sim.planner.jobs import Job
 from pstar_sim.version import __version__
 from pstar_sim.workload.trace import load_trace, save_trace
-from pstar_sim.workload.workload import Workload, repeat_micro_batch, with_optimizer
+from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 __all__ = ["CapturedJob", "has_preset"]
 
@@ -42,7 +42,8 @@ def has_preset(model: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedJob(Job):
-    """As in a preset, activations are recomputed unless something else is said."""
+    """As in a preset, activations are recomputed unless something else is said. Adapters of any rank, and bases, have
+    one capture in common."""
 
     def share(self, batch: int | None, machine: Machine) -> Workload:
         assert self.model is not None and batch is not None and self.seq is not None
@@ -52,18 +53,20 @@ class CapturedJob(Job):
             "checkpointing": self.checkpointing is not False,
             "attention": self.attention,
         }
+        adapter = self.adapter
         shape = {"batch": batch, "sequence": self.seq, **{name: value for name, value in axes.items() if value}}
+        traced = shape if adapter is None else {**shape, "beside": (adapter.targets, adapter.save)}
         file = configuration_file(self.model)
-        kept = _cache() / f"{_digest(file, shape)}.parquet"
+        kept = _cache() / f"{_digest(file, traced)}.parquet"
         try:
             captured = load_trace(kept)
         except TraceError:  # there is none, or it is damaged
             kept.unlink(missing_ok=True)
-            captured = executor_module("capture").capture(f"hf:{file}", **shape)
+            captured = executor_module("capture").capture(f"hf:{file}", beside=adapter, **shape)
             kept.parent.mkdir(parents=True, exist_ok=True)
             save_trace(captured, kept)
             captured = load_trace(kept)
-        workload = with_optimizer(captured, self.optimizer, self.masters)
+        workload = self.beside(captured)
         return workload if self.micro_batches in (None, 1) else repeat_micro_batch(workload, self.micro_batches)
 
 

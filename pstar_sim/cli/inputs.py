@@ -22,7 +22,7 @@ from pstar_sim.workload.adapter import adapter
 from pstar_sim.workload.axes import Axes, AxesGiven, all_axes
 from pstar_sim.workload.presets import default_dtype
 from pstar_sim.workload.trace import load_variants
-from pstar_sim.workload.workload import Workload, retype, with_optimizer
+from pstar_sim.workload.workload import Workload, retype
 
 if TYPE_CHECKING:
     from pstar_sim.cli.flags import MachineFlags, OptionalMachineFlags, OptionalWorkloadFlags, SettingFlags
@@ -149,7 +149,7 @@ def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine)
             "the model with them"
         )
     made = [w if w.dtype == MASTER else retype(w, job.dtype or default_dtype(machine)) for w in found]
-    return candidates([with_optimizer(w, job.optimizer, job.masters) for w in made], shares.pop())
+    return candidates([job_of(job).beside(w) for w in made], shares.pop())
 
 
 def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:

@@ -12,6 +12,7 @@ from pstar_sim.cli.declare import command
 from pstar_sim.cli.executor_parts import executor_module
 from pstar_sim.cli.flag_values import model_names, natural, positive, tokens
 from pstar_sim.cli.flags import MicroBatches, output
+from pstar_sim.cli.inputs import axes_of
 from pstar_sim.cli.output import note, say, say_json, tell
 from pstar_sim.cli.recording import trace_snapshots
 from pstar_sim.cli.run_flags import RunFlags
@@ -133,13 +134,18 @@ def trace(
         return trace_snapshots(snapshot.from_snapshot, snapshot.like, path, device=snapshot.cuda, as_json=json)
     model, batch, seq, path = asked.needed(path)
     capture = executor_module("capture")
-    shape = {"batch": batch, "sequence": seq, **asked.given}
+    shape = {"batch": batch, "sequence": seq, **axes_of(asked)}
     variants: tuple[Workload, ...]
     if asked.device is None and (asked.machine is not None or asked.gpu_memory is not None):
         raise PstarError("--machine and --gpu-memory of `pstar trace` are for a recording; give --device too")
     if asked.device is not None:
         if asked.autocast:
             raise PstarError("--autocast traces without running the model; leave --device out")
+        if asked.lora is not None:
+            raise PstarError(
+                "--lora traces without running the model; leave --device out, or record a model that has its adapters: "
+                "pstar trace py:MODULE:FACTORY"
+            )
         if asked.variants:
             raise PstarError(
                 "--variants traces without running the model; a recording (--device) has one variant: leave one of "

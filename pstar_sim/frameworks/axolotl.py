@@ -10,8 +10,7 @@ from pstar_sim.frameworks.keys import PARALLELISM, SLIP, Count, KeyReading, igno
 from pstar_sim.frameworks.quantization import bits_to_base
 from pstar_sim.frameworks.trainers import adapter_text, launched, optimizer_of, trained
 from pstar_sim.schema.fields import least
-from pstar_sim.workload.adapter import Adapter
-from pstar_sim.workload.lora import ALL_LINEAR
+from pstar_sim.workload.adapter import ALL_LINEAR, Adapter
 
 __all__ = ["KEYS", "read"]
 

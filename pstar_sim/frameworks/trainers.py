@@ -17,8 +17,7 @@ from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.keys import KeyReading
 from pstar_sim.schema.parsing import parse_json
 from pstar_sim.schema.reading import Fault, brief
-from pstar_sim.workload.adapter import Adapter
-from pstar_sim.workload.lora import ALL_LINEAR
+from pstar_sim.workload.adapter import ALL_LINEAR, Adapter
 from pstar_sim.workload.optimizers import MASTERS, optimizer_spec
 
 __all__ = ["adapter_text", "launched", "optimizer_of", "trained"]

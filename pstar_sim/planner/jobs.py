@@ -11,6 +11,7 @@ from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.batch_shares import of_shares, shares_of_batch
+from pstar_sim.workload.adapted import adapted
 from pstar_sim.workload.adapter import Adapter, adapter
 from pstar_sim.workload.axes import Axes, all_axes
 from pstar_sim.workload.optimizers import OptimizerSpec, optimizer_spec
@@ -111,7 +112,12 @@ class Job(Axes):
             )
         if workload.dtype != MASTER:
             workload = retype(workload, self.dtype_on(machine))
-        return with_optimizer(workload, self.optimizer, self.masters)
+        return self.beside(workload)
+
+    def beside(self, workload: Workload) -> Workload:
+        """A traced workload with the adapters, the base and the optimizer of this job."""
+        given = self.given
+        return with_optimizer(adapted(workload, self.adapter, given.get("base")), self.optimizer, self.masters)
 
 
 @lru_cache(maxsize=32)

@@ -52,7 +52,10 @@ def _words(names: Iterable[str]) -> str:
 
 
 _RECOMPUTE = "recompute activations in the backward pass"
-_LORA = "freeze the model and train adapters of rank R, such as r=16 or r=8,targets=all-linear (presets only)"
+_LORA = (
+    "freeze the model and train adapters of rank R: r=16; behind it targets=NAME+NAME, all-linear or a regular "
+    "expression, save=NAME+NAME for modules trained whole, alpha=N, rs, dora"
+)
 _KERNELS = "kernels of a preset, attention aside: eager, fused, compiled or megatron (default: the usual)"
 _OPTIMIZERS = _words(OPTIMIZERS)
 _DTYPE_WORDS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
@@ -147,8 +150,7 @@ class Axes:
             metavar="r=R",
             suggested=("r=8", "r=16", "r=64"),
             values="rank of the adapters, 0 for none",
-            not_of_traces="trace a model that has its adapters: pstar trace py:MODULE:FACTORY, whose factory returns "
-            "(nn.Module, example batch)",
+            of_modules=_LORA,
         ),
     ] = None
     base: Annotated[
@@ -162,7 +164,7 @@ class Axes:
             plural="bases",
             default=_BASES[0],
             words=_BASE_WORDS,
-            not_of_traces="trace a model that has its adapters and is quantised: pstar trace py:MODULE:FACTORY",
+            of_modules="with --lora: what the frozen matrices are stored in, such as nf4 (default: the working dtype)",
         ),
     ] = None
     optimizer: Annotated[

@@ -113,7 +113,7 @@ class Tape:
     def _tensor(self, name: str) -> Tensor:
         return self._borrowed[name] if name in self._borrowed else self.tensors[self._index[name]]
 
-    def weight_products(self, *products: Product) -> list[Product]:
+    def weight_products(self, names: Sequence[str], *products: Product) -> list[Product]:
         """None if the weights are not trained."""
         return list(products)
 
@@ -282,7 +282,7 @@ class Tape:
         """grad_in, grad_out: bytes of input and (read) output gradients.
         dead: freed at the end.
         """
-        products = [input_gradient(product), *self.weight_products(weight_gradient(product))]
+        products = [input_gradient(product), *self.weight_products(names, weight_gradient(product))]
         self.op(grad_in + self.grown(names), products=products, read=2 * grad_out + saved)
         self.uncast(names)
         self.gradient(names)

@@ -12,7 +12,7 @@ from pstar_sim.core.layout import build_layout
 from pstar_sim.dtypes import BASES
 from pstar_sim.errors import CannotPlan, ModelError, UnknownName
 from pstar_sim.policy.registry import policies
-from pstar_sim.workload.adapter import Adapter
+from pstar_sim.workload.adapter import Adapter, adapter
 from pstar_sim.workload.loading import WHOLE
 from pstar_sim.workload.lora import adapter_of, base_of, quantised_params
 from pstar_sim.workload.presets import axes_of, preset, variant, workload_of
@@ -63,7 +63,7 @@ def test_a_last_matrix_with_an_adapter_is_recomputed_too() -> None:
     def recompute(one: Workload) -> int:
         return sum(m.flops for m in one.moments if m.phase is Phase.RECOMPUTE)
 
-    adapters = 2 * 64 * 4 * ((768 + 768) + (3072 + 768))  # attn.c_proj and mlp.c_proj
+    adapters = 2 * 64 * 4 * ((768 + 768) + 3072)  # attn.c_proj, and A of mlp.c_proj, where the recompute stops
     assert recompute(all_of_it) - recompute(w) == 12 * (2 * 64 * 3072 * 768 + adapters)
 
 
@@ -143,7 +143,7 @@ def test_a_variant_keeps_adapter_base_and_optimizer() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ModelError, match=r"lora r=768: .* is 768 x 2304; the rank must be less than 768"):
         preset("gpt2", batch=1, seq=64, lora=Adapter(rank=768))
-    with pytest.raises(ModelError, match=r"lora targets is 'nothing'; no matrix has such a name; try .*c_attn"):
+    with pytest.raises(ModelError, match=r"lora targets: no linear module is nothing; try c_attn, c_proj, c_fc"):
         preset("gpt2", batch=1, seq=64, lora=Adapter(targets=("nothing",)))
     with pytest.raises(ModelError, match="base is 'nf4'; what is trained is not quantised; train adapters beside it"):
         preset("gpt2", batch=1, seq=64, base="nf4")
@@ -161,8 +161,8 @@ def test_what_cannot_be_is_refused() -> None:
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_every_policy_plans_them_and_the_checker_agrees(job: str, micro_batches: int, gpus: int) -> None:
     adapted = job in ("bf16", *BASES)
-    adapter = Adapter(rank=8, targets=("all-linear",)) if adapted else None
-    w = preset("gpt2", batch=1, seq=64, micro_batches=micro_batches, lora=adapter, base=job if adapted else None)
+    given = Adapter(rank=8, targets=("all-linear",)) if adapted else None
+    w = preset("gpt2", batch=1, seq=64, micro_batches=micro_batches, lora=given, base=job if adapted else None)
     w = w if adapted else with_optimizer(w, job)
     changes = {"gpu.memory": "450MB", "peer.bandwidth": "5GB/s"} if gpus > 1 else {"gpu.memory": "650MB"}
     m = ps.machine("virtual", overrides={"gpus": gpus, **changes})
@@ -200,6 +200,61 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert main([*job, "--lora", wrong]) == 2
         assert said in capsys.readouterr().err
-    trace = ["fits", "--trace", "traces/gpt2.parquet", "--machine", "v100-16", "--lora", "r=8"]
-    assert main(trace) == 2
-    assert "--lora is for presets" in capsys.readouterr().err
+    trace = ["fits", "--trace", "traces/gpt2.parquet", "--machine", "v100-16", "--policy", "all_on_gpu"]
+    assert main([*trace, "--lora", "r=8", "--base", "int8"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "LoRA r=8 on c_attn, 0.08 B of 0.12 B parameters in int8, 1.004 bytes each; an upper bound" in said
+    for flags, wanted in (
+        (["--base", "nf4"], "base is 'nf4'; what is trained is not quantised; train adapters beside it"),
+        (["--lora", "r=8,targets=q_proj"], "no linear module is q_proj; try c_attn, c_proj, c_fc"),
+        (["--lora", "r=8,targets=("], "'(' is no regular expression"),
+        (["--lora", "r=8,save=score"], "lora save: no module is score; try transformer, wte"),
+        (["--lora", "r=8,save=lm_head"], "lm_head.weight shares its table with transformer.wte.weight"),
+        (["--lora", "r=768"], "transformer.h.0.attn.c_attn.weight is 768 x 2304; the rank must be less than 768"),
+    ):
+        assert main([*trace, *flags]) == 2
+        assert wanted in capsys.readouterr().err
+
+
+def test_an_adapter_is_read_as_it_is_written() -> None:
+    for text, given in (
+        ("r=8,targets=q_proj+v_proj", Adapter(rank=8, targets=("q_proj", "v_proj"))),
+        (
+            "r=8,targets=all-linear,save=lm_head+norm",
+            Adapter(rank=8, targets=("all-linear",), save=("lm_head", "norm")),
+        ),
+        (r"r=8,targets=.*\.h\.\d{1,2}\.(q|v)+_proj", Adapter(rank=8, targets=r".*\.h\.\d{1,2}\.(q|v)+_proj")),
+        ("r=4,alpha=32.5,rs,dora", Adapter(rank=4, alpha=32.5, rs=True, dora=True)),
+    ):
+        assert adapter(text) == given
+        assert str(given) == text
+    assert adapter("lora_r=8,target_modules=c_fc,use_rslora=true") == Adapter(rank=8, targets=("c_fc",), rs=True)
+    with pytest.raises(ModelError, match="says rank once more"):
+        adapter("r=8,rank=4")
+
+
+def test_modules_that_are_trained_whole_have_copies_gradients_and_states() -> None:
+    """peft keeps the frozen original beside the copy."""
+    given = Adapter(rank=4, save=("norm", "lm_head"))  # "norm" is the end of input_layernorm too
+    shape = structs.replace(model_entry("llama-7b"), layers=2)
+    plain, w = (workload_of(shape, batch=1, sequence=64, lora=one) for one in (Adapter(rank=4), given))
+    copied = 32000 * 4096 + 5 * 4096
+    assert w.params - plain.params == w.trainable_params - plain.trainable_params == copied
+    assert w.flops - plain.flops == 2 * 64 * 32000 * 4096  # the head's gradient
+    assert axes_of(w).lora == Adapter(rank=4, targets=("q_proj", "v_proj"), save=adapter_of(w).save)  # type: ignore[union-attr]
+    assert variant(w, batch=2, shape=shape).fingerprint == w.fingerprint
+    with pytest.raises(ModelError, match=r"transformer.wte.weight shares its table with lm_head.weight"):
+        preset("gpt2", batch=1, seq=64, lora=Adapter(save=("wte",)))
+
+
+def test_dora_by_hand() -> None:
+    """Beside LoRA: a magnitude per output, the product of the pair by an identity matrix in each forward pass, and the
+    outputs of base and adapter for backward."""
+    plain, w = (
+        preset("gpt2", batch=1, seq=64, checkpointing=False, lora=Adapter(rank=8, dora=dora)) for dora in (False, True)
+    )
+    assert w.trainable_params - plain.trainable_params == 12 * 2304
+    assert w.flops - plain.flops == 12 * 2 * 8 * 768 * (768 + 2304)
+    last = max(i for i, m in enumerate(w.moments) if m.phase is Phase.FWD)
+    assert w.moments[last].end_bytes - plain.moments[last].end_bytes == 12 * 2 * 64 * 2304 * 2
+    assert "DoRA r=8 on c_attn" in w.notes and adapter_of(w) == Adapter(rank=8, targets=("c_attn",), dora=True)

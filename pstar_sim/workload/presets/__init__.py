@@ -29,7 +29,7 @@ from pstar_sim.workload.adapter import adapter
 from pstar_sim.workload.axes import Axes, AxesGiven, all_axes
 from pstar_sim.workload.experts import experts_note
 from pstar_sim.workload.kernels import KERNELS, LOSSES
-from pstar_sim.workload.lora import AdaptedTape, adapter_of, base_of, is_stack, quantised_params
+from pstar_sim.workload.lora import AdaptedTape, adapter_note, adapter_of, base_of
 from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.presets.bert import write_bert
 from pstar_sim.workload.presets.gpt import write_gpt
@@ -213,10 +213,11 @@ def _written(
     shape = Shape(model=entry, batch=batch, sequence=sequence, axes=axes, stage=stage)
     _WRITERS[entry.family](tape, shape)
     tape.close()
-    if adapted is not None and not adapted.adapted:
-        raise refuse("lora targets", ", ".join(adapted.names), f"no matrix has such a name; try {_matrices(tape)}")
+    if adapted is not None:
+        adapted.check()
     recorded = {what: getattr(axes, what) for what in _recorded()} | {"optimizer": spec}
-    own = experts_note(entry), _positions_note(entry, sequence), _lora_note(adapted), _flash_note(axes)
+    note = "" if lora is None else adapter_note(tape.tensors, lora, dtype)
+    own = experts_note(entry), _positions_note(entry, sequence), note, _flash_note(axes)
     workload = Workload(
         model=name,
         batch=batch,
@@ -243,22 +244,6 @@ def axes_of(workload: Workload) -> Axes:
     derived = {"kernels": workload.kernels or None, "lora": adapter_of(workload), "base": base_of(workload)}
     states = workload.optimizer
     return Axes(**(named | derived | {"optimizer": states.name, "masters": states.masters}))
-
-
-def _lora_note(adapted: AdaptedTape | None) -> str:
-    if adapted is None:
-        return ""
-    targets = f"LoRA r={adapted.adapter.rank} on {', '.join(adapted.names)}"
-    if adapted.base is None:
-        return targets
-    kept, total = adapted.tensors, sum(t.numel for t in adapted.tensors if t.tied_to is None)
-    quantised = quantised_params(kept)
-    width = sum(t.bytes for t in kept if t.dtype == adapted.base.name) / quantised
-    words = f"{quantised / 1e9:.2f} B of {total / 1e9:.2f} B parameters in {adapted.base.name}, {width:.3f} bytes each"
-    stacks = sum(t.numel for t in kept if is_stack(t.name, t.shape) and t.dtype != adapted.base.name)
-    if stacks:
-        words += f", {stacks / 1e9:.2f} B of experts stay in {adapted.dtype} (nf4-experts quantises their stacks too)"
-    return f"{targets}, {words}"
 
 
 def _refusal(model: str, what: str, value: object, want: str) -> ModelError:
@@ -403,8 +388,3 @@ def variant(
         **axes.given,
     )
     return replace(made, optimizer=workload.optimizer)
-
-
-def _matrices(tape: Tape) -> str:
-    names = (t.name.removesuffix(".weight").rpartition(".")[2] for t in tape.tensors if len(t.shape) == 2)
-    return ", ".join(dict.fromkeys(names))

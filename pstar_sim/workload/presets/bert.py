@@ -141,7 +141,7 @@ def write_bert(t: Tape, s: Shape) -> None:
     t.op(logits, dead=2 * logits, read=2 * logits)
     t.open("grad", "cls.predictions.decoder", Phase.BWD, [head])
     product = s.product(h, m.vocab)
-    products = [input_gradient(product), *t.weight_products(weight_gradient(product))]
+    products = [input_gradient(product), *t.weight_products([head], weight_gradient(product))]
     t.op(u + t.grown([head, bias]), dead=logits + u, products=products, read=2 * logits + u)
     t.uncast([head, bias])
     t.op(s.casts * r, dead=copied, read=copied)

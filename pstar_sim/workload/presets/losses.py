@@ -40,7 +40,7 @@ def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
             logits = _logits(product, t.width)
             t.op(logits, products=[product], read=_hidden(product, t.width))
             t.op(read=2 * logits)
-            t.op(size, products=_gradients(t, product), read=2 * logits)
+            t.op(size, products=_gradients(t, weight, product), read=2 * logits)
             t.op(size32, read=size if size32 else 0)
             t.op(dead=logits + size + size32, read=size + (size32 or size))  # added to the sum
         t.op(dead=s.part_of(u) + labels)
@@ -73,7 +73,7 @@ def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, 
             t.op(logits32, dead=kept, read=logits32)
             if t.width < 4:
                 t.op(logits, dead=logits32, read=logits32)
-            t.op(size, dead=size + logits, products=_gradients(t, product), read=2 * logits + 2 * size)
+            t.op(size, dead=size + logits, products=_gradients(t, weight, product), read=2 * logits + 2 * size)
         t.op(dead=s.part_of(u) + gathered + s.tokens * 8)
     if not tied:
         t.gradient([weight])
@@ -98,8 +98,8 @@ def _piece_of_loss(t: Tape, product: Product) -> int:
     return logits32
 
 
-def _gradients(t: Tape, product: Product) -> list[Product]:
-    return [input_gradient(product), *t.weight_products(weight_gradient(product))]
+def _gradients(t: Tape, weight: str, product: Product) -> list[Product]:
+    return [input_gradient(product), *t.weight_products([weight], weight_gradient(product))]
 
 
 def _logits(product: Product, width: int) -> int:
@@ -152,7 +152,7 @@ def _whole_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, *,
     saved = s.part_of(u) + t.gather(u)
     product = s.product(m.hidden, m.vocab)
     if tied:
-        products = [input_gradient(product), *t.weight_products(weight_gradient(product))]
+        products = _gradients(t, weight, product)
         t.op(t.grown([weight]) + u, dead=logits + saved, products=products, read=2 * logits + u)
         t.uncast([weight])
     else:

@@ -108,7 +108,7 @@ def write_vit(t: Tape, s: Shape) -> None:
     t.open("grad", front, Phase.BWD)
     t.gradient(others, allocated=False)
     t.op(patches * h * w, dead=u)
-    t.op(t.size(patch), products=t.weight_products(weight_gradient(convolution)), read=pixels * w)
+    t.op(t.size(patch), products=t.weight_products(patch, weight_gradient(convolution)), read=pixels * w)
     t.gradient(patch)
     t.op(dead=patches * h * w)
     t.open("backward-end", ROOT, Phase.BWD)
