@@ -1,4 +1,4 @@
-"""`python -m pstar_sim ...` is `pstar ...`. `python -m executor ...`, which torchrun starts, uses this module too."""
+"""`python -m pstar_sim ...` is `pstar ...`. torchrun starts `python -m executor ...`, which uses it too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Arguments of the public functions: each value of a wrong kind gets one clear error.
+"""Arguments of the public functions: a wrong value gets one clear error.
 
-Each function returns the given value (a number as Python's own type), or raises PstarError with the argument, the value
-and what would do.
+Each function returns the value (a number as Python's own type), or raises PstarError with argument, value and what
+would do.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ def refused(name: str, value: object, want: str, error: type[PstarError] = Pstar
 
 
 def spelled(name: str, known: Iterable[str]) -> str:
-    """The known name that equals `name` but for case, spaces and signs; `name` itself if there is none, or more than
-    one."""
+    """Equal to `name` but for case, spaces and signs, or `name` itself if none or several are."""
     names_ = list(known)
     alike = [other for other in names_ if letters(other) == letters(name)]
     return alike[0] if len(alike) == 1 and name not in names_ else name
@@ -73,9 +72,9 @@ def whole(name: str, value: object, *, least: int = 1, most: int = MOST, error: 
 def number(
     name: str, value: object, *, above: float = 0.0, also: bool = False, error: type[PstarError] = PstarError
 ) -> float:
-    """Finite. Numbers whose sums or quotients could overflow are refused.
+    """Finite, and not so large that sums or quotients overflow.
 
-    also: `above` itself is accepted.
+    also: `above` itself is allowed.
     """
     want = f"a finite number {'of at least' if also else 'above'} {above:g}"
     found = real(value)
@@ -115,8 +114,8 @@ def choice(name: str, value: object, known: Collection[str], *, error: type[Psta
 
 
 def parse_bytes(text: str) -> int:
-    """Reads "8GB", "512 MiB" or "1e9". Raises PstarError for any other text, for sizes of 0 or less, and for a number
-    below `BARE` without a unit."""
+    """Reads "8GB", "512 MiB" or "1e9". Raises PstarError for other texts, sizes of 0 or less, and numbers below `BARE`
+    without a unit."""
     written = text.strip()
     try:
         size = SIZE.parse(written)
@@ -134,7 +133,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_bytes_per_s(text: str) -> float:
-    """Reads "2GB/s" (the "/s" may be left out). Raises PstarError as `parse_bytes` does."""
+    """Reads "2GB/s", or without "/s". Raises as `parse_bytes`."""
     size = re.sub(r"\s*/\s*s\s*$", "", text)
     try:
         return float(parse_bytes(size))

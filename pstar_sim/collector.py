@@ -1,8 +1,5 @@
-"""Collector: switches Python's cycle collector off while plans are made and proved.
-
-Plans, timelines and proofs are hundreds of thousands of small objects, with few reference cycles. The cycle collector
-visits them for a third of the CPU time, and frees next to nothing.
-"""
+"""Python's cycle collector is off while plans are made and proved: hundreds of thousands of small objects, with few
+cycles, which it visits for a third of the CPU time."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ _was_enabled = False  # whether the collector was on before the first of them
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """On again, if it was on before, when the last thread has left. Also a decorator:
-    `@without_garbage_collection()`."""
+    """On again, if it was, when the last thread has left. Also a decorator: `@without_garbage_collection()`."""
     global _inside, _was_enabled
     with _lock:
         if not _inside:

@@ -1,18 +1,14 @@
-"""Seconds and host-memory traffic of a step on a machine, with which policies decide and the simulator times.
-
-Every figure is for a step that runs alone. What happens when copies and CPU Adam want more host DRAM bandwidth than
-there is, the simulator decides.
+"""Seconds and host-memory traffic of a step that runs alone; the simulator decides what sharing costs.
 
 [Note: which rate computes a moment]
 1. A moment recorded on this very machine (`workload.recorded_on == machine.name`) lasts the measured seconds. A moment
    of a job that stands for the jobs of unlike GPUs (`bounds.shares.tightest`, recorded on `slowest_of(machine)`) lasts
    the seconds of the slowest rank.
-2. The seconds of every other moment follow from one formula for all machines:
-       kernels = products by shape + other flops / rate + other bytes / bandwidth + launch_s
-       seconds = max(kernels, framework.seconds(operators)) + framework.wait_s
-   Large products and element-wise operators of a module run one after the other, so their times add, as do collectives
-   of the ranks that split a layer, which are operators too. Python runs ahead of the GPU, so only the longer of the two
-   counts. The wait for hooks adds to both.
+2. The seconds of every other moment follow from one formula for all machines: kernels = products by shape + other flops
+       / rate + other bytes / bandwidth + launch_s seconds = max(kernels, framework.seconds(operators)) +
+       framework.wait_s Large products and element-wise operators of a module run one after the other, so their times
+       add, as do collectives of the ranks that split a layer, which are operators too. Python runs ahead of the GPU, so
+       only the longer counts. The wait for hooks adds to both.
    - If the GPU has figures of products by shape (`gpu.products`) and the moment names its products, each product
      lasts the seconds of its shape (catalog/product_shape.py), and each call of fused attention the seconds of its
      kernel (catalog/attention_rates.py). Where fused attention is not named, all other flops run at its share of the
@@ -24,39 +20,35 @@ there is, the simulator decides.
    - If a GPU's rates are those of whole iterations (`gpu.launch_s` is None), the rate includes operators, launches and
      Python: the moment lasts flops / rate.
 
-A dtype that the catalog does not give for the GPU (bf16 forced on a V100) is timed at the rate of the other 2-byte
-dtype, or at the fp32 rate if that is missing too. The hardware would have to emulate the dtype, so the prediction is
-too fast.
+A dtype that the catalog lacks for the GPU (bf16 forced on a V100) has the rate of the other 2-byte dtype, or of fp32.
+The hardware would have to emulate it, so the prediction is too fast.
 
 [Note: adds on the GPU] If gradients of several micro-batches add up on the GPU (in "grad32"), each gradient but a
-tensor's first is added to the sum when it arrives. The GPU reads the gradient, reads the sum and writes the sum, 10
-bytes per parameter of a 2-byte dtype. The moment in which the gradient arrives lasts that much longer, at the bandwidth
-of the HBM (of operators, if measured). The plan chooses these adds, so they are not in `moments_s`; recorded seconds
-include them already. The model leaves out the add of a reduce_scatter on a sliced layout.
+tensor's first is added to the sum when it arrives. The GPU reads gradient and sum and writes the sum, 10 bytes per
+parameter of a 2-byte dtype, and the moment of arrival lasts that much longer, at the bandwidth of the HBM (of
+operators, if measured). The plan chooses these adds, so they are not in `moments_s`, but recorded seconds include them.
+The model leaves out the add of a reduce_scatter on a sliced layout.
 
-[Note: adds in updates] An update that finds gradients of its chunk in several lists first adds them up (`folded_lists`
-in core/effects.py). Each list but one takes the seconds and the traffic of an add; on the host, those of a cpu_add. On
-several ranks such an add takes no time in an update on the GPU.
+[Note: adds in updates] An update with gradients in several lists first adds them up (`folded_lists` in
+core/effects.py), each but one with the seconds and traffic of an add, on the host of a cpu_add. On several ranks this
+takes no time on the GPU.
 
-[Note: versions of the model] A plan file names the version that predicted its seconds and its lower bound. A change
-that predicts other seconds or bounds raises VERSION. `pstar check` then wants older files to be planned again.
+[Note: versions of the model] A plan file names the version behind its seconds and bound; a change that predicts others
+raises VERSION, and `pstar check` wants older files planned again.
 
-[Note: several ranks, in seconds] A figure is that of one rank: its own slices, and its part of the node's cores
-(`Machine.adam_params_per_s`) and disks, which all ranks use at the same time. For a named rank, copies run at the rate
-of its own link. If no rank is named, the figures are those with which a policy plans: the weakest GPU and link, and the
-part of a PCIe switch that is left when all its ranks copy at once.
+[Note: several ranks, in seconds] Figures are one rank's: its slices, and its part of the node's cores
+(`Machine.adam_params_per_s`) and disks, which all use at once. A named rank has its own link; else the figures are a
+policy's: the weakest GPU and link, and what is left of a PCIe switch when all its ranks copy.
 
-[Note: collectives] A gather and a reduce-scatter of S bytes (all slices together) over P ranks go round a ring: inside
-each node, then between the nodes. Every rank sends and receives (P-1)/P of S, the part that it does not have, so
-    seconds = (L-1) * latency inside + (N-1) * latency between + (P-1)/P * S / (rate of the slowest hop)
-with N nodes of L ranks. The hop between two nodes has the node's whole network rate. The P ranks are those among which
-the layout slices a chunk; where these are fewer than the machine has (hybrid sharding), they are neighbours, and each
-group of them is a replica. A reduce-scatter then also adds up each slice over the R replicas, twice a ring over R
-ranks, at the same time as a node's ranks with other slices. A hop whose rate was measured by size (`Fabric.table`) has
-the rate of S. Without a peer link the hops inside a node use the GPUs' links (and the PCIe switch, if they share one),
-at the GPU's `peer_share`. The model leaves out that such traffic also slows down the copies to the host. Collectives
-take a part of the GPU from compute ([Note: compute beside collectives] in core/rules.py); copies take 1 % of an
-iteration at most (benchmarks/overlap.py).
+[Note: collectives] A gather and a reduce-scatter of S bytes (all slices) over P ranks go round a ring, inside each
+node, then between nodes. Every rank sends and receives (P-1)/P of S, so seconds = (L-1) * latency inside + (N-1) *
+latency between + (P-1)/P * S / (rate of the slowest hop) with N nodes of L ranks. A hop between nodes has the node's
+whole network rate. The P ranks are those that slice a chunk; if fewer than the machine's (hybrid sharding), they are
+neighbours, and each such group is a replica. A reduce-scatter then also adds each slice over the R replicas, twice a
+ring over R ranks, at the same time as a node's other slices. A hop measured by size (`Fabric.table`) has the rate of S.
+Without a peer link, hops in a node use the GPUs' links (and a shared PCIe switch), at the GPU's `peer_share`; the model
+leaves out that this slows copies to the host. Collectives take a part of the GPU from compute ([Note: compute beside
+collectives] in core/rules.py); copies take 1 % of an iteration at most (benchmarks/overlap.py).
 """
 
 from __future__ import annotations
@@ -110,8 +102,7 @@ _ON_HOST = {kind for kind, route in ROUTES.items() if route not in _OF_GPUS} | {
 
 
 def flops_rate(machine: Machine, dtype: str) -> float:
-    """Effective matrix rate, in flops per second, with the fallback of this module. Raises PlanError if the GPU has no
-    rate for the dtype."""
+    """In flops per second, with this module's fallback. Raises PlanError if the GPU has no rate for the dtype."""
     return _rate_of(machine.gpu, dtype)
 
 
@@ -120,8 +111,8 @@ def _rate_of(gpu: Gpu, dtype: str) -> float:
 
 
 def timed_as(gpu: Gpu, dtype: str) -> str:
-    """The dtype whose matrix rate stands for that of `dtype`: another one if the GPU has no units for it. Raises
-    PlanError if it has none for either."""
+    """Whose matrix rate stands for `dtype`: another's if the GPU has no units for it. Raises PlanError if it has
+    neither."""
     for name in DTYPES[dtype].products if dtype in DTYPES else (dtype,):
         if name in gpu.flops_per_s:
             return name
@@ -129,18 +120,18 @@ def timed_as(gpu: Gpu, dtype: str) -> str:
 
 
 def slowest_of(machine: Machine) -> str:
-    """`Workload.recorded_on` of a job that stands for the jobs of the machine's unlike GPUs."""
+    """`Workload.recorded_on` of a job for all unlike GPUs."""
     return f"slowest GPU of {machine.name}"
 
 
 def _product_bytes(product: Product, width: int) -> int:
-    """Of both factors and of the result, `width` bytes per element."""
+    """Of factors and result, `width` bytes per element."""
     batches, m, k, n = product
     return batches * (m * k + k * n + m * n) * width
 
 
 def expected_link(machine: Machine) -> Link:
-    """The link that a rank has when all ranks copy at once: the weakest, slower if ranks share a PCIe switch."""
+    """When all ranks copy at once: the weakest, slower on a shared PCIe switch."""
     link = machine.link
     sharing = Counter(r.root for r in machine.ranks[: machine.local_ranks] if r.root is not None)
     if not sharing or machine.root_bytes_per_s is None:
@@ -154,15 +145,13 @@ def expected_link(machine: Machine) -> Link:
 
 
 def gradient_traffic_bytes(w: Workload, moment: int) -> int:
-    """GPU memory traffic of the gradients that arrive in a moment: each is copied into its chunk, and its norm is
-    taken."""
+    """Of gradients that arrive: each is copied into its chunk, and its norm taken."""
     return 3 * sum(w.tensors[t].bytes for t in w.gradients[moment])
 
 
 def cost_of(workload: Workload, machine: Machine, layout: Layout) -> CostModel:
-    """Calls with the same three objects return the same model, so that the policies of one job and the simulator share
-    its results. Rates written into a machine's tables later are not seen: a
-    machine with other rates has to be another object (`dataclasses.replace`)."""
+    """The same for the same three objects, so a job's policies and the simulator share results. A machine with other
+    rates has to be another object (`dataclasses.replace`)."""
     known = workload.derived.get(_COST)
     if not (isinstance(known, CostModel) and known.machine is machine and known.layout is layout):
         workload.derived[_COST] = known = CostModel(workload, machine, layout)
@@ -179,11 +168,10 @@ class Add(NamedTuple):
 class GpuAdds:
     """[Note: adds on the GPU]
 
-    add_bytes: tensor -> GPU memory traffic of one add.
-    free: adds take no seconds of their own.
-    moments_s: (chunk, micro-batch) -> moment -> seconds, if gradients add up on the GPU, without micro-batches without
-        adds.
-    chunks_s: chunk -> seconds per iteration, likewise.
+    add_bytes: tensor -> GPU traffic of one add.
+    free: they take no seconds.
+    moments_s: (chunk, micro-batch) -> moment -> seconds, on the GPU, if there are adds.
+    chunks_s: chunk -> per iteration.
     """
 
     def __init__(
@@ -223,7 +211,7 @@ class UpdateAdds:
         self._gpu_bytes_per_s = gpu_bytes_per_s
 
     def of(self, plan: Plan) -> Mapping[int, Add]:
-        """Step -> the adds of an update, without updates that make none."""
+        """Step -> adds of an update, if any."""
         adds: dict[int, Add] = {}
         for i, lists in folded_lists(plan).items():
             step = plan.steps[i]
@@ -244,13 +232,13 @@ class UpdateAdds:
 
 
 def _final_moments(w: Workload) -> dict[tuple[int, int], int]:
-    """(tensor, micro-batch) -> the moment in which the gradient is final."""
+    """(tensor, micro-batch) -> moment of the final gradient."""
     return {(t, w.moments[m].micro_batch): m for m, tensors in enumerate(w.gradients) for t in tensors}
 
 
 def _link_of_pins(link: Link, machine: Machine, layout: Layout) -> Link:
-    """Of a host that can pin only a part of its memory: that part of the job's parameters and states passes at the
-    link's rates, the rest at its pageable rate. Rates are means over all bytes."""
+    """Where only a part of memory can be pinned: that share of parameters and states passes at the link's rates, the
+    rest pageable. Rates are means over all bytes."""
     can_pin = machine.pinned_budget_bytes
     if can_pin is None or link.pageable_bytes_per_s is None:
         return link
@@ -265,9 +253,9 @@ def _link_of_pins(link: Link, machine: Machine, layout: Layout) -> Link:
 
 
 class CostModel:
-    """rank: whose GPU and link count; None: those with which a policy plans ([Note: several ranks, in seconds]).
+    """rank: whose GPU and link count, by default a policy's ([Note: several ranks, in seconds]).
 
-    Raises PlanError for a dtype without a known rate, and for a kind of step that it cannot time.
+    Raises PlanError for a dtype without a rate, and a step that it cannot time.
     """
 
     def __init__(self, workload: Workload, machine: Machine, layout: Layout, *, rank: int | None = None) -> None:
@@ -303,8 +291,7 @@ class CostModel:
         return tuple(out)
 
     def group_s(self, collectives: Sequence[Collective]) -> float:
-        """Collectives of a moment, one after the other: each goes round a ring, an all-reduce twice. Raises PlanError
-        for a machine that does not say what joins the ranks."""
+        """One after the other round a ring, an all-reduce twice. Raises PlanError where nothing joins the ranks."""
         seconds = 0.0
         for what, name, size in collectives:
             group = self.machine.group(name)
@@ -319,7 +306,7 @@ class CostModel:
         return GpuAdds(self.workload, self.layout, self._operator_bytes_per_s, self._add_bytes, free=self._recorded)
 
     def _add_bytes(self, tensor: int) -> int:
-        """GPU memory traffic of adding a gradient to a sum, without the bytes of `gradient_traffic_bytes`."""
+        """Without `gradient_traffic_bytes`."""
         t = self.workload.tensors[tensor]
         copied = 2 * t.bytes if self.gpu.operator_bytes_per_s is not None else 0
         return 2 * self.layout.sum_width(self.layout.chunk_of[tensor]) * t.numel + t.bytes - copied
@@ -330,7 +317,7 @@ class CostModel:
 
     @property
     def _recorded(self) -> bool:
-        """Moments last the seconds that they carry."""
+        """Moments carry their seconds."""
         return self.workload.recorded_on in (self.machine.name, slowest_of(self.machine))
 
     @property
@@ -365,7 +352,7 @@ class CostModel:
     def _product(self, product: Product, rate: float) -> tuple[int, float]:
         """(bytes, seconds).
 
-        rate: flops per second of large products.
+        rate: of large products.
         """
         known = self._products.get(product)
         if known is None:
@@ -378,21 +365,21 @@ class CostModel:
 
     @property
     def params(self) -> tuple[int, ...]:
-        """Trainable, of one rank's slice without padding; 0 for a frozen chunk."""
+        """Of one rank's slice without padding, 0 if frozen."""
         return self.layout.trained_params
 
     @cached_property
     def adam_bytes_per_s(self) -> float:
-        """Host memory traffic of one rank's CPU Adam that runs alone."""
+        """Host traffic of one rank's CPU Adam alone."""
         return self.machine.adam_params_per_s * ADAM_BYTES_PER_PARAM
 
     def transfer_s(self, size_bytes: int, direction: str, via: str | None = None) -> float:
-        """Latency + bytes / rate. A copy of 0 bytes takes no time.
+        """Latency + bytes / rate; 0 bytes take no time.
 
         direction: "h2d" or "d2h".
         via: "pageable" for host memory that is not pinned.
 
-        Raises PlanError if the link has no rate for the copy.
+        Raises PlanError without a rate.
         """
         link = self.link
         if size_bytes == 0:
@@ -411,7 +398,7 @@ class CostModel:
         return link.latency_s + fixed_s + size_bytes / rate
 
     def collective_s(self, size_bytes: int) -> float:
-        """Of a gather of a chunk's slices, or of a reduce-scatter within one replica ([Note: collectives]).
+        """Of a gather, or a reduce-scatter within one replica ([Note: collectives]).
 
         size_bytes: all slices together.
         """

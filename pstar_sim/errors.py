@@ -1,7 +1,7 @@
-"""Errors, each class with its meaning.
+"""Every error that a user can cause derives from `PstarError`.
 
-Every error that a user can cause derives from `PstarError`. The command line prints its text as one line and exits with
-status 2, 3 where the error is an answer (`DoesNotFit`, `NothingFits`), or 143 (`Stopped`).
+The command line prints its text as one line and exits with 2, 3 for an answer (`DoesNotFit`, `NothingFits`), or 143
+(`Stopped`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class PstarError(Exception):
 
 
 class CannotPlan(PstarError):
-    """A policy has no plan for this kind of machine or job, whatever its memory. The text names the policy and the
-    reason."""
+    """No plan for this kind of machine or job, whatever its memory; the text names policy and reason."""
 
 
 class CatalogError(PstarError):
@@ -61,7 +60,7 @@ class FalseFigures(PlanError):
 
 
 class NothingFits(PlanError):
-    """None of the policies, machines or variants in question fits. The text gives the reason of each."""
+    """None of the policies, machines or variants fits; the text has each reason."""
 
 
 class ModelError(PstarError):
@@ -96,12 +95,11 @@ class Stopped(PstarError):
 class OutOfMemory(PstarError):
     """An accelerator refused memory while a plan ran; torch.OutOfMemoryError is the same for CUDA.
 
-    payload_bytes: chunks on the device.
-    other_bytes: everything else on the device.
+    payload_bytes: of chunks.
+    other_bytes: everything else.
     limit_bytes: None where the device does not say.
 
-    The executor catches the error and climbs its ladder (executor/off_plan/ladder.py). A user's loop sees the error
-    only if no rung helps.
+    The executor climbs its ladder (executor/off_plan/ladder.py); a user's loop sees the error only if no rung helps.
     """
 
     def __init__(
@@ -129,8 +127,8 @@ class RankLost(PstarError):
 class UnknownName(PstarError):
     """A name that no catalog, policy table or file knows; the text lists the nearest known names.
 
-    otherwise: what to do if none of the known names is meant, at the end of the text.
-    guess: whether a name that is alike may be meant. NAdam is not Adam: all known names are listed.
+    otherwise: what to do if none is meant, at the text's end.
+    guess: a similar name may be meant. NAdam is not Adam: all are listed.
     """
 
     def __init__(

@@ -28,8 +28,8 @@ def write_atomically(path: Path, text: str, *, error: type[PstarError] = PstarEr
 
 
 def check_writable(path: Path, *, error: type[PstarError] = PstarError) -> Path:
-    """The file that writing would replace or make, for callers that have work to do before. Raises `error`, naming
-    `path`, where it cannot be written."""
+    """What writing would replace or make, before work is done for it. Raises `error`, naming `path`, if it cannot be
+    written."""
     try:
         target = _target(path, error)
         with tempfile.TemporaryFile(dir=target.parent):
@@ -41,10 +41,10 @@ def check_writable(path: Path, *, error: type[PstarError] = PstarError) -> Path:
 
 @contextlib.contextmanager
 def replaced_atomically(path: Path, *, error: type[PstarError] = PstarError) -> Iterator[Path]:
-    """Yields a new file beside `path`, which replaces it at the end, and is removed if anything is raised.
+    """A new file beside `path`, which replaces it at the end, and is removed on an error.
 
-    Raises `error`, naming `path`, where `path` cannot be written ([Note: what is written over]): its folder is missing
-    or closed to this process, or the disk is full.
+    Raises `error`, naming `path`, where it cannot be written ([Note: what is written over]): no folder, no permission,
+    or a full disk.
     """
     temporary: Path | None = None
     try:
@@ -102,7 +102,7 @@ _KINDS = (
 
 
 def _mode(target: Path) -> int:
-    """Of the file that is replaced; else those of any new file."""
+    """Of the replaced file, or a new one's."""
     try:
         return stat.S_IMODE(target.stat().st_mode)
     except FileNotFoundError:

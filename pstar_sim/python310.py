@@ -1,4 +1,4 @@
-"""StrEnum, a TOML reader, notes on errors, and Unpack, which Python 3.10 lacks. From 3.11 on these are Python's."""
+"""What Python 3.10 lacks: StrEnum, a TOML reader, notes on errors, Unpack."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ else:
     from typing_extensions import Unpack
 
     class StrEnum(str, Enum):
-        """An enum: its members are their text, also when printed or formatted."""
+        """Members are their text, also when printed or formatted."""
 
         __str__ = str.__str__
         __format__ = str.__format__
@@ -34,6 +34,6 @@ else:
     toml_loads: Callable[[str], dict[str, Any]] = tomli.loads
 
     def add_note(error: BaseException, note: str) -> None:
-        """Add a note to an error, in the attribute that Python 3.11 uses. A traceback of 3.10 does not print it."""
+        """As Python 3.11, though 3.10's tracebacks do not print it."""
         notes: list[str] = getattr(error, "__notes__", [])
         error.__notes__ = [*notes, note]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Quantities: numbers with a unit, as users write them, "48GB", "25GB/s", "150T", "10us", "14d", or yes and no."""
+"""Numbers with a unit, as users write them: "48GB", "25GB/s", "150T", "10us", "14d", or yes and no."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _WRITTEN = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([a-z]*(?:\s*/\
 
 @dataclass(frozen=True)
 class Quantity:
-    """what: name of the kind, for messages.
+    """what: for messages.
     example: a value as users write it.
-    units: unit in lower case -> its value in SI units.
+    units: in lower case -> SI value.
     words: instead of a number.
-    endings: texts without meaning that may follow a unit.
-    likely: unit that an error suggests for a number without one.
-    shown: text of a figure in SI units.
+    endings: without meaning, after a unit.
+    likely: suggested for a number without a unit.
+    shown: text of an SI figure.
     """
 
     what: str
@@ -47,7 +47,7 @@ class Quantity:
     shown: Callable[[float], str] = "{:g}".format
 
     def parse(self, text: str) -> float:
-        """In SI units; -1 for any negative value. Raises ValueError for a text that is not such a quantity."""
+        """SI; -1 for any negative value. Raises ValueError for anything else."""
         if text.lower() in self.words:
             return self.words[text.lower()]
         if text.startswith("-") and self.units:

@@ -1,9 +1,7 @@
-"""Renderers: functions that show an answer as text, HTML or a picture. The renderer registered for an answer is looked
-up when the answer is shown.
+"""Functions that show an answer as text, HTML or a picture, looked up when it is shown; `pstar_sim/__init__.py`, which
+every import passes, registers them.
 
-The form "proof" of a plan is the checker's report: a plan can check itself without knowing its checker.
-
-`pstar_sim/__init__.py`, which every import of a module of the package passes, registers the renderers.
+A plan's "proof" is the checker's report: it checks itself without knowing its checker.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ _FINDERS: dict[tuple[str, str], Callable[[], Renderer]] = {}
 
 
 def register(answer: str, form: str, find: Callable[[], Renderer]) -> None:
-    """answer: name of the class.
-    find: called when an answer is shown.
+    """answer: a class's name.
+    find: called when it is shown.
     """
     _FINDERS[answer, form] = find
 

@@ -1,9 +1,9 @@
-"""Text for a terminal of a given width: prose and tables that never cut a number.
+"""Prose and tables of a terminal's width that never cut a number.
 
-[Note: narrow terminals] A table that is too wide is made narrower in this order: heads fold at spaces; long texts fold
-at spaces, the longest first; columns without room go to a second table below the first, which repeats the first column.
-Nothing is dropped, no number is parted from its unit, and no figure or name is cut, so that it can be copied: a line
-with one that is wider than the terminal is longer than the terminal.
+[Note: narrow terminals] A table too wide gets narrower in this order: heads fold at spaces; long texts fold at spaces,
+the longest first; columns without room go to a second table below, which repeats the first column. Nothing is dropped,
+no number is parted from its unit, and no figure or name is cut, so that it can be copied: a line may be longer than the
+terminal.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ def _has(encoding: str | None, character: str) -> bool:
 
 
 def wrap(text: str, width: int, *, indent: str = "", hanging: str = "  ") -> list[str]:
-    """Lines no longer than `width` where words allow it. Each line of the text begins a new line, with its own leading
-    spaces and `indent`."""
+    """Within `width` where words allow it. A new line of the text begins one, with its leading spaces and `indent`."""
     lines: list[str] = []
     for line in text.split("\n"):
         own = indent + line[: len(line) - len(line.lstrip())]
@@ -76,8 +75,8 @@ def wrap(text: str, width: int, *, indent: str = "", hanging: str = "  ") -> lis
 
 @dataclass(frozen=True, slots=True)
 class _TextColumn:
-    """widest, natural, usual, least: characters that the column takes unfolded; with a folded head; with texts folded
-    into a comfortable column; with one word in a line."""
+    """widest, natural, usual, least: characters unfolded; with a folded head; with texts folded comfortably; one word
+    in a line."""
 
     head: str
     cells: tuple[str, ...]
@@ -100,10 +99,10 @@ def table_text(
     keys: int = 1,
     rule_before: int | None = None,
 ) -> str:
-    """Lines end in a newline, by [Note: narrow terminals]. Columns of figures are aligned right.
+    """By [Note: narrow terminals], figures aligned right.
 
-    keys: first columns that a second table repeats.
-    rule_before: row above which a rule is drawn, as above a sum.
+    keys: first columns, repeated by a second table.
+    rule_before: row with a rule above, as above a sum.
     """
     columns = [_column(head.strip(), tuple(row[i] for row in rows)) for i, head in enumerate(heads)]
     lines = wrap(title, width) if title else []
@@ -127,7 +126,7 @@ def _column(head: str, cells: tuple[str, ...]) -> _TextColumn:
 
 
 def _words(cell: str) -> list[str]:
-    """A figure and its unit count as one word."""
+    """A figure and its unit are one word."""
     return [word.replace("\u00a0", " ") for word in _GLUED.sub("\u00a0", cell).split(" ")]
 
 
@@ -143,7 +142,7 @@ def _fold(cell: str, width: int) -> list[str]:
 
 
 def _blocks(columns: Sequence[_TextColumn], width: int, keys: int) -> list[list[_TextColumn]]:
-    """Divided among as few tables as the width allows."""
+    """As few tables as the width allows."""
     if _taken(columns) <= width:
         return [list(columns)]
     first = list(columns[:keys])
@@ -175,7 +174,7 @@ def _block(columns: Sequence[_TextColumn], width: int, rule_before: int | None) 
 
 
 def _widths(columns: Sequence[_TextColumn], width: int) -> list[int]:
-    """Heads fold first, then texts; of each kind the widest first."""
+    """Heads fold first, then texts, the widest first."""
     widths = [column.widest for column in columns]
     over = sum(widths) + len(GAP) * (len(widths) - 1) - width
     for limits in zip(*((column.natural, column.usual, column.least) for column in columns)):

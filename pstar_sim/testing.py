@@ -1,7 +1,6 @@
-"""Workloads and machines for tests: random ones, small but varied, and others with figures that can be worked out by
-hand. `check_policy` tries a user's policy on random jobs.
+"""Workloads and machines for tests, random or with figures to work out by hand, and `check_policy` for a user's policy.
 
-All randomness comes from the `random.Random` that the caller passes in.
+All randomness is the caller's `random.Random`.
 """
 
 from __future__ import annotations
@@ -53,18 +52,18 @@ def chain_workload(
     dtype: str = WORKING,
     forward_s: float | None = None,
 ) -> Workload:
-    """Returns a chain of equal layers. Each layer has one FWD and one BWD moment (with checkpointing a RECOMPUTE moment
-    before BWD); the optimizer step is last.
+    """A chain of equal layers, each with a FWD and a BWD moment (with checkpointing RECOMPUTE before BWD), and the
+    optimizer step.
 
-    params_per_layer is divided into `tensors_per_layer` equal tensors. Each moment of a layer reads all its tensors;
-    every gradient arrives in the layer's BWD moment.
+    params_per_layer is divided into `tensors_per_layer` equal tensors. Each moment reads all its layer's tensors;
+    gradients arrive in BWD.
 
-    flops: flops of one FWD or RECOMPUTE moment (BWD twice that, the optimizer step none).
-    forward_s: measured seconds of one FWD or RECOMPUTE moment; the workload then counts as recorded (on "virtual").
-    tide_bytes: non-model peak of every moment, or one figure per moment of one micro-batch and a last figure for the
-        optimizer step (2 layers + 1 figures, with checkpointing 3 layers + 1).
+    flops: of FWD or RECOMPUTE (BWD twice that, the optimizer step none).
+    forward_s: measured seconds of these; the workload is then recorded (on "virtual").
+    tide_bytes: every moment's, or one per moment of a micro-batch and the optimizer step (2 layers + 1, with
+        checkpointing 3 layers + 1).
 
-    Raises ValueError for a parameter count that the tensors do not divide or a tide of another length.
+    Raises ValueError for parameters that tensors do not divide, or a tide of another length.
     """
     numel, rest = divmod(params_per_layer, tensors_per_layer)
     if rest or numel < 1:
@@ -153,17 +152,16 @@ def round_machine(
 ) -> Machine:
     """A chain with 2**20 bf16 parameters per layer has round seconds.
 
-    A copy of such a layer (2 MiB) takes 2 s either way. Its Adam update takes 1 s on the CPU as well as on the GPU.
-    DRAM and compute are fast enough not to count. With forward_s=1.0 in `chain_workload`, every duration is a whole
-    number of seconds.
+    Copying a layer (2 MiB) takes 2 s either way, its Adam 1 s on CPU and GPU; DRAM and compute do not count. With
+    forward_s=1.0 in `chain_workload`, every duration is whole.
 
-    gpu_memory_bytes: per GPU, all of it usable.
-    host_memory_bytes, dram_bytes_per_s, adam_params_per_s: figures of the node.
+    gpu_memory_bytes: of each, all usable.
+    host_memory_bytes, dram_bytes_per_s, adam_params_per_s: of the node.
     d2h_bytes_per_s: by default the rate of h2d.
-    flops_per_s: per dtype, or one figure for bf16, fp16 and fp32.
-    ranks: GPUs; each has an equal share of the batch.
-    peer_bytes_per_s: between the GPUs; None: no such link.
-    nvme_memory_bytes: of the node; None: no disks. Their rates are figures of the node.
+    flops_per_s: by dtype, or for bf16, fp16 and fp32.
+    ranks: GPUs with equal shares of the batch.
+    peer_bytes_per_s: between GPUs, None: no link.
+    nvme_memory_bytes: of the node, with its rates, None: no disks.
     """
     rates = flops_per_s if isinstance(flops_per_s, Mapping) else dict.fromkeys(NATIVE, flops_per_s)
     gpu = Gpu(
@@ -217,7 +215,7 @@ def round_machine(
 
 
 def _opened(layers: int, checkpointing: bool) -> list[tuple[str, Phase, int]]:
-    """(event, phase, layer) of each moment, without the optimizer step."""
+    """(event, phase, layer) without the optimizer step."""
     opened: list[tuple[str, Phase, int]] = [("begin", Phase.FWD, i) for i in range(layers)]
     for i in reversed(range(layers)):
         if checkpointing:
@@ -237,13 +235,10 @@ def random_workload(
     frozen: bool | None = None,
     unused: bool | None = None,
 ) -> Workload:
-    """Returns a small model of random shape (1-8 layers, 1-4 micro-batches); the same seed gives the same workload.
-
-    The model has an embedding, layers of one to three matrices with small tensors beside them, and a head. Sometimes
-    the head is tied to the embedding, or there is a tensor much larger than the rest, a frozen layer, two optimizer
-    groups, a layer used in two places or a tensor that nothing reads. At least one tensor is trainable. A setting that
-    is None is chosen at random; `unused=False` and the like leave the feature out.
-    """
+    """A small model of random shape (1-8 layers, 1-4 micro-batches), the same for the same seed: an embedding, layers
+    of one to three matrices and small tensors, and a head. Sometimes the head is tied, or there is a very large tensor,
+    a frozen layer, two optimizer groups, a layer used twice or a tensor never read. Something is trainable. None is
+    chosen at random; `unused=False` and the like leave a feature out."""
     rng = seed if isinstance(seed, random.Random) else random.Random(seed)
 
     def decide(wanted: bool | None, probability: float) -> bool:
@@ -295,9 +290,9 @@ def random_workload(
 
 @dataclass(kw_only=True)
 class _Drawn:
-    """uniform: all matrices are alike, as in a real transformer.
+    """uniform: matrices are alike, as in a real transformer.
     unit: mean elements of a matrix.
-    two_groups: biases have an optimizer group of their own.
+    two_groups: biases have their own.
     """
 
     rng: random.Random
@@ -322,7 +317,7 @@ class _Drawn:
         return len(self.tensors) - 1
 
     def layer(self, i: int, *, is_frozen: bool) -> list[int]:
-        """One to three matrices, with small tensors beside them. Returns their indices."""
+        """One to three matrices and small tensors; returns indices."""
         rng, name = self.rng, f"layers.{i}"
         row: list[int] = []
         if rng.random() < 0.5:
@@ -337,7 +332,7 @@ class _Drawn:
 
 
 class _Opened(NamedTuple):
-    """The event that opens a moment, tensors read, tensors whose gradient arrives, relative work."""
+    """(event, tensors read, tensors whose gradient arrives, relative work)."""
 
     event: str
     module: str
@@ -350,9 +345,9 @@ class _Opened(NamedTuple):
 def _random_table(
     rng: random.Random, embedding: int, rows: Sequence[list[int]], head: int, *, checkpointing: bool
 ) -> list[_Opened]:
-    """One micro-batch.
+    """Of one micro-batch.
 
-    head: the embedding where it is tied.
+    head: the embedding if tied.
     """
     table = [
         _Opened("begin", "<root>", Phase.FWD, [], [], 0),
@@ -379,7 +374,7 @@ def _random_table(
 def _random_moments(
     rng: random.Random, table: Sequence[_Opened], tensors: Sequence[Tensor]
 ) -> tuple[list[Moment], list[Use]]:
-    """With the optimizer step. The tide rises over FWD and falls over BWD, with spikes."""
+    """The tide rises over FWD and falls over BWD, with spikes."""
     base = rng.choice((0, rng.randint(0, MIB)))
     per_layer = rng.randint(0, 4 * MIB) if rng.random() < 0.8 else rng.randint(0, 32 * MIB)
     level = base
@@ -437,8 +432,8 @@ def _step(*, start_bytes: int, peak_bytes: int, end_bytes: int, duration_s: floa
 
 
 def random_machine(rng: random.Random, workload: Workload) -> Machine:
-    """One GPU, with sizes near the workload's needs: from too little for the worst moment to enough for all data. Host
-    memory is sometimes too small. The rates vary, so that each resource binds in some machines."""
+    """One GPU, from too little for the worst moment to enough for all data; sometimes too little host memory, and rates
+    such that each resource binds somewhere."""
     width = DTYPES[workload.dtype].bytes
     share = rng.choice((0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.5, 5.0, 10.0)) * rng.uniform(0.8, 1.2)
     gpu_bytes = workload.peak_non_model_bytes + int(share * workload.params * width)
@@ -477,7 +472,7 @@ def random_machine(rng: random.Random, workload: Workload) -> Machine:
 
 
 def random_ranks(rng: random.Random, machine: Machine, count: int) -> Machine:
-    """The host is larger by the same factor; with or without PCIe switches and a peer link, on one node or two."""
+    """With a larger host, PCIe switches and a peer link or not, one node or two."""
     if count == 1:
         return machine
     rank = machine.ranks[0]
@@ -500,7 +495,7 @@ def random_ranks(rng: random.Random, machine: Machine, count: int) -> Machine:
 
 
 def random_settings(rng: random.Random) -> Settings:
-    """Update step or eager, clipping or not, the chunk size searched or (one time in three) given."""
+    """Step or eager, clipping or not, a chunk size given in one of three."""
     return Settings(
         update=rng.choice(("step", "eager")),
         clip=rng.random() < 0.4,
@@ -509,8 +504,7 @@ def random_settings(rng: random.Random) -> Settings:
 
 
 def random_jitter(rng: random.Random, plan: Plan) -> Jitter:
-    """Each queue is slower or faster than predicted by a factor of up to 10, each step by a further factor of up to
-    4."""
+    """Each queue by a factor up to 10, each step by another up to 4."""
     pace = {queue: 10 ** rng.uniform(-1, 1) for queue in sorted({step.queue for step in plan.steps})}
     queue_of = {step.id: step.queue for step in plan.steps}
     return lambda step, iteration: pace[queue_of[step]] * 4 ** rng.uniform(-1, 1)
@@ -520,8 +514,7 @@ def random_jitter(rng: random.Random, plan: Plan) -> Jitter:
 class PolicyReport:
     """The result of `check_policy`.
 
-    fitted: jobs with a plan, proved and played; for the others it raised DoesNotFit. 0 shows that no plan was
-    checked.
+    fitted: with a plan, proved and played; others raised DoesNotFit. 0: nothing was checked.
     """
 
     policy: str
@@ -535,15 +528,13 @@ class PolicyReport:
 def check_policy(
     policy: Callable[[Workload, Machine, Settings], Plan], *, examples: int = 50, seed: int = 0
 ) -> PolicyReport:
-    """Puts a policy through the checker and the simulator on `examples` random workloads, machines and settings.
+    """Checker and simulator on `examples` random workloads, machines and settings.
 
-    Each plan has to be for the given job, be the same when the policy is called twice, be proved by `check_plan` (every
-    legal interleaving computes the right result within the budgets), and stay within the budgets when played with the
-    cost model's durations and with random durations. DoesNotFit is an answer; it has to name more bytes than are
-    available.
+    A plan has to be for the job, the same in two calls, proved by `check_plan` (right and within budgets in every legal
+    interleaving), and within budgets when played with the cost model's and random durations. DoesNotFit has to name
+    more bytes than there are.
 
-    Raises PstarError with the seed of the example and its fault; `check_policy(policy, examples=1, seed=SEED)` repeats
-    the example.
+    Raises PstarError with the example's seed and fault; `check_policy(policy, examples=1, seed=SEED)` repeats it.
     """
     name = getattr(policy, "__name__", None) or repr(policy)
     fitted = 0
@@ -567,10 +558,10 @@ def check_once(
     *,
     rng: random.Random,
 ) -> bool:
-    """Check the policy on one job, as `check_policy` does. Returns whether it made a plan.
+    """As `check_policy`, on one job; was there a plan?
 
-    For property-based tests, whose strategies draw the job and shrink failures. Raises PlanError if anything is wrong;
-    errors of the policy pass through.
+    For property-based tests, whose strategies draw jobs and shrink failures. Raises PlanError for a fault; the policy's
+    errors pass.
     """
     try:
         plan = policy(workload, machine, settings)

@@ -1,4 +1,4 @@
-"""Units of bytes, and the text for bytes, seconds and counts. GB = 1e9, GiB = 2**30; converted only here."""
+"""Units of bytes, and texts for bytes, seconds and counts. GB = 1e9, GiB = 2**30; converted only here."""
 
 from __future__ import annotations
 

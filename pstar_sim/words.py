@@ -1,5 +1,5 @@
-"""Words of other tools: what does the same here, or that nothing does. Asked wherever a name is looked up and is none:
-policies, machines, models, optimizers, flags and their choices."""
+"""What other tools' words mean here, for names that are none: policies, machines, models, optimizers, flags and
+choices."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ _SAID = {word: sentence for sentence, words in _MEANT.items() for word in words}
 
 
 def letters(name: str) -> str:
-    """Letters and digits, in lower case, and the signs between parts of a mixed machine."""
+    """And digits, in lower case, and signs between parts of a mixed machine."""
     return "".join(c for c in name.lower() if c.isalnum() or c == "+")
 
 
 def meant(name: str) -> str | None:
-    """What does here what the word means elsewhere, in a sentence; None for a word that is not known."""
+    """In a sentence; None for an unknown word."""
     return _SAID.get(letters(name))

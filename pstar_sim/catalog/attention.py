@@ -1,8 +1,8 @@
-"""Attention kernels: which one a job runs, and its calls as a moment names them.
+"""Attention kernels: which a job runs, and calls as a moment names them.
 
-Rates of kernels are a GPU's (attention_rates.py). Fused kernels keep one log-sum per query and no scores, and leave out
-what a causal mask or a window hides; torch's memory-efficient kernel no window. The math kernel computes every score as
-matrix products, keeps the probabilities, and has no calls.
+Their rates are a GPU's (attention_rates.py). Fused kernels keep one log-sum per query and no scores, and skip what a
+causal mask or a window hides, torch's memory-efficient kernel no window. The math kernel computes every score as matrix
+products, keeps probabilities, and has no calls.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ USUAL = "flash"
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKernel:
-    """torch: torch's own kernel that keeps as much.
+    """torch: torch's kernel that keeps as much.
 
-    windows: whether what is outside of a window costs nothing.
+    windows: outside of a window costs nothing.
     """
 
     torch: str = USUAL
@@ -46,8 +46,8 @@ ATTENTION: Mapping[str, AttentionKernel] = {
 
 
 def call_flops(call: AttentionCall) -> int:
-    """As torch counts them: a causal mask saves none. Forward has two products, the scores and the scores by the
-    values; backward five, the scores again and the gradients of scores, values, queries and keys."""
+    """As torch counts: a causal mask saves none. Forward has two products, scores and scores by values; backward five,
+    scores again and the gradients of scores, values, queries and keys."""
     heads, queries, keys, key_width, value_width, _, backward = call
     widths = 3 * key_width + 2 * value_width if backward else key_width + value_width
     return 2 * heads * queries * keys * widths

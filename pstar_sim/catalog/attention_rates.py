@@ -1,5 +1,4 @@
-"""Rates of fused attention: how fast a call is by its kernel, its mask, its length and its heads, as read from
-attention.toml.
+"""Rates of fused attention by kernel, mask, length and heads, as read from attention.toml.
 
 [Note: seconds of attention] A call takes
 
@@ -9,9 +8,9 @@ attention.toml.
 causal mask, whose blocks on the diagonal are computed whole), and `width` 1 for heads of 128 and more, `narrow` for
 heads of 64, on a straight line between and below. A sequence with a window is as long as its window.
 
-The figures are TFLOPS of one card. Other cards of the generation relate to them as their `flash` does
-(product_shape.py): to the rate of the usual kernel over both passes, without a mask, on long sequences and wide heads.
-A kernel that a generation has no rates for is taken to run as the usual one.
+Figures are TFLOPS of one card; others of its generation relate as their `flash` does (product_shape.py): the usual
+kernel's rate over both passes, without a mask, on long sequences and wide heads. A kernel without rates is taken to run
+as the usual one.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class KernelRates(Table, frozen=True, kw_only=True):
 
     @property
     def both(self) -> float:
-        """Of both passes together: five parts of backward for two of forward."""
+        """Of both passes: five parts of backward for two of forward."""
         return 3.5 / (1 / self.forward + 2.5 / self.backward)
 
     def _width(self, width: float) -> float:
@@ -82,7 +81,6 @@ def attention_rates() -> Mapping[str, AttentionRates]:
 
 
 def attention_rate(generation: str, kernel: str, call: AttentionCall) -> float:
-    """A call's rate over that of the usual kernel, both passes together, without a mask, on long sequences and wide
-    heads; 1 for a generation that has no rates."""
+    """Over the usual kernel's, both passes, without a mask, on long sequences and wide heads; 1 without rates."""
     rates = attention_rates().get(generation)
     return 1.0 if rates is None else rates.of(kernel, call)

@@ -1,14 +1,12 @@
-"""The catalog: reads TOML files into parts and machines, the shipped files first and a user's file over them.
+"""The catalog: TOML files as parts and machines, a user's file over the shipped ones.
 
-The shipped files (gpus.toml, ..., machines.toml) lie beside this module; the parts declare their keys. A user's file
-holds the same entries as [gpus.NAME], ..., [machines.NAME]. An entry with a new name extends the catalog and must be
-complete, except for source and checked. One with a known name overrides the fields that it gives.
+A user's file holds entries [gpus.NAME], ..., [machines.NAME]. A new name extends the catalog and must be complete, but
+for source and checked; a known one overrides the given fields.
 
-[Note: which figure is used] Figures of an entry's `calibrated` table are preferred, field by field, and used as they
-are. A datasheet peak is multiplied by the entry's efficiency; if the entry gives none, by the efficiency of its
-generation or of the efficiency model. A user's datasheet figure displaces the calibrated figure of the same name.
-Calibrated rates of a card that come without launch_us are those of whole iterations: they contain its operators and
-launches.
+[Note: which figure is used] Figures of an entry's `calibrated` table come first, field by field, as they are. A
+datasheet peak is multiplied by the entry's efficiency, or that of its generation or of the efficiency model. A user's
+datasheet figure displaces the calibrated one of the same name. Calibrated rates of a card without launch_us are of
+whole iterations, with operators and launches.
 """
 
 from __future__ import annotations
@@ -61,9 +59,9 @@ _DISPLACED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
-    """efficiency: the figures that entries leave out ([Note: the efficiency model]).
-    own: defined by a user's file.
-    main: chosen by this file.
+    """efficiency: what entries leave out ([Note: the efficiency model]).
+    own: from a user's file.
+    main: chosen by it.
     """
 
     gpus: Mapping[str, Entry[Any]]
@@ -135,8 +133,8 @@ class Catalog:
         return Framework(**_figures(Framework, self.frameworks[name]))
 
     def _known_machine(self, name: str) -> str:
-        """The name in the catalog of 8xa100-80, and of a GPU alone, such as H100 or 8 x H100, where one machine alone
-        has so many of it; else the name as it is."""
+        """In the catalog, for 8xa100-80, and a GPU alone, such as H100 or 8 x H100, where one machine alone has so many
+        of it; else as it is."""
         number = re.fullmatch(r"(\d+) ?[x*] ?(.+)|(.+?) ?[x*] ?(\d+)", name)
         gpu, count = (name, "1") if number is None else (number[2] or number[3], number[1] or number[4])
         for known in (spelled(name, self.machines), spelled(f"{gpu}x{count}", self.machines)):
@@ -154,7 +152,7 @@ class Catalog:
         return alike[0] if len(alike) == 1 else name
 
     def machine(self, name: str) -> Machine:
-        """Raises UnknownName, and CatalogError for a part that is not in any table."""
+        """Raises UnknownName, and CatalogError for a part in no table."""
         name = self._known_machine(name)
         if name not in self.machines:
             raise UnknownName("machine", name, (*self.machines, "here"), _OTHER_MACHINE)
@@ -200,7 +198,7 @@ class Catalog:
         return None if e.values.disks is None else self.nvme(e.known("set of disks", "disks", tuple(self.disks)))
 
     def _shared_memory(self, e: Entry[MachineEntry], host: Host, node: Sequence[Rank]) -> Host:
-        """The memory that the GPUs leave. Raises CatalogError where they leave nothing."""
+        """What the GPUs leave. Raises CatalogError where they leave nothing."""
         left = host.memory_bytes - sum(rank.gpu.usable_bytes for rank in node)
         if left <= host.reserved_bytes:
             raise e.refuse(
@@ -209,8 +207,8 @@ class Catalog:
         return replace(host, memory_bytes=left)
 
     def _framework(self, e: Entry[MachineEntry], node: Sequence[Rank]) -> Framework | None:
-        """The framework that the entry names, else the catalog's first for cards of a known generation. None where a
-        GPU's measured launches, or its rates of whole iterations, include the framework's Python."""
+        """The entry's, else the catalog's first for cards of a known generation. None where measured launches, or rates
+        of whole iterations, include the framework's Python."""
         if e.values.framework is not None:
             return self.framework(e.known("framework", "framework", tuple(self.frameworks)))
         if any(rank.gpu.measured or rank.gpu.products is None for rank in node):
@@ -218,7 +216,7 @@ class Catalog:
         return self.framework(next(iter(self.frameworks)))
 
     def _ranks(self, e: Entry[MachineEntry]) -> list[Rank]:
-        """Of one node: `gpus` equal ranks, or the groups of `ranks` with their sequences per micro-batch."""
+        """Of one node: `gpus` equal ranks, or the groups of `ranks` with sequences per micro-batch."""
         groups = _groups(e)
         total = sum(gpus * batch for _, gpus, batch in groups)
         parts: list[tuple[Gpu, Link, float, int]] = []
@@ -254,7 +252,7 @@ def _factors(given: MachineEntry) -> dict[str, float]:
 
 
 def _groups(e: Entry[MachineEntry]) -> list[tuple[str, int, float]]:
-    """(path of its fields, number of GPUs, sequences per GPU) of each group in a node."""
+    """(path of its fields, GPUs, sequences per GPU) of each in a node."""
     given = e.values
     missing = [field for field in ("gpu", "gpus", "link") if getattr(given, field) is None]
     if given.ranks is not None:
@@ -273,8 +271,7 @@ def _groups(e: Entry[MachineEntry]) -> list[tuple[str, int, float]]:
 
 
 def with_nodes(machine: Machine, nodes: int) -> Machine:
-    """All nodes like the first. The price grows in proportion. Raises CatalogError for several nodes without a
-    network."""
+    """All like the first, with the price in proportion. Raises CatalogError for several nodes without a network."""
     whole(f"machine {machine.name!r}: nodes", nodes, most=MOST_NODES_OF_A_MACHINE, error=CatalogError)
     if nodes > 1 and machine.network is None:
         raise CatalogError(
@@ -285,8 +282,8 @@ def with_nodes(machine: Machine, nodes: int) -> Machine:
 
 
 def _launch_s(e: Entry[Any], efficiency: Efficiency) -> float | None:
-    """For an entry that does not give them. None where the rates are those of whole iterations; raises CatalogError if
-    such a card also has products by shape."""
+    """For an entry without them, None where rates are of whole iterations. Raises CatalogError if such a card also has
+    products by shape."""
     card = e.values
     if not any(getattr(card.calibrated, f"{dtype}_tflops", None) for dtype in DTYPES):
         return efficiency.launch_s
@@ -296,8 +293,8 @@ def _launch_s(e: Entry[Any], efficiency: Efficiency) -> float | None:
 
 
 def _products(e: Entry[Any], generation: Generation | None) -> ProductShape | None:
-    """The card's own table, else its generation's figures. None where a measured curve by flops replaces both. Raises
-    CatalogError for a card that names a generation but not its SMs."""
+    """The card's own, else its generation's figures. None where a measured curve by flops replaces both. Raises
+    CatalogError for a generation without SMs."""
     card = e.values
     if card.products is not None:
         figures = {f.attribute: f.from_file(getattr(card.products, f.name)) for f in figures_of(ProductShape)}
@@ -310,7 +307,7 @@ def _products(e: Entry[Any], generation: Generation | None) -> ProductShape | No
 
 
 def _known(card: Any, generation: Generation | None) -> str:
-    """How the rate of large products is known, which moves the seconds of a moment most."""
+    """For the rate of large products, which moves a moment's seconds most."""
     if card.products is not None:
         return str(card.products.known)
     if generation is None:
@@ -320,8 +317,8 @@ def _known(card: Any, generation: Generation | None) -> str:
 
 
 def _figures(part: type, e: Entry[Any], shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, Any]:
-    """Name, origin and figures that the entry gives, by attribute. Raises CatalogError for a figure whose share is not
-    known, and for a curve that contradicts its rate.
+    """Name, origin and given figures, by attribute. Raises CatalogError for an unknown share, and a curve that
+    contradicts its rate.
 
     shares: that an entry may leave out.
     """
@@ -353,8 +350,8 @@ def _stated(e: Entry[Any], figure: Figure, shares: Mapping[str, float]) -> Any:
 
 
 def _check_curve(e: Entry[Any], points: Points, curve: Sequence[tuple[float, float]] | None) -> None:
-    """Raise CatalogError for a curve without its best rate, and for a rate above the curve's best (lower for a
-    throttled link). Adam's rate is one of the curve's.
+    """Refuse a curve without its best rate, and a rate above the curve's best (lower for a throttled link). Adam's is
+    one of the curve's.
     """
     if curve is None:
         return
@@ -381,7 +378,7 @@ def _source(part: Any) -> str:
 
 
 def _in_gb(file: str, table: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes in GiB (memory_gib = 24) as sizes in GB. Raises CatalogError for a size in both."""
+    """Sizes in GiB (memory_gib = 24) in GB. Raises CatalogError for both."""
     keys = fields_of(TABLES[table])
 
     def converted(name: str, raw: dict[str, Any]) -> dict[str, Any]:
@@ -407,7 +404,7 @@ def _read(raws: Mapping[str, Mapping[str, tuple[str, object]]], table: str, wron
 
 @cache
 def _shipped() -> dict[str, dict[str, tuple[str, object]]]:
-    """Table -> name -> (file, raw table). Cached: the files do not change while a program runs."""
+    """Table -> name -> (file, raw table), cached."""
     shipped: dict[str, dict[str, tuple[str, object]]] = {}
     for table in TABLES:
         file = f"{table}.toml"
@@ -417,7 +414,7 @@ def _shipped() -> dict[str, dict[str, tuple[str, object]]]:
 
 
 def _merged(file: str, known: object, given: object) -> object:
-    """Each field of a user's entry replaces the catalog's, and the calibrated field of the same name."""
+    """A user's field replaces the catalog's, and the calibrated one of the same name."""
     if not isinstance(known, dict) or not isinstance(given, dict):
         return given
     calibrated = known.get("calibrated")
@@ -437,7 +434,7 @@ def _merged(file: str, known: object, given: object) -> object:
 
 
 def load_catalog(user_file: str | Path | None = None) -> Catalog:
-    """A user's file over the shipped catalog. Raises CatalogError for a wrong entry in either."""
+    """A user's file over the shipped ones. Raises CatalogError for a wrong entry in either."""
     raws = {table: dict(entries) for table, entries in _shipped().items()}
     own: list[str] = []
     main: str | None = None
@@ -485,13 +482,13 @@ def _given(file: str, known: tuple[str, object] | None, given: object) -> object
 
 
 def _own_origin(file: str) -> dict[str, object]:
-    """The file is its own source, checked when it was last written."""
+    """The file is its own source, checked when last written."""
     from datetime import date
 
     return {"source": file, "checked": date.fromtimestamp(Path(file).stat().st_mtime)}
 
 
 def _own_tables(file: str, given: Mapping[str, object], names: Sequence[str]) -> dict[str, object]:
-    """A table without an origin of its own gets that of the user's entry."""
+    """A table without one gets the entry's."""
     tables = {name: given.get(name) for name in names}
     return {name: {**_own_origin(file), **table} for name, table in tables.items() if isinstance(table, dict)}

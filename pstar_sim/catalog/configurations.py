@@ -1,8 +1,7 @@
-"""Configurations of transformers as shapes of presets: config.json without transformers and without torch.
+"""transformers' config.json as shapes of presets, without transformers and torch.
 
-A family reads the keys that decide its shape. A key that is absent has the default of the family's class, null is what
-the class makes of it. For another model type, another class, or biases and windows elsewhere there is no preset
-(`NoPreset`): such a model is traced.
+A family reads the keys that decide its shape; an absent one has the default of its class, null what the class makes of
+it. Another model type or class, or biases and windows elsewhere, have no preset (`NoPreset`) and are traced.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ _ENDINGS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForImageClassification
 
 
 class NoPreset(ModelError):
-    """A configuration of a model for which no preset is written."""
+    """A configuration without a preset."""
 
 
 def is_configuration(model: str) -> bool:
-    """Returns whether a name means a configuration: hf:FILE, hf:FOLDER, hf:ORG/NAME or ORG/NAME."""
+    """hf:FILE, hf:FOLDER, hf:ORG/NAME or ORG/NAME."""
     return model.startswith("hf:") or ("/" in model and not model.startswith("py:"))
 
 
 def configuration_file(model: str) -> Path:
-    """Returns the config.json of a file, of a folder, or of a name in the local cache of the Hugging Face hub, its
-    newest snapshot. Raises ModelError without one."""
+    """Returns the config.json of a file, a folder, or a name in the Hugging Face hub's local cache (newest snapshot).
+    Raises ModelError without one."""
     what = model.removeprefix("hf:")
     path = Path(what).expanduser()
     path = path / "config.json" if path.is_dir() else path
@@ -52,7 +51,7 @@ def configuration_file(model: str) -> Path:
 
 
 def _hub() -> Path:
-    """The folder of huggingface_hub."""
+    """huggingface_hub's."""
     environment = os.environ
     if "HF_HUB_CACHE" in environment:
         return Path(environment["HF_HUB_CACHE"])
@@ -61,7 +60,7 @@ def _hub() -> Path:
 
 
 def read_configuration(model: str) -> tuple[Path, dict[str, Any]]:
-    """Returns the file and its values. Raises ModelError for a file that is no configuration of transformers."""
+    """Returns the file and its values. Raises ModelError for a file that is no configuration."""
     path = configuration_file(model)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -76,9 +75,9 @@ def read_configuration(model: str) -> tuple[Path, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Config:
-    """What a configuration says, each value checked when it is read.
+    """Values are checked when read.
 
-    values: of the file, over the defaults of the class.
+    values: of the file, over the class's defaults.
     """
 
     model: str
@@ -121,8 +120,8 @@ class _Config:
 
 
 def shape_of(model: str, path: Path, values: _Values) -> dict[str, Any]:
-    """Returns the fields of a model's entry but for name, params and source. Raises NoPreset, and ModelError, which
-    names file, key and value, for a value that the family cannot have."""
+    """Returns a model entry's fields but name, params and source. Raises NoPreset, and ModelError naming file, key and
+    value for one that the family cannot have."""
     kind = values["model_type"]
     read, defaults, expected = _FAMILIES.get(kind, (None, {}, {}))
     c = _Config(model, path, {**defaults, **values})
@@ -205,7 +204,7 @@ def _vit(c: _Config) -> dict[str, Any]:
 
 
 def _decoder(c: _Config) -> dict[str, Any]:
-    """What all models of the llama family share."""
+    """Shared by the llama family."""
     return {
         **_blocks(c, "llama", heads=c.count("num_attention_heads")),
         **_vocabulary(c, "max_position_embeddings"),
@@ -213,7 +212,7 @@ def _decoder(c: _Config) -> dict[str, Any]:
 
 
 def _grouped(c: _Config) -> dict[str, Any]:
-    """A decoder with grouped-query attention."""
+    """With grouped-query attention."""
     kv_heads = c.optional("num_key_value_heads", divides="num_attention_heads")
     shape, width = _decoder(c), c.optional("head_dim")
     if width is None:
@@ -235,7 +234,7 @@ def _window(c: _Config, *, needed: bool = False) -> dict[str, Any]:
 
 
 def _experts(c: _Config, count: str, ffn: str) -> dict[str, Any]:
-    """count, ffn: keys of the number of experts and of their width."""
+    """count, ffn: keys of their number and width."""
     experts = c.count(count)
     return {"count": experts, "per_token": c.count("num_experts_per_tok", most=experts), "ffn": c.count(ffn)}
 

@@ -1,7 +1,7 @@
-"""Rates that depend on size: measured points, with interpolation between them.
+"""Rates that depend on size, by measured points.
 
-A curve is ((size, rate), ...), sizes ascending; () stands for no curve. Rates are interpolated linearly over the
-logarithm of the size, and constant beyond the first and the last point.
+A curve is ((size, rate), ...), ascending, () for none. Between points rates are linear in the logarithm of the size,
+beyond them constant.
 """
 
 from __future__ import annotations
@@ -34,5 +34,5 @@ def best_rate(curve: Curve) -> float:
 
 
 def share_at(curve: Curve, size: float) -> float:
-    """Rate at `size` (> 0) over the best; 1 without points."""
+    """Over the best, at `size` (> 0); 1 without points."""
     return rate_at(curve, size) / best_rate(curve) if curve else 1.0

@@ -1,12 +1,11 @@
-"""Efficiency: the shares of datasheet peaks that machines reach, from five parameters fitted to published runs and two
-assumed.
+"""The shares of datasheet peaks that machines reach, from five parameters fitted to published runs and two assumed.
 
-[Note: the efficiency model] A figure that an entry leaves out is derived here: matrix rates are matmul x peak (16 bit:
-the plateau of the card's generation); bandwidth of the GPU's memory is hbm x peak; beginnings and ends of a moment's
-kernels take launch_us; CPU Adam runs at the lower of the rate that the DRAM feeds (adam_dram x peak / 28 bytes per
-parameter) and the rate that the cores compute, or at adam_found_gparams_per_s where a launcher left a process one
-thread; copies of memory that is not pinned run at pageable_gb_per_s. No parameter depends on a model, a system or a
-node. `pstar validate` shows the errors of what rests on them.
+[Note: the efficiency model] What an entry leaves out: matrix rates are matmul x peak (16 bit: the plateau of the card's
+generation); bandwidth of the GPU's memory is hbm x peak; beginnings and ends of a moment's kernels take launch_us; CPU
+Adam runs at the lower of the rate that the DRAM feeds (adam_dram x peak / 28 bytes per parameter) and the rate that the
+cores compute, or at adam_found_gparams_per_s where a launcher left a process one thread; copies of memory that is not
+pinned run at pageable_gb_per_s. None depends on a model, a system or a node; `pstar validate` shows errors of what
+rests on them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _NAME = "efficiency.toml"
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Shares of peaks (0 to 1), seconds and rates; the head of efficiency.toml explains each."""
+    """Shares (0 to 1), seconds and rates, explained in efficiency.toml's head."""
 
     matmul: Annotated[
         float, Figure("matmul", Share, "share of the peak fp32 rate that large products run at", known="fitted")

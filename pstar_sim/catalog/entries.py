@@ -1,4 +1,4 @@
-"""The tables of catalog files: the types of the entries of gpus.toml, of its sister files, and of a user's file.
+"""Types of the entries of catalog files.
 
 The tables of parts follow from the parts (figures.py).
 """
@@ -120,23 +120,23 @@ class Entry(Generic[_E]):
         return cls(file, name, raw, read_table(table, file, name, raw))
 
     def refuse(self, field: str, want: str) -> CatalogError:
-        """For a value that is in range but contradicts another field.
+        """In range, but against another field.
 
-        field: such as "calibrated.usable_gb" in a table below.
+        field: or "calibrated.usable_gb" in a table below.
         """
         *tables, last = field.split(".")
         place = ".".join((self.name, *tables))
         return CatalogError(f"{self.file}: [{place}] {last} = {self.written(field)!r}; must be {want}")
 
     def known(self, what: str, field: str, names: tuple[str, ...]) -> str:
-        """The field names an entry of another table. Raises CatalogError if no entry has that name."""
+        """The field names an entry of another table, which must exist."""
         name = str(self.written(field))
         if name not in names:
             raise self.refuse(field, f"the name of a {what}, such as {nearest(name, names) or ', '.join(names)}")
         return name
 
     def written(self, field: str) -> Any:
-        """As it was written, None where it was not.
+        """None where it was not.
 
         field: as for `refuse`, or "ranks[0].gpu".
         """

@@ -1,12 +1,12 @@
-"""Figures of a machine's parts. A figure is declared once, at its attribute: with its key in a TOML file, its range and
-meaning there, and its path for `--set`. The types of the files' tables, reading, writing, overrides, checks and the
-pages of the documentation follow.
+"""Figures of a machine's parts. A figure is declared once, at its attribute: its key in a TOML file, range and meaning
+there, and path for `--set`. Types of the files' tables, reading, writing, overrides, checks and pages of the
+documentation follow.
 
 class Host:
     memory_bytes: Annotated[int, Figure("memory_gb", Gigabytes, "DRAM", path="memory")]
 
-An attribute is in SI units. The ending of the key is the unit in a file: gb is 1e9 bytes, gb_per_s 1e9 bytes per
-second, tflops 1e12 flops per second, us 1e-6 s.
+Attributes are in SI units; a key's ending is the unit in a file: gb is 1e9 bytes, gb_per_s 1e9 bytes per second, tflops
+1e12 flops per second, us 1e-6 s.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class Origin(Table, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a part's table in a TOML file.
+    """Of a part's table in a TOML file.
 
-    kind: type, with its range.
-    says: meaning there; "" for a key of the calibrated table only.
-    default: None for a key that may be left out.
-    known: how a shipped figure is known, unless its entry says otherwise.
+    kind: with its range.
+    says: meaning there; "" in the calibrated table only.
+    default: None if it may be left out.
+    known: of a shipped figure, unless its entry says otherwise.
     """
 
     name: str
@@ -95,16 +95,16 @@ class Key:
 
 @dataclass(frozen=True)
 class Figure(Key):
-    """A key whose value is a figure of the part.
+    """Its value is a figure of the part.
 
-    path: in an override, behind the name of the part; "" where it cannot be set.
-    calibrated: meaning in the calibrated table; "" for a figure that does not stand there.
-    calibrated_name: key there, where that differs.
-    share: key of the share of the figure that the part reaches.
-    item: key in the attribute, which is a mapping.
-    written: which table of a measured part's file has the figure.
-    worst: picks the worst of several values; None: the longest time, or the least of other figures.
-    whole: the attribute is a whole number.
+    path: of an override, behind the part's name; "" if it cannot be set.
+    calibrated: meaning in the calibrated table, "" for a figure not there.
+    calibrated_name: where that key differs.
+    share: key of the share that the part reaches.
+    item: key in a mapping attribute.
+    written: table of a measured part's file.
+    worst: of several values, None: the longest time, or the least of others.
+    whole: a whole number.
     """
 
     path: str = ""
@@ -118,7 +118,7 @@ class Figure(Key):
 
     @cached_property
     def unit(self) -> tuple[Quantity, float]:
-        """How a value is written in an override, and the SI value of 1 in a file."""
+        """As written in an override, and the SI value of 1 in a file."""
         units = (row[1:] for row in _UNITS if self.name == row[0] or self.name.endswith(f"_{row[0]}"))
         return next(units, (FLAG if self.kind is bool else COUNT, 1))
 
@@ -152,7 +152,7 @@ class Figure(Key):
         return round(value * scale) if self.whole else value * scale
 
     def of(self, part: object) -> Any:
-        """As a file has it; None where the part has none."""
+        """As in a file; None where the part has none."""
         value, scale = self.get(part), self.unit[1]
         if value is None or scale == 1:
             return value
@@ -163,9 +163,9 @@ class Figure(Key):
 class Points(Figure):
     """A measured curve, in the calibrated table only.
 
-    best: key of the rate that the curve belongs to.
-    exact: that rate is one of the curve's, and not its best or less.
-    units: SI values of 1 in the file, of sizes and rates.
+    best: key of its rate,
+    exact: which is one of the curve's, not its best or less.
+    units: SI values of 1 in the file.
     """
 
     best: str = ""
@@ -228,9 +228,7 @@ def _table(name: str, fields: list[tuple[Any, ...]], what: str) -> type[Table]:
 
 
 def check_figures(where: str, part: object) -> None:
-    """Raise CatalogError unless the part's figures are numbers, and positive unless their range begins at 0. A figure
-    that the part does not have is not checked.
-    """
+    """Raise CatalogError unless figures are numbers, positive unless the range begins at 0. Missing ones pass."""
     kind: type = type(part)
     for check, name in _checks(kind):
         value = getattr(part, name)
@@ -240,7 +238,7 @@ def check_figures(where: str, part: object) -> None:
 
 @cache
 def _checks(part: type) -> tuple[tuple[Callable[..., object], str], ...]:
-    """(check, attribute) for each figure that is a single number, true or false."""
+    """(check, attribute) for each single number, true or false."""
 
     def natural(name: str, value: object, *, error: type[CatalogError]) -> float:
         return number(name, value, also=True, error=error)
@@ -254,7 +252,7 @@ def _checks(part: type) -> tuple[tuple[Callable[..., object], str], ...]:
 
 
 def worst_of(parts: Sequence[Any]) -> dict[str, Any]:
-    """Of each figure, by attribute; None where a part has none. Mappings and curves are left out."""
+    """By attribute, None where a part has none, without mappings and curves."""
     found: dict[str, Any] = {}
     kind: type = type(parts[0])
     for figure in figures_of(kind):

@@ -1,8 +1,7 @@
-"""Generations of GPUs: how the rate of a matrix product depends on its shape, as read from generations.toml.
+"""How a GPU generation's matrix products depend on their shape, as read from generations.toml.
 
-Cards of one generation differ only in peaks and the number of SMs. A card takes three figures from its generation:
-products by shape ([Note: seconds of a product]), the plateau as the rate of large products in 16 bit, and the rate of
-fused attention.
+Cards of one differ only in peaks and SMs, and take from it products by shape ([Note: seconds of a product]), the
+plateau of large products in 16 bit, and the rate of fused attention.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Generation(Origin, frozen=True, kw_only=True):
         return self.known["plateau"] == "assumed"
 
     def shape(self, sms: int, hbm_peak_bytes_per_s: float) -> ProductShape:
-        """Of a card with `sms` streaming multiprocessors and this datasheet bandwidth."""
+        """With `sms` streaming multiprocessors and this datasheet bandwidth."""
         return ProductShape(
             sms=sms,
             tile=self.tile,
@@ -62,7 +61,7 @@ class Generation(Origin, frozen=True, kw_only=True):
 
 
 class _Like(Origin, frozen=True, kw_only=True):
-    """A table of generations.toml whose figures are assumed to be those of another generation."""
+    """Figures assumed to be another generation's."""
 
     like: Annotated[Text, says("name of the other generation")]
     plateau: Annotated[Share | None, says("share of the 16-bit peak that large products run at")] = None
@@ -71,8 +70,8 @@ class _Like(Origin, frozen=True, kw_only=True):
 
 
 def read_generations(file: str, text: str) -> dict[str, Generation]:
-    """file: like generations.toml. Raises CatalogError for a field that is missing or wrong, and for a `like` that does
-    not name a generation with figures of its own."""
+    """file: like generations.toml. Raises CatalogError for a field missing or wrong, and a `like` that names no
+    generation with figures of its own."""
     found: dict[str, Generation] = {}
     raws = parse_toml(file, text)
     alike = [name for name, raw in raws.items() if isinstance(raw, dict) and "like" in raw]

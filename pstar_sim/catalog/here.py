@@ -1,7 +1,6 @@
-"""The machine that this process runs on: GPUs and their free memory, RAM and cgroup limit, cores.
+"""This process's machine: GPUs and their free memory, RAM and cgroup limit, cores, from nvidia-smi, /proc and /sys.
 
-Figures that cannot be read (bandwidths, Adam rate) come from the catalog, and the machine's notes say so. The sources
-are nvidia-smi, /proc and /sys. torch is not imported.
+Other figures (bandwidths, Adam rate) are the catalog's, as the notes say. torch is not imported.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _QUERY = "name,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max"
 
 
 def nvidia_smi() -> str | None:
-    """One line per GPU; None where there is no nvidia-smi or it fails."""
+    """One per GPU; None where it is missing or fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
@@ -42,11 +41,11 @@ def this_machine(
 ) -> Machine:
     """Returns the machine that this process runs on.
 
-    gpus: returns the output of nvidia-smi.
+    gpus: nvidia-smi's output.
     root: has proc/ and sys/.
-    cores: None: as `read_cores` finds.
+    cores: by default `read_cores`.
 
-    Raises CatalogError for a GPU that the catalog does not have.
+    Raises CatalogError for a GPU not in the catalog.
     """
     notes: list[str] = []
     text = gpus()
@@ -93,8 +92,7 @@ def _whole(line: str, word: str) -> int:
 
 
 def _link(catalog: Catalog, gpu: Gpu, generation: str, width: str, notes: list[str]) -> Link:
-    """Slowed down to the lanes in use. A virtual machine may hide generation and lanes; then a link is assumed and a
-    note says so."""
+    """With the lanes in use, which a virtual machine may hide: then a link is assumed and noted."""
     name = f"pcie{generation}-x16"
     if name not in catalog.links or not width.isdigit() or int(width) < 1:
         like = next((e for e in catalog.machines.values() if e.values.gpu == gpu.name), None)
@@ -133,9 +131,9 @@ def _host(catalog: Catalog, root: Path, cores: int, notes: list[str]) -> Host:
 
 
 def read_memory(root: Path) -> tuple[int, int]:
-    """Bytes that this process may use (RAM, or its cgroup's limit if lower), and of them the available ones.
+    """That this process may use (RAM, or its cgroup's limit if lower), and of these the available ones.
 
-    Raises CatalogError where /proc/meminfo cannot be read.
+    Raises CatalogError without /proc/meminfo.
     """
     table: dict[str, int] = {}
     try:
@@ -158,7 +156,7 @@ def read_memory(root: Path) -> tuple[int, int]:
 
 
 def read_cores(root: Path) -> int:
-    """Of this process: its affinity, or its cgroup's CPU quota if lower (at least 1)."""
+    """The affinity, or the cgroup's CPU quota if lower (at least 1)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     quotas = [float(cores)]
     for path in _groups(root, "cpu"):
@@ -172,9 +170,9 @@ def read_cores(root: Path) -> int:
 
 
 def read_numa(root: Path, cores: Collection[int] | None = None) -> tuple[int, int] | None:
-    """(NUMA nodes whose cores this process may use, those of the machine). None where the system does not say.
+    """(nodes whose cores this process may use, the machine's), None where the system does not say.
 
-    cores: numbers of the cores to use; None: the affinity.
+    cores: by default the affinity.
     """
     if cores is None:
         if not hasattr(os, "sched_getaffinity"):
@@ -193,7 +191,7 @@ def _numbers(ranges: str) -> set[int]:
 
 
 def _groups(root: Path, controller: str) -> Sequence[Path]:
-    """This process's cgroup and all above it: version 2, and version 1 of one controller."""
+    """This process's and all above: version 2, and version 1 of one controller."""
     folders: list[Path] = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Rows of `pstar machines` and `pstar models`: one dict per row, the same keys in every row."""
+"""Rows of `pstar machines` and `pstar models`, with the same keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTS = ("gpus", "links", "hosts")
 
 
 def list_machines(user_file: str | Path | None = None) -> list[dict[str, object]]:
-    """Of the catalog (and of a user's file), in its order, without "here"."""
+    """In the catalog's order (and of a user's file), without "here"."""
     catalog = load_catalog(user_file)
     rows: list[dict[str, object]] = []
     for name in catalog.machines:
@@ -45,7 +45,7 @@ def list_machines(user_file: str | Path | None = None) -> list[dict[str, object]
 
 
 def list_parts(table: str, user_file: str | Path | None = None) -> list[dict[str, object]]:
-    """Of one of PARTS, as the catalog writes them: figures alone, with where they come from."""
+    """Of one of PARTS: figures, with where they come from."""
     catalog = load_catalog(user_file)
     entries = {name: structs.asdict(entry.values) for name, entry in getattr(catalog, table).items()}
     used = {key for values in entries.values() for key, value in values.items() if _is_figure(value)}
@@ -67,7 +67,7 @@ def _tflops(rates: Mapping[str, float]) -> float | int | None:
 
 
 def _short(value: float) -> float | int:
-    """Three digits. A whole number becomes an int."""
+    """Three digits; whole numbers become int."""
     rounded = float(f"{value:.3g}") if value < 1000 else round(value)
     return int(rounded) if rounded == int(rounded) else rounded
 

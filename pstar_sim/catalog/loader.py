@@ -1,6 +1,4 @@
-"""Loads machines: by name from the catalog, from a file, or the machine that this process runs on; with other sizes
-where they are given.
-"""
+"""Machines by name, from a file, or this process's, with other sizes where given."""
 
 from __future__ import annotations
 
@@ -107,7 +105,7 @@ def load_machine(
 
 
 def peak_flops_per_s(gpu: str, dtype: str) -> float | None:
-    """Of the datasheet; None for a GPU or a dtype that the catalog has no peak of."""
+    """Of the datasheet, None where the catalog has none."""
     entry = load_catalog().gpus.get(gpu)
     tflops = None if entry is None else getattr(entry.values, f"{dtype}_tflops", None)
     return None if tflops is None else tflops * 1e12
@@ -126,8 +124,7 @@ def _only_machine(file: str) -> Machine:
 
 
 def as_listed(machine: Machine) -> Machine | None:
-    """The machine of the catalog that has this name. None where there is none, and for "virtual", whose memory has no
-    usual size."""
+    """The catalog's machine of this name; None without one, and for "virtual", whose memory has no usual size."""
     try:
         return None if machine.name == "virtual" else load_machine(machine.name)
     except PstarError:
@@ -135,11 +132,11 @@ def as_listed(machine: Machine) -> Machine | None:
 
 
 def resize(machine: Machine, *, gpu_memory: str | int | None = None, host_memory: str | int | None = None) -> Machine:
-    """gpu_memory: of each GPU, the context included.
-    host_memory: DRAM of a node, the part reserved for the system included.
+    """gpu_memory: of each GPU, context included.
+    host_memory: of a node, the system's part included.
 
-    On a unified machine a single given size leaves the rest to the other place; two given sizes must fit its memory
-    together. Raises CatalogError where nothing would be left for plans.
+    On a unified machine one given size leaves the rest to the other; two must fit together. Raises CatalogError where
+    nothing is left for plans.
     """
     pool_bytes = machine.pool_bytes
     if gpu_memory is not None:
@@ -157,8 +154,8 @@ def resize(machine: Machine, *, gpu_memory: str | int | None = None, host_memory
 
 
 def with_disks(machine: Machine, folders: Sequence[str | Path]) -> Machine:
-    """Disks with the free room of these folders, at the rates of the machine's own, or at assumed rates if it has none.
-    Raises CatalogError for a folder that cannot be read."""
+    """With these folders' free room, at the machine's own or assumed rates. Raises CatalogError for a folder that
+    cannot be read."""
     if not isinstance(folders, (list, tuple)) or not all(isinstance(each, (str, Path)) for each in folders):
         raise refused("disks", folders, "folders, such as ['/nvme/run']", CatalogError)
     if not folders:

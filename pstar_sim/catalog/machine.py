@@ -1,7 +1,6 @@
-"""Machine, Rank, Gpu, Link, Host and the fabric between GPUs: the hardware that a plan is made for, as plain values.
+"""The hardware that a plan is made for, as plain values.
 
-A part with a wrong value raises CatalogError when it is made. The TOML files and `catalog.py` say where the numbers
-come from.
+A wrong one raises CatalogError when made. `catalog.py` and the TOML files say where numbers come from.
 """
 
 from __future__ import annotations
@@ -86,8 +85,7 @@ def _copies(key: str, best: str) -> Points:
 
 
 def _check(what: str, part: object) -> str:
-    """Raise CatalogError for a figure that is no number or out of range. Returns kind and name of the part, for
-    messages."""
+    """Raise CatalogError for no number, or one out of range; returns the part's kind and name."""
     where = f"{what} {text(f'the name of a {what}', getattr(part, 'name', None), 'a text', error=CatalogError)!r}"
     check_figures(where, part)
     known = getattr(part, "known", KNOWN[0])
@@ -863,7 +861,7 @@ class Machine:
 
 
 def _worst(parts: Iterable[tuple[bool, str]]) -> str:
-    """parts: (calibrated?, how its figures are known)."""
+    """(calibrated?, how its figures are known)."""
     words = ["calibrated" if measured else known for measured, known in parts]
     return max(words, key=("calibrated", *KNOWN).index)
 
@@ -886,7 +884,7 @@ def _weakest_gpu(gpus: Sequence[Gpu]) -> Gpu:
 
 
 def _weakest_products(shapes: Sequence[ProductShape | None]) -> ProductShape | None:
-    """None if some GPU has no products by shape."""
+    """None if some GPU has none."""
     return None if None in shapes else ProductShape(**worst_of(shapes))
 
 

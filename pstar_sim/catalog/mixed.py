@@ -1,8 +1,7 @@
-"""Machines of mixed GPUs by name: "a100-80x2+v100-32x2" has two A100 and two V100 in one node.
+"""Mixed GPUs by name: "a100-80x2+v100-32x2" has two A100 and two V100 in one node.
 
-A part is a machine of the catalog with one GPU, or the GPU of such a machine, and the number of such GPUs. Each GPU
-keeps the link of its machine. The host is the host of the first part's machine. The GPUs reach each other over their
-links, and every GPU has an equal share of the batch.
+A part is a catalog machine with one GPU, or its GPU, and a number. Each GPU keeps its machine's link; the host is the
+first part's. GPUs reach each other over their links, with equal shares of the batch.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ JOIN = "+"
 
 
 def names_parts(name: str, catalog: Catalog) -> bool:
-    """Whether the name lists parts and is not that of a machine of the catalog."""
+    """It lists parts and is no catalog machine's."""
     return JOIN in name and spelled(name, catalog.machines) not in catalog.machines
 
 
 def mixed_machine(name: str, catalog: Catalog) -> Machine:
-    """Raises CatalogError for a part that is empty or has no GPU, and for GPUs that are all the same; UnknownName for a
-    part that is not a machine with one GPU."""
+    """Raises CatalogError for a part that is empty or without GPU, and for GPUs that are all the same; UnknownName for
+    one that is no machine with one GPU."""
     known = _single(catalog)
     counts: dict[str, int] = {}
     for part in name.split(JOIN):
@@ -65,14 +64,14 @@ def mixed_machine(name: str, catalog: Catalog) -> Machine:
 
 
 def _single(catalog: Catalog) -> Mapping[str, str]:
-    """Name of a part -> name of the machine."""
+    """Part -> machine."""
     found = {name: name for name, e in catalog.machines.items() if e.values.gpus == 1 and e.values.nodes == 1}
     of_gpus = {str(catalog.machines[name].values.gpu): name for name in reversed(found)}
     return {**of_gpus, **found}
 
 
 def _split(part: str, known: Mapping[str, str]) -> tuple[str | None, str]:
-    """(name of the part, or None if unknown; its number of GPUs as written)."""
+    """(part, None if unknown; number of GPUs as written)."""
     head, _, number = part.rpartition("x")
     for name, written in ((part, "1"), (head.strip(), number.strip())):
         if name and spelled(name, known) in known and written.isascii() and written.isdigit():

@@ -33,7 +33,7 @@ _Count = Annotated[int, between(1, MOST_WIDTH)]
 
 
 class ExpertsShape(Table, frozen=True, kw_only=True):
-    """Experts in place of the feed-forward layers: a router sends each token to a few of them."""
+    """In place of feed-forward layers, a router sends each token to a few of them."""
 
     count: Annotated[_Count, says("experts of a layer")]
     per_token: Annotated[_Count, says("experts that a token goes through")]
@@ -45,7 +45,7 @@ class ExpertsShape(Table, frozen=True, kw_only=True):
 
 
 class LatentShape(Table, frozen=True, kw_only=True):
-    """Multi-head latent attention: queries, keys and values by way of narrow projections, as in DeepSeek-V3."""
+    """Multi-head latent attention: queries, keys and values by way of narrow projections (DeepSeek-V3)."""
 
     q_rank: Annotated[_Count, says("width of the narrow queries")]
     kv_rank: Annotated[_Count, says("width of the narrow keys and values")]
@@ -55,9 +55,9 @@ class LatentShape(Table, frozen=True, kw_only=True):
 
 
 class ModelEntry(Table, frozen=True, kw_only=True):
-    """The shape of one model: an entry of models.toml. The head of that file describes the families.
+    """An entry of models.toml, whose head describes the families.
 
-    own_head_dim, window, full_every, patch, image and classes are 0 for a model without them. Absent tables are None.
+    own_head_dim, window, full_every, patch, image and classes are 0 for a model without them, tables None.
     """
 
     name: str = ""
@@ -105,7 +105,7 @@ class ModelEntry(Table, frozen=True, kw_only=True):
         return self.own_head_dim or self.hidden // self.heads
 
     def takes(self, sequence: int) -> bool:
-        """With rotary positions any: nothing in the model has the size of a sequence."""
+        """Any, with rotary positions: nothing in the model has a sequence's size."""
         return sequence <= self.max_seq or self.family == "llama"
 
     @property
@@ -117,12 +117,12 @@ class ModelEntry(Table, frozen=True, kw_only=True):
         return self.experts is not None and layer >= self.experts.dense_layers
 
     def window_of(self, layer: int) -> int:
-        """Tokens that a layer (counted from 0) sees; 0 for all."""
+        """Tokens that a layer (from 0) sees; 0 for all."""
         return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
 
     @property
     def active_params(self) -> int:
-        """All parameters but those of experts that a token is not sent to."""
+        """Without experts that a token is not sent to."""
         if self.experts is None:
             return self.params
         idle = self.experts.count - self.experts.per_token
@@ -143,7 +143,7 @@ def expert_params(m: ModelEntry) -> int:
 
 
 def _attention_params(m: ModelEntry) -> int:
-    """Of one layer of the llama family."""
+    """Of one llama layer."""
     h = m.hidden
     if m.latent is not None:
         x = m.latent
@@ -157,7 +157,7 @@ def _attention_params(m: ModelEntry) -> int:
 
 
 def _mlp_params(m: ModelEntry, layer: int) -> int:
-    """Of a feed-forward layer, or of its experts, in the llama family."""
+    """Of a llama feed-forward layer, or its experts."""
     x = m.experts
     if x is None or not m.has_experts(layer):
         return 3 * m.hidden * m.ffn
@@ -166,7 +166,7 @@ def _mlp_params(m: ModelEntry, layer: int) -> int:
 
 
 def count_params(m: ModelEntry) -> int:
-    """Tied weights count once. The head of models.toml describes the families."""
+    """Tied weights count once; models.toml's head describes the families."""
     h, f, v = m.hidden, m.ffn, m.vocab
     norm = 2 * h
     if m.family == "llama":
@@ -193,8 +193,7 @@ def _entry(file: str, name: str, raw: object) -> ModelEntry:
 
 
 def _configured(model: str) -> ModelEntry:
-    """Returns the shape of a configuration of transformers. Raises NoPreset, and ModelError for a value that the model
-    cannot have."""
+    """Of a transformers configuration. Raises NoPreset, and ModelError for an impossible value."""
     path, values = read_configuration(model)
     raw = {**shape_of(model, path, values), "params": 1, "source": str(path)}
     e = Entry.read(str(path), model, raw, ModelEntry)
@@ -204,7 +203,7 @@ def _configured(model: str) -> ModelEntry:
 
 
 def _check_shape(e: Entry[ModelEntry], m: ModelEntry) -> None:
-    """Raise CatalogError, naming the field, for a shape that contradicts itself."""
+    """Raise CatalogError, naming the field, for a contradiction."""
     if m.hidden % m.heads and not (m.own_head_dim or m.latent):
         raise e.refuse("heads", f"a divisor of hidden = {m.hidden}, where head_dim is not given")
     if m.heads % m.kv_heads or (m.family != "llama" and m.kv_heads != m.heads):
@@ -229,7 +228,7 @@ _DETAILS = (
 
 
 def _check_details(e: Entry[ModelEntry], m: ModelEntry) -> None:
-    """Details outside the llama family, or that exclude each other, are refused."""
+    """Outside the llama family, or excluding each other."""
     given = [name for name in _DETAILS if getattr(e.values, name)]
     if given and m.family != "llama":
         raise e.refuse(given[0].removeprefix("own_"), "left out outside the llama family")
@@ -257,7 +256,7 @@ def _check_image(e: Entry[ModelEntry], m: ModelEntry) -> None:
 
 
 def read_models(file: str, text: str) -> dict[str, ModelEntry]:
-    """In the order of the file. Raises CatalogError for an entry that is wrong, or for a name that is used twice."""
+    """In the file's order. Raises CatalogError for a wrong entry, or a name used twice."""
     models = {name: _entry(file, name, raw) for name, raw in parse_toml(file, text).items()}
     taken = set(models)
     for m in models.values():
@@ -281,7 +280,7 @@ def model_names() -> tuple[str, ...]:
 
 
 def is_model(name: str) -> bool:
-    """Returns whether the catalog has a model of exactly this name, or the name means a configuration of a preset."""
+    """In the catalog by exactly this name, or a preset's configuration."""
     if not is_configuration(name):
         return name in _models()
     try:
@@ -291,8 +290,8 @@ def is_model(name: str) -> bool:
 
 
 def model_entry(name: str) -> ModelEntry:
-    """Returns the model of that name or alias, or of that configuration. Raises UnknownName, and ModelError for a value
-    that is not a name and for a configuration that cannot be read or is of no preset."""
+    """By name, alias, or configuration. Raises UnknownName, and ModelError for no name and for a configuration that is
+    unreadable or of no preset."""
     models = _models()
     text("model", name, "the name of a model, such as '12B'", error=ModelError)
     if name in models:

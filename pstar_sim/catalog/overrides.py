@@ -1,13 +1,11 @@
-"""Overrides: figures of a machine replaced by hand, `--set gpu.memory=48GB` and `machine(name, overrides={...})`.
+"""Figures replaced by hand: `--set gpu.memory=48GB` and `machine(name, overrides={...})`.
 
-A path names the figure. The value is a size (48GB), a rate (25GB/s), flops (150T), a count, a duration (10us), true or
-false, or a change of the present figure: +10%, -25%, x2. Each figure must stay in the range of catalog files, and a
-value that contradicts another figure is refused.
+The value is a size (48GB), a rate (25GB/s), flops (150T), a count, a duration (10us), true or false, or a change: +10%,
+-25%, x2. It must stay in the range of catalog files, and not contradict another figure.
 
-[Note: cores and Adam] The rate of CPU Adam is a figure of its own, measured with all cores. `host.cores` scales the
-rate in proportion, up to the rate that the DRAM bandwidth allows (28 bytes per parameter). `host.dram` lowers the rate
-only if the new bandwidth allows less. `host.adam` sets the rate outright, and is refused where the DRAM could not feed
-it.
+[Note: cores and Adam] CPU Adam's rate is a figure of its own, measured with all cores. `host.cores` scales it, up to
+what DRAM allows (28 bytes per parameter); `host.dram` lowers it only if the new bandwidth allows less; `host.adam` sets
+it, and is refused where DRAM could not feed it.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ Value = str | int | float | bool
 @dataclass(frozen=True)
 class _Path:
     """quantity: how it is written.
-    low, high: in SI units.
-    get: None where the machine has no such part.
+    low, high: SI.
+    get: None without such a part.
     """
 
     quantity: Quantity
@@ -48,10 +46,10 @@ class _Path:
 
 
 def override(machine: Machine, changes: Mapping[str, Value] | Iterable[str]) -> Machine:
-    """Returns the machine with these figures replaced: {"gpu.memory": "48GB"} or ["gpu.memory=48GB"].
+    """With these figures: {"gpu.memory": "48GB"} or ["gpu.memory=48GB"].
 
-    Raises CatalogError, naming path and value: for an unknown path; for a value that is not a quantity, is out of range
-    or contradicts the rest of the machine; and for a figure of a part that the machine does not have.
+    Raises CatalogError, naming path and value, for an unknown path, a value that is no quantity, out of range or
+    contradictory, and a part that the machine does not have.
     """
     given = dict(changes) if isinstance(changes, Mapping) else parse_settings(changes)
     given = {path: _plain(value) for path, value in given.items()}
@@ -69,7 +67,6 @@ def override(machine: Machine, changes: Mapping[str, Value] | Iterable[str]) -> 
 
 
 def _plain(value: object) -> Any:
-    """numpy's numbers as Python's."""
     if isinstance(value, (str, bool)) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
@@ -80,7 +77,7 @@ def override_paths() -> tuple[str, ...]:
 
 
 def override_rows() -> list[tuple[str, str, str, str]]:
-    """One row per path: its name, its value and how it is written, and its range."""
+    """Name, value and how it is written, and range of each path."""
     rows = []
     for path, figure in _PATHS.items():
         quantity = figure.quantity
@@ -90,8 +87,8 @@ def override_rows() -> list[tuple[str, str, str, str]]:
 
 
 def parse_settings(texts: Iterable[str]) -> dict[str, Value]:
-    """["gpu.memory=48GB", "nodes=2"] as a mapping. Raises CatalogError for a text that is not PATH=VALUE, and for a
-    path that is given twice."""
+    """["gpu.memory=48GB", "nodes=2"] as a mapping. Raises CatalogError for a text that is not PATH=VALUE, and a path
+    given twice."""
     found: dict[str, Value] = {}
     for text in texts:
         if not isinstance(text, str):
@@ -107,9 +104,8 @@ def parse_settings(texts: Iterable[str]) -> dict[str, Value]:
 
 
 def _in_order(machine: Machine, given: Mapping[str, Value]) -> list[str]:
-    """Nodes and GPUs, which multiply the present parts, come first, and cores before Adam's own rate. Where a memory
-    shrinks, the figures that are subtracted from it are set before it, so that no intermediate machine contradicts
-    itself."""
+    """Nodes and GPUs, which multiply parts, come first, and cores before Adam's rate. Where a memory shrinks, what is
+    subtracted from it comes before, so no intermediate machine contradicts itself."""
     places = {path: place for place, path in enumerate(_PATHS)}
     paths = sorted(given, key=lambda path: places.get(path, len(places)))
     for memory, taken in (("gpu.memory", "gpu.context"), ("host.memory", "host.reserved")):
@@ -150,7 +146,7 @@ _RELATIVE = re.compile(r"([+-])\s*([0-9]+(?:\.[0-9]*)?)\s*%|[x*]\s*([0-9]+(?:\.[
 
 
 def _number(machine: Machine, path: str, figure: _Path, value: Value) -> float:
-    """In SI units (true as 1, false as 0)."""
+    """SI (true as 1, false as 0)."""
     quantity = figure.quantity
     refusal = CatalogError(
         f"{path} = {value!r} is no {quantity.what}; write {quantity.example}"
@@ -180,7 +176,7 @@ def _number(machine: Machine, path: str, figure: _Path, value: Value) -> float:
 
 
 def _changed(quantity: Quantity, present: float, change: re.Match[str]) -> float:
-    """Such as +10 % or x2. A count stays a whole number, and becomes 0 only by a decrease."""
+    """By +10 % or x2; counts stay whole, and become 0 only by a decrease."""
     if change[3] is not None:
         number = present * float(change[3])
     else:
@@ -194,7 +190,7 @@ def _changed(quantity: Quantity, present: float, change: re.Match[str]) -> float
 
 
 def _with(machine: Machine, name: str, change: Callable[[Any], Any]) -> Machine:
-    """The part of every rank, or of the node."""
+    """Of every rank, or of the node."""
     if name in ("gpu", "link"):
         ranks = tuple(replace(rank, **{name: change(getattr(rank, name))}) for rank in machine.ranks)
         return replace(machine, ranks=ranks)
@@ -202,7 +198,7 @@ def _with(machine: Machine, name: str, change: Callable[[Any], Any]) -> Machine:
 
 
 def _new(name: str) -> Fabric | Nvme:
-    """A part that a machine lacks. Its size and rates are set next."""
+    """A part that a machine lacks; its figures are set next."""
     if name == "nvme":
         rates: dict[str, Any] = dict.fromkeys(("memory_bytes", "read_bytes_per_s", "write_bytes_per_s"), 1)
         return Nvme(name=name, **rates, latency_s=1e-4, measured=False, source="set by hand")
@@ -237,7 +233,7 @@ def _cores(machine: Machine, count: float) -> Machine:
 
 
 def _hbm(machine: Machine, rate: float) -> Machine:
-    """The bandwidth of operators and of products changes in proportion."""
+    """Bandwidth of operators and products changes in proportion."""
 
     def change(gpu: Gpu) -> Gpu:
         was, operators, shape = gpu.hbm_bytes_per_s, gpu.operator_bytes_per_s, gpu.products
@@ -279,7 +275,7 @@ def _both_ways(machine: Machine, rate: float) -> Machine:
 
 
 def _paths() -> dict[str, _Path]:
-    """The figures that the parts declare, and those that change several attributes."""
+    """Declared by the parts, and those that change several attributes."""
     paths = {
         "nodes": _Path(COUNT, 1, 4096, lambda m: m.nodes, lambda m, count: m.with_nodes(round(count))),
         "gpus": _Path(COUNT, 1, 64, lambda m: m.local_ranks, _gpus),
@@ -311,7 +307,7 @@ def _refusal(
 
 
 def _check_disk(machine: Machine, given: Mapping[str, Value]) -> None:
-    """Raise CatalogError for a single figure of disks on a machine without disks."""
+    """Refuse a single figure of disks on a machine without."""
     paths = ("nvme.memory", "nvme.read", "nvme.write")
     if machine.nvme is None and 0 < sum(path in given for path in paths) < len(paths):
         instead = "a disk needs all three: nvme.memory, nvme.read and nvme.write"
@@ -339,8 +335,8 @@ def _check(machine: Machine, given: Mapping[str, Value]) -> None:
 
 
 def _named(was: Machine, machine: Machine, given: Mapping[str, Value]) -> Machine:
-    """Writes the changes into the parts' `source`. A machine with another GPU speed gets another name: recorded timings
-    do not hold for it."""
+    """Changes are noted in parts' `source`. With another GPU speed the machine has another name: recorded timings do
+    not hold."""
     note = "; by hand: " + ", ".join(f"{path} = {value}" for path, value in given.items())
 
     for part in ("gpu", "link", "host"):

@@ -1,4 +1,4 @@
-"""The pool of a unified machine: the one memory that its GPUs and its host share, each byte with one of them."""
+"""The one memory that a unified machine's GPUs and host share, each byte with one of them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["share_pool"]
 
 
 def share_pool(machine: Machine, pool_bytes: int, *, gpu_given: bool, host_given: bool) -> Machine:
-    """gpu_given, host_given: the share was given by hand; the other place has the rest.
+    """gpu_given, host_given: by hand; the other place has the rest.
 
-    Raises CatalogError if the given shares are larger than the pool, or if nothing is left for the other share.
+    Raises CatalogError for shares larger than the pool, or that leave nothing.
     """
     gpus = machine.ranks[: machine.local_ranks]
     taken = sum(rank.gpu.usable_bytes for rank in gpus)

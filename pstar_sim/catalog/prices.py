@@ -1,4 +1,4 @@
-"""Prices: rent of machines, from prices.toml and a user's file over it."""
+"""Rent of machines, from prices.toml and a user's file over it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Price(Table, frozen=True, kw_only=True):
 
 
 class _Shipped(Price, frozen=True, kw_only=True):
-    """The rent of a machine, in prices.toml."""
+    """In prices.toml."""
 
     as_of: Checked
     offer: Text
@@ -45,9 +45,9 @@ class _Shipped(Price, frozen=True, kw_only=True):
 
 
 def load_prices(user_file: str | Path | None = None) -> dict[str, Price]:
-    """Returns the price by machine. Raises CatalogError for an entry that is wrong.
+    """By machine. Raises CatalogError for an entry that is wrong.
 
-    user_file: entries [MACHINE] usd_per_hour = ... that replace the shipped entries; other fields are optional.
+    user_file: entries [MACHINE] usd_per_hour = ..., other fields optional, over the shipped ones.
     """
     text = (files("pstar_sim.catalog") / "prices.toml").read_text(encoding="utf-8")
     shipped = parse_toml("prices.toml", text).items()

@@ -1,18 +1,18 @@
-"""Seconds of a matrix product by its shape, from a few physical figures of a GPU.
+"""Seconds of a matrix product by its shape, from a few figures of a GPU.
 
-[Note: seconds of a product] A product of m x k by k x n is cut into tiles of the result. Each streaming multiprocessor
-(SM) computes one tile at a time, so the tiles go in waves, and the last wave leaves SMs idle. Each tile begins and ends
-with work that does not depend on k. So
+[Note: seconds of a product] A product of m x k by k x n is cut into tiles of the result, of which each streaming
+multiprocessor (SM) computes one at a time. They go in waves, the last of which leaves SMs idle, and begin and end with
+work that does not depend on k. So
 
     waves      = batches * ceil(m / tile rows) * ceil(n / tile columns) / SMs
     arithmetic = flops / rate * (1 + wave_loss * (ceil(waves) / waves - 1)) * (1 + depth / k)
     memory     = bytes / bytes_per_s
     seconds    = (arithmetic ** 4 + memory ** 4) ** (1 / 4) + kernel_s
 
-where `rate` is the rate of large products (`Gpu.flops_per_s`). The longer of arithmetic and memory decides; the fourth
-power rounds the corner between them.
+where `rate` is for large products (`Gpu.flops_per_s`); the longer of arithmetic and memory decides, with its corner
+rounded by the fourth power.
 
-benchmarks/gemm.py fits the figures to measured products and gives their errors.
+benchmarks/gemm.py fits the figures to measurements and gives errors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes machines as catalog files, which `load_machine` reads back: sizes exactly, rates up to rounding."""
+"""Machines as catalog files: sizes exactly, rates up to rounding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["machine_toml", "save_machine"]
 
 
 def machine_toml(machine: Machine, *, checked: date) -> str:
-    """Raises CatalogError for a machine whose ranks differ, because one entry cannot describe them."""
+    """Raises CatalogError for ranks that differ: one entry cannot describe them."""
     if machine.mixed:
         raise CatalogError(f"machine {machine.name!r} has ranks that differ; write its file by hand")
     whole = _whole(machine, _per_root(machine))
@@ -36,7 +36,7 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
 
 
 def _per_root(machine: Machine) -> int | None:
-    """GPUs on one PCIe switch; None without one. Raises CatalogError for switches of different widths."""
+    """On one PCIe switch, None without one. Raises CatalogError for switches of different widths."""
     local = machine.local_ranks
     roots = [r.root for r in machine.ranks[:local]]
     width = next((i for i, root in enumerate(roots) if root != roots[0]), local) if roots[0] is not None else None
@@ -46,7 +46,7 @@ def _per_root(machine: Machine) -> int | None:
 
 
 def _tables(machine: Machine, checked: date) -> Iterator[tuple[str, dict[str, object]]]:
-    """(name, fields) of each part, in the order of the file."""
+    """(name, fields) in the file's order."""
     yield from _of_part("gpus", machine.gpu, checked)
     yield from _of_part("links", machine.link, checked, {"connects": "host-gpu"})
     host = replace(machine.host, memory_bytes=machine.pool_bytes or machine.host.memory_bytes)
@@ -77,7 +77,7 @@ def _as_link(fabric: Fabric) -> Link:
 def _of_part(
     kind: str, part: Any, checked: date, head: Mapping[str, object] = MappingProxyType({})
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    """The part's rates are effective rates, so each share is 1.
+    """Rates are effective, so each share is 1.
 
     head: fields in front.
     """
@@ -104,8 +104,7 @@ def _of_part(
 
 
 def _holds(figure: Figure, part: object) -> bool:
-    """A curve does not hold where its rate was set by hand above the best rate of the curve, or is none of Adam's
-    rates."""
+    """Not where its rate was set by hand above the curve's best, or is none of Adam's."""
     if not isinstance(figure, Points) or not figure.get(part):
         return True
     kind: type = type(part)
@@ -119,9 +118,9 @@ def _given(fields: Mapping[str, object]) -> dict[str, object]:
 
 
 def _whole(machine: Machine, per_root: int | None) -> dict[str, object]:
-    """The machine's own table, which names the parts.
+    """The machine's, naming the parts.
 
-    per_root: GPUs on one PCIe switch, None without a switch.
+    per_root: GPUs on a PCIe switch, if any.
     """
     price, root = machine.price_usd_per_hour, machine.root_bytes_per_s
     fields: dict[str, object] = {

@@ -1,7 +1,7 @@
-"""`pstar ...`: the command line, and the one place that joins pstar_sim and executor (both imported only when needed).
+"""`pstar ...`, which alone joins pstar_sim and executor (imported when needed).
 
-`app.app` declares the commands. A user's mistake is one line on stderr and exit status 2. "It does not fit" is an
-answer with exit status 3. Ctrl-C is one line on stderr and exit status 130. JSON is the only output on stdout.
+A user's mistake is one line on stderr and status 2, "it does not fit" an answer with status 3, Ctrl-C one line on
+stderr and status 130. JSON is the only output on stdout.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Python has None for a stream that was closed before it started (`pstar ... >&-`). Its text is dropped; files are
-    still written."""
+    """A stream closed before Python started is None (`pstar ... >&-`): its text is dropped, files are written."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (open to the end)
@@ -58,7 +57,7 @@ def _complain(text: str, status: int) -> int:
 
 
 def _complain_of_file(text: str, status: int) -> int:
-    """A line for each thing that is wrong."""
+    """A line per mistake."""
     for line in text.splitlines():
         _complain(line, status)
     return status

@@ -1,4 +1,4 @@
-"""The progress bar of a long command: on stderr, on a terminal only; none if quiet."""
+"""A long command's progress bar: on a terminal's stderr, unless quiet."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["bar", "parts"]
 
 @contextmanager
 def bar(first: str, *, quiet: bool, alike: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """Yields the function that moves the bar (`planner.asked.OnPart`), which goes away at the end.
+    """Yields the function that moves it (`planner.asked.OnPart`).
 
-    first: the text until the first call.
-    alike: all parts take about the same time, so the bar shows the time left instead of the time spent.
+    first: text until the first call.
+    alike: parts take the same time, so the time left is shown, not the time spent.
     """
     if quiet or not sys.stderr.isatty():
         yield lambda name, number, count: None
@@ -33,8 +33,8 @@ def bar(first: str, *, quiet: bool, alike: bool = False) -> Iterator[Callable[[s
 
 
 def parts(time: type[ProgressColumn]) -> tuple[ProgressColumn, ...]:
-    """On a narrow terminal the description folds. rich cuts the figures only where there is no room (32 columns for
-    thousands of parts)."""
+    """On a narrow terminal the description folds; rich cuts figures only without room (32 columns for thousands of
+    parts)."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.table import Column
 

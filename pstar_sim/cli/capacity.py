@@ -42,7 +42,7 @@ commands = typer.Typer()
 
 @dataclass(frozen=True, kw_only=True)
 class AskedFlags:
-    """Questions about one job on one machine, and the form of the answer."""
+    """One job, one machine, and the answer's form."""
 
     policy: Annotated[list[str] | None, policies("ask about", "all policies")] = None
     loading: LoadingFlag = None
@@ -179,7 +179,7 @@ def max_model(
 
 
 def _say_limits(answer: Limits, asked: AskedFlags, *, smallest: str, machine: str, model: str) -> int:
-    """smallest: for the note that not even this size fits."""
+    """smallest: which may not fit either."""
     from pstar_sim.report.capacity_tables import limits_said, limits_text
 
     if asked.json:

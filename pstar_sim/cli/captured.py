@@ -1,6 +1,5 @@
-"""Jobs of configurations for which no preset is written: each is captured once, and its trace is kept in the user's
-cache folder. The name of its file has what decides it: the configuration's text, sizes, axes, and versions. A file may
-be removed at any time.
+"""Configurations without a preset are captured once, and kept in the user's cache folder, under a name of the
+configuration's text, sizes, axes and versions; files may be removed at any time.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _DECIDING = ("torch", "transformers")
 
 
 def has_preset(model: str) -> bool:
-    """False for a configuration for which no preset is written. Raises ModelError for one that cannot be read."""
+    """Raises ModelError for a configuration that cannot be read."""
     if not is_configuration(model):
         return True
     try:
@@ -75,7 +74,7 @@ def _cache() -> Path:
 
 
 def _digest(file: Path, shape: Mapping[str, object]) -> str:
-    """What names the trace of a configuration."""
+    """Names the trace."""
     versions = [__version__]
     for package in _DECIDING:
         try:

@@ -1,6 +1,5 @@
-"""Declaration of a command: a function whose parameters are its flags, whose docstring is its help, and which returns
-the exit status. Flags that several commands take form a frozen dataclass; a parameter of that type stands for all of
-them."""
+"""A command is a function: parameters are flags, the docstring is help, the result the exit status. Several commands'
+flags are a frozen dataclass, and a parameter of that type."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ Function = Callable[..., int]
 
 
 def command(app: typer.Typer, example: str) -> Callable[[Function], Function]:
-    """Returns a decorator that adds a function as a command.
+    """A decorator that adds a command.
 
-    example: shown below the help.
+    example: below the help.
     """
 
     def declare(function: Function) -> Function:
@@ -35,9 +34,8 @@ def command(app: typer.Typer, example: str) -> Callable[[Function], Function]:
 
 
 def flat(function: Function) -> Function:
-    """In the form that typer takes: a parameter whose type is a dataclass of flags is replaced by these flags. The
-    dataclass may have a SECTION, the heading of its flags in the help. It raises typer.BadParameter for flags that
-    exclude each other."""
+    """For typer: a dataclass of flags is replaced by them, under its heading SECTION, if any. It raises
+    typer.BadParameter for flags that exclude each other."""
     groups: dict[str, Any] = {}
     taken: list[inspect.Parameter] = []
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
@@ -73,7 +71,7 @@ def _flags_of(kind: Any) -> list[inspect.Parameter]:
 
 
 def _stated(kind: Any) -> list[Field[Any]]:
-    """Fields that have flags, the axes of a job last."""
+    """With flags, axes last."""
     axes = all_axes()
     stated = [field for field in fields(kind) if field.name not in axes or _help(kind, axes[field.name])]
     return sorted(stated, key=lambda field: field.name in axes)

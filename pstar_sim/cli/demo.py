@@ -1,5 +1,5 @@
-"""`pstar demo`: the main job from beginning to end on this machine, through the functions of the other commands, with a
-GPT-2 124M and an accelerator too small for it.
+"""`pstar demo`: the main job from beginning to end on this machine, by the other commands' functions, with GPT-2 124M
+and an accelerator too small for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parts of the executor, which need torch, imported when a command needs them."""
+"""Parts of the executor, imported when needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["executor_module"]
 
 
 def executor_module(name: str) -> ModuleType:
-    """Raises ModelError where torch or transformers is missing, naming the extra to install."""
+    """Raises ModelError without torch or transformers, naming the extra."""
     try:
         return importlib.import_module(f"executor.{name}")
     except ModuleNotFoundError as error:

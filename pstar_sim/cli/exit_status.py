@@ -1,4 +1,4 @@
-"""Exit status: tells a script the result of a command without reading its output."""
+"""Tells a script the result of a command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HELP = (
 
 
 def status_of(error: PstarError) -> int:
-    """NO for an error that is an answer, STOPPED for a run that was asked to end, MISTAKE for any other."""
+    """NO for an answer, STOPPED for a run asked to end, else MISTAKE."""
     if isinstance(error, Stopped):
         return STOPPED
     return NO if isinstance(error, DoesNotFit | NothingFits) else MISTAKE

@@ -32,7 +32,7 @@ def _file(what: str) -> typer.models.OptionInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class _Targets:
-    """Configurations of frameworks to write, at least one; or a timeline."""
+    """Frameworks' configurations to write, or a timeline."""
 
     SECTION = "what is written"
 
@@ -65,7 +65,7 @@ class _Targets:
 
     @property
     def written(self) -> dict[str, str]:
-        """Flag -> file, for the given flags that name their files."""
+        """Flag -> file, if given."""
         viz = {} if self.memory_viz is None else {"memory-viz": self.memory_viz}
         return viz | self.files
 

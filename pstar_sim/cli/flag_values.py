@@ -1,5 +1,4 @@
-"""Parsers of flags' texts, and completion of names for shells. An error names the value and what would do;
-`usage.run_app` adds the flag."""
+"""Parsers of flags' texts, and completion of names. An error names value and remedy, `usage.run_app` the flag."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ LENGTH_UNIT = re.compile("[a-z]+$")
 
 
 def _value(parse: Callable[[str], T]) -> Callable[[Any], T]:
-    """Leaves defaults alone: typer hands them, values already, to the parser too."""
+    """Typer hands defaults, already values, to the parser too."""
 
     @functools.wraps(parse)
     def parse_text(given: Any) -> T:
@@ -85,7 +84,7 @@ def natural(text: str) -> int:
 
 @_value
 def tokens(text: str) -> int:
-    """Reads "4096", and "16k" and "1M" as people count them: 16 * 1,024 tokens, 1,024 * 1,024."""
+    """Reads "4096", or "16k" and "1M" as people count: 16 * 1,024 and 1,024 * 1,024 tokens."""
     factor = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
     value = _whole(text if factor == 1 else text[:-1], least=1) * factor
     if not 1 <= value < 10**9:
@@ -125,7 +124,7 @@ def learning_rate(text: str) -> float:
 
 @_value
 def new_file(text: str) -> str:
-    """Writing is tried before any work is done for the file."""
+    """Tried before any work for it."""
     try:
         check_writable(Path(text))
     except PstarError as error:
@@ -147,7 +146,7 @@ class Inches(NamedTuple):
 
 @_value
 def size_inches(text: str) -> Inches:
-    """Reads "3.3", "3.3x2.5", "85mm" or "8.5x6cm"; the unit of the last number is that of both."""
+    """Reads "3.3", "3.3x2.5", "85mm" or "8.5x6cm", with one unit for both."""
     width, by, height = text.lower().partition("x")
     unit = LENGTH_UNIT.search(height or width)
     both = [width, *([height] if by else [])]
@@ -222,7 +221,7 @@ def policy(text: str) -> str:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """What the word means elsewhere, or the known names that begin with `name`, or else resemble it."""
+    """What it means elsewhere, or known names that begin with it, else resemble it."""
     if sentence := meant(name):
         return f"; {sentence}"
     begin = [one for one in known if len(name) > 2 and one.startswith(name)]
@@ -231,7 +230,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def one_of(choices: Any, words: Mapping[str, str] | None = None) -> Callable[[Any], str]:
-    """Accepts the texts of a Literal, and other words for these."""
+    """Of a Literal, or other words for these."""
     names = get_args(choices)
 
     def parse(text: str) -> str:

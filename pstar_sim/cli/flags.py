@@ -1,5 +1,4 @@
-"""Flags that several commands take, each declared once: a type for a single flag, a dataclass for flags that go
-together."""
+"""Flags of several commands, declared once: a type for one, a dataclass for those that go together."""
 
 from __future__ import annotations
 
@@ -99,7 +98,7 @@ def certify(what: str) -> Any:
 
 
 def output(what: str, *, parser: Callable[[Any], str] = new_file) -> Any:
-    """The parser checks that the file can be written before the work begins."""
+    """Checked before the work begins."""
     return typer.Option("-o", "--output", parser=parser, metavar="FILE", help=what)
 
 

@@ -1,4 +1,4 @@
-"""From flags to values: the machine, the workload, the settings and the policies of a command."""
+"""From flags to machine, workload, settings and policies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MOST_SPLITS, LARGE_BATCH = 5, 64  # splits to try at most; larger micro-batches 
 
 
 def machine_of(flags: MachineFlags | OptionalMachineFlags) -> Machine:
-    """Applies --nodes, --gpus, --gpu-memory, --host-memory, --disks, --cpu-threads and --set to --machine."""
+    """With --nodes, --gpus, --gpu-memory, --host-memory, --disks, --cpu-threads and --set."""
     if flags.machine is None:
         raise PstarError("--machine is needed (see `pstar machines`)")
     return load_machine(
@@ -64,7 +64,7 @@ def settings_of(flags: SettingFlags) -> Settings:
 
 
 def axes_of(flags: Axes) -> AxesGiven:
-    """What the flags say of the axes. Raises PstarError for a text that is no adapter."""
+    """Raises PstarError for a text that is no adapter."""
     given = flags.given
     if flags.lora is not None:
         try:
@@ -75,24 +75,23 @@ def axes_of(flags: Axes) -> AxesGiven:
 
 
 def workload_of(job: OptionalWorkloadFlags, machine: Machine) -> Workload:
-    """Where ranks take different shares, the workload is as hard as the hardest rank's."""
+    """The hardest rank's, if shares differ."""
     return share_out(workloads_of(job, machine), machine).workload
 
 
 def workloads_of(job: OptionalWorkloadFlags, machine: Machine, *, nearly: bool = False) -> tuple[Workload, ...]:
-    """For each rank the variant of --trace that agrees with the given flags, or the preset --model with --batch and
-    --seq. --batch is that of all GPUs together; without it, the batch of a trace is that of one GPU.
+    """Per rank, the variant of --trace that agrees with the flags, or the preset --model with --batch (of all GPUs) and
+    --seq; a trace's own batch is one GPU's.
 
     nearly: as in `shares_of_batch`.
 
-    Raises PstarError for flags that name no variant of the trace or more than one, for missing flags, and for a batch
-    that the ranks cannot share.
+    Raises PstarError for flags that name none or several variants, missing flags, and a batch that ranks cannot share.
     """
     return job_of(job).of(machine, nearly=nearly)
 
 
 def job_of(flags: OptionalWorkloadFlags) -> Job:
-    """Raises PstarError for flags that are missing or do not go together."""
+    """Raises PstarError for flags missing or at odds."""
     captured = flags.model is not None and not has_preset(flags.model)
     if flags.trace is not None or captured:
         for name, axis in all_axes().items():
@@ -119,15 +118,14 @@ def _check_sizes(flags: OptionalWorkloadFlags) -> None:
 
 
 def cut_of(job: OptionalWorkloadFlags, machine: Machine) -> Callable[[int], Workload] | None:
-    """From the sequences per micro-batch of a GPU to its job, among the variants of --trace; None for a preset."""
+    """A GPU's sequences per micro-batch -> its job, of --trace's variants; None for a preset."""
     return None if job.trace is None else partial(job_of(job).share, machine=machine)
 
 
 def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine) -> tuple[Way, ...]:
-    """Ways to run --global-batch: the variants of --trace that the other flags allow, or the preset --model in SPLITS
-    micro-batches.
+    """For --global-batch: variants of --trace that other flags allow, or the preset --model in SPLITS micro-batches.
 
-    Raises PstarError for flags that leave no way, and for ranks that take different shares.
+    Raises PstarError without any, and for ranks with different shares.
     """
     if job.batch is not None or job.micro_batches is not None:
         raise PstarError(
@@ -153,7 +151,7 @@ def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine)
 
 
 def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:
-    """A variant of a trace agrees with --seq, --checkpointing and --dtype. bf16 and fp16 count as equal."""
+    """With --seq, --checkpointing and --dtype (bf16 and fp16 are equal)."""
     if job.seq is not None and w.sequence != job.seq:
         return False
     if job.checkpointing is not None and w.checkpointing != job.checkpointing:
@@ -162,8 +160,8 @@ def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:
 
 
 def _preset_variants(job: OptionalWorkloadFlags, machine: Machine, share: int) -> tuple[Way, ...]:
-    """In some of SPLITS micro-batches, with and without recomputation (unless --checkpointing says), and the mixes of
-    these block by block."""
+    """In SPLITS micro-batches, with and without recomputation (unless --checkpointing says), and mixed block by
+    block."""
     open_ = job.checkpointing is None and job.recompute is None
     choices = (True, False) if open_ else (job.checkpointing is not False,)
     possible = [split for split in SPLITS if share % split == 0]

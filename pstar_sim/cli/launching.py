@@ -1,4 +1,4 @@
-"""pstar launch: runs an unchanged script in this process, as `python SCRIPT` does. Its transformers.Trainer trains by a
+"""pstar launch: an unchanged script in this process, as by `python SCRIPT`, whose transformers.Trainer trains by a
 plan."""
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _check_flags(asked: _LaunchFlags) -> None:
 
 
 def _run(script: Path, arguments: Sequence[str]) -> int:
-    """An exception of the script is printed as Python prints it, and the status is 1."""
+    """Its exception is printed as by Python, with status 1."""
     with _as_main(script, arguments):
         try:
             runpy.run_path(str(script), run_name="__main__")
@@ -141,7 +141,7 @@ def _run(script: Path, arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """Inside, sys.argv and the first entry of sys.path are the script's."""
+    """sys.argv and the first of sys.path are the script's."""
     before = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
@@ -152,7 +152,7 @@ def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _print_own(error: Exception, script: Path) -> None:
-    """From the script's own first frame on."""
+    """From the script's first frame on."""
     tb = error.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename != str(script):
         tb = tb.tb_next
@@ -165,7 +165,7 @@ class _Report:
         self._predicted: tuple[Plan, Machine, Timeline] | None = None
 
     def announce(self, plan: Plan) -> None:
-        """With the seconds and bytes that it is predicted to take on this machine."""
+        """With predicted seconds and bytes."""
         with self._while_read():
             self._announce(plan)
 
@@ -207,7 +207,7 @@ class _Report:
 
     @contextmanager
     def _while_read(self) -> Iterator[None]:
-        """The report falls silent where nobody reads it any more (`pstar launch ... | head`); the script goes on."""
+        """Falls silent where nobody reads it (`pstar launch ... | head`); the script goes on."""
         try:
             yield
         except BrokenPipeError:
@@ -253,7 +253,7 @@ class _Report:
 
 
 def _measured_step(step: Any) -> str:
-    """step: the shown `executor.queues.logs.IterationLog`."""
+    """step: shown, an `executor.queues.logs.IterationLog`."""
     if step.planned:
         return "the last on plan with the planned batch"
     share = sum(step.shares) / len(step.shares)

@@ -1,4 +1,4 @@
-"""The flag --like: configurations of other frameworks, and the flags for which they give values."""
+"""--like: configurations of other frameworks, which fill in flags."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Likes:
     configurations: tuple[tuple[str, Configuration], ...]
 
     def fill(self, job: Any, setting: SettingFlags, machine: Machine) -> tuple[Any, SettingFlags]:
-        """Flags that are not given get the configurations' values. Raises PstarError if two configurations, or a
-        configuration and a flag, contradict each other."""
+        """Flags not given get their values. Raises PstarError for contradictions between configurations or with
+        flags."""
         given = {name: getattr(job, name) for name in _JOB}
         asked = {name: say(machine) for name, say in _JOB.items()}
         if given["dtype"] not in (None, MASTER) or getattr(job, "trace", None) is not None:
@@ -93,8 +93,7 @@ class Likes:
         return name
 
     def loaded(self, flag: str | None) -> tuple[Likes, str | None]:
-        """With how the job loads its weights: as the configurations if these agree, or the flag; None if nothing says
-        it."""
+        """Loading as they agree, or as the flag; else None."""
         from pstar_sim.frameworks.targets import target_of
 
         read = self.configurations
@@ -105,8 +104,8 @@ class Likes:
 
     @property
     def spread(self) -> tuple[str, Configuration] | None:
-        """The configuration with degrees beside data parallelism, which stands alone; None if none has any. Raises
-        PstarError for one beside others."""
+        """The one with degrees beside data parallelism, which stands alone, or None. Raises PstarError for one beside
+        others."""
         one = next((pair for pair in self.configurations if pair[1].parallelism is not None), None)
         if one is not None and len(self.configurations) > 1:
             raise PstarError(
@@ -130,10 +129,9 @@ class Likes:
     def predict(
         self, workloads: Sequence[Workload], machine: Machine, job: Any, setting: SettingFlags
     ) -> tuple[ConfigurationPrediction, ...]:
-        """Raises PstarError, naming the file, for a configuration that the machine cannot run at all, for example
-        because it needs disks.
+        """Raises PstarError, naming the file, where the machine cannot run one at all, for example without disks.
 
-        job, setting: as `fill` returned them.
+        job, setting: from `fill`.
         """
         from pstar_sim.cli.inputs import settings_of
         from pstar_sim.frameworks.prediction import predict
@@ -241,7 +239,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 def read_likes(paths: Sequence[str] | None) -> Likes | None:
-    """None for no files. Raises PstarError as `load_configuration` does, and for a file that is given twice."""
+    """None for no files. Raises PstarError as `load_configuration`, and for a file given twice."""
     if not paths:
         return None
     from pstar_sim.frameworks.load import load_configuration

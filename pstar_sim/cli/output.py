@@ -1,4 +1,4 @@
-"""Output of commands: the one way to write text, a table, JSON, a note on stderr, a picture."""
+"""The one way to write text, a table, JSON, a note on stderr, a picture."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tell(text: str) -> None:
 
 
 def say_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """As wide as the terminal allows ([Note: narrow terminals] in terminal.py)."""
+    """By [Note: narrow terminals] in terminal.py."""
     say(table_text(heads, rows, width=terminal_width()))
 
 
@@ -62,11 +62,11 @@ def say_json(value: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a JSON answer begins with, behind the command and the version.
+    """A JSON answer's beginning, after command and version.
 
-    verdict: "yes" or "no"; None of a question that has no such answer.
+    verdict: "yes" or "no", None where there is none.
     reason: of the verdict, in words.
-    advice: flags, the smallest change first.
+    advice: flags, smallest change first.
     """
 
     model: str | None = None
@@ -78,7 +78,7 @@ class Header:
 
 
 def say_answer(header: Header, **answer: object) -> None:
-    """Writes a JSON object: command, version, header, then the answer, such as its rows."""
+    """JSON: command, version, header, then the answer."""
     from pstar_sim.cli.usage import words_typed
     from pstar_sim.version import __version__
 
@@ -97,7 +97,7 @@ def note(text: str) -> None:
 
 
 def check_apart(read: Sequence[str], written: Sequence[str]) -> None:
-    """Raise PstarError for a file that a command would write twice, or that it also reads."""
+    """Refuse a file written twice, or also read."""
     used = {Path(path).resolve() for path in read}
     for path in written:
         if Path(path).resolve() in used:
@@ -106,10 +106,10 @@ def check_apart(read: Sequence[str], written: Sequence[str]) -> None:
 
 
 def save_picture(figure: Figure, path: Path, *, dpi: int) -> None:
-    """Write a picture, atomically. The ending of the file is the kind of picture; without an ending it is PNG. Letters
-    are TrueType (Type 42), as publishers ask; the same picture has the same bytes.
+    """Atomic; the ending is the kind, PNG without one. Letters are TrueType (Type 42), as publishers ask; the same
+    picture has the same bytes.
 
-    Raises PstarError for an ending that matplotlib does not know, or a file or kind that cannot be written.
+    Raises PstarError for an unknown ending, or what cannot be written.
     """
     from matplotlib import rc_context
 
@@ -133,9 +133,9 @@ def save_picture(figure: Figure, path: Path, *, dpi: int) -> None:
 
 
 def check_looks(path: str, picture: PictureFlags, read: Sequence[str] = ()) -> None:
-    """Raise PstarError, before any planning, for a file or a style that cannot be.
+    """Refuse an impossible file or style before planning.
 
-    read: files that the command reads.
+    read: the command's inputs.
     """
     from pstar_sim.report.paper import styled
 

@@ -185,7 +185,7 @@ def _beside(
 
 
 def _fits_or_says_why(result: Comparison) -> int:
-    """If no policy fits, a line on stderr points to the answer on stdout."""
+    """A line on stderr points to the answer on stdout."""
     if any(row.fits for row in result.rows):
         return 0
     what = "no policy fits" if len(result.rows) > 1 else f"{result.rows[0].policy} does not fit"
@@ -269,14 +269,13 @@ def say_notes(result: Comparison) -> None:
 
 
 def say_left_out(result: Comparison) -> None:
-    """What an answer for several GPUs does not model, on stderr, if it has no place for it."""
+    """What is not modelled on several GPUs, on stderr, for answers without a place for it."""
     for one in result.notes:
         note(f"note: {one}")
 
 
 def checked_plan(path: str) -> tuple[Plan, CheckReport]:
-    """With the checker's report: a run needs the steps and bytes that the checker has proved. Raises PlanError, naming
-    the file, if it is unreadable or wrong."""
+    """And the checker's report: a run needs proved steps and bytes. Raises PlanError, naming the file."""
     from pstar_sim.core.plan import load_plan
 
     plan = load_plan(path)
@@ -480,7 +479,7 @@ def _compared(
     likes: Sequence[ConfigurationPrediction] = (),
     barrier_cost: bool | None = None,
 ) -> Comparison:
-    """likes: stand above the policies in the table."""
+    """likes: above the policies in the table."""
     from pstar_sim.cli.inputs import cut_of, machine_of, settings_of, workloads_of
     from pstar_sim.planner.asked import asked_policies
     from pstar_sim.planner.balance import all_balance
@@ -520,7 +519,7 @@ def _among_variants(
     only_best: bool,
     barrier_cost: bool | None,
 ) -> Comparison:
-    """On the fastest variant, by the only named policy or by `optimal`."""
+    """By the only named policy or `optimal`."""
     from pstar_sim.cli.inputs import variants_of
     from pstar_sim.planner.compare import Comparison, unfit_row
     from pstar_sim.planner.compare import compare as ask

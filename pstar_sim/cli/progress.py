@@ -1,6 +1,6 @@
-"""Progress of a run on stderr: live lines on a terminal, plain lines elsewhere, nothing if quiet.
+"""A run's progress on stderr: live lines on a terminal, plain ones elsewhere.
 
-The run calls the progress after each step, with `session.status()`.
+Called after each step, with `session.status()`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ def progress(
     file: IO[str] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[OnStep | None]:
-    """Yields the function to call after each step, unless quiet.
+    """The function to call after each step, unless quiet.
 
-    file: stderr by default. A terminal gets live lines, other files one line per step, at most one per second, and the
-        last.
+    file: by default stderr. A terminal has live lines, other files one per step, at most one per second, and the last.
     """
     if quiet:
         yield None
@@ -91,7 +90,7 @@ def plain_line(steps: int, plan: Plan, report: StepReport, status: Status) -> st
 
 
 def words(plan: Plan, report: StepReport, status: Status) -> list[str]:
-    """Loss, speed and deviations from the plan; bytes held in each place; the link in both directions."""
+    """Loss, speed and deviations; bytes in each place; the link in both directions."""
     rate = plan.tokens / report.time_s if report.time_s > 0 else 0.0
     held = (
         f"GPU {format_bytes(status.gpu_peak_bytes)} at most of {format_bytes(status.gpu_budget_bytes)}, "

@@ -1,4 +1,4 @@
-"""The command diff, and `pstar trace --from-snapshot`: what torch recorded of a run, alone and beside plans."""
+"""`diff` and `pstar trace --from-snapshot`: what torch recorded, alone and beside plans."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ commands = typer.Typer()
 def trace_snapshots(
     files: Sequence[str], like: str | None, path: str | None, *, device: int | None, as_json: bool
 ) -> int:
-    """`pstar trace --from-snapshot`: says what the snapshots hold at their peaks, and writes their tide: as pictures
-    below each other, as a timeline, or as the moments of the trace `like`."""
+    """What snapshots hold at their peaks, and their tide: as pictures, a timeline, or moments of the trace `like`."""
     from pstar_sim.recorded.held import held_of_snapshot
     from pstar_sim.recorded.snapshot import load_snapshot
     from pstar_sim.report.recorded import held_text, notes_of

@@ -1,5 +1,5 @@
-"""Results of a run: files, figures beside their predictions, and the words that explain both. Shared by `pstar run`,
-`pstar demo` and `torchrun -m executor`."""
+"""A run's files, figures beside predictions, and words that explain both, for `pstar run`, `pstar demo` and `torchrun
+-m executor`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OUTPUTS = ("record", "timeline", "perfetto", "plot")
 
 
 def predictor(machine: Machine) -> Callable[[Plan], Timeline]:
-    """Each plan is predicted once on `machine`: a run may end with another plan than it began with."""
+    """Each plan is predicted once: a run may end with another."""
     from pstar_sim.planner.compare import play_plan
 
     known: dict[int, tuple[Plan, Timeline]] = {}
@@ -66,9 +66,9 @@ def predictor(machine: Machine) -> Callable[[Plan], Timeline]:
 
 
 def machine_here(plan: Plan, bandwidth: tuple[float, float], *, virtual: bool) -> Machine:
-    """The machine for which a run of the plan is predicted.
+    """For a run's prediction.
 
-    bandwidth: of the virtual link, in bytes per second (to the gpu, to the host).
+    bandwidth: bytes per second of the virtual link (to the gpu, to the host).
     """
     if not virtual:
         return plan.machine
@@ -82,7 +82,7 @@ def machine_here(plan: Plan, bandwidth: tuple[float, float], *, virtual: bool) -
 
 
 def save_recording(recorded: Workload, machine: Machine, path: str, *, quiet: bool) -> None:
-    """The files of --record: the trace, and the rates measured here as a machine file of the same name."""
+    """Of --record: the trace, and rates as a machine file of its name."""
     from pstar_sim.catalog.writing import save_machine
     from pstar_sim.workload.trace import save_trace
 
@@ -94,7 +94,7 @@ def save_recording(recorded: Workload, machine: Machine, path: str, *, quiet: bo
 
 
 def check_outputs(flags: RunFlags) -> None:
-    """Raise PstarError where two flags name one file, and where --plot has an ending that is no kind of picture."""
+    """Refuse two flags with one file, and --plot without a kind of picture."""
     named: dict[Path, str] = {}
     for flag in OUTPUTS:
         name = getattr(flags, flag)
@@ -118,7 +118,7 @@ def check_outputs(flags: RunFlags) -> None:
 
 
 def try_outputs(flags: RunFlags) -> None:
-    """Raise PstarError, naming the flag, for a file that cannot be written, before any work for it."""
+    """Refuse, naming the flag, a file that cannot be written, before any work."""
     for flag in OUTPUTS:
         name = getattr(flags, flag)
         if name is not None:
@@ -134,7 +134,7 @@ def try_outputs(flags: RunFlags) -> None:
 
 
 def write_timelines(flags: RunFlags, plan: Plan, predicted: Timeline, result: RunResult) -> None:
-    """The requested files that show the measured timeline beside the predicted one."""
+    """Measured beside predicted, as asked."""
     asked = [name for name in (flags.timeline, flags.perfetto, flags.plot) if name is not None]
     if result.timeline is None:
         for name in asked:
@@ -176,9 +176,9 @@ def measured_words(result: RunResult) -> str:
 
 
 def compare_with_run(plan: Plan, predicted: Timeline, result: RunResult) -> list[Figure]:
-    """Seconds are those of the median step after the first, bytes those of the measured iteration.
+    """Seconds of the median step after the first, bytes of the measured iteration.
 
-    "re-timed" is the plan, simulated with the seconds of its steps in the run (sim/retime.py).
+    "re-timed" is the plan simulated with the run's seconds (sim/retime.py).
     """
     step_s = measured_s(result)
     wanted: dict[str, float] = {"iteration_s": predicted.iteration_s}
@@ -196,7 +196,7 @@ def compare_with_run(plan: Plan, predicted: Timeline, result: RunResult) -> list
 
 
 def retimed_s(plan: Plan, measured: Timeline) -> float | None:
-    """Of the re-timed iteration; None for ranks that differ, which are simulated with seconds of their own."""
+    """None for ranks that differ, simulated with seconds of their own."""
     from pstar_sim.sim.retime import retime
     from pstar_sim.sim.several_ranks import classes_of
 
@@ -205,7 +205,7 @@ def retimed_s(plan: Plan, measured: Timeline) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFigures:
-    """From the view of one rank of a run; `to_json` has the same keys for one and for several."""
+    """From one rank's view; `to_json` has the same keys for several."""
 
     plan: Plan
     machine: Machine
@@ -232,7 +232,7 @@ class RunFigures:
 
     @cached_property
     def again_s(self) -> float | None:
-        """Of the plan, simulated with the measured seconds of this rank's steps."""
+        """Simulated with this rank's measured seconds."""
         return None if self.result.timeline is None else retimed_s(self.plan, self.result.timeline)
 
     @cached_property
@@ -303,15 +303,15 @@ def predicted_bar(plan: Plan, machine: Machine) -> str:
 
 
 def is_lower_bound(plan: Plan, machine: Machine) -> bool:
-    """Whether the predicted seconds count only matrix products, copies and updates, so that the run takes longer. True
-    on the virtual accelerator for a plan whose trace was not recorded on `machine`."""
+    """Predicted seconds have only products, copies and updates: the run takes longer. True on the virtual accelerator
+    for a trace not recorded on `machine`."""
     return plan.machine.gpu.name == "virtual" and plan.workload.recorded_on != machine.name
 
 
 def smaller_batches(plan: Plan, machine: Machine, shares: Sequence[float]) -> Plan:
-    """The seconds of a micro-batch's moments are scaled by the size of its batch; steps and bytes are the plan's.
+    """Seconds by the sizes of batches; steps and bytes stay.
 
-    shares: of the plan's batch, of each micro-batch.
+    shares: of the plan's batch, per micro-batch.
     """
     from pstar_sim.cost import cost_of
     from pstar_sim.workload.workload import Phase
@@ -326,9 +326,7 @@ def smaller_batches(plan: Plan, machine: Machine, shares: Sequence[float]) -> Pl
 
 
 def explain_run(plan: Plan, machine: Machine, result: RunResult) -> str:
-    """Below the table: the meaning of the figures, the sources of the prediction, whether other programs disturbed the
-    run, and how it left the plan.
-    """
+    """What the figures mean, the prediction's sources, other programs' disturbance, and how the run left the plan."""
     lines = [
         *result.notes,
         (

@@ -72,7 +72,7 @@ class _TraceFlags(Axes):
     ] = None
 
     def needed(self, path: str | None) -> tuple[str, int, int, str]:
-        """Model, batch, sequence and the file to write. Raises PstarError naming those that are missing."""
+        """Raises PstarError naming those missing."""
         if self.model is None or self.batch is None or self.seq is None or path is None:
             given = {"MODEL": self.model, "--batch": self.batch, "--seq": self.seq, "-o/--output": path}
             missing = ", ".join(name for name, value in given.items() if value is None)
@@ -82,7 +82,7 @@ class _TraceFlags(Axes):
 
 @dataclass(frozen=True, kw_only=True)
 class _SnapshotFlags:
-    """The tide of a run under any framework, in place of a trace."""
+    """A run's tide under any framework, in place of a trace."""
 
     SECTION = "a snapshot of torch, instead of MODEL"
 
@@ -226,7 +226,7 @@ def _variant_words(w: Workload) -> str:
 
 
 def record_on_device(asked: _TraceFlags) -> Workload:
-    """Runs one real iteration, counted and timed, for `pstar trace --device`."""
+    """One real iteration, counted and timed."""
     from pstar_sim.arguments import parse_bytes
     from pstar_sim.catalog.loader import load_machine
 

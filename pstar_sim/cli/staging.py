@@ -1,5 +1,4 @@
-"""Stages of a pipeline on the command line: `--parallel` of plan, compare and fits, and what check and plot do with the
-file of a set of plans."""
+"""`--parallel` of plan, compare and fits, and check and plot for a set of plans."""
 
 from __future__ import annotations
 
@@ -40,9 +39,9 @@ Parallel = Annotated[
 
 
 def refuse_beside(parallel: str, **flags: object) -> None:
-    """Raise PstarError for a flag of which a question about parallelism knows nothing.
+    """Refuse a flag unknown to questions about parallelism.
 
-    parallel: the flag that asks it.
+    parallel: the asking flag.
     """
     given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value]
     if given:
@@ -94,10 +93,9 @@ def spread_like(
     json: bool,
     **flags: object,
 ) -> int | None:
-    """For a configuration with degrees beside data parallelism, by the policy that stands for it and those that are
-    named; None if no configuration has any.
+    """For a configuration with degrees beside data parallelism, by its policy and those named; None without one.
 
-    flags: of which such an answer knows nothing.
+    flags: unknown to such an answer.
     """
     from pstar_sim.cli.inputs import machine_of
     from pstar_sim.frameworks.follows import Follows, as_run, stands_for

@@ -1,7 +1,7 @@
-"""`torchrun --nproc-per-node N -m executor PLAN --model MODEL`: trains a model by name on several ranks.
+"""`torchrun --nproc-per-node N -m executor PLAN --model MODEL`: trains on several ranks.
 
-It takes the flags of `pstar run`. The first rank prints and writes. If a file's name contains {rank}, each rank writes
-its own file. torch is imported with this module.
+Flags are `pstar run`'s. The first rank prints and writes, each its own file if the name has {rank}. torch is imported
+with this module.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ app = typer.Typer(add_completion=False, context_settings={"help_option_names": [
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line of one rank. Returns the exit status: 0; after an error, which is one line on stderr, 2 or 3
+    """One rank's command line. Returns the exit status: 0, or 2 or 3 after an error, which is one line on stderr
     (`pstar_sim.cli.exit_status`)."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
@@ -124,7 +124,7 @@ def _run(flags: RunFlags, plan: Plan, processes: Processes) -> None:
 
 
 def _files_of(flags: RunFlags, rank: int) -> RunFlags:
-    """Sets the files of other ranks to None. Raises PstarError for a file that cannot be written."""
+    """None on other ranks. Raises PstarError for what cannot be written."""
     names: dict[str, str | None] = {}
     for flag in OUTPUTS:
         name = getattr(flags, flag)

@@ -1,4 +1,4 @@
-"""`app`: the commands of `pstar`, in the order in which the help lists them. `pstar --help` imports no planner."""
+"""`app`: the commands, in the help's order. `pstar --help` imports no planner."""
 
 from __future__ import annotations
 

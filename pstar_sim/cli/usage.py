@@ -1,5 +1,5 @@
-"""Usage of commands in this project's words, in place of those of click, on which typer is built: checks the flags,
-reports a mistake in one line that names the thing, the value and what would do, and prints help in sections."""
+"""Usage of commands in this project's words, not click's: checks flags, reports a mistake in one line with the thing,
+the value and what would do, and prints help in sections."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ __all__ = ["Command", "CommandGroup", "run_app", "words_typed"]
 
 
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
-    """Run a command line. Returns the exit status. Raises PstarError for a command line with a mistake, SystemExit
-    after help."""
+    """Returns the exit status. Raises PstarError for a mistake, SystemExit after help."""
     command: Any = get_command(app)
     try:
         with command.make_context(
@@ -34,13 +33,13 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
 
 
 def words_typed() -> tuple[str, ...]:
-    """Returns the words of the command line that runs, its program first; none outside of `run_app`."""
+    """Of the running command line, its program first; none outside of `run_app`."""
     context = get_current_context(silent=True)
     return () if context is None else tuple(context.find_root().obj)
 
 
 def _words(error: typer.TyperException) -> str:
-    """The flag, the fault of its value, and the command that lists the flags."""
+    """Flag, fault, and the command that lists flags."""
     text, context = error.message.rstrip("."), getattr(error, "ctx", None)
     if (parameter := getattr(error, "param", None)) is not None:
         text = f"argument {_name(parameter)}: {text}"
@@ -56,10 +55,10 @@ def _name(parameter: Any) -> str:
 
 
 def _check_words(context: Any, parameters: Sequence[Any], words: Sequence[str], *, until_word: bool) -> None:
-    """Refuses flags that are unknown or have no value, and missing or needless arguments. click itself would take the
-    next flag for a value, and names one missing flag at a time.
+    """Refuse unknown flags, missing values, and missing or needless arguments. click would take the next flag for a
+    value, and names one missing flag at a time.
 
-    until_word: stop at the first argument, because a command follows.
+    until_word: stop at the first argument: a command follows.
     """
     flags = {name: p for p in parameters for name in (*p.opts, *p.secondary_opts) if p.param_type_name == "option"}
     places = [p for p in parameters if p.param_type_name == "argument"]
@@ -113,14 +112,14 @@ def _flag_of(context: Any, word: str, flags: Mapping[str, Any]) -> Any:
 
 
 def _commands_with(context: Any, name: str) -> list[str]:
-    """At most three other commands of the group that have the flag."""
+    """At most three others of the group."""
     group = getattr(context.parent, "command", None)
     commands = getattr(group, "commands", {})
     return [other for other, one in commands.items() if any(name in p.opts for p in one.get_params(context))][:3]
 
 
 def _take_value(context: Any, flag: Any, word: str, left: list[str], flags: Collection[str]) -> None:
-    """left: words behind the flag."""
+    """left: words behind it."""
     name, equals, value = word.partition("=")
     if flag.is_flag:
         if equals:
@@ -133,8 +132,8 @@ def _take_value(context: Any, flag: Any, word: str, left: list[str], flags: Coll
 
 
 class _OwnParser:
-    """Uses the flag's parser, or leaves the text as it is. Typer's own parser gives the same values, but imports
-    pydantic, which takes a tenth of a second of CPU time per command."""
+    """The flag's parser or none: Typer's gives the same, but imports pydantic, a tenth of a second of CPU time per
+    command."""
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
         read = param.type_descriptor.parameter_info.parser or (lambda text: text)
@@ -149,7 +148,7 @@ def _read_values(parameters: Sequence[Any]) -> None:
 
 
 def _write_options(command: Any, context: Any, formatter: Any) -> None:
-    """Arguments, then flags by section; flags without a section come last."""
+    """Arguments, then flags by section, those without last."""
     sections: dict[str, list[tuple[str, str]]] = {"arguments": []}
     others: list[tuple[str, str]] = []
     for parameter in command.get_params(context):
@@ -178,7 +177,7 @@ def _column(width: int) -> int:
 
 
 def _write_epilog(command: Any, formatter: Any) -> None:
-    """Examples are unchanged, so that they can be copied; other lines are folded."""
+    """Examples stay, to be copied; other lines are folded."""
     for line in (command.epilog or "").splitlines():
         formatter.write("\n")
         formatter.write(f"{line}\n") if line.startswith("example") else formatter.write_text(line)
@@ -202,7 +201,7 @@ class Command(TyperCommand):
 
 
 class CommandGroup(TyperGroup):
-    """A group of commands. Its metavar, such as COMMAND, is the word for a command of the group."""
+    """Its metavar, such as COMMAND, is the word for one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "rich_markup_mode": None})

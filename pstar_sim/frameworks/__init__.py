@@ -1,3 +1,3 @@
-"""Frameworks: reads and writes configurations of DeepSpeed, FSDP and others, and predicts them. One module per
-framework holds its table, its reader and its writer; targets.py lists them.
+"""Configurations of DeepSpeed, FSDP and others: read, written, predicted. A module per framework has its table of keys,
+reader and writer (targets.py).
 """

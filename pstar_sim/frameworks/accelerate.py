@@ -1,5 +1,5 @@
-"""accelerate: reads and writes the YAML of `accelerate config` with FSDP 1 or 2, one process or DDP; DeepSpeed is only
-read, by deepspeed.py.
+"""accelerate: the YAML of `accelerate config` with FSDP 1 or 2, one process or DDP; DeepSpeed's is only read, by
+deepspeed.py.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ _UNQUOTED = {"distributed_type": "NO", "mixed_precision": "no"}
 
 
 def read(content: object, file: str) -> Configuration:
-    """Raises PstarError as `read_keys` does, and for a distributed type or strategy that is not known."""
+    """Raises PstarError as `read_keys`, and for an unknown distributed type or strategy."""
     if isinstance(content, dict):
         content = {key: _UNQUOTED.get(key, value) if value is False else value for key, value in content.items()}
     found = read_keys(KEYS, content, file, "an accelerate configuration")
@@ -187,9 +187,8 @@ def _details(found: KeyReading, details: dict[str, object]) -> tuple[tuple[str, 
 
 
 def _sharding(found: KeyReading, file: str) -> tuple[bool, int | str, list[str]]:
-    """(whether parameters are given up after forward, the replicas, notes on settings that are not modelled). FSDP 1
-    says the first by the sharding strategy (a word or its number), FSDP 2 by fsdp_reshard_after_forward. A hybrid
-    strategy has a replica in each node."""
+    """(whether parameters go after forward, replicas, notes on what is not modelled). FSDP 1 says the first by sharding
+    strategy (a word or number), FSDP 2 by fsdp_reshard_after_forward. A hybrid strategy has a replica per node."""
     one = found.usual("version", 1) == 1
     notes = []
     if found["reshard" if one else "strategy"] not in (None, AUTO):
@@ -214,7 +213,7 @@ def _sharding(found: KeyReading, file: str) -> tuple[bool, int | str, list[str]]
 
 
 def _as_deepspeed(found: KeyReading, file: str, notes: list[str]) -> Configuration:
-    """A file of DeepSpeed's own stands for all keys beside it, as accelerate takes it."""
+    """A file of DeepSpeed's stands for all keys beside it, as in accelerate."""
     if found.known("ds_file") is not None:
         path = Path(file).parent / Path(str(found["ds_file"])).expanduser()
         made = deepspeed.read(_read_file(path, file), str(path))
@@ -244,7 +243,7 @@ def _as_deepspeed(found: KeyReading, file: str, notes: list[str]) -> Configurati
 
 
 def _read_file(path: Path, file: str) -> object:
-    """file: the configuration that names it."""
+    """file: that names it."""
     what = f"{file}: {_DS}.deepspeed_config_file = {str(path)!r}"
     try:
         return parse_json(path.read_text(encoding="utf-8-sig"))
@@ -255,15 +254,14 @@ def _read_file(path: Path, file: str) -> object:
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Where the model is whole on every GPU, DistributedDataParallel has its buckets beside the gradients
-    (gradient_as_bucket_view is off by default)."""
+    """DistributedDataParallel has buckets beside the gradients (gradient_as_bucket_view is off by default)."""
     if configuration.policy_base != "all_on_gpu" or ranks == 1:
         return 0
     return DTYPES[workload.dtype].bytes * workload.trainable_params
 
 
 def _copies(configuration: Configuration, workload: Workload, ranks: int, local_ranks: int) -> Copies | None:
-    """What a script does with a model that is whole on every GPU is not counted."""
+    """Not of a model that is whole on every GPU: that is the script's."""
     if configuration.detail["type"] != "FSDP":
         return None
     return fsdp.copies(configuration, workload, ranks, local_ranks)
@@ -317,8 +315,8 @@ def write(configuration: Configuration) -> str:
 
 
 def express(plan: Plan) -> Expressed:
-    """The nearest FSDP 2 configuration, or that of one process or of DistributedDataParallel for `all_on_gpu` under
-    autocast. The script sets clipping, batch and micro-batches."""
+    """The nearest FSDP 2 configuration, or one process's or DistributedDataParallel's for `all_on_gpu` under autocast.
+    The script sets clipping, batch and micro-batches."""
     if plan.workload.autocast and split_spec(plan.policy)[0] == "all_on_gpu":
         return _express_whole(plan)
     details: dict[str, object] = {

@@ -1,5 +1,5 @@
-"""Configurations of frameworks in our terms: a policy that stands for one, facts of the job, and how the framework
-allocates on the host.
+"""Frameworks' configurations in our terms: the policy that stands for one, facts of the job, and allocation on the
+host.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Configuration:
         return replicas
 
     def data_on(self, machine: Machine) -> int:
-        """Returns the ranks that share a batch. Raises PstarError for degrees that the machine's GPUs do not have."""
+        """Ranks that share a batch. Raises PstarError for degrees that the GPUs do not have."""
         spread = self.parallelism
         return machine.data_parallel_size if spread is None else spread.data_on(machine.world_size)
 
@@ -95,8 +95,8 @@ class Configuration:
         return dict(self.details)
 
     def for_model(self, workload: Workload) -> Configuration:
-        """Sets open options as the HF Trainer does: DeepSpeed's buckets follow the hidden size. A model that does not
-        recompute has no checkpoints that could be on the host."""
+        """Open options as the HF Trainer sets them: DeepSpeed's buckets follow the hidden size. Without recomputation
+        no checkpoints can be on the host."""
         options = self.options
         none_kept = options.get("checkpoints") == "host" and not workload.checkpointing
         if not self.left_open and not none_kept:
@@ -111,7 +111,7 @@ class Configuration:
         return replace(self, policy=spec(self.policy_base, {**options, **changed}))
 
     def job(self, workload: Workload) -> Workload:
-        """As the configuration's policy runs it: the inputs of recomputed blocks may go to the host."""
+        """By its policy: inputs of recomputed blocks may go to the host."""
         return in_order(self.policy_base, workload, ON_HOST) if self.options.get("checkpoints") == "host" else workload
 
 
@@ -131,6 +131,6 @@ def spec(name: str, options: Mapping[str, object]) -> str:
 
 
 def _hidden_size(workload: Workload) -> int:
-    """The most frequent length of the model's vectors (norms and biases)."""
+    """The most frequent length of vectors (norms and biases)."""
     lengths = Counter(t.shape[0] for t in workload.tensors if len(t.shape) == 1)
     return lengths.most_common(1)[0][0] if lengths else 0

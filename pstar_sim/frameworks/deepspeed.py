@@ -1,8 +1,8 @@
-"""DeepSpeed: reads and writes its JSON configuration, and counts its allocations on the host (version 0.19).
+"""DeepSpeed (version 0.19): its JSON configuration, and allocations on the host.
 
-A policy stands for each kind of configuration. Stage 3: zero3_offload with the optimizer on the CPU, zero_infinity with
-disks, zero3_resident without offloading. Stages 1 and 2: zero_offload with the optimizer on the CPU, else
-zero3_resident with reshard=False (parameters gathered in forward stay gathered). Stage 0: all_on_gpu.
+Stage 3 is zero3_offload with the optimizer on the CPU, zero_infinity with disks, else zero3_resident; stages 1 and 2
+zero_offload with the optimizer on the CPU, else zero3_resident with reshard=False (parameters gathered in forward
+stay); stage 0 all_on_gpu.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ _NVME_PATH = "/local_nvme"
 
 
 def read(content: object, file: str) -> Configuration:
-    """Raises PstarError as `read_keys` does, and for values that exclude each other."""
+    """Raises PstarError as `read_keys`, and for values that exclude each other."""
     found = read_keys(KEYS, content, file, "a DeepSpeed configuration")
     if all(map(found.known, _HALF)):
         raise PstarError(f"{file}: bf16.enabled and fp16.enabled are both true; DeepSpeed takes one of them")
@@ -306,13 +306,13 @@ def driver(configuration: Configuration) -> str:
 
 
 def _loading(stage: int) -> str:
-    """With stage 3, zero.Init (which the HF Trainer uses) slices the model while it is made; otherwise every process
-    loads the whole model."""
+    """With stage 3, zero.Init (of the HF Trainer) slices the model while it is made; else every process loads it
+    whole."""
     return "whole" if stage == 3 else "each"
 
 
 def _micro_batches(found: KeyReading) -> int | None:
-    """A batch of an iteration that is given alone runs as one micro-batch."""
+    """An iteration's batch alone is one micro-batch."""
     alone = found.known("train_batch") is not None and not {"batch_per_gpu", "micro_batches"} & found.named
     return 1 if alone else found.known("micro_batches")
 
@@ -338,7 +338,7 @@ def _dtype(found: KeyReading) -> str | None:
 
 
 def _optimizer(found: KeyReading) -> tuple[str | None, list[str]]:
-    """pstar_sim's name (None where the script brings its own), and notes on settings that are not modelled."""
+    """Name here (None where the script brings its own), and notes on what is not modelled."""
     if found["bf16_states"] is True:
         return "adamw-bf16-states", []
     written = found.known("optimizer")
@@ -388,7 +388,7 @@ _SIZES = {
 
 
 def _notes(found: KeyReading, stage: int, states: str, params: str) -> list[str]:
-    """On combinations of keys that are not modelled, and on defaults that depend on DeepSpeed's version."""
+    """On combinations that are not modelled, and defaults that depend on the version."""
     zero3, zero12 = stage == 3, stage in (1, 2)
     on_host = found["checkpoints_on_host"] is True
     offloaded3 = zero3 and states == "cpu" and params != "nvme"
@@ -426,7 +426,7 @@ def _notes(found: KeyReading, stage: int, states: str, params: str) -> list[str]
 
 
 def _details(found: KeyReading, stage: int, states: str, params: str) -> tuple[tuple[str, object], ...]:
-    """How DeepSpeed allocates, beside the policy's options."""
+    """Of allocation, beside the policy's options."""
     kept: dict[str, object] = {"stage": stage, "states": states, "params": params}
     if states == "nvme":
         kept["states_buffers"] = found.usual("states_buffers", 4)
@@ -479,7 +479,7 @@ def _values_of_places(c: Configuration) -> dict[str, object]:
 
 
 def write(configuration: Configuration) -> str:
-    """As JSON. Values that the configuration leaves to the script are left out."""
+    """As JSON, without what is left to the script."""
     content = nested(KEYS, values_of(configuration))
     zero = content[_ZERO]
     zero |= {"overlap_comm": True, "contiguous_gradients": True}
@@ -487,10 +487,10 @@ def write(configuration: Configuration) -> str:
 
 
 def _allocations(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Allocation, ...]:
-    """Of one rank: see [Note: pinned blocks] in host_memory.py.
+    """One rank's: [Note: pinned blocks] in host_memory.py.
 
-    Stages 1 and 2 have flat buffers of the rank's slices. Stage 3 has masters, gradients and moments by sub-group;
-    gradients in the working dtype, and offloaded parameters, lie in one buffer each.
+    Stages 1 and 2 have flat buffers of slices, stage 3 masters, gradients and moments by sub-group, gradients in the
+    working dtype and offloaded parameters one buffer each.
     """
     detail = configuration.detail
     offloads = detail["states"] != "none" or (detail["stage"] == 3 and detail["params"] != "none")
@@ -538,8 +538,7 @@ def _stage3_allocations(
 
 
 def _parameters(configuration: Configuration, numels: list[int], width: int) -> list[Allocation]:
-    """DeepSpeed pins parameters one by one, then moves them into one buffer. PyTorch keeps the small blocks that this
-    frees."""
+    """Parameters are pinned one by one, then moved into one buffer; PyTorch keeps the small blocks."""
     detail = configuration.detail
     if detail["params"] == "none":
         return []
@@ -563,15 +562,14 @@ def _whole(value: object) -> int:
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """With stage 0 in 16 bits, working gradients and fp32 gradients. With several micro-batches the lists of all_on_gpu
-    include the latter."""
+    """Stage 0 in 16 bits has working and fp32 gradients, with several micro-batches already in all_on_gpu's lists."""
     if configuration.detail["stage"] != 0 or workload.dtype == MASTER:
         return 0
     return workload.trainable_params * (2 if workload.micro_batches > 1 else 6)
 
 
 def _unpinned(configuration: Configuration) -> str:
-    """What pins less memory. accelerate's own file (which says its type) can only name one of DeepSpeed's."""
+    """Pins less memory. accelerate's file (which says its type) can only name one of DeepSpeed's."""
     sections = {"states": "offload_optimizer", "params": "offload_param"}
     offloading = " and ".join(name for what, name in sections.items() if configuration.detail[what] != "none")
     file = "a deepspeed_config_file that has " if "type" in configuration.detail else ""
@@ -579,9 +577,9 @@ def _unpinned(configuration: Configuration) -> str:
 
 
 def _copies(configuration: Configuration, workload: Workload, ranks: int, local_ranks: int) -> Copies | None:
-    """Each rank writes its own states, those of the GPU list by list, and reads them on the CPU beside the live ones
-    (engine.py: _save_zero_checkpoint, _get_all_zero_checkpoint_state_dicts). Before stage 3 each reads the file of the
-    whole model first, which is freed before the states are read. Gathering weights copies them to the first process
+    """Each rank writes its states, those of the GPU list by list, and reads them on the CPU beside the live ones
+    (engine.py: _save_zero_checkpoint, _get_all_zero_checkpoint_state_dicts). Before stage 3 each first reads the whole
+    model's file, freed before the states. Gathered weights are copied to the first process
     (_zero3_consolidated_16bit_state_dict). States on disks are not counted."""
     detail, width = configuration.detail, DTYPES[workload.dtype].bytes
     if detail["states"] == "nvme":
@@ -626,8 +624,7 @@ _OWN = (
 
 
 def express(plan: Plan) -> Expressed:
-    """A policy that stands for DeepSpeed gives the options. For any other, the configuration keeps model data where the
-    plan keeps most of them."""
+    """A policy of DeepSpeed's gives the options; for others, model data are kept where the plan keeps most."""
     w, settings = plan.workload, plan.settings
     base, options, cannot = _nearest(plan)
     stage, states, params = _placing(base, options, sliced=plan.machine.data_parallel_size > 1)
@@ -674,7 +671,7 @@ def _without_pinning(configuration: Configuration) -> Configuration:
 
 
 def _nearest(plan: Plan) -> tuple[str, dict[str, object], list[str]]:
-    """Name and options of the nearest DeepSpeed policy, and what it cannot express."""
+    """The nearest policy of DeepSpeed's, its options, and what it cannot express."""
     known = options_of_plan(plan, *_OWN)
     cannot = common_limits(plan, DEEPSPEED, *_OWN)
     if known is None:
@@ -702,7 +699,7 @@ def _nearest(plan: Plan) -> tuple[str, dict[str, object], list[str]]:
 
 
 def _placing(base: str, options: Mapping[str, object], *, sliced: bool) -> tuple[int, str, str]:
-    """sliced: there are several ranks."""
+    """sliced: several ranks."""
     if base == "zero_infinity":
         return 3, str(options["states"]), str(options["params"])
     if base == "zero3_offload":

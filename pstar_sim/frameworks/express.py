@@ -1,6 +1,4 @@
-"""Plans in the terms of a framework: the nearest configuration, the facts that it states, and what the framework cannot
-express.
-"""
+"""Plans in a framework's terms: the nearest configuration, what it states, and what it cannot."""
 
 from __future__ import annotations
 
@@ -34,9 +32,9 @@ NOT_PINNED = "host memory not pinned: the host cannot pin as much"
 
 @dataclass(frozen=True, kw_only=True)
 class Expressed:
-    """configuration: nearest to the plan.
-    says: parts of the plan that the file states, one per line.
-    cannot: parts that the framework cannot express, one per line.
+    """configuration: the nearest.
+    says: what the file states, a line each.
+    cannot: what the framework cannot express.
     """
 
     configuration: Configuration
@@ -46,9 +44,9 @@ class Expressed:
 
 @dataclass(frozen=True, kw_only=True)
 class Whereabouts:
-    """Between two iterations, as shares of the bytes of each kind.
+    """Between two iterations, shares of each kind's bytes.
 
-    streamed: chunks whose states come to the GPU for their update.
+    streamed: states come to the GPU for the update.
     """
 
     params_on_gpu: float
@@ -61,9 +59,9 @@ class Whereabouts:
 def express_set(
     plans: PlanSet, express: Callable[[Plan], Expressed], degrees: Callable[[Parallelism], Parallelism]
 ) -> Expressed:
-    """Returns the plans of all stages in the terms of a framework; the first stage's stands for all.
+    """All stages' plans; the first stage's stands for all.
 
-    express, degrees: of the framework (targets.py).
+    express, degrees: the framework's (targets.py).
     """
     first, spread = plans.plans[0], replace(plans.parallelism, data=None)
     found, said = express(first), degrees(replace(spread, cut=CUTS[0]))
@@ -97,9 +95,9 @@ def whereabouts(plan: Plan) -> Whereabouts:
 
 
 def job_left(plan: Plan, configuration: Configuration) -> tuple[Workload, Settings]:
-    """The job that a framework runs in place of the plan's: depth-first, updated in optimizer.step(), the activations
-    of all blocks kept or all recomputed, in the precision and by the optimizer that the configuration states, with fp32
-    masters, a base in the working dtype. A traced workload otherwise stays as it is."""
+    """What a framework runs in place of the plan's job: depth-first, updated in optimizer.step(), all activations kept
+    or recomputed, the stated precision and optimizer, fp32 masters, a base in the working dtype. Traced workloads
+    otherwise stay."""
     settings = replace(plan.settings, update="step", loop="own")
     w, c = plan.workload, configuration
     changes: AxesGiven = {}
@@ -118,7 +116,7 @@ def job_left(plan: Plan, configuration: Configuration) -> tuple[Workload, Settin
 
 
 def options_of_plan(plan: Plan, *names: str) -> Mapping[str, object] | None:
-    """All options of the plan's policy if it is one of `names`."""
+    """All options, for one of `names`."""
     base = split_spec(plan.policy)[0]
     return in_full(plan.policy) if base in names else None
 
@@ -156,7 +154,7 @@ def common_limits(plan: Plan, framework: str, *own: str, autocast: bool = False)
 
 
 def optimizer_limits(w: Workload, framework: str, written: str | None) -> list[str]:
-    """written: name here of the optimizer that the file names; None: the script makes it."""
+    """written: name here of the file's optimizer, None: the script makes it."""
     said = []
     if written is None:
         said.append(f"the optimizer {w.optimizer.name}: the script makes {w.optimizer.script}")
@@ -181,9 +179,9 @@ def common_says(plan: Plan) -> list[str]:
 
 
 def placed(plan: Plan, *, zero_offload: bool) -> tuple[str, dict[str, object]]:
-    """The DeepSpeed policy that keeps model data where the plan keeps most of them.
+    """DeepSpeed's policy that keeps model data where the plan keeps most.
 
-    zero_offload: parameters may stay whole on the GPU with everything else on the host.
+    zero_offload: parameters may stay whole on the GPU, all else on the host.
     """
     where = whereabouts(plan)
     if where.states_on_disks > 0 or where.params_on_disks > 0:

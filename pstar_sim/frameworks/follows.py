@@ -1,8 +1,5 @@
-"""Configurations as policies: a policy plans, with the host memory that the framework really takes.
-
-The framework's own blocks, rounded as PyTorch rounds them (host_memory.py), replace the policy's host bytes and decide
-whether the host has room.
-"""
+"""A policy plans, with the host memory that the framework takes: its own blocks, as PyTorch rounds them
+(host_memory.py), replace the policy's host bytes and decide whether there is room."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ _GPU_BUFFER = "the framework's own gradients"
 
 
 def stands_for(configuration: Configuration, data: int) -> str:
-    """Returns the policy that stands for a configuration on `data` ranks that share a batch. FSDP over one rank slices
-    nothing; in a pipeline states stay whole, or leave the GPU as chunks do."""
+    """On `data` ranks that share a batch. FSDP over one slices nothing; in a pipeline states stay whole, or leave the
+    GPU as chunks."""
     spread, resident = configuration.parallelism, configuration.policy_base in ("zero3_resident", "all_on_gpu")
     if resident and data == 1:
         return "all_on_gpu"
@@ -45,8 +42,8 @@ def stands_for(configuration: Configuration, data: int) -> str:
 
 
 def as_run(machine: Machine, configuration: Configuration) -> Machine:
-    """GPUs driven by the framework, and each of several processes with the thread that torchrun and accelerate leave it
-    (`Host.as_launched`), unless the machine's file names another framework or the user states threads."""
+    """Driven by the framework, each process with the thread that torchrun and accelerate leave it (`Host.as_launched`),
+    unless the machine's file names a framework or the user threads."""
     catalog, driver = load_catalog(), target_of(configuration).driver(configuration)
     usual = machine.framework == catalog.framework(next(iter(catalog.frameworks)))
     host = machine.host
@@ -56,7 +53,7 @@ def as_run(machine: Machine, configuration: Configuration) -> Machine:
 
 
 def _planned_on(machine: Machine, gpu_bytes: int) -> Machine:
-    """With host memory enough for every policy, and gpu_bytes less memory per GPU."""
+    """Host memory for every policy, and gpu_bytes less per GPU."""
     ranks = tuple(
         replace(rank, gpu=replace(rank.gpu, usable_bytes=max(rank.gpu.context_bytes + 1, left)))
         for rank in machine.ranks
@@ -67,8 +64,7 @@ def _planned_on(machine: Machine, gpu_bytes: int) -> Machine:
 
 
 def _copied(plan: Plan, configuration: Configuration) -> Plan:
-    """Copies run at the rate of memory that is not pinned, if the configuration pins none and the policy has no option
-    for this."""
+    """At the unpinned rate, if the configuration pins nothing and the policy has no option for this."""
     pinned = configuration.pinned or "pinned" in configuration.options
     if pinned or plan.machine.link.pageable_bytes_per_s is None:
         return plan
@@ -87,8 +83,7 @@ class Follows:
         return f"<policy {self.__name__}: {self.configuration.policy}>"
 
     def __call__(self, workload: Workload, machine: Machine, settings: Settings) -> Plan:
-        """Raises DoesNotFit if the framework's allocations exceed the host, or the policy's lists the GPU or the
-        disks."""
+        """Raises DoesNotFit if allocations exceed the host, or lists the GPU or disks."""
         configuration, alone = self.configuration.for_model(workload), machine.host
         machine = as_run(machine, configuration)
         memory, ranks = target_of(configuration).memory, machine.data_parallel_size
@@ -114,8 +109,8 @@ class Follows:
         return self._with_own_buffers(_copied(plan, configuration), machine, need.host_bytes, more_bytes)
 
     def _with_own_buffers(self, plan: Plan, machine: Machine, host_bytes: int, gpu_bytes: int) -> Plan:
-        """The host buffer is so large that it and the lists take host_bytes, the most that the framework takes at any
-        time. Raises DoesNotFit if the lists, or host_bytes, exceed the host."""
+        """Host buffer and lists together take host_bytes, the framework's most at any time. Raises DoesNotFit beyond
+        the host."""
         kept = tuple(b for b in plan.buffers if b[1] is not Place.HOST or b[0] == STASHES)
         gone = {name for name, *_ in plan.buffers} - {name for name, *_ in kept}
         own = sum(size for name, place, size in plan.buffers if place is Place.HOST and name in gone)

@@ -1,8 +1,7 @@
-"""FSDP under each of its names: the policies that stand for it, and its allocations on the host.
+"""FSDP by any name: its policies, and allocations on the host.
 
-With offloading, the policy is zero_infinity with its lists on the host, without buckets; else zero3_resident.
-Parameters are fp32 under mixed precision, and are their own masters: 16 bytes per parameter with AdamW. In pure bf16 (a
-workload without fp32 masters) it is half of that.
+With offloading it is zero_infinity with lists on the host, without buckets, else zero3_resident. Under mixed precision
+fp32 parameters are their own masters: 16 bytes each with AdamW, half of that in pure bf16 (without fp32 masters).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ OWN = ("zero3_resident", "zero_infinity")
 
 
 def fsdp_policy(*, offload: bool, reshard: bool, replicas: int | str = 1) -> str:
-    """reshard: parameters are given up after forward, and gathered again for backward."""
+    """reshard: parameters go after forward, and are gathered for backward."""
     if not offload:
         return spec("zero3_resident", {"reshard": reshard, "replicas": replicas})
     options = {"bucket": 0, "reuse": 0 if reshard else MAX_REUSE_PARAMS, "replicas": replicas}
@@ -58,8 +57,8 @@ def reshards(configuration: Configuration) -> bool:
 
 
 def _allocations(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Allocation, ...]:
-    """One rank's requests where everything is offloaded. FSDP 2 pins each parameter, FSDP 1 the flat parameter of each
-    wrapped block. A gradient arrives in a block as large as its parameter."""
+    """One rank's, with everything offloaded. FSDP 2 pins each parameter, FSDP 1 each wrapped block's flat parameter; a
+    gradient arrives in a block of its parameter's size."""
     if not offloads(configuration):
         return ()
     tensors, width = trained(workload), workload.optimizer.master_bytes  # a parameter is its own master
@@ -75,7 +74,7 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
 
 
 def _units(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors whose names share the part up to the first number are of one block."""
+    """A block's names share the part up to the first number."""
     units: dict[str, list[Tensor]] = {}
     for t in tensors:
         parts = t.name.split(".")
@@ -85,9 +84,9 @@ def _units(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def copies(configuration: Configuration, workload: Workload, ranks: int, local_ranks: int) -> Copies:
-    """A full state dict is gathered on the CPU of the first process, the weights before the moments, each freed before
-    the next; a file of it is read there, too. accelerate offloads sharded state dicts to the CPU, where slices on the
-    host lie already (its fsdp_utils.py). torch.distributed.checkpoint alone copies tensor by tensor."""
+    """A full state dict is gathered on the first process's CPU, weights before moments, each freed before the next; a
+    file of it is read there, too. accelerate offloads sharded ones to the CPU, where host slices lie already (its
+    fsdp_utils.py). torch.distributed.checkpoint alone copies tensor by tensor."""
     detail = configuration.detail
     weights = workload.optimizer.master_bytes * workload.params
     moments = int(moments_bytes_per_param(workload) * workload.trainable_params)
@@ -121,9 +120,9 @@ def express_as(
     recomputes_blocks: bool = False,
     optimizer: str | None = None,
 ) -> Expressed:
-    """With offloading if the plan keeps anything off the GPU.
+    """With offloading if anything is off the GPU.
 
-    recomputes_blocks: the file can say which blocks are recomputed (every-N).
+    recomputes_blocks: the file can say which (every-N).
     """
     where = whereabouts(plan)
     offload = min(where.params_on_gpu, where.states_on_gpu) < 1
@@ -161,7 +160,7 @@ def express_as(
 
 
 def _gives_up(plan: Plan) -> bool:
-    """Whether parameters go after forward; for a policy that is not FSDP's, True."""
+    """Parameters go after forward; True for policies not FSDP's."""
     known = options_of_plan(plan, *OWN)
     if known is None:
         return True
@@ -176,7 +175,7 @@ def batch_limit(w: Workload) -> str:
 def _limits(
     plan: Plan, framework: str, where: Whereabouts, dtype: str, *, says_batch: bool, recomputes_blocks: bool
 ) -> dict[str, bool]:
-    """Words for a part that the file cannot say -> whether the plan has it."""
+    """Words for what the file cannot say -> does the plan have it?"""
     w = plan.workload
     stays = {"parameters": where.params_on_gpu, "optimizer states": where.states_on_gpu}
     shares = " and ".join(f"{share:.0%} of the {name}" for name, share in stays.items() if share > 0)

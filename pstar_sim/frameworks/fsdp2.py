@@ -1,4 +1,4 @@
-"""FSDP 2: writes a Python function that applies `fully_shard` to a model as the configuration says."""
+"""FSDP 2: a Python function that applies `fully_shard` to a model."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def write(configuration: Configuration) -> str:
 
 
 def express(plan: Plan) -> Expressed:
-    """The script makes the optimizer, and sets clipping, batch and micro-batches."""
+    """The script makes the optimizer and sets clipping, batch and micro-batches."""
     found = express_as(plan, FSDP2, {"version": 2}, says_batch=False)
     if MEMORY.pins_too_much(found.configuration, plan.workload, plan.machine):
         unpinned = replace(found.configuration, pinned=False, pinned_params=False)

@@ -1,9 +1,9 @@
-"""Host memory of a framework: the blocks that it requests, and the bytes that PyTorch then takes.
+"""Blocks that a framework requests on the host, and the bytes that PyTorch takes.
 
-[Note: pinned blocks] PyTorch allocates pinned host memory from a cache (CachingHostAllocator). The cache rounds each
-request up to a power of two: a buffer of 2.1 GB takes 4.3 GB. It keeps a freed block for a later request of the same
-size class. A recent PyTorch can round less (`pinned_max_round_threshold_mb` in PYTORCH_ALLOC_CONF), and DeepSpeed pin
-by itself (DS_PIN_MEMORY_BACKEND=native); neither is the default, nor assumed.
+[Note: pinned blocks] PyTorch's cache of pinned memory (CachingHostAllocator) rounds requests up to a power of two (2.1
+GB takes 4.3 GB), and keeps a freed block for a request of its size class. Neither a PyTorch that rounds less
+(`pinned_max_round_threshold_mb` in PYTORCH_ALLOC_CONF) nor DeepSpeed's own pinning (DS_PIN_MEMORY_BACKEND=native) is
+the default, or assumed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """name: its content, in words.
-    sizes: of each request.
-    freed: by the framework; only PyTorch's cache of pinned memory still holds it.
+    """name: in words.
+    sizes: per request.
+    freed: by the framework, but kept by PyTorch's cache.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Allocation:
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
-    """A job's state on the host of the node that has most, beside what training holds.
+    """On the fullest node's host, beside what training holds.
 
-    saving_bytes, saved: while a checkpoint is written, and what is copied, in words.
-    resuming_bytes, read: the same while a checkpoint is read.
-    instead: value of the configuration with which less is copied; "" if there is none.
+    saving_bytes, saved: while a checkpoint is written, and words for it.
+    resuming_bytes, read: while one is read.
+    instead: value of the configuration that copies less, "" without one.
     """
 
     saving_bytes: int
@@ -66,13 +66,13 @@ class Copies:
 
 @dataclass(frozen=True, kw_only=True)
 class HostNeed:
-    """On one rank.
+    """Of one rank.
 
     allocations: from the first step on.
-    startup_bytes: weights while they are loaded, freed before the allocations are made.
-    loading: how the weights are loaded, in words.
+    startup_bytes: weights while they are loaded, freed before allocations.
+    loading: in words.
     stash_bytes: activations on the host.
-    copies: where checkpoints are written and read; None: not counted.
+    copies: for checkpoints, None: not counted.
     """
 
     allocations: tuple[Allocation, ...]
@@ -137,7 +137,7 @@ class HostNeed:
         return said
 
     def shortage(self, machine: Machine, policy: str) -> DoesNotFit | None:
-        """For a host without enough room, or without enough memory that can be pinned."""
+        """Of room, or of memory that can be pinned."""
         if self.host_bytes > machine.host_budget_bytes:
             return DoesNotFit(
                 policy=policy,
@@ -163,14 +163,14 @@ class HostNeed:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRules:
-    """Functions of (configuration, workload of one rank, number of ranks).
+    """Functions of (configuration, a rank's workload, ranks).
 
-    allocations: of one rank, on the host.
-    loaded_dtype: of the weights while they are loaded, where the job does not say it; None: the working dtype.
-    once: what makes one process of a node load the weights for all; "" if nothing does.
-    unpinned: what makes the framework pin less memory; "" if nothing does.
-    gpu_beyond_bytes: beside the lists of the policy; by default none.
-    copies: a function of the number of a node's ranks, too; None: not counted.
+    allocations: one rank's.
+    loaded_dtype: while weights are loaded, unless the job says it, None: the working dtype.
+    once: makes one process load for a node, "" without.
+    unpinned: makes the framework pin less, "" without.
+    gpu_beyond_bytes: beside the policy's lists.
+    copies: also of ranks per node, None: not counted.
     """
 
     allocations: Callable[[Configuration, Workload, int], tuple[Allocation, ...]]
@@ -183,7 +183,7 @@ class MemoryRules:
     def shortage(
         self, configuration: Configuration, workload: Workload, machine: Machine, policy: str
     ) -> DoesNotFit | None:
-        """For a host without enough room for the configuration, with the value of it that would do."""
+        """Of room, with the configuration's value that would do."""
         short = self.host_need(configuration, workload, machine).shortage(machine, policy)
         if short is None:
             return None
@@ -244,7 +244,7 @@ def rank_sizes(tensors: Iterable[Tensor], ranks: int) -> list[int]:
 
 
 def sub_groups(numels: Sequence[int], most: int) -> list[int]:
-    """Elements of each. The tensor that reaches `most` elements closes its sub-group."""
+    """Elements of each: the tensor that reaches `most` closes one."""
     groups: list[int] = []
     held = 0
     for numel in numels:

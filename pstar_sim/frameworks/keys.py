@@ -1,6 +1,4 @@
-"""Keys of a framework's configuration: one table, by which a file is read and written. A key that is in no table raises
-an error that names the nearest key.
-"""
+"""A configuration's keys: one table to read and write it."""
 
 from __future__ import annotations
 
@@ -30,9 +28,9 @@ Count = Annotated[int, least(1)]
 
 
 class KeyEffect(Enum):
-    """USED: the prediction depends on the key.
-    NONE: no effect on memory and time.
-    NOT_MODELLED: may have an effect, which is not predicted.
+    """USED: a prediction depends on it.
+    NONE: without effect on memory and time.
+    NOT_MODELLED: perhaps with effect, which is not predicted.
     """
 
     USED = auto()
@@ -42,11 +40,11 @@ class KeyEffect(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """path: dotted; a path that ends with ".*" stands for every key below it.
-    name: of its value, for a key that is used.
+    """path: dotted; ".*" at the end: every key below.
+    name: of a used key's value.
     kind: None for any type.
-    default: the framework's default; for a key that is not modelled, the value at which it has no effect.
-    also: other paths that mean the same.
+    default: the framework's, where a key that is not modelled has no effect.
+    also: paths of the same meaning.
     """
 
     path: str
@@ -68,20 +66,19 @@ def ignored(*paths: str) -> tuple[Key, ...]:
 
 
 def unmodelled(path: str, why: str, off: object = False, *, also: tuple[str, ...] = ()) -> Key:
-    """A key that may have an effect, but is not modelled.
+    """Perhaps with effect.
 
-    off: where the key has no effect.
-    also: read as this key.
+    off: without effect.
+    also: read as this.
     """
     return Key(path=path, effect=KeyEffect.NOT_MODELLED, default=off, why=why, also=also)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyReading:
-    """values: used key -> value; AUTO where the file leaves the key to the script, the framework's default where it
-        does not name the key.
-    named: used keys that the file names.
-    notes: one per key that is not modelled.
+    """values: used key -> value, AUTO if left to the script, the framework's default if missing.
+    named: used keys in the file.
+    notes: per key that is not modelled.
     """
 
     file: str
@@ -99,7 +96,7 @@ class KeyReading:
         return None if value == AUTO else value
 
     def usual(self, name: str, usual: Any) -> Any:
-        """`usual` where the file lacks the key or leaves it to the script."""
+        """`usual` where it is missing or left to the script."""
         value = self.known(name)
         return usual if value is None else value
 
@@ -145,7 +142,7 @@ def _off(key: Key, value: object) -> bool:
 def _leaves(
     content: Mapping[str, Any], table: Mapping[str, Key], file: str, what: str, alike: float, above: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Path and value of each key. A table in the file is read key by key if the table of keys has keys below it."""
+    """A table is read by key if the known ones have keys below it."""
     for name, value in content.items():
         path = f"{above}{name}"
         star = _star(path, table)
@@ -166,7 +163,7 @@ def _leaves(
 
 
 def _near(name: str, table: Mapping[str, Key], above: str) -> str:
-    """The known key most like it: of the same table of the file, or with the same name in another."""
+    """The most similar known key, in the same table, or of the same name."""
     beside = {one.removeprefix(above).partition(".")[0] for one in table if one.startswith(above)}
     near = nearest(name, sorted(beside - {"*"}))
     if near:
@@ -175,7 +172,7 @@ def _near(name: str, table: Mapping[str, Key], above: str) -> str:
 
 
 def _star(path: str, table: Mapping[str, Key]) -> str:
-    """The path ending in ".*" that covers this one."""
+    """That ends in ".*" and covers this one."""
     parts = path.split(".")
     stars = (".".join(parts[:n]) + ".*" for n in range(len(parts), 0, -1))
     return next((star for star in stars if star in table), "")
@@ -200,7 +197,7 @@ def _value(key: Key, value: object, file: str) -> object:
 
 
 def nested(keys: Sequence[Key], values: Mapping[str, object]) -> dict[str, Any]:
-    """Tables of a file with these values (used key -> value), in the order of `keys`, without None."""
+    """Tables with these values (used key -> value), in the order of `keys`, without None."""
     content: dict[str, Any] = {}
     for key in keys:
         if key.effect is not KeyEffect.USED or values.get(key.name) is None:

@@ -30,7 +30,7 @@ _ENDINGS = {ending: target for target in TARGETS.values() for ending in target.e
 
 
 def load_configuration(path: str) -> Configuration:
-    """Raises PstarError, naming the file, for a file that cannot be read, is of no known kind, or has wrong content."""
+    """Raises PstarError, naming the file, if it is unreadable, of no known kind, or wrong."""
     ending = Path(path).suffix.lower()
     if ending not in _ENDINGS:
         known = ", ".join(f"{end} ({target.name})" for end, target in _ENDINGS.items())

@@ -1,5 +1,5 @@
-"""Megatron-LM: reads and writes its flags. Its distributed optimizer slices the optimizer states, a share of which may
-live on the host and is updated there. Parameters and their fp32 gradients stay whole on every GPU.
+"""Megatron-LM's flags. Its distributed optimizer slices states, of which a share may live on the host and is updated
+there; parameters and fp32 gradients stay whole on every GPU.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ _OPTIMIZERS = {"adam": "adamw", "sgd": "sgd-momentum"}
 
 
 def read(content: object, file: str) -> Configuration:
-    """Reads the flags in a script or a list of flags; shell variables that the file itself sets are replaced. Raises
-    PstarError as `read_keys` does, for flags without a value, and for values that only the shell knows."""
+    """From a script or list of flags; variables that the file sets are replaced. Raises PstarError as `read_keys`, for
+    flags without a value, and values that only the shell knows."""
     flags, others = _flags_in(str(content), file)
     found = read_keys(KEYS, flags, file, "Megatron-LM's flags")
     notes = list(found.notes)
@@ -108,12 +108,12 @@ _ALL = 20 << 40
 
 
 def degrees(spread: Parallelism) -> Parallelism:
-    """Pipelines run 1F1B; a sequence is split by ranks that split layers."""
+    """Pipelines run 1F1B; ranks that split layers split a sequence."""
     return replace(spread, schedule=SCHEDULES[0], sequence=spread.sequence and spread.tensor > 1)
 
 
 def _flags_in(text: str, file: str) -> tuple[dict[str, object], list[str]]:
-    """Returns flag -> value of those in KEYS, and the names of all others."""
+    """Flag -> value of KEYS, and all other names."""
     set_here = _set_in(text)
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
@@ -140,8 +140,7 @@ def _flags_in(text: str, file: str) -> tuple[dict[str, object], list[str]]:
 
 
 def _set_in(text: str) -> dict[str, set[str]]:
-    """Returns shell variable -> the values that the file gives it; the default in NAME=${NAME:-default} where there is
-    no other."""
+    """Variable -> values in the file, or the default in NAME=${NAME:-default}."""
     values: dict[str, set[str]] = {}
     defaults: dict[str, set[str]] = {}
     for name, value in _ASSIGNED.findall(text.replace(";", "\n")):
@@ -264,9 +263,9 @@ def express(plan: Plan) -> Expressed:
 
 
 def _partly(share: float, own_params: int) -> str:
-    """The policy with this share (0 to 1) of the optimizer on the host.
+    """With this share (0 to 1) of the optimizer on the host.
 
-    own_params: of one rank, cut into enough sub-groups for the share.
+    own_params: of one rank, in enough sub-groups.
     """
     if share == 0:
         return spec("zero3_resident", {"reshard": False})
@@ -275,7 +274,7 @@ def _partly(share: float, own_params: int) -> str:
 
 
 def _allocations(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Allocation, ...]:
-    """Of one rank, for the offloaded share: one request per parameter."""
+    """One rank's offloaded share: a request per parameter."""
     share = configuration.detail[_SHARE]
     assert isinstance(share, float | int)
     sizes = [int(share * size) for size in rank_sizes(trained(workload), ranks)]
@@ -287,8 +286,7 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """fp32 gradients of all parameters. Where states are on the GPU, the policy counts those of the rank's own
-    slices."""
+    """fp32 gradients of all parameters; with states on the GPU the policy counts its own slices'."""
     counted = 1 / ranks if configuration.policy_base == "zero3_resident" else 0.0
     return int(4 * workload.trainable_params * (1 - counted))
 

@@ -1,7 +1,4 @@
-"""Predictions of memory and seconds of a framework's configuration on a machine.
-
-The seconds are those of the policy that stands for the configuration (follows.py), not of a policy of this project.
-"""
+"""Memory and seconds of a framework's configuration on a machine, by the policy that stands for it (follows.py)."""
 
 from __future__ import annotations
 
@@ -29,15 +26,15 @@ __all__ = ["ConfigurationPrediction", "predict"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ConfigurationPrediction:
-    """A configuration on a machine; bytes are those of one rank.
+    """Bytes are one rank's.
 
     label: such as its file.
-    configuration: with what its file leaves to the script set for this model.
+    configuration: with the script's values for this model.
     reason: why it does not fit or cannot be planned.
-    short_of: None if no place lacks memory.
-    gpu_needed_bytes: the most on the GPU, or what is needed if it lacks memory. None if the host lacks memory. If GPUs
-        differ, the smallest budget less the least room that any GPU has left.
-    iteration_s, tokens_per_s, plan, timeline: simulated; None if the configuration does not fit.
+    short_of: None without a lack.
+    gpu_needed_bytes: the most, or the need if the GPU lacks memory, None if the host does. If GPUs differ, the smallest
+        budget less the least room left.
+    iteration_s, tokens_per_s, plan, timeline: simulated; None if it does not fit.
     expected_error, trust: as in `Fit`, for the policy.
     """
 

@@ -1,4 +1,4 @@
-"""Targets: the frameworks whose configurations are written or read, each with the functions of its module."""
+"""Frameworks whose configurations are written or read, with their functions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["TARGETS", "Target", "target_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """file: kind that is written, in words.
-    express: also gives the parts of the plan that cannot be expressed.
-    degrees: (degrees of a plan) -> those that the file says in their place; None: it says none.
-    driver: framework of the catalog whose Python drives the GPUs.
-    read: (content of a file, name of the file) -> configuration; None: not read.
+    """file: kind, in words.
+    express: with what cannot be.
+    degrees: a plan's -> the file's, None without any.
+    driver: framework of the catalog that drives the GPUs.
+    read: (content, name) -> configuration, None: not read.
     """
 
     name: str

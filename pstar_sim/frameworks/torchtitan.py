@@ -1,5 +1,5 @@
-"""torchtitan: reads and writes the TOML of its versions up to 0.2. Versions from 0.3 on take Python functions and flags
-instead, with the same keys: `[training] local_batch_size` is --training.local_batch_size.
+"""torchtitan's TOML, up to version 0.2; from 0.3 on Python functions and flags have the same keys: `[training]
+local_batch_size` is --training.local_batch_size.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def degrees(spread: Parallelism) -> Parallelism:
 
 
 def _degrees(c: Configuration) -> dict[str, object]:
-    """Returns the values of the degrees: a pipeline's micro-batches are those of one local batch."""
+    """A pipeline's micro-batches are one local batch's."""
     spread = c.parallelism
     if spread is None:
         return {}

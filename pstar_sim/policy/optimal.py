@@ -117,7 +117,7 @@ def optimal(
 
 
 def _schedule_words(best: SearchResult, found: Sequence[SearchResult], reason: DoesNotFit | None) -> str:
-    """reason: why no plan of optimal's own fits."""
+    """reason: no plan of its own fits."""
     own_s = min((f.seconds for f in found if f.of == "optimal"), default=None)
     if own_s is None:
         why = f"no plan of optimal's own fits ({reason})"
@@ -129,7 +129,7 @@ def _schedule_words(best: SearchResult, found: Sequence[SearchResult], reason: D
 
 
 def _orders(workload: Workload, machine: Machine, settings: Settings) -> list[str]:
-    """The workload's and, if they can be made, the layer-major ones: [Note: which order]."""
+    """The workload's and, if possible, the layer-major ones: [Note: which order]."""
     own, *others = ORDERS
     if settings.loop == "own" or workload.micro_batches == 1 or machine.data_parallel_size > 1 or workload.relayed:
         return [own]
@@ -154,9 +154,9 @@ def _order_words(found: Sequence[SearchResult], best: SearchResult, orders: Sequ
 def _others(
     workload: Workload, machine: Machine, settings: Settings, own: Sequence[SearchResult], orders: Sequence[str]
 ) -> Iterator[SearchResult]:
-    """Plans of the other shipped policies that fit. Left out: layer-major policies if no such order is searched; and
-    policies that bring no states to the GPU, if a found plan is faster than the closed form of their order allows for
-    pins alone (on several GPUs, only those of optimal's own space)."""
+    """Of other shipped policies, without layer-major ones if no such order is searched, and those that bring no states
+    to the GPU, if a found plan beats what the closed form allows for pins alone (on several GPUs, only those of
+    optimal's own space)."""
     best_s = min((f.seconds for f in own), default=math.inf)
     beaten = {not f.plan.workload.order.of_loop for f in own if best_s < f.pins_alone_s}
     for name, policy in _rivals().items():

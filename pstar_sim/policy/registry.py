@@ -1,5 +1,5 @@
-"""Policies by name: built-in ones, and those that installed packages offer as entry points `pstar.policies`. A name may
-carry options: `tide:capacity=peak,adam=fifo` (options.py).
+"""Policies by name, built in or of entry points `pstar.policies`, with options: `tide:capacity=peak,adam=fifo`
+(options.py).
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def built_in() -> dict[str, Policy]:
 
 
 def policies() -> dict[str, Policy]:
-    """Returns name -> policy. An entry point cannot take over a built-in name.
+    """Name -> policy; an entry point cannot take over a built-in name.
 
-    Raises PstarError, naming entry point and package, for one that cannot be loaded or is not a function.
+    Raises PstarError, naming entry point and package, for one that cannot be loaded or is no function.
     """
     found = dict(_BUILT_IN)
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: p.name):
@@ -58,7 +58,7 @@ def policies() -> dict[str, Policy]:
 
 
 def is_built_in(policy: Policy) -> bool:
-    """Whether it is shipped here, with or without options, or plans by such a policy (`plans_by`, a spec)."""
+    """Shipped here, with or without options, or planning by such a one (`plans_by`, a spec)."""
     spec = getattr(policy, "plans_by", None)
     found = find_policy(spec) if isinstance(spec, str) else policy
     return (found.policy if isinstance(found, Specified) else found) in _BUILT_IN.values()
@@ -70,8 +70,7 @@ def can(policy: str | Policy) -> Capabilities:
 
 
 def reorders(policy: str | Policy) -> bool:
-    """Whether the plans are layer-major, by the policy itself or its option `order`. Raises the errors of
-    `find_policy`."""
+    """Plans are layer-major, by itself or its option `order`. Raises as `find_policy`."""
     found = find_policy(policy) if isinstance(policy, str) else policy
     if isinstance(found, Specified):
         return reorders(found.policy) or found.values.get("order", Point().order) != Point().order
@@ -79,8 +78,7 @@ def reorders(policy: str | Policy) -> bool:
 
 
 def can_follow(settings: Settings, workload: Workload, policy: str | Policy) -> bool:
-    """Whether the loop of the settings can follow the policy's plans ([Note: which order] in optimal.py). Raises the
-    errors of `find_policy`."""
+    """The settings' loop can follow its plans ([Note: which order] in optimal.py). Raises as `find_policy`."""
     return settings.loop == "step" or workload.micro_batches == 1 or not workload.order.of_loop or not reorders(policy)
 
 
@@ -97,7 +95,7 @@ def policy_at(point: Point) -> str:
 
 def find_policy(spec: str) -> Policy:
     """Loads entry points only for a name that is not built in. Raises UnknownName with the nearest names, PstarError
-    for options that the policy does not have, and the errors of `policies`."""
+    for options that the policy lacks, and as `policies`."""
     name, options = split_spec(spec)
     policy = _BUILT_IN.get(name)
     if policy is None:
@@ -111,7 +109,7 @@ def find_policy(spec: str) -> Policy:
 
 
 def own_words(spec: str) -> str:
-    """The spec as `find_policy` takes it, for another spelling of a name and for those of ELSEWHERE."""
+    """For another spelling of a name and those of ELSEWHERE, as `find_policy` takes it."""
     name, options = split_spec(spec)
     if name in _BUILT_IN:
         return spec
@@ -123,7 +121,7 @@ def own_words(spec: str) -> str:
 
 
 def policy_name(spec: str | Policy) -> str:
-    """The normalised spec, or the function's own name. Raises the errors of `find_policy`."""
+    """The normalised spec, or the function's name. Raises as `find_policy`."""
     if not isinstance(spec, str):
         return str(getattr(spec, "__name__", type(spec).__name__))
     policy = find_policy(spec)

@@ -1,2 +1,1 @@
-"""What torch recorded of a user's own run, under whatever framework: memory snapshots and profiler traces, read without
-torch."""
+"""What torch recorded of any framework's run: memory snapshots and profiler traces, read without torch."""

@@ -1,5 +1,4 @@
-"""What a device holds at the peak of a step, by kind and by the calls that allocated it; one value for a snapshot and
-for a plan."""
+"""What a device holds at a step's peak, by kind and allocating call, of a snapshot or a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ __all__ = ["Held", "Site", "held_of_snapshot", "held_of_timeline"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """Blocks of one kind that live at the peak and were allocated by one call."""
+    """One kind's blocks at the peak, of one call."""
 
     kind: str
     call: str
@@ -33,14 +32,14 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """The most that a device holds, at one instant.
+    """The most, at one instant.
 
-    at: the instant, in words.
-    at_s: of a timeline, from the start of its steady iteration.
-    sites: the largest first; empty for a plan.
-    reserved_bytes: from the device at that instant; None for a plan, which counts what is allocated.
-    facts: further figures by name, for JSON.
-    notes: what the reader of the figures has to know.
+    at: in words.
+    at_s: from a timeline's steady iteration.
+    sites: largest first, empty for a plan.
+    reserved_bytes: at that instant, None for a plan.
+    facts: more, for JSON.
+    notes: for the reader.
     """
 
     name: str
@@ -84,9 +83,9 @@ def held_of_timeline(timeline: Timeline, name: str, *, place: str = "gpu") -> He
 
 
 def held_of_snapshot(snapshot: Snapshot, device: int | None = None, job: Workload | None = None) -> Held:
-    """Of the last whole step of a device (`tide.last_step`).
+    """Of a device's last whole step (`tide.last_step`).
 
-    job: names what was allocated before the recording (recorded/kinds.py).
+    job: names what is older than the recording (recorded/kinds.py).
     """
     history = snapshot.device(device)
     kinds = kinds_of(history, job)

@@ -1,8 +1,8 @@
-"""What the blocks of a snapshot are: parameters, gradients, optimizer states, buffers, or non-model data.
+"""What a snapshot's blocks are: parameters, gradients, optimizer states, buffers, or non-model data.
 
-[Note: how a block is named] The first of these that says something:
+[Note: how a block is named] By the first that says something:
 
-1. the category that its recorder gave it (`category`, `user_metadata`); a workspace of cuBLAS by its size, a buffer;
+1. the recorder's category (`category`, `user_metadata`); a cuBLAS workspace by its size is a buffer.
 2. for blocks that were allocated in the recording, the calls that allocated it: those of an optimizer, of a module that
    is built or moved, of a forward; an autograd thread has no Python calls, so no calls mean the backward;
 3. and how long it lives. What an optimizer allocated and never freed is a state; what the backward allocated is a
@@ -50,7 +50,7 @@ _BACKWARD = {"backward", "_engine_run_backward", "grad"}
 
 
 class _Calls(NamedTuple):
-    """What a stack says of the part of the loop."""
+    """The part of the loop, by a stack."""
 
     optimizer: bool
     backward: bool
@@ -67,7 +67,7 @@ class _Calls(NamedTuple):
 
 
 def kinds_of(history: DeviceHistory, job: Workload | None = None) -> NDArray[np.int64]:
-    """For each block an index into KINDS ([Note: how a block is named])."""
+    """Per block, an index into KINDS ([Note: how a block is named])."""
     blocks, events = history.blocks, history.events
     calls = [_Calls.of(stack) for stack in history.stacks]
     tags = [_tagged(tag) for tag in history.tags]
@@ -117,8 +117,7 @@ def _by_calls(calls: _Calls, *, lasts: bool, kept: bool, passing: bool) -> int:
 
 
 def _by_size(history: DeviceHistory, job: Workload, kinds: NDArray[np.int64]) -> None:
-    """Names unknown blocks that last by the sizes of the job's tensors, as often as the job has a tensor of the
-    size."""
+    """Lasting unknown blocks by sizes of the job's tensors, each as often as there are such."""
     masters = {r for r, _ in job.optimizer.state_bytes}
     wanted: dict[int, collections.deque[int]] = collections.defaultdict(collections.deque)
     for tensor in job.tensors:
@@ -142,7 +141,7 @@ def _rounded(size: int) -> int:
 
 
 def site_words(history: DeviceHistory, row: int) -> str:
-    """The innermost call outside of torch that allocated a block, and what of torch it called."""
+    """The innermost call outside torch that allocated a block, and what it called there."""
     stack = history.stacks[int(history.blocks.stack[row])]
     if not stack:
         return "before the recording" if history.blocks.born[row] < 0 else "autograd (no Python calls)"

@@ -1,9 +1,9 @@
-"""Reader of pickles of plain values: None, bool, int, float, str, list, tuple, and dict with texts for keys.
+"""Pickles of plain values: None, bool, int, float, str, list, tuple, and dict with texts for keys.
 
-Python's own reader runs what a pickle names. This one has no instruction that finds a class, calls or imports: a file
-with such an instruction is refused there. What a file can cost is bounded by its size: each instruction makes one value
-at most, a list, dict or tuple takes LEAST_BYTES of the file, and the keys of dicts are texts, whose hashes a file
-cannot choose. A list may stand in many places: callers bound what they walk.
+Python's reader runs what a pickle names; this one has no instruction that finds a class, calls or imports, and refuses
+files with one. A file's size bounds its cost: an instruction makes one value at most, a list, dict or tuple takes
+LEAST_BYTES of the file, and keys are texts, whose hashes a file cannot choose. A list may stand in many places: callers
+bound what they walk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _EMPTY = {ord("]"): list, ord("}"): dict, ord(")"): tuple}
 
 
 class PickleFault(Exception):
-    """A file that is no pickle of plain values; the text says why."""
+    """No pickle of plain values; the text says why."""
 
 
 def read_plain(data: bytes) -> Any:
@@ -50,7 +50,7 @@ def read_plain(data: bytes) -> Any:
 
 
 def _run(data: bytes) -> Any:
-    """A stack of values, the heights of its marks, and a memo of values by number."""
+    """A stack of values, heights of its marks, and a memo by number."""
     at, end, made = 2, len(data), 0
     most = SOME + end // LEAST_BYTES
     stack: list[Any] = []

@@ -1,11 +1,11 @@
-"""Rates of a machine from a trace of torch's profiler (Chrome trace JSON).
+"""A machine's rates from torch's profiler (Chrome trace JSON).
 
-[Note: rates of a trace] Sizes within a factor of two are one point of a curve, each shape with the median of its
-seconds. A product is an operator with its shapes (`record_shapes=True`), and takes the seconds of its kernels, or,
-where there is no GPU, its own. A copy has its bytes; those of memory that is not pinned are apart. A kernel that was
-launched before the one in front of it had ended waits for that end alone, so the gap between the two, with the shortest
-kernels, is what a kernel begins and ends with. A collective also waits for the other ranks: the fastest quarter of each
-size counts. What the trace does not have stays as it is in the machine that it is applied to.
+[Note: rates of a trace] Sizes within a factor of two are one point of a curve, each shape with its median seconds. A
+product is an operator with shapes (`record_shapes=True`), and takes its kernels' seconds, or without a GPU its own.
+Copies have bytes; those of unpinned memory are apart. A kernel launched before the one in front had ended waits for
+that alone, so the gap between, with the shortest kernels, is what a kernel begins and ends with. A collective also
+waits for other ranks: the fastest quarter of each size counts. What a trace lacks stays as in the machine that it is
+applied to.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SENT: Mapping[str, Callable[[float, float, int], float]] = {
 
 
 class _Point(NamedTuple):
-    """Of a size on the axis of a curve; its amount (flops, bytes, parameters) took so many seconds."""
+    """A size on a curve's axis, and the seconds of its amount (flops, bytes, parameters)."""
 
     size: float
     amount: float
@@ -74,13 +74,13 @@ class _Trace(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What a trace says of its machine ([Note: rates of a trace]); empty where it says nothing.
+    """[Note: rates of a trace], empty where it says nothing.
 
-    gpu: the driver's name of the first GPU.
-    products: dtype -> curve of flops/s over the flops of a product.
+    gpu: the first, by the driver.
+    products: dtype -> flops/s over a product's flops.
     kernel_s: beginning and end of a kernel.
-    collectives: bytes/s that a rank sends, over the bytes of a collective.
-    counts: what was counted, in words.
+    collectives: bytes/s that a rank sends, over a collective's bytes.
+    counts: in words.
     """
 
     path: str
@@ -96,7 +96,7 @@ class Profile:
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Raises TraceError, naming the file, for anything but a trace with rates."""
+    """Raises TraceError, naming the file, without rates."""
     trace = _read(Path(path))
     spans = [e for e in trace.traceEvents if e.ph == "X" and e.dur > 0]
     copies = [e for e in spans if e.cat == "gpu_memcpy"]
@@ -156,8 +156,8 @@ def _read(path: Path) -> _Trace:
 
 
 def _curve(points: Iterable[_Point], *, fastest: bool = False) -> Curve:
-    """A point per size within a factor of two. Points of one shape count with their median seconds, or with the median
-    of their fastest quarter. Sizes seen less than three times are left out where others are seen more often."""
+    """A point per size within a factor of two, of each shape's median seconds, or median of its fastest quarter. Sizes
+    seen under three times are left out where others are seen more often."""
     groups: list[list[_Point]] = []
     for point in sorted(points, key=lambda point: point.size):
         if groups and point.size <= 2 * groups[-1][0].size:
@@ -190,7 +190,7 @@ def _copies(copies: Sequence[_Event], way: str) -> Iterator[_Point]:
 
 
 def _products(spans: Sequence[_Event], kernels: Sequence[_Event], *, on_gpu: bool) -> dict[str, list[_Point]]:
-    """dtype -> the flops of each product."""
+    """dtype -> flops of each."""
     seconds: dict[object, float] = defaultdict(float)
     for kernel in kernels:
         seconds[kernel.args.get("External id")] += kernel.dur * 1e-6
@@ -227,7 +227,7 @@ def _dtype(event: _Event) -> str | None:
 
 
 def _kernel_s(spans: Sequence[_Event], kernels: Sequence[_Event]) -> float | None:
-    """The gap between kernels that follow each other without a wait, and the duration of the shortest."""
+    """The gap between kernels without a wait, and the shortest's duration."""
     launched = {
         e.args.get("correlation"): e.ts + e.dur for e in spans if e.cat == "cuda_runtime" and "Launch" in e.name
     }
@@ -249,7 +249,7 @@ def _kernel_s(spans: Sequence[_Event], kernels: Sequence[_Event]) -> float | Non
 
 
 def _updates(spans: Sequence[_Event], *, on_gpu: bool) -> Iterator[_Point]:
-    """Each fused Adam on the CPU: one that launched nothing."""
+    """Each fused Adam on the CPU: it launched nothing."""
     launches = sorted(e.ts for e in spans if e.cat == "cuda_runtime") if on_gpu else []
     for event in spans:
         if event.cat != "cpu_op" or event.name not in ("aten::_fused_adamw_", "aten::_fused_adam_"):
@@ -265,7 +265,7 @@ def _updates(spans: Sequence[_Event], *, on_gpu: bool) -> Iterator[_Point]:
 
 
 def _collectives(kernels: Sequence[_Event]) -> Iterator[_Point]:
-    """Bytes that a rank sends in each collective whose sizes NCCL said, by the bytes of all slices."""
+    """Bytes that a rank sends, by all slices' bytes, where NCCL said sizes."""
     for kernel in kernels:
         args = kernel.args
         sent = _SENT.get(str(args.get("Collective name")))

@@ -1,12 +1,12 @@
-"""Memory snapshot of torch (`torch.cuda.memory._dump_snapshot`, the dump of an out-of-memory error) as columns: the
-blocks of each device, and the bytes allocated and reserved after each event.
+"""A torch memory snapshot (`torch.cuda.memory._dump_snapshot`, an out-of-memory dump) as columns: each device's blocks,
+and bytes allocated and reserved after each event.
 
-[Note: what a snapshot knows] A snapshot has the allocator's segments at the time of the dump, and its latest events.
-Events name addresses, so a block is an `alloc` until the `free_completed` of the same address; a request to free alone
-ends nothing, since another stream may still use the block. Blocks that live at the dump without an `alloc`, and frees
-without one, were allocated before the first event: the recording began later, or its ring of `max_entries` events lost
-its start. An event has the bytes that were asked for; the allocator takes multiples of ROUND_BYTES, which
-`torch.cuda.memory_allocated` counts. What a segment holds beyond its blocks is reserved and free.
+[Note: what a snapshot knows] A snapshot has the allocator's segments at the dump, and its latest events. Events name
+addresses, so a block is an `alloc` up to the `free_completed` of its address; a request to free ends nothing: another
+stream may still use the block. Live blocks without an `alloc`, and frees without one, are older than the first event:
+the recording began later, or its ring of `max_entries` events lost its start. Events have bytes asked for; the
+allocator takes multiples of ROUND_BYTES, which `torch.cuda.memory_allocated` counts. The rest of a segment is reserved
+and free.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Blocks of one device, by column. Events are numbered from 0.
+    """One device's, by column; events are numbered from 0.
 
-    born: the event that allocated it; -1 before the first event.
-    died: the event that freed it; the number of events if it lives at the dump.
-    stack, end_stack: index into `DeviceHistory.stacks` of the calls that allocated and freed it; 0 where unknown.
-    tag: index into `DeviceHistory.tags` of the category that its recorder gave it; 0 for none.
+    born: its allocation, -1 before the first event.
+    died: its end, the number of events if alive at the dump.
+    stack, end_stack: indices into `DeviceHistory.stacks`, 0 where unknown.
+    tag: index into `DeviceHistory.tags`, 0 for none.
     """
 
     size_bytes: Ints
@@ -82,7 +82,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A stretch that the run named (`torch.profiler.record_function`, a step of the profiler or of the optimizer)."""
+    """Named by the run (`torch.profiler.record_function`, a step of the profiler or optimizer)."""
 
     name: str
     start_us: int
@@ -91,7 +91,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemoryEvent:
-    """The allocator refused a request. free_bytes: of the device then; None where the file does not say."""
+    """A refused request. free_bytes: of the device, None where the file does not say."""
 
     event: int
     asked_bytes: int
@@ -100,14 +100,14 @@ class OutOfMemoryEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceHistory:
-    """One device of a snapshot ([Note: what a snapshot knows]).
+    """[Note: what a snapshot knows]
 
-    time_us: of each event, never less than that of the event before.
+    time_us: per event, never falling.
     allocated_bytes, reserved_bytes: before the first event, and after each.
     stacks: calls, innermost first; stack 0 is empty.
-    tags: categories that blocks were given; tag 0 is "".
-    unsplit_bytes: of the blocks at the dump beyond their rounded sizes; unknown for blocks that were freed before.
-    largest_free_bytes: the largest free piece at the dump.
+    tags: categories of blocks, tag 0 is "".
+    unsplit_bytes: of blocks at the dump beyond rounded sizes, unknown for freed ones.
+    largest_free_bytes: one piece, at the dump.
     """
 
     device: int
@@ -132,7 +132,7 @@ class DeviceHistory:
 
     @cached_property
     def before(self) -> NDArray[np.bool_]:
-        """For each block, whether its allocation is not in the recording."""
+        """Per block: its allocation is not in the recording."""
         return self.blocks.born < 0
 
     def lost_words(self) -> str | None:
@@ -150,8 +150,7 @@ class DeviceHistory:
         return f"the allocation of {count:,} blocks of {size} is missing: {why}"
 
     def steps(self) -> list[tuple[int, int]]:
-        """(first event, event after the last) of each step that the marks bound: steps of the profiler, else from one
-        end of the optimizer's step to the next."""
+        """(first event, event after the last) of marked steps: the profiler's, else between ends of the optimizer's."""
         profiler = [(m.start_us, m.end_us) for m in self.marks if m.name.startswith("ProfilerStep#")]
         ends = sorted(m.end_us for m in self.marks if m.name.startswith("Optimizer.step#"))
         spans = sorted(profiler) if profiler else list(itertools.pairwise(ends))
@@ -164,9 +163,9 @@ class DeviceHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A file of torch's, by device. Devices without events and segments are left out.
+    """By device, without those that have no events and segments.
 
-    pinned_bytes: of host memory that torch's allocator keeps pinned; None in files that do not say.
+    pinned_bytes: kept pinned by torch's allocator on the host, None in files that do not say.
     """
 
     path: str
@@ -174,7 +173,7 @@ class Snapshot:
     pinned_bytes: int | None = None
 
     def device(self, number: int | None = None) -> DeviceHistory:
-        """Of that number, or the one that held most. Raises TraceError for another number."""
+        """Of that number, or the fullest. Raises TraceError for another."""
         if number is None:
             return max(self.devices, key=lambda d: int(d.allocated_bytes.max()))
         for device in self.devices:
@@ -194,7 +193,7 @@ def is_snapshot(path: str | Path) -> bool:
 
 
 def load_snapshot(path: str | Path) -> Snapshot:
-    """Raises TraceError, naming the file, for anything but a snapshot; nothing of the file is run."""
+    """Raises TraceError, naming the file, for anything else; nothing of the file is run."""
     try:
         size = Path(path).stat().st_size
         if size > LARGEST_BYTES:
@@ -239,7 +238,7 @@ def _pinned(segments: Any, walk: _Walk) -> int | None:
 
 
 class _Walk:
-    """Counts the rows that are walked: a list that stands in many places would be walked as often."""
+    """Counts walked rows: a list in many places would be walked as often."""
 
     def __init__(self, size: int) -> None:
         self.left = 1000 + size // LEAST_BYTES
@@ -410,7 +409,7 @@ class _Builder:
 
 
 def _marks(rows: Sequence[Mapping[str, Any]], device: int) -> list[Mark]:
-    """By their begin; one without an end is left out."""
+    """By begin, without those that lack an end."""
     open_: dict[str, list[int]] = collections.defaultdict(list)
     found: list[Mark] = []
     for row in rows:

@@ -1,8 +1,7 @@
-"""The tide of a snapshot as a timeline, and as the moments of a trace.
+"""A snapshot's tide as a timeline, and as moments of a trace.
 
-[Note: moments of a snapshot] Marks of the run that have the names of a trace's moments ("begin:h.0", "end:h.0",
-"grad:h.0", "backward-end", "step"; `executor.mark_moments` sets them) open that moment, in order. Then the tide is
-known by moment; else by time alone.
+[Note: moments of a snapshot] Marks named as a trace's moments ("begin:h.0", "end:h.0", "grad:h.0", "backward-end",
+"step"; `executor.mark_moments` sets them) open these, in order: the tide is then known by moment, else by time alone.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ Ints = NDArray[np.int64]
 
 
 def last_step(history: DeviceHistory) -> tuple[int, int]:
-    """(first event, event after the last) of the last whole step that marks bound; of the whole recording without
-    marks, or where an error ended it in a later step."""
+    """(first event, event after the last) of the last whole marked step, or all without marks, or where an error ended
+    a later step."""
     steps = history.steps()
     if not steps or (history.out_of_memory and history.out_of_memory[-1].event >= steps[-1][1]):
         return 0, history.events
@@ -41,8 +40,7 @@ def last_step(history: DeviceHistory) -> tuple[int, int]:
 def tide_of(
     history: DeviceHistory, kinds: NDArray[np.int64], job: Workload | None = None, *, label: str = ""
 ) -> Timeline:
-    """Bytes of the last step by kind, with a span per moment where the run has marked the moments. Raises TraceError
-    for a device without events."""
+    """Bytes of the last step by kind, with a span per marked moment. Raises TraceError without events."""
     if not history.events:
         raise TraceError(
             f"device {history.device} has no events, so there is no tide; record them with "
@@ -86,7 +84,7 @@ def _by_kind(history: DeviceHistory, kinds: NDArray[np.int64]) -> Ints:
 
 
 def _highest(total: Ints) -> Ints:
-    """All instants, or the highest of each of MOST_INSTANTS stretches."""
+    """All instants, or each of MOST_INSTANTS stretches' highest."""
     if len(total) <= MOST_INSTANTS:
         return np.arange(len(total))
     edges = np.linspace(0, len(total), MOST_INSTANTS + 1).astype(np.int64)
@@ -94,8 +92,8 @@ def _highest(total: Ints) -> Ints:
 
 
 def moment_events(history: DeviceHistory, job: Workload) -> list[int]:
-    """For each moment of a job the event from which on it is open, in the last step that has all marks; [] if the run
-    did not mark them ([Note: moments of a snapshot])."""
+    """Per moment of a job the event that opens it, in the last step with all marks, [] without them ([Note: moments of
+    a snapshot])."""
     names = [moment.name for moment in job.moments]
     known = set(names)
     marks = [mark for mark in history.marks if mark.name in known]
@@ -120,7 +118,7 @@ def _spans(history: DeviceHistory, opened: Sequence[int], first: int, end: int) 
 
 
 def with_tide(job: Workload, history: DeviceHistory, kinds: NDArray[np.int64]) -> Workload:
-    """With the non-model bytes of the snapshot. Raises TraceError where the run did not mark the moments of the job."""
+    """The snapshot's non-model bytes. Raises TraceError without marks of the job's moments."""
     opened = moment_events(history, job)
     if not opened:
         raise TraceError(

@@ -1,4 +1,4 @@
-"""Tables of an ablation: the ladder, and the policy without each of its ideas."""
+"""The ladder, and the policy without each of its ideas, as tables."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _signed(seconds: float | None) -> str:
-    """Returns "0 s" if too small to matter."""
+    """Such as "+3 ms", or "0 s" if too small to matter."""
     if seconds is None:
         return ""
     return "0 s" if abs(seconds) < 5e-7 else f"{'+' if seconds > 0 else '-'}{format_s(abs(seconds))}"

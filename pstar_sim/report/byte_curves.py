@@ -1,7 +1,5 @@
-"""Curves: a timeline's byte samples as arrays over time or over moments, for pictures and tables.
-
-Bytes in int64, seconds relative to the start of the steady iteration.
-"""
+"""Byte samples as arrays over time or moments, for pictures and tables: int64, seconds from the steady iteration's
+start."""
 
 from __future__ import annotations
 
@@ -37,9 +35,9 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """Bytes of each category at one place: values[c][i] holds in [edges[i], edges[i + 1]).
+    """At one place, values[c][i] holds in [edges[i], edges[i + 1]).
 
-    edges: n + 1 positions (seconds, or moment numbers), ascending.
+    edges: n + 1 (seconds, or moments), ascending.
     values: category -> n bytes.
     """
 
@@ -71,10 +69,9 @@ class PhaseBand:
 
 
 def steady_start_s(timeline: Timeline) -> float:
-    """On the clock of the spans: the end of the compute queue's work in the iteration before. A timeline of one
-    iteration begins with its first moment.
+    """By the spans' clock: the end of compute in the iteration before, for one iteration its first moment.
 
-    Raises PstarError for a timeline without compute spans.
+    Raises PstarError without compute spans.
     """
     last = timeline.iterations - 1
     computes = [s for s in timeline.spans if s.queue is Queue.COMPUTE]
@@ -88,9 +85,9 @@ def steady_start_s(timeline: Timeline) -> float:
 
 
 def moment_windows(timeline: Timeline) -> tuple[IntArray, FloatArray, FloatArray]:
-    """(indices, start_s, end_s) of the steady iteration, in order, relative to its start.
+    """(indices, start_s, end_s) in order, from the steady iteration's start.
 
-    Raises PstarError for a timeline without compute spans.
+    Raises PstarError without compute spans.
     """
     last = timeline.iterations - 1
     spans = [s for s in timeline.spans if s.kind is Kind.COMPUTE and s.iteration == last and s.moment is not None]
@@ -104,10 +101,9 @@ def moment_windows(timeline: Timeline) -> tuple[IntArray, FloatArray, FloatArray
 
 
 def byte_curves(timeline: Timeline, *, x: str = "time", place: str = "gpu") -> Curves:
-    """x: "time": all changes, in seconds. "moment": one value per moment, that of the instant with the largest total
-        until the next moment.
+    """x: "time": all changes, in seconds; "moment": a value per moment, of its instant with the largest total.
 
-    Raises PstarError for another x and for a timeline without samples of `place`.
+    Raises PstarError for another x and without samples of `place`.
     """
     if x not in ("time", "moment"):
         raise PstarError(f'x must be "time" or "moment", not {x!r}')
@@ -140,13 +136,13 @@ def _by_moment(timeline: Timeline, curves: Curves) -> Curves:
 
 
 def axis_unit(top_bytes: float) -> tuple[int, str]:
-    """(bytes, name) of the unit of an axis that ends at `top_bytes`."""
+    """(bytes, name), for an axis up to `top_bytes`."""
     return next((unit for unit in ((GB, "GB"), (MB, "MB"), (KB, "kB")) if top_bytes >= unit[0]), (1, "B"))
 
 
 def phase_bands(timeline: Timeline, *, x: str = "time") -> tuple[PhaseBand, ...]:
-    """FWD, BWD (with recomputation) and ADAM. Empty if phases are not known. By time, a stretch in which no phase
-    computes and updates run is ADAM as well."""
+    """FWD, BWD (with recomputation) and ADAM, empty if unknown. By time, ADAM is also where updates run and no phase
+    computes."""
     if not timeline.phases:
         return ()
     moments, start_s, end_s = moment_windows(timeline)
@@ -164,7 +160,7 @@ def phase_bands(timeline: Timeline, *, x: str = "time") -> tuple[PhaseBand, ...]
 
 
 def _with_updates(timeline: Timeline, bands: Sequence[PhaseBand]) -> Iterator[PhaseBand]:
-    """And in the gaps around the bands the stretches from the first update to the last."""
+    """And in gaps around, from first update to last."""
     origin = steady_start_s(timeline)
     updates = [(s.start_s - origin, s.end_s - origin) for s in timeline.spans if s.kind in UPDATES]
     at_s = 0.0

@@ -1,4 +1,4 @@
-"""Tables of the capacity answers: fits, limits, offers, sensitivities."""
+"""Fits, limits, offers, sensitivities as tables."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _DATA_PARALLEL = (
 
 
 def _named(machine: Machine) -> str:
-    """With the memory sizes that are not those of the catalog's machine of this name."""
+    """With memory sizes that differ from the catalog's."""
     listed = as_listed(machine)
     if listed is None:
         return machine.name
@@ -84,8 +84,7 @@ def _kernels(kernels: str) -> str:
 
 
 def fits_text(answer: Fits, *, width: int | None = None, why: bool = False) -> str:
-    """why: also what takes the room on the host, policies that are as fast as the recommended one, and what would make
-    each other policy fit, with a paragraph for each."""
+    """why: also what fills the host, equals of the recommended policy, and what would make each other fit."""
     width = terminal_width() if width is None else width
     lines = [*_folded((*_verdict(answer), "", *_asked(answer)), width), ""]
     heads, parts = _part_cells(answer)
@@ -105,14 +104,14 @@ def fits_text(answer: Fits, *, width: int | None = None, why: bool = False) -> s
 
 
 def fits_said(answer: Fits) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """Returns the sentences of the verdict, the flags that are advised, and the notes."""
+    """(sentences of the verdict, advised flags, notes)."""
     changes = [] if answer.change is None else [answer.change, *answer.others]
     advice = [f"--policy {row.policy}" for row in answer.fastest[:1]] or [one.words for one in changes]
     return " ".join(_verdict(answer)), tuple(map(as_flags, advice)), tuple(_fit_notes(answer, why=False))
 
 
 def _part_cells(answer: Fits) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Returns heads and rows, the last of them the sum."""
+    """(heads, rows, the last the sum)."""
     heads, columns = ["what takes memory", "in all"], [[part.job_bytes for part in answer.parts]]
     if answer.parts[-1].gpu_bytes is not None:
         heads += [f"GPU, {answer.fastest[0].policy}", "host"]
@@ -123,7 +122,7 @@ def _part_cells(answer: Fits) -> tuple[list[str], list[tuple[str, ...]]]:
 
 
 def _by_time(answer: Fits) -> list[Fit]:
-    """Returns the recommended row, the others that fit by time, then those that do not by what they lack."""
+    """The recommended, others that fit by time, then by what they lack."""
 
     def place(row: Fit) -> tuple[bool, bool, float]:
         return not row.fits, row not in answer.fastest[:1], (row.iteration_s if row.fits else row.short_bytes) or 0.0
@@ -149,7 +148,7 @@ def _loaded(loading: Loading, machine: Machine) -> str:
 def _fit_notes(answer: Fits, *, why: bool) -> Iterator[str]:
     """Sources and errors of times, why policies do not fit, and what is not modelled.
 
-    why: policies that lack room have a note, too.
+    why: also for each that lacks room.
     """
     known = [(row.policy, row.trust) for row in answer.rows if row.fits]
     yield from sources_of_times(answer.workload, answer.machine, known)
@@ -206,7 +205,7 @@ def _yes(answer: Fits) -> list[str]:
 
 
 def shown_on_card(row: Fit) -> list[str]:
-    """On what nvidia-smi will show; none where the answer has no need of a card."""
+    """What nvidia-smi will show, where the answer needs a card."""
     if row.gpu_shown_bytes is None or not row.gpu_reserve_bytes:
         return []
     shown, beside = format_size(row.gpu_shown_bytes), format_size(row.gpu_reserve_bytes)
@@ -257,7 +256,7 @@ def _named_change(change: SmallestChange, answer: Fits) -> str:
 
 
 def _lack(row: Fit, machine: Machine, loading: Loading) -> str:
-    """Bytes needed of the place that is short, those that can be used, and the difference."""
+    """Needed in the short place, available, and the difference."""
     needed = {"gpu": row.gpu_needed_bytes, "host": row.host_needed_bytes}.get(row.short_of or "")
     if needed is None:
         return f"lacks {format_bytes(row.short_bytes or 0)} on {row.short_of}"
@@ -394,7 +393,7 @@ def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
 
 
 def cheapest_said(answer: Cheapest) -> tuple[str, tuple[str, ...]]:
-    """Returns the cheapest offer, or why there is none, in a sentence, and the notes."""
+    """(the cheapest offer or why there is none, notes)."""
     notes = tuple(_offer_notes(answer, [row for row in answer.rows if row.days is not None]))
     best = answer.best
     if best is None:
@@ -501,7 +500,7 @@ def sensitivity_text(answer: Sensitivity, *, width: int | None = None) -> str:
 
 
 def _kept_text(row: PartEffect, now: PartEffect) -> str:
-    """A plan made for the better part would be slower than the present plan, whose time is shown."""
+    """A plan for the better part would be slower: the present one's time is shown."""
     from pstar_sim.planner.sensitivity import PLANNED, REPLAYED
 
     if row.how == PLANNED or now.iteration_s is None:

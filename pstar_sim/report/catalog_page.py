@@ -1,9 +1,9 @@
-"""The catalog as pages: every figure of every entry, and whether it is measured, fitted, from a datasheet or assumed.
+"""The catalog as pages: every figure, and how it is known.
 
-[Note: how a figure is known] A figure in an entry's `calibrated` table was measured, as is a card's memory. Other
-sizes, peaks and line rates come from a datasheet. Shares of peaks, latencies and reserved memory are assumed, and so is
-every figure of an entry whose source calls it an estimate or a placeholder. Figures fitted to published runs are in
-files of their own (efficiency.toml, frameworks.toml, generations.toml), which say how each is known.
+[Note: how a figure is known] Figures of `calibrated` tables were measured, as a card's memory; other sizes, peaks and
+line rates are a datasheet's. Shares of peaks, latencies and reserved memory are assumed, as is all of an entry whose
+source calls it an estimate or a placeholder. Fitted figures are in files of their own (efficiency.toml,
+frameworks.toml, generations.toml), which say how.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GUESSED = ("an estimate", "placeholder", "from memory")
 
 
 def catalog_page(table: str) -> str:
-    """In Markdown: a row per figure with its value, how it is known, and its source.
+    """Markdown: figure, value, how it is known, source.
 
     Raises KeyError for another name.
     """
@@ -42,7 +42,7 @@ def catalog_page(table: str) -> str:
 
 
 def known_figures(table: str) -> dict[str, list[tuple[str, str, str, str]]]:
-    """Entry -> (figure, its value, how it is known, its source). How a figure is known is one of `machine.KNOWN`."""
+    """Entry -> (figure, value, how it is known (`machine.KNOWN`), source)."""
     if table == "generations":
         return {
             name: [
@@ -75,7 +75,7 @@ def _of_entry(table: str, entry: Entry[Any]) -> Iterator[tuple[str, str, str, st
 def _of_table(
     raw: Mapping[str, Any], prefix: str, known: str = "", table: str = ""
 ) -> Iterator[tuple[str, str, str, str]]:
-    """known: of all its figures, where the table says so."""
+    """known: where the table says so for all."""
     source = str(raw.get("source", ""))
     for figure, value in raw.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):

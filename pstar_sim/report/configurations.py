@@ -1,4 +1,4 @@
-"""Predictions for configurations of other frameworks, host memory first."""
+"""Predictions for other frameworks' configurations, host memory first."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ _HEADS = (
 
 
 def predictions_text(predictions: Sequence[ConfigurationPrediction], *, width: int | None = None) -> str:
-    """A table, and for each configuration the parts of its host memory, why it does not fit, its policy, and the
-    settings that are not modelled."""
+    """A table, and of each the parts of its host memory, why it does not fit, its policy, and what is not modelled."""
     width = terminal_width() if width is None else width
     lines = [table_text(_HEADS, [_cells(p) for p in predictions], width=width).rstrip()]
     for p in predictions:
@@ -72,7 +71,7 @@ def _said(p: ConfigurationPrediction) -> list[str]:
 def export_text(
     path: str, expressed: Expressed, prediction: ConfigurationPrediction, *, width: int | None = None
 ) -> str:
-    """What a written file states of the plan and what it cannot, then the prediction for the file."""
+    """What a written file states and cannot, then its prediction."""
     width = terminal_width() if width is None else width
     texts = [
         f"{path}: {expressed.configuration.framework}: {'; '.join(expressed.says)}.",

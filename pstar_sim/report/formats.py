@@ -1,7 +1,6 @@
-"""The reference page of each file format, made from the types by which its files are read.
+"""Reference pages of file formats, from the types by which files are read.
 
-The unit of a key follows from its name. A page of the documentation that says `<!-- format: NAME -->` gets
-`format_page(NAME)` there.
+A key's unit follows from its name. A page with `<!-- format: NAME -->` gets `format_page(NAME)`.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ _UNITS = (
 
 @dataclass(frozen=True)
 class Format:
-    """what: its purpose, in one or two sentences.
-    version: that this package writes, and the newest that it reads.
-    tables: heading -> type of the keys below it.
-    more: Markdown behind the tables.
+    """what: in one or two sentences.
+    version: written, and the newest read.
+    tables: heading -> type.
+    more: Markdown behind.
     """
 
     what: str
@@ -124,9 +123,9 @@ FORMATS = ("machine", "prices", "grid", "options", "plan", "timeline", "run", "t
 
 
 def format_page(name: str) -> str:
-    """In Markdown: purpose, version, and a table of keys for each of its tables.
+    """Markdown: purpose, version, and keys by table.
 
-    Raises KeyError for a name that is not in FORMATS.
+    Raises KeyError for a name not in FORMATS.
     """
     form = _formats()[name]
     parts = [form.what, f"Version {form.version}, said by {form.version_place}." if form.tables else ""]
@@ -138,7 +137,7 @@ def format_page(name: str) -> str:
 
 
 def _tables(title: str, table: type[Struct], shown: set[type[Struct]]) -> Iterator[tuple[str, type[Struct]]]:
-    """The table and those below it, each once, with titles."""
+    """And those below, each once."""
     if table in shown:
         return
     shown.add(table)
@@ -206,8 +205,8 @@ def _defaults(cls: Any) -> dict[str, object]:
 
 
 def _said(cls: Any) -> dict[str, str]:
-    """Meaning of each field of a dataclass: from lines "name: text" or "name, other: text" of its docstring, with the
-    indented lines below them; else that of the figure in a machine file."""
+    """Of a dataclass's fields: lines "name: text" or "name, other: text" of its docstring, with indented lines below,
+    else the figure's in a machine file."""
     known = {f.name for f in dataclasses.fields(cls)} if cls is not None else set()
     found = {} if cls is None else {figure.attribute: figure.says for figure in figures_of(cls)}
     names: list[str] = []

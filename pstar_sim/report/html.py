@@ -1,5 +1,4 @@
-"""HTML of results for notebooks, behind `_repr_html_`: tables and small pictures without scripts, in the colours of the
-notebook's own theme."""
+"""Results for notebooks (`_repr_html_`): tables and small pictures without scripts, in the notebook's theme."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ def workload_html(workload: Workload) -> str:
 
 
 def plan_html(plan: Plan) -> str:
-    """Job, chunks, steps, and bytes in each place between two iterations."""
+    """Job, chunks, steps, and bytes by place between two iterations."""
     w = plan.workload
     modes = [f"{plan.modes.count(mode)} {mode}" for mode in MODES if mode in plan.modes]
     rows = [
@@ -106,7 +105,7 @@ def comparison_html(comparison: Comparison) -> str:
 
 
 def planned_html(planned: Planned) -> str:
-    """The line of the table, the number of steps by kind, and the bytes on the GPU."""
+    """The table's line, steps by kind, and bytes on the GPU."""
     steps = f"<p><small>{escape(_kinds(planned.plan))}</small></p>"
     return f"{_table(HEADS, [cells(planned.row)])}{steps}{_tide(planned.timeline)}"
 
@@ -143,7 +142,7 @@ def _tide(timeline: Timeline) -> str:
 def _stacked(
     edges: np.ndarray, values: Mapping[str, np.ndarray], top: float, says: str, *, hanging: str | None = None
 ) -> str:
-    """An SVG with its legend. Areas of `hanging` start from the top.
+    """An SVG with legend; areas of `hanging` start from the top.
 
     edges: n + 1 positions.
     values: category -> n bytes.

@@ -1,4 +1,4 @@
-"""Legends and titles. Pictures of one kind that share a figure share a legend."""
+"""Pictures of one kind in a figure share a legend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Handles = dict[str, Any]
 
 
 def size_points(ax: Axes) -> tuple[float, float]:
-    """Width and height of the axes, as far as known before the layout."""
+    """As far as known before the layout."""
     figure = ax.get_figure(root=True)
     assert figure is not None
     box = ax.get_position()
@@ -27,7 +27,7 @@ def size_points(ax: Axes) -> tuple[float, float]:
 
 
 def broken(title: str, ax: Axes) -> str:
-    """Lines no wider than the axes; a policy's name may break behind its parts."""
+    """At the axes' width; policies' names break behind their parts."""
     letters = max(20, int(size_points(ax)[0] / TITLE_POINTS))
     lines = [""]
     for part in re.split(r"(?<=[ ,:])", title):
@@ -38,7 +38,7 @@ def broken(title: str, ax: Axes) -> str:
 
 
 def ink(ax: Axes) -> Any:
-    """Of words and lines on the axes: light in a dark style."""
+    """Light in a dark style."""
     return ax.xaxis.label.get_color()
 
 
@@ -50,7 +50,7 @@ def dark(ax: Axes) -> bool:
 
 
 def shared_legend(ax: Axes, handles: Mapping[str, Any], kind: str, in_order: Callable[[Handles], list[str]]) -> None:
-    """Right of the axes, merged with that of an earlier picture of this kind."""
+    """Right of the axes, merged with an earlier one of this kind."""
     figure = ax.get_figure(root=True)
     assert figure is not None
     if figure.get_layout_engine() is None:

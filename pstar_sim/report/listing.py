@@ -1,4 +1,4 @@
-"""Listings: the machines, models and policies that exist, by name and as a table."""
+"""Machines, models and policies, by name and as a table."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["Listing", "machines", "models", "policies"]
 
 
 class Listing(Sequence[str]):
-    """Names, in the order of the catalog, which print as a table.
+    """Names that print as a table.
 
-    rows: one per name: column -> figure; the first column is the name.
+    rows: column -> figure per name, the first column.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, object]], *, hidden: str = "") -> None:

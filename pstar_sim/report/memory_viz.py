@@ -1,8 +1,7 @@
-"""A plan as a memory snapshot of torch, for https://pytorch.org/memory_viz and `torch.cuda._memory_viz`.
+"""A plan as a torch memory snapshot, for https://pytorch.org/memory_viz and `torch.cuda._memory_viz`.
 
-Device 0 is the GPU, device 1 the host, device 2 the disks. Payloads are blocks whose calls are the names of parameters;
-non-model data are blocks with the name of the moment in which they grow. Bytes are those of the simulated iteration;
-addresses are made up.
+Device 0 is the GPU, 1 the host, 2 the disks. Payloads are blocks with calls named after parameters, non-model data with
+the moment in which they grow. Bytes are the simulated iteration's, addresses made up.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ Frames = list[dict[str, object]]
 
 
 class _Change(NamedTuple):
-    """Bytes that come to a place, or leave it (below 0).
+    """To a place, or from it (below 0).
 
-    key: of the block; blocks of one key of which a part leaves are a stack.
+    key: of the block; those of one key of which a part leaves are a stack.
     """
 
     time_s: float
@@ -45,7 +44,7 @@ class _Change(NamedTuple):
 
 
 def to_memory_viz(plan: Plan, timeline: Timeline) -> bytes:
-    """Raises PstarError for a timeline with steps that are not in the plan."""
+    """Raises PstarError for steps not in the plan."""
     check_of_plan(plan, timeline)
     changes = [*_payloads(plan, timeline), *_levels(plan, timeline)]
     changes.sort(key=lambda change: (change.time_s, change.bytes > 0))
@@ -100,7 +99,7 @@ def _payload(plan: Plan, one: Resident, time_s: float, sign: int) -> _Change:
 
 
 def _levels(plan: Plan, timeline: Timeline) -> Iterator[_Change]:
-    """Non-model data and buffers, which a timeline has as levels."""
+    """Non-model data and buffers: a timeline has levels."""
     moments, start_s, _ = moment_windows(timeline)
     now: dict[tuple[str, str], int] = {}
     for sample in timeline.samples:
@@ -129,7 +128,7 @@ class _Block(NamedTuple):
 
 @dataclass
 class _Device:
-    """Blocks at made-up addresses, the first free ones that have room."""
+    """Addresses are the first free with room."""
 
     number: int
     end: int = 0  # of the addresses

@@ -1,5 +1,5 @@
-"""Colours of every picture and page: Okabe and Ito's palette and neighbours of it, which stay distinct under every
-common colour blindness, and the names of queues."""
+"""Colours of all pictures and pages: Okabe and Ito's and neighbours, distinct under common colour blindness; names of
+queues."""
 
 from __future__ import annotations
 
@@ -106,8 +106,7 @@ SPARE = (VERMILION, YELLOW, "#AA66FF", WINE, "#F5A6C9", "#AAEE88", "#220088", "#
 
 
 def policy_colours(policies: Iterable[str]) -> list[str]:
-    """Of one picture; up to eight policies without a colour of their own differ. A policy with options has its name's
-    colour if no other policy of the picture has it."""
+    """In one picture: up to eight without their own differ, and one with options has its name's if free."""
     names = list(policies)
     taken = {POLICIES[name] for name in names if name in POLICIES}
     spare = cycle(SPARE)

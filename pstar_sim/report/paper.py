@@ -1,7 +1,6 @@
-"""Paper: size, style and legend of a figure as its reader wants them, and the numbers that it draws.
+"""Size, style and legend of a figure as readers want them, and its numbers.
 
-A figure narrower than NARROW has smaller words, down to LEAST of their size, and one column of pictures: the column of
-a paper is 3.3 inches wide.
+Below NARROW, words shrink to LEAST and pictures form one column: a paper's is 3.3 inches wide.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ STYLES: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """width, height: inches; None: those of the picture.
-    legend: "below", "right" or "none"; None: where the picture has it.
+    """width, height: inches, None: the picture's.
+    legend: "below", "right" or "none", None: the picture's place.
     """
 
     width: float | None = None
@@ -53,9 +52,9 @@ class Look:
         return 1.0 if self.width is None else min(1.0, max(LEAST, self.width / NARROW))
 
     def size(self, width: float, height: float) -> tuple[float, float]:
-        """Returns width and height in inches.
+        """Inches.
 
-        width, height: of the picture if nothing else is asked.
+        width, height: the picture's own.
         """
         return self.width or width, self.height or height
 
@@ -65,7 +64,7 @@ USUAL = Look()
 
 @contextmanager
 def styled(name: str) -> Iterator[None]:
-    """Raises PstarError for a name that is neither one of STYLES nor matplotlib's, nor a file of styles."""
+    """Raises PstarError for a name neither of STYLES nor matplotlib's, and no file."""
     from matplotlib import style
 
     is_file = Path(name).suffix == ".mplstyle" and Path(name).is_file()
@@ -76,9 +75,9 @@ def styled(name: str) -> Iterator[None]:
 
 
 def broken_at(text: str, points: float, size: float) -> str:
-    """In lines of at most so many points, broken at spaces.
+    """Lines of at most so many points, broken at spaces.
 
-    size: of its letters.
+    size: of letters.
     """
     lines = [""]
     for word in text.split():
@@ -97,9 +96,9 @@ def _width(text: str, size: float) -> float:
 
 
 def figure_legend(figure: Figure, handles: Mapping[str, Any], look: Look, *, place: str, most: int = 3) -> float:
-    """Draws the legend beside the axes. Returns the width that it leaves to a title above, in points.
+    """Beside the axes; returns the points left for a title above.
 
-    place: where it stands if the look does not say.
+    place: if the look has none.
     most: columns of a wide figure.
     """
     width = 0.97 * 72 * float(figure.get_figwidth())
@@ -123,8 +122,7 @@ def figure_legend(figure: Figure, handles: Mapping[str, Any], look: Look, *, pla
 
 
 def laid_out(figure: Figure, look: Look) -> Figure:
-    """Returns the figure with the words of its look, all inside its edges. Raises PstarError for a size that has no
-    room for its words."""
+    """All words inside its edges. Raises PstarError for a size without room."""
     from matplotlib.text import Text
 
     if look == USUAL:
@@ -156,7 +154,7 @@ def laid_out(figure: Figure, look: Look) -> Figure:
 
 
 def tide_csv(timelines: Sequence[Timeline], xs: Sequence[str]) -> str:
-    """Returns the bytes on the GPU that a tide picture draws: a row for each stretch in which nothing changes."""
+    """Bytes on the GPU, a row per stretch without changes."""
     rows: list[Sequence[object]] = [
         ("timeline", "source", "x", "from", "to", *(f"{_column(c)}_bytes" for c in CATEGORIES), "capacity_bytes")
     ]

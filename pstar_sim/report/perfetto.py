@@ -1,8 +1,7 @@
-"""Chrome trace JSON of timelines, for ui.perfetto.dev.
+"""Chrome trace JSON, for ui.perfetto.dev.
 
-The format is the JSON that Perfetto documents under "other formats": complete events (ph X), counters (C), metadata (M)
-and flows (s, f); times in microseconds. Counters cover the steady iteration. Several timelines are groups of lanes,
-whose steady iterations begin together.
+The format is Perfetto's "other formats": complete events (ph X), counters (C), metadata (M), flows (s, f), in
+microseconds. Counters cover the steady iteration, where several timelines, as groups of lanes, begin together.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _LANES = {
 
 
 def to_perfetto(timelines: Timeline | Sequence[Timeline], plan: Plan | None = None) -> dict[str, Any]:
-    """Ready for `json.dump`. Raises PstarError where one of several timelines has no compute spans.
+    """For `json.dump`. Raises PstarError where one of several has no compute spans.
 
-    plan: gives moments, lists and parts of chunks their names.
+    plan: names moments, lists and parts of chunks.
     """
     many = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     steady = [steady_start_s(t) for t in many] if len(many) > 1 else [0.0]
@@ -91,7 +90,7 @@ def _about(timeline: Timeline) -> Mapping[str, Any]:
 
 
 def _counters(timeline: Timeline, pid: int, shift_s: float) -> list[dict[str, Any]]:
-    """One event for every change of a place, drawn stacked in chrome://tracing."""
+    """One event per change, stacked in chrome://tracing."""
     origin = steady_start_s(timeline) + shift_s
     events: list[dict[str, Any]] = []
     for place in sorted({s.place for s in timeline.samples}):
@@ -118,7 +117,7 @@ def _name(span: Span, plan: Plan | None, names: Mapping[int, str]) -> str:
 def _slice(
     name: str, category: str, where: tuple[int, int, float], start_s: float, end_s: float, args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """where: process, lane, and seconds of shift."""
+    """where: process, lane, shift in seconds."""
     pid, tid, shift_s = where
     begin = _us(start_s + shift_s)
     return {

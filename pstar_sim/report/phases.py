@@ -1,4 +1,4 @@
-"""Host memory over a job's life: loading, first step, saving, resuming."""
+"""Host memory while loading, in the first step, saving, resuming."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["phases_text", "short_phases"]
 
 
 def phases_text(rows: Sequence[Fit], host: Host, *, width: int | None = None) -> str:
-    """A line per policy or configuration whose needs are known, and what comes beside the memory of its steps."""
+    """A line per known policy or configuration, and what comes beside steps."""
     width = terminal_width() if width is None else width
     rows = [row for row in rows if row.phases]
     if not rows:
@@ -37,7 +37,7 @@ def phases_text(rows: Sequence[Fit], host: Host, *, width: int | None = None) ->
 
 
 def short_phases(row: Fit, host: Host) -> Iterator[str]:
-    """For saving and for resuming if the host has no room."""
+    """If the host has no room for saving or resuming."""
     for phase in row.phases[2:]:
         if _lacks(phase, host):
             need = f"{format_size(phase.host_bytes)} of host memory of a node, of {format_size(host.budget_bytes)}"

@@ -1,4 +1,4 @@
-"""Texts of what torch recorded: the peak of a snapshot, and two peaks beside each other."""
+"""What torch recorded, in words: a snapshot's peak, and two peaks beside each other."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _of(sites: Sequence[Site], kind: str) -> list[Site]:
 
 
 def beside_text(first: Held, second: Held, *, width: int) -> str:
-    """By kind, and below a difference the calls in which it lies."""
+    """By kind, and below it the calls that differ."""
     floor = LEAST_SHARE * max(first.bytes, second.bytes)
     rows: list[tuple[str, str, str, str]] = []
     for kind in KINDS:
@@ -112,7 +112,7 @@ def _row(name: str, one: int | None, two: int | None) -> tuple[str, str, str, st
 
 
 def _calls(first: Held, second: Held, kind: str) -> list[tuple[str, int | None, int | None]]:
-    """(call, bytes of the first, of the second), the largest difference first; None for a plan, which has no calls."""
+    """(call, bytes of both), the largest difference first, None for a plan, without calls."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for which, held in enumerate((first, second)):
         for site in _of(held.sites, kind):
@@ -122,8 +122,7 @@ def _calls(first: Held, second: Held, kind: str) -> list[tuple[str, int | None, 
 
 
 def run_figures(predicted: Timeline, measured: Timeline) -> list[Figure]:
-    """Seconds, work of queues, waits by cause, bytes moved and held. A figure that only one of them has is 0 in the
-    other."""
+    """Seconds, work of queues, waits by cause, bytes; a missing figure is 0."""
     columns: list[dict[str, float]] = []
     for timeline, other in ((predicted, measured), (measured, predicted)):
         row: dict[str, float] = {"iteration_s": timeline.iteration_s}

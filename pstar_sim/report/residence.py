@@ -1,7 +1,4 @@
-"""Residence: the data of each chunk on the GPU at every instant of the steady iteration.
-
-The policies' ledger books a timeline's steps in the order in which they began and ended.
-"""
+"""Each chunk's data on the GPU over the steady iteration, booked by the policies' ledger in the timeline's order."""
 
 from __future__ import annotations
 
@@ -33,12 +30,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Residence:
-    """In bins of time of equal length.
+    """In equal bins.
 
-    edges_s: n + 1, from the start of the steady iteration.
-    first_chunks: of each row of `contents`; a row ends before the next.
-    contents: rows x n indices into CONTENTS: the kind of most of the bytes that the row has on the GPU. A chunk counts
-        in a bin as what it was for the longest time.
+    edges_s: n + 1, from the iteration's start.
+    first_chunks: of each row, a row ends before the next.
+    contents: rows x n indices into CONTENTS: what most of a row's bytes are, a chunk's for its longest time in the bin.
     """
 
     edges_s: NDArray[np.float64]
@@ -48,9 +44,9 @@ class Residence:
 
 
 def residence(plan: Plan, timeline: Timeline, *, bins: int = 240) -> Residence:
-    """Where a plan has more chunks than ROWS, neighbours share a row.
+    """More chunks than ROWS share rows.
 
-    Raises PstarError for a timeline with steps that are not in the plan.
+    Raises PstarError for steps not in the plan.
     """
     count = len(plan.layout.chunks)
     per_row = max(1, -(-count // ROWS))
@@ -72,7 +68,7 @@ def residence(plan: Plan, timeline: Timeline, *, bins: int = 240) -> Residence:
 
 
 def _spells(plan: Plan, timeline: Timeline) -> dict[int, list[tuple[float, float, int]]]:
-    """Chunk -> (begin, end, index into CONTENTS), in seconds from the start of the steady iteration."""
+    """Chunk -> (begin, end, index into CONTENTS), from the iteration's start."""
     book = _Book(plan)
     known = {step.id: step for step in plan.steps}
     check_of_plan(plan, timeline)

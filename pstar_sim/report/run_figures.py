@@ -1,4 +1,4 @@
-"""Measured and predicted figures of a run side by side, their table, and the JSON of both."""
+"""Measured and predicted figures, as a table and JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Figure:
 
     @property
     def difference(self) -> float:
-        """(measured - predicted) / predicted; 0 where both are 0, infinite where only the prediction is 0."""
+        """(measured - predicted) / predicted, 0 where both are 0, infinite where the prediction is."""
         if self.predicted == self.measured:
             return 0.0
         return (self.measured - self.predicted) / self.predicted if self.predicted else float("inf")
@@ -39,8 +39,7 @@ class Figure:
         return self.name, form(self.predicted), form(self.measured), self._difference(form)
 
     def _difference(self, form: Callable[[float], str]) -> str:
-        """In percent, or in the figure's unit where the measured is more than twice the predicted: beside a small floor
-        percentages say nothing."""
+        """In percent, or in its unit above twice the prediction: beside a small floor percentages say nothing."""
         if self.predicted == self.measured:
             return "equal"
         if self.difference > 1:
@@ -49,7 +48,7 @@ class Figure:
 
 
 def figures(predicted: Mapping[str, float], measured: Mapping[str, float]) -> list[Figure]:
-    """Of the keys that both have, in order. A key ends in "_s" (seconds) or "_bytes"."""
+    """Of keys that both have, ending in "_s" or "_bytes"."""
     rows = []
     for key, value in predicted.items():
         if key in measured:
@@ -63,9 +62,9 @@ def figures_text(rows: Sequence[Figure], *, width: int) -> str:
 
 
 def losses_text(columns: Mapping[str, Sequence[float]], *, width: int, first: int = 0, most: int | None = None) -> str:
-    """One column per run, and in each row the largest relative difference to the first.
+    """A column per run, and the largest relative difference to the first.
 
-    most: rows; of more steps, the first and the last are shown.
+    most: rows: the first and last of more steps.
     """
     heads = ["step", *columns, *(["relative difference"] if len(columns) > 1 else [])]
     rows = list(enumerate(zip(*columns.values()), start=first))

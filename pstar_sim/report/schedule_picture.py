@@ -1,8 +1,8 @@
-"""The schedule picture: the work of every queue at every instant of an iteration.
+"""The schedule picture: every queue's work over an iteration.
 
-[Note: reading a schedule picture] The picture has a row per queue and a bar per step, with the number of its chunk, or
-with its plan of a part: 3 (2/8). Bars of compute are moments with their numbers, in the grey of their phase. A gap is
-time in which the queue waits. Steps of the steady iteration that run on into the next are cut off at the right edge.
+[Note: reading a schedule picture] A row per queue and a bar per step, with its chunk's number, or with its plan of a
+part: 3 (2/8). Compute's bars are numbered moments, in their phase's grey; a gap is a wait. Steps that run on into the
+next iteration are cut off at the right.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _draw_bars(
     rows: list[Queue],
     parts: Mapping[int, Part],
 ) -> tuple[dict[str, Any], set[str]]:
-    """Returns one bar per name, and what the numbers on the bars are, both for the legend."""
+    """For the legend: a bar per name, and what numbers mean."""
     found: dict[str, Any] = {}
     numbered: set[str] = set()
     paper, on_dark = ax.get_facecolor(), dark(ax)
@@ -99,13 +99,13 @@ def _draw_bars(
 
 
 def _in_order(handles: Handles) -> list[str]:
-    """Phases, then kinds of steps, then what the numbers are."""
+    """Phases, kinds of steps, meaning of numbers."""
     order = [*PHASES, *(name for name, _, _ in STEPS.values()), *NUMBERS]
     return sorted(handles, key=lambda n: order.index(n) if n in order else len(order))
 
 
 def _steady_spans(timeline: Timeline) -> list[tuple[Span, float, float]]:
-    """With start and end in the iteration."""
+    """With start and end."""
     origin = steady_start_s(timeline)
     found = []
     for span in timeline.spans:
@@ -116,7 +116,7 @@ def _steady_spans(timeline: Timeline) -> list[tuple[Span, float, float]]:
 
 
 def _style(timeline: Timeline, span: Span) -> tuple[str, str, str]:
-    """Name in the legend, colour, and colour of the number."""
+    """Legend's name, colour, and its number's."""
     if span.kind is not Kind.COMPUTE:
         return STEPS[span.kind]
     phase = timeline.phases[span.moment] if timeline.phases and span.moment is not None else "compute"

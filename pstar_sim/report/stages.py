@@ -1,4 +1,4 @@
-"""Tables and pictures of the stages of a pipeline."""
+"""A pipeline's stages as tables and pictures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HEADS = (
 
 
 def stages_text(comparison: StagesComparison, *, width: int | None = None) -> str:
-    """Peaks of stages that differ are the smallest and the largest."""
+    """Peaks that differ are the smallest and largest."""
     width = terminal_width() if width is None else width
     fitting = [row for row in comparison.rows if row.fits]
     machine, job = comparison.machine, comparison.job
@@ -96,8 +96,7 @@ def _span(sizes: Sequence[int]) -> str:
 
 
 def explain_stages(planned: PlannedStages, *, width: int | None = None) -> str:
-    """Seconds, bound and bubble of the plans of all stages, a row for each stage, and what splitting layers costs here
-    and would cost between nodes."""
+    """Seconds, bound and bubble, a row per stage, and the cost of splitting layers here and between nodes."""
     width = terminal_width() if width is None else width
     plans, spread = planned.plans.plans, planned.plans.parallelism
     first, m, p = plans[0], plans[0].workload.micro_batches, spread.pipeline
@@ -141,13 +140,13 @@ def _stage_cells(plan: Plan, timeline: Timeline, spread: Parallelism, stage: int
 
 
 def _sums_s(plan: Plan, machine: Machine) -> float:
-    """Seconds of an iteration in which layers wait for the ranks that split them."""
+    """Layers wait for the ranks that split them."""
     cost = CostModel(plan.workload, machine, plan.layout)
     return sum(cost.group_s(m.collectives) for m in plan.workload.moments if m.collectives)
 
 
 def _words_for_sums(plans: Sequence[Plan]) -> list[str]:
-    """Returns why tensor ranks are planned inside a node; [] without any."""
+    """Why tensor ranks are planned inside a node, [] without any."""
     plan = max(plans, key=lambda plan: sum(len(m.collectives) for m in plan.workload.moments))
     machine, sums = plan.machine, [size for m in plan.workload.moments for _, _, size in m.collectives]
     group = machine.group(TENSOR)
@@ -166,10 +165,10 @@ def _words_for_sums(plans: Sequence[Plan]) -> list[str]:
 
 
 def stages_figure(plans: PlanSet, timelines: Sequence[Timeline], *, look: Look = USUAL) -> Figure:
-    """The queues of every stage over one iteration, the first above. Bars of compute are cells: the forward or the
-    backward pass of a micro-batch, with its number. What lasts less than a pixel is left out.
+    """Every stage's queues over one iteration, first above. Compute's bars are cells: a micro-batch's forward or
+    backward, numbered. Less than a pixel is left out.
 
-    Raises PstarError for a size that has no room for the words.
+    Raises PstarError for a size without room.
     """
     from matplotlib.figure import Figure
 
@@ -210,7 +209,7 @@ def stages_figure(plans: PlanSet, timelines: Sequence[Timeline], *, look: Look =
 
 
 def stages_csv(plans: PlanSet, timelines: Sequence[Timeline]) -> str:
-    """Returns the bars of the figure, also those that are less than a pixel."""
+    """The figure's bars, all."""
     rows: list[Sequence[object]] = [("stage", "queue", "work", "micro_batch", "start_s", "end_s")]
     origin = min(map(steady_start_s, timelines))
     for stage, (plan, timeline) in enumerate(zip(plans.plans, timelines)):
@@ -228,7 +227,7 @@ def _rows_of(timeline: Timeline) -> list[Any]:
 def _bars(
     moments: Sequence[Any], timeline: Timeline, queue: Any, origin: float
 ) -> list[tuple[float, float, str, str, str]]:
-    """(begin, end, name, colour, number) of the bars of one queue; moments of one cell without a gap are one."""
+    """(begin, end, name, colour, number) on one queue; one per cell without a gap."""
     gap_s = timeline.iteration_s / 4000
     bars: list[tuple[float, float, str, str, str]] = []
     cell: object = None

@@ -1,4 +1,4 @@
-"""Names of chunks and steps in pictures. Only the plan knows a step's layers, list and part."""
+"""Chunks and steps in pictures, by a plan's layers, lists and parts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _USUAL = (None, "param", "grad")
 
 
 def chunk_words(plan: Plan | None) -> Mapping[int, str]:
-    """Id of a step -> "chunk 3 (h.1.mlp)", "chunk 3 (h.1.mlp), momentum" or "chunk 3 (h.1.mlp), part 2 of 8". Empty
-    without a plan."""
+    """Step -> "chunk 3 (h.1.mlp)", "chunk 3 (h.1.mlp), momentum" or "chunk 3 (h.1.mlp), part 2 of 8", empty without a
+    plan."""
     if plan is None:
         return {}
     layers = layer_names(plan)
@@ -28,8 +28,7 @@ def chunk_words(plan: Plan | None) -> Mapping[int, str]:
 
 
 def layer_names(plan: Plan) -> tuple[str, ...]:
-    """The module that holds all of a chunk's parameters, "h.0 to h.1" for neighbouring blocks, or the number of its
-    small tensors."""
+    """The module with all of a chunk's parameters, "h.0 to h.1" for neighbours, or how many small tensors."""
     names = []
     for chunk in plan.layout.chunks:
         tensors = [plan.workload.tensors[slot.tensor].name for slot in chunk.slots]

@@ -1,7 +1,4 @@
-"""Pictures of capacity questions: the largest model by machine, time along one axis of a sweep, and maps of two axes.
-
-Frames are those of `Sweep.to_frame()`.
-"""
+"""Pictures of capacity questions, of `Sweep.to_frame()`: largest models, time along an axis, maps of two."""
 
 from __future__ import annotations
 
@@ -32,9 +29,9 @@ NOTHING = "#EEEEEE"
 
 
 def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
-    """One bar per machine and policy, with billions of parameters beside it. Returns the axes.
+    """A bar per machine and policy, with billions of parameters. Returns the axes.
 
-    Raises PstarError for no limits at all and for limits of batches.
+    Raises PstarError for no limits, and limits of batches.
     """
     if not limits or any(one.what != "layers" for one in limits):
         kinds = [one.what for one in limits]
@@ -61,7 +58,7 @@ def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
 
 
 def _with_memory(limits: Limits) -> str:
-    """Machines of equal GPUs may differ in host memory."""
+    """Equal GPUs may have different hosts."""
     m = limits.machine
     each = "" if m.data_parallel_size == 1 else " per GPU"
     return f"{m.name}\n{m.gpu_budget_bytes / GB:.0f} GB of GPU and\n{m.host_budget_bytes / GB:.0f} GB of RAM{each}"
@@ -70,7 +67,7 @@ def _with_memory(limits: Limits) -> str:
 def _bar(
     ax: Any, y: float, row: Limit, thick: float, widest: float, colour: str, *, machine: str, legend: bool
 ) -> None:
-    """widest: length of the longest bar."""
+    """widest: longest bar."""
     billions = (row.params or 0) / 1e9
     label = row.policy if legend else None
     ax.barh(y, billions, thick * 0.92, color=colour, label=label, gid=f"{machine} {row.policy}")
@@ -79,10 +76,9 @@ def _bar(
 
 
 def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound: bool = True) -> Any:
-    """Seconds per iteration, one line per policy and the lower bound dashed. Returns the axes.
+    """Seconds per iteration, a line per policy where it fits, the bound dashed. Returns the axes.
 
-    A policy's line begins where the policy fits. Sizes as texts ("48GB") are drawn in GB. Raises PstarError for an axis
-    not in the frame, and if another axis varies, too.
+    Sizes as texts ("48GB") are in GB. Raises PstarError for an axis not in the frame, or another that varies.
     """
     frame = _over(frame, [x])
     ax = _axes(ax, (8.0, 4.2))
@@ -105,10 +101,9 @@ def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound
 
 
 def plot_regimes(frame: pandas.DataFrame, x: str, y: str, ax: Axes | None = None) -> Any:
-    """What binds (`bound_by`) in a sweep of one policy, as coloured fields; "no" where the job does not fit. Returns
-    the axes.
+    """`bound_by` for one policy, as coloured fields, "no" where it does not fit. Returns the axes.
 
-    Raises PstarError as `plot_times` does, and for more than one policy.
+    Raises PstarError as `plot_times`, and for several policies.
     """
     table = _table(frame, x, y, "bound_by")
     cells: list[list[Any]] = table.to_numpy(object).tolist()
@@ -127,10 +122,9 @@ def plot_regimes(frame: pandas.DataFrame, x: str, y: str, ax: Axes | None = None
 def plot_map(
     table: pandas.DataFrame, x: str, y: str, ax: Axes | None = None, *, unit: str = "", most: float | None = None
 ) -> Any:
-    """Rows are the axis `y`, columns `x`. Fields are blue above 0 and orange below 0, darker the farther from 0.
-    Returns the axes.
+    """Rows are `y`, columns `x`; blue above 0, orange below, darker farther away. Returns the axes.
 
-    most: of the darkest field (default: the farthest from 0). Tables with the same `most` can be compared.
+    most: the darkest field (default: the farthest from 0), for comparable tables.
     """
     from matplotlib import colormaps
 
@@ -151,7 +145,7 @@ def plot_map(
 
 
 def _table(frame: pandas.DataFrame, x: str, y: str, value: str) -> pandas.DataFrame:
-    """Rows by `y`, columns by `x`, in the order of the sweep."""
+    """Rows `y`, columns `x`, in order."""
     frame = _over(frame, [x, y])
     if frame["policy"].nunique() != 1:
         raise PstarError(f"a map shows one policy, not {', '.join(frame['policy'].unique())}; choose one")
@@ -160,7 +154,7 @@ def _table(frame: pandas.DataFrame, x: str, y: str, value: str) -> pandas.DataFr
 
 
 def _over(frame: pandas.DataFrame, axes: Sequence[str]) -> pandas.DataFrame:
-    """Adds the column `at`: the first axis as numbers."""
+    """With `at`: the first axis as numbers."""
     for name in (*axes, "policy", "iteration_s"):
         if name not in frame:
             raise PstarError(f"the frame has no column {name!r}, only {', '.join(map(str, frame.columns))}")

@@ -55,7 +55,7 @@ class TableAnswer(Protocol):
 
 
 def heading(answer: TableAnswer) -> str:
-    """Job, setting and machine; for "here" also the parts found and those assumed."""
+    """Job, setting and machine, of "here" also parts found and assumed."""
     w, m, s = answer.workload, answer.machine, answer.settings
     barrier = s.barrier(w.compute_dtype)
     parts = [
@@ -144,8 +144,8 @@ def format_change(change: float, *errors: float | None) -> str:
 
 
 def format_barred(change: float, bar: float | None) -> str:
-    """Both are shares: "-2.1 ± 0.4 %", with "?" for a bar of None. Below 1 % both have two digits after the point,
-    below 0.1 % three, so that the bar of a small change is not shown as 0."""
+    """Shares: "-2.1 ± 0.4 %", "?" without a bar. Two digits after the point below 1 %, three below 0.1 %, so that a
+    small change's bar is not 0."""
     if abs(change) < 5e-5:
         return "no change"
     digits = 3 if abs(change) < 0.000995 else 2 if abs(change) < 0.00995 else 1
@@ -160,8 +160,8 @@ def format_percent(share: float) -> str:
 
 
 def reasons(comparison: Comparison) -> list[str]:
-    """For every policy that does not fit: the reason, the lacking bytes, and a change that would make it fit. Where
-    nobody named the policies, one text for all that lack room, and if none fits that of the one that lacks least."""
+    """For each: reason, lacking bytes, and a change that helps. If nobody named policies, one text for all, and if none
+    fits the nearest's."""
     unfit = [row for row in comparison.rows if not row.fits]
     told = [row for row in unfit if comparison.named or row.short_of is None]
     short = sorted((row for row in unfit if row not in told), key=_lacking)
@@ -176,8 +176,7 @@ def _lacking(row: Row) -> int:
 
 
 def shown(comparison: Comparison) -> tuple[list[Row], list[Row]]:
-    """Returns the rows of the table, the best first; and those that are as fast, which have no row where nobody named
-    the policies."""
+    """Rows, the best first, and equals, which have none where nobody named the policies."""
     rows = sorted(comparison.rows, key=lambda row: (not row.fits, row.iteration_s or 0.0))
     try:
         best = comparison.best().row
@@ -234,9 +233,9 @@ def refusal_text(comparison: Comparison, *, width: int | None = None) -> str:
 
 
 def trust_lines(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
-    """Known errors of the shown times; no line without times.
+    """Of shown times.
 
-    pairs: (policy, label of its error).
+    pairs: (policy, its error's label).
     """
     by_label: dict[str, list[str]] = {}
     for policy, label in pairs:
@@ -250,13 +249,13 @@ def trust_lines(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
 
 
 def sources_of_times(workload: Workload, machine: Machine, pairs: Sequence[tuple[str, str | None]]) -> list[str]:
-    """How the inputs of the shown times are known, and their errors; no line without times."""
+    """How inputs of shown times are known, and errors."""
     errors = trust_lines(pairs)
     return [f"inputs: {confidence_line(confidence(workload, machine))}", *errors] if errors else []
 
 
 def _bounds(rows: Sequence[Row]) -> list[str]:
-    """A text per bound; several each name their policies."""
+    """One per bound, with policies if several."""
     policies: dict[tuple[float | None, str], list[str]] = {}
     for row in rows:
         policies.setdefault((row.lower_bound_s, _certificate(row)), []).append(row.policy)

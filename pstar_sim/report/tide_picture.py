@@ -1,15 +1,13 @@
-"""The tide picture: the bytes that fill the GPU at every instant of an iteration.
+"""The tide picture: what fills the GPU at every instant.
 
-[Note: reading a tide picture] Model data (optimizer states, parameters, gradients, buffers) stands on the floor.
-Non-model data hangs from the capacity line; its lower edge, the tide line, is the capacity that is left for chunks.
-White between the two is free. A policy that ignores the tide can never use the room between the capacity at the tide's
-peak (dotted) and the tide line (hatched).
+[Note: reading a tide picture] Model data (optimizer states, parameters, gradients, buffers) stands on the floor;
+non-model data hangs from the capacity, down to the tide line: what is left for chunks. White is free. A policy that
+ignores the tide never uses the room between the capacity at its peak (dotted) and the tide line (hatched).
 
-A measured timeline is laid over the first prediction as lines: the measured tide line and model data, and the measured
-phases as a second strip. The picture by moment lays one timeline over the other, without hatching; the picture by time
-shows them below each other.
+A measured timeline lies over the first prediction as lines (tide and model data), its phases as a second strip. By
+moment one timeline lies over another, without hatching; by time each is below the other.
 
-[Note: one axis of time] Timelines that are drawn together share the axis of time.
+[Note: one axis of time] Timelines drawn together share it.
 """
 
 from __future__ import annotations
@@ -85,9 +83,9 @@ def _plot(
     *,
     hatch: bool = True,
 ) -> Handles:
-    """All timelines get one x and y range. Returns the entries of a legend.
+    """All in one range; returns the legend's entries.
 
-    hatch: the room that a static partition cannot reach.
+    hatch: what a static partition cannot reach.
     """
     top = max(_capacity(t, place) for t in many)
     unit, name = axis_unit(top)
@@ -118,9 +116,9 @@ def _plot(
 
 @dataclass(frozen=True)
 class _Strip:
-    """Strips above the capacity line that name phases.
+    """Names of phases above the capacity.
 
-    start: of the first strip, in the unit of the y axis.
+    start: of the first, in units of y.
     """
 
     start: float
@@ -181,13 +179,12 @@ def tide_figure(
     title: str = "",
     look: Look = USUAL,
 ) -> Figure:
-    """Made without pyplot: a row for every timeline, a column for every x of `xs` (rows as well where it is narrow).
+    """Without pyplot: a row per timeline, a column per x of `xs` (rows where narrow).
 
-    measured: a run of the first timeline. By moment it is drawn over the prediction; by time each has a row, on one
-        axis. `xs` is ignored then.
-    measured_as: title of its row (default: the seconds of the iteration drawn).
+    measured: a run of the first: by moment over it, by time in a row, on one axis, without `xs`.
+    measured_as: its title (default: the iteration's seconds).
 
-    Raises PstarError for a size that has no room for the words.
+    Raises PstarError for a size without room.
     """
     if measured is not None:
         draw = partial(_measured_figure, timelines[0], measured, measured_as, title, look)
@@ -234,7 +231,7 @@ def _measured_figure(
 def _subplots(
     size: tuple[float, float], rows: int, columns: int, places: Sequence[Bbox], *, sharey: bool = False
 ) -> tuple[Figure, Any]:
-    """places: of the axes in a first drawing, which say how much room their words and strips have; () if unknown."""
+    """places: of the axes in a first drawing, which tell the room of words and strips, () if unknown."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
@@ -254,7 +251,7 @@ def _finished(figure: Figure, handles: Handles, title: str, look: Look) -> Figur
 
 
 def _capacity(timeline: Timeline, place: str) -> int:
-    """The plan's budget of the place; without a budget, the timeline's peak."""
+    """The plan's budget, or the timeline's peak."""
     known = timeline.budget_bytes.get(place) or timeline.peak_bytes.get(place)
     return known if known else int(byte_curves(timeline, place=place).total.max())
 
@@ -262,7 +259,7 @@ def _capacity(timeline: Timeline, place: str) -> int:
 def _polyline(
     curves: Curves, values: np.ndarray[Any, Any], unit: int
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """x and y (in units of `unit` bytes) of the corners."""
+    """Corners' x and y (in `unit` bytes)."""
     return np.repeat(curves.edges, 2)[1:-1], np.repeat(values, 2) / unit
 
 
@@ -317,10 +314,9 @@ def _draw(timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: 
 def _phases(
     timeline: Timeline, ax: Axes, x: str, strip: _Strip, named: Handles, unnamed: Handles, *, measured: bool
 ) -> None:
-    """A strip above the capacity line, with the names of phases that have room. The strip of a measured timeline lies
-    above that of its prediction.
+    """Phases with room have names; a measured strip lies above its prediction's.
 
-    named, unnamed: get the phases drawn with a name, and without.
+    named, unnamed: get those drawn.
     """
     bands = phase_bands(timeline, x=x)
     if not bands:
@@ -363,7 +359,7 @@ def _overlay(
 
 
 def _in_order(handles: Handles) -> list[str]:
-    """From the top of a picture to its floor."""
+    """From top to floor."""
     order = [NAMES[c] for c in ("non-model", "buffer", "grad", "param", "states")]
     order += [_WASTE, "capacity of a static partition", "capacity (the plan's budget)"]
     return [n for n in order if n in handles] + [n for n in handles if n not in order]

@@ -16,9 +16,9 @@ __all__ = ["validation_text"]
 
 
 def validation_text(validation: Validation, *, width: int | None = None, every_row: bool = False) -> str:
-    """All that `pstar validate` prints.
+    """What `pstar validate` prints.
 
-    every_row: also each row in scope.
+    every_row: each in scope, too.
     """
     width = width or terminal_width()
     v = validation
@@ -73,7 +73,7 @@ _USES = {
 
 
 def summary_text(v: Validation, width: int) -> str:
-    """Per machine and system: rows, and the absolute error of iteration times, phases and memory."""
+    """Per machine and system: rows, and errors of times, phases and memory."""
     heads = ("machine", "system", "use", "rows", "median", "90th", "time", "phases", "memory")
     lines: dict[tuple[str, str, str], list[Result]] = {}
     for r in v.results:
@@ -88,7 +88,7 @@ def summary_text(v: Validation, width: int) -> str:
 
 
 def files_text(v: Validation, width: int) -> str:
-    """Per file of rows and use: errors, bias of the seconds, runs that do not fit, and orders kept."""
+    """Per file and use: errors, bias, runs that do not fit, orders kept."""
     heads = ("rows of", "use", "rows", "median", "90th", "bias", "do not fit", "systems", "models")
     rows: list[tuple[str, ...]] = []
     for file in dict.fromkeys(r.file for r in v.results):
@@ -104,7 +104,7 @@ def files_text(v: Validation, width: int) -> str:
 
 
 def distance_text(v: Validation, width: int) -> str:
-    """Per distance of tested times from the machines of the fitted rows."""
+    """Per distance of tested times from fitted rows' machines."""
     rows = [
         (name, str(e.rows), _share(e.median), _share(e.p90), "" if e.bias is None else f"{e.bias:+.1%}")
         for name, e in v.by_distance().items()
@@ -114,8 +114,7 @@ def distance_text(v: Validation, width: int) -> str:
 
 
 def _inside(v: Validation) -> list[str]:
-    """The share of rows inside the bar that an answer would quote without their source, for classes with a bar of their
-    own and for those with the bar of all rows."""
+    """Rows inside the bar quoted without their source, with a bar of their own class and of all rows."""
     quoted = quoted_bars(v.results)
     if not quoted:
         return []
@@ -194,7 +193,7 @@ def _rows_text(title: str, rows: Sequence[Result], width: int) -> str:
 
 
 def _family(system: str) -> str:
-    """Systems that differ in an option only (gap5, ratio0.8) share a line."""
+    """Those that differ in an option (gap5, ratio0.8) share a line."""
     words = [w for w in system.split(" ") if not w.startswith(("gap", "ratio"))]
     return " ".join(words)
 

@@ -1,6 +1,4 @@
-"""The waterfall of an ablation: seconds per iteration from the first line to the last. Each change is a floating bar. A
-second picture shows the bytes that each line copies.
-"""
+"""An ablation from first line to last: a floating bar of seconds per change, and the bytes that each line copies."""
 
 from __future__ import annotations
 
@@ -54,9 +52,9 @@ def plot_waterfall(ablation: Ablation, ax: Axes | Iterable[Axes] | None = None) 
 
 
 def waterfall_figure(ablation: Ablation, *, pyplot: bool = False, look: Look = USUAL) -> Figure:
-    """Made without pyplot. A narrow figure has the seconds alone.
+    """Without pyplot; a narrow figure has seconds alone.
 
-    Raises PstarError for a size that has no room for the words.
+    Raises PstarError for a size without room.
     """
     size = look.size(11.0, 1.5 + 0.36 * (len(ablation.lines) + 1))
     if pyplot:
@@ -88,7 +86,7 @@ def waterfall_figure(ablation: Ablation, *, pyplot: bool = False, look: Look = U
 
 
 def _folded(ax: Axes, points: float, size: float) -> tuple[list[float], list[str]]:
-    """Ticks with their names in lines of at most so many points."""
+    """Ticks, names in lines of so many points."""
     return list(ax.get_yticks()), [broken_at(label.get_text(), points, size) for label in ax.get_yticklabels()]
 
 
@@ -99,7 +97,7 @@ def waterfall_csv(ablation: Ablation) -> str:
 
 
 def _seconds(ablation: Ablation, ax: Axes) -> None:
-    """A floating bar for each change, between whole bars for the first and the last line."""
+    """Floating, between whole first and last bars."""
     lines = ablation.lines
     fitting = [n for n, line in enumerate(lines) if line.fits]
     widest = max(lines[n].iteration_s or 0.0 for n in fitting)

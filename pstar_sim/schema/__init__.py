@@ -1,3 +1,1 @@
-"""The one schema library: every file format and option is a declared type, which msgspec reads. A refused value gets
-one sentence.
-"""
+"""File formats and options are declared types, which msgspec reads; a refused value gets one sentence."""

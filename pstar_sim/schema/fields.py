@@ -1,10 +1,9 @@
-"""The values that a field may have, declared at the field, and the words for them: in an error and on the page of a
-format.
+"""A field's possible values, declared there, and words for them: in errors and on pages of formats.
 
 class Host(Table, frozen=True, kw_only=True):
     memory_gb: Annotated[float, between(0.001, 1e5), says("DRAM")]
 
-A bound, a choice or a `Rule` is checked when the field is read; `want` puts it into words.
+A bound, choice or `Rule` is checked when the field is read; `want` puts it into words.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ __all__ = [
 
 
 class Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of TOML (or an object of JSON) with fields of its own and no others."""
+    """Of TOML (or a JSON object), with its own fields and no others."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class Field:
 
 @cache
 def fields_of(table: type[Struct]) -> dict[str, Field]:
-    """In the order of declaration; fields of the base come last."""
+    """As declared; the base's last."""
     base = getattr(table.__base__, "__struct_fields__", ())
     hints = typing.get_type_hints(table, include_extras=True)
     found = {}
@@ -130,7 +129,7 @@ def fields_of(table: type[Struct]) -> dict[str, Field]:
 
 
 def split(kind: Any) -> tuple[Any, tuple[Any, ...], tuple[Meta, ...]]:
-    """(base type, its arguments, the bounds and words declared with it). For "X or nothing" as for X."""
+    """(base type, arguments, declared bounds and words), also of "X or nothing"."""
     metas: tuple[Meta, ...] = ()
     while True:
         if typing.get_origin(kind) is Annotated:
@@ -160,9 +159,9 @@ def rule_of(kind: Any) -> Rule | None:
 
 
 def want(kind: Any, table: str = "an object") -> str:
-    """The values that the type accepts, in words.
+    """The values that it accepts.
 
-    table: word for one in this kind of file.
+    table: word for one.
     """
     rule = rule_of(kind)
     if rule is not None:
@@ -202,7 +201,7 @@ _WANT: dict[object, Callable[[tuple[Any, ...], Sequence[Meta], str], str]] = {
 
 
 def _entries(args: tuple[object, ...]) -> str:
-    """Words: "texts", "tables", "numbers"; for a tuple of fixed length "2 whole numbers"."""
+    """Such as "texts", "tables", "numbers", or "2 whole numbers" of a tuple of fixed length."""
     base = split(args[0])[0]
     words = "tables" if is_table(base) else {int: "whole numbers", float: "numbers"}.get(base, "texts")
     return words if len(args) == 1 or args[-1] is Ellipsis else f"{len(args)} {words}"

@@ -1,4 +1,4 @@
-"""TOML and JSON files as plain values, and the version at their head."""
+"""TOML and JSON files as plain values, with their version."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ def parse_toml(file: str, text: str) -> dict[str, object]:
 
 
 def read_toml(path: Path, what: str, version: int) -> dict[str, object]:
-    """Without `version`, which is optional because the first edition had none. Raises CatalogError for a file that
-    cannot be read, is not TOML, or is of a newer version.
+    """Without the optional `version`. Raises CatalogError for a file that is unreadable, no TOML, or newer.
 
-    version: newest that this package reads.
+    version: newest readable.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -44,7 +43,7 @@ def read_toml(path: Path, what: str, version: int) -> dict[str, object]:
 
 
 def parse_json(text: str) -> object:
-    """Raises Fault, naming the place, for a text that is not JSON."""
+    """Raises Fault, naming the place."""
     try:
         return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
     except json.JSONDecodeError as error:
@@ -72,7 +71,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def without_head(values: object, *, what: str, format: str, version: int, error: type[PstarError]) -> dict[str, Any]:
-    """A JSON object without its fields `format` and `version`. Raises `error` for another format or version."""
+    """A JSON object without `format` and `version`. Raises `error` for others."""
     if not isinstance(values, dict) or values.get("format") != format:
         raise error(f"is not {what} (field 'format' is not {format!r})")
     _check_version(values.get("version"), format.removeprefix("pstar-sim "), version, error)

@@ -1,4 +1,4 @@
-"""Reads values into declared types, by msgspec. Where msgspec refuses, the `Fault`s are found from the top down."""
+"""Values into declared types, by msgspec; where it refuses, `Fault`s are found from the top down."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _PLAIN = (date, datetime)  # types that TOML has beside JSON's: TOML has dates, 
 
 
 class Fault(Exception):
-    """A value that does not fit its type.
+    """A value of the wrong type.
 
-    path: keys and indices that lead to the value.
-    value: `MISSING` where there is none.
+    path: keys and indices to it.
+    value: `MISSING` without one.
     want: what would fit, in words.
-    known: existing keys, where one is unknown.
+    known: keys, where one is unknown.
     """
 
     def __init__(self, path: Path, value: object, want: str, known: tuple[str, ...] | None = None) -> None:
@@ -56,7 +56,7 @@ class Fault(Exception):
         return f"field {where!r} is {brief(self.value)}; it {self.want}"
 
     def in_toml(self, file: str, name: str) -> str:
-        """For the entry `name`: "my.toml: [mine.calibrated] usable_gb = 0; must be ..."."""
+        """Such as "my.toml: [mine.calibrated] usable_gb = 0; must be ..."."""
         if not self.path:
             return f"{file}: {name} = {self.value!r}; must be a table: [{name}] and its fields below it"
         *above, field = self.path
@@ -77,7 +77,7 @@ REFUSED = object()
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word most like `word`; None if none is alike enough."""
+    """The most similar, None if none is enough."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return near[0] if near else None
 
@@ -102,7 +102,7 @@ def convert(kind: type[T] | Any, value: object) -> T:
 
 
 def read_table(kind: type[T], file: str, name: str, raw: object) -> T:
-    """Raises CatalogError with every fault, naming file, entry, field, value and what would do."""
+    """Raises CatalogError with every fault: file, entry, field, value and what would do."""
     found, faults = _read(kind, raw, "a table", whole=True)
     wrong = Refusals()
     wrong.errors += [CatalogError(fault.in_toml(file, name)) for fault in faults]
@@ -111,13 +111,13 @@ def read_table(kind: type[T], file: str, name: str, raw: object) -> T:
 
 
 class Refusals:
-    """Gathers what is wrong with a file, so that one error says all."""
+    """All that is wrong with a file, for one error."""
 
     def __init__(self) -> None:
         self.errors: list[CatalogError] = []
 
     def of(self, make: Callable[[], T]) -> T:
-        """What `make` returns. Where it refuses, nothing that may be used: `say` raises then."""
+        """What `make` returns, or nothing to be used, where it refuses: `say` raises then."""
         try:
             return make()
         except CatalogError as error:
@@ -132,9 +132,9 @@ class Refusals:
 
 
 def _read(kind: Any, value: object, word: str, *, whole: bool) -> tuple[Any, Iterable[Fault]]:
-    """Returns what was read, and what is wrong with it.
+    """And what is wrong.
 
-    whole: a fault names the field of a table, not a place within.
+    whole: faults name a table's field, not a place within.
     """
     try:
         found = msgspec.convert(value, kind, builtin_types=_PLAIN)
@@ -153,7 +153,7 @@ def _or_else(faults: Iterator[Fault], only: Fault) -> Iterator[Fault]:
 
 
 def _faults(kind: Any, value: object, path: Path, word: str, whole: bool) -> Iterator[Fault]:
-    """From the top down; none where msgspec accepts the value."""
+    """From the top down, none where msgspec accepts."""
     try:
         msgspec.convert(value, kind, builtin_types=_PLAIN)
         return
@@ -202,7 +202,7 @@ def _table_faults(table: type[Struct], value: dict[str, Any], path: Path, word: 
 
 @cache
 def _ruled(table: type[Struct]) -> tuple[tuple[str, Rule | None], ...]:
-    """The rule is None for a field of tables, whose own fields may have rules."""
+    """None for a field of tables, whose fields may have rules."""
 
     def concerned(kind: Any) -> bool:
         base, args, _ = split(kind)

@@ -1,8 +1,8 @@
-"""Dataclasses in JSON files: msgspec reads a Struct derived from each; the dataclass is then made of its values, so
-that its own checks run.
+"""Dataclasses in JSON files: msgspec reads a derived Struct, of whose values the dataclass is made, so that its own
+checks run.
 
-Whole numbers have at most 64 bits, and other numbers are finite. A tuple of rows is stored by columns where the format
-says so: `Annotated[Workload, columns(tensors=Tensor)]`.
+Whole numbers have at most 64 bits, others are finite. A format may store rows by columns: `Annotated[Workload,
+columns(tensors=Tensor)]`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class _ColumnFields:
 
 
 def columns(**rows: type) -> object:
-    """A file holds fields of a dataclass by columns: field -> dataclass of a row."""
+    """Fields held by columns: field -> dataclass of a row."""
     return _ColumnFields(tuple(rows.items()))
 
 
 def to_columns(cls: type, rows: Iterable[Any]) -> dict[str, list[Any]]:
-    """A column of tuples is left out if all are empty."""
+    """Empty tuples' columns are left out."""
     table = list(rows)
     columns = {f.name: [getattr(row, f.name) for row in table] for f in dataclasses.fields(cls)}
     spare = [f.name for f in dataclasses.fields(cls) if f.default == ()]
@@ -52,19 +52,19 @@ def to_columns(cls: type, rows: Iterable[Any]) -> dict[str, list[Any]]:
 
 
 def read_record(kind: type[T] | Any, values: object) -> T:
-    """values: plain values of JSON. Raises Fault, also where a dataclass itself refuses."""
+    """Raises Fault, also where a dataclass refuses."""
     found: T = made(kind, convert(file_kind(kind), values))
     return found
 
 
 def made(kind: type[T] | Any, form: Any) -> T:
-    """form: read as `file_kind(kind)`. Raises Fault where a dataclass itself refuses."""
+    """form: of `file_kind(kind)`. Raises Fault where a dataclass refuses."""
     maker = _maker(file_kind(kind))
     return typing.cast(T, form if maker is None else maker(form))
 
 
 def file_kind(kind: Any) -> Any:
-    """The type that stands for values of this type in a file."""
+    """Stands for them in a file."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return _annotated_kind(*args)
@@ -80,7 +80,7 @@ def file_kind(kind: Any) -> Any:
 
 
 def _annotated_kind(base: Any, *notes: object) -> Any:
-    """With the notes that are bounds and words."""
+    """Notes that are bounds and words stay."""
     by_column = next((note for note in notes if isinstance(note, _ColumnFields)), None)
     words = [note for note in notes if isinstance(note, Meta)]
     bounded = any(m.ge is not None or m.gt is not None for m in words)
@@ -92,7 +92,7 @@ _CLASS_OF: dict[type[Struct], type] = {}
 
 
 def record_class(table: type[Struct]) -> type | None:
-    """The dataclass that a table was derived from, or whose columns it holds."""
+    """That it was derived from, or whose columns it holds."""
     return _CLASS_OF.get(table)
 
 
@@ -134,7 +134,7 @@ _Maker = Callable[[Any], Any]
 
 
 def _maker(kind: Any) -> _Maker | None:
-    """Turns a value that msgspec has read into one of this type; None where both are the same."""
+    """msgspec's value -> this type's, None where both are the same."""
     base, args, _ = split(kind)
     if is_table(base):
         if base in _CLASS_OF:

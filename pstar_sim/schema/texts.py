@@ -1,4 +1,4 @@
-"""Single values as text: an option of a policy, by its declared type."""
+"""A policy's option as text, by its type."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SWITCH = {"on": True, "off": False}
 
 
 def from_text(kind: Any, text: str) -> object:
-    """On or off, a word of a choice, a number (a whole number also as 1e9). Of a union, the first type that accepts the
-    text counts. Raises ValueError for any other text."""
+    """On or off, a choice's word, a number (a whole one also as 1e9); a union's first type that accepts it. Raises
+    ValueError for any other text."""
     for arm in _arms(kind):
         try:
             value: object = msgspec.convert(_plain(split(arm)[0], text), arm)

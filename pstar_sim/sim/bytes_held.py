@@ -1,7 +1,5 @@
-"""Bytes at each place over the iteration that counts, as the ledger books them.
-
-Kept apart from the checker on purpose: the account follows one interleaving and refuses the first illegal change.
-"""
+"""Bytes by place over the counted iteration, as the ledger books one interleaving, which it refuses at the first
+illegal change."""
 
 from __future__ import annotations
 
@@ -20,10 +18,10 @@ __all__ = ["Held", "held"]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """cells: bytes of each cell (place * WIDTH + category) when the iteration began.
-    time_s: of each change, since the iteration began, in order.
-    size: of each change; negative when freed.
-    peaks: of gpu and host, and of other places that ever held bytes.
+    """cells: at its begin, by place * WIDTH + category.
+    time_s: per change, since the begin.
+    size: negative when freed.
+    peaks: of gpu, host, and other places that held bytes.
     """
 
     cells: tuple[int, ...]
@@ -33,7 +31,7 @@ class Held:
     peaks: dict[str, int]
 
     def samples(self) -> dict[str, list[Any]]:
-        """The bytes of each cell at the start, then at each change."""
+        """At the start, then at each change."""
         cells, changed = list(self.cells), self.cell.tolist()
         shown = [cell for cell in range(len(cells)) if PLACES[cell // WIDTH] in self.peaks]
         values = [cells[cell] for cell in shown]
@@ -50,7 +48,7 @@ class Held:
 
 
 def held(moves: Moves, record: Record) -> Held:
-    """Of the record's last iteration. Raises PlanError for the first illegal change of any iteration."""
+    """Of the last iteration. Raises PlanError for the first illegal change of any iteration."""
     changes = moves.book(record.events)
     last = record.iterations - 1
     low, high = np.searchsorted(changes.event, record.marks[last - 1 : last + 1])

@@ -1,4 +1,4 @@
-"""play_one: simulates one rank by itself, until two successive iterations agree."""
+"""One rank by itself, until two successive iterations agree."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def play_one(
     *,
     moved_bytes: Mapping[str, int] | None = None,
 ) -> Timeline:
-    """The rank has DRAM and link of the plan's machine to itself.
+    """DRAM and link are its own.
 
-    moved_bytes: by direction; None: those of the plan.
+    moved_bytes: by default the plan's.
     """
     program = Program.of(plan)
     moves = Moves(plan)

@@ -1,15 +1,13 @@
-"""timeline: the record of a run, in the schema that simulator and executor share.
+"""A run's record, in the schema that simulator and executor share.
 
-[Note: where an iteration begins] Iteration k lasts from the end of the compute queue's last step of k-1 to the end of
-its last step of k. Samples, peaks and stalls are those of this window, and of the compute steps in it.
+[Note: where an iteration begins] Iteration k lasts from the last compute step's end in k-1 to that in k; samples, peaks
+and stalls are of this window, and its compute steps.
 
-[Note: stall causes] While the compute queue waits, the chain of steps that cause the wait is followed backwards in
-time. It begins with the step that ended last; before each step comes the one for which it waited, or which it followed
-on its queue, until the wait began. Every second of the wait counts for the queue of the chain's step that ran then:
-"h2d", "d2h", "adam". Adam held back by the barrier (it names the optimizer step in `after`, or follows an Adam that
-does) counts as "barrier". A stage of a pipeline that waits until another stage comes to a transfer, or to the optimizer
-step, waits for "stages". The part of a copy or an Adam by which short DRAM bandwidth stretched it counts as "dram". A
-span carries the cause with the most seconds.
+[Note: stall causes] While compute waits, the chain of steps that cause it is followed backwards: first the one that
+ended last, before each the one it waited for, or followed on its queue, until the wait began. Each second counts for
+the queue of the step that ran then: "h2d", "d2h", "adam". Adam behind the barrier (with the optimizer step in `after`,
+or following such an Adam) is "barrier", a pipeline stage's wait for another at a transfer or the optimizer step
+"stages", and what short DRAM adds to a copy or an Adam "dram". A span carries its longest cause.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ _OTHER_STAGES = "stages"
 
 
 def timeline(plan: Plan, record: Record, held: Held, moved_bytes: Mapping[str, int] | None = None) -> Timeline:
-    """The last iteration of the record counts.
+    """Of the last iteration.
 
-    moved_bytes: by direction; None: those of the plan.
+    moved_bytes: by default the plan's.
     """
     program, times = record.program, record.times
     k = record.iterations - 1
@@ -89,7 +87,7 @@ class _Waits:
         self._ready, self._begin, self._end = times.ready.tolist(), times.begin.tolist(), times.end.tolist()
 
     def stall_s(self, k: int) -> dict[str, float]:
-        """Cause -> seconds for which the compute queue waited in iteration k."""
+        """Cause -> seconds of waits in iteration k."""
         stall_s: dict[str, float] = defaultdict(float)
         order = np.array(self._program.order[self._program.compute])
         for i in order[self._waited[k][order]].tolist():
@@ -98,7 +96,7 @@ class _Waits:
         return dict(stall_s)
 
     def causes(self) -> list[str]:
-        """Of each step of each iteration; "" if the step did not wait."""
+        """Per iteration and step, "" without a wait."""
         program, causes = self._program, [""] * self._waited.size
         for n in np.flatnonzero(self._waited).tolist():
             k, i = divmod(n, len(program.ids))
@@ -110,7 +108,7 @@ class _Waits:
         return causes
 
     def _blame(self, i: int, k: int) -> dict[str, float]:
-        """For the wait of step i of iteration k, cause -> seconds."""
+        """Of step i's wait in iteration k: cause -> seconds."""
         program, last_wait, dram_loss_s = self._program, self._record.last_wait, self._record.dram_loss_s
         since_s, at_s = self._ready[k][i], self._begin[k][i]
         blame: dict[str, float] = defaultdict(float)

@@ -1,8 +1,5 @@
-"""play(plan): follows the plan on its machine until two successive iterations agree.
-
-core/follow.py (one.py) follows a single rank, or one that stands for all equal ranks. SimPy (several_ranks.py)
-simulates ranks that differ, and ranks one by one.
-"""
+"""Follows a plan on its machine until two successive iterations agree: core/follow.py (one.py) a single rank, or one
+for all equal ranks, SimPy (several_ranks.py) ranks that differ, or one by one."""
 
 from __future__ import annotations
 

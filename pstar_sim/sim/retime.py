@@ -1,8 +1,7 @@
-"""retime: seconds of the plan's iterations in the simulator, given the measured seconds of each step of a run.
+"""Simulated seconds of a plan, given each step's measured seconds.
 
-A wrong prediction has two possible reasons: the steps did not last as long as the cost model said, or the queues did
-not work together as the simulator assumes. Steps of the simulated iteration k last as long as those of the run's, so
-only the second reason is left. The measured seconds include what queues lose by sharing a link or host memory.
+A prediction is wrong because steps last longer than the cost model says, or queues work together otherwise than
+simulated. With the run's steps only the second is left; they include what queues lose by sharing a link or host memory.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["retime"]
 
 
 class _OneSecond(CostModel):
-    """Every step lasts one second and shares no resource: the factors of `play`'s jitter are then seconds."""
+    """Every step lasts one second and shares nothing: factors of `play`'s jitter are seconds."""
 
     def seconds(self, step: Step) -> float:
         return 1.0
@@ -49,10 +48,10 @@ class _NoAdds(UpdateAdds):
 
 
 def retime(plan: Plan, measured: Timeline) -> float:
-    """Median per iteration, simulated with the measured steps.
+    """Median per iteration, with the measured steps.
 
-    The first of several iterations does not count, because none precedes it. Raises PlanError if `measured` lacks a
-    step of the plan in an iteration, or if the plan's ranks differ (each has steps of its own).
+    The first of several does not count. Raises PlanError if `measured` lacks a step, or the plan's ranks differ (each
+    has its own).
     """
     took_s = {(span.step, span.iteration): span.end_s - span.start_s for span in measured.spans}
     last = measured.iterations - 1

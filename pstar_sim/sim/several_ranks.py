@@ -1,17 +1,15 @@
-"""play_ranks: a plan on a machine of several ranks, which all run its steps.
+"""A plan on several ranks, which all run its steps.
 
-Collectives are a rendezvous: each starts on all ranks when the last rank has come to it, and ends on all at once. The
-ranks of a node share host DRAM and PCIe switches with all steps that run on the node at the time.
+A collective starts when the last rank has come, and ends on all at once. A node's ranks share host DRAM and PCIe
+switches.
 
-[Note: representative ranks] Ranks with the same GPU, link and workload, in nodes and on PCIe switches of the same
-make-up, form a class: they do the same at the same time. One rank of each class is simulated and counts for all. If all
-ranks are of one class, one rank with its part of DRAM and switch is simulated. `every_rank` simulates each rank by
-itself; tests compare the two.
+[Note: representative ranks] Ranks with the same GPU, link and workload, on nodes and switches of the same make-up, form
+a class: they do the same at the same time, and one, simulated, counts for all. If there is one class, a rank with its
+part of DRAM and switch is simulated. `every_rank` simulates each; tests compare the two.
 
-[Note: PCIe switches] If all copies of one direction through a switch want more bytes per second than it passes, its
-bandwidth is divided max-min fairly. A shared switch stretches the time of a copy's bytes, not its latency. The measured
-factors by which queues slow each other down (`Machine.slowdowns`) apply if all ranks are of one class. If ranks differ,
-only DRAM and links are shared, and collectives slow compute down.
+[Note: PCIe switches] If one direction's copies want more than a switch passes, its bandwidth is divided max-min fairly,
+which stretches their bytes, not their latency. Measured factors between queues (`Machine.slowdowns`) hold for one
+class; else only DRAM and links are shared, and collectives slow compute down.
 """
 
 from __future__ import annotations
@@ -46,9 +44,9 @@ __all__ = ["classes_of", "fair_rates", "new_environment", "play_ranks", "play_se
 def play_ranks(
     plan: Plan, cost: CostModel | None, max_iterations: int, jitter: Jitter | None, *, every_rank: bool = False
 ) -> tuple[Timeline, ...]:
-    """Ranks of one class share one timeline.
+    """A class's ranks share a timeline.
 
-    Raises PlanError as `play` does.
+    Raises PlanError as `play`.
     """
     machine = plan.machine
     classes = classes_of(machine, plan.ranked)
@@ -72,10 +70,9 @@ def play_ranks(
 
 
 def play_set(plans: PlanSet, max_iterations: int, jitter: Jitter | None = None) -> tuple[Timeline, ...]:
-    """The stages of a pipeline, simulated together. One rank stands for all ranks of its stage, whose machine has its
-    part of the nodes.
+    """Stages together; one rank stands for its stage, whose machine has its part of the nodes.
 
-    Raises PlanError as `play` does.
+    Raises PlanError as `play`.
     """
     env = new_environment()
     simulation = _Simulation(env, max_iterations, jitter)
@@ -102,8 +99,7 @@ def _play_one_class(plan: Plan, cost: CostModel | None, max_iterations: int, jit
 
 
 def new_environment() -> simpy.Environment:
-    """Only this function loads SimPy, so that plans of equal ranks run and are simulated without it. Raises PstarError
-    if simpy cannot be imported."""
+    """SimPy is loaded only here: plans of equal ranks do without it. Raises PstarError if it cannot be."""
     try:
         import simpy
     except ModuleNotFoundError as error:
@@ -114,7 +110,7 @@ def new_environment() -> simpy.Environment:
 
 
 def _one_rank(machine: Machine) -> Machine:
-    """What one of several equal ranks has of the machine while all do the same."""
+    """One of several equal ranks', while all do the same."""
     local = machine.local_ranks
     host = replace(machine.host, dram_bytes_per_s=machine.host.dram_bytes_per_s / local)
     rank = replace(machine.ranks[0], link=expected_link(machine), batch_share=1.0)
@@ -122,7 +118,7 @@ def _one_rank(machine: Machine) -> Machine:
 
 
 def classes_of(machine: Machine, workloads: Sequence[Workload] | None = None) -> list[int]:
-    """Class of each rank ([Note: representative ranks]), counted in order of first appearance."""
+    """Per rank ([Note: representative ranks]), by first appearance."""
     local = machine.local_ranks
     colours: list[Hashable] = []
     seen: list[tuple[Rank, int]] = []
@@ -159,8 +155,8 @@ def _counted(colours: Sequence[Hashable]) -> Hashable:
 
 @dataclass(frozen=True)
 class _Commons:
-    """root: PCIe switch; None without one.
-    in_node, in_root: ranks there for which it stands.
+    """root: PCIe switch, if any.
+    in_node, in_root: ranks that it stands for.
     """
 
     node: Hashable
@@ -194,7 +190,7 @@ class _Simulation:
         self.runs.append(run)
 
     def timelines(self) -> tuple[Timeline, ...]:
-        """Raises the error of a rank's memory if there is one, else PlanError for a rank that waits for ever."""
+        """Raises a rank's error of memory, else PlanError for one that waits for ever."""
         self.env.run()
         stuck = next((run for run in self.runs if not run.stopped), None)
         if stuck is not None:
@@ -204,9 +200,9 @@ class _Simulation:
         return tuple(run.timeline() for run in self.runs)
 
     def meet(self, meeting: tuple[Hashable, int], k: int, duration: float, event: simpy.Event) -> None:
-        """The last rank to come starts the step on all, as long as on the slowest.
+        """The last to come starts it on all, as long as the slowest.
 
-        meeting: its key, and the number of its ranks.
+        meeting: key, and number of ranks.
         """
         key, ranks = meeting
         waiting = self._waiting[key, k]
@@ -227,7 +223,7 @@ class _Simulation:
 
 
 class _RankRun:
-    """One SimPy process per queue, each of which runs its steps in order."""
+    """A SimPy process per queue."""
 
     def __init__(
         self,
@@ -318,7 +314,7 @@ class _RankRun:
 
 
 def _wire_s(step: Step, cost: CostModel) -> float:
-    """The part of a copy's nominal seconds in which its bytes pass the link."""
+    """In which a copy's bytes pass the link."""
     if step.kind not in COPIES:
         return 0.0
     link = cost.link
@@ -329,9 +325,9 @@ def _wire_s(step: Step, cost: CostModel) -> float:
 
 
 class _Task:
-    """A running copy, CPU Adam or access to disks; a collective or a compute step where they share the GPU.
+    """A running copy, CPU Adam or disk access, and collectives and compute where they share the GPU.
 
-    left_s: nominal seconds still to do.
+    left_s: nominal.
     """
 
     __slots__ = ("demand", "done", "left_s", "nominal_s", "rank", "speed", "step", "version", "wire_s")
@@ -351,10 +347,9 @@ class _Task:
 
 
 class _Node:
-    """[Note: shared rates] of core/rules.py for all tasks of a node, and [Note: PCIe switches].
+    """[Note: shared rates] of core/rules.py for a node's tasks, and [Note: PCIe switches].
 
-    dram_loss_s: integral over time of (1 - DRAM share), from which the seconds lost to short DRAM in any interval
-        follow.
+    dram_loss_s: integral of (1 - DRAM share), from which any interval's loss follows.
     """
 
     def __init__(self, env: simpy.Environment, dram_bytes_per_s: float, root_bytes_per_s: float | None) -> None:
@@ -444,10 +439,10 @@ class _Node:
 
 
 def fair_rates(wanted: Sequence[float], counts: Sequence[int], capacity: float) -> list[float]:
-    """Bytes per second of each flow, if `capacity` is divided max-min fairly.
+    """Bytes per second of each, if `capacity` is divided max-min fairly.
 
-    wanted: rate that each flow wants.
-    counts: equal flows for which each stands.
+    wanted: by each.
+    counts: equal flows that each stands for.
     """
     rates = [0.0] * len(wanted)
     left, flows = capacity, sum(counts)

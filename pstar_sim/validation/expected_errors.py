@@ -1,4 +1,4 @@
-"""Errors by class of machine. Validation keeps them, and answers show them with predicted times (planner/trust.py)."""
+"""Errors by class of machine, which answers show with predicted times (planner/trust.py)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _Z90 = 1.645
 
 
 def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns class (and "any class") -> policy (and "any policy") -> median, p90, bar, rows and sources, of whole
-    iterations to which nothing is fitted, and from which nothing is inferred."""
+    """Class (and "any class") -> policy (and "any policy") -> median, p90, bar, rows and sources, of whole iterations
+    to which nothing is fitted and from which nothing is inferred."""
     groups = _groups(_judged(results))
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in sorted(groups):
@@ -49,9 +49,9 @@ def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, dict[str, 
 
 
 class Quoted(NamedTuple):
-    """A row, and the bar that an answer would quote for it.
+    """A row and its quoted bar.
 
-    of_class: the bar is that of the row's class, not that of all rows.
+    of_class: of the row's class, not of all rows.
     """
 
     row: Result
@@ -60,9 +60,8 @@ class Quoted(NamedTuple):
 
 
 def quoted_bars(results: Iterable[Result]) -> list[Quoted]:
-    """Returns the rows of `errors_by_class`, each with the bar that an answer would quote if nothing of the row's
-    source were known: of its class and policy, of its class, or of all rows (at least that of a class of the same
-    machines)."""
+    """Rows of `errors_by_class` with the bar quoted without the row's source: of class and policy, of the class, or of
+    all rows (at least that of a class of the same machines)."""
     judged = _judged(results)
     others = {name: _groups(r for r in judged if r.publisher != name) for name in {r.publisher for r in judged}}
     return [_quoted(r, others[r.publisher]) for r in judged if others[r.publisher]]
@@ -79,7 +78,7 @@ def _quoted(r: Result, groups: Mapping[str, Mapping[str, list[Result]]]) -> Quot
 
 
 def inside_by_source(quoted: Iterable[Quoted]) -> float:
-    """Share of rows inside their bars, where every source has the same weight, as in a bar."""
+    """Of rows inside bars, every source with the same weight."""
     of: dict[str, list[bool]] = {}
     for row, bar, _ in quoted:
         of.setdefault(row.publisher, []).append(abs(row.error) <= bar)
@@ -87,14 +86,13 @@ def inside_by_source(quoted: Iterable[Quoted]) -> float:
 
 
 def binomial_interval(rows: int) -> tuple[int, int]:
-    """(least, most) of the number of rows inside their bars, with 90 % probability, if each is inside with probability
-    INSIDE (normal law)."""
+    """(least, most) rows inside their bars, with 90 % probability, if each is with probability INSIDE (normal law)."""
     middle, wide = rows * INSIDE, _Z90 * math.sqrt(rows * INSIDE * (1 - INSIDE))
     return max(0, math.floor(middle - wide)), min(rows, math.ceil(middle + wide))
 
 
 def write_errors(validation: Validation, path: Path = ERRORS_FILE) -> None:
-    """Raises PstarError for the validation of a part of the rows."""
+    """Raises PstarError for a part of the rows."""
     if sum(validation.counts.values()) != len(published_rows()):
         raise PstarError("errors are written only after a validation of all rows: leave out --system and --machine")
     write_atomically(path, json.dumps(errors_by_class(validation.results), indent=2) + "\n")
@@ -130,7 +128,7 @@ def _sources(results: Iterable[Result]) -> int:
 
 
 def _bar(results: Sequence[Result]) -> float:
-    """The error that INSIDE of the rows do not exceed, where every source has the same weight."""
+    """Not exceeded by INSIDE of the rows, every source with the same weight."""
     rows_of = Counter(r.publisher for r in results)
     ordered = sorted((abs(r.error), 1 / rows_of[r.publisher] / len(rows_of)) for r in results)
     below, share = 0.0, []

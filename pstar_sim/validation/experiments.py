@@ -1,6 +1,6 @@
-"""Experiments: published runs as jobs for the policies here, with machine, workload, settings and batches.
+"""Published runs as jobs for the policies here.
 
-Everything here is a fact about the runs (from the rows, the systems' code and logs) or an assumption that NOTES states.
+All is a fact of the runs (rows, the systems' code and logs) or an assumption in NOTES.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def runs_of(rows: Iterable[PublishedRow]) -> list[tuple[PublishedRow, ...]]:
 
 
 def experiment_of(run: tuple[PublishedRow, ...], efficiency: Efficiency | None = None) -> Experiment:
-    """efficiency: instead of the shipped parameters (for fitting).
+    """efficiency: in place of the shipped (for fitting).
 
     Raises CatalogError for a run out of scope.
     """
@@ -100,7 +100,7 @@ def experiment_of(run: tuple[PublishedRow, ...], efficiency: Efficiency | None =
 
 @cache
 def _harness() -> Mapping[str, float]:
-    """Seconds per micro-batch that a training loop spends outside the model, by source of the measurement."""
+    """Seconds per micro-batch of a training loop outside the model, by source."""
     text = (files("pstar_sim.validation") / "data" / "harness.toml").read_text(encoding="utf-8")
     return {name: float(entry["loop_ms"]) / 1e3 for name, entry in toml_loads(text).items()}
 
@@ -143,7 +143,7 @@ def _dos_model(row: PublishedRow) -> ModelEntry:
 
 
 def _dos_policy(system: str) -> str:
-    """By the name in the logs of Deep Optimizer States."""
+    """As in Deep Optimizer States's logs."""
     options: list[str] = ["subgroup=100000000"]
     if match := re.search(r"ratio([\d.]+)", system):
         options.append(f"ratio={float(match[1]):g}")
@@ -247,7 +247,7 @@ def _yard(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
 
 
 def _with_ratio(machine: Machine, ratio: float) -> Machine:
-    """Limited to the shares of GPU and host memory that PatrickStar may use."""
+    """With shares of GPU and host memory that PatrickStar may use."""
     reserved = round(machine.host.memory_bytes * (1 - ratio))
     machine = replace(machine, host=replace(machine.host, reserved_bytes=reserved))
     return with_gpu_bytes(machine, round(machine.gpu.usable_bytes * ratio) + machine.gpu.context_bytes)
@@ -260,7 +260,7 @@ _VM_LAYERS = (16, 24, 32, 48, 64, 78, 100)
 
 
 def _vm_policy(system: str) -> str:
-    """By the name in STRONGHOLD's logs."""
+    """As in STRONGHOLD's logs."""
     if match := _VM_WINDOW.fullmatch(system):
         return "stronghold" + (f":window={match[1]}" if match[1] else "")
     return _VM_POLICIES[system]

@@ -1,5 +1,4 @@
-"""The largest models that publications report on machines of the catalog, and the policy that stands for each
-system."""
+"""Published largest models on machines of the catalog, and each system's policy."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Replay: plans a published run by its policy and simulates it.
+"""Plans and simulates a published run.
 
-[Note: phases] Published timers wait for the GPU, so their phases meet. Forward is from the first moment's start to the
-last forward moment's end (of each micro-batch, added up). The optimizer step is from the first update of any chunk to
-the next iteration's first moment. Backward is the time between. Simulated phases are cut at the same points.
+[Note: phases] Published timers wait for the GPU, so phases meet: forward is from the first moment's start to the last
+forward's end (of each micro-batch, added up), the optimizer step from any chunk's first update to the next iteration's
+first moment, backward what is between. Simulated phases are cut likewise.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Phases:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Predicted values by metric, or the reason why there are none.
+    """By metric, or why there are none.
 
-    batch: that was used; of several, the fastest.
+    batch: used, of several, the fastest.
     """
 
     experiment: Experiment
@@ -48,7 +48,7 @@ class Prediction:
 
 
 def phases_of(plan: Plan, timeline: Timeline) -> Phases:
-    """Of the steady iteration. Raises PstarError for a plan without compute or update steps."""
+    """Raises PstarError without compute or update steps."""
     moments = plan.workload.moments
     last = max(span.iteration for span in timeline.spans)
     spans = [span for span in timeline.spans if span.iteration == last]
@@ -70,8 +70,7 @@ def phases_of(plan: Plan, timeline: Timeline) -> Phases:
 
 
 def replay(experiment: Experiment) -> Prediction:
-    """Of several batches, that with the most tokens per second counts; of several sizes, the largest that fits. The
-    result of an experiment that does not fit has a reason instead of predictions."""
+    """The batch with most tokens per second, the largest size that fits. One that does not fit has a reason."""
     if len(experiment.sizes) > 1:
         return _largest(experiment)
     found: list[tuple[float, int, Plan, Timeline]] = []
@@ -110,7 +109,7 @@ def _check_host(experiment: Experiment, size: int) -> None:
 
 
 def _largest(experiment: Experiment) -> Prediction:
-    """By bisection: here a larger model never fits where a smaller one does not."""
+    """By bisection: a larger model never fits where a smaller one does not."""
     low, high = -1, len(experiment.sizes)
     batch = experiment.batches[0]
     policy = find_policy(experiment.policy)
@@ -201,7 +200,7 @@ def _chunk_bytes(plan: Plan, timeline: Timeline, moment: int) -> int:
 
 
 def row_value(row: PublishedRow, outcome: Prediction) -> float | None:
-    """None where the run did not fit. Raises PstarError for a metric that is not predicted."""
+    """None where the run did not fit. Raises PstarError for another metric."""
     if outcome.reason:
         return None
     if row.metric not in outcome.predicted:

@@ -1,7 +1,6 @@
-"""Results: predicted against published values, row by row, with their errors, orders and misses.
+"""Predicted against published values, row by row, with errors, orders and misses.
 
-An error is predicted / published - 1. A published run that does not fit here counts as an error of 100 %: it is a miss,
-not a row to leave out.
+An error is predicted / published - 1; a published run that does not fit is a miss of 100 %, not left out.
 """
 
 from __future__ import annotations
@@ -66,10 +65,10 @@ FIRST_FILE = next(iter(FILES))
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """predicted: None where the run does not fit here.
+    """predicted: None if it does not fit.
     kind: "time" (a whole iteration), "phase", "memory" or "size".
-    machine: that of the replay, as `policy`.
-    inferred: a choice of ours has no source but the errors of the row's rule.
+    machine: the replay's, as `policy`.
+    inferred: a choice without source but the errors of the row's rule.
     as_found: as in `ScopeRule`.
     """
 
@@ -112,7 +111,7 @@ class Result:
 
     @property
     def slower(self) -> float | None:
-        """Predicted over published seconds - 1; None where nothing was predicted, and for bytes and sizes."""
+        """Predicted over published seconds - 1, None without a prediction, and for bytes and sizes."""
         if self.predicted is None or self.kind not in _SECONDS:
             return None
         more = self.predicted / self.published
@@ -126,9 +125,9 @@ class Result:
 class Errors:
     """Over `rows` rows.
 
-    median, p90, worst: of the absolute error.
-    bias: median of `Result.slower` of times and phases; None where no such row fits.
-    lost: rows whose run does not fit here; each counts as an error of 100 %.
+    median, p90, worst: absolute.
+    bias: median of `Result.slower`, None if none fits.
+    lost: that do not fit, each an error of 100 %.
     """
 
     rows: int
@@ -141,9 +140,9 @@ class Errors:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two rows whose published values differ by more than 10 %.
+    """Published values differ by over 10 %.
 
-    kept: predicted values have the same order.
+    kept: predicted ones have the same order.
     """
 
     kind: str
@@ -290,7 +289,7 @@ class Validation(Collection):
 
 
 def _machine_of(r: Result) -> tuple[str, int]:
-    """The catalog's machine and the number of its nodes."""
+    """The catalog's machine and nodes."""
     return r.machine.partition(" (")[0], r.nodes
 
 
@@ -299,7 +298,7 @@ def _generation(r: Result) -> str:
 
 
 def _comparable(a: Result, b: Result) -> bool:
-    """Same metric, hardware and batch, and at least one is tested."""
+    """Same metric, hardware and batch, one of them tested."""
     if "tested" not in (a.use, b.use) or a.metric != b.metric or (a.hardware, a.gpus) != (b.hardware, b.gpus):
         return False
     batches = [x.batch.split(" ")[0] for x in (a, b)]  # "best" and "best of 8/16/32" are the same rule

@@ -1,4 +1,4 @@
-"""Rows: the published measurements as values."""
+"""Published measurements as values."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _VALUE = re.compile(r"^(\d+(?:\.\d+)?(?:e\d+)?)(?:-(\d+(?:\.\d+)?))?([BT]?)$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedRow:
-    """One published figure, as written.
+    """A figure as written.
 
     file: in `pstar_sim/validation/data`.
     line: 1 = the first after the header.
-    settings: options of the run that have no column, as words; empty in files without such columns.
-    value: in the unit that the metric's name ends with; the middle where a range is published.
-    setup: columns that say as which job the run is replayed, and their texts; empty in files without such columns.
+    settings: options without a column, in words.
+    value: in the unit that ends the metric's name, the middle of a range.
+    setup: columns that say as which job the run is replayed.
     """
 
     file: str
@@ -71,8 +71,7 @@ class PublishedRow:
 
 
 def number(text: str) -> float:
-    """A plain number, a number with B (1e9) or T (1e12), or the middle of a range. Raises ValueError for any other
-    text."""
+    """Plain, with B (1e9) or T (1e12), or the middle of a range. Raises ValueError for any other text."""
     match = _VALUE.match(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a figure such as 12.5, 18B or 25680-26756")
@@ -106,7 +105,7 @@ _GPUS_PER_NODE = 8
 
 
 def _fsdp_step(file: str, line: int, raw: _Raw) -> PublishedRow:
-    """Raises ValueError where the global batch is not that of all GPUs."""
+    """Raises ValueError unless the global batch is all GPUs'."""
     each, times, gpus = int(raw["micro_batch"]), int(raw["grad_accum"]), int(raw["gpus"])
     if each * times * gpus != int(raw["global_batch"]):
         raise ValueError(f"{each} sequences x {times} micro-batches x {gpus} GPUs are not {raw['global_batch']}")
@@ -130,7 +129,7 @@ def _fsdp_step(file: str, line: int, raw: _Raw) -> PublishedRow:
 
 
 def _eager_step(file: str, line: int, raw: _Raw) -> PublishedRow:
-    """Forward and backward passes in fp32."""
+    """In fp32."""
     option = raw["option"]
     gpus = int(option[2]) if option else 1  # dp4, tp4, pp4_1
     return PublishedRow(
@@ -186,9 +185,9 @@ FILES: Mapping[str, tuple[tuple[str, ...], Callable[[str, int, _Raw], PublishedR
 
 
 def read_rows(file: str, text: str, kind: str = "measurements.csv") -> tuple[PublishedRow, ...]:
-    """Raises CatalogError, naming the line and its fault.
+    """Raises CatalogError, naming the line.
 
-    kind: the file of FILES whose columns the text has.
+    kind: of FILES, whose columns the text has.
     """
     columns, make = FILES[kind]
     table = csv.DictReader(io.StringIO(text))

@@ -1,4 +1,4 @@
-"""Scope: which published rows are compared with predictions, by the rules of scope.toml."""
+"""Which published rows are compared, by scope.toml."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PATTERNS = ("file", "system", "hardware", "params", "batch", "metric", "source"
 
 @dataclass(frozen=True, kw_only=True)
 class ScopeRule:
-    """Decides which published rows are compared.
+    """Decides on rows.
 
-    patterns: column -> shell patterns, one of which has to match; a column that is missing matches anything.
-    looked_at: a choice of ours that these rows made although they are tested.
-    as_found: the runs' CPU steps are as users find them: threads, binding and pinning as the launcher leaves them.
-    inferred: such a choice has no source but the errors of these rows. Then they count in no error bar.
+    patterns: column -> shell patterns, one of which has to match, anything for a missing column.
+    looked_at: a choice of ours that these rows made though tested.
+    as_found: CPU steps as users find them: threads, binding and pinning left by the launcher.
+    inferred: that choice has no source but these rows' errors, which then count in no bar.
     """
 
     name: str
@@ -43,8 +43,8 @@ class ScopeRule:
 
 
 def read_scope(file: str, text: str) -> tuple[ScopeRule, ...]:
-    """In order. Raises CatalogError for a rule without name, use or reason, with an unknown key, or with `inferred`
-    where nothing was looked at."""
+    """In order. Raises CatalogError for a rule without name, use or reason, with an unknown key, or `inferred` without
+    looked_at."""
     try:
         raw_rules = toml_loads(text).get("rule", [])
     except TOMLDecodeError as error:
@@ -80,7 +80,7 @@ def read_scope(file: str, text: str) -> tuple[ScopeRule, ...]:
 
 
 def rule_of(row: PublishedRow, rules: Iterable[ScopeRule]) -> ScopeRule:
-    """The first that matches. Raises CatalogError for a row that no rule matches."""
+    """The first that matches; raises CatalogError without one."""
     for rule in rules:
         if rule.matches(row):
             return rule

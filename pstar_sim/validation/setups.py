@@ -1,4 +1,4 @@
-"""Setups: the jobs as which published runs are replayed, and the machines of published runs with their own limits."""
+"""Jobs as which published runs are replayed, and their machines with own limits."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment(Axes):
-    """One published run (rows that differ in the metric only) as a job.
+    """A published run (rows of different metrics) as a job.
 
-    batches: sequences per rank and micro-batch; of several the one with the most tokens per second counts.
-    sizes: ascending, for a row that gives the largest trainable model; otherwise one model.
-    loop_s: seconds per micro-batch outside the three phases.
-    other_host_bytes: bytes in use on the node beside the plans of its ranks.
-    host_bytes_per_param: that the system really takes, where that is more than its plan takes.
+    batches: sequences per rank and micro-batch, of which the one with most tokens per second counts.
+    sizes: ascending, for a largest trainable model, otherwise one model.
+    loop_s: per micro-batch, outside the three phases.
+    other_host_bytes: in use on the node beside plans.
+    host_bytes_per_param: the system's, if more than its plan's.
     """
 
     rows: tuple[PublishedRow, ...]
@@ -73,10 +73,10 @@ def first_ranks(
     cores_a_rank: int | None = None,
     efficiency: Efficiency | None = None,
 ) -> Machine:
-    """Only the first `count` GPUs are in use; host memory stays whole.
+    """`count` GPUs in use, the host's memory whole.
 
-    sockets: of the node; a process reaches only the cores and the DRAM bandwidth of its own.
-    cores_a_rank: to which each rank is bound; CPU Adam is then no faster than these.
+    sockets: of the node, a process reaches only its own's cores and DRAM.
+    cores_a_rank: bound to each rank, which limits CPU Adam.
     """
     if not 1 <= count <= machine.world_size:
         raise CatalogError(f"machine {machine.name!r} has {machine.world_size} GPUs, so {count} cannot be in use")
@@ -129,7 +129,7 @@ def whole_number(row: PublishedRow, what: str, text: str) -> int:
 def gpt_entry(
     layers: int, hidden: int, heads: int, *, vocab: int, positions: int, source: str = "a published run"
 ) -> ModelEntry:
-    """With tied embeddings and MLPs of four times the hidden width."""
+    """Tied embeddings, and MLPs of four times the hidden width."""
     entry = ModelEntry(
         name=f"gpt {layers}x{hidden}",
         family="gpt",

@@ -1,6 +1,6 @@
-"""Whole steps: published runs without phases (FSDP, eager fp32, and those of whole_steps-3.csv), as jobs.
+"""Published runs without phases (FSDP, eager fp32, whole_steps-3.csv), as jobs.
 
-The facts about the runs are in data/README.md, written down before the first replay.
+Facts about them are in data/README.md, written before the first replay.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _eager(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
 
 
 def as_set_up(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
-    """For a run whose row says as which job it is replayed."""
+    """As its row says."""
     row, setup = run[0], dict(run[0].setup)
     sequence = whole_number(row, "sequence", row.sequence)
     entry = model_entry(row.params)

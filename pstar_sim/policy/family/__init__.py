@@ -1,2 +1,1 @@
-"""The asynchronous family. The queues of its plans run independently of one another, in the order that `choose`
-finds."""
+"""The asynchronous family: the queues of its plans run independently, in the order that `choose` finds."""

@@ -1,6 +1,5 @@
-"""The asynchronous policies pin the chunks used first. A closed form proposes the number of pins, and `choose` times
-each proposal (attempt.py). The window that it finds fixes the order on each queue and the memory edges
-(passes/write_plan.py).
+"""The asynchronous policies pin the chunks used first: a closed form proposes how many, and `choose` times each
+proposal (attempt.py). Its window fixes the order on each queue and the memory edges (passes/write_plan.py).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def _fastest(attempts: Sequence[Attempt]) -> Attempt:
 class _Rival:
     """What static_partition chose for a job.
 
-    linger: whether gradients on their way down have room.
+    linger: gradients on their way down have room.
     """
 
     machine: Machine
@@ -78,9 +77,8 @@ class Asynchronous:
         return self._emit(chosen, attempts, most, bound_s)
 
     def _search(self, best: int, most: int, bound_s: float) -> list[Attempt]:
-        """Attempts with the closed form's number of pins, with none and with all. Neighbouring numbers are added if
-        `choose` finds an iteration clearly slower than the closed form predicts. Raises DoesNotFit if the host has no
-        room for the unpinned chunks."""
+        """With the closed form's number of pins, with none and with all; neighbours if `choose` finds an iteration
+        clearly slower than that predicts. Raises DoesNotFit if the host has no room."""
         g = self.job
         attempts: dict[int, Attempt] = {}
         error: DoesNotFit | None = None
@@ -121,7 +119,7 @@ class Asynchronous:
         return found
 
     def _static(self) -> _Rival | None:
-        """None if static_partition does not fit. A choice that a comparison has made already is used again."""
+        """None if static_partition does not fit; a comparison's choice is used again."""
         g = self.job
         point = replace(self.point, capacity="peak")
         known = g.workload.derived.get(_RIVAL)
@@ -138,12 +136,12 @@ class Asynchronous:
             return None
 
     def rival(self) -> _Rival:
-        """The choice of this policy, for another policy of the family. Raises DoesNotFit."""
+        """This policy's choice, for another of the family."""
         check_gpu(self.job)
         return self._remember(_fastest(self._search(*self._scan())))
 
     def _remember(self, chosen: Attempt) -> _Rival:
-        """Where the capacity is constant, because tide asks for it in the same job."""
+        """Where capacity is constant, because tide asks for it in the same job."""
         g = self.job
         made = _Rival(g.machine, g.settings, self.point, chosen.pins, chosen.knobs.linger, chosen.fetched_bytes)
         if not g.follow_tide:
@@ -151,7 +149,7 @@ class Asynchronous:
         return made
 
     def _scan(self) -> tuple[int, int, float]:
-        """The best and the largest number of pins by the closed form, and its seconds at the best."""
+        """Best and largest number of pins by the closed form, and its seconds at the best."""
         most = most_pins_of(self.job)
         bounds = np.maximum(iteration_bounds(pin_facts(self.job), most), self._disks_s(most))
         asked = self.point.pins
@@ -159,7 +157,7 @@ class Asynchronous:
         return best, most, float(bounds[best])
 
     def _disks_s(self, most: int) -> list[float]:
-        """Returns the seconds of the disks for 0, 1 .. most pinned chunks."""
+        """Of the disks for 0, 1 .. most pinned chunks."""
         job = self.job
         if job.machine.nvme is None:
             return [0.0] * (most + 1)

@@ -20,10 +20,10 @@ __all__ = ["Attempt", "attempt", "attempt_course", "burden_of"]
 
 @dataclass(slots=True)
 class Attempt:
-    """One choice of modes, with the order that `choose` found.
+    """Modes, with the order that `choose` found.
 
     left_out: [Note: a shorter job].
-    followed_s: seconds per iteration of the plan, if it was followed.
+    followed_s: per iteration, if the plan was followed.
     """
 
     course: Course
@@ -40,7 +40,7 @@ class Attempt:
 
     @property
     def busy_s(self) -> tuple[float, float]:
-        """Nominal, of CPU Adam and of the busier direction of the link, per iteration."""
+        """Nominal, of CPU Adam and the busier direction of the link."""
         seconds = _work_s(self.draft, self.left_out)
         return seconds[Queue.ADAM], max(seconds[Queue.H2D], seconds[Queue.D2H])
 
@@ -58,7 +58,7 @@ class Attempt:
 
     @property
     def fits(self) -> bool:
-        """Whether every step found room, and the attempt was not given up."""
+        """Every step found room, and it was not given up."""
         return self.window.stuck is None and bool(self.window.events)
 
     @property
@@ -72,13 +72,12 @@ class Attempt:
 
 
 def burden_of(made: Attempt) -> tuple[int, int]:
-    """For `ties.least_of`: bytes fetched and pins. Bytes that go down equal the bytes fetched, except for chunks that
-    the GPU updates."""
+    """For `ties.least_of`: bytes fetched and pins. As many go down, but for chunks that the GPU updates."""
     return made.fetched_bytes, made.pins
 
 
 def attempt(job: Job, modes: Modes, knobs: Knobs | None = None, *, like: Attempt | None = None) -> Attempt:
-    """The window is stuck if a step never finds room.
+    """Stuck if a step never finds room.
 
     like: see `attempt_course`.
     """
@@ -90,9 +89,9 @@ def attempt_course(
 ) -> Attempt:
     """For a course that is laid out already.
 
-    limit_s: of all micro-batches. The attempt is given up once it is certain to take longer; see `choose`.
-    like: an earlier attempt of the same job, whose equal rows are used again.
-    times_left_out: micro-batches that the course's job leaves out.
+    limit_s: of all micro-batches, beyond which the attempt is given up (`choose`).
+    like: an earlier attempt of the job, whose equal rows are used again.
+    times_left_out: micro-batches not in the job.
     """
     schedule = course.schedule()
     if like is not None and schedule.rows_as(like.schedule):

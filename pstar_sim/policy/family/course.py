@@ -1,5 +1,5 @@
-"""Course: one choice of modes laid out along the compute queue: which chunk each position (a block of moments, or the
-update of a streamed chunk) needs, how much room is left there, and which chunks stay on the GPU.
+"""Course: modes laid out along the compute queue: the chunk that each position (a block of moments, or the update of a
+streamed chunk) needs, the room left, and the chunks that stay on the GPU.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ LINGER_COPIES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Knobs:
-    """Settings of a search besides the modes. No knob changes the numbers that a plan computes.
+    """Besides the modes; none changes the numbers that a plan computes.
 
-    linger: whether gradients on their way down have room, which pays unless memory is very tight.
-    lead_chunks: room, in chunks, that early fetches leave free for urgent fetches.
-    down: order of the copies to the host. "edf": as the next forward needs the chunks. "fifo": in the order the copies
-        become ready.
+    linger: gradients on their way down have room, which pays unless memory is very tight.
+    lead_chunks: room, in chunks, that early fetches leave for urgent ones.
+    down: order of copies to the host: "edf": as the next forward needs the chunks, "fifo": as they become ready.
     stay: largest share of the positions over which streamed parameters may stay between two iterations.
-    states_first: whether states go down before the parameters that stay, which are then given up later.
+    states_first: states go down before parameters that stay, which are given up later.
     """
 
     linger: bool = True
@@ -45,16 +44,14 @@ class Knobs:
 class Course:
     """positions, at, updates, sums, stays, room: as in `Schedule`.
     touched: chunk that is not resident -> positions that need it.
-    kept: gaps over which a chunk stays on the GPU.
-    needed_whole: on several ranks, chunk -> stretches of positions that need the slices of all ranks, resident chunks
-        included.
-    kept_whole: gaps between these over which the other ranks' slices stay.
-    least_room_bytes: at the tightest position, before any chunk is kept.
+    kept: gaps over which a chunk stays.
+    needed_whole: chunk -> stretches of positions that need all ranks' slices, residents included.
+    kept_whole: gaps between, over which the others' slices stay.
+    least_room_bytes: at the tightest position, before any is kept.
     """
 
     def __init__(self, job: Job, modes: Modes, knobs: Knobs, blocks: Sequence[Sequence[int]] | None = None) -> None:
-        """blocks: chunk -> blocks over which it is on the GPU (on several ranks, all its slices). None: a chunk stays
-        between its uses where there is room."""
+        """blocks: chunk -> blocks with it on the GPU (all its slices), None: it stays where there is room."""
         self.job = job
         self.modes = modes
         self.knobs = knobs
@@ -126,7 +123,7 @@ class Course:
         return mine
 
     def _needed_room(self) -> list[int]:
-        """What residents, the tide, the passes and the position itself leave at each position."""
+        """What residents, tide, passes and the position itself leave."""
         job = self.job
         free = job.machine.gpu_budget_bytes - self.resident_bytes
         room = [free - position.tide_bytes for position in self.positions]
@@ -153,7 +150,7 @@ class Course:
                 self.room[n] += job.sizes[c]
 
     def _sum_stretches(self, c: int) -> list[Stretch]:
-        """Positions that need the chunk's sum on the GPU: not those between the last gradient and an update behind the
+        """Where the chunk's sum is needed on the GPU: not between the last gradient and an update behind the
         barrier."""
         job, update = self.job, self.updates.get(c)
         needed = [Stretch(self.at[job.block_of[a]], self.at[job.block_of[b]]) for _, a, b in job.uses.spans[c]]
@@ -180,14 +177,14 @@ class Course:
         return kept
 
     def _is_dead(self, gap: UseGap) -> bool:
-        """Nothing reads what a working list holds over the gap: all of the gradient is in grad32, and the update behind
-        the barrier writes the list anew."""
+        """Nothing reads the working list: the gradient is in grad32, and the update behind the barrier writes it
+        anew."""
         job, c = self.job, gap.chunk
         waits = job.barrier is not None and gap.end == self.updates.get(c)
         return waits and job.all_in_grad32(c, self.modes.summed)
 
     def _keep_sums(self) -> None:
-        """From the last gradient to an update behind the barrier, where there is room. Before any working list, because
+        """From the last gradient to an update behind the barrier, where there is room, before any working list, because
         a sum that leaves is copied both ways."""
         job = self.job
         gaps = [
@@ -202,7 +199,7 @@ class Course:
         self.room = [left - held for left, held in zip(self.room, held_over(kept, sizes, len(self.room)))]
 
     def _keep_whole(self) -> set[UseGap]:
-        """Where room is left after this rank's own slices and the gathers ahead."""
+        """Where this rank's slices and the gathers ahead leave room."""
         job = self.job
         if not self.needed_whole:
             return set()
@@ -252,8 +249,8 @@ class Course:
             self.room[n] -= min(size, max(0, self.room[n]))
 
     def _leaving(self) -> list[int]:
-        """Bytes at each position still on their way down. A gradient counts for LINGER_COPIES of its copies, states
-        until their own copies have ended."""
+        """Still on their way down: a gradient counts for LINGER_COPIES of its copies, states until theirs have
+        ended."""
         job, positions = self.job, self.positions
         rows = [0] * len(positions)
 
@@ -286,8 +283,8 @@ class Course:
         return rows
 
     def _arriving(self) -> list[int]:
-        """What kept chunks leave free at each position for states of streamed chunks on their way up. An update counts
-        for at least the seconds of its own copies, because they follow one another."""
+        """Left by kept chunks for states of streamed ones on their way up. An update counts for at least its copies'
+        seconds, as they follow one another."""
         job = self.job
         rows = [0] * len(self.positions)
         copies = {

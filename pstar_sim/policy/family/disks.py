@@ -16,17 +16,17 @@ LARGE = 2  # chunks so many times as large as the median chunk come last, becaus
 
 
 def disk_s(job: Job) -> float:
-    """Returns the seconds per byte that is read and written in an iteration; 0 without disks."""
+    """Seconds per byte read and written in an iteration, 0 without disks."""
     disks = job.machine.nvme
     each_s = 0.0 if disks is None else 1 / disks.read_bytes_per_s + 1 / disks.write_bytes_per_s
     return each_s * job.machine.local_ranks
 
 
 def with_disks(job: Job, modes: Modes) -> Modes:
-    """Returns the modes with the states of as few chunks on the machine's disks as payloads allow: of the chunks used
-    last, which have the longest time between their last gradient and their next use. Returns the modes as they are
-    where the host has room without disks, and on a machine without disks. Where the disks have too little room, or the
-    host has none even with all states there, the modes say what would have to be on disks: `check_host` refuses them.
+    """The states of as few chunks go to the machine's disks as payloads allow: those used last, with the longest time
+    between last gradient and next use. Modes stay where the host has room without disks, or there are none. Where disks
+    have too little room, or the host has none even so, they say what would have to be on disks: `check_host` refuses
+    them.
     """
     budget_bytes, disk_bytes = job.machine.host_budget_bytes, job.machine.nvme_budget_bytes
     needed_bytes = needed_on_host(job, modes)

@@ -1,8 +1,7 @@
-"""Eviction: which chunks stay on the GPU between two uses, by the coordinate `eviction` of a point (kit/points.py).
+"""Which chunks stay on the GPU between two uses, by the coordinate `eviction` (kit/points.py).
 
-Besides Belady's rule (residency.py) there are LRU and FIFO, for comparison: they know nothing of the future. They run
-along the iteration like a cache: idle chunks stay until room is short, then the rule names the chunk that leaves. A
-chunk that left in a gap is fetched again at its end.
+LRU and FIFO are for comparison with Belady's rule (residency.py): they know nothing of the future. Like a cache, idle
+chunks stay until room is short, and the rule names the one that leaves, to be fetched again at the end of its gap.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ __all__ = ["fifo", "keep_set", "lru"]
 def keep_set(
     eviction: str, gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]
 ) -> set[UseGap]:
-    """Returns the gaps over which the chunk stays on the GPU.
+    """The gaps over which chunks stay.
 
     eviction: "belady", "lru" or "fifo".
     gaps, sizes, room: as for `belady`.
-    first: chunk -> point of its first use.
+    first: chunk -> first use.
     """
     if eviction == "lru":
         return lru(gaps, sizes, room)
@@ -32,22 +31,22 @@ def keep_set(
 
 
 def lru(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> set[UseGap]:
-    """The chunk with the oldest last use leaves; of several, the lowest index."""
+    """The oldest last use leaves, of several, the lowest index."""
     return _sweep_along(gaps, sizes, room, None)
 
 
 def fifo(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]) -> set[UseGap]:
-    """The chunk leaves that has been on the GPU longest without a break."""
+    """What has been there longest leaves."""
     return _sweep_along(gaps, sizes, room, first)
 
 
 def _sweep_along(
     gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int] | None
 ) -> set[UseGap]:
-    """A cache along the iteration. If chunks may stay over the border, it runs further laps, so that the lap that
-    counts begins as it ends.
+    """A cache along the iteration, in further laps if chunks may stay over the border, so that the lap that counts
+    begins as it ends.
 
-    first: the age of an idle chunk counts from this arrival. None: from its last use.
+    first: an idle chunk's age counts from this arrival, None: from its last use.
     """
     length = len(room)
     over_border = {gap.chunk for gap in gaps if gap.end >= length}
@@ -103,7 +102,7 @@ _Entries = dict[int, list[tuple[int, UseGap]]]
 
 
 def _unrolled(gaps: Sequence[UseGap], length: int, laps: int) -> tuple[_Entries, _Entries]:
-    """Point -> (lap, gap) pairs that open there, and that close there."""
+    """Point -> (lap, gap) that open there, and that close there."""
     opening: _Entries = {}
     closing: _Entries = {}
     for lap in range(laps + 1):
@@ -114,7 +113,7 @@ def _unrolled(gaps: Sequence[UseGap], length: int, laps: int) -> tuple[_Entries,
 
 
 def _that_fit(kept: set[UseGap], sizes: Sequence[int], room: Sequence[int]) -> set[UseGap]:
-    """A single iteration may hold too much over its border; then the oldest gaps go."""
+    """A single iteration may hold too much over its border: the oldest gaps go."""
     length = len(room)
     left = list(room)
     for gap in kept:

@@ -1,22 +1,21 @@
-"""How many chunks to pin and how many to stream: a roofline over both numbers. `interleave` says which chunks.
+"""How many chunks to pin and to stream: a roofline over both (`interleave` says which).
 
-[Note: the roofline] Let x be the share of the chunks (by parameters) that are pinned, z the share that is streamed. The
-CPU updates the rest, 1 - x - z. All three kinds are spread evenly through the layers, so the CPU has the same share of
-the updates in every window ([Note: update windows] in pins.py). One iteration takes at least the seconds of each of
+[Note: the roofline] Let x be the share of chunks (by parameters) that are pinned, z the share streamed; the CPU updates
+the rest, 1 - x - z. All are spread evenly through the layers, so the CPU has the same share of updates in every window
+([Note: update windows] in pins.py). One iteration takes at least the seconds of each of
 these: (1) the work of the compute queue with its Adam steps; (2) CPU Adam, in each window and in total; (3) the copies
 in each direction, on a half-duplex link both directions together; (4) the traffic of host DRAM; (5) reads and writes of
-the states on disks, those for which the host has no room. The states of streamed chunks are copied up once and down
-once. Chunks that cannot be kept between forward and backward are copied up a second time. After the last turn to a
-backward pass, everything that it needs and that is not on the GPU is copied up. Behind a barrier all streamed chunks
-are updated before the next forward. What of their states did not fit on the GPU earlier arrives while the compute queue
-waits. The roofline ranks numbers of chunks and proves nothing.
+the states on disks, those for which the host has no room. Streamed states are copied up and down once. Chunks that
+cannot be kept between forward and backward come up a second time. After the last turn to a backward pass, what it needs
+and is not on the GPU comes up. Behind a barrier streamed chunks are updated before the next forward, and what of their
+states did not fit earlier arrives while compute waits. It ranks numbers of chunks and proves nothing.
 
-With several micro-batches, gradients of a share of the unpinned chunks add up on the GPU, streamed chunks first. Their
-sums take room there. Where sums may spill, the sums that have no room beside the working lists go down and come up
-between two micro-batches. A spill frees room at two turns; giving up working lists instead would cost the way up twice.
-All Adam of several micro-batches lies between the last micro-batch and the first, so `_in_turn_s` adds the seconds of
-the other micro-batches, one after another, and of the work between them. All other gradients go down in each
-micro-batch and the host adds them. The sum of a streamed chunk then comes up with its states.
+With several micro-batches, gradients of a share of the unpinned chunks add up on the GPU, streamed ones first, whose
+sums take room. Where sums may spill, those without room beside the working lists go down and come up between two
+micro-batches: that frees room at two turns, where giving up working lists would cost the way up twice. All Adam lies
+between the last micro-batch and the first, so `_in_turn_s` adds the others' seconds, one after another, and of the work
+between them. Other gradients go down in each micro-batch and the host adds them; a streamed chunk's sum then comes up
+with its states.
 """
 
 from __future__ import annotations
@@ -42,24 +41,24 @@ Array = NDArray[np.float64]
 @dataclass(frozen=True, kw_only=True)
 class ModeFacts:
     """pins: of the closed form for pins, chunks in order of first use.
-    states_bytes: per chunk, of what comes up for its update and goes down after it.
+    states_bytes: per chunk, up for its update and down after it.
     sum_bytes: per chunk; 0 with one micro-batch.
     lists: times per iteration that a gradient goes down if its sum is not on the GPU.
-    lists_streamed: of a streamed chunk.
+    lists_streamed: of streamed chunks.
     sums: as in `Point`.
-    drops_pinned: whether pinned chunks drop their working lists between the last gradient and the update.
-    drops_streamed: whether behind a barrier all streamed chunks do; otherwise those whose sum is on the GPU do.
+    drops_pinned: pinned chunks drop working lists between last gradient and update.
+    drops_streamed: behind a barrier all streamed ones do, otherwise those with their sum on the GPU.
     dram_bytes_per_s: the rank's part.
-    dram_adam_bytes, dram_add_bytes: per chunk, of one CPU update and of all adds on the host.
-    dram_fold_bytes: of the adds that CPU Adam makes, of all chunks.
-    passing_bytes: GPU room of streaming one chunk: states and working list.
+    dram_adam_bytes, dram_add_bytes: per chunk, of a CPU update and all adds on the host.
+    dram_fold_bytes: of all adds that CPU Adam makes.
+    passing_bytes: GPU room to stream a chunk: states and working list.
     last_room_bytes: room at the last moment with nothing pinned.
-    host_room_bytes: for lists of the chunks.
+    host_room_bytes: for the chunks' lists.
     disk_room_bytes: for states without room on the host.
-    disk_s: per byte that is read and written.
-    turn_s: from the begin to the last backward pass.
+    disk_s: per byte, read and written.
+    turn_s: to the last backward pass.
     forward_s: of the first micro-batch.
-    adds_before: share of the adds on the GPU that come before the last micro-batch.
+    adds_before: share of adds on the GPU before the last micro-batch.
     """
 
     pins: PinFacts
@@ -128,7 +127,7 @@ def mode_facts(job: Job) -> ModeFacts:
 
 
 def _least_net_s(job: Job) -> float:
-    """Each updated chunk is gathered once, and its gradient summed over the ranks in each micro-batch."""
+    """Each updated chunk is gathered once, its gradient summed in each micro-batch."""
     if job.ranks == 1:
         return 0.0
     each = sum(job.cost.collective_s(job.whole_bytes(c)) for c in job.candidates)
@@ -137,12 +136,12 @@ def _least_net_s(job: Job) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Of shape (len(pins), len(shares), len(sums)): by the number of pinned chunks, and by the shares of the others
-    that are streamed and whose sum is on the GPU.
+    """(len(pins), len(shares), len(sums)): by pinned chunks, and shares of the others streamed and with sums on the
+    GPU.
 
     seconds: inf where the GPU or the host lacks room.
-    floor_s: without the terms that depend on which chunks have which mode (all windows except that of the last chunk),
-        and as if streamed parameters stayed on the GPU between iterations.
+    floor_s: without terms that depend on which chunks have which mode (windows but the last chunk's), as if streamed
+        parameters stayed between iterations.
     spilt: share of the chunks whose sums spill.
     """
 
@@ -164,7 +163,7 @@ def roofline(
     spill: float = 0.0,
     in_turn: bool = True,
 ) -> Roofline:
-    """The closed form of [Note: the roofline].
+    """[Note: the roofline].
 
     spill: share of the bytes without room between two micro-batches for which sums make room.
     in_turn: whether `_in_turn_s` counts.
@@ -266,9 +265,9 @@ def roofline(
 
 
 def _longest(windows: Sequence[tuple[float, float, float]], inside_s: Array, cpu: Array) -> Array:
-    """Seconds of the longest window, 0 where CPU Adam updates nothing.
+    """0 where CPU Adam updates nothing.
 
-    inside_s: besides the moments of each window.
+    inside_s: besides the window's moments.
     """
     longest = np.zeros_like(cpu + inside_s)
     for span, adams, copies in windows:
@@ -284,14 +283,14 @@ def _in_turn_s(
     up_s: tuple[Array, Array, Array, Array],
     down_s: tuple[Array, Array, Array],
 ) -> Array:
-    """Work that cannot overlap: all micro-batches but the last, each with the forward pass behind it, plus the work
-    between the last of them and the next iteration. Without a barrier this is the last backward pass, all updates and
-    the first forward pass. Behind a barrier the last backward pass is counted by itself.
+    """What cannot overlap: all micro-batches but the last, each with the forward behind it, and the work from the last
+    to the next iteration: without a barrier its backward, all updates and the first forward; behind one the backward is
+    counted by itself.
 
-    computed_s: of the compute queue besides the moments: the adds of a micro-batch, and the updates.
-    up_s: chunks that do not stay over a turn; spilt sums of a micro-batch; lists for the updates and for the next
-        iteration; the part of these that may come before the barrier.
-    down_s: gradients of a micro-batch; its spilt sums; lists that leave in the last micro-batch.
+    computed_s: besides the moments: a micro-batch's adds, and the updates.
+    up_s: chunks that do not stay over a turn; a micro-batch's spilt sums; lists for the updates and the next iteration;
+        what of these may come before the barrier.
+    down_s: a micro-batch's gradients; its spilt sums; lists that leave in the last.
     """
     backward_s = facts.first_s - facts.forward_s
     (added_s, updates_s), (turn_s, spilt_up_s, last_up_s, ahead_s), (lists_s, spilt_down_s, last_down_s) = (
@@ -314,9 +313,8 @@ def _most(*seconds: Array | float) -> Array:
 
 
 def _last_down_s(facts: ModeFacts, cpu: Array, z: Array, summed_cpu: Array, beside: Array, x: Array) -> Array:
-    """Copies down that have to end with the next iteration's first micro-batch, because the lists have no room beside
-    the chunks then: from the last turn on, gradients and sums of chunks that CPU Adam updates, and states and
-    parameters of streamed chunks."""
+    """Down before the next iteration's first micro-batch ends, for want of room beside the chunks: from the last turn
+    on, gradients and sums for CPU Adam, and states and parameters of streamed chunks."""
     f = facts.pins
     working, states, sums = (float(np.sum(size)) for size in (f.working_bytes, facts.states_bytes, facts.sum_bytes))
     size = (cpu - summed_cpu + z) * working + summed_cpu * sums + z * states
@@ -324,8 +322,8 @@ def _last_down_s(facts: ModeFacts, cpu: Array, z: Array, summed_cpu: Array, besi
 
 
 def _windows(facts: ModeFacts) -> list[tuple[float, float, float]]:
-    """(span, CPU Adam inside if the CPU updated all chunks, copies), in seconds, of the windows that can bind: those on
-    the upper envelope of span + share * Adam, then that of the last chunk."""
+    """(span, CPU Adam of all chunks inside, copies) of windows that can bind: the upper envelope of span + share *
+    Adam, then the last chunk's."""
     f = facts.pins
     clock = np.concatenate(([0.0], np.cumsum(f.moments_s)))
     first, final = np.asarray(f.first), np.asarray(f.final)
@@ -344,7 +342,7 @@ def _windows(facts: ModeFacts) -> list[tuple[float, float, float]]:
 
 
 def _highest(value: Array, slope: Array) -> Iterator[int]:
-    """Indices of the lines value + share * slope that are highest at some share from 0 to 1."""
+    """Lines value + share * slope that are highest at some share from 0 to 1."""
     j = int(np.lexsort((slope, value))[-1])
     yield j
     while len(steeper := np.flatnonzero(slope > slope[j])):
@@ -359,9 +357,9 @@ def _highest(value: Array, slope: Array) -> Iterator[int]:
 def interleave(
     order: Sequence[int], sizes: Sequence[int], pins: int, streams: int, head: int = 0, front: int = 0
 ) -> tuple[list[int], list[int]]:
-    """Returns (pinned, streamed) chunks of `order`. The first `front` chunks are streamed and the next `head` pinned.
-    The others are spread by error diffusion, weighted by bytes, so that every run of layers has its share. The numbers
-    are met as nearly as sizes allow, and never exceeded.
+    """(pinned, streamed) chunks of `order`: the first `front` streamed, the next `head` pinned, others by error
+    diffusion, weighted by bytes, so that every run of layers has its share. Numbers are met as nearly as sizes allow,
+    never exceeded.
     """
     front = min(front, streams, len(order))
     head = min(head, pins, len(order) - front)

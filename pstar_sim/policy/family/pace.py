@@ -1,6 +1,4 @@
-"""Seconds per iteration of a finished plan, by the rules of the simulator. `choose` predicts seconds while it decides
-the order; this compares plans of any policy by the figure that the simulator will find.
-"""
+"""Seconds per iteration of a finished plan by the simulator's rules, to compare plans of any policy."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ __all__ = ["faster_in_parts", "period_s"]
 
 
 def period_s(plan: Plan, cost: CostModel | None = None) -> float:
-    """Of one rank, once the plan is steady. Raises PlanError for a plan that deadlocks."""
+    """Of one rank, once steady. Raises PlanError for a deadlock."""
     cost = cost or cost_of(plan.workload, plan.machine, plan.layout)
     return follow(Program.of(plan), cost.step_costs(plan), cost.rates()).iteration_s
 
 
 def faster_in_parts(plan: Plan, seconds: float) -> tuple[Plan, float]:
-    """With the updates of large chunks in parts (passes/parts.py), or as given if this is not faster."""
+    """Updates of large chunks in parts (passes/parts.py), if that is faster."""
     parted = in_parts(plan)
     if parted is plan or (parted_s := period_s(parted)) >= seconds:
         return plan, seconds

@@ -1,11 +1,11 @@
-"""How many chunks keep their optimizer states on the GPU: a closed form, evaluated for every number of pins.
+"""How many chunks keep optimizer states on the GPU: a closed form for every number.
 
-[Note: update windows] Chunk j is first used in moment f_j, and its gradient is final after moment b_j. Consider all
-chunks i with f_i <= f_j and b_i >= b_j that the CPU updates. Their Adam runs between the end of b_j and the next start
-of f_j: T >= compute(f_j .. b_j) + the sum of their Adam times + one copy each way. The same holds with the copies as
-the serial resource. Behind a barrier the window opens at the end of the iteration instead. Pinning the chunks used
-first is best, because the r-th unpinned chunk then has the shortest possible span; so the number of pins determines the
-pinned chunks. The form covers chunks of unequal size and several micro-batches. It proves nothing: bounds/ does.
+[Note: update windows] Chunk j is first used in moment f_j, and its gradient is final after moment b_j. All chunks i
+with f_i <= f_j and b_i >= b_j that the CPU updates run their Adam between the end of b_j and the next start of f_j: T
+>= compute(f_j .. b_j) + the sum of their Adam times + one copy each way, and the same with copies as the serial
+resource. Behind a barrier the window opens at the iteration's end. Pinning the chunks used first is best, because the
+r-th unpinned one then has the shortest possible span, so the number determines the chunks. Sizes may differ, and there
+may be several micro-batches. It proves nothing: bounds/ does.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class PinFacts:
-    """Of the chunks that could be pinned, in the order of pinning, and of the job.
+    """Of chunks that could be pinned, in that order, and of the job.
 
     final: moment of the last gradient.
     pinned_bytes: working list and states.
-    add_s, gpu_add_s: of all micro-batches, on the host and on the GPU.
-    fold_s: of the add of the last gradient, where CPU Adam makes it.
-    barrier: no Adam may run before the last moment.
-    room_bytes: least room for working lists, with nothing pinned.
-    gaps: fetches per iteration of a chunk that never stays between forward and backward.
+    add_s, gpu_add_s: of all micro-batches.
+    fold_s: the last gradient's add by CPU Adam.
+    barrier: no Adam before the last moment.
+    room_bytes: least for working lists, with nothing pinned.
+    gaps: fetches per iteration of a chunk that never stays over a turn.
     """
 
     first: Sequence[int]
@@ -56,7 +56,7 @@ class PinFacts:
 
 
 def iteration_bounds(facts: PinFacts, most: int) -> Array:
-    """Lower estimates for 0, 1 .. most pinned chunks, of shape (most + 1,)."""
+    """Lower estimates, of shape (most + 1,)."""
     count = len(facts.first)
     if not count:
         return np.full(most + 1, float(np.sum(facts.moments_s)))
@@ -93,8 +93,7 @@ def iteration_bounds(facts: PinFacts, most: int) -> Array:
 def _windows(
     first: NDArray[np.int64], final: NDArray[np.int64] | None, span: Array, work: Array, around: Array
 ) -> Array:
-    """Entry p: the seconds of the longest window if the first p chunks are pinned; 0 if all are. No table of all pairs
-    of chunks is made.
+    """Entry p: the longest with the first p pinned, 0 if all are. No table of all pairs of chunks is made.
 
     work: per resource and chunk, serial in a window.
     around: per resource and chunk, around these.
@@ -114,10 +113,10 @@ def _windows(
 def most_pins(
     working_bytes: Sequence[int], pinned_bytes: Sequence[int], need: Sequence[Sequence[int]], room: Sequence[int]
 ) -> int:
-    """Returns how many chunks can be pinned, in order.
+    """How many, in order.
 
     need: moment -> indices of chunks.
-    room: bytes at each moment. A pinned chunk that a moment needs is counted once.
+    room: at each moment; a pinned chunk that it needs counts once.
     """
     working = np.asarray(working_bytes, dtype=np.int64)
     held = np.concatenate(([0], np.cumsum(np.asarray(pinned_bytes, dtype=np.int64))))
@@ -138,7 +137,7 @@ def most_pins(
 
 
 def most_pins_of(job: Job) -> int:
-    """How many chunks, in the order of `Job.candidates`, could have working list and states on the GPU."""
+    """In the order of `Job.candidates`, with working list and states."""
     position = {c: n for n, c in enumerate(job.candidates)}
     need = [tuple(position[c] for c in block.chunks if c in position) for block in job.blocks]
     fixed = [sum(job.sizes[c] for c in block.chunks if c not in position) for block in job.blocks]
@@ -151,7 +150,7 @@ def most_pins_of(job: Job) -> int:
 
 
 def _room(job: Job) -> list[int]:
-    """Bytes that the tide, gradient lists and small chunks leave free for all other chunks in each block."""
+    """What tide, gradient lists and small chunks leave in each block."""
     budget = job.machine.gpu_budget_bytes - job.small_bytes
     return [
         budget - block.tide_bytes - gradient_rows.room(job, n) - sum(job.remote[c] for c in block.chunks)

@@ -1,5 +1,5 @@
-"""Plans from visits, for a user's policy that decides at which moments each chunk is on the GPU. The passes take care
-of micro-batches, ranks, stashes and updates.
+"""Plans from visits, for a user's policy that decides when chunks are on the GPU; the passes take care of
+micro-batches, ranks, stashes and updates.
 """
 
 from __future__ import annotations
@@ -36,24 +36,21 @@ def plan_visits(
 ) -> Plan:
     """Returns the plan in which chunks are on the GPU for these visits.
 
-    visits: for each chunk of `job.moving` that is not pinned, at least the moments `job.uses.touched[chunk]`. Visits
-        that overlap or follow one another are merged. A chunk that gets gradients leaves the GPU with its last gradient
-        (`job.uses.last_gradient(chunk)`), so the part of a visit after that moment is ignored.
-    pinned: chunks of `job.candidates` (chunks that get gradients and are not small) whose states stay on the GPU.
-        Pinned chunks are always there and have no visits.
-    streamed: chunks of `job.candidates` whose states come to the GPU for the update.
-    prefetch: how far ahead chunks are fetched. "none": when the moment before the visit has ended. A number from 1:
-        that many chunks ahead. "edf": as far ahead as there is room, earliest deadline first. None: the point's value
-        ("edf").
+    visits: at least `job.uses.touched[chunk]` for each chunk of `job.moving` that is not pinned. Those that overlap or
+        follow one another are merged, and what comes after a chunk's last gradient (`job.uses.last_gradient(chunk)`),
+        with which it leaves, is ignored.
+    pinned: of `job.candidates` (with gradients, not small), states stay on the GPU; they are always there and have no
+        visits.
+    streamed: of `job.candidates`, states come to the GPU for the update.
+    prefetch: "none": fetched when the moment before the visit has ended; a number from 1: that many chunks ahead; "edf"
+        (the point's value, for None): as far ahead as there is room, earliest deadline first.
     adam: order of CPU Adam: "after-backward", "fifo" (as gradients arrive) or "edf" (as the next forward needs
-        parameters). None: the point's value ("edf").
-    lists_at_once: the largest number n of separate gradient lists on the GPU at a time. A list opens only when the n-th
-        list before it has left. n must exceed the number of lists filled at the same time. None: all lists for which
-        there is room.
+        parameters; the point's value, for None).
+    lists_at_once: at most n separate gradient lists on the GPU: one opens when the n-th before it has left. n must
+        exceed those filled at the same time. None: all with room.
 
-    Raises CannotPlan for visits that leave out a use, or that name a chunk or moment that does not exist. Raises
-    DoesNotFit if a moment's visits do not fit the GPU, or if the host has no room for the lists that live there. Fewer
-    or shorter visits, or fewer pinned chunks, need less room.
+    Raises CannotPlan for visits that leave out a use, or name no chunk or moment, and DoesNotFit if a moment's visits
+    do not fit the GPU, or lists the host: fewer or shorter visits, or fewer pinned chunks, need less.
     """
     made = schedule_visits(
         job,
@@ -78,9 +75,9 @@ def schedule_visits(
     lists_at_once: int | None = None,
     gpu_bytes: int | None = None,
 ) -> Attempt:
-    """The schedule of `plan_visits`. No step is written. Raises its errors.
+    """`plan_visits` without steps. Raises its errors.
 
-    gpu_bytes: of model data and tide together; None: the GPU's budget.
+    gpu_bytes: model data and tide, by default the GPU's budget.
     """
     prefetch = job.point.prefetch if prefetch is None else prefetch
     adam = job.point.adam if adam is None else adam
@@ -111,8 +108,8 @@ def schedule_visits(
 
 
 def room_beside(job: Job, visits: Iterable[Visit]) -> Sequence[int]:
-    """What these visits, with gradient lists, other ranks' slices and gradients on their way down, leave free in each
-    of `job.blocks`; negative where they do not fit. Raises CannotPlan as `plan_visits` does.
+    """Free in each of `job.blocks` beside these visits, gradient lists, other ranks' slices and gradients on their way
+    down, negative where they do not fit. Raises CannotPlan as `plan_visits` does.
     """
     modes = Modes(frozenset())
     return Course(job, modes, Knobs(stay=0.0), _blocks(job, modes, visits)).room
@@ -139,7 +136,7 @@ def _check_modes(job: Job, modes: Modes) -> None:
 
 
 def _check_chunk(job: Job, chunk: int, what: str) -> None:
-    """Raise CannotPlan for no chunk, and for a small one."""
+    """Raise CannotPlan for none, and a small one."""
     if not 0 <= chunk < len(job.sizes):
         raise CannotPlan(f"{job.name}: {what}: there is no such chunk; chunks are 0 to {len(job.sizes) - 1}")
     if chunk in job.small:
@@ -147,7 +144,7 @@ def _check_chunk(job: Job, chunk: int, what: str) -> None:
 
 
 def _blocks(job: Job, modes: Modes, visits: Iterable[Visit]) -> list[list[int]]:
-    """Chunk -> ascending blocks; empty for a chunk that does not move."""
+    """Ascending; empty for a chunk that does not move."""
     moments = len(job.workload.moments)
     held: list[set[int]] = [set() for _ in job.sizes]
     for visit in visits:

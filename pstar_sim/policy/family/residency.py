@@ -1,5 +1,5 @@
-"""The gaps between the uses of a chunk, and those over which it stays on the GPU: Belady's rule, with a capacity in
-bytes that changes with time.
+"""The gaps between uses of a chunk, and those over which it stays: Belady's rule, with a capacity in bytes that changes
+with time.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ __all__ = ["UseGap", "belady", "gaps_of", "held_over"]
 
 
 class UseGap(NamedTuple):
-    """A chunk is used at `start` and next at `end`. If `end` is at least the length of the iteration, the next use is
-    in the next iteration; only a clean chunk can stay over such a gap."""
+    """Used at `start` and next at `end`, in the next iteration if that is past the iteration's length: only a clean
+    chunk can stay over it."""
 
     start: int
     end: int
@@ -41,13 +41,13 @@ def held_over(gaps: Iterable[UseGap], sizes: Sequence[int], count: int) -> list[
 
 
 def belady(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> set[UseGap]:
-    """Returns the gaps to keep. When the open gaps hold too much, the gap with the farthest end is given up.
+    """The gaps to keep: when open ones hold too much, the farthest end is given up.
 
-    room: bytes for kept gaps at each point of time, beside what the points themselves need.
+    room: for kept gaps at each point, beside what the points need.
 
-    With chunks of equal size no other choice keeps more gaps, because the farthest end takes room for longest. With a
-    few larger chunks the rule is a heuristic, so given-up gaps are offered the remaining room, the shortest first. A
-    gap that passes the end of the iteration continues at its beginning.
+    With equal sizes no other choice keeps more gaps: the farthest end takes room for longest. With a few larger chunks
+    it is a heuristic, so given-up gaps are offered the remaining room, the shortest first. A gap past the iteration's
+    end continues at its beginning.
     """
     gone = _given_up(gaps, sizes, room)
     return _offered_again(gaps, sizes, room, gone)

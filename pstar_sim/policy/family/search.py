@@ -1,10 +1,9 @@
-"""Search: how many chunks to pin, how many to stream, and the knobs. `choose` times each trial.
+"""How many chunks to pin and stream, and the knobs; `choose` times each trial.
 
-The search begins with the numbers that the roofline (modes.py) and the closed form for pins alone (pins.py) propose,
-and goes downhill from the best, changing one thing at a time. It starts again from trials that the descent does not
-reach (another knob, other modes for the largest chunks). It ends when a plan is as good as the roofline, the effort is
-used up, or nothing is left to try. The effort is counted in scheduled steps, not in seconds, so equal arguments give
-equal plans. A search that is given more effort continues.
+It begins with the numbers of the roofline (modes.py) and the closed form for pins (pins.py), and goes downhill from the
+best, one change at a time, then again from trials that this does not reach (another knob, other modes for the largest
+chunks). It ends when a plan is as good as the roofline, the effort is used up, or nothing is left. Effort is scheduled
+steps, not seconds, so equal arguments give equal plans; with more, a search continues.
 """
 
 from __future__ import annotations
@@ -77,13 +76,12 @@ def _coarse(points: Sequence[T]) -> list[T]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """head: pins among the chunks used first.
-    front: streams among the chunks used first, before the head.
-    hosts: unpinned chunks whose gradients add up on the host, streamed chunks last.
-    spills: chunks whose sum on the GPU goes to the host between two micro-batches, spread evenly over those with such a
-        sum.
-    large: mode of each chunk much larger than the median, "cpu", "pin" or "stream", in order of first use. A large
-        chunk counts as several, in proportion to its size.
+    """head: pins among the first chunks.
+    front: streams among them, before the head.
+    hosts: unpinned chunks with gradients added on the host, streamed ones last.
+    spills: chunks whose sum on the GPU goes to the host between two micro-batches, spread evenly.
+    large: mode of each chunk much larger than the median, "cpu", "pin" or "stream", by first use; it counts as several,
+        by size.
     """
 
     pins: int
@@ -97,13 +95,13 @@ class Trial:
 
 
 def _pinning(trial: Trial, pins: int) -> Trial:
-    """In place of streams, if there are any."""
+    """In place of streams, if any."""
     streams = max(0, trial.streams + trial.pins - pins) if trial.streams else 0
     return replace(trial, pins=pins, streams=streams, head=min(trial.head, pins), front=min(trial.front, streams))
 
 
 class _Start(NamedTuple):
-    """The best trial by the roofline for a spill share."""
+    """The roofline's best for a spill share."""
 
     seconds: float
     pins: int
@@ -113,18 +111,18 @@ class _Start(NamedTuple):
 
 
 class Search:
-    """shown: the job of the attempts: `job`, or the same with fewer micro-batches.
-    effort_ops: steps still to schedule. A trial given up before it is scheduled counts as a step per chunk. Until a
-        trial fits, the search goes on without effort.
-    no_room: trials without room -> the nearest trial that has room, None until it is sought.
-    tried: trial -> its seconds; inf if it does not fit or was too slow.
-    fastest: at most two attempts; the first has the least burden among equally fast ones (ties.py).
-    starts: the best trials by the roofline for each share of SPILLS (for 0 alone where spilling is no choice), behind a
-        barrier with several numbers of pins; the fastest first.
+    """shown: the attempts' job: `job`, or with fewer micro-batches.
+    effort_ops: steps still to schedule, one per chunk for a trial given up before; until a trial fits, there is no
+        limit.
+    no_room: trial without room -> the nearest with room, None until sought.
+    tried: trial -> seconds, inf without room or too slow.
+    fastest: at most two, first the one with least burden among equals (ties.py).
+    starts: the roofline's best for each of SPILLS (or 0 alone), behind a barrier with several numbers of pins, fastest
+        first.
     """
 
     def __init__(self, job: Job, short: Job | None = None) -> None:
-        """short: the same job with fewer micro-batches, for the attempts ([Note: a shorter job] in shorter.py)."""
+        """short: with fewer micro-batches ([Note: a shorter job] in shorter.py)."""
         self.job = job
         self.shown = short or job
         self._times_left_out = job.workload.micro_batches - self.shown.workload.micro_batches
@@ -179,8 +177,8 @@ class Search:
     def _best_starts(
         self, roof: Roofline, pins: Sequence[int], shares: Sequence[float], sums: Sequence[float]
     ) -> list[_Start]:
-        """The best trial by the roofline. Behind a barrier, also the best with the smallest, the middle and the largest
-        of the numbers of pins whose roofline is within FLAT of its minimum."""
+        """The roofline's best; behind a barrier also those with the smallest, middle and largest number of pins within
+        FLAT of its minimum."""
         least_s = roof.seconds.min(axis=(1, 2))
         chosen = {int(least_s.argmin())}
         if self.facts.pins.barrier:
@@ -198,7 +196,7 @@ class Search:
         return _Start(float(roof.seconds[p, z, g]), pins[p], round(shares[z] * moving), hosts, spills)
 
     def _most(self) -> int:
-        """An upper limit of the number of pins, as if all chunks had the median size."""
+        """Above the number of pins, as if all chunks had the median size."""
         pinned = self.facts.pins.pinned_bytes
         if not pinned:
             return 0
@@ -258,8 +256,8 @@ class Search:
         return self._seconds_of[key]
 
     def _follow(self, found: Attempt) -> None:
-        """A window that does not repeat may give too few seconds by several per cent. An attempt in a shorter job is
-        not followed: `whole` makes it again."""
+        """A window that does not repeat may be several per cent off. Those in a shorter job are made again
+        (`whole`)."""
         if not self._times_left_out:
             found.followed_s = period_s(found.plan())
             self.effort_ops -= len(found.draft.rows)
@@ -287,8 +285,7 @@ class Search:
         return with_disks(g, replace(modes, summed=summed, spilt=frozenset(spilt)))
 
     def _summed(self, modes: Modes, hosts: int) -> frozenset[int]:
-        """All unpinned chunks but `hosts`, spread evenly over those that CPU Adam updates, then over the streamed
-        ones."""
+        """Unpinned ones but `hosts`, evenly over those for CPU Adam, then the streamed."""
         g = self.job
         by_adam = [c for c in g.candidates if c not in modes.pinned and c not in modes.streamed]
         streamed = [c for c in g.candidates if c in modes.streamed]
@@ -323,7 +320,7 @@ class Search:
         return seconds
 
     def whole(self) -> list[Attempt]:
-        """The fastest attempts, made in the whole job. If none fits there, searches the whole job."""
+        """The fastest, made in the whole job, which is searched if none fits there."""
         if not self._times_left_out:
             return self.fastest
         made: list[Attempt] = []
@@ -338,9 +335,9 @@ class Search:
         return sorted(made, key=lambda a: a.iteration_s) or Search(self.job).run(self.spent_ops)
 
     def run(self, effort_ops: int = 0, like: Search | None = None) -> list[Attempt]:
-        """Returns the attempts that fit and were kept.
+        """Those that fit and were kept.
 
-        like: a search with chunks of another size, whose best trial is tried too.
+        like: a search with other chunk sizes, whose best trial is tried.
         """
         self.effort_ops = effort_ops
         self.here = self.best
@@ -367,8 +364,8 @@ class Search:
         return self.fastest
 
     def wander(self, effort_ops: int) -> None:
-        """Makes random trials near the best, and goes downhill from each that is nearly as fast. Equal searches make
-        equal trials. Needs a trial that fits."""
+        """Random trials near the best, downhill from each nearly as fast. Equal searches make equal trials. Needs a
+        trial that fits."""
         self.effort_ops = effort_ops
         random = Random(len(self.tried))
         spread = max(1, round(WANDER * self.count))
@@ -401,8 +398,8 @@ class Search:
                 self._downhill()
 
     def _others(self, best: Trial) -> Iterable[Trial]:
-        """Without a barrier, the search goes on from the fastest of `_elsewhere`. Behind a barrier, a trial with
-        another knob begins far slower than its descent ends."""
+        """Without a barrier, the fastest of `_elsewhere`; behind one, a trial with another knob begins far slower than
+        its descent ends."""
         trials = self._elsewhere(best)
         return trials if self.facts.pins.barrier else self._fastest_first(trials)
 
@@ -415,7 +412,7 @@ class Search:
         return sorted(made, key=self.tried.__getitem__)
 
     def _downhill(self, parts: int = NEXT_STRIDE) -> None:
-        """The first changes are by the number of chunks divided by `parts`."""
+        """First changes are by the number of chunks over `parts`."""
         stride = max(1, self.count // parts)
         while self.here is not None and not self.good_enough and not self.spent:
             if self._descend(stride):
@@ -450,7 +447,7 @@ class Search:
             self.try_one(self._with_room(trial))
 
     def _with_room(self, trial: Trial) -> Trial:
-        """The most pins that have room, with streams in place of the others."""
+        """The most pins with room, others streamed."""
         known = self.no_room[trial]
         if known is not None:
             return known
@@ -466,8 +463,8 @@ class Search:
         return found
 
     def _with_host_room(self, trial: Trial) -> Trial | None:
-        """The fewest pins, at least as many, for which the host has room, in place of streams; None if there are none.
-        The roofline counts bytes, not chunks."""
+        """The fewest pins, at least as many, with room on the host, in place of streams, or None; the roofline counts
+        bytes, not chunks."""
         fewer, more = trial.pins - 1, self.most + 1
         while more - fewer > 1:
             pins = trial.pins if fewer < trial.pins else (fewer + more) // 2
@@ -497,8 +494,8 @@ class Search:
         return DoesNotFit(policy=self.job.name, place="gpu", needed_bytes=needed, available_bytes=budget, what=what)
 
     def _starts(self, *, turned: bool) -> Iterator[Trial]:
-        """turned: whether variants of the best trial follow, each with one decision changed. False if a search of
-        another size has tried them."""
+        """turned: then variants of the best, each with one decision changed, unless a search of another size has tried
+        them."""
         if not turned:
             yield from self._roofline_starts(turned=False)
             yield from self._turned_large()
@@ -528,7 +525,7 @@ class Search:
             yield Trial(pins=self.most, streams=0, head=self.most, hosts=no_sums)
 
     def _first_knobs(self) -> Knobs:
-        """Behind a barrier all streamed chunks are updated at once, so the room there decides."""
+        """Behind a barrier all streamed chunks are updated at once, so room there decides."""
         if self.facts.pins.barrier:
             return replace(USUAL, linger=False, states_first=True)
         return USUAL
@@ -591,7 +588,7 @@ class Search:
         return product(("stream", "pin", "cpu"), repeat=len(self.large)) if self.large else iter(())
 
     def _beside(self, trial: Trial, large: tuple[str, ...]) -> Trial:
-        """Keeps as many bytes pinned and streamed as before."""
+        """As many bytes stay pinned and streamed."""
         if trial.large:
             return replace(trial, large=large)
         modes = self._modes(trial)
@@ -600,7 +597,7 @@ class Search:
         return replace(trial, pins=min(pins, self.most), streams=streams, large=large)
 
     def _descend(self, stride: int) -> bool:
-        """Whether one was better."""
+        """Was one better?"""
         improved = False
         for pins, streams in self._directions():
             improved |= self._go(stride, pins=pins, streams=streams)
@@ -611,7 +608,7 @@ class Search:
         return improved
 
     def _directions(self) -> tuple[tuple[int, int], ...]:
-        """Changes that relieve the busier of CPU Adam and the link at `here` come first."""
+        """Those that relieve the busier of CPU Adam and the link at `here` come first."""
         assert self.here is not None
         adam_s, link_s = self._busy[self._key(self.here[1])]
         if adam_s > link_s:
@@ -619,8 +616,7 @@ class Search:
         return (1, -1), (0, -1), (1, 0), (-1, 1), (-1, 0), (0, 1)
 
     def _go(self, first: int, **numbers: int) -> bool:
-        """A better change is repeated with twice the stride as long as that is better too. Returns whether one was
-        better."""
+        """A better change is repeated with twice the stride while that is better; was one?"""
         improved, stride = False, first
         while True:
             if self._change(**{name: number * stride for name, number in numbers.items()}):

@@ -1,8 +1,8 @@
-"""Plans by search: chunks are pinned (states stay on the GPU), streamed (states come for one update) or updated on the
-CPU, in numbers that a roofline proposes and neighbouring trials improve.
+"""Plans by search: chunks are pinned, streamed or updated on the CPU, in numbers from a roofline and neighbouring
+trials.
 
-If the caller leaves the chunk size open, a few sizes are tried, and the most promising searches continue. The plans
-found are followed (pace.py).
+If the chunk size is open, a few are tried, and the most promising searches continue; plans found are followed
+(pace.py).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ COPIES_DOWN = {"edf": "as the next forward needs them", "fifo": "in the order th
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """seconds: per iteration, as followed.
-    pins_alone_s: least seconds that the closed form allows without streams.
+    """seconds: as followed.
+    pins_alone_s: least of the closed form without streams.
     """
 
     seconds: float
@@ -76,8 +76,7 @@ class SearchResult:
 
 @without_garbage_collection()
 def searched(name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> Plan:
-    """The best plan of the search at the usual chunk size, for a policy of the family other than optimal that may
-    stream states. Raises DoesNotFit."""
+    """The best at the usual chunk size, for another policy of the family that may stream. Raises DoesNotFit."""
     own = own_plans(workload, machine, settings, point, name)
     best = least_of(own, seconds=lambda f: f.seconds, burden=lambda f: burden(f.plan))
     predictions = dict(best.plan.predictions) | {"policy_iteration_s": best.seconds}
@@ -93,9 +92,9 @@ def own_plans(
     *,
     sizes: bool = False,
 ) -> Iterator[SearchResult]:
-    """The fastest plans of the best search over chunk sizes.
+    """The fastest of the best search over chunk sizes.
 
-    sizes: whether other sizes are tried, if the settings leave the size open.
+    sizes: others are tried, if the settings leave the size open.
 
     Raises DoesNotFit if no size fits.
     """
@@ -109,21 +108,20 @@ def own_plans(
 
 
 def jobs_of_sizes(name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> Iterator[Job]:
-    """At each chunk size that `own_plans` tries, the usual size first."""
+    """That `own_plans` tries, the usual first."""
     over = _Sizes(workload, machine, settings, point, name, True)
     for layout in chain((over.usual,), over.others()):
         yield over.job(layout)
 
 
 class _Sizes:
-    """Searches over several chunk sizes, until a plan is good enough, the effort is used up, or every search is
-    exhausted. The effort also decides which sizes are looked at first, so more effort mostly, not always, finds a
-    faster plan.
+    """Until a plan is good enough, the effort is used up, or every search is exhausted. Effort also decides which sizes
+    are looked at first, so more mostly, not always, finds a faster plan.
 
-    few: few chunks at the usual size; smaller chunks then gain more.
-    searches: over the sizes that fit.
-    tried: size -> seconds, as words.
-    all_ops, left_ops: steps that the searches may schedule, in total and still.
+    few: at the usual size; smaller ones then gain more.
+    searches: of sizes that fit.
+    tried: size -> seconds, in words.
+    all_ops, left_ops: steps to schedule, in total and still.
     """
 
     def __init__(
@@ -174,7 +172,7 @@ class _Sizes:
             self._continue()
 
     def _coarse(self) -> Layout | None:
-        """Larger chunks to begin with, if attempts at the usual size take too much effort for a search."""
+        """To begin with, if attempts at the usual size take too much effort."""
         job = self.job(self.usual)
         visits = sum(len(job.touched[c]) for c in job.moving)
         if not self._open or visits <= VISITS:
@@ -200,7 +198,7 @@ class _Sizes:
         return "the effort is used up" if self.left_ops <= 0 else "there is nothing left to try"
 
     def _look(self, layout: Layout, effort_ops: int, point: Point | None = None) -> None:
-        """Until a search fits, its effort is not bounded by the effort left."""
+        """Without a limit until a search fits."""
         if self.searches and self.left_ops <= 0:
             return
         point = point or self._point
@@ -219,7 +217,7 @@ class _Sizes:
             self._reason = self._reason or search.short()
 
     def _look_elsewhere(self) -> None:
-        """With a constant capacity: sometimes the room at low tide is better left to chunks that pass through."""
+        """With constant capacity: room at low tide is sometimes better left to chunks that pass."""
         if self._open and not self._far():
             less = round((1 - ALONE) * self.all_ops)
             self.all_ops, self.left_ops = self.all_ops - less, self.left_ops - less
@@ -241,20 +239,20 @@ class _Sizes:
                 yield layout
 
     def _attempt_ops(self, layout: Layout) -> float:
-        """0 before any attempt fitted."""
+        """0 before one fitted."""
         if not self.searches:
             return 0.0
         first = self.searches[0]
         return first.spent_ops / len(first.tried) * len(layout.chunks) / len(first.job.layout.chunks)
 
     def _promising(self) -> Search | None:
-        """A search promises to come nearer to its floor, by a part that falls with each continuation in vain."""
+        """It promises to come nearer to its floor, less with each continuation in vain."""
         least_s = self.best().seconds
         may_win = (s for s in self.searches if not s.exhausted and s.floor_s < least_s)
         return min(may_win, key=lambda s: s.seconds - (s.seconds - s.floor_s) / (2 + self._in_vain[s]), default=None)
 
     def _go_on(self, search: Search, effort_ops: int) -> None:
-        """The search also tries the best trial of the other searches."""
+        """Also tries the best of the others."""
         best = self._by_seconds()[0] if self.searches else None
         least = effort_ops if best is None else min(effort_ops, self.left_ops)
         self._run_on(search, partial(Search.run, like=None if best is search else best), least)

@@ -1,15 +1,13 @@
-"""Attempts of a job with many micro-batches, made in a job with fewer of them.
+"""Attempts in a job with fewer micro-batches.
 
-[Note: a shorter job] All micro-batches but the first and the last do the same work with the same chunks, so an attempt
-soon gets into a steady state. The search makes its attempts in a job with SHOWN micro-batches, and adds the seconds of
-the middle one for each that is left out. A queue with more work per micro-batch than the middle one lasts falls behind
-a little in each, until the other queues wait for it. So each micro-batch left out counts at least the work of its
-busiest queue. Plans are made in the whole job (`Search.whole`).
+[Note: a shorter job] Micro-batches but the first and last do the same work with the same chunks, so an attempt soon
+gets into a steady state. So it is made with SHOWN micro-batches, plus the middle one's seconds for each left out. A
+queue with more work per micro-batch than the middle one lasts falls behind in each, until the others wait for it, so
+one left out counts at least its busiest queue's work. Plans are made in the whole job (`Search.whole`).
 
-Where an attempt gets into a steady state, its seconds are those of the whole job to 1e-5. With few micro-batches, a
-queue may fall behind until the end of the iteration, and no other queue waits for it: the seconds are then too many. So
-jobs with fewer than FEWEST micro-batches are not shortened. Behind a barrier the updates wait for every queue that
-brings gradients, so jobs from FEWEST_BEHIND_BARRIER micro-batches on are shortened.
+In a steady state, seconds are those of the whole job to 1e-5. With few micro-batches, a queue may fall behind until the
+end, and none waits for it: the seconds are too many, so jobs under FEWEST are not shortened. Behind a barrier updates
+wait for every queue that brings gradients, so FEWEST_BEHIND_BARRIER suffice.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ FEWEST, FEWEST_BEHIND_BARRIER = 12, 8
 
 
 def shorter(workload: Workload, *, barrier: bool) -> Workload | None:
-    """None for too few micro-batches, for micro-batches that differ or do not follow one another, and for stashes.
+    """None for too few, different or interleaved ones, and for stashes.
 
-    barrier: whether updates wait for the end of the last micro-batch.
+    barrier: updates wait for the last one's end.
     """
     fewest = FEWEST_BEHIND_BARRIER if barrier else FEWEST
     if workload.micro_batches < fewest or not workload.order.one_by_one or workload.stashes:
@@ -49,12 +47,12 @@ def shorter(workload: Workload, *, barrier: bool) -> Workload | None:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Micro-batches left out. The middle one stands for each of them.
+    """The middle one stands for each.
 
-    work_s: nominal, of the middle one.
-    link_s: nominal, of the busier direction, or of both if they share the link.
-    fetched_bytes: to the GPU, of the middle one.
-    begin, end: ops of the compute queue at which the middle micro-batch and the next begin.
+    work_s: nominal, of the middle.
+    link_s: nominal, of the busier direction, or both on a shared link.
+    fetched_bytes: of the middle.
+    begin, end: ops of the compute queue where the middle and the next begin.
     """
 
     times: int

@@ -1,1 +1,1 @@
-"""Parts for policies, which know no policy and no pass: facts of a job, schedules, options, points, capabilities."""
+"""Parts for policies, which know no policy and no pass."""

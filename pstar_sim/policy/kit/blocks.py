@@ -1,4 +1,4 @@
-"""Blocks: neighbouring moments that need the same chunks, treated as one. Positions: where blocks and updates run."""
+"""Blocks: neighbouring moments with the same chunks. Positions: where blocks and updates run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Block:
 
 
 class Position(NamedTuple):
-    """A place on the compute queue.
+    """On the compute queue.
 
-    block: index of the block that runs here; -1 for an update.
-    chunk: streamed chunk that is updated here; -1 for a block.
+    block: that runs here, -1 for an update.
+    chunk: streamed, updated here, -1 for a block.
     """
 
     block: int
@@ -38,11 +38,11 @@ class Position(NamedTuple):
 def blocks_of(
     uses: Facts, seconds: Sequence[float], tide: Sequence[int], permanent: frozenset[int], cuts: frozenset[int]
 ) -> list[Block]:
-    """Two neighbours become one block if they need the same chunks. A moment that needs no chunk joins the block before
-    it if its tide is no higher and if it takes no time or stands between two moments with the same needs.
+    """Neighbours with the same chunks become one, and a moment without chunks joins the one before if its tide is no
+    higher and it takes no time or stands between equal needs.
 
-    permanent: chunks that are always on the GPU.
-    cuts: moments that have to open a block. The last moment (the optimizer step) is always a block of its own.
+    permanent: always on the GPU.
+    cuts: moments that open a block; the optimizer step is always its own.
     """
     count = len(uses.by_moment)
     needs = [tuple(c for c in row if c not in permanent) for row in uses.by_moment]

@@ -1,5 +1,4 @@
-"""Charges: seconds and bytes of the rows of a draft, from the table of core/step.py and the cost model, each computed
-once."""
+"""Seconds and bytes of a draft's rows, from core/step.py's table and the cost model, each computed once."""
 
 from __future__ import annotations
 
@@ -44,10 +43,10 @@ def charges_of(cost: CostModel) -> Charges:
 
 
 class Charges:
-    """Of the rows of a job whose moving chunks live on the host.
+    """Of a job whose moving chunks live on the host.
 
-    A copy to the place where a chunk lives takes no bytes there: that place holds the chunk's lists all the time. The
-    exception is a gradient list ("grad"): a write-back takes bytes for it, and the add frees them.
+    A copy to where a chunk lives takes no bytes, which are held all the time, but for a gradient list ("grad"): a
+    write-back takes it, and the add frees it.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -62,7 +61,7 @@ class Charges:
         return charge
 
     def of_update(self, kind: Kind, chunk: int, *, folds: bool) -> Charge:
-        """folds: whether it adds a last gradient to the sum first."""
+        """folds: adds a last gradient to the sum first."""
         charge = self.of(kind, chunk)
         if not folds:
             return charge
@@ -70,7 +69,7 @@ class Charges:
         return replace(charge, seconds=charge.seconds + add.seconds, dram_bytes=charge.dram_bytes + add.dram_bytes)
 
     def of_trip(self, kind: Kind, number: int) -> Charge:
-        """The room of a stash on the host is a buffer of the plan."""
+        """A stash's room on the host is a buffer of the plan."""
         size = step_bytes(self.cost, kind, None, None, number)
         return self._charge(Step(id=0, queue=TRIPS[kind], kind=kind, bytes=size, stash=number), None, None)
 
@@ -90,7 +89,7 @@ class Charges:
         return self._charge(step, taken and taken.resident, freed and freed.resident)
 
     def _charge(self, step: Step, taken: Resident | None, freed: Resident | None) -> Charge:
-        """taken, freed: at the start and at the end of the step."""
+        """At the step's start and end."""
 
         def size(who: Resident | None, place: Place) -> int:
             return self.cost.layout.payload_bytes(who.chunk, who.list) if who and who.place is place else 0

@@ -1,6 +1,4 @@
-"""Facts of a job: the moments that read its chunks and in which their gradients arrive, and the tide. They are computed
-once per workload and layout, for policies and bounds.
-"""
+"""When a job's chunks are read and their gradients arrive, and the tide, once per workload and layout."""
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ def facts_of(workload: Workload, layout: Layout) -> Facts:
 
 
 class Facts:
-    """reads: chunk -> ascending moments that read any of its parameters.
-    final: (micro-batch, tensor) -> the last moment in which the tensor's gradient arrives.
-    spans: chunk -> one (micro-batch, first moment, last moment) per micro-batch, in which its gradients become final.
+    """reads: chunk -> ascending moments that read a parameter of it.
+    final: (micro-batch, tensor) -> moment of its last gradient.
+    spans: chunk -> (micro-batch, first moment, last) of its final gradients, per micro-batch.
     """
 
     def __init__(self, workload: Workload, layout: Layout) -> None:
@@ -52,7 +50,7 @@ class Facts:
         self.spans = tuple(tuple((batch, *mine[batch]) for batch in sorted(mine)) for mine in spans)
 
     def check(self) -> None:
-        """Raise CannotPlan for a parameter that is read after its last gradient has overwritten it."""
+        """Raise CannotPlan for a read after the last gradient has overwritten the parameter."""
         if self._read_too_late is not None:
             tensor, moment, gradient = self._read_too_late
             raise CannotPlan(
@@ -63,7 +61,7 @@ class Facts:
 
     @cached_property
     def _read_too_late(self) -> tuple[int, int, int] | None:
-        """(tensor, moment, moment of the tensor's last gradient) of the first such read."""
+        """(tensor, moment, moment of its last gradient), the first."""
         last_batch = max((batch for batch, _ in self.final), default=0)
         for m, reads in enumerate(self.workload.reads):
             for t in reads:
@@ -78,9 +76,8 @@ class Facts:
 
     @cached_property
     def touched(self) -> tuple[tuple[int, ...], ...]:
-        """Chunk -> ascending moments in which its working list has to be on the GPU: every moment that reads it. In its
-        last micro-batch gradients overwrite the list in place, so all moments from the first final gradient to the last
-        (or to a later read) count too. In earlier micro-batches a gradient has a list of its own."""
+        """Chunk -> ascending moments with its working list on the GPU: every read, and from the first final gradient of
+        the last micro-batch, which overwrites the list, to the last (or a later read)."""
         # Once the first gradient of its last micro-batch has overwritten a part of a working list, the list holds bytes
         # that exist nowhere else. It stays until the last gradient has arrived and the list can be written back.
         rows: list[tuple[int, ...]] = []
@@ -95,7 +92,7 @@ class Facts:
 
     @cached_property
     def by_moment(self) -> tuple[tuple[int, ...], ...]:
-        """Moment -> ascending chunks whose working list has to be on the GPU."""
+        """Moment -> ascending chunks with their working list on the GPU."""
         needs: list[list[int]] = [[] for _ in self.workload.moments]
         for c, moments in enumerate(self.touched):
             for m in moments:
@@ -125,7 +122,7 @@ class Facts:
         return STORAGE[self.layout.chunks[chunk].dtype].bytes
 
     def reads_until_final(self, chunk: int) -> tuple[int, ...]:
-        """Moments that read the chunk, up to that of its last gradient; all of them if it has none."""
+        """Up to its last gradient; all of them if it has none."""
         final = self.last_gradient(chunk)
         return self.reads[chunk] if final < 0 else tuple(m for m in self.reads[chunk] if m <= final)
 
@@ -133,16 +130,16 @@ class Facts:
         return bool(self.spans[chunk])
 
     def first_use(self, chunk: int) -> int:
-        """The first moment that needs the chunk; len(moments) if none does."""
+        """That needs the chunk, len(moments) if none does."""
         return self.touched[chunk][0] if self.touched[chunk] else len(self.workload.moments)
 
     def last_gradient(self, chunk: int) -> int:
-        """The moment after which all gradients are final; -1 if it has none."""
+        """When all gradients are final, -1 without one."""
         return self.spans[chunk][-1][2] if self.spans[chunk] else -1
 
     def home_lists(self, chunk: int) -> tuple[str, ...]:
-        """Lists that a chunk keeps all the time in the place where it lives: the working list and, if updated, its
-        states (with several micro-batches also grad32)."""
+        """Where it lives, all the time: working list and, if updated, states (with several micro-batches also
+        grad32)."""
         if not self.updated(chunk):
             return ("param",)
         accumulated = ("grad32",) if self.workload.micro_batches > 1 else ()
@@ -154,8 +151,8 @@ class Facts:
 
     @cached_property
     def tide(self) -> tuple[int, ...]:
-        """Non-model bytes that a plan assumes for each moment. The cut counts the last moment's peak ([Note: the cut]);
-        if the first moment's is lower, every moment is assumed to hold the difference too."""
+        """Assumed for each moment: the cut counts the last moment's peak ([Note: the cut]), and every moment the
+        difference if the first's is lower."""
         peaks = [m.peak_bytes for m in self.workload.moments]
         extra = max(0, peaks[-1] - peaks[0])
         return tuple(peak + extra for peak in peaks)

@@ -32,9 +32,7 @@ def order_of(workload: Workload) -> str:
 
 
 def in_order(name: str, workload: Workload, order: str) -> Workload:
-    """A relayed workload is returned as it is. Equal calls return the same object. Raises CannotPlan for a workload
-    that has no layer-major order.
-    """
+    """A relayed workload stays; equal calls return the same object. Raises CannotPlan without a layer-major order."""
     if order == "depth-first" or workload.relayed:
         return workload
     key = ("order", order)

@@ -1,5 +1,5 @@
-"""Job: the facts from which the asynchronous policies plan: chunks and their uses, the blocks of moments (the positions
-of the compute queue), and the bytes that each block holds besides chunks.
+"""What the asynchronous policies plan from: chunks and their uses, blocks of moments (positions of the compute queue),
+and what each holds besides chunks.
 """
 
 from __future__ import annotations
@@ -25,24 +25,23 @@ __all__ = ["Job"]
 
 
 class Job:
-    """ranks: those that hold a slice of each chunk.
-    barrier: why no Adam runs before the optimizer step; None if Adam may.
-    sums_on_gpu: whether the gradients of all micro-batches of every chunk add up on the GPU and go to the host once: in
-        a layer-major workload, where they follow one another.
-    add_last: whether a last gradient without a sum on the GPU is added to the others before the update: clipping takes
-        the norm of their sum.
-    host_adds: chunk -> number of adds on the host per iteration, if its gradients do not add up on the GPU.
-    folds: chunk -> whether its update then adds the last gradient itself.
-    may_sum: whether modes may ask for sums on the GPU.
-    tide: non-model bytes of each moment; with capacity "peak" the highest of any.
-    small: chunks that are always on the GPU.
-    moving: all others, also those that a schedule pins.
-    stash_bytes: room for stashes on the host.
-    candidates: could be pinned, in this order.
-    sizes: of the working list, of one rank's slice.
+    """ranks: with a slice of each chunk.
+    barrier: why no Adam runs before the optimizer step, None if it may.
+    sums_on_gpu: all micro-batches' gradients add up on the GPU and go to the host once: in a layer-major workload,
+        where they follow one another.
+    add_last: a last gradient without a sum on the GPU is added before the update: clipping takes the norm of sums.
+    host_adds: chunk -> adds on the host, if gradients do not add up on the GPU.
+    folds: chunk -> its update then adds the last itself.
+    may_sum: modes may ask for sums on the GPU.
+    tide: per moment, with capacity "peak" the highest.
+    small: always on the GPU.
+    moving: all others, pinned ones too.
+    stash_bytes: on the host.
+    candidates: for pins, in this order.
+    sizes: of one rank's working list.
     remote: of the other ranks' slices.
-    permanent: of all lists that a chunk keeps where it lives.
-    small_bytes: what small chunks always hold on the GPU.
+    permanent: of lists that a chunk keeps where it lives.
+    small_bytes: always on the GPU.
     """
 
     def __init__(
@@ -126,14 +125,14 @@ class Job:
 
     @cached_property
     def touched(self) -> list[list[int]]:
-        """Chunk -> blocks that need it; empty for a small chunk."""
+        """Empty for a small chunk."""
         every = self.uses.touched
         return [
             [] if c in self.small else sorted({self.block_of[m] for m in moments}) for c, moments in enumerate(every)
         ]
 
     def _cuts(self) -> frozenset[int]:
-        """Gradient lists open and close, and eager GPU Adam runs, only at the edge of a block."""
+        """Gradient lists open and close, and eager GPU Adam runs, only at a block's edge."""
         cuts = set(trip_cuts(self.workload))
         for c, spans in enumerate(self.uses.spans):
             if c in self.small and self.ranks == 1:  # such a chunk adds its gradients in place
@@ -149,7 +148,7 @@ class Job:
 
     @cached_property
     def gradient_lists(self) -> list[list[tuple[int, int]]]:
-        """(chunk, bytes) of the lists open in each block, without sums that a mode asks for."""
+        """(chunk, bytes) open in each block, without sums that a mode asks for."""
         lists: list[list[tuple[int, int]]] = [[] for _ in self.blocks]
         names = self.gradient_names(summed=self.sums_on_gpu)
         for c in self.moving if self.ranks == 1 else range(len(self.sizes)):
@@ -161,7 +160,7 @@ class Job:
 
     @cached_property
     def small_visits(self) -> dict[int, tuple[int, int]]:
-        """On several ranks, small updated chunk -> first and last block in which the others' slices are on this GPU."""
+        """Small updated chunk -> first and last block with the others' slices here."""
         uses = self.uses
         return {
             c: (self.block_of[uses.first_use(c)], self.block_of[uses.touched[c][-1]])
@@ -171,7 +170,7 @@ class Job:
 
     @cached_property
     def up(self) -> dict[tuple[int, str], tuple[int, float]]:
-        """(chunk, list) -> bytes of the list, and seconds of a copy to the GPU."""
+        """(chunk, list) -> bytes and seconds to the GPU."""
         return self._copies("h2d")
 
     @cached_property
@@ -189,23 +188,22 @@ class Job:
 
     @cached_property
     def block_charges(self) -> list[Charge]:
-        """The tide rises when the block begins and falls when it ends."""
+        """The tide rises at a block's begin and falls at its end."""
         rises, falls = tide_moves([block.tide_bytes for block in self.blocks])
         return [Charge(block.seconds, rise, fall) for block, rise, fall in zip(self.blocks, rises, falls)]
 
     def gradient_names(self, *, summed: bool) -> tuple[str, ...]:
-        """Lists in which a gradient arrives that does not overwrite the working list. On several ranks they hold the
-        gradient of the whole chunk, which is summed over the ranks first.
+        """Where gradients arrive that do not overwrite the working list; on several ranks whole chunks', summed first.
 
-        summed: whether all micro-batches add up on the GPU.
+        summed: all micro-batches add up on the GPU.
         """
         if self.ranks > 1:
             return ("grad", "grad_remote")
         return ("grad32",) if summed else ("grad",)
 
     def lists_of(self, chunk: int, *, summed: bool) -> Sequence[tuple[int, int]]:
-        """(first, last) moment of each gradient list of the chunk besides its working list: one per micro-batch but the
-        last. With `summed`, one for the sum of all, or on several ranks one per micro-batch."""
+        """(first, last) moment of each gradient list besides the working list: per micro-batch but the last, `summed`
+        one for all, or on several ranks one per micro-batch."""
         spans = self.uses.spans[chunk]
         if summed and self.ranks > 1:
             return [(first, last) for _, first, last in spans]
@@ -215,19 +213,19 @@ class Job:
 
     @property
     def drops_pinned_lists(self) -> bool:
-        """Whether pinned chunks drop their working lists between the last gradient and the update behind the barrier:
-        the gradients of several micro-batches are in grad32, and the update writes the list from the master copy."""
+        """Between last gradient and update behind the barrier: gradients are in grad32, and the update writes the list
+        from the master copy."""
         return self.barrier is not None and self.several and self.ranks == 1
 
     def all_in_grad32(self, chunk: int, summed: Collection[int]) -> bool:
-        """No part of the gradient of a chunk that is not resident is in the working list at its update.
+        """No part of a moving chunk's gradient is in the working list at its update.
 
-        summed: chunks for which a mode asks for the sum on the GPU.
+        summed: with a sum on the GPU by a mode.
         """
         return self.add_last or self.sums_on_gpu or chunk in summed
 
     def leaving(self, chunk: int, *, streamed: bool, summed: bool) -> Sequence[tuple[int, int, float]]:
-        """(last moment, bytes, seconds of the copy down) of each gradient.
+        """(last moment, bytes, seconds down) of each gradient.
 
         summed: as a mode asks.
         """
@@ -248,9 +246,9 @@ class Job:
         return sum(self.layout.payload_bytes(chunk, name) for name in self.states_of(chunk))
 
     def visiting(self, chunk: int, *, held: bool) -> tuple[str, ...]:
-        """Lists that come up for the update of a streamed chunk.
+        """Up for a streamed chunk's update.
 
-        held: whether its sum is on the GPU already.
+        held: its sum is on the GPU already.
         """
         return (*(("grad32",) if self.several and not held else ()), *self.states_of(chunk))
 
@@ -263,11 +261,11 @@ class Job:
 
     @cached_property
     def update_block(self) -> list[int]:
-        """Chunk -> block behind which an eager update on the GPU runs; -1 for a chunk that is not updated."""
+        """Behind which an eager update on the GPU runs, -1 without one."""
         return [self._update_block(c) if self.uses.updated(c) else -1 for c in range(len(self.sizes))]
 
     def _update_block(self, chunk: int) -> int:
-        """That of the last use. On several ranks, the first by whose end the gradient should be summed."""
+        """Of the last use; on several ranks, the first by whose end the gradient should be summed."""
         n = self.block_of[max(self.uses.last_gradient(chunk), self.uses.touched[chunk][-1])]
         if self.ranks == 1:
             return n

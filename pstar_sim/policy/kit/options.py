@@ -1,8 +1,7 @@
 """Options of policies: `name[:key=value[,key=value...]]`, a policy with some of its options set.
 
-A policy's module offers its options as `OPTIONS`, key -> Option; its function takes each as a keyword argument. In a
-normalised spec keys are in the order of OPTIONS, without those that have their default value. The policy that a spec
-names, its plans and its refusals carry the spec as their name.
+A module offers `OPTIONS`, key -> Option, which its function takes as keyword arguments. A normalised spec has keys in
+this order, without defaults, and is the name of the policy, its plans and refusals.
 
     OPTIONS = {"every": Option(whole_number(least=1), "update every k-th sub-group on the GPU", 2)}
 
@@ -69,7 +68,7 @@ def either(*kinds: Any) -> Any:
 
 
 class Specified:
-    """A policy with some options set (`values`); `__name__` is its normalised spec."""
+    """`__name__` is the normalised spec."""
 
     def __init__(self, policy: Callable[..., Plan], name: str, values: Mapping[str, object]) -> None:
         self.policy = policy
@@ -105,8 +104,8 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def specified(name: str, policy: Callable[..., Plan], text: str) -> Callable[..., Plan]:
-    """The policy with the options of `text` ("key=value,..."); the policy itself if all have their defaults. Raises
-    PstarError for an unknown key or a wrong value, naming the known and the nearest keys."""
+    """With the options of `text` ("key=value,..."), itself if all are defaults. Raises PstarError for an unknown key or
+    a wrong value, naming known and nearest keys."""
     options = options_of(policy)
     if options and not text:
         raise PstarError(f"policy {name!r} is followed by a colon but by no key=value; {_keys(name, options)}")

@@ -1,5 +1,5 @@
-"""Points: the asynchronous policies (tide, static_partition, optimal) as points of one space, with one coordinate per
-idea. Two points that differ in one coordinate show what its idea is worth.
+"""The asynchronous policies (tide, static_partition, optimal) as points of one space, with a coordinate per idea, whose
+worth two points that differ in it show.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ __all__ = ["Coordinates", "Point", "point_options"]
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A point of the asynchronous family. The defaults are tide. `point_options` says what the other coordinates mean.
+    """The defaults are tide; `point_options` says what other coordinates mean.
 
-    capacity: room that non-model bytes leave free for chunks: "tide" counts each moment's own non-model bytes, "peak"
-        the highest of any moment.
-    pins: number of chunks whose states stay on the GPU, or "optimal".
-    sums: whether gradients of several micro-batches may add up on the GPU although the states live elsewhere. In
-        layer-major order they always do.
-    order: order of the iteration: "depth-first" (as the workload has it), "relay" (layer-major), or "relay-host"
-        (layer-major with the boundary activations on the host).
+    capacity: room for chunks beside each moment's non-model bytes ("tide") or the highest of any ("peak").
+    pins: chunks whose states stay on the GPU, or "optimal".
+    sums: gradients of micro-batches may add up on the GPU though states live elsewhere, as always in layer-major order.
+    order: "depth-first" (the workload's), "relay" (layer-major), or "relay-host" (with boundary activations on the
+        host).
     """
 
     capacity: str = "tide"
@@ -51,7 +49,7 @@ class Coordinates(TypedDict, total=False):
 
 
 def point_options(base: Point) -> Mapping[str, Option]:
-    """The coordinates as options of a policy whose own point is `base`."""
+    """Coordinates as options of a policy at `base`."""
     kinds = {
         "capacity": (one_of("tide", "peak"), "room for chunks: what each moment leaves free, or what the peak does"),
         "eviction": (one_of("belady", "lru", "fifo"), "which chunks stay between two uses"),

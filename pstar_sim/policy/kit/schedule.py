@@ -1,5 +1,5 @@
-"""Schedule: the decisions of an asynchronous policy, from which the passes write its draft. It knows no queue, and no
-times but the seconds of each position.
+"""An asynchronous policy's decisions, of which the passes write its draft, without queues, or times but each
+position's.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ __all__ = ["Modes", "Schedule", "Stretch"]
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """pinned: states on the GPU, where gradients add up too.
-    streamed: states come to the GPU for one update. CPU Adam updates all others.
-    summed: gradients of all micro-batches add up on the GPU although the states live elsewhere. `Schedule.sums` says
-        when they are there.
-    spilt: of `summed`, those whose sums go to the host between two micro-batches.
-    on_disks: states on the machine's disks between two updates, and on the host for the update.
+    """pinned: states stay on the GPU, with sums.
+    streamed: they come for one update; others have CPU Adam.
+    summed: micro-batches' gradients add up on the GPU though states live elsewhere, when `Schedule.sums` says.
+    spilt: of these, those that go to the host between two micro-batches.
+    on_disks: states on disks between two updates, on the host for them.
     """
 
     pinned: frozenset[int]
@@ -43,18 +42,17 @@ class Stretch(NamedTuple):
 class Schedule:
     """at: block -> its position.
     updates: streamed chunk -> position of its update.
-    visits: chunk that is not resident -> where its working list is on the GPU, ascending.
-    whole: on several ranks, chunk -> where the others' slices are on this GPU, resident chunks included.
-    sums: chunk in `Modes.summed` -> stretches with its sum on the GPU, ascending; between two the sum is on the host.
-        The last stretch of a streamed chunk ends with its update. Any other chunk's sum goes down behind its last
-        stretch.
-    stays: chunks also on the GPU between the last stretch and the next iteration's first.
-    room: bytes at each position that are not known to be needed.
-    resident_bytes: of small and pinned chunks.
-    lead_bytes: room that early fetches leave free for urgent fetches.
+    visits: moving chunk -> its working list on the GPU, ascending.
+    whole: chunk -> the other ranks' slices on this GPU, residents included.
+    sums: chunk in `Modes.summed` -> its sum on the GPU, ascending; in between it is on the host. A streamed chunk's
+        last stretch ends with its update, another's sum goes down behind its last.
+    stays: also on the GPU between the last stretch and the next iteration's first.
+    room: per position, not known to be needed.
+    resident_bytes: small and pinned.
+    lead_bytes: left by early fetches for urgent ones.
     prefetch, adam, down: as in `plan_visits` and `Knobs`.
-    lists_at_once: most gradient lists on the GPU; None: what has room.
-    disk_room_bytes: of the host, for states that pass on their way from and to disks.
+    lists_at_once: gradient lists on the GPU, None: what has room.
+    disk_room_bytes: on the host, for states from and to disks.
     """
 
     job: Job
@@ -77,18 +75,18 @@ class Schedule:
     disk_room_bytes: int = 0
 
     def rows_as(self, other: Schedule) -> bool:
-        """Whether both differ at most in the room for copies ahead."""
+        """They differ at most in room for copies ahead."""
         names = (f.name for f in fields(self) if f.name not in ("room", "lead_bytes"))
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def fetched(self, chunk: int) -> Sequence[Stretch]:
-        """All visits, except the first of a list that stays over the border."""
+        """Visits without the first of a list that stays over the border."""
         stretches = self.visits[chunk]
         return stretches[1:] if chunk in self.stays else stretches
 
     def never_leaves(self, chunk: int) -> bool:
-        """A streamed chunk's working list is never on the host, not even with a gradient: it is on the GPU all the
-        time, or until its gradient is in a sum there and again from the update on."""
+        """A streamed chunk's working list never on the host, not even with a gradient: always on the GPU, or until its
+        gradient is in a sum there and again from the update."""
         update, summed = self.updates.get(chunk), self.sums_on_gpu(chunk)
         if update is None or chunk not in self.stays:
             return False
@@ -96,7 +94,7 @@ class Schedule:
         return alone and (summed or not self.job.add_last)
 
     def sums_on_gpu(self, chunk: int) -> bool:
-        """Whether the gradients of all micro-batches of a chunk that is not resident add up on the GPU."""
+        """All micro-batches' gradients of a moving chunk add up there."""
         return self.job.sums_on_gpu or chunk in self.modes.summed
 
     def adds_up(self, chunk: int) -> bool:
@@ -106,19 +104,18 @@ class Schedule:
         return self.job.all_in_grad32(chunk, self.modes.summed)
 
     def folds(self, chunk: int) -> bool:
-        """The update of a chunk that is not resident adds its last gradient to the others in time of its own (on
-        several ranks only on the host)."""
+        """A moving chunk's update adds its last gradient, in time of its own (on several ranks only on the host)."""
         if self.job.ranks > 1 and chunk in self.updates:
             return False
         return not self.all_in_grad32(chunk) and bool(self.job.lists_of(chunk, summed=False))
 
     @property
     def updates_wait(self) -> bool:
-        """Whether every CPU Adam waits for the end of the last moment, as it does behind a barrier."""
+        """Every CPU Adam waits for the last moment, as behind a barrier."""
         return self.job.barrier is not None or self.adam == "after-backward"
 
     def sum_waits(self, chunk: int) -> bool:
-        """A streamed chunk's sum is on the GPU before the states come."""
+        """On the GPU before a streamed chunk's states."""
         return chunk in self.sums and chunk in self.updates and self.sums[chunk][-1].first != self.updates[chunk]
 
     @property
@@ -128,7 +125,7 @@ class Schedule:
 
     @property
     def never_on_host(self) -> frozenset[tuple[int, str]]:
-        """(chunk, list) pairs of streamed chunks that the host never holds, and those that live on disks."""
+        """(chunk, list) of streamed chunks never there, and those on disks."""
         working = ((c, "param") for c in self.visits if self.never_leaves(c))
         return frozenset((*((c, "grad32") for c in self.held), *working, *self.on_disks))
 

@@ -1,6 +1,5 @@
-"""Sharing: a plan of one job is made once for all callers that ask for it. A comparison plans every policy, and a
-policy that tries the others (`Capabilities.tries_others`) plans most of them again. Plans are large, so they are kept
-only inside `plans_shared`.
+"""A plan is made once for all who ask for it: a comparison plans every policy, and one that tries the others
+(`Capabilities.tries_others`) most of them again. Plans are large, so they are kept only inside `plans_shared`.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ def plans_shared(*workloads: Workload) -> Iterator[None]:
 def plan_once(
     policy: Callable[[Workload, Machine, Settings], Plan], workload: Workload, machine: Machine, settings: Settings
 ) -> Plan:
-    """The policy has to be pure. Inside `plans_shared`, the same objects give the same plan. Raises the policy's
-    errors."""
+    """By a pure policy; inside `plans_shared`, the same objects give the same plan. Raises the policy's errors."""
     known = workload.derived.get(_PLANS)
     if not isinstance(known, dict):
         return policy(workload, machine, settings)

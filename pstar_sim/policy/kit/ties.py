@@ -1,4 +1,4 @@
-"""Ties: among equally fast plans, the one that moves and pins the fewest bytes is chosen, by all code that chooses."""
+"""Among equally fast plans, all code chooses the one that moves and pins the fewest bytes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ AS_FAST = 1e-4
 
 
 def least_of(found: Iterable[T], *, seconds: Callable[[T], float], burden: Callable[[T], tuple[int, ...]]) -> T:
-    """Returns, of the plans at most AS_FAST slower than the fastest, the one with the least burden; of equals the
-    first.
+    """The least burden at most AS_FAST slower than the fastest, of equals the first.
 
-    burden: (bytes moved per iteration, bytes held), after any entries that count more than bytes; called only if
-        several are equally fast.
+    burden: (bytes moved per iteration, bytes held), after what counts more, called only for several equals.
 
     Raises ValueError if `found` is empty.
     """
@@ -30,6 +28,6 @@ def least_of(found: Iterable[T], *, seconds: Callable[[T], float], burden: Calla
 
 
 def burden(plan: Plan) -> tuple[int, int]:
-    """Bytes that one rank moves per iteration, and those of the pinned parameters."""
+    """Of one rank: moved per iteration, and of pinned parameters."""
     pinned = (c.index for c in plan.layout.chunks if plan.modes[c.index] == "pin")
     return sum(plan.moved_bytes.values()), sum(plan.layout.payload_bytes(chunk, "param") for chunk in pinned)

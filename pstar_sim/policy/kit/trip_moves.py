@@ -1,8 +1,7 @@
-"""Trips in a plan: the steps that begin behind a moment, and the steps that a moment waits for (core/trips.py).
+"""The steps that begin behind a moment, and those it waits for (core/trips.py).
 
-`Builder.compute` writes them next to the moments, in the order of the program, so that steps can never wait for each
-other in a circle. The asynchronous family (passes/trip_rows.py) writes them into its draft, so that the copies compete
-for the link with all others. The workload says which blocks are offloaded, and what crosses the borders of a stage.
+`Builder.compute` writes them next to the moments, in program order, so they never wait in a circle; the asynchronous
+family's draft (passes/trip_rows.py) lets copies compete for the link.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ __all__ = ["TripMoves", "trip_cuts"]
 
 
 class TripMoves:
-    """blocking: whether the compute queue waits while a stash is copied: the copy out ends before moment made + 1
-        begins, and the copy in begins when moment needed - 1 has ended.
-    behind: moment -> trips that follow it; for blocking copies in, the moment before `needed`.
-    until: moment -> (kind, number) of the trips for which it waits; for blocking copies out, moment made + 1.
-    step_of: (kind, number) -> step of the trip, once written.
+    """blocking: compute waits for a stash's copies: out before moment made + 1 begins, in when needed - 1 has ended.
+    behind: moment -> trips behind it, before `needed` for blocking copies in.
+    until: moment -> (kind, number) it waits for, at made + 1 for blocking copies out.
+    step_of: (kind, number) -> step, once written.
     """
 
     def __init__(self, workload: Workload, *, blocking: bool = False) -> None:
@@ -48,8 +46,7 @@ class TripMoves:
 
 
 def trip_cuts(workload: Workload) -> Iterable[int]:
-    """Moments that have to open a block, so that a block can be treated as one moment: trips begin behind the last
-    moment of a block, and the first waits for them."""
+    """Where a block has to open to be as one moment: trips begin behind its last, and its first waits for them."""
     for trip in trips_of(workload).values():
         yield from (trip.behind + 1, trip.until)
         yield trip.behind if trip.kind in ARRIVALS else trip.until + 1

@@ -1,8 +1,8 @@
-"""Update windows: for each chunk j, the chunks whose whole update lies inside its window, without a table of all pairs.
+"""For each chunk j, those whose whole update lies inside its window, J_j = {i: f_i <= f_j, b_i >= b_j} (f first reads,
+b last gradients), in N log N.
 
-These are J_j = {i: f_i <= f_j, b_i >= b_j}, with f the first reads and b the moments of the last gradients. In most
-models the sets are nested: sorted by first read, each is a run from the front. Others are summed by levels, as in a
-merge sort. In both cases the work grows as N log N.
+In most models the sets are nested: sorted by first read, each is a run from the front; others are summed by levels, as
+in a merge sort.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Array = NDArray[np.float64]
 class Inside:
     """The sets J_j.
 
-    final: None if only first reads count, as behind a barrier.
+    final: None behind a barrier: only first reads count.
     """
 
     def __init__(self, first: ArrayLike, final: ArrayLike | None = None) -> None:
@@ -48,14 +48,14 @@ class Inside:
         return self._back(least)
 
     def _back(self, found: Array) -> Array:
-        """In the order of the caller's chunks."""
+        """In the caller's order."""
         out = np.empty_like(found)
         out[self._order] = found[self._last]
         return out
 
     def _by_levels(self, values: Array, join: np.ufunc, nothing: float) -> Array:
-        """Joins each chunk's value with those of the chunks before it that end no earlier. Each level joins the left
-        halves of blocks to the right halves; blocks double from level to level."""
+        """With those before it that end no earlier: each level joins left halves of blocks to right ones, which double
+        from level to level."""
         count = len(values)
         length = 1 << max(0, (count - 1).bit_length())
         rank = np.full(length, -1, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Visit: a chunk on the GPU for a run of moments. Policies of every family decide visits."""
+"""A chunk on the GPU for a run of moments, in policies of every family."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ __all__ = ["Visit"]
 
 
 class Visit(NamedTuple):
-    """The working list of `chunk` is on the GPU from moment `first` to moment `last`, both included. On several ranks
-    the slices of all ranks are."""
+    """From moment `first` to `last`, both included, on several ranks with all slices."""
 
     chunk: int
     first: int

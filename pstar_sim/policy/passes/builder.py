@@ -1,9 +1,7 @@
-"""Builder: collects the steps of a plan.
+"""Builder: collects a plan's steps, called in an order in which they could run one after the other.
 
-A policy calls `Builder.compute`, `fetch`, `writeback` and others in an order in which the steps could run one after the
-other. Each call returns the id of its step, for the `after` of later steps. `Builder.plan` removes edges that others
-imply. `Builder.plan(predict=True)` also schedules the steps once (`choose`) and adds the memory edges, so that a user's
-policy only has to give its data edges.
+Each call returns its step's id, for `after`. `Builder.plan` removes implied edges; with `predict=True` it also
+schedules the steps once (`choose`) and adds memory edges, so a user's policy gives only data edges.
 """
 
 from __future__ import annotations
@@ -38,17 +36,17 @@ After = Iterable[int | Ref]
 
 
 class Builder:
-    """Collects the steps of one iteration, which all ranks run; figures are those of one rank.
+    """One iteration, which all ranks run; figures are one rank's.
 
     A policy may fill in `modes` (per chunk), `initial`, `buffers`, `choices` and `predictions`, and may read `ranks`,
     `layout`, `uses` (Facts), `cost` (CostModel) and `whole` (lists of a chunk that is whole on a GPU).
 
-    layout: None: what follows from the settings and `slices`.
-    slices: ranks among which the layout slices chunks; None: all of the machine.
-    trips: whether `compute` also writes the workload's trips (core/trips.py). False for a policy that writes them
-        itself; the buffers contain their room on the host in both cases.
-    stash_via: "pageable" for copies from and to host memory that is not pinned: the next moment waits for each, as in a
-        training process that copies with `to("cpu")`. None: they run beside compute.
+    layout: by default by settings and `slices`.
+    slices: ranks with a slice of each chunk, by default all.
+    trips: `compute` also writes the workload's trips (core/trips.py), not the policy; their room on the host is in the
+        buffers.
+    stash_via: "pageable" for unpinned host memory: the next moment waits for each copy, as with `to("cpu")`, None:
+        beside compute.
     """
 
     def __init__(
@@ -94,25 +92,23 @@ class Builder:
     # Residents at the cut.
 
     def resident(self, chunk: int, place: Place, *lists: str) -> None:
-        """Record that the chunk's lists are at `place` between two iterations."""
+        """Between two iterations."""
         self.initial.update(Resident(chunk, name, place) for name in lists)
 
     def live(self, chunk: int, place: Place) -> None:
-        """Make `place` the chunk's home, with the lists of `Facts.home_lists`. On the GPU the chunk's mode becomes
-        "pin", or "frozen" if it has no gradient."""
+        """The chunk's home, with `Facts.home_lists`, on the GPU with mode "pin", or "frozen" without a gradient."""
         self.resident(chunk, place, *self.uses.home_lists(chunk))
         if place is Place.GPU and self.uses.updated(chunk):
             self.modes[chunk] = "pin"
 
     def held_bytes(self, place: Place) -> int:
-        """What `initial` and `buffers` hold at a place, without the tide."""
+        """By `initial` and `buffers`, without the tide."""
         held = sum(self.layout.payload_bytes(r.chunk, r.list) for r in self.initial if r.place is place)
         return held + sum(size for _, where, size in self.buffers if where is place)
 
     @property
     def holdings(self) -> Holdings:
-        """Held once the steps so far have run one after the other, without the tide. `initial` and `buffers` must be
-        complete before the first call."""
+        """After the steps so far, one by one, without the tide. `initial` and `buffers` must be complete before."""
         if self._holdings is None:
             self._holdings = Holdings(self.layout, self.initial, self.buffers)
             for step in self._steps:
@@ -191,7 +187,7 @@ class Builder:
         list_name: str = "param",
         via: str | None = None,
     ) -> int:
-        """Adds a copy of the working list (or another list) from the host to the GPU, for its use in `moment`."""
+        """From the host to the GPU, for `moment`."""
         return self.add(
             Queue.H2D,
             Kind.FETCH,
@@ -224,16 +220,15 @@ class Builder:
         )
 
     def gather(self, chunk: int, moment: int, after: After = (), list_name: str | None = None) -> int:
-        """Brings the other ranks' slices of the working list; on a replicated layout, slices of the gradient's sum in
-        `list_name`."""
+        """The other ranks' slices of the working list, on a replicated layout of the gradient's sum in `list_name`."""
         name = list_name or ("remote" if self.layout.ranks > 1 else "param")
         return self._collective(Kind.GATHER, chunk, name, moment, after)
 
     def reduce_scatter(self, chunk: int, moment: int, after: After = (), list_name: str | None = None) -> int:
-        """Sums over the ranks the gradient that is complete after `moment`.
+        """Of the gradient complete after `moment`.
 
-        list_name: "remote" (in place in the working list) or "grad_remote" (in the grad list); on a replicated layout,
-            the list of the gradient.
+        list_name: "remote" (in place) or "grad_remote" (in the grad list), on a replicated layout, the list of the
+            gradient.
         """
         name = list_name or ("remote" if self.layout.ranks > 1 else "param")
         return self._collective(Kind.REDUCE_SCATTER, chunk, name, moment, after)
@@ -242,7 +237,7 @@ class Builder:
         return self.add(Queue.NET, kind, chunk=chunk, list_name=list_name, moment=moment, after=after)
 
     def cpu_add(self, chunk: int, list_name: str, moment: int, after: After = ()) -> int:
-        """Adds the step grad32 += the gradient in `list_name`.
+        """grad32 += the gradient in `list_name`.
 
         list_name: "grad", which is then freed, or "param", in place.
         """
@@ -263,7 +258,7 @@ class Builder:
             raise self._no_room(place, missing, what)
 
     def wait(self, step: int, *refs: Ref) -> None:
-        """Let a step wait for a step of the previous iteration that comes later in the program."""
+        """For a step of the previous iteration that comes later in the program."""
         old = self._steps[step]
         self._steps[step] = old.waiting_for((*old.after, *refs))
 
@@ -274,9 +269,8 @@ class Builder:
         return self._steps
 
     def plan(self, *, predict: bool = False, memory: Mapping[int, Sequence[Ref]] | None = None) -> Plan:
-        """memory: found by the policy.
-        predict: find the memory edges by scheduling the steps in order once. Raises DoesNotFit if they cannot run
-            within the budgets.
+        """memory: edges found by the policy.
+        predict: find them by scheduling once. Raises DoesNotFit over a budget.
         """
         if self.stash_bytes:
             stashes = f"{format_bytes(self.stash_bytes)} of them for offloaded activations"
@@ -302,7 +296,7 @@ class Builder:
         )
 
     def _nvme_budget_bytes(self) -> int:
-        """0 for a plan that does not use the disks."""
+        """0 for a plan without disks."""
         if not self.machine.nvme_budget_bytes:
             return 0
         held = {r.place for r in self.initial} | {place for _, place, _ in self.buffers}
@@ -324,10 +318,9 @@ class Builder:
         return memory_edges(self._steps, rows, ends, window, host_as_predicted=bool(self._nvme_budget_bytes()))
 
     def _rows(self, holdings: Holdings) -> tuple[list[DraftRow], _Short]:
-        """A draft whose queues run in the given order, and the step that lacks most room when all run one after the
-        other.
+        """Queues in the given order, and the step that lacks most room one by one.
 
-        holdings: at the cut; they are advanced to the end of the iteration.
+        holdings: at the cut, advanced to the iteration's end.
         """
         rows: list[DraftRow] = []
         last_on: dict[Queue, int] = {}
@@ -364,9 +357,9 @@ class Builder:
         return rows, shortest
 
     def _check_one_by_one(self, free: Iterable[int], shortest: _Short) -> None:
-        """Raise DoesNotFit if the residents exceed GPU or host, else for the step that lacks most room, if any.
+        """Raise DoesNotFit for residents over a budget, else for the step that lacks most.
 
-        free: what the residents leave on GPU and host.
+        free: what residents leave on GPU and host.
         """
         for place, left in zip((Place.GPU, Place.HOST), free):
             if left < 0:

@@ -1,5 +1,4 @@
-"""Collectives, on several ranks: the others' slices come before a use and go behind it, and each last gradient is
-summed over the ranks."""
+"""On several ranks: others' slices come before a use and go behind it, and each last gradient is summed."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ GATHERS_AHEAD = 20
 
 
 def room(job: Job, whole: Mapping[int, Sequence[Stretch]], count: int) -> list[int]:
-    """The others' slices at each of `count` positions. Those of small chunks always count."""
+    """Of others' slices at each position, small chunks' always."""
     held = [0] * count
     for c, stretches in whole.items():
         if c not in job.small:
@@ -38,8 +37,8 @@ def reduce(rows: DraftRows, c: int, list_name: str, moment: int, n: int, after: 
 
 
 class Collectives:
-    """Gathers a chunk for each stretch that needs all its slices, and sums its last gradient behind the last stretch.
-    If gradients of all micro-batches add up on the GPU, gradient_rows.py sums the last one too."""
+    """A gather for each stretch that needs all slices, and the last gradient's sum behind the last (gradient_rows.py's,
+    if all micro-batches' add up on the GPU)."""
 
     def __init__(self, rows: DraftRows, floors: Floors) -> None:
         self._rows = rows
@@ -74,7 +73,7 @@ class Collectives:
         return waits
 
     def _gather(self, c: int, n: int) -> int:
-        """Behind the fetch of this rank's own slice."""
+        """Behind this rank's own slice."""
         rows = self._rows
         at, row = rows.fetch_of.get(c, (-1, -1))
         fetched = at == n
@@ -93,8 +92,8 @@ class Collectives:
         return gather
 
     def _ahead(self, c: int, n: int) -> int:
-        """The position that ends before the gather for position n may start, so that the others' slices take room only
-        as long as they must. A negative one is in the previous iteration."""
+        """What ends before the gather for position n, so that others' slices take room only as long as they must;
+        negative in the previous iteration."""
         job, ends, count = self._rows.schedule.job, self._ends_s, len(self._ends_s)
         begin_s = (ends[n - 1] if n else 0.0) - GATHERS_AHEAD * job.cost.collective_s(job.whole_bytes(c))
         if begin_s >= 0:
@@ -111,8 +110,7 @@ class Collectives:
             rows.sum_of[c] = rows.others_release_of[c] = reduce(rows, c, "remote", moment, n, ((here, 0),))
 
     def close(self) -> None:
-        """A first gather waits until the slices of the previous iteration are gone, and for the update, if no fetch
-        does."""
+        """A first gather waits until the last iteration's slices are gone, and for the update, if no fetch does."""
         rows = self._rows
         for gather, floor in self._earlier:
             rows.wait(gather, (rows.last_rows[floor + len(rows.last_rows)], 1))

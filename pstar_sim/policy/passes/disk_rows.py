@@ -1,12 +1,12 @@
-"""Disk rows: states that live on disks pass through the host for the update of their chunk.
+"""States on disks pass through the host for their update.
 
-[Note: turns on disks] Chunks take turns: the states of a chunk are read ahead of its update and written behind it, and
-the host has room for those of a few chunks (`Schedule.disk_room_bytes`). The order of the turns is fixed. The reads of
-a turn wait for the reads of the turn before, and until as many earlier turns have ended as they need room. So the host
-never holds more, whatever the order of the steps, and no turn waits for a later one.
+[Note: turns on disks] A chunk's states are read ahead of its update and written behind it, in turns of fixed order,
+with room on the host for a few (`Schedule.disk_room_bytes`). A turn's reads wait for the one before's, and until as
+many earlier turns have ended as they need room, so the host never holds more in any order of the steps, and no turn
+waits for a later one.
 
-Among the updates whose gradients are there, the one that the next forward needs first has its turn first. The compute
-queue waits for updates of streamed chunks, so these have the order of their positions, ahead of all others.
+Among updates with gradients, the one that the next forward needs first goes first; those of streamed chunks, for which
+compute waits, come by position before all others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["DiskRows", "turns"]
 
 
 def turns(schedule: Schedule) -> list[int]:
-    """Returns the chunks in the order of their turns: [Note: turns on disks]."""
+    """[Note: turns on disks]"""
     job, updates = schedule.job, schedule.updates
     ends_s = [0.0, *accumulate(position.seconds for position in schedule.positions)]
     first = schedule.at[-1] + 1 if schedule.updates_wait else 0  # positions before any update on the CPU
@@ -54,8 +54,7 @@ def _seconds(job: Job, chunk: int) -> float:
 
 
 def _ended_before(sizes: Sequence[int], room_bytes: int) -> list[int]:
-    """Returns, for each turn, the last of the turns that have to end before it has room. Negative numbers are turns of
-    the iteration before."""
+    """For each turn, the last that has to end before it has room, negative in the iteration before."""
     count = len(sizes)
     befores: list[int] = []
     before, held = -count - 1, 0
@@ -69,7 +68,7 @@ def _ended_before(sizes: Sequence[int], room_bytes: int) -> list[int]:
 
 
 class DiskRows:
-    """Writes the rows of the turns, for the pass that updates."""
+    """For the pass that updates."""
 
     def __init__(self, rows: DraftRows) -> None:
         self._rows = rows
@@ -82,12 +81,12 @@ class DiskRows:
 
     @property
     def held_bytes(self) -> int:
-        """What the host holds at most of the chunks that take turns."""
+        """At most, on the host, of chunks in turns."""
         held = (sum(self._sizes[k] for k in range(before + 1, n + 1)) for n, before in enumerate(self._befores))
         return max(held, default=0)
 
     def read(self, chunk: int) -> Mapping[str, int]:
-        """Returns list -> the row that brings it to the host, for states that live on disks."""
+        """List -> row that brings it to the host."""
         rows, job = self._rows, self._rows.schedule.job
         for name in job.states_of(chunk) if chunk in self._turn_of else ():
             key = (1.0, float(self._turn_of[chunk]), float(len(self._reads[chunk])))
@@ -96,7 +95,7 @@ class DiskRows:
         return self._reads[chunk]
 
     def write(self, chunk: int, name: str, updated: int) -> None:
-        """Let a list that lives on disks leave the host behind the row that has updated it there."""
+        """Leaves the host behind the row that has updated it."""
         if chunk not in self._turn_of:
             return
         rows, moment = self._rows, self._rows.schedule.job.uses.last_gradient(chunk)

@@ -1,17 +1,16 @@
-"""Rows: the draft while the passes write it.
+"""The draft while passes write it.
 
-[Note: passes] A pass writes the rows of one concern of an iteration: working lists, collectives, stashes, gradients,
-updates. `before(n)` writes the rows that bring the lists for position n, and returns the rows for which the position
-waits. `behind(n, here)` writes the rows that follow the position, whose row is `here`. A pass names the positions at
-which it writes rows: at most positions, most passes write none. `close()` adds the edges over the border of the
-iteration once all rows are written; it also writes CPU Adam. A pass finds the rows of other passes by their meaning
-(`DraftRows`). The function `room` of a pass's module gives the bytes, per block or position, that it needs beside the
-working lists, so that they are known before a policy decides which chunks stay.
+[Note: passes] A pass writes one concern of an iteration: working lists, collectives, stashes, gradients, updates.
+`before(n)` writes what brings lists for position n, and returns what the position waits for; `behind(n, here)` what
+follows the position's row `here`. Positions with rows are named: at most, most passes write none. `close()` adds edges
+over the border once all rows are written, and CPU Adam. Passes find each other's rows by meaning (`DraftRows`). A
+module's `room` gives the bytes, per block or position, that it needs beside working lists, before a policy decides
+which chunks stay.
 
-[Note: keys] Of the ready rows of a queue, the row with the smallest key goes first. To the GPU, keys are the position
-served, then the chunk. To the host, keys begin with: -2 for drops; -1 for stashes on their way out, because a forward
-pass waits for them; 0 for gradients of early micro-batches; 1 for last gradients and updated states, followed by the
-order of `Schedule.down`. Parameters that stay have 2 if `Schedule.states_first`, which puts them behind all states.
+[Note: keys] Of a queue's ready rows, the smallest key goes first. To the GPU: the position served, then the chunk. To
+the host: -2 for drops; -1 for stashes out, because a forward pass waits for them; 0 for gradients of early
+micro-batches; 1 for last gradients and updated states, then by `Schedule.down`; 2 for parameters that stay, behind all
+states, if `Schedule.states_first`.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ After = tuple[tuple[int, int], ...]
 
 
 class Pass(Protocol):
-    """The rows of one concern of an iteration: [Note: passes].
+    """[Note: passes]
 
-    before_at, behind_at: the positions for which `before` or `behind` is called.
+    before_at, behind_at: positions of `before` and `behind`.
     """
 
     @property
@@ -48,15 +47,15 @@ class Pass(Protocol):
 
 class DraftRows:
     """end_of: position -> row.
-    last_rows: position -> last row of the compute queue before the next position.
-    fetch_of: chunk -> position and row of its latest fetch.
-    release_of: (chunk, list) -> the row that last freed the list on the GPU.
-    others_release_of: chunk -> the row that last freed others' slices.
-    sum_of: chunk -> the row that sums its last gradient over the ranks.
-    add_of: chunk -> the row that adds its latest gradient on the host, or copies it there.
+    last_rows: position -> last compute row before the next.
+    fetch_of: chunk -> position and row of its latest.
+    release_of: (chunk, list) -> last row that freed it on the GPU.
+    others_release_of: chunk -> last row that freed others' slices.
+    sum_of: chunk -> sum of its last gradient.
+    add_of: chunk -> add of its latest gradient on the host, or copy there.
     last_adds: those of last gradients, if clipping needs their norm.
     send_of: chunk -> write-back of its last gradient to CPU Adam.
-    first_drop_of: streamed chunk that stays -> the row that drops its parameters.
+    first_drop_of: streamed chunk that stays -> drop of its parameters.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -113,9 +112,9 @@ class DraftRows:
     def writeback(
         self, chunk: int, list_name: str, moment: int, after: After, key: tuple[float, ...], drop: bool
     ) -> int:
-        """drop: whether the list is also dropped on the GPU at once.
+        """drop: from the GPU at once.
 
-        Returns the row of the copy to the host.
+        Returns the copy's row.
         """
         down = self.add(Queue.D2H, Kind.WRITEBACK, chunk, list_name, moment, after=after, key=key)
         if drop:
@@ -131,7 +130,7 @@ class DraftRows:
         self.rows[row].after += after
 
     def next_number(self) -> float:
-        """Rows that send or add go in the order in which they become ready."""
+        """Rows that send or add go as they become ready."""
         self._number += 1
         return float(self._number)
 
@@ -147,11 +146,11 @@ class DraftRows:
         return job.blocks[position.block].first if position.block >= 0 else job.uses.last_gradient(position.chunk)
 
     def down_key(self, chunk: int) -> tuple[float, ...]:
-        """Of a copy of a last gradient or of updated lists to the host."""
+        """Of a last gradient's or updated list's copy to the host."""
         number, schedule = self.next_number(), self.schedule
         return (1.0, float(schedule.job.uses.first_use(chunk)) if schedule.down == "edf" else number)
 
 
 def ends_of(refs: Iterable[int]) -> After:
-    """The `after` that waits for the ends of these rows of the same iteration."""
+    """After these rows of the same iteration."""
     return tuple((row, 0) for row in refs)

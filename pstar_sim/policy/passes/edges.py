@@ -1,4 +1,4 @@
-"""Memory edges from the window of a draft, without edges that others imply."""
+"""Memory edges from a draft's window, without implied ones."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def memory_edges(
     *,
     host_as_predicted: bool = False,
 ) -> dict[int, list[Ref]]:
-    """Step -> the steps for which it waits, so that GPU and host keep their budgets in every legal interleaving.
+    """Step -> steps it waits for, so that GPU and host keep budgets in every legal interleaving.
 
-    ends: row -> the first and the last step that the row stands for.
-    window: predicted schedule of the rows.
-    host_as_predicted: the host never holds more than in the window, where its budget may allow more. So what disks that
-        are slower than predicted have not written yet does not pile up.
+    ends: row -> its first and last step.
+    window: predicted schedule.
+    host_as_predicted: the host never holds more than in the window, within its budget: what slower disks have not
+        written yet does not pile up.
     """
     slots, lengths = slots_of(steps)
     edges: dict[int, list[Ref]] = {}
@@ -60,9 +60,9 @@ def memory_edges(
 
 
 def without_implied(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) -> tuple[Step, ...]:
-    """Steps with data and memory edges, without those implied by the order of a queue, or by an earlier step of the
-    queue that waits for the same step or for one behind it. A reference more than one iteration back becomes one to the
-    first step of the same queue in the previous iteration, because that runs later."""
+    """With data and memory edges, without those implied by a queue's order, or by an earlier step there that waits for
+    the same step or one behind it. Over one iteration back becomes the previous iteration's first step of the queue,
+    which runs later."""
     queue_of = {step.id: step.queue for step in steps}
     position_of, lengths, first = _positions(queue_of)
     # (queue, other queue) -> latest position waited for; positions of the previous iteration are negative
@@ -101,7 +101,7 @@ def _waiting_for(step: Step, refs: list[Ref]) -> Step:
 
 
 def _positions(queue_of: Mapping[int, Queue]) -> tuple[dict[int, int], Counter[Queue], dict[Queue, int]]:
-    """(step -> its position on its queue, queue -> number of steps, queue -> first step)."""
+    """(step -> position on its queue, queue -> steps, queue -> first step)."""
     lengths: Counter[Queue] = Counter()
     position_of: dict[int, int] = {}
     first: dict[Queue, int] = {}

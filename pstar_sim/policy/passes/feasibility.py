@@ -1,4 +1,4 @@
-"""Whether a job fits at all: what its tightest block needs with nothing pinned, and what has to live on the host."""
+"""Whether a job fits at all: the tightest block's needs with nothing pinned, and what has to live on the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IN_FLIGHT = 2
 
 
 def check_gpu(job: Job) -> None:
-    """Raise DoesNotFit if the worst block needs too much with nothing pinned."""
+    """Raise DoesNotFit for a block that needs too much with nothing pinned."""
     needs = [
         job.small_bytes + _own_bytes(job, block) + gradient_rows.room(job, n) + block.tide_bytes
         for n, block in enumerate(job.blocks)
@@ -53,7 +53,7 @@ def _parts(job: Job, worst: int) -> list[str]:
 
 
 def held_on_host(job: Job, pinned: frozenset[int], never: Iterable[tuple[int, str]] = ()) -> int:
-    """Bytes that the host always holds with these chunks pinned.
+    """Always there, with these pinned.
 
     never: (chunk, list) pairs that are never there.
     """
@@ -62,13 +62,13 @@ def held_on_host(job: Job, pinned: frozenset[int], never: Iterable[tuple[int, st
 
 
 def host_room(job: Job) -> int:
-    """Bytes of the host for the lists of chunks that get gradients, beside everything that is always there."""
+    """For lists of chunks with gradients, beside what is always there."""
     others = held_on_host(job, frozenset(job.candidates))
     return job.machine.host_budget_bytes - others - _passing_bytes(job, job.candidates)
 
 
 def needed_on_host(job: Job, modes: Modes) -> int:
-    """Returns the bytes of what is neither pinned nor on disks, and of one gradient that passes."""
+    """Neither pinned nor on disks, and one passing gradient."""
     # If no sum spills and no sum waits for the barrier, the sums of streamed chunks are never on the host.
     never = frozenset[int]() if modes.spilt or job.barrier is not None else modes.summed & modes.streamed
     needed = held_on_host(job, modes.pinned, ((c, "grad32") for c in never))
@@ -77,14 +77,14 @@ def needed_on_host(job: Job, modes: Modes) -> int:
 
 
 def disk_room(job: Job, modes: Modes) -> int:
-    """Returns the room of the host for states on their way from and to disks, at most for IN_FLIGHT chunks."""
+    """On the host, for states from and to disks, of at most IN_FLIGHT chunks."""
     largest = nlargest(IN_FLIGHT, (job.states_bytes(c) for c in modes.on_disks))
     return min(sum(largest), job.machine.host_budget_bytes - needed_on_host(job, modes))
 
 
 def check_host(job: Job, modes: Modes) -> None:
-    """Raise DoesNotFit unless the host has room for what is neither pinned nor on disks and for what passes, and the
-    disks for what is on them."""
+    """Raise DoesNotFit unless the host has room for what is neither pinned nor on disks and what passes, and disks for
+    theirs."""
     pinned, states = modes.pinned, [job.states_bytes(c) for c in modes.on_disks]
     needed = needed_on_host(job, modes) + max(states, default=0)
     budget = job.machine.host_budget_bytes
@@ -110,7 +110,7 @@ def check_host(job: Job, modes: Modes) -> None:
 
 
 def _passing_bytes(job: Job, chunks: Iterable[int]) -> int:
-    """Of one gradient that passes."""
+    """One gradient's."""
     if not job.several or job.sums_on_gpu:
         return 0
     return max((job.layout.payload_bytes(c, "grad") for c in chunks), default=0)

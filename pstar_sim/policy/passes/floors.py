@@ -1,4 +1,4 @@
-"""Floors: how far ahead of its use a copy to the GPU may begin."""
+"""How far ahead of its use a copy to the GPU may begin."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["Floors", "fetch_floors"]
 
 
 def fetch_floors(prefetch: str | int, served: Sequence[int], count: int) -> list[int | None]:
-    """Returns the position that must end before each copy may start; None if only lack of room delays it. Negative
-    positions belong to the previous iteration; -1 is its last.
+    """The position that must end before each copy starts, None if only room delays it, negative in the previous
+    iteration (-1 its last).
 
-    prefetch: "none" (or 0) waits for the position before the one served, so that copies and computing alternate. With k
-        the copy waits for the position before that of the k-th chunk before it.
-    served: positions that the copies serve, in order.
+    prefetch: "none" (or 0): after the position before the one served: copies and computing alternate; k: after the
+        position before that of the k-th chunk before.
+    served: by the copies, in order.
     """
     if prefetch == "edf":
         return [None] * len(served)
@@ -45,7 +45,7 @@ class Floors:
         self._earlier: list[tuple[int, int]] = []  # (row, position of the previous iteration that it waits for)
 
     def of(self, c: int, n: int) -> After:
-        """What must end before chunk c may be copied for position n."""
+        """For chunk c at position n."""
         floor = self._floor_of[n, c]
         return ((self._rows.last_rows[floor], 0),) if floor is not None and floor >= 0 else ()
 

@@ -1,8 +1,7 @@
-"""Gradients. In all micro-batches but the last, a gradient has a list of its own, which opens, is summed over the
-ranks, goes down and is added. In the last micro-batch the gradient overwrites the working list and goes down in it. In
-a layer-major workload, and if a mode says so (`Modes.summed`), one list takes the gradients of all micro-batches.
-Between two of them it may go down and come up again (`Schedule.sums`). In the end it goes down, or waits on the GPU for
-the update of a streamed chunk."""
+"""Gradients. In micro-batches but the last each has a list of its own: it opens, is summed over the ranks, goes down
+and is added; the last overwrites the working list and goes down in it. In a layer-major workload, and in
+`Modes.summed`, one list takes all micro-batches', and may go down and up between two (`Schedule.sums`); in the end it
+goes down, or waits on the GPU for a streamed chunk's update."""
 
 from __future__ import annotations
 
@@ -22,17 +21,15 @@ __all__ = ["GradientRows", "adds_s", "held", "room"]
 
 
 def room(job: Job, block: int, summed: frozenset[int] = frozenset()) -> int:
-    """Of the gradient lists that a block needs.
+    """Of gradient lists, per block.
 
-    summed: pinned chunks and chunks with a sum on the GPU. Their gradients add up in place, unless they have to be
-        summed over the ranks first.
+    summed: pinned, or with a sum on the GPU: they add up in place, unless summed over ranks first.
     """
     return sum(size for c, size in job.gradient_lists[block] if job.ranks > 1 or c not in summed)
 
 
 def held(job: Job, sums: Mapping[int, Sequence[Stretch]], at: Sequence[int], count: int) -> list[int]:
-    """The sums that modes ask for, at each of `count` positions; on several ranks with the lists in which last
-    gradients arrive.
+    """Sums that modes ask for, per position, on several ranks with lists of last gradients.
 
     at, sums: as in `Schedule`.
     """
@@ -51,7 +48,7 @@ def held(job: Job, sums: Mapping[int, Sequence[Stretch]], at: Sequence[int], cou
 
 
 def adds_s(job: Job, modes: Modes) -> list[float]:
-    """Block -> seconds in which gradients are added on the GPU to those of earlier micro-batches."""
+    """Block -> adds on the GPU to earlier micro-batches."""
     seconds = [0.0] * len(job.blocks)
     there = job.small | modes.pinned | modes.summed
     for (c, _), at in job.cost.gpu_adds.moments_s.items():
@@ -158,7 +155,7 @@ class GradientRows:
         return ((self._freed[older], 0),)
 
     def close(self) -> None:
-        """If the number of lists on the GPU is limited, first lists wait for the last of the previous iteration."""
+        """With a limit of lists on the GPU, first ones wait for the previous iteration's last."""
         most = self._rows.schedule.lists_at_once
         if most is None:
             return
@@ -183,8 +180,8 @@ class GradientRows:
         rows.add_of[c] = rows.add(Queue.ADAM, Kind.CPU_ADD, c, "grad", moment, after=((freed, 0),), key=key)
 
     def _add_up(self, c: int, number: int, n: int, here: int) -> int:
-        """Adds the complete gradient of a micro-batch to the sum on the GPU: on several ranks by the sum over the
-        ranks, otherwise without a row. Returns the row after which it is added."""
+        """A micro-batch's, to the sum on the GPU: by the sum over ranks, or without a row. Returns the row after which
+        it is added."""
         rows, job = self._rows, self._rows.schedule.job
         if job.ranks == 1:
             return here
@@ -202,8 +199,8 @@ class GradientRows:
             rows.last_adds.append(rows.add_of[c])
 
     def _leave(self, c: int, here: int) -> int:
-        """End the last visit before the update. Returns the row that copies the last gradient down; if the sum stays,
-        that which drops the working list."""
+        """End the last visit before the update. Returns the last gradient's copy down, or the working list's drop if
+        the sum stays."""
         rows, schedule = self._rows, self._rows.schedule
         if not schedule.sums_on_gpu(c):
             return self._send_last(c, here)
@@ -211,8 +208,7 @@ class GradientRows:
         return rows.add_of.get(c, gone)
 
     def _send_last(self, c: int, here: int, *, drop: bool = True) -> int:
-        """If clipping takes the norm of the sum, the gradient is also added to the sum on the host. Returns the copy's
-        row."""
+        """Also added on the host, if clipping takes the sum's norm."""
         rows, job = self._rows, self._rows.schedule.job
         moment = job.uses.last_gradient(c)
         ready: After = ((rows.sum_of.get(c, here), 0),)

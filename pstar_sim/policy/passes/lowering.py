@@ -1,4 +1,4 @@
-"""Lowering: a schedule becomes a draft, position by position ([Note: passes] in draft_rows.py)."""
+"""A schedule becomes a draft, position by position ([Note: passes] in draft_rows.py)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["draft_of"]
 
 
 def draft_of(schedule: Schedule) -> Draft:
-    """In an order in which the rows could run one after the other.
+    """Rows could run one after the other.
 
-    The order of the passes is the order of their rows on the compute queue, and decides between equal deadlines. A last
-    gradient goes down once it is summed, so Collectives comes before Gradients. `WorkingLists.close` is called after
-    `UpdateRows.close`, because first fetches wait for CPU Adam.
+    The passes' order is that of their rows on the compute queue, and between equal deadlines. Last gradients go down
+    once summed, so Collectives comes before Gradients; first fetches wait for CPU Adam, so `WorkingLists.close` after
+    `UpdateRows.close`.
     """
     rows = DraftRows(schedule)
     floors = Floors(rows)

@@ -1,14 +1,13 @@
-"""Memory edges: which step has to end before another step may take its bytes.
+"""Which step has to end before another may take its bytes.
 
-[Note: FIFO tokens] Think of every byte of a place as a token with one owner. Take one predicted schedule that keeps the
-budget and repeats for ever. Let F bytes be free at first, and hand the n-th byte taken (takes in the order of their
-starts) to the step that frees byte n - F (frees in the order of their ends). If every step waits for the steps that
-free its tokens, no byte ever has two owners, whatever the timing: the budget holds in every legal interleaving. The
-predicted schedule loses no time, because in it every byte is free before it is taken.
+[Note: FIFO tokens] Every byte of a place is a token with one owner. Take a predicted schedule that keeps the budget and
+repeats for ever. With F bytes free at first, hand the n-th byte taken (by starts) to the step that frees byte n - F (by
+ends). If every step waits for those that free its tokens, no byte ever has two owners, whatever the timing: the budget
+holds in every legal interleaving. The predicted schedule loses no time: there every byte is free before it is taken.
 
-[Note: windows] Successive iterations overlap, so the schedule is one window: from the first step of iteration w on the
-compute queue to the first of w + 1. It contains every step once: of iteration w, of w - 1 (late steps: Adam) and of w +
-1 (early steps: fetches for the next forward).
+[Note: windows] Iterations overlap, so the schedule is a window: from the first step of iteration w on the compute queue
+to the first of w + 1. It has every step once: of iteration w, of w - 1 (late: Adam) and of w + 1 (early: fetches for
+the next forward).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["ByteMove", "QueueSlot", "fifo_edges"]
 
 
 class ByteMove(NamedTuple):
-    """Step `step` of iteration w + `iteration` takes `take` bytes, or frees -`take` bytes."""
+    """`step` of iteration w + `iteration` takes `take` bytes, or frees -`take`."""
 
     step: int
     iteration: int
@@ -39,15 +38,14 @@ class QueueSlot(NamedTuple):
 def fifo_edges(
     window: Sequence[ByteMove], free_bytes: int, slots: Mapping[int, QueueSlot], lengths: Mapping[str, int]
 ) -> dict[int, list[Ref]]:
-    """Returns step -> steps for which it waits, so that one place keeps its budget in every legal interleaving.
+    """Step -> steps it waits for, so that a place keeps its budget in every legal interleaving.
 
-    window: takes and frees in the order of the predicted schedule, each step's once. A free comes before a take at the
-        same time.
-    free_bytes: when the window opens.
-    lengths: steps on each queue. Only the latest step of each queue is named.
+    window: takes and frees of the predicted schedule, each step's once, frees before takes at the same time.
+    free_bytes: when it opens.
+    lengths: steps per queue; only the latest of each is named.
 
-    Raises ValueError for a window that frees more or fewer bytes than it takes (it does not repeat), or takes bytes
-    before they are free (it does not keep the budget).
+    Raises ValueError for a window that does not repeat (frees more or fewer bytes than it takes) or keep the budget
+    (takes bytes before they are free).
     """
     takes = [e for e in window if e.take > 0]
     frees = _Frees(window, slots, lengths)
@@ -68,7 +66,7 @@ def fifo_edges(
 
 
 class _Frees:
-    """Tokens, in the order in which frees end."""
+    """Tokens, by ends of frees."""
 
     def __init__(self, window: Sequence[ByteMove], slots: Mapping[int, QueueSlot], lengths: Mapping[str, int]) -> None:
         self._slots, self._lengths = slots, lengths
@@ -78,7 +76,7 @@ class _Frees:
         self.volume = self._ends[-1] if self._ends else 0
 
     def latest(self, take: ByteMove, low: int, high: int) -> list[Ref]:
-        """Per queue, the latest step that frees one of the bytes low .. high (ordinals) of `take`."""
+        """Per queue, the latest that frees one of bytes low .. high (ordinals) of `take`."""
         found: dict[str, tuple[int, Ref]] = {}
         # Frees of this window and of the two windows before it. Bytes that were free before these windows need no edge.
         for back in range(3):

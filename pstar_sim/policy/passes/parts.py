@@ -1,6 +1,6 @@
-"""Parts: the CPU update of a chunk that is much larger than the others, in parts ([Note: parts of a step] in
-core/step.py). Otherwise its gradient goes down, Adam runs and its parameters come up one after the other; in parts the
-three overlap. The pass works on a finished plan and changes no order: the parts take the place of their step."""
+"""The CPU update of a chunk much larger than others, in parts ([Note: parts of a step] in core/step.py): its gradient's
+way down, Adam and its parameters' way up overlap. It works on a finished plan: parts replace their step, in the same
+order."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LARGE, MOST_PARTS, LEAST_BYTES = 2.0, 8, 16 * MIB
 
 
 def parts_of(layout: Layout) -> dict[int, int]:
-    """Large chunk -> number of parts of its update on the CPU. Left out: chunks updated in one piece, such as those
-    whose tensors are updated whole ([Note: granularity] in optimizers.py)."""
+    """Large chunk -> parts of its CPU update, without chunks updated in one piece, such as those of whole tensors
+    ([Note: granularity] in optimizers.py)."""
     sizes = {c.index: layout.payload_bytes(c.index, "param") for c in layout.chunks if not (c.small or c.frozen)}
     usual = sorted(sizes.values())[len(sizes) // 2] if sizes else 0
     large = {c: size for c, size in sizes.items() if size >= LARGE * usual and not layout.states_of(c).whole}
@@ -32,9 +32,8 @@ def parts_of(layout: Layout) -> dict[int, int]:
 
 
 def in_parts(plan: Plan, counts: Mapping[int, int] | None = None) -> Plan:
-    """counts: None: `parts_of`. A chunk whose gradient does not go down once, or whose parameters do not come up, keeps
-    its steps.
-    """
+    """counts: by default `parts_of`. A chunk whose gradient does not go down once, or parameters do not come up,
+    stays."""
     counts = parts_of(plan.layout) if counts is None else counts
     chains = [chain for c, count in counts.items() if (chain := _chain(plan, c, count)) is not None]
     if not chains:
@@ -44,7 +43,7 @@ def in_parts(plan: Plan, counts: Mapping[int, int] | None = None) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """Ids of the steps of one update.
+    """Steps of one update.
 
     down: write-back of the complete gradient.
     up: fetch of the updated working list.
@@ -57,7 +56,7 @@ class _Chain:
 
 
 def _chain(plan: Plan, chunk: int, count: int) -> _Chain | None:
-    """None if the update keeps its steps."""
+    """None if it stays."""
     mine = [step for step in plan.steps if step.chunk == chunk]
     adam = next((step for step in mine if step.kind is Kind.CPU_UPDATE), None)
     if adam is None or not _at_home(plan, chunk):
@@ -69,14 +68,13 @@ def _chain(plan: Plan, chunk: int, count: int) -> _Chain | None:
 
 
 def _last_gradient_down(mine: Sequence[Step], adam: Step) -> Step | None:
-    """None if there is not one alone."""
+    """None if there are several."""
     found = [s for s in mine if s.kind is Kind.WRITEBACK and s.moment == adam.moment and s.list in ("param", "grad32")]
     return found[0] if len(found) == 1 else None
 
 
 def _parameters_up(mine: Sequence[Step], adam: Step) -> Step | None:
-    """The first fetch of the working list; None if there is none, or if it comes behind the update of the same
-    iteration."""
+    """The first fetch of the working list, None without one, or behind the update of the same iteration."""
     up = next((s for s in mine if s.kind is Kind.FETCH and s.list == "param"), None)
     behind = up is not None and ((up.moment or 0) >= (adam.moment or 0) or Ref(adam.id) in up.after)
     return None if behind else up

@@ -1,5 +1,5 @@
-"""Trip rows: the stash of a block's forward goes to the host and comes back, and what crosses a stage's borders is sent
-and received (core/trips.py)."""
+"""A block's stash goes to the host and comes back, and what crosses a stage's borders is sent and received
+(core/trips.py)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ _IN_TURN = frozenset({Kind.SEND, Kind.RECEIVE})
 
 
 class TripRows:
-    """A copy out goes first on its queue: the forward pass of the block after the next waits for it. A copy in has a
-    deadline, as a fetch does. Sends and receives go in the order in which the moments make and need them, as in the
-    other stages."""
+    """Copies out go first: the forward of the block after the next waits for them; copies in have a deadline, as
+    fetches. Sends and receives go as moments make and need them, as in other stages."""
 
     def __init__(self, rows: DraftRows) -> None:
         self._rows = rows

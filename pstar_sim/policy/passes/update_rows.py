@@ -1,5 +1,4 @@
-"""Updates: Adam on the GPU for resident chunks and for streamed ones, whose states come and go; on the CPU for all
-others."""
+"""Adam on the GPU for resident and streamed chunks, on the CPU for others."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ __all__ = ["UpdateRows", "adam_key", "dropped_lists", "resident_updates", "room"
 
 
 def room(job: Job, chunk: int, modes: Modes) -> int:
-    """What comes to the GPU for the update of a streamed chunk, without a sum that a mode asks for."""
+    """What comes for a streamed chunk's update, without a sum that a mode asks for."""
     return job.visiting_bytes(chunk, held=chunk in modes.summed)
 
 
@@ -27,10 +26,10 @@ def resident_updates(
 ) -> dict[int, list[int]]:
     """Position -> resident chunks updated behind it, in order.
 
-    Behind a barrier they run between the updates of streamed chunks, whose states queue on the link: copies down begin
-    at once, and room for copies up is free early.
+    Behind a barrier between updates of streamed chunks, whose states queue on the link: copies down begin at once, and
+    room for copies up is free early.
 
-    pinned: resident chunks besides the small ones.
+    pinned: besides small ones.
     at, updates: as in `Schedule`.
     """
     uses = job.uses
@@ -57,7 +56,7 @@ def dropped_lists(
     updated.
 
     pinned, at: as for `resident_updates`.
-    behind: the result of `resident_updates`.
+    behind: by `resident_updates`.
     """
     if not job.drops_pinned_lists:
         return {}
@@ -67,7 +66,7 @@ def dropped_lists(
 
 
 def adam_key(adam: str, uses: Facts, chunk: int) -> tuple[float, ...]:
-    """Of the CPU updates that are ready, the smallest key goes first."""
+    """Of CPU updates that are ready, the smallest goes first."""
     if adam == "fifo":
         return (1.0, float(uses.last_gradient(chunk)), float(uses.first_use(chunk)))
     return (1.0, float(uses.first_use(chunk)))
@@ -128,8 +127,7 @@ class UpdateRows:
             self._update_resident(c)
 
     def _send_states(self, c: int, here: int) -> None:
-        """Copies down of updated states, and of updated parameters unless they never leave the GPU. The list of
-        accumulated gradients is dropped."""
+        """Copies down, of updated parameters too unless they never leave the GPU; accumulated gradients are dropped."""
         rows, schedule = self._rows, self._rows.schedule
         job = schedule.job
         moment = job.uses.last_gradient(c)
@@ -157,8 +155,8 @@ class UpdateRows:
         rows.gpu_update_of[c] = rows.add(Queue.COMPUTE, Kind.GPU_UPDATE, c, after=after)
 
     def close(self) -> None:
-        """Writes CPU Adam. Updated parameters that stay are copied down from the list in which gradients of the next
-        iteration arrive, so these gradients wait for that copy."""
+        """CPU Adam. Parameters that stay are copied down from the list where the next iteration's gradients arrive,
+        which wait for that copy."""
         rows, schedule = self._rows, self._rows.schedule
         job, uses = schedule.job, schedule.job.uses
         last_block = rows.end_of[schedule.at[-1]]

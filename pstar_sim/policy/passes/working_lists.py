@@ -1,4 +1,4 @@
-"""A working list is fetched for each visit, and dropped behind the visit if it is unchanged."""
+"""Working lists are fetched for each visit, and dropped behind it if unchanged."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class WorkingLists:
         return row
 
     def behind(self, n: int, here: int) -> None:
-        """A list of a streamed chunk that stayed over the border may still be on its way down. It is dropped behind
-        that copy, for which the compute queue does not wait."""
+        """A streamed chunk's list that stayed over the border may still be on its way down; it is dropped behind that,
+        without compute waiting."""
         rows, schedule = self._rows, self._rows.schedule
         for c in self._drops_behind.get(n, ()):
             moment = schedule.job.blocks[schedule.positions[n].block].last
@@ -78,8 +78,7 @@ class WorkingLists:
             rows.release_of[c, "param"] = row
 
     def close(self) -> None:
-        """A first fetch waits until the list of the previous iteration has left the GPU, and until CPU Adam has updated
-        the chunk."""
+        """A first fetch waits until the last iteration's list has left the GPU, and CPU Adam has updated the chunk."""
         rows = self._rows
         for c, name, row in self._first_fetches:
             updated: After = ((rows.cpu_update_of[c], 1),) if c in rows.cpu_update_of else ()

@@ -15,7 +15,7 @@ __all__ = ["plan_of", "step_of"]
 
 
 def plan_of(schedule: Schedule, draft: Draft, window: Window, choices: Mapping[str, object] | None = None) -> Plan:
-    """choices: for `explain`, besides the seconds per iteration that the window predicts."""
+    """choices: for `explain`, besides the predicted seconds per iteration."""
     job = schedule.job
     b = Builder(job.name, job.workload, job.machine, job.settings, layout=job.layout, trips=False)
     b.choices.update(choices or {})
@@ -47,8 +47,8 @@ def _residents(b: Builder, schedule: Schedule) -> None:
 
 
 def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list[tuple[int, int]]:
-    """In the order of one iteration: first the window's steps of the next iteration, then its own, then those of
-    earlier ones. Returns for each row the first and the last step that it became."""
+    """First the window's steps of the next iteration, then its own, then earlier ones. Returns each row's first and
+    last step."""
     rows, blocks = draft.rows, schedule.job.blocks
     started = [(i, k) for i, k, done in window.events if not done]
     order = [i for i, _ in sorted(started, key=lambda start: -start[1])]

@@ -67,10 +67,10 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings, *, adam
 
 
 def _moments(b: Builder, final: Mapping[int, Iterable[int]], *, update_at_once: bool) -> dict[int, Sequence[int]]:
-    """All moments, with the all-reduce after each last gradient and, with `update_at_once`, the Adam after it. Returns
-    chunk -> the steps after which its gradient is the sum over the ranks.
+    """With the all-reduce after each last gradient and, `update_at_once`, Adam. Returns chunk -> steps after which its
+    gradient is the sum over ranks.
 
-    final: moment -> chunks whose last gradient arrives in it.
+    final: moment -> chunks with their last gradient.
     """
     summed: dict[int, Sequence[int]] = {}
     for m in range(len(b.workload.moments)):

@@ -1,9 +1,8 @@
-"""Buckets of the ZeRO-3 family: the gradients of a bucket are summed over the ranks and leave together, to the host if
-Adam runs there.
+"""Buckets of the ZeRO-3 family: gradients are summed over the ranks and leave together.
 
-[Note: gradients of several micro-batches] A resident chunk accumulates in grad32 on the GPU. The gradients of all other
-chunks are added on the host (cpu_add), as everywhere in this project. DeepSpeed brings the sum so far up to the GPU,
-adds there and sends the sum down. That uses the link instead of the CPU; the backward pass hides it as well.
+[Note: gradients of several micro-batches] A resident chunk accumulates in grad32 on the GPU, others on the host
+(cpu_add). DeepSpeed brings the sum up, adds there and sends it down, which uses the link instead of the CPU and is
+hidden by backward as well.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ __all__ = ["Buckets"]
 
 
 class Buckets:
-    """The gradients of one iteration. `before` and `behind` are called once per moment, in order.
+    """Of one iteration; `before` and `behind` are called once per moment, in order.
 
-    lists: of all gradients that do not overwrite the working list.
-    arrived: chunk -> steps after which its gradient is where Adam runs.
+    lists: of gradients outside working lists.
+    arrived: chunk -> steps after which its gradient is at Adam's place.
     peak_bytes: of gradient lists on the GPU.
     """
 
@@ -43,7 +42,7 @@ class Buckets:
         self._stall: list[int] = []  # steps for which the next moment waits
 
     def before(self, m: int) -> list[int]:
-        """Open the lists of gradients that begin to arrive. Returns the steps for which the moment waits."""
+        """Open lists of gradients that begin to arrive; returns what the moment waits for."""
         gone = self._free_steps[-2] if len(self._free_steps) >= 2 else []  # at most two buckets are under way
         for c in self.lists.opens.get(m, ()):
             self.lists.open(c, m, gone)
@@ -53,7 +52,7 @@ class Buckets:
         return stall
 
     def behind(self, m: int, here: int) -> None:
-        """The bucket leaves when it is full, and at the end of a micro-batch."""
+        """It leaves when full, and at a micro-batch's end."""
         for c in self._complete.get(m, ()):
             self._fill(c, m, here)
         moments = self._b.workload.moments
@@ -90,7 +89,7 @@ class Buckets:
         return [self.lists.keep(c, m, summed)] if c in self.lists.chunks else summed
 
     def _send(self, c: int, m: int, summed: Sequence[int]) -> int:
-        """To the host, and on to the disks if the states are there."""
+        """To the host, and on to disks with the states."""
         b, shards, flush = self._b, self._shards, self._shards.scheme.flush
         last = b.workload.moments[m].micro_batch == b.workload.micro_batches - 1
         blocking = last and flush is Flush.BLOCKING

@@ -83,8 +83,8 @@ def deep_optimizer_states(
 def _optimizer_step(o: Offloaded) -> int:
     """Returns the number of staged sub-groups.
 
-    A period is the sub-groups that the CPU updates, then a staged one, whose states come up before the parameters of
-    its period, and of the period before, go up.
+    A period is sub-groups for the CPU, then a staged one, whose states come up before the parameters of its period, and
+    of the one before.
     """
     s = o.sharded
     updated: dict[int, list[int]] = {}

@@ -1,8 +1,7 @@
-"""Gathers of the ZeRO-3 family: a chunk is made whole for a visit, and given up after it.
+"""Gathers of the ZeRO-3 family: a chunk is whole for a visit.
 
-A slice on the disks is read to the host, one on the host is fetched, and on several ranks the others' slices are
-gathered. After a visit, the slices that it brought are dropped unchanged; after the chunk's last visit they are kept if
-the gradient has overwritten the working list.
+A slice on disks is read to the host, one there fetched, and others' gathered. Afterwards what came is dropped
+unchanged, but kept after the last visit if the gradient has overwritten the working list.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ _ByMoment = defaultdict[int, list[Visit]]
 
 
 class Gathers:
-    """The visits of one iteration. `before` and `behind` are called once per moment, in order.
+    """Of one iteration; `before` and `behind` are called once per moment, in order.
 
-    opening: steps that may start with the iteration.
-    bytes_gathered: counted as whole chunks.
+    opening: steps that may start with it.
+    bytes_gathered: as whole chunks.
     """
 
     def __init__(self, shards: Shards) -> None:
@@ -63,7 +62,7 @@ class Gathers:
                 self._closes[v.last].remove(v)
 
     def before(self, m: int) -> list[int]:
-        """Write what moment `m` requests. Returns the steps for which it waits."""
+        """What moment `m` requests; returns what it waits for."""
         asked = [
             *map(self._read, self._reads.get(m, ())),
             *map(self._fetch, self._fetches.get(m, ())),
@@ -105,7 +104,7 @@ class Gathers:
         return self._ready[c]
 
     def gather_updated(self, c: int, after: list[int]) -> int:
-        """A chunk that is always whole, after its update, for the next iteration."""
+        """Always whole: for the next iteration."""
         self.bytes_gathered += self._b.layout.whole_bytes(c)
         return self._b.gather(c, 0, after)
 

@@ -1,11 +1,10 @@
-"""Kernels of an optimizer that is whole on the GPU: of all parameters at once, in optimizer.step().
+"""An optimizer's kernels on the GPU, for all parameters at once, in optimizer.step().
 
-torch.optim.AdamW and Adam are "foreach" on CUDA unless they are made with fused=True. A foreach Adam takes the square
-roots of all second moments before it uses the first (torch/optim/adam.py, _multi_tensor_adam: torch._foreach_sqrt of
-exp_avg_sqs), so that a copy of this list is alive at the step, in one parameter group. A loop over the parameters
-(foreach=False, transformers' own AdamW) copies one tensor at a time. Both have a kernel for each operation, over whole
-tensors, so the update takes three times as long (`cost.UNFUSED_TRAFFIC`). A fused one works in place, as do DeepSpeed's
-and Apex's; plans assume it.
+torch's AdamW and Adam are "foreach" on CUDA without fused=True: square roots of all second moments come before the
+first use (torch/optim/adam.py, _multi_tensor_adam: torch._foreach_sqrt of exp_avg_sqs), so a copy of this list is
+alive, in one parameter group. A loop over parameters (foreach=False, transformers' AdamW) copies one tensor at a time.
+Both have a kernel per operation over whole tensors, three times as long (`cost.UNFUSED_TRAFFIC`). Fused ones,
+DeepSpeed's and Apex's work in place, as plans assume.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ _HAVE_KERNELS = ("adamw", "adamw-bf16-states", "adam")
 def check_adam(adam: str, policy: str, workload: Workload, *, at_once: bool = False) -> str | None:
     """Returns `Step.via` of the updates.
 
-    at_once: each chunk is updated behind its last gradient.
+    at_once: each behind its last gradient.
 
-    Raises CannotPlan where kernels that are not fused do not update all parameters in one step.
+    Raises CannotPlan where unfused kernels do not update all parameters in one step.
     """
     if adam == "fused":
         return None
@@ -49,13 +48,11 @@ def check_adam(adam: str, policy: str, workload: Workload, *, at_once: bool = Fa
 
 
 def hold_copy(b: Builder, adam: str, visits: Sequence[Visit] = (), idle_bytes: int = 0) -> str:
-    """Add the bytes by which a foreach optimizer's copy exceeds what else is free at the step. Returns words for
-    `choices`.
+    """The bytes by which a foreach optimizer's copy exceeds what else is free at the step, held throughout; returns
+    words for `choices`.
 
-    The bytes are held throughout the plan.
-
-    visits: chunks are whole during these, the gathers included, and gone at the step.
-    idle_bytes: of buffers that are empty at the step.
+    visits: of whole chunks, gathers included, gone at the step.
+    idle_bytes: of empty buffers then.
     """
     if adam != "foreach":
         return "; tensor by tensor" if adam == "loop" else ""

@@ -64,7 +64,7 @@ def karma(workload: Workload, machine: Machine, settings: Settings) -> Plan:
 
 
 def _residences(job: Job) -> Iterator[tuple[str, Collection[int], Sequence[Visit]]]:
-    """(words, pinned chunks, visits of the others), from the most to the least model data on the GPU."""
+    """(words, pinned, visits of the others), from the most to the least model data on the GPU."""
     if job.machine.data_parallel_size == 1:
         end = len(job.workload.moments) - 1
         frozen = [Visit(c, 0, end) for c in job.moving if not job.uses.updated(c)]
@@ -89,7 +89,7 @@ def _by_block(job: Job) -> list[Visit]:
 
 
 def _kept(job: Job, visits: Sequence[Visit]) -> list[Visit]:
-    """The visits, and the gaps between them over which the chunks stay, by [Note: capacity rule]."""
+    """Visits, and gaps over which chunks stay, by [Note: capacity rule]."""
     at: dict[int, set[int]] = {c: set() for c in job.moving}
     for visit in visits:
         at[visit.chunk].update(range(job.block_of[visit.first], job.block_of[visit.last] + 1))
@@ -128,9 +128,8 @@ def _fits(recomputed: Workload, kept: Workload, share: float, begin: int, room_b
 
 
 def _beyond(recomputed: Workload, kept: Workload, share: float, begin: int, end: int) -> Workload | None:
-    """The blocks from `begin` up to `end` do not keep their activations: `share` of them, evenly spread, swap; the
-    others recompute. The first block never swaps, because a model holds its input; the last two, because they are
-    needed again at once. None if a swap would have no time."""
+    """Blocks from `begin` up to `end` keep no activations: `share`, evenly spread, swap, others recompute. The first
+    never swaps, because a model holds its input; nor the last two, needed again at once. None if a swap has no time."""
     blocks = block_names(kept)
     could = range(1, min(end, len(blocks) - 2))
     swapped = [blocks[n] for n in could if int(n * share) > int((n - 1) * share)]
@@ -142,8 +141,8 @@ def _beyond(recomputed: Workload, kept: Workload, share: float, begin: int, end:
 
 
 def _rooms(job: Job) -> list[int]:
-    """What each way to keep the model data leaves for activations, if that is enough with all of them recomputed.
-    Parameters are swapped by block only if no other way leaves enough."""
+    """What each way to keep model data leaves for activations, if enough with all recomputed; parameters swap by block
+    only if no other way does."""
     rooms = [_least(job, _until_last_use(job, job.moving))]
     if job.machine.data_parallel_size == 1:
         rooms[:0] = [job.machine.gpu_budget_bytes - job.small_bytes - sum(job.permanent[c] for c in job.moving)]

@@ -85,8 +85,7 @@ def l2l(workload: Workload, machine: Machine, settings: Settings, *, stash: str 
 
 
 def _visits(job: Job, parts: Sequence[tuple[int, int]]) -> list[Visit]:
-    """From the first moment to the last of each part that uses the chunk. Parts that follow one another are one
-    visit."""
+    """From the first moment to the last of each part that uses the chunk; adjacent parts are one."""
     part_of = [n for n, (first, last) in enumerate(parts) for _ in range(first, last + 1)]
     visits: list[Visit] = []
     for c in job.moving:
@@ -98,6 +97,6 @@ def _visits(job: Job, parts: Sequence[tuple[int, int]]) -> list[Visit]:
 
 
 def _most_at_once(visits: Sequence[Visit]) -> int:
-    """Chunks of one layer: how far ahead copies may go."""
+    """Of one layer: how far ahead copies go."""
     starts = [n for n, (a, b) in enumerate(pairwise(visits), start=1) if a.first != b.first]
     return max(b - a for a, b in pairwise([0, *starts, len(visits)])) if visits else 1

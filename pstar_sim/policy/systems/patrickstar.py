@@ -124,7 +124,7 @@ def _layout(workload: Workload, settings: Settings, ranks: int, msc: bool) -> La
 
 
 class _SerialIteration:
-    """From a given set of chunks on the GPU, one action after the other."""
+    """From a given set of chunks on the GPU, one by one."""
 
     def __init__(self, b: Builder, homes: Homes, resident: Collection[int], unit: str) -> None:
         self._b = b
@@ -136,7 +136,7 @@ class _SerialIteration:
         self._gradients = GradientLists(b, updated, last=False, stay=stay, one_by_one=True)
 
     def run(self) -> None:
-        """Raises DoesNotFit with the need of the worst moment, not of the first moment that lacks room."""
+        """Raises DoesNotFit with the worst moment's need, not the first's that lacks room."""
         try:
             for m in range(len(self._b.workload.moments)):
                 self._moment(m)
@@ -177,7 +177,7 @@ class _SerialIteration:
         memory.last = self._gradients.close(c, memory.moment, memory.then())
 
     def _give_up(self, chunks: Collection[int]) -> None:
-        """A group is reduced after its last gradient, and otherwise dropped."""
+        """A group is reduced after its last gradient, else dropped."""
         for c in chunks:
             if self.memory.moment == self._b.uses.last_gradient(c):
                 self.memory.reduce(c)
@@ -185,7 +185,7 @@ class _SerialIteration:
                 self.memory.disperse(c)
 
     def _shortest(self, short: DoesNotFit) -> DoesNotFit:
-        """The refusal of the moment that needs most, if it needs more than that of `short`."""
+        """Of the moment that needs most, if more than `short`'s."""
         needed_bytes, m = self._most_needed()
         if short.place != "gpu" or needed_bytes <= short.needed_bytes:
             return short
@@ -199,7 +199,7 @@ class _SerialIteration:
         )
 
     def _most_needed(self) -> tuple[int, int]:
-        """(bytes, moment): chunks that cannot be evicted, the tide and the reserve."""
+        """(bytes, moment): chunks that cannot leave, tide and reserve."""
         b, lists = self._b, self._gradients
         gradients, most = 0, (0, 0)
         for m, needed in enumerate(b.uses.by_moment):
@@ -243,7 +243,7 @@ class _SerialIteration:
             self.memory.fetch(c)
 
     def plan(self, rounds: int) -> Plan:
-        """rounds: iterations until the chunks on the GPU repeated.
+        """rounds: until the chunks on the GPU repeated.
 
         Raises DoesNotFit if the host has no room.
         """

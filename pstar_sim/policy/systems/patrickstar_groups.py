@@ -1,6 +1,4 @@
-"""PatrickStar's groups of chunks: a group is given up when all its tensors are HOLD_AFTER_FWD, or all are
-HOLD_AFTER_BWD. The module is pure: it writes no steps and knows no memory.
-"""
+"""PatrickStar's groups of chunks, given up when all tensors are HOLD_AFTER_FWD, or all HOLD_AFTER_BWD."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ __all__ = ["Groups"]
 
 
 class _Hold(Enum):
-    """State of a tensor that is not in use."""
+    """Of a tensor not in use."""
 
     HOLD = auto()
     AFTER_FWD = auto()
@@ -22,7 +20,7 @@ class _Hold(Enum):
 
 
 class Groups:
-    """The tensors' states in one iteration. `begin` and `end` are called once per moment, in order."""
+    """Of tensors in one iteration; `begin` and `end` are called once per moment, in order."""
 
     def __init__(self, uses: Facts) -> None:
         self._uses = uses
@@ -32,8 +30,8 @@ class Groups:
         self._hold()
 
     def begin(self, m: int) -> bool:
-        """The end of FWD sets the tensors used in FWD to HOLD; the end of a micro-batch sets all. Returns whether a
-        micro-batch has ended; all groups are then given up."""
+        """FWD's end sets tensors used in it to HOLD, a micro-batch's end all. Has one ended? Then all groups are given
+        up."""
         if m == 0:
             return False
         before, moment = self._workload.moments[m - 1], self._workload.moments[m]
@@ -72,11 +70,11 @@ class Groups:
         return [c for c in sorted(touched) if m == self._uses.last_gradient(c) or self._all_used(c, m)]
 
     def _all_used(self, c: int, m: int) -> bool:
-        """All tensors are in the same state after a use, and the group holds only parameters."""
+        """All tensors are in one state after a use, with parameters alone."""
         same = self._tensors[c] in (self._count[c, _Hold.AFTER_FWD], self._count[c, _Hold.AFTER_BWD])
         return same and not self._holds_gradient(c, m)
 
     def _holds_gradient(self, c: int, m: int) -> bool:
-        """Whether the gradient has begun to overwrite the working lists."""
+        """It has begun to overwrite working lists."""
         last_batch = self._workload.moments[m].micro_batch == self._workload.micro_batches - 1
         return last_batch and self._uses.updated(c) and self._uses.spans[c][-1][1] <= m

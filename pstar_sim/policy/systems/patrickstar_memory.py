@@ -1,4 +1,4 @@
-"""PatrickStar's memory: the places where chunks live, and payloads that move one at a time.
+"""Where PatrickStar's chunks live, and payloads that move one at a time.
 
 patrickstar.py says which of this is published.
 """
@@ -26,13 +26,12 @@ GPU, HOST = PLACES.index(Place.GPU), PLACES.index(Place.HOST)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Homes:
-    """small: all their lists are on the GPU; on several ranks as whole chunks.
+    """small: all lists on the GPU, whole on several ranks.
     pinned: chunks with states on the GPU.
-    movable: states on the host, and a working list that moves, ascending.
-    brought_bytes: what comes to the GPU before its use: the own slice of a movable chunk, and the remote chunks of its
-        group.
-    remote_bytes: remote chunks of a chunk's group; 0 with one rank.
-    buffer_bytes: the fp32 buffer through which parameters come up; 0 if all states are on the GPU.
+    movable: states on the host, a moving working list, ascending.
+    brought_bytes: to the GPU before a use: a movable chunk's own slice, and its group's remote chunks.
+    remote_bytes: of a chunk's group, 0 with one rank.
+    buffer_bytes: fp32, through which parameters come up, 0 with all states on the GPU.
     """
 
     small: frozenset[int]
@@ -66,11 +65,8 @@ def homes_of(uses: Facts, budget_bytes: int) -> Homes:
 
 
 def margin_space(uses: Facts, budget_bytes: int) -> int:
-    """Bytes of the GPU for states of chunks that move; may be negative:
-
-    budget - peak non-model - fp32 buffer - small chunks with their states - all working lists - remote chunks of one
-    group.
-    """
+    """For states of chunks that move, perhaps negative: budget - peak non-model - fp32 buffer - small chunks with their
+    states - all working lists - remote chunks of one group."""
     layout = uses.layout
     space = budget_bytes - max(uses.tide) - fp32_buffer_bytes(uses)
     remote = 0
@@ -92,10 +88,10 @@ def fp32_buffer_bytes(uses: Facts) -> int:
 
 
 def chunks_in_margin(margin_bytes: int, states_bytes: Sequence[int]) -> int:
-    """How many first chunks have their states in margin space: ceil(margin / states of a chunk * 0.8) - 1.
+    """First chunks with states in margin space: ceil(margin / states of a chunk * 0.8) - 1.
 
-    states_bytes: in the original all chunks have one size; here the median counts. With an oversize chunk among the
-        first, the number is lowered until the states fit.
+    states_bytes: the original's chunks have one size, here the median counts, lowered until states fit with an oversize
+        one among the first.
     """
     if margin_bytes <= 0 or not states_bytes:
         return 0
@@ -106,16 +102,15 @@ def chunks_in_margin(margin_bytes: int, states_bytes: Sequence[int]) -> int:
 
 
 class Memory:
-    """Payloads that move one at a time: every step waits for the step before it. The holdings of `b` say where each
-    payload is.
+    """Every step waits for the one before; holdings of `b` say where payloads are.
 
-    whole: groups whose remote chunks are on the GPU.
+    whole: groups with remote chunks here.
     fixed_bytes: never move from the GPU.
-    unit: "chunk" or "group", of communication and of the reserve.
+    unit: "chunk" or "group", of communication and reserve.
     """
 
     def __init__(self, b: Builder, homes: Homes, resident: Collection[int], unit: str) -> None:
-        """resident: movable chunks on the GPU between two iterations."""
+        """resident: movable, on the GPU between two iterations."""
         self.b = b
         self.homes = homes
         self.unit = unit
@@ -152,7 +147,7 @@ class Memory:
 
     @property
     def used_bytes(self) -> int:
-        """Without the tide. The room of small chunks counts even while the gradients of other ranks have left it."""
+        """Without the tide; small chunks' room counts even while others' gradients have left it."""
         used = self._holdings.used_bytes[GPU]
         if self.b.ranks == 1:
             return used
@@ -174,7 +169,7 @@ class Memory:
         self.last = self.b.drop(Queue.D2H, c, self.moment)
 
     def send_gradient(self, c: int) -> None:
-        """In the working list that contains it, whose room on the GPU stays."""
+        """In its working list, whose room on the GPU stays."""
         self.last = self.b.writeback(c, "param", self.b.uses.last_gradient(c), self.then())
 
     def fetch_updated(self, c: int) -> None:
@@ -196,15 +191,15 @@ class Memory:
             self.disperse(c)
 
     def reduce(self, c: int) -> None:
-        """Over the ranks, in the working lists. The own chunk's gradients stay."""
+        """In the working lists; the own chunk's gradients stay."""
         self.last = self.b.reduce_scatter(c, self.moment, self.then())
 
     # Room.
 
     def bring(self, c: int, needed: Collection[int]) -> None:
-        """Brings the slices that are missing.
+        """Missing slices.
 
-        needed: may not be evicted.
+        needed: may not leave.
         """
         if c not in self.on_gpu:
             self.make_room(self._own[c], needed)
@@ -219,8 +214,8 @@ class Memory:
         return max(tide[m], tide[(m + 1) % len(tide)])
 
     def make_room(self, size_bytes: int, needed: Collection[int]) -> None:
-        """Until `size_bytes` more fit the published capacity, which leaves a reserve of one chunk or group. `needed`
-        stay. Raises DoesNotFit if nothing else can be evicted."""
+        """Until so many more fit the published capacity, with a reserve of one chunk or group; `needed` stay. Raises
+        DoesNotFit if nothing else can leave."""
         b, m = self.b, self.moment
         total = size_bytes + self.non_model_bytes(m) + b.layout.chunk_bytes
         while self.used_bytes + total > self.budget_bytes and self._evict_farthest(needed):
@@ -235,14 +230,13 @@ class Memory:
             )
 
     def trim(self, needed: Collection[int]) -> None:
-        """Until the rest fits the GPU's budget less the non-model bytes of the moment. The reserve does not count, as
-        in the original."""
+        """Until the rest fits the budget less the moment's non-model bytes, without the reserve, as in the original."""
         capacity = self.budget_bytes - self.b.uses.tide[self.moment]
         while self.used_bytes > capacity and self._evict_farthest(needed):
             pass
 
     def _evict_farthest(self, needed: Collection[int]) -> bool:
-        """Belady's rule. A whole group's remote chunks go first."""
+        """Belady's rule; a whole group's remote chunks go first."""
         candidates = [c for c in self.resident | (self.whole & self.homes.pinned) if c not in needed]
         if not candidates:
             return False

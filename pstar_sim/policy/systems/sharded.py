@@ -1,16 +1,15 @@
-"""The common part of the ZeRO-3 family of policies: an iteration of sharded data parallelism, and parts of the update.
+"""The ZeRO-3 family's iteration of sharded data parallelism, and parts of the update.
 
-Every rank holds its own slice of each chunk (with one rank: the whole chunk) on the GPU or on the host (shards.py). A
-visit is a run of moments that use a chunk. The chunk is made whole some way ahead of the visit, or when the moment
-before the visit ends (sharded_visits.py, gathers.py). Gradients leave in buckets (buckets.py). optimizer.step() blocks,
-so successive iterations do not overlap. Each policy writes its own optimizer step (`Sharded.gpu_adam`, `cpu_adam`,
+Every rank holds its slice of each chunk on the GPU or the host (shards.py). A chunk is made whole some way ahead of a
+visit, or when the moment before it ends (sharded_visits.py, gathers.py); gradients leave in buckets (buckets.py).
+optimizer.step() blocks, so iterations do not overlap; each policy writes its own (`Sharded.gpu_adam`, `cpu_adam`,
 `copy_up`, `stage`, `finish`).
 
-With one rank there are no collectives, and chunks that live on the GPU do not move.
+On one rank there are no collectives, and chunks on the GPU do not move.
 
-Hybrid sharding (HSDP) slices chunks over the GPUs of a replica alone, by default of a node. Every replica has all
-slices, gathers them within itself, and adds its gradients to those of the others. So the layout has fewer ranks than
-the machine; all other parts of a plan follow from it.
+Hybrid sharding (HSDP) slices over a replica's GPUs alone, by default a node's; every replica has all slices, gathers
+within itself, and adds its gradients to the others'. So the layout has fewer ranks than the machine, from which all
+else follows.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ REPLICAS = Option(
 
 
 def slices_on(machine: Machine, replicas: int | str) -> int:
-    """The number of GPUs over which each replica slices a chunk. Raises CannotPlan for replicas that are not equal
-    groups of neighbours, each within a node or of whole nodes, of two GPUs or more."""
+    """GPUs that slice a chunk in each replica. Raises CannotPlan unless replicas are equal groups of two or more
+    neighbours, each within a node or of whole nodes."""
     ranks, local = machine.data_parallel_size, machine.local_ranks
     count = machine.nodes if isinstance(replicas, str) else replicas
     slices = ranks // count
@@ -68,7 +67,7 @@ def slices_on(machine: Machine, replicas: int | str) -> int:
 
 
 class Sharded:
-    """The constructor writes residents and all moments; the methods write the update."""
+    """The constructor writes residents and moments, methods the update."""
 
     def __init__(self, b: Builder, scheme: Scheme) -> None:
         self.b = b
@@ -110,9 +109,9 @@ class Sharded:
         return [b.drop(Queue.D2H, c, m, [down])]
 
     def stage(self, c: int, room: Iterable[int]) -> tuple[int, int]:
-        """The states come up, are updated and go down again. Returns (gpu_adam, the step with which they have left).
+        """States come up, are updated and go down: (gpu_adam, the step with which they have left).
 
-        room: steps that have to end first.
+        room: to end first.
         """
         b, m = self.b, self.last_moment
         before = [*self.before_update(c), *room]
@@ -126,16 +125,16 @@ class Sharded:
         return update, gone
 
     def copy_up(self, c: int, after: Iterable[int], *, pinned: bool = True) -> list[int]:
-        """To where the parameters live. Returns the steps that bring them there; none if they live on the host."""
+        """To where parameters live; returns the steps, none on the host."""
         if not self.shards.lives_on_gpu(c):
             return []
         return [self.b.fetch(c, 0, after=after, via=None if pinned else self.shards.unpinned)]
 
     def finish(self, last: Iterable[int], updated: Mapping[int, list[int]]) -> None:
-        """Make whole chunks whole again, before the next iteration.
+        """Whole chunks are whole again, before the next iteration.
 
-        last: steps that end optimizer.step().
-        updated: chunk -> the steps after which its own slice is.
+        last: they end optimizer.step().
+        updated: chunk -> steps of its own slice.
         """
         ends = list(last)
         if self.shards.ranks > 1:
@@ -151,8 +150,7 @@ class Sharded:
             self.b.buffers.append((name, place, size_bytes))
 
     def hold_on_host(self, name: str, total_bytes: int) -> None:
-        """A buffer that raises the host's bytes to `total_bytes`, which the system is known to take (without
-        activations)."""
+        """A buffer that raises the host's bytes to what the system is known to take (without activations)."""
         self.hold(name, Place.HOST, total_bytes + self.b.stash_bytes - self.b.held_bytes(Place.HOST))
 
     def hold_bucket(self) -> None:
@@ -164,7 +162,7 @@ class Sharded:
         self.hold("gradient bucket", Place.GPU, allocated - self.buckets.peak_bytes)
 
     def check_gpu_room(self, what: str) -> None:
-        """Raise DoesNotFit if what the GPU always holds leaves no room for the highest tide."""
+        """Raise DoesNotFit if what the GPU always holds leaves no room for the tide."""
         held = self.b.held_bytes(Place.GPU)
         check_beside_tide(self.b, held, f"{what}, {format_bytes(held)},")
 

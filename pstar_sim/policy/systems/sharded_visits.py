@@ -1,7 +1,6 @@
-"""Visits of the ZeRO-3 family, the lead with which a visit's chunk is requested, and the sub-groups of the optimizer.
+"""Visits of the ZeRO-3 family, how far ahead chunks are requested, and the optimizer's sub-groups.
 
-[Note: visits of ZeRO-3] FSDP's visits follow the blocks of the model, DeepSpeed's the order traced in a first
-iteration. The module is pure: every function depends on the job's facts alone.
+[Note: visits of ZeRO-3] FSDP's follow the model's blocks, DeepSpeed's the order traced in a first iteration.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ __all__ = ["ahead_in_forward", "block_visits", "operators_before", "params_befor
 
 
 def block_visits(uses: Facts) -> list[Visit]:
-    """By FSDP's rule, sorted. The chunks of a block (layer) come before its first moment and go after its last, in
-    forward and again in backward. Recomputation and gradients of a block are one visit."""
+    """FSDP's, sorted: a block's chunks come before its first moment and go after its last, in each direction; its
+    recomputation and gradients are one visit."""
     runs = _blocks(uses.workload)
     run_of = [r for r, (first, last) in enumerate(runs) for _ in range(first, last + 1)]
     out: list[Visit] = []
@@ -40,7 +39,7 @@ _BLOCK = re.compile(r"(.*?\.\d+)(?:\.|$)")
 
 def _blocks(workload: Workload) -> list[tuple[int, int]]:
     """(first, last) moments, in one direction. A block is a module's path up to its first number ("h.5" for
-    "h.5.mlp.c_fc"), or the module. Moments that use no chunk belong to the block before."""
+    "h.5.mlp.c_fc"), or the module; moments without chunks belong to the one before."""
     runs: list[tuple[int, int]] = []
     open_key: tuple[str, bool, int] | None = None
     for m, moment in enumerate(workload.moments):
@@ -56,8 +55,8 @@ def _blocks(workload: Workload) -> list[tuple[int, int]]:
 
 
 def traced_visits(uses: Facts, reuse_params: int) -> list[Visit]:
-    """By DeepSpeed's rule, sorted. A chunk goes after a use unless it is used again before `reuse_params` other
-    parameters are read in the traced order (stage3_max_reuse_distance)."""
+    """DeepSpeed's, sorted: a chunk goes after a use unless used again before `reuse_params` other parameters are read
+    in the traced order (stage3_max_reuse_distance)."""
     w = uses.workload
     read = [0, *accumulate(sum(w.tensors[t].numel for t in row) for row in w.reads)]
     out: list[Visit] = []
@@ -74,15 +73,15 @@ def traced_visits(uses: Facts, reuse_params: int) -> list[Visit]:
 
 
 def operators_before(visits: Sequence[Visit], ahead: int) -> dict[int, int]:
-    """First moment of a visit -> moment with whose start its chunk may be requested: `ahead` operators earlier; an
-    operator is a moment that opens visits."""
+    """A visit's first moment -> moment with whose start its chunk may be requested: `ahead` operators (moments that
+    open visits) earlier."""
     opening = sorted({v.first for v in visits})
     return {m: opening[max(0, n - ahead)] if ahead <= n else 0 for n, m in enumerate(opening)}
 
 
 def params_before(visits: Sequence[Visit], uses: Facts, ahead_params: int) -> dict[int, int]:
-    """As `operators_before`, for a prefetcher that requests the next operators until `ahead_params` parameters are on
-    their way (stage3_prefetch_bucket_size). If `ahead_params` is not 0, at least one operator is ahead."""
+    """As `operators_before`, until `ahead_params` parameters are on their way (stage3_prefetch_bucket_size); unless 0,
+    at least one operator ahead."""
     size: dict[int, int] = {}
     for v in visits:
         size[v.first] = size.get(v.first, 0) + uses.layout.chunks[v.chunk].numel
@@ -100,16 +99,16 @@ def params_before(visits: Sequence[Visit], uses: Facts, ahead_params: int) -> di
 
 
 def ahead_in_forward(ahead: Mapping[int, int], workload: Workload) -> dict[int, int]:
-    """As `operators_before`, without requests ahead in the backward pass.
+    """Without requests ahead in backward.
 
-    DeepSpeed requests ahead in both passes. But its published backward passes take about as long as if each gather held
-    them up. Why is not known.
+    DeepSpeed has them in both, but its published backward passes take about as long as if each gather held them up; why
+    is not known.
     """
     return {m: at if workload.moments[m].phase is Phase.FWD else m for m, at in ahead.items()}
 
 
 def sub_groups(layout: Layout, chunks: Iterable[int], params: int) -> list[list[int]]:
-    """A run ends as soon as this rank's slices in it hold `params` parameters."""
+    """A run ends once this rank's slices in it hold `params`."""
     groups: list[list[int]] = []
     held = 0
     for c in chunks:

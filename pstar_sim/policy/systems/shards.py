@@ -1,4 +1,4 @@
-"""The choices of a system of the ZeRO-3 family, and the places of a job's chunks under these choices."""
+"""A ZeRO-3 system's choices, and where chunks are under them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Flush", "Scheme", "Shards"]
 
 
 class Flush(Enum):
-    """How the last micro-batch's gradients go to the host.
+    """The last micro-batch's gradients, to the host.
 
     PINNED: into pinned memory, as they are.
-    FP32: into pinned memory, converted to fp32 on the GPU, because the CPU does not touch such a copy. The next moment
-        waits for it: published backward passes grow by 4 bytes per parameter at the link's rate.
-    BLOCKING: into memory that is not pinned. The next moment waits, as does everything that the process would launch.
+    FP32: pinned, converted to fp32 on the GPU: the CPU does not touch such a copy. The next moment waits: published
+        backward passes grow by 4 bytes per parameter at the link's rate.
+    BLOCKING: not pinned; the next moment waits, as does everything that the process would launch.
     """
 
     PINNED = auto()
@@ -29,18 +29,16 @@ class Flush(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """visits: when chunks are whole on the GPU.
-    gather_at: first moment of a visit -> the earliest moment in which its gather may start.
-    fetch_at: the same for its copy from the host.
-    read_at: the same for its read from the disks. Empty unless parameters live there.
-    home: of parameters between visits (the GPU, the host or the disks).
-    states: of chunks that are updated on the host, with their gradients (the host or the disks).
-    resident: chunks whose states stay on the GPU. Their parameters live at `home` as all others.
-    staged: states come to the GPU for the update. Their parameters have to live there.
-    bucket_params: parameters (of whole chunks) whose gradients leave together; 0: each leaves as soon as it is
-        complete.
-    sums_wait: whether the moment after a bucket waits for its sum over the ranks. The flush of the last micro-batch
-        waits for it in any case.
+    """visits: of whole chunks on the GPU.
+    gather_at: a visit's first moment -> earliest moment for its gather.
+    fetch_at: for its copy from the host.
+    read_at: for its read from disks, if parameters live there.
+    home: of parameters between visits.
+    states: place of states and gradients for updates on the host (host or disks).
+    resident: states stay on the GPU, parameters at `home`.
+    staged: states come to the GPU for the update, where parameters have to live.
+    bucket_params: of whole chunks whose gradients leave together, 0: each when complete.
+    sums_wait: the moment after a bucket waits for its sum, as the last micro-batch's flush always does.
     """
 
     visits: Sequence[Visit]
@@ -57,11 +55,11 @@ class Scheme:
 
 
 class Shards:
-    """Every rank has its own slice of each chunk.
+    """Every rank has its slice of each chunk.
 
     kept: small, always whole on every GPU.
-    on_gpu: chunks whose gradient never leaves the GPU.
-    unpinned: `via` of memory that is not pinned; None if the machine gives no rate for it, which then counts as pinned.
+    on_gpu: their gradient never leaves.
+    unpinned: `via` of unpinned memory, None without a rate for it: it then counts as pinned.
     """
 
     def __init__(self, b: Builder, scheme: Scheme) -> None:
@@ -85,9 +83,9 @@ class Shards:
         return c in self.on_gpu and not self.several
 
     def reside(self, host_list: str) -> None:
-        """Record the place of each list between two iterations.
+        """Each list, between two iterations.
 
-        host_list: list in which Adam on the host finds a gradient.
+        host_list: where Adam on the host finds a gradient.
         """
         b, scheme = self.b, self.scheme
         for c in range(len(b.layout.chunks)):

@@ -72,12 +72,12 @@ def _job(workload: Workload, machine: Machine, settings: Settings) -> Job:
 
 
 class _ChunksByLayer:
-    """A layer is a numbered module ("h.5"); in a model without, each chunk. A chunk belongs to the first layer whose
-    parameters it holds, or to none if it also holds parameters of no layer.
+    """A layer is a numbered module ("h.5"), in a model without, each chunk. A chunk belongs to the first layer it
+    holds, or none if it also holds others' parameters.
 
-    words: count, of chunks or of groups of layers if chunks do not hold whole layers.
-    of: moving chunk -> its layer, in order of first use.
-    outside: always on the GPU: parameters of no layer.
+    words: count, of chunks or of groups of layers.
+    of: moving chunk -> layer, by first use.
+    outside: of no layer, always on the GPU.
     """
 
     def __init__(self, job: Job) -> None:
@@ -106,7 +106,7 @@ class _ChunksByLayer:
 
     @cached_property
     def buffer_bytes(self) -> int:
-        """Working lists of the largest layer, and gradient lists if gradients have lists of their own."""
+        """Working lists of the largest layer, and separate gradient lists."""
         job = self.job
         held = [0] * self.count
         for c, layer in self.of.items():
@@ -120,7 +120,7 @@ class _ChunksByLayer:
 
     @cached_property
     def gaps(self) -> list[tuple[int, int, int, int]]:
-        """(chunk, moment, next moment that uses it, number of other layers used in between)."""
+        """(chunk, moment, next moment that uses it, other layers used in between)."""
         runs = list(self._runs())
         begins = [begin for begin, _ in runs]
         found = []
@@ -131,7 +131,7 @@ class _ChunksByLayer:
         return found
 
     def _runs(self) -> Iterator[tuple[int, int]]:
-        """(moment, layer) of each moment that uses another layer than the moment before."""
+        """(moment, layer) where the layer changes."""
         last = -1
         for m, chunks in enumerate(self.job.uses.by_moment):
             for layer in sorted({self.of[c] for c in chunks if c in self.of}):
@@ -141,9 +141,9 @@ class _ChunksByLayer:
 
 
 class _Solver:
-    """Schedules by window; each is made once.
+    """By window, each made once.
 
-    refused: window -> why it does not fit.
+    refused: window -> why.
     """
 
     def __init__(self, layers: _ChunksByLayer) -> None:
@@ -191,12 +191,12 @@ class _Solver:
                 yield Visit(c, begin, end)
 
     def resident_bytes(self, w: int) -> int:
-        """Small chunks, chunks of no layer and of the first w layers."""
+        """Small chunks, and those of no layer and the first w."""
         layers, job = self.layers, self.layers.job
         return job.small_bytes + sum(job.permanent[c] + job.remote[c] for c in (*layers.outside, *layers.first(w)))
 
     def pool_bytes(self, w: int) -> int:
-        """The 2w buffers, or fewer if fewer layers come and go."""
+        """2w buffers, or fewer if fewer layers come and go."""
         return min(2 * w, self.layers.count - w) * self.layers.buffer_bytes
 
     def needed_bytes(self, w: int) -> int:
@@ -209,14 +209,14 @@ class _Solver:
         )
 
     def most(self) -> int:
-        """The largest window for which the GPU has room, at least 1."""
+        """With room on the GPU, at least 1."""
         budget = self.layers.job.machine.gpu_budget_bytes
         return max((w for w in range(1, self.layers.count + 1) if self.needed_bytes(w) <= budget), default=1)
 
     def best(self) -> int:
-        """The smallest window as fast as the fastest. Powers of two and the largest are tried first, then halfway
-        between the best and its neighbours. Where any plan will do, the largest of the first ones that fits: it leaves
-        least on the host. Raises DoesNotFit if none fits."""
+        """The smallest window as fast as the fastest: powers of two and the largest, then halfway between the best and
+        its neighbours. Where any plan will do, the largest of the first that fits leaves least on the host. Raises
+        DoesNotFit if none fits."""
         most = self.most()
         for w in sorted({most, *(1 << n for n in range(most.bit_length()))}, reverse=self.any_will_do):
             self._try(w)

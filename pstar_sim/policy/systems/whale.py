@@ -146,7 +146,7 @@ def _most_with_room(most: int, shortage: Callable[[int], DoesNotFit | None]) -> 
 
 
 def _shortage(workload: Workload, machine: Machine, settings: Settings, schedule: str) -> DoesNotFit | None:
-    """Why the GPUs have no room for the job, or None. Raises DoesNotFit if the host has no room."""
+    """Why the GPUs have no room; raises DoesNotFit if the host has none."""
     try:
         whale(workload, machine, settings, schedule=schedule)
     except DoesNotFit as short:

@@ -133,7 +133,7 @@ def zero3_offload(
 
 
 def _optimizer_step(o: Offloaded, *, pinned: bool) -> None:
-    """The steps of a sub-group end in its order, so those of its last chunk stand for all."""
+    """Steps of a sub-group end in order, so its last chunk's stand for all."""
     s = o.sharded
     ends: list[int] = []
     updated: dict[int, list[int]] = {}
@@ -245,7 +245,7 @@ class Offloaded:
 
 
 def _offloaded_groups(sizes: Sequence[int], ratio: float) -> int:
-    """As many first groups as bring their share of all parameters nearest to the ratio."""
+    """First groups with a share of parameters nearest to the ratio."""
     wanted = ratio * sum(sizes)
     held = 0
     for n, size in enumerate(sizes):

@@ -128,7 +128,7 @@ def _optimizer_step(s: Sharded, groups: Sequence[Sequence[int]]) -> None:
 
 
 def _bring_in(s: Sharded, group: Sequence[int]) -> dict[int, list[int]]:
-    """To the host. Returns chunk -> the steps for which its update waits."""
+    """To the host: chunk -> steps its update waits for."""
     b, scheme, m = s.b, s.shards.scheme, s.last_moment
     arrived: dict[int, list[int]] = {}
     for c in group:
@@ -143,7 +143,7 @@ def _bring_in(s: Sharded, group: Sequence[int]) -> dict[int, list[int]]:
 
 
 def _update(s: Sharded, c: int, arrived: list[int]) -> tuple[list[int], list[int]]:
-    """Returns the steps after which its parameters are where they live, and its other lists have left the host."""
+    """Steps after which parameters are at home, and other lists have left the host."""
     b, scheme, m = s.b, s.shards.scheme, s.last_moment
     adam = s.cpu_adam(c, arrived)
     up = s.copy_up(c, [adam])

@@ -96,7 +96,7 @@ class _Bucket:
 
 
 def _forward_and_backward(b: Builder, gradients: GradientLists, bucket: _Bucket) -> list[int]:
-    """With the gradients through the bucket."""
+    """Gradients go through the bucket."""
     computed: list[int] = []
     for m in range(len(b.workload.moments)):
         for c in gradients.opens.get(m, ()):
@@ -109,7 +109,7 @@ def _forward_and_backward(b: Builder, gradients: GradientLists, bucket: _Bucket)
 
 
 def _optimizer_step(b: Builder, gradients: GradientLists, trained: list[int], computed: list[int]) -> None:
-    """Adam in order of the next use, with the copies back after it."""
+    """In order of the next use, copies back after it."""
     back = -1
     for c in sorted(trained, key=lambda c: (b.uses.first_use(c), c)):
         arrived = gradients.added.get(c, gradients.freed[c])

@@ -1,7 +1,7 @@
-"""The app behind `pstar app`: a question, which the planner answers again at every change of a field.
+"""`pstar app`: a question, answered anew at every change of a field.
 
-Streamlit runs this file as a script, again at every change. Answers are kept in memory, so that an earlier choice is
-shown at once. The address of the page says the question, and so does the command below the answer.
+Streamlit runs this file as a script each time; answers are kept. The page's address says the question, as does the
+command below the answer.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def _icon() -> Any:
-    """A tide over model data, as pixels: icons by name come from another machine."""
+    """A tide over model data, as pixels: icons by name come from elsewhere."""
     pixels = np.full((32, 32, 3), 255, np.uint8)
     pixels[:12], pixels[20:] = _rgb(CATEGORIES["non-model"]), _rgb(CATEGORIES["param"])
     return Image.fromarray(pixels)
@@ -77,8 +77,7 @@ def _rgb(colour: str) -> list[int]:
 
 
 def _question() -> Question | None:
-    """Shows the fields, which begin with what the address says, and keeps the address up to date. Shows an error in the
-    address instead, and returns None."""
+    """Fields begin with the address, and keep it up to date; its error is shown instead, with None."""
     asked = st.query_params
     wrong = False
     if "policy" not in st.session_state:
@@ -125,7 +124,7 @@ def _field(field: Field, place: Any) -> None:
 
 @st.cache_resource(max_entries=64, show_spinner="planning", hash_funcs={Question: repr})
 def _compared(question: Question, factor: float | None = None) -> Comparison:
-    """factor: of the link, which is so many times as fast."""
+    """factor: of the link's rates."""
     machine = question.machine()
     if factor is not None:
         machine = override(machine, {"link.bandwidth": f"x{factor:g}"})
@@ -158,7 +157,7 @@ def _dollars(row: Row, price: Price | None, nodes: int) -> str:
 
 
 def _answer(found: Comparison) -> None:
-    """Whether the job fits, how fast it runs, its price and its bottleneck."""
+    """Fit, speed, price and bottleneck."""
     rows = [row for row in found.rows if row.fits]
     st.caption(heading(found).replace("\n", " "))
     if rows:
@@ -205,7 +204,7 @@ def _cells(row: Row, price: Price | None, nodes: int) -> dict[str, str]:
 
 
 def _take_away(question: Question, found: Comparison) -> None:
-    """The question as a command, and the files of its answer."""
+    """As a command, and files."""
     st.code(question.command(), language="bash", wrap_lines=True)
     left, right = st.columns(2)
     left.download_button("the table (.csv)", _table(found).to_csv(), "comparison.csv", on_click="ignore")
@@ -244,7 +243,7 @@ def _largest(question: Question) -> None:
 
 
 def _more(question: Question, found: Comparison) -> None:
-    """The gain of a link that is FASTER per cent faster, by policy."""
+    """By policy, of a link FASTER per cent faster."""
     if not st.toggle(f"What {FASTER} % more link brings", key="faster"):
         return
     then = {row.policy: row for row in _compared(question, 1 + FASTER / 100).rows}
@@ -266,14 +265,14 @@ def _more(question: Question, found: Comparison) -> None:
 
 
 def _whole(text: str) -> str:
-    """Units, and signs of an error, stay on the line of their figure."""
+    """Units and signs stay with their figure."""
     for apart in (" %", " s", " ms", "± "):
         text = text.replace(apart, apart.replace(" ", "\N{NO-BREAK SPACE}"))
     return text
 
 
 def _pictures(fitting: list[Planned]) -> None:
-    """The tide and the queues of each policy, on shared axes."""
+    """Tide and queues by policy, on shared axes."""
     import plotly.graph_objects as go
 
     kind = getattr(getattr(st.context, "theme", None), "type", None) or "light"
@@ -300,7 +299,7 @@ def _pictures(fitting: list[Planned]) -> None:
 
 
 def _legend(chart: Chart, kind: str) -> str:
-    """HTML: names beside their colours."""
+    """Names beside colours."""
     items = (
         f"{_swatch(themed(colour, kind), chart.lines.get(name))}&nbsp;{escape(name)}"
         for name, colour in chart.legend.items()

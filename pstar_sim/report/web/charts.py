@@ -1,12 +1,10 @@
-"""Charts: timelines as Plotly figures, written as plain values, for the report and the app.
+"""Timelines as Plotly figures, as plain values.
 
-[Note: colours of the theme] A colour that depends on the theme is a word that begins with "@" (THEMES), which the
-script of a page, and `themed`, replace.
+[Note: colours of the theme] A colour of the theme begins with "@" (THEMES); a page's script, and `themed`, replace it.
 
-[Note: joined] A chart never draws more than a screen can show, and a note gives the number of joined elements. Where a
-curve has more corners than MOST_CORNERS, a point is the highest instant of its stretch. Where a lane has bars shorter
-than 1/RESOLUTION of the iteration, neighbours share a bar that lists them. Such a bar is as long as the resolution and
-as high as the share of its length in which the queue works: its area is the work.
+[Note: joined] A chart draws no more than a screen can show, and a note says what was joined. With more corners than
+MOST_CORNERS, a point is its stretch's highest instant. Neighbouring bars shorter than 1/RESOLUTION of the iteration
+share one that lists them, as long as the resolution and as high as its share of work: its area is the work.
 """
 
 from __future__ import annotations
@@ -63,11 +61,11 @@ CONTENT_COLOURS = ("@faint", CATEGORIES["param"], CATEGORIES["grad"], CATEGORIES
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Has "data" and "layout" of a Plotly figure; colours as in [Note: colours of the theme].
+    """The keys "data" and "layout" of Plotly, colours as in [Note: colours of the theme].
 
     legend: name -> colour.
-    lines: name in the legend -> style, one of LINE_STYLES.
-    notes: one per kind of elements that were joined.
+    lines: legend's name -> one of LINE_STYLES.
+    notes: on joined elements.
     """
 
     figure: Figure
@@ -115,13 +113,13 @@ def axis(title: str, **more: Any) -> Figure:
 def tide_chart(
     timeline: Timeline, *, x: str, right: float, top_bytes: float, over: tuple[str, Timeline] | None = None
 ) -> Chart:
-    """Bytes on the GPU over the iteration, against x = "time" or "moment".
+    """Bytes on the GPU, against x = "time" or "moment".
 
-    right: end of the x axis.
-    top_bytes: capacity on the y axis.
-    over: name and timeline of a run, or of another plan, drawn as lines.
+    right: end of x.
+    top_bytes: capacity on y.
+    over: another plan or run, as lines.
 
-    Raises PstarError for a timeline without samples of the GPU.
+    Raises PstarError without samples.
     """
     curves, note = _thinned(byte_curves(timeline, x=x))
     capacity = timeline.budget_bytes.get("gpu") or int(curves.total.max())
@@ -174,7 +172,7 @@ def tide_chart(
 
 
 def _lines_of(title: str, other: Timeline, x: str, capacity: int, scale: int, unit: str) -> tuple[list[Figure], str]:
-    """capacity: that of the areas below, from which the tide of a timeline without a budget hangs."""
+    """capacity: of the areas, from which a tide without a budget hangs."""
     curves, note = _thinned(byte_curves(other, x=x))
     capacity = other.budget_bytes.get("gpu") or capacity
     xs = _numbers(curves.edges)
@@ -199,24 +197,23 @@ def _area(xs: list[float], top: Any, values: Any, name: str, colour: str, scale:
 
 
 def _line(xs: list[float], values: Any, colour: str, width: float, scale: int) -> Figure:
-    """Constant from each x to the next."""
+    """Constant up to the next x."""
     line = {"color": colour, "width": width, "shape": "hv"}
     return {"type": "scatter", "mode": "lines", "x": xs, "y": _scaled(values, scale), "line": line}
 
 
 def _scaled(values: Any, scale: int) -> list[float]:
-    """One per edge, in units of `scale` bytes; the last holds to the end."""
+    """Per edge, in `scale` bytes; the last holds."""
     return _numbers(np.append(values, values[-1]) / scale)
 
 
 def _numbers(values: Any) -> list[float]:
-    """Six digits, more than a screen shows."""
+    """Six digits."""
     return [float(f"{v:.6g}") for v in np.asarray(values, np.float64).tolist()]
 
 
 def _thinned(curves: Curves) -> tuple[Curves, str]:
-    """At most MOST_CORNERS points, and a note on the joined ones. A point is the instant of its stretch with the most
-    bytes."""
+    """At most MOST_CORNERS, each its stretch's highest instant, and a note."""
     count = len(curves.edges) - 1
     if count <= MOST_CORNERS:
         return curves, ""
@@ -229,8 +226,7 @@ def _thinned(curves: Curves) -> tuple[Curves, str]:
 
 
 def _phases(timeline: Timeline, x: str, top: float, right: float) -> Figure:
-    """Above the capacity, names of phases that have room. Each carries the share of the width that its stretch takes: a
-    narrow screen leaves out those with small shares."""
+    """Names above the capacity, with their share of the width: a narrow screen leaves out small ones."""
     bands = phase_bands(timeline, x=x)
     shapes, names = [], []
     for band in bands:
@@ -280,9 +276,9 @@ class _Bar:
 
 
 def lanes_chart(timeline: Timeline, *, right_s: float, plan: Plan | None = None) -> Chart:
-    """The work of every queue over the steady iteration, and what compute waits for.
+    """Every queue's work, and what compute waits for.
 
-    Raises PstarError for a timeline without compute spans.
+    Raises PstarError without compute spans.
     """
     rows = _rows(timeline, chunk_words(plan))
     lanes = [lane for lane in LANES if lane in rows]
@@ -320,7 +316,7 @@ def _rows_of(lanes: Sequence[str]) -> Figure:
 
 
 def same_lanes(charts: Sequence[Chart]) -> list[Chart]:
-    """Each chart gets the lanes of all, so that rows side by side can be compared."""
+    """Each gets all lanes, for rows side by side."""
     there = {lane for chart in charts for lane in chart.figure["layout"]["yaxis"]["categoryarray"]}
     rows = _rows_of([lane for lane in LANES if lane in there])
     figures = [{**chart.figure, "layout": {**chart.figure["layout"], **rows}} for chart in charts]
@@ -328,9 +324,9 @@ def same_lanes(charts: Sequence[Chart]) -> list[Chart]:
 
 
 def _rows(timeline: Timeline, names: Mapping[int, str]) -> dict[str, list[_Bar]]:
-    """Lane -> its bars of the steady iteration in order of time, each of one step or one wait.
+    """Lane -> bars in order, a step or a wait each.
 
-    names: id of a step -> its chunk, in words.
+    names: step -> chunk, in words.
     """
     origin = steady_start_s(timeline)
     rows: dict[str, list[_Bar]] = {}
@@ -349,7 +345,7 @@ def _rows(timeline: Timeline, names: Mapping[int, str]) -> dict[str, list[_Bar]]
 
 
 def _bar_traces(bars: Sequence[tuple[str, _Bar]]) -> list[Figure]:
-    """One trace per name and colour."""
+    """By name and colour."""
     data: list[Figure] = []
     for (name, colour), group in groupby(sorted(bars, key=lambda b: _most(b[1])), key=lambda b: _most(b[1])):
         mine = list(group)
@@ -371,7 +367,7 @@ def _bar_traces(bars: Sequence[tuple[str, _Bar]]) -> list[Figure]:
 
 
 def _heights(bars: Sequence[tuple[str, _Bar]]) -> float | list[float]:
-    """One height where all bars are full."""
+    """One where all are full."""
     shares = [_share(bar) for _, bar in bars]
     return LANE if min(shares) == 1 else [round(LANE * max(share, LEAST), 3) for share in shares]
 
@@ -458,7 +454,7 @@ def residence_chart(found: Residence, *, right_s: float, layers: Sequence[str]) 
 
 
 def _ticks(layers: Sequence[str]) -> Figure:
-    """The blocks in which chunks begin, evenly spread."""
+    """Blocks where chunks begin, evenly spread."""
     chunks = range(0, len(layers), max(1, -(-len(layers) // TICKS)))
     return {
         "tickvals": [chunk + 0.5 for chunk in chunks],

@@ -1,6 +1,4 @@
-"""Document: one HTML file that contains its style, script, Plotly and figures, and by its content security policy loads
-nothing else.
-"""
+"""One HTML file with style, script, Plotly and figures, which by its content security policy loads nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ MOST_NARROW = 3
 
 @cache
 def plotly_script() -> str:
-    """Raises PstarError, saying what to install, if the package is missing."""
+    """Raises PstarError without the package, saying what to install."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -34,10 +32,10 @@ def plotly_script() -> str:
 
 
 def document(title: str, body: str, data: Mapping[str, Any], *, script: str) -> str:
-    """data: read by the script.
-    script: file beside this module.
+    """data: for the script,
+    script: a file beside this module.
 
-    Raises PstarError where Plotly is not installed.
+    Raises PstarError without Plotly.
     """
     plotly = plotly_script()
     here = files("pstar_sim.report.web")
@@ -70,17 +68,17 @@ def document(title: str, body: str, data: Mapping[str, Any], *, script: str) -> 
 
 
 def chart_place(name: str, says: str) -> str:
-    """The page draws the figure `name` of its data there.
+    """Where the page draws figure `name`.
 
-    says: the picture, for screen readers.
+    says: it, for screen readers.
     """
     return f'<div class="chart" role="img" aria-label="{escape(says)}" data-figure="{escape(name)}"></div>'
 
 
 def legend_html(legend: Mapping[str, str], lines: Mapping[str, str]) -> str:
-    """A colour may be one of the theme's.
+    """Colours may be the theme's.
 
-    lines: name -> style, as in CSS.
+    lines: name -> CSS style.
     """
     items = (f"<li>{_swatch(_css(colour), lines.get(name))}{escape(name)}</li>" for name, colour in legend.items())
     return f'<ul class="legend">{"".join(items)}</ul>'
@@ -93,12 +91,12 @@ def _swatch(colour: str, line: str | None) -> str:
 
 
 def breakable(text: str) -> str:
-    """A long name, of a policy with its options, may break behind its parts."""
+    """Policies' names may break behind their parts."""
     return re.sub(r"([_:,=])(?=\S)", r"\1<wbr>", escape(text, quote=False))
 
 
 def unbroken(text: str) -> str:
-    """A number stays on one line with its error and its unit."""
+    """A number with its error and unit."""
     return re.sub(r" (?=[±%]|(?:s|ms|us|GB|days)\b)|(?<=±) ", "&nbsp;", escape(text, quote=False))
 
 
@@ -107,8 +105,7 @@ def _css(colour: str) -> str:
 
 
 def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column names the rows. On a narrow screen a table of more than MOST_NARROW columns is a list of rows,
-    each with a line per column."""
+    """The first column names rows. On a narrow screen, more than MOST_NARROW columns become a list, a line each."""
     wide = len(heads) > MOST_NARROW
     top = "".join(f'<th scope="col">{breakable(head)}</th>' for head in heads)
     lines = []

@@ -1,7 +1,5 @@
-"""The report of one plan or several, or of a run beside its prediction, as one HTML file.
-
-The first screen holds the answer, four figures, where they come from, and the tide.
-"""
+"""Plans, or a run beside its prediction, as one HTML file, whose first screen has the answer, four figures, their
+source, and the tide."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ _TWO_PEAKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """command: that wrote it, with the names of its files alone."""
+    """command: that wrote it, without folders."""
 
     version: str
     date: str
@@ -54,11 +52,11 @@ class Made:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One column of a report.
+    """A column.
 
     timeline: predicted or measured.
-    examined: None for a run, whose plan is another subject's.
-    digest: SHA-256 of the file of the plan; "" if it has none.
+    examined: None for a run (its plan is another's).
+    digest: SHA-256 of the plan's file, "" if it has none.
     """
 
     title: str
@@ -73,15 +71,14 @@ class Subject:
 
     @property
     def as_planned(self) -> bool:
-        """Whether the seconds are those of the plan's own machine. A run is predicted with the rates that it measures
-        at its start."""
+        """Seconds of the plan's own machine, not rates measured at a run's start."""
         if self.measured or self.examined is None:
             return False
         return math.isclose(self.timeline.iteration_s, self.examined.timeline.iteration_s, rel_tol=1e-6)
 
 
 class _Quantity(NamedTuple):
-    """unit: of `number`, as in `Figure`, in which plans are compared; "" for a line that has no difference."""
+    """unit: as in `Figure`, for comparisons, "" without."""
 
     name: str
     text: str
@@ -90,9 +87,9 @@ class _Quantity(NamedTuple):
 
 
 def plan_report(subjects: Sequence[Subject], made: Made) -> str:
-    """Subjects side by side. A measured subject is also drawn over the one before it.
+    """Side by side, a run also over the one before.
 
-    Raises PstarError for no subject, for a timeline of another plan, and where Plotly is not installed.
+    Raises PstarError for none, another plan's timeline, and without Plotly.
     """
     if not subjects:
         raise PstarError("a report needs at least one plan")
@@ -103,7 +100,7 @@ def plan_report(subjects: Sequence[Subject], made: Made) -> str:
 
 
 class _Page:
-    """figures: name -> Plotly figure."""
+    """figures: name -> Plotly's."""
 
     def __init__(self, subjects: Sequence[Subject], made: Made) -> None:
         self.subjects = subjects
@@ -151,7 +148,7 @@ class _Page:
         )
 
     def _tiles(self) -> str:
-        """Of several subjects, each below the other."""
+        """Of several, each below the other."""
         bounded = all(_bound_s(subject) is not None for subject in self.subjects)
         four = [list(_four(subject, bounded=bounded)) for subject in self.subjects]
         tiles = []
@@ -164,7 +161,7 @@ class _Page:
         return f'<dl class="tiles">{"".join(tiles)}</dl>'
 
     def _verdict(self) -> str:
-        """A prediction is compared with the first one, a run with its own prediction."""
+        """Against the first prediction, a run against its own."""
         first, *others = self.subjects
         said = [f"{first.title}: {format_s(first.timeline.iteration_s)} per iteration{_error(first)}"]
         if not others and not first.measured:
@@ -207,16 +204,16 @@ class _Page:
         return f"<h2>Figures</h2>{what}{table_html(heads, rows)}{said}"
 
     def _alike(self) -> bool:
-        """Whether all do the same work."""
+        """All do the same work."""
         return len({_work(subject.plan) for subject in self.subjects}) == 1
 
     def _columns(self, cells: Sequence[str]) -> str:
         return f'<div class="columns">{"".join(f"<div>{cell}</div>" for cell in cells)}</div>'
 
     def _each(self, name: str, says: Sequence[str], charts: Sequence[Chart]) -> str:
-        """The legend, and a column per subject with its chart.
+        """Legend, and a chart per subject.
 
-        says: each chart in words.
+        says: each, in words.
         """
         cells = [self._drawn(f"{name} {n}", *one) for n, one in enumerate(zip(self.subjects, charts, says))]
         return f"{_legend(charts)}{self._columns(cells)}"
@@ -253,7 +250,7 @@ class _Page:
         )
 
     def _both(self, drawn: dict[str, list[Chart]]) -> str:
-        """The second of two plans of one job drawn over the first; adds the charts to `drawn`."""
+        """The second of two plans over the first, added to `drawn`."""
         if len(self.subjects) != 2 or self.overlaid or not self._alike():
             return ""
         first, other = self.subjects
@@ -264,7 +261,7 @@ class _Page:
         return f"<h3>{breakable(title)}</h3>{chart_place('tide both', words)}"
 
     def _tide(self, name: str, subject: Subject, x: str, over: tuple[str, Timeline] | None) -> Chart:
-        """Keeps the figure among the page's."""
+        """Kept among the page's figures."""
         right = self.right_s if x == "time" else float(self.moments)
         chart = tide_chart(subject.timeline, x=x, right=right, top_bytes=self.top_bytes, over=over)
         self.figures[f"{name} {x}"] = chart.figure
@@ -343,7 +340,7 @@ def _legend(charts: Sequence[Chart]) -> str:
 
 
 def _merged(legends: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """A name that a later legend brings stands behind the one before it there."""
+    """A later legend's name follows the one before it there."""
     names: list[str] = []
     for legend in legends:
         at = 0
@@ -370,7 +367,7 @@ def _budgets(machine: Machine) -> str:
 
 
 def _work(plan: Plan) -> tuple[str, int, int]:
-    """Seconds of plans are compared if their work is equal, also on different machines."""
+    """Seconds are compared for equal work, also on other machines."""
     return plan.workload.model, plan.workload.params, plan.tokens
 
 
@@ -393,9 +390,9 @@ def _binds(subject: Subject) -> str:
 
 
 def _four(subject: Subject, *, bounded: bool) -> Iterator[tuple[str, str]]:
-    """Four figures with their names, with as many digits as their error leaves them.
+    """With digits that their error leaves.
 
-    bounded: whether the seconds of all subjects have a bound.
+    bounded: all have a bound.
     """
     plan, timeline, error = subject.plan, subject.timeline, _error(subject)
     seconds = timeline.iteration_s
@@ -416,7 +413,7 @@ def _digits_s(seconds: float) -> str:
 
 
 def _bound_s(subject: Subject) -> float | None:
-    """None where the bound is not about these seconds."""
+    """None if about other seconds."""
     return subject.plan.predictions.get("lower_bound_s") or None if subject.as_planned else None
 
 
@@ -451,7 +448,7 @@ def _quantities(subject: Subject) -> Iterator[_Quantity]:
 
 
 def _difference(one: _Quantity | None, other: _Quantity | None) -> str:
-    """A cause of waits that only one has is 0 for the other."""
+    """A cause that only one has is 0 for the other."""
     known = one or other
     if known is None or not known.unit:
         return ""
@@ -460,7 +457,7 @@ def _difference(one: _Quantity | None, other: _Quantity | None) -> str:
 
 
 def _ways(timeline: Timeline) -> Iterator[tuple[str, str]]:
-    """Key and name. The ways to and from disks are there only if something moves."""
+    """To and from disks only if something moves. The ways to and from disks are there only if something moves."""
     yield "h2d", "host to GPU"
     yield "d2h", "GPU to host"
     for way, name in (("nvme_read", "read from disk"), ("nvme_write", "written to disk")):
@@ -499,7 +496,7 @@ def _chunks_words(found: Residence) -> str:
 
 
 def _proof(subject: Subject, examined: Examined) -> str:
-    """The certificate for readers who know no checker."""
+    """For readers who know no checker."""
     report, plan = examined.report, subject.plan
     rooms = []
     for place, size in report.peak_bytes.items():
@@ -531,7 +528,7 @@ def _proof(subject: Subject, examined: Examined) -> str:
 
 
 def _places(subject: Subject) -> Iterator[tuple[str, str, str]]:
-    """Each category, the sum, and the capacity."""
+    """Categories, sum, and capacity."""
     cut = _between(subject.plan)
     sampled = set(subject.timeline.columns("samples")["place"])
     for place, name in _PLACES.items():

@@ -1,7 +1,7 @@
-"""Question: a job, a machine and policies in texts, by the names of the flags of `pstar compare`. The app shows them as
-fields and keeps them in its address; the command line takes the same texts.
+"""Job, machine and policies in texts, named after `pstar compare`'s flags, as fields of the app, in its address, and
+for the command line.
 
-Axes of a job are those that workload/axes.py declares.
+Axes are workload/axes.py's.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ WIDTH = 72  # of a command
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """name: of the flag, with "_".
-    choices: the texts that are offered; "" leaves the flag out.
-    open: whether other texts are accepted.
-    initial: the text that the app opens with.
+    """name: the flag's, with "_".
+    choices: "" leaves it out.
+    open: others are accepted.
+    initial: the app's.
     """
 
     name: str
@@ -85,9 +85,9 @@ def _of_axis(name: str, axis: Axis) -> Field:
 
 @dataclass(frozen=True)
 class Question:
-    """texts: (name of a field, its text); fields without a text are left out.
+    """texts: (field, text), those without left out.
 
-    Raises PstarError for a text that its field does not take.
+    Raises PstarError for what a field does not take.
     """
 
     texts: tuple[tuple[str, str], ...]
@@ -136,7 +136,7 @@ class Question:
         return whole(name, int(text) if text.isascii() and text.isdigit() and len(text) < 10 else text)
 
     def address(self) -> dict[str, Any]:
-        """What the address of the app says, by flag: the texts that are not those it opens with."""
+        """By flag, the texts it does not open with."""
         initial = {field.name: field.initial for field in fields()}
         known = dict(self.texts)
         said = {f.flag: known.get(f.name, "") for f in fields() if known.get(f.name, "") != initial[f.name]}

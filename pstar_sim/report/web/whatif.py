@@ -1,7 +1,7 @@
-"""The what-if page: the points of sweeps as one HTML file, among which the reader chooses.
+"""Points of sweeps as one HTML file, among which readers choose.
 
-[Note: errors of a page] Seconds, and figures computed from them, have the error that validation found for the class of
-machine. The largest model lies between the largest of the sweep that fits and the next larger one.
+[Note: errors of a page] Seconds, and what follows from them, have validation's error for the class of machine; the
+largest model lies between the largest that fits and the sweep's next.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NAMES = {"seq": "tokens per sequence", "micro_batches": "micro-batches"}
 
 
 def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, prices: str | None = None) -> str:
-    """points: rows of results files; of two for the same point the later counts.
-    axes: where a point lacks one, it has the unchanged figure.
-    prices: a file that comes before the shipped prices.
+    """points: rows of results; of two for the same point the later counts.
+    axes: the unchanged figure where a point lacks one.
+    prices: over the shipped ones.
 
-    Raises PstarError for no points, for axes without a machine or a policy, and where Plotly is not installed.
+    Raises PstarError for no points, axes without machine or policy, and without Plotly.
     """
     model = "model" if "model" in axes else "trace"
     if not points or not {"machine", "policy", model} <= {*axes}:
@@ -87,13 +87,13 @@ def _parts(axes: Sequence[str]) -> list[str]:
 
 
 def _in_order(axes: Sequence[str], model: str) -> list[str]:
-    """In the order in which a reader chooses: the machine and its parts, the model, the others, the policy."""
+    """As readers choose: machine and parts, model, others, policy."""
     others = [axis for axis in axes if axis not in ("machine", model, "policy", *_parts(axes))]
     return ["machine", *_parts(axes), model, *others, "policy"]
 
 
 def _value(point: Mapping[str, object], axis: str) -> object:
-    """Value "x1" stands for an unchanged figure."""
+    """The value "x1" is an unchanged figure."""
     value = point.get(axis)
     return "x1" if value is None and axis.startswith("set.") else "" if value is None else value
 
@@ -103,7 +103,7 @@ def _values(points: Sequence[Mapping[str, object]], axis: str) -> list[object]:
 
 
 def _labels(axis: str, values: Sequence[object]) -> list[object]:
-    """Files without their folders, where their names differ: a page is sent to others."""
+    """Files without folders, where names differ: a page is sent to others."""
     names: list[object] = [Path(str(value)).name for value in values]
     return names if axis in ("machine", "trace") and len({*names}) == len(names) else list(values)
 
@@ -113,7 +113,7 @@ def _title(axis: str) -> str:
 
 
 def _costs(points: Sequence[Mapping[str, object]], parts: Sequence[str], prices: str | None) -> dict[str, Any]:
-    """Values of the axes that make a machine, joined by "|" -> [USD per hour, source], or None."""
+    """A machine's axes, joined by "|" -> [USD per hour, source], or None."""
     known = load_prices(prices)
     found: dict[str, Any] = {}
     for point in points:

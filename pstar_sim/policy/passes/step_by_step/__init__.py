@@ -1,2 +1,2 @@
-"""Passes for policies that write their steps one by one into a Builder: gradients of micro-batches and ranks, chunks
-that are whole on every GPU, lists on disks, checks of room."""
+"""For policies that write steps one by one into a Builder: gradients of micro-batches and ranks, whole chunks, disks,
+checks of room."""

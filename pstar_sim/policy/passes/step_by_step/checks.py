@@ -10,7 +10,7 @@ __all__ = ["check_beside_tide"]
 
 
 def check_beside_tide(b: Builder, held_bytes: int, what: str) -> None:
-    """Raise DoesNotFit if `held_bytes` leave the GPU no room for the highest tide."""
+    """Raise DoesNotFit if they leave no room for the highest tide."""
     tide = b.uses.tide
     worst = worst_moment(tide)
     b.check_room(Place.GPU, held_bytes + tide[worst], f"{what} beside {describe_moment(b.workload, worst)}")

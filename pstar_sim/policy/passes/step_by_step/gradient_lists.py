@@ -1,8 +1,7 @@
 """Gradient lists.
 
-A gradient that has a list of its own opens the list in the moment in which its first part arrives. Once the gradient is
-complete, it is summed over the ranks. The complete gradient then goes to the host, where the gradients of several
-micro-batches are added, or is added on the GPU. passes/gradient_rows.py does the same for the asynchronous family.
+A list opens when a gradient's first part arrives; complete, it is summed over the ranks, and added on the GPU, or on
+the host for several micro-batches. passes/gradient_rows.py does the same for the asynchronous family.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ __all__ = ["GradientLists", "arrivals"]
 def arrivals(
     uses: Facts, chunks: Iterable[int], *, last: bool = True
 ) -> tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]:
-    """Returns moment -> chunks whose gradient begins to arrive in it, and moment -> chunks whose gradient is complete
-    after it.
+    """Moment -> chunks whose gradient begins to arrive, and moment -> chunks whose gradient is complete after it.
 
-    last: False leaves out each chunk's last gradient.
+    last: with each chunk's last.
     """
     opens: dict[int, list[int]] = {}
     closes: dict[int, list[int]] = {}
@@ -35,20 +33,20 @@ def arrivals(
 
 
 class GradientLists:
-    """Writes the steps of the gradients of `chunks` into `b`.
+    """Of `chunks`, into `b`.
 
-    last: whether the last gradient of a chunk has a list too. Otherwise it overwrites the working list.
-    stay: chunks whose gradients stay on the GPU; on one rank without lists, added in place.
-    one_by_one: each step of the policy waits for the one before it, and for no other.
-    add_last: whether a last gradient without a list is added to the others before any update, for the norm of clipping
+    last: a chunk's last gradient has a list too, else it overwrites the working list.
+    stay: on the GPU, on one rank without lists, added in place.
+    one_by_one: each step waits for the one before, and no other.
+    add_last: a last gradient without a list is added to the others before any update, for clipping's norm
         (`add_last_of`).
-    opens: moment -> chunks whose lists open in it.
+    opens: moment -> chunks whose lists open.
     closes: moment -> chunks whose gradient in a list is complete after it.
-    host_list: list in which Adam on the host finds a gradient.
+    host_list: where Adam on the host finds a gradient.
     freed: chunk -> step that last freed its lists on the GPU.
     added: chunk -> step after which its sum on the host is up to date.
 
-    Raises CannotPlan for a layer-major workload, in which the lists of a chunk's micro-batches would overlap.
+    Raises CannotPlan for a layer-major workload, where a chunk's lists would overlap.
     """
 
     def __init__(
@@ -82,11 +80,11 @@ class GradientLists:
     # Bytes.
 
     def bytes_of(self, c: int) -> int:
-        """Returns the bytes on the GPU of the chunk's lists while they are open."""
+        """On the GPU, while they are open."""
         return sum(self._b.layout.payload_bytes(c, name) for name in self._names)
 
     def passing_bytes(self, c: int) -> int:
-        """Returns the bytes on the host of a gradient that waits there to be added; 0 if no gradient waits."""
+        """Of a gradient that waits on the host to be added, 0 if none does."""
         return self._b.layout.payload_bytes(c, "grad") if self._several and c not in self._stay else 0
 
     @property
@@ -97,13 +95,13 @@ class GradientLists:
     # Steps.
 
     def open(self, c: int, m: int, after: Iterable[int] = ()) -> int:
-        """Open the gradient lists of the chunk in moment `m`. Returns the step that opens the last of them."""
+        """In moment `m`; returns the step that opens the last."""
         waits = [*after, *self._earlier(self.freed, c)]
         return [self._b.alloc(Queue.COMPUTE, c, name, Place.GPU, m, after=waits) for name in self._names][-1]
 
     def close(self, c: int, m: int, after: Sequence[int]) -> int:
-        """Move the gradient that is complete after moment `m` to the place of its update. Returns the step after which
-        it is there and its lists are free."""
+        """To the place of its update, complete after `m`. Returns the step after which it is there and its lists are
+        free."""
         summed = self.sum(c, m, after)
         if c in self._stay:
             return self.keep(c, m, summed)
@@ -111,9 +109,9 @@ class GradientLists:
         return self.add(c, m)
 
     def sum(self, c: int, m: int, after: Sequence[int], list_name: str = "grad_remote") -> Sequence[int]:
-        """Sum a gradient over the ranks. Returns the steps after which the sum is complete (with one rank: `after`).
+        """Over the ranks; returns the steps after which it is complete (on one rank `after`).
 
-        list_name: "remote" for a gradient that lies in the working list.
+        list_name: "remote" for one in the working list.
         """
         if self._b.layout.ranks == 1:
             return after
@@ -121,23 +119,22 @@ class GradientLists:
         return [step]
 
     def keep(self, c: int, m: int, after: Iterable[int]) -> int:
-        """Free the list of a gradient that has been added to its sum on the GPU."""
+        """Once added to its sum on the GPU."""
         self.freed[c] = self._b.free(Queue.NET, c, "grad", Place.GPU, m, after)
         return self.freed[c]
 
     def send(
         self, c: int, m: int, after: Iterable[int], *, size_bytes: int | None = None, via: str | None = None
     ) -> int:
-        """Copy the gradient to the host, after the sum of earlier gradients there. Returns the copy; `freed` then names
-        the step that frees the list."""
+        """To the host, after the sum there. Returns the copy; `freed` then names the step that frees the list."""
         waits = [*after, *self._earlier(self.added, c)]
         down = self._b.writeback(c, "grad", m, waits, size_bytes=size_bytes, via=via)
         self.freed[c] = self._b.free(Queue.D2H, c, "grad", Place.GPU, m)
         return down
 
     def add(self, c: int, m: int, after: Iterable[int] = ()) -> int:
-        """Add the gradient to those of earlier micro-batches, on the host. Returns the step after which Adam on the
-        host may take the gradient (with one micro-batch: its arrival)."""
+        """To earlier micro-batches, on the host. Returns the step after which Adam there may take it (with one: its
+        arrival)."""
         if not self._several:
             return self.freed[c]
         step = self._b.cpu_add(c, "grad", m, after=[self.freed[c], *after])
@@ -145,14 +142,14 @@ class GradientLists:
         return step
 
     def add_last_of(self, c: int, after: Iterable[int]) -> int:
-        """Add the last gradient, which came in the working list, to the others on the host."""
+        """Which came in the working list, to the others on the host."""
         return self._b.cpu_add(c, "param", self._b.uses.last_gradient(c), after)
 
     def _earlier(self, steps: Mapping[int, int], c: int) -> list[int]:
         return [steps[c]] if c in steps and not self._one_by_one else []
 
     def all_there(self) -> list[int]:
-        """Returns what every update waits for, once all moments are written: the latest sum on the host. With clipping,
-        also the latest sum over the ranks, because the norm is that of all gradients."""
+        """What every update waits for, once all moments are written: the latest sum on the host, with clipping also
+        over the ranks, because the norm is of all."""
         wanted = ("host", "ranks") if self._b.settings.clip else ("host",)
         return [self._latest_sums[name] for name in wanted if name in self._latest_sums]

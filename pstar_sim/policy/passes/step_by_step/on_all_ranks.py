@@ -1,5 +1,4 @@
-"""Whole chunks and all-reduced gradients, which are the same on every GPU. On one rank these functions write no
-step."""
+"""Whole chunks and all-reduced gradients, the same on every GPU; no step on one rank."""
 
 from __future__ import annotations
 
@@ -11,17 +10,16 @@ __all__ = ["all_reduced", "gathered"]
 
 
 def gathered(b: Builder, c: int, moment: int, own: int, after: Iterable[int] = ()) -> int:
-    """Returns the step after which the chunk is whole on this GPU: on several ranks a gather of the others' slices, on
-    one rank `own`.
+    """After which the chunk is whole here: a gather of others' slices, on one rank `own`.
 
-    own: the step that brings this rank's slice.
+    own: brings this rank's slice.
     """
     return b.gather(c, moment, [own, *after]) if b.layout.ranks > 1 else own
 
 
 def all_reduced(b: Builder, c: int, moment: int, after: Sequence[int]) -> Sequence[int]:
-    """Returns the steps after which each rank has the sum, for a chunk that lives on every GPU (a replicated layout).
-    The gradient is complete after `after`, where it is accumulated."""
+    """After which each rank has the sum, for a chunk on every GPU (replicated). The gradient is complete after `after`,
+    where it is accumulated."""
     if b.ranks == 1:
         return after
     list_name = "grad32" if b.workload.micro_batches > 1 else "param"
