@@ -32,8 +32,10 @@ __all__ = ["Wire", "open_group"]
 log = logging.getLogger("executor")
 
 TORCH_LATER_S = 60.0  # torch's own limit, which ends the process without our message, comes this much later than ours
-SOON_S = 0.01  # after this wait a thread looks less often
-NAPS_S = (5e-5, 5e-4)
+NAP_SHARE = (
+    0.25  # a thread that waits looks again after this share of its wait so far, within LEAST_NAP_S and MOST_NAP_S
+)
+LEAST_NAP_S, MOST_NAP_S = 5e-5, 2e-3
 
 
 class Wire:
@@ -138,7 +140,7 @@ class Wire:
             except BaseException:
                 _keep_for_ever(self._group)
                 raise
-            time.sleep(NAPS_S[waited_s > SOON_S])
+            time.sleep(min(max(LEAST_NAP_S, NAP_SHARE * waited_s), MOST_NAP_S))
         try:
             work.wait()  # raises the error that ended the work
         except RuntimeError as error:

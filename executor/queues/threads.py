@@ -251,9 +251,12 @@ class ThreadQueues(QueuesBase):
         self._wait_until(lambda: not self._busy, lambda: "a step that is being executed to end", idle_is_stuck=False)
 
     def resume(self) -> None:
+        """Wakes the queues whose next step may start; a step for which another waits wakes its queue when it ends."""
         with self._lock:
             self._paused = False
-            self._notify_all()
+            for queue in self._at:
+                if queue in self._waiting and self._may_start(queue):
+                    self._conditions[queue].notify_all()
 
     def jump(self, iteration: int) -> None:
         with self._lock:
@@ -315,13 +318,15 @@ class ThreadQueues(QueuesBase):
             self._notify_all()
 
     def _moves(self) -> bool:
-        if self._busy:
-            return True
-        return not self._paused and any(
-            queue not in self._short
+        return bool(self._busy) or any(map(self._may_start, self._at))
+
+    def _may_start(self, queue: Queue) -> bool:
+        iteration, at = self._at[queue]
+        return (
+            not self._paused
+            and queue not in self._short
             and iteration <= self._limit(queue)
             and self._progress.ready(self._progress.order[queue][at], iteration)
-            for queue, (iteration, at) in self._at.items()
         )
 
     def _standing(self) -> str:

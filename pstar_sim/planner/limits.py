@@ -213,7 +213,7 @@ def max_model(
         asked,
         lambda policy, n: room(policy, models.shape(n)),
         models.most_layers,
-        first=MOST_LAYERS if parallel is None else entry.layers,
+        first=entry.layers,
         near=near,
         on_policy=on_policy,
     )
@@ -449,8 +449,9 @@ def _others_go_on(
 def _largest(
     ask: Callable[[int], Refusal | None], most: int, *, first: int = 1, near: int | None = None
 ) -> tuple[int, Refusal | None]:
-    """(the largest n in 0..most that fits, why n + 1 does not or None). n doubles from `first` until it does not fit,
-    then follows lines, and every third time halves the interval.
+    """(the largest n in 0..most that fits, why n + 1 does not or None). From `first`, n becomes four times as large
+    until it does not fit (many layers take long to ask about), then follows lines, and every third time halves the
+    interval.
 
     near: a guess, asked first, then further and further away.
     """
@@ -466,7 +467,7 @@ def _largest(
             high, errors[tried] = tried, error
         asked += bool(errors)
         if not errors:
-            tried = min(2 * low if near is None else low + stride, most)
+            tried = min(4 * low if near is None else low + stride, most)
             stride = max(4 * stride, low // 16)
         else:
             guess = (low + high) // 2 if asked % 3 == 0 else _along_a_line(errors, low, high)
