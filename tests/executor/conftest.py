@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +194,9 @@ def workload_of(model: nn.Module, batch: Any, *, micro_batches: int = 1, name: s
 
 
 def tight_plan(policy: str, w: Workload, settings: Settings) -> Plan:
-    """A plan at the smallest of a few gpu budgets at which the policy fits, so that chunks must move."""
-    plan_for = find_policy(policy)
+    """A plan at the smallest of a few gpu budgets at which the policy fits, so that chunks must move. It is sought with
+    a tenth of the effort: it is run, not compared."""
+    plan_for, settings = find_policy(policy), replace(settings, effort=0.1 * settings.effort)
     params = sum(t.bytes for t in w.tensors if t.tied_to is None)
     for share in (0.25, 0.4, 0.55, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, 12.0):
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+import functools
 import gc
 import json
 import multiprocessing
@@ -105,17 +106,22 @@ def settings_of(case: dict[str, Any]) -> Settings:
     return Settings(update="eager" if case.get("eager") else "step", clip=case.get("clip") is not None)
 
 
-def plan_of(case: dict[str, Any]) -> Plan:
-    model, draw = kit.build(case.get("model", "mlp"), checkpointing=case.get("checkpointing", False), seed=0)
+@functools.cache
+def workload_of(name: str, checkpointing: bool) -> Workload:
+    """Of one micro-batch."""
+    model, draw = kit.build(name, checkpointing=checkpointing, seed=0)
     example = draw(torch.Generator().manual_seed(9))
-    if case.get("model") == "experts":  # fake tensors cannot route
-        spec = executor.AdamW(lr=LR)
-        w = executor.record(
-            model, [example], kit.small_machine(10**9), name="experts", optimizer=spec, loss=kit.loss_of, timed=0,
-            batch=4, sequence=1,
-        )  # fmt: skip
-    else:
-        w = kit.workload_of(model, example)
+    if name != "experts":
+        return kit.workload_of(model, example)
+    spec = executor.AdamW(lr=LR)  # fake tensors cannot route
+    return executor.record(
+        model, [example], kit.small_machine(10**9), name="experts", optimizer=spec, loss=kit.loss_of, timed=0,
+        batch=4, sequence=1,
+    )  # fmt: skip
+
+
+def plan_of(case: dict[str, Any]) -> Plan:
+    w = workload_of(case.get("model", "mlp"), case.get("checkpointing", False))
     if "offload" in case:
         w = offload_blocks(w, [block_names(w)[n] for n in case["offload"]])
     w = repeat_micro_batch(w, case.get("micro_batches", 1))

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[int, str, str]] = {
     "ends early": (2, "", "has ended its run after 2 iterations"),
     "evaluates on": (2, "", "has ended its run after 2 iterations"),
 }
+ON_STREAMS = ("stands still", "killed inside, on streams")
 COUNTS = {"negative count": "-2", "nan count": "nan", "infinite count": "inf"}
 
 
@@ -50,6 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases: list[dict[str, Any]] = [{"name": name, "ranks": row[0]} for name, row in CASES.items()]
     cases += [{"name": "another P", "ranks": 2}, {"name": "another lr", "ranks": 2}]
     cases += [{"name": name, "ranks": 2} for name in ("reads alone", "read apart", "waits elsewhere", *COUNTS)]
+    cases += [{"name": name, "ranks": 2, "streams": True} for name in ON_STREAMS]
     (place / "cases.json").write_text(json.dumps(cases))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "rank_trouble.py"), str(place), "500"],
@@ -123,3 +125,28 @@ def test_ranks_with_different_settings(folder: Path) -> None:
     for rank in range(2):
         said = (folder / f"another lr.{rank}.txt").read_text()
         assert "PlanError: AdamW of rank 1 is not that of rank 0; give every rank the same" in said
+
+
+def said_by_rank_0(folder: Path, name: str) -> str:
+    """It ends with status 1, long before rank 1 wakes up or a collective's limit (600 s)."""
+    code, after_s = json.loads((folder / f"{name}.json").read_text())["ends"]["0"]
+    said = (folder / f"{name}.0.txt").read_text()
+    assert code == 1, said[-2000:]
+    assert after_s < BOUND_S
+    return said
+
+
+def test_a_rank_that_dies_on_streams_ends_the_others(folder: Path) -> None:
+    """Killed inside an iteration, with collectives in flight on every rank's stream: the others name it and end."""
+    said = said_by_rank_0(folder, "killed inside, on streams")
+    last = next(line for line in reversed(said.splitlines()) if "RankLost" in line)
+    assert "RankLost: rank 1 (process" in last
+    assert "died: it ended without a word" in last
+
+
+def test_a_rank_that_lives_and_stands_still(folder: Path) -> None:
+    """On streams. It is waited for so long as `timeout_s` says (3 s), and what the wait was for is said."""
+    said = said_by_rank_0(folder, "stands still")
+    assert re.search(
+        r"RankLost: the other ranks have not come to an exchange for \d+ s \(timeout_s=3\); this is rank 0", said
+    )

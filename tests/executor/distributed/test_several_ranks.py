@@ -1,5 +1,8 @@
 """Two and four processes train as one process does on the joined batch: parameters and both moments, and a rank's bytes
-are the plan's. The processes are started once for all cases (rank_worker.py)."""
+are the plan's; also on accelerators with asynchronous streams, collectives on one of their own, all with random delays.
+Between two iterations the ranks may evaluate different modules, in another order, different numbers of batches, or
+nothing: each gets bit by bit what one process gets, and training goes on as if nothing had been. The processes are
+started once for all cases (rank_worker.py, apart.py)."""
 
 from __future__ import annotations
 
@@ -85,12 +88,62 @@ CASES += [
     {"name": "three", "ranks": 3, "policy": "all_on_gpu", "clip": 0.05},
 ]
 
+ON_STREAMS = ("tide", "optimal", "zero_offload", "patrickstar", "all_on_gpu", "zero3_resident", "zero3_offload")
+ON_FOUR = ("streams-tide-4-accumulated", "streams-zero_offload-4-eager")
+OTHERS_ON_STREAMS: list[dict[str, Any]] = [
+    {"name": "streams-tide-clip", "ranks": 2, "policy": "tide", "clip": 0.05},
+    {"name": "streams-gpt2", "ranks": 2, "policy": "tide", "model": "gpt2", "checkpointing": True, "clip": 0.05},
+    {
+        "name": "streams-gpt2-offload",
+        "ranks": 2,
+        "policy": "tide",
+        "model": "gpt2",
+        "offload": [1],
+        **SETTINGS["accumulated"],
+    },
+    {"name": "streams-unequal", "ranks": 2, "policy": "tide", "sequences": [2, 1], "clip": 0.05, "evaluate": True},
+]
+APART: list[dict[str, Any]] = [
+    {"name": "modules", "ranks": 2, "policy": "tide", "apart": "modules"},
+    {"name": "modules on streams", "ranks": 2, "policy": "zero3_resident", "apart": "modules", "streams": True},
+    {"name": "order", "ranks": 2, "policy": "zero3_offload:bucket=2000,reuse=2000,prefetch=1000", "apart": "order"},
+    {"name": "numbers", "ranks": 3, "policy": "zero3_resident", "apart": "numbers"},
+    {"name": "numbers on streams", "ranks": 3, "policy": "tide", "apart": "numbers", "streams": True},
+    {"name": "alone", "ranks": 2, "policy": "optimal", "apart": "alone"},
+    {"name": "saved meanwhile", "ranks": 2, "policy": "tide", "apart": "alone", "save": "here"},
+    {"name": "experts apart", "ranks": 2, "policy": "tide", "apart": "numbers", "model": "experts"},
+    {"name": "nothing is sliced", "ranks": 2, "policy": "all_on_gpu", "apart": "modules"},
+]
+
+
+def on_streams(whole: bool) -> list[dict[str, Any]]:
+    """Every policy on two and on four ranks, in both settings; without --whole on two ranks, in one or the other
+    setting by turns, and ON_FOUR: a case of four takes as long as four of two."""
+    settings = ("accumulated", "eager")
+    every = [
+        {"name": f"streams-{policy}-{ranks}-{name}", "ranks": ranks, "policy": POLICIES[policy], **SETTINGS[name]}
+        for ranks in (2, 4)
+        for policy in ON_STREAMS
+        for name in settings
+    ]
+    alternate = {f"streams-{policy}-2-{settings[(n + 1) % 2]}" for n, policy in enumerate(ON_STREAMS)}
+    rows = [case for case in every if whole or case["name"] in {*ON_FOUR, *alternate}]
+    return [{**case, "streams": True} for case in rows + OTHERS_ON_STREAMS]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "streamed" in metafunc.fixturenames:
+        cases = on_streams(bool(metafunc.config.getoption("--whole")))
+        metafunc.parametrize("streamed", cases, ids=[case["name"] for case in cases])
+
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def results(whole: bool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Case -> what each of its ranks wrote."""
     folder = tmp_path_factory.mktemp("ranks")
-    (folder / "cases.json").write_text(json.dumps(CASES))
+    apart = [{**case, "clip": 0.05, **({"save": str(folder / "kept")} if "save" in case else {})} for case in APART]
+    cases = [*CASES, *on_streams(whole), *apart]
+    (folder / "cases.json").write_text(json.dumps(cases))
     run = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "rank_worker.py"), "4", str(folder), "840"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -99,8 +152,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         timeout=850,
     )
     found = {
-        case["name"]: [json.loads(path.read_text()) for path in sorted(folder.glob(f"{case['name']}.*.json"))]
-        for case in CASES
+        case["name"]: [json.loads(path.read_text()) for path in sorted(folder.glob(f"{case['name']}.[0-9].json"))]
+        for case in cases
     }
     assert run.returncode == 0, run.stderr[-4000:]
     return found
@@ -128,3 +181,32 @@ def test_trains_as_one_process_on_the_joined_batch(
         # [Note: what a slice moves through]: one slice, and none where nothing is sliced
         assert row["transient"][0] == (row["transient"][1] if row["layout_ranks"] > 1 else 0)
         assert {"gather", "reduce_scatter"} <= set(row["kinds"])
+
+
+def test_several_processes_on_streams_train_as_one(
+    results: dict[str, list[dict[str, Any]]], streamed: dict[str, Any]
+) -> None:
+    """Thinned (on_streams) but for --whole."""
+    rows = results[streamed["name"]]
+    assert [row.get("error") for row in rows] == [None] * streamed["ranks"]
+    for key in ("parameters", "exp_avg", "exp_avg_sq"):
+        assert rows[0][key] <= 1e-6, key
+    for row in rows:
+        assert row["deviations"] == []
+        assert row["evaluations"] == [0.0] * len(row["evaluations"])
+        assert {"gather", "reduce_scatter"} <= set(row["kinds"])
+
+
+@pytest.mark.parametrize("case", APART, ids=lambda case: case["name"])
+def test_each_rank_gets_what_one_process_gets(results: dict[str, list[dict[str, Any]]], case: dict[str, Any]) -> None:
+    rows = results[case["name"]]
+    assert [row.get("error") for row in rows] == [None] * case["ranks"]
+    for rank, row in enumerate(rows):
+        rounds = 6 if "save" in case else 4  # before each of three steps and at the end; around a load
+        each = {"modules": 2, "order": 6, "numbers": 2 * rank, "alone": 2 * (rank == 0)}[case["apart"]]
+        assert row["equal"] == [True] * (rounds * each)
+        assert row["unchanged"] and row["restored"]
+        assert row["parameters"] <= 1e-6
+        assert row["sliced"] == (case["policy"] != "all_on_gpu")
+        if case.get("model") != "experts":
+            assert row["deviations"] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,8 +10,8 @@ import shlex
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,41 +55,44 @@ def torchrun(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def as_torchrun_starts_them(folder: Path, *more: str, stop: Path | None = None) -> list[tuple[int, str]]:
-    """(status, stderr) of each of the two processes of the line, without torchrun: as one ends with an error, it ends
-    the other, whatever that has still to say.
+def without_torchrun(folder: Path, **runs: dict[str, Any]) -> dict[str, list[tuple[int, str]]]:
+    """(status, stderr) of each of the two processes of the line with more arguments, by the name of the run
+    (ranks_of_a_line.py).
 
-    stop: once this file has a line, the second process gets SIGTERM.
+    runs: name -> {"arguments", "stop"}.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     words = shlex.split(LINE)
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", *words[words.index("-m") :], *more],
-            env={
-                **os.environ, **ENVIRONMENT, "TORCHELASTIC_RUN_ID": "none", "RANK": str(rank), "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            },
-            cwd=folder,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        deadline_s = time.monotonic() + LIMIT_S
-        while stop is not None and not (stop.is_file() and stop.read_text()) and time.monotonic() < deadline_s:
-            time.sleep(0.1)
-        if stop is not None:
-            started[1].terminate()
-        said = [process.communicate(timeout=LIMIT_S)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [(process.returncode, text) for process, text in zip(started, said)]
+    rows = [
+        {**run, "name": name, "port": port, "arguments": [*words[words.index("executor") + 1 :], *run["arguments"]]}
+        for (name, run), port in zip(runs.items(), free_ports(len(runs)), strict=True)
+    ]
+    place = folder / "said"
+    place.mkdir()
+    (place / "runs.json").write_text(json.dumps(rows))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "ranks_of_a_line.py"), str(place)],
+        env={**os.environ, **ENVIRONMENT},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {
+        name: [
+            (status, (place / f"{name}.{rank}.txt").read_text())
+            for rank, status in enumerate(json.loads((place / f"{name}.json").read_text()))
+        ]
+        for name in runs
+    }
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        return [free.getsockname()[1] for free in sockets]
 
 
 def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,20 +154,25 @@ def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
         losses.append(float(loss.detach()))
     assert said["losses"] == pytest.approx(losses, rel=1e-6, abs=0)
 
-    # SIGTERM, to one of them: both save after the same step, and end with its status.
-    ended = as_torchrun_starts_them(tmp_path, "--save", "kept", "--keep", "1", "--log", "more.jsonl", "--steps", "9999",
-                                    stop=tmp_path / "more.jsonl")  # fmt: skip
-    assert [status for status, _ in ended] == [143, 143]
-    assert [text.count("pstar: stopped by SIGTERM after step") for _, text in ended] == [1, 0]
-    (kept_folder,) = (tmp_path / "kept").iterdir()
-    assert int(kept_folder.name.removeprefix("step-")) == len((tmp_path / "more.jsonl").read_text().splitlines())
-
-    # A file that the second rank alone could not write: each says so, before anything is built.
     (tmp_path / "run.1.json").unlink()
     (tmp_path / "run.1.json").mkdir()
-    refused = as_torchrun_starts_them(tmp_path, "--timeline", "run.{rank}.json")
+    log = tmp_path / "more.jsonl"
+    saving = ["--save", "kept", "--keep", "1", "--log", log.name, "--steps", "9999"]
+    ends = without_torchrun(
+        tmp_path,
+        stopped={"arguments": saving, "stop": str(log)},
+        refused={"arguments": ["--timeline", "run.{rank}.json"]},
+    )
+
+    # SIGTERM, to one of them: both save after the same step, and end with its status.
+    assert [status for status, _ in ends["stopped"]] == [143, 143]
+    assert [text.count("pstar: stopped by SIGTERM after step") for _, text in ends["stopped"]] == [1, 0]
+    (kept_folder,) = (tmp_path / "kept").iterdir()
+    assert int(kept_folder.name.removeprefix("step-")) == len(log.read_text().splitlines())
+
+    # A file that the second rank alone could not write: each says so, before anything is built.
     assert [
-        (status, [line for line in text.splitlines() if line.startswith("pstar: ")]) for status, text in refused
+        (status, [line for line in text.splitlines() if line.startswith("pstar: ")]) for status, text in ends["refused"]
     ] == [
         (2, ["pstar: rank 1: argument --timeline: run.1.json is a folder; name a file"]),
         (2, ["pstar: argument --timeline: run.1.json is a folder; name a file"]),

@@ -47,7 +47,7 @@ def plan_on_disks(
         host_bytes = int(host_share * bytes_each * params / dtype.itemsize) + machine.host.reserved_bytes
         machine = replace(machine, host=replace(machine.host, memory_bytes=host_bytes))
     spec = f"zero_infinity:{policy},{SMALL}" if policy.startswith(("params=", "states=")) else policy
-    return find_policy(spec)(w, machine, Settings(clip=clip))
+    return find_policy(spec)(w, machine, Settings(clip=clip, effort=0.1))
 
 
 def full(*_: Any) -> int:
