@@ -127,7 +127,6 @@ def measure(
     folder: Path,
     on_part: Callable[[str, int, int], object] = lambda name, number, count: None,
 ) -> Findings:
-    """cores: those that this process may use."""
     found = Findings(numa=read_numa(Path("/")))
     bench = Bench(effort)
     threads = host.thread_counts(cores)
@@ -405,7 +404,6 @@ def _gpu(found: Findings, device: Device, available: int, origin: str, notes: li
 
 
 def _gpu_name(device: Device) -> str:
-    """In the catalog, else the driver's."""
     if isinstance(device, VirtualDevice) or device.kind == "virtual":
         return "virtual"
     known = {alias: name for name, entry in load_catalog().gpus.items() for alias in entry.values.device_names}

@@ -335,7 +335,6 @@ def write_refused(name: str) -> ContractError:
 
 
 def _metadata() -> frozenset[Any]:
-    """Those that read a tensor's form and never its elements."""
     getters = [
         "shape",
         "dtype",

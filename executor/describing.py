@@ -60,7 +60,6 @@ def description_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, max_gr
 
 
 def _of_bitsandbytes(model: nn.Module, optimizer: Any, max_grad_norm: float | None) -> Optimizer:
-    """With the bits that the optimizer gives its states."""
     kind = {"adam": BnbAdamW, "lion": BnbLion}.get(optimizer.optimizer_name)
     if kind is None:
         raise ContractError(

@@ -349,8 +349,6 @@ def split(model: nn.Module) -> dict[int, str]:
 
 
 def _read(params_or_groups: Iterable[Any]) -> tuple[Any, ...]:
-    """Iterators become tuples, to be read twice."""
-
     def group(row: Any) -> Any:
         if not isinstance(row, Mapping) or isinstance(row.get("params"), torch.Tensor) or "params" not in row:
             return row

@@ -102,7 +102,6 @@ def connect(trainer: Any) -> Any:
 
 
 def _join(trainer: Any, optimizer: OffloadedOptimizer) -> _RunFiles:
-    """[Note: clipping]"""
     accelerator = trainer.accelerator
     accelerator.device_placement = False  # else accelerate would copy the states to its device and back
     norm = _Norm(optimizer.session)
@@ -450,7 +449,6 @@ class OffloadTrainerMixin:
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Of an offloaded or a plain Trainer."""
         if checkpoint is None or not _holds_states(checkpoint):
             absent = [name for name in (OPTIMIZER, SCHEDULER) if checkpoint and not (Path(checkpoint) / name).is_file()]
             if absent:
@@ -486,8 +484,6 @@ class OffloadTrainerMixin:
 
 @dataclass(frozen=True)
 class _Joined:
-    """kept: saves and loads in place of the Trainer."""
-
     optimizer: OffloadedOptimizer
     kept: _RunFiles
 
@@ -527,7 +523,6 @@ def _holds_states(checkpoint: str) -> bool:
 
 
 def _require_states(checkpoint: str | Path, asked: str) -> None:
-    """asked: the argument that needs a plan's states."""
     if not is_checkpoint(find_checkpoint(Path(checkpoint) / FOLDER)):
         raise CheckpointError(
             f"{asked}: {checkpoint} has no whole folder {FOLDER!r}; give a checkpoint that an offloaded or "
@@ -596,7 +591,6 @@ def _check_evaluation(args: Any) -> None:
 
 
 def _dtype_of(trainer: Any) -> str | None:
-    """By the Trainer's arguments or `accelerate launch --mixed_precision`."""
     word: str = trainer.accelerator.mixed_precision
     if word not in MIXED_PRECISION:
         raise ContractError(f"mixed precision {word!r} is not supported by a plan; use bf16=True or fp16=True")

@@ -74,7 +74,6 @@ def _columns_that_differ(lengths: Mapping[int, Mapping[str, int]], names: Sequen
 
 
 def _lengths(rows: Any, count: int) -> Iterator[tuple[int, dict[str, int]]]:
-    """(number, length by column)."""
     step = 1 if isinstance(rows, (list, tuple)) else max(1, len(rows) // max(LOOKED_AT, count))
     for number in range(0, len(rows), step):  # one at a time: rows may be images
         row = rows[number]

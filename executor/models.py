@@ -579,7 +579,6 @@ def _from_config(
 
 
 def _images(config: Any, batch: int, dtype: torch.dtype, device: str) -> tuple[dict[str, torch.Tensor], int]:
-    """With labels, and patches per image with the class token (1 without patches)."""
     vision = getattr(config, "vision_config", config)
     height, width = _pair(getattr(vision, "image_size", None) or IMAGE_SIZE)
     patch = getattr(vision, "patch_size", None)
@@ -616,7 +615,6 @@ def _classes(config: Any) -> int:
 
 
 def _model_class(spec: str, config: Any, architecture: str | None) -> Any:
-    """With a loss: the configuration's own architecture, or the usual one of its type."""
     transformers = _transformers()
     named = getattr(transformers, architecture, None) if architecture else None
     if named is not None and "labels" in inspect.signature(named.forward).parameters:

@@ -54,7 +54,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return RULES[group["update"]] if "update" in group else self.rule
 
     def _settings(self, group: Mapping[str, Any]) -> dict[str, Settings]:
-        """Rule -> settings."""
         if "update" in group:
             return {group["update"]: self._rule(group).read(group)}
         rest = group.get(REST, group)
@@ -171,7 +170,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def _load_row(self, tensor: int, row: Mapping[str, Any] | None) -> None:
-        """None: no update yet."""
         session = self.session
         session.contents.steps_taken[tensor] = 0 if row is None else int(row.get("step", 1))
         for key, field in self._rule_of(tensor).states.items():
@@ -182,7 +180,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             session.state.run.demand.rewrite_from_master(tensor)
 
     def _checked(self, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-        """By position of the parameter. Raises ContractError."""
         what = "optimizer.load_state_dict"
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise ContractError(

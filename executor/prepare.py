@@ -279,7 +279,6 @@ def _arena_that_fits(given: _Given, backend: Backend, ranks: Ranks | None, folde
 
 
 def _host_bytes(parameters: Sequence[nn.Parameter]) -> int:
-    """Each storage counted once."""
     storages = {storage_key(p): p.untyped_storage() for p in parameters if p.device.type == "cpu"}
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -385,7 +384,6 @@ def _stop_at_exit(session: Session) -> None:
 def _given_back_on_error(
     backend: Backend | None, sessions: Sequence[Session], source: Weights | None = None
 ) -> Iterator[None]:
-    """backend: None where the caller made it."""
     try:
         yield
     except BaseException as error:

@@ -98,7 +98,6 @@ def _as_far_as_followed(loss: Callable[[nn.Module, Any], torch.Tensor]) -> Calla
 
 
 def _twin(trainer: Any) -> Any:
-    """Containers are its own; all else is shared."""
     twin = copy.copy(trainer)
     twin.__dict__.update({name: _copied(value) for name, value in vars(trainer).items()})
     return twin

@@ -125,7 +125,6 @@ def slowest_of(machine: Machine) -> str:
 
 
 def _product_bytes(product: Product, width: int) -> int:
-    """Of factors and result, `width` bytes per element."""
     batches, m, k, n = product
     return batches * (m * k + k * n + m * n) * width
 
@@ -232,7 +231,6 @@ class UpdateAdds:
 
 
 def _final_moments(w: Workload) -> dict[tuple[int, int], int]:
-    """(tensor, micro-batch) -> moment of the final gradient."""
     return {(t, w.moments[m].micro_batch): m for m, tensors in enumerate(w.gradients) for t in tensors}
 
 
@@ -306,7 +304,6 @@ class CostModel:
         return GpuAdds(self.workload, self.layout, self._operator_bytes_per_s, self._add_bytes, free=self._recorded)
 
     def _add_bytes(self, tensor: int) -> int:
-        """Without `gradient_traffic_bytes`."""
         t = self.workload.tensors[tensor]
         copied = 2 * t.bytes if self.gpu.operator_bytes_per_s is not None else 0
         return 2 * self.layout.sum_width(self.layout.chunk_of[tensor]) * t.numel + t.bytes - copied
@@ -317,7 +314,6 @@ class CostModel:
 
     @property
     def _recorded(self) -> bool:
-        """Moments carry their seconds."""
         return self.workload.recorded_on in (self.machine.name, slowest_of(self.machine))
 
     @property
@@ -325,7 +321,6 @@ class CostModel:
         return self.gpu.operator_bytes_per_s or self.gpu.hbm_bytes_per_s
 
     def _kernels_s(self, moment: int, rate: float) -> float:
-        """[Note: which rate computes a moment]"""
         w, gpu = self.workload, self.gpu
         m = w.moments[moment]
         moved = m.bytes_read + m.bytes_written
@@ -514,7 +509,6 @@ class CostModel:
         return self.gpu_adam_bytes(chunk) / self.gpu.hbm_bytes_per_s + products_s / self.layout.ranks
 
     def _update_products(self, chunk: int) -> list[Product]:
-        """Of the slices of all ranks."""
         of_tensor = self.layout.states_of(chunk).products
         return [] if of_tensor is None else [p for s in self.layout.chunks[chunk].slots for p in of_tensor(s.shape)]
 

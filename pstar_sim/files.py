@@ -68,7 +68,6 @@ def _refusal(path: Path, reason: OSError, error: type[PstarError]) -> PstarError
 
 
 def _target(path: Path, error: type[PstarError]) -> Path:
-    """Follows links."""
     target = path
     for _ in range(_LINKS):
         if not target.is_symlink():
@@ -102,7 +101,6 @@ _KINDS = (
 
 
 def _mode(target: Path) -> int:
-    """Of the replaced file, or a new one's."""
     try:
         return stat.S_IMODE(target.stat().st_mode)
     except FileNotFoundError:

@@ -63,7 +63,6 @@ def check_activations(w: Workload, model: nn.Module) -> None:
 
 
 def _compiled(modules: Mapping[str, nn.Module], block: str) -> str | None:
-    """Or module around it (`module.compile()`)."""
     parts = block.split(".")
     around = [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
     return next((name for name in around if getattr(modules.get(name), "_compiled_call_impl", None) is not None), None)

@@ -182,7 +182,7 @@ class ForwardSaves(BlockSaves):
         self._before: dict[int, weakref.ref[_Saved]] = {}
 
     def hooks(self) -> AbstractContextManager[None]:
-        """Receives what autograd saves in this thread."""
+        """Inside this context, receives what autograd saves in this thread."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def begin(self, inputs: Any) -> None:
@@ -338,7 +338,7 @@ class Stashes:
     # -- copies: what queues call -------------------------------------------------------------------------------------
 
     def copied_bytes(self, queue: Queue) -> int:
-        """Without those of [Note: ahead of its step]."""
+        """Bytes that steps of the queue copied, without those of [Note: ahead of its step]."""
         with self._lock:
             ahead_bytes = self._ahead_bytes if queue is Queue.H2D else 0
             return self.backend.copied_bytes[queue.value] - ahead_bytes
@@ -359,7 +359,6 @@ class Stashes:
             return self._ahead.pop(n, 0)
 
     def _send(self, n: int) -> list[torch.Tensor]:
-        """Returns the gpu's memory that copies read."""
         stash = self.planned[n]
         offset = self._offsets[n]
         place = stash.block, offset
@@ -462,7 +461,6 @@ class Stashes:
 
 
 def _fitting(saved: Iterable[_Saved], limit_bytes: int) -> tuple[list[_Saved], int]:
-    """The largest first; and the bytes left."""
     chosen: list[_Saved] = []
     left = limit_bytes
     for each in sorted(saved, key=lambda e: -e.size_bytes):
@@ -482,7 +480,6 @@ def _holds_source(ref: weakref.ref[_Saved]) -> bool:
 
 
 def _changed(view: _View) -> RuntimeError:
-    """As torch's own error."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{view.dtype}, {list(view.size)}] of an offloaded block; hint: do not write into a block's results"

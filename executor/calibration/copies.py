@@ -40,7 +40,6 @@ class Copier:
         return self._host[at : at + self._size]
 
     def fetch(self) -> None:
-        """And the later drop."""
         payload = self._payloads[0]
         self._backend.take(payload)
         self._backend.copy(payload, self._part(), Queue.H2D)

@@ -91,7 +91,6 @@ def _point(store: DiskStore[tuple[int, int]], threads: int, size: int, clock: Ca
 
 
 def _rate(move: Move, size: int, clock: Callable[[], float], lists: Sequence[int] = range(_LISTS)) -> float:
-    """Bytes/s of the median list."""
     memory = torch.randint(0, 256, (size,), dtype=torch.uint8)
     seconds: list[float] = []
     for number in lists:

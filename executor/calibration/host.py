@@ -143,7 +143,6 @@ def dram_rate(bench: Bench, counts: list[int], *, clock: Callable[[], float] = t
 
 
 def _copy_together(buffers: list[tuple[torch.Tensor, torch.Tensor]], repeats: int, clock: Callable[[], float]) -> float:
-    """From the last start to the first end."""
     begun: list[float] = []
     ended: list[float] = []
     gate = threading.Barrier(len(buffers))

@@ -82,7 +82,6 @@ def _window(
     window_s: float,
     clock: Callable[[], float],
 ) -> float:
-    """The window's begin, once it is over or something failed."""
     while not failures and any(len(rows) < 2 for rows in ended.values()):
         time.sleep(0.002)
     begin_s = max(rows[1][0] for rows in ended.values()) if not failures else 0.0

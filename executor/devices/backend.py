@@ -174,13 +174,13 @@ class StreamBackend(Backend, Protocol):
         ...
 
     def synchronize(self, event: Any) -> None:
-        """Wait for the event. Raises the error that ended the stream."""
+        """Waits for the event, and raises the error that ended the stream."""
         ...
 
     def query(self, event: Any) -> bool: ...
 
     def time_of(self, event: Any) -> float:
-        """Of a completed event, by `time.perf_counter`."""
+        """Seconds of `time.perf_counter` at which the event completed."""
         ...
 
 

@@ -190,7 +190,7 @@ class CudaBackend(CudaStreams):
         return max(0, (self._limit_bytes or self._total_bytes) - self._room_now().measured_bytes)
 
     def plannable_gpu_bytes(self) -> int:
-        """Of GPU memory, for a new plan."""
+        """Bytes of GPU memory for which a new plan is made."""
         return max(0, (self._limit_bytes or self._total_bytes) - self._room_now().kept_bytes)
 
     def _room_now(self) -> Headroom:

@@ -183,7 +183,7 @@ def _settings() -> dict[str, Any]:
 
 
 def split_bytes(device: torch.device) -> int:
-    """Free in segments in use, which torch cannot give back."""
+    """Free bytes of segments in use, which torch cannot give back."""
     return int(torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0))
 
 
@@ -418,7 +418,6 @@ class Blocks:
         return reserved - self._most_held_bytes, allocated - self._loose_held_bytes - pooled_bytes
 
     def _new_pages(self, tide_bytes: int, mapped: int, used: int) -> int:
-        """That a rise to this tide may map."""
         last, most = self._used_at.get(tide_bytes, (-MIB, 0))
         self._used_at[tide_bytes] = used, max(used, most)
         if abs(used - last) < MIB and mapped > self._operators_bytes - WORTH_BYTES:

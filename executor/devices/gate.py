@@ -147,7 +147,6 @@ class Gate:
         self.held_bytes += size
 
     def _oldest_in_the_way(self, size: int) -> _Pending | None:
-        """That has to be free before `size` more bytes fit."""
         if self._room_bytes is None or self.held_bytes + self.pending_bytes + size <= self._room_bytes:
             return None
         return next(iter(self._pending.values()), None)

@@ -70,7 +70,6 @@ def measure_room(device: torch.device, *, least_bytes: int = RESERVE_BYTES) -> H
 
 
 def _multiply(device: torch.device) -> list[torch.Tensor]:
-    """Tensors that backward's thread may hold."""
     tensors: list[torch.Tensor] = []
     with torch.enable_grad():
         for dtype in (torch.float32, torch.bfloat16):

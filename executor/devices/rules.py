@@ -153,7 +153,6 @@ def _lion(
 def _muon(
     params: Flat, grads: Flat, moments: Sequence[Flat], steps: Sequence[int], settings: Settings, scratch: Flat
 ) -> None:
-    """torch's own Muon, of matrices [m, n]."""
     from torch.optim._muon import muon
 
     muon(list(params), list(grads), list(moments[0]), foreach=False, has_complex=False, **settings)
@@ -216,8 +215,6 @@ _CPU = torch.device("cpu")
 
 
 def _in_8_bits(name: str) -> Kernel:
-    """bitsandbytes' update of flat tensors, codes and scales per moment."""
-
     def kernel(
         params: Flat, grads: Flat, moments: Sequence[Flat], steps: Sequence[int], settings: Settings, scratch: Flat
     ) -> None:
@@ -235,8 +232,6 @@ def _in_8_bits(name: str) -> Kernel:
 
 
 def _in_32_bits(name: str) -> Kernel:
-    """bitsandbytes' update with fp32 moments."""
-
     def kernel(
         params: Flat, grads: Flat, moments: Sequence[Flat], steps: Sequence[int], settings: Settings, scratch: Flat
     ) -> None:
@@ -283,7 +278,6 @@ _OF_SGD = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
 
 
 def _of_bitsandbytes(kind: str, name: str, moments: Sequence[str], settings: tuple[str, ...], bits: int) -> Rule:
-    """kind: class in bitsandbytes.optim; name: of its update."""
     narrow, states = bits == 8, dict[str, str]()
     for n, moment in enumerate(moments, 1):
         states |= {f"state{n}": moment, **({f"absmax{n}": f"{moment}.scale"} if narrow else {})}

@@ -102,7 +102,7 @@ def scratch_bytes(plan: Plan) -> int:
 
 
 class Scratch:
-    """fp32, for the casts at one place."""
+    """fp32 buffers for the casts of updates at one place."""
 
     def __init__(self, block: int = BLOCK) -> None:
         self.block = block

@@ -49,7 +49,7 @@ class VirtualEvent:
 
 
 class _Stream:
-    """After an error it only completes events, with it."""
+    """After an error it only completes events, with that error."""
 
     def __init__(self, name: str, delay: Callable[[], float], sleep: Callable[[float], None]) -> None:
         self._issued: queues.SimpleQueue[Callable[[], object] | VirtualEvent | None] = queues.SimpleQueue()

@@ -49,7 +49,6 @@ class _Piece(NamedTuple):
 
 class _File:
     def __init__(self, folders: DiskFolders, folder: Path, size_bytes: int) -> None:
-        """With all its room. Raises DiskError."""
         self.direct = file_system(folder) in DIRECT
         free = shutil.disk_usage(folder).free
         short = (

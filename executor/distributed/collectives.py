@@ -76,7 +76,7 @@ class Wire:
         return even, even[self.rank * size : (self.rank + 1) * size], flat[size * self.ranks :]
 
     def gather(self, flat: torch.Tensor) -> None:
-        """Each slice from its rank, in place."""
+        """Fills each rank's slice of `flat` from that rank, in place."""
         even, mine, _ = self._slice(flat)
         if even.numel():
             self._do(lambda: all_gather(self._group, even, mine, self._options("AllgatherOptions")))

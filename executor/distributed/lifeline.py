@@ -106,7 +106,7 @@ class Lifeline:
         self._say({"failed": what})
 
     def leave(self, what: str) -> None:
-        """Ended in order: stop watching."""
+        """This rank has ended in order: stop watching the others."""
         self._say({"left": what})
         self._ended.set()
         for peer in self._peers.values():

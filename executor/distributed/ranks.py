@@ -101,7 +101,7 @@ class Ranks:
             torch.cuda.synchronize(device)
 
     def _check_cards(self, device: torch.device) -> None:
-        """NCCL allows no two ranks on one card. Raises PlanError on every rank."""
+        """NCCL allows no two ranks on one card."""
         card = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
         rows = [row[0] for row in self.meet([_digest(card)])]
         for rank, row in enumerate(rows):
@@ -113,7 +113,6 @@ class Ranks:
                 )
 
     def _break(self, error: BaseException) -> None:
-        """Fail the run once, and end unfinished work with the others."""
         self._broken = error
         if self.on_loss is not None:
             self.on_loss(error)
@@ -227,7 +226,6 @@ class Ranks:
         raise self.ends(text)
 
     def _serve(self, wanted: Iterable[float], mine: int = -1) -> torch.Tensor | None:
-        """In host memory; returns the one that this rank needs."""
         assert self.own_slice is not None
         joined: torch.Tensor | None = None
         with torch.no_grad(), self.still():
@@ -263,7 +261,6 @@ def _digest(text: str) -> float:
 
 
 def _introduce(group: dist.ProcessGroup, mine: Address) -> tuple[str, list[Address]]:
-    """The run's name, chosen by the first, and all addresses."""
     rows: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(rows, (uuid.uuid4().hex, mine), group=group)
     return f"pstar-sim/{rows[0][0]}", [address for _, address in rows]

@@ -182,7 +182,7 @@ class Borders:
 
     @contextlib.contextmanager
     def recording(self, saves: ForwardSaves | None = None) -> Iterator[BlockTape]:
-        """Calls of blocks are cut at both ends."""
+        """Inside this context, calls of blocks are cut at both ends."""
         self._recorded.tape = tape = BlockTape(saves)
         try:
             yield tape

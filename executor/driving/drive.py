@@ -140,8 +140,7 @@ class Driver:
             )
 
     def _run(self, micro_batches: Sequence[Any], loss: Loss, order: str) -> tuple[list[torch.Tensor], int]:
-        """Again if memory runs out and the ladder finds a smaller plan; returns the losses, and calls of blocks per
-        micro-batch."""
+        """Runs again if memory runs out and the ladder finds a smaller plan."""
         before = Before(self.model)
         while True:
             try:
@@ -153,7 +152,6 @@ class Driver:
             before.restore()
 
     def _check(self, micro_batches: Sequence[Any], order: str | None) -> str:
-        """Can it begin now? Returns its order."""
         self.loop.standstill.require_running()
         plan = self.state.run.plan
         w = plan.workload
@@ -305,7 +303,6 @@ ORDERS: dict[str, Callable[[Driver, Sequence[Any], Loss], tuple[list[torch.Tenso
 
 
 def _obstacle(tape: BlockTape) -> str | None:
-    """To running it back part by part."""
     if not tape.calls:
         return "no block was called with gradients (blocks that are checkpointed reentrantly are not)"
     shared = shared_part(tape)
@@ -317,8 +314,6 @@ def _obstacle(tape: BlockTape) -> str | None:
 
 
 def _asking(state: RunState, update: Update, iteration: int) -> Callable[[], float | None]:
-    """Waits for the iteration's updates."""
-
     def ask() -> float | None:
         if update.norm is None:
             state.run.queues.settle(iteration)

@@ -62,7 +62,6 @@ class _Relay:
 
     @property
     def _planned(self) -> int | None:
-        """Of the plan's next moment."""
         cursor, table = self._state.cursor, self._state.run.timetable
         following = cursor.moment + 1
         if cursor.off_plan or following >= len(table.micro_batch):
@@ -111,7 +110,6 @@ class _Relay:
             following.in_parts = following.keeps_tied = False
 
     def _back(self, tape: BlockTape) -> None:
-        """While it is the micro-batch's turn."""
         while tape.parts and (self._mine or self._belongs(tape)):
             tape.back()
         if not tape.parts and self._mine:

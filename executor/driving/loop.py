@@ -99,7 +99,7 @@ class Loop:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def on_event(self, event: ModuleEvent) -> None:
-        """From the clock; between events the user's thread computes."""
+        """Called by the clock; between events the user's thread computes."""
         at_work = self.at_work
         if self._as_planned(event):
             at_work.run(self._next_moment, event)
@@ -182,7 +182,6 @@ class Loop:
                 listener.close_moment(self.cursor.moment)
 
     def _go_on(self, event: ModuleEvent, act: Act, found: Answer) -> Answer:
-        """Returns the answer carried out in the end."""
         failure = self.state.run.queues.failure
         if failure is not None:
             raise failure
@@ -204,7 +203,6 @@ class Loop:
         return found
 
     def _climb(self, event: ModuleEvent, error: OutOfMemory) -> Answer:
-        """The ladder climbs, then the event's answer is carried out."""
         self.ladder.climb(error)
         found = self._ask_of(event, ACTS[event.kind, event.phase])
         run = self.state.run
@@ -255,7 +253,6 @@ class Loop:
                 raise
 
     def _outgrow(self, new: NewPlan) -> bool:
-        """Whether the session now has the longer batch's plan."""
         try:
             self._renew(new.plan)
         except PstarError as error:
@@ -269,7 +266,7 @@ class Loop:
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
     def optimizer_step(self) -> None:
-        """Without waiting for steps that run into the next forward."""
+        """Returns without waiting for steps that run into the next forward."""
         state, cursor = self.state, self.cursor
         self.standstill.require_running()
         self.at_work.outermost()
@@ -364,7 +361,6 @@ class Loop:
             self._replan()
 
     def _replan(self) -> None:
-        """If the last iterations were all off plan."""
         state, demand, count = self.state, self.state.run.demand, self.state.replan_after
         shapes, form = demand.batches.shapes, demand.batches.form
         try:
@@ -383,7 +379,6 @@ class Loop:
         state.note(f"new plan, by policy {plan.policy}")
 
     def _remedy(self) -> str:
-        """That would make iterations follow the plan."""
         run = self.state.run
         if run.demand.left_in_parts:
             return _IN_PARTS

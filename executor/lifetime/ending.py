@@ -80,7 +80,6 @@ class Ending:
             raise unreported
 
     def _mend(self) -> None:
-        """Values can then be read, unless half loaded."""
         state = self.state
         if state.at_work.loading:
             state.run.queues.fail(refused(Refusal.HALF_LOADED, state.at_work))

@@ -78,7 +78,6 @@ def unload_parameters(reader: Reader, home: torch.device, others: Collection[int
 
 
 def _loaded_value(run: PlanBytes, chunk: int, tensor: int) -> torch.Tensor:
-    """What `_put_everywhere` wrote, flat, in the working dtype."""
     for list_name in ("param", MASTER_LIST):
         if any(run.arena.has(place, chunk, list_name) for place in PLACES):
             return run.contents.slots.source(tensor, list_name).to(run.arena.dtype(chunk, "param"))

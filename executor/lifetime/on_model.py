@@ -95,8 +95,6 @@ def guard_model(model: nn.Module, loop: Loop, end_after_training: Callable[[], b
 
 
 def _current_values(keeper: Callable[[], Loop | None]) -> Callable[..., None]:
-    """For state_dict: copies of the module's own parameters."""
-
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         loop = keeper()
         if loop is None or loop.state.closed:

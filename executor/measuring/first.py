@@ -300,7 +300,6 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
         )
 
     def _on_ranks(self) -> None:
-        """[Note: several ranks]"""
         state, ranks = self._state, self._state.ranks
         assert ranks is not None
         workload = self._measured()

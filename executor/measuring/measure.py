@@ -117,7 +117,7 @@ class TideWatch(Listener):
 
 
 class PeakMeter:
-    """Payloads and measured tide, through the iteration."""
+    """Adds up payloads and the measured tide through the iteration."""
 
     def __init__(self, peaks: Sequence[int], payload: int) -> None:
         self._peaks = peaks

@@ -171,7 +171,6 @@ def _links(
 
 
 def _copied(run: PlanRun, own: Steps, logs: Sequence[IterationLog]) -> int:
-    """The newest log with all copies made."""
     planned = sum(step.kind in COPIES for step in run.plan.steps)
     for at in reversed(range(len(logs))):
         if not logs[at].on_plan or own.moved.ends_in(logs[at].number) >= planned:
@@ -180,7 +179,6 @@ def _copied(run: PlanRun, own: Steps, logs: Sequence[IterationLog]) -> int:
 
 
 def _window(own: Steps, logs: Sequence[IterationLog]) -> tuple[float, float]:
-    """(start, end) of the last finished iteration, empty before one."""
     if not logs:
         return own.first_s, own.first_s
     return (logs[-2].end_s if len(logs) > 1 else own.first_s), logs[-1].end_s

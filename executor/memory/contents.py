@@ -169,7 +169,6 @@ class Contents:
         *,
         in_fp32: bool,
     ) -> None:
-        """lists: written, and place and list read."""
         arena, queue, (written, source, read), (first, end) = self.arena, TOWARDS[target], lists, elements
         copy = arena.backend.copy_in_fp32 if in_fp32 else self._copy
         to, of = arena.at(target, chunk, written), arena.at(source, chunk, read)

@@ -111,7 +111,6 @@ class Exchange:
                 self.gradients.add_on_gpu(chunk)
 
     def _note_norms(self, tensors: Iterable[int], list_name: str) -> None:
-        """Of sums on the gpu, in the order of this thread's queue."""
         slots = {tensor: self.slots.at(GPU, tensor, list_name) for tensor in tensors}
 
         def note() -> None:

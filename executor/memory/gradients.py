@@ -189,10 +189,6 @@ class ChunkGradients:
         return "grad32", mine["grad32"]
 
     def _add_up(self, chunk: int, place: Place, mine: Mapping[str, set[int]], elements: tuple[int, int]) -> None:
-        """Of grad and param to grad32.
-
-        mine: list -> tensors with a gradient in it, all in grad32 afterwards.
-        """
         sums, total, (first, end) = mine["grad32"], self.arena.at(place, chunk, "grad32"), elements
         for name in ("grad", "param"):
             for tensor in mine[name]:

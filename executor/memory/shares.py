@@ -25,7 +25,7 @@ class Shares:
         self.kept: dict[int, torch.Tensor] = {}
 
     def waits_in(self, chunk: int) -> str | None:
-        """On the host, for gradients until the update."""
+        """The list on the host that takes gradients of the chunk until the update."""
         has = self.contents.arena.has
         if has(HOST, chunk, "grad32"):
             return "grad32"

@@ -97,7 +97,7 @@ class Slots:
         return lambda start, stop: (start // block, -(-stop // block))
 
     def at(self, place: Place, tensor: int, field: str) -> torch.Tensor:
-        """Flat, the elements in this rank's slice, possibly none."""
+        """A flat view of the tensor's part of a field: the elements in this rank's slice, possibly none."""
         part = self.part(tensor, field)
         return self.flat(place, self._slot[tensor][0], field)[part.offset : part.offset + part.numel]
 
@@ -129,7 +129,6 @@ class Slots:
 
 
 def _factors(layout: Layout) -> dict[tuple[int, str], SlicePart]:
-    """(tensor, field) -> part of the list; no slice has less than a whole list."""
     parts: dict[tuple[int, str], SlicePart] = {}
     for chunk in layout.chunks:
         rows = [] if chunk.frozen else [row for row in layout.states_of(chunk.index).lists if row.per_row]

@@ -91,7 +91,7 @@ class Update:
             return self._coefficient
 
     def _settle(self) -> None:
-        """Read it, or record the event behind it, in the thread that issued it."""
+        """Reads the coefficient, or records the event behind it, in the thread that issued it."""
         if self.streams is None:
             return
         assert self.norm is not None and self._coefficient is not None
@@ -174,7 +174,6 @@ class Updating:
             self.values.rewrite(place, chunk)
 
     def _update(self, chunk: int, place: Place, source: str, update: Update, norms: Norms) -> None:
-        """source: of all the chunk's gradients."""
         state, mine = self.chunks[chunk], self.chunks[chunk].where(place, source)
         scale = update.coefficient_on(self.arena.unsettled_at(place, chunk, MASTER_LIST).device, norms)
         state.updating = True

@@ -31,7 +31,7 @@ class ParameterValues:
         return self.readable(chunk) and self.arena.has(GPU, chunk, "param")
 
     def readable(self, chunk: int) -> bool:
-        """Current on the gpu, but for `overwritten`."""
+        """Whether the gpu's working list is current, but for `overwritten`."""
         state = self.chunks[chunk]
         return GPU in state.current and (state.whole or not self.arena.sliced)
 
@@ -53,18 +53,17 @@ class ParameterValues:
         raise PlanError(f"no place holds the current value of {', '.join(map(repr, names))}")
 
     def restore(self, place: Place, tensor: int) -> None:
-        """One slot, from the master copy anywhere."""
+        """Rewrites one slot from the master copy at any place."""
         chunk, at = self.slots.chunk_of(tensor), self.slots.at
         self._cast(place, chunk, lambda where, list_name: at(where, tensor, list_name))
 
     def rewrite(self, place: Place, chunk: int) -> None:
-        """The whole working list. Raises PlanError without a master copy."""
+        """Rewrites the whole working list. Raises PlanError without a master copy."""
         self._cast(place, chunk, lambda where, list_name: self.arena.at(where, chunk, list_name))
         self.chunks[chunk].current.add(place)
         self.changed(chunk)
 
     def _cast(self, place: Place, chunk: int, at: Callable[[Place, str], torch.Tensor]) -> None:
-        """at(place, list): elements read and written."""
         arena = self.arena
         source = place if arena.has(place, chunk, MASTER_LIST) else arena.elsewhere(place, chunk, MASTER_LIST)
         if source is None:

@@ -75,7 +75,6 @@ def _bare(name: str) -> str:
 
 
 def _kernel(name: str, operator: Any) -> Callable[..., Any]:
-    """CUDA's autocast at the operator, for CPU tensors."""
     with_dtype = WITH_DTYPE.get(operator, operator)
     if all(argument.name != "dtype" for argument in with_dtype._schema.arguments):
 

@@ -81,8 +81,6 @@ def _form(leaf: Any) -> Any:
 
 
 class _Form(NamedTuple):
-    """storage: the result's, by index."""
-
     storage: int
     size_bytes: int
     size: tuple[int, ...]
@@ -90,8 +88,6 @@ class _Form(NamedTuple):
 
 
 def _real(func: Any, args: Any, kwargs: Any) -> tuple[_Form | None, ...]:
-    """Of the real operator's results on zeros."""
-
     def zeros(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf

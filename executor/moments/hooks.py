@@ -59,8 +59,6 @@ class ModuleEvent:
 
 
 class _ModuleEvents(dict[int, ModuleEvent]):
-    """By micro-batch, each made once: an iteration has hundreds."""
-
     def __init__(self, kind: str, module: str, phase: Phase) -> None:
         super().__init__()
         self._made = functools.partial(ModuleEvent, kind, module, f"{kind}:{module or ROOT}", phase)

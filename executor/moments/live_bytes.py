@@ -42,7 +42,6 @@ def _attention_backward_flops(*args: Any, out_val: Any = None, **kwargs: Any) ->
 
 
 def _call(args: Sequence[Any], *, causal: bool, backward: bool) -> AttentionCall:
-    """args: query, key, value and others, for backward, the output's gradient first."""
     query, key, value = args[1:4] if backward else args[:3]
     heads, rows = math.prod(query.shape[:-2]), query.shape[-2]
     return heads, rows, key.shape[-2], query.shape[-1], value.shape[-1], int(causal), int(backward)
@@ -236,7 +235,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         indices.insert(at, index)
 
     def ignore(self, storage: torch.UntypedStorage) -> None:
-        """Of a chunk or a gradient: model data."""
+        """The storage, of a chunk or a gradient, is model data."""
         key = storage_key(storage)
         if key not in self._ours:
             self._ours[key] = ([], [])
@@ -328,7 +327,6 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add(storage, key, self._size_of_part(tensor))
 
     def _see_outputs(self, outputs: Iterable[torch.Tensor], *, resized: bool) -> None:
-        """resized: sizes changed, no storages made."""
         live, ours = self._live, self._ours
         for tensor in outputs:
             require_dense(tensor, self.last_op)
@@ -355,7 +353,6 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(storage, key)
 
     def _add(self, storage: torch.UntypedStorage, key: int, part_bytes: int | None = None) -> None:
-        """Or a part of it for now."""
         watched = _Watched(storage, self._gone)
         watched.key = key
         whole = self._size(storage)

@@ -26,7 +26,6 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def _with_fields(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A dataclass, frozen or not."""
     old = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
     new = {name: map_tensors(item, change) for name, item in old.items()}
     changed = {name: item for name, item in new.items() if item is not old[name]}
@@ -37,7 +36,6 @@ def _with_fields(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _with_items(value: Any, keys: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A mapping, list or tuple (named tuples too)."""
     items = [map_tensors(value[key], change) for key in keys]
     if all(item is value[key] for key, item in zip(keys, items)):
         return value

@@ -225,7 +225,7 @@ class MomentRecorder:
         recorded_on: str | None = None,
         notes: str = "",
     ) -> Workload:
-        """After "step"; header fields not given come from the record."""
+        """Called after "step". Header fields that are not given come from the record."""
         self.finish()
         if not self._moments or self._moments[-1].phase is not Phase.ADAM:
             raise ModelError(f"{model}: the recorded iteration does not end with optimizer.step()")

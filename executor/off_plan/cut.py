@@ -32,7 +32,7 @@ class PlanCut:
         self.states = states
 
     def return_to(self) -> None:
-        """And the queues begin the next iteration."""
+        """Brings the payloads to the plan's cut; the queues begin the next iteration."""
         run, state, shortage = self.run, self.following.state, self.shortage
         self.in_use.clear()
         run.arena.log.mark("after", len(run.timetable.names) - 1)
@@ -80,7 +80,6 @@ class PlanCut:
         arena.set_tide(self.run.timetable.cut_tide)
 
     def _refresh(self) -> None:
-        """Of lists that stayed."""
         arena = self.run.arena
         for chunk, state in enumerate(self.run.contents.chunks):
             for place in reversed(PLACES):

@@ -123,7 +123,7 @@ class Demand:
         return self._owned[module]
 
     def leave(self, reason: str) -> None:
-        """The rest runs on demand. Raises PlanError on several ranks."""
+        """The rest of the iteration runs on demand. Raises PlanError on several ranks."""
         state, cursor, table, following = self.state, self.cursor, self.run.timetable, self.following
         if state.ranks is not None:
             raise state.ranks.cannot_leave(reason)

@@ -43,7 +43,6 @@ class OffPlanGradients:
                 perform(drop(GPU, chunk, "param"))
 
     def _sum_leaves_gpu(self, chunk: int) -> None:
-        """Where the chunk's states live, in a list that the plan may never have there."""
         run, inline = self.run, self.inline
         if run.plan.modes[chunk] not in ("cpu", "stream") or (GPU, chunk, "grad32") in run.timetable.cut:
             return

@@ -112,7 +112,6 @@ class Inline:
         return new
 
     def _fill(self, row: Resident, fill: Callable[[], object]) -> None:
-        """That no step fills."""
         new: set[tuple[Place, str]] = set()
         if not self.arena.has_resident(row):
             new = self._take(row.chunk, row, lambda: self.arena.take(row.place, row.chunk, row.list))

@@ -186,7 +186,6 @@ class Ladder(Sequence[Rung]):
         return self._make_room(error, set(), alive_bytes)
 
     def _make_room(self, error: OutOfMemory, needed: set[int], alive_bytes: int | None = None) -> int:
-        """Chunks, then states; returns the bytes still missing."""
         cursor, run = self.cursor, self.state.run
         if self.state.ranks is not None:
             raise self.shortage.ends_ranks(error) from error
@@ -268,7 +267,6 @@ class Ladder(Sequence[Rung]):
         raise self._no_rung_fits(list(tried), last, budget) from last
 
     def _try_rung(self, level: int, spec: str, workload: Workload, budget: int) -> DoesNotFit | None:
-        """Why its plan does not fit."""
         state, run, shortage = self.state, self.state.run, self.shortage
         try:
             plan = find_policy(spec)(workload, with_gpu_budget(run.plan.machine, budget), run.plan.settings)
@@ -323,7 +321,6 @@ class Ladder(Sequence[Rung]):
         return max(0, budget - max(asked, budget // 8))
 
     def _workload(self) -> Workload:
-        """With the measured tide where higher."""
         w, measured = self.state.run.plan.workload, {} if self.guard is None else self.guard.measured
         moments = tuple(
             replace(m, peak_bytes=measured[i]) if measured.get(i, 0) > m.peak_bytes else m

@@ -43,7 +43,7 @@ class NewPlan:
 
 
 def why_not(shape: tuple[int, ...], error: PstarError) -> str:
-    """Logged: why there is no plan for batches of this shape."""
+    """Logs and returns why there is no plan for batches of this shape."""
     log.warning("no new plan for a batch of shape %s: %s", list(shape), error)
     return error.what if isinstance(error, DoesNotFit) else str(error)
 
@@ -92,7 +92,6 @@ class Outgrown:
         return idle and state.ranks is None and bool(state.replan_after) and self._wanted is not None
 
     def _plan(self, refusal: DoesNotFit | None) -> NewPlan | None:
-        """For the largest; None if the batch runs on demand."""
         batches, old = self.state.run.batches, self.state.run.plan
         assert self._wanted is not None
         (form, shape, batch), self._wanted, self._met = self._wanted, None, 0
@@ -118,7 +117,6 @@ class Outgrown:
 
 
 def _for_both(longer: Workload, old: Workload) -> tuple[Workload, bool]:
-    """With the old tide where higher; do the old batches keep to its moments?"""
     if [m.name for m in longer.moments] != [m.name for m in old.moments]:
         return longer, False
     moments = tuple(

@@ -118,7 +118,6 @@ class Reads:
             demand.room.ensure(chunks)
 
     def _refuse_updated(self, chunks: Iterable[int]) -> None:
-        """An eager update has changed one of them."""
         tensors_of = self.run.timetable.tensors_of
         updated = self.reader.updates.begun.intersection(t for chunk in chunks for t in tensors_of[chunk])
         if updated:
@@ -128,7 +127,7 @@ class Reads:
         return self._storages.get(storage_key(tensor))
 
     def keep(self, tensor: torch.Tensor) -> Any:
-        """Of a view of a working list; None for other tensors."""
+        """What autograd keeps of a view of a working list; None for other tensors."""
         if self.chunk_of_storage(tensor) is None:
             return None
         return self.pack(tensor) if self.cursor.off_plan else tensor.detach()
@@ -180,7 +179,6 @@ class Reads:
             return parameter.data_ptr()
 
     def _outside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """With copies of values, while no module runs."""
         device = self.contract.home() if self.state.trained else self.run.backend.device
 
         def copy(parameter: ChunkParameter) -> torch.Tensor:
@@ -206,8 +204,6 @@ def _place(parameter: ChunkParameter) -> torch.autograd.graph.GradientEdge:
 
 
 class _Outside(torch.autograd.Function):
-    """The node has the parameter's behind it, and refuses gradients."""
-
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, value: Callable[[], torch.Tensor], name: str) -> torch.Tensor:
         ctx.name = name
@@ -261,7 +257,6 @@ class _Calls(TorchDispatchMode):
 
 
 def _held_weakly(reads: Reads) -> tuple[Any, Any]:
-    """Held by a graph, hooks hold the session weakly."""
     keeper = weakref.ref(reads)
 
     def held() -> Reads:

@@ -76,7 +76,6 @@ class RoomMaker:
             )
 
     def _victims(self, needed: set[int]) -> list[int]:
-        """The farthest next use first."""
         arena, table = self.run.arena, self.run.timetable
         protected = self.in_use.chunks | needed
         victims = [

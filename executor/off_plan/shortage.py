@@ -61,7 +61,6 @@ class Shortage:
         log.warning("%s", rung)
 
     def _shrink(self, error: OutOfMemory, alive_bytes: int) -> None:
-        """For the rest of the iteration."""
         moment, run = self.state.moment, self.state.run
         foreseen = run.timetable.peaks[moment] if moment >= 0 else run.arena.tide_bytes
         budget = error.payload_bytes + foreseen

@@ -26,7 +26,7 @@ class States:
         self.shares = shares
 
     def pinned(self, chunk: int) -> bool:
-        """Its working list can be rewritten from the gpu's master copy."""
+        """Whether the working list can be rewritten from the gpu's master copy."""
         return self.arena.has(GPU, chunk, MASTER_LIST)
 
     def home(self, chunk: int) -> Place:
@@ -43,7 +43,7 @@ class States:
         perform(inline.drop(place, chunk, list_name))
 
     def bring_from_disks(self, chunk: int, lists: Iterable[str]) -> list[str]:
-        """To the host, those on disks alone; returned."""
+        """Reads those of the lists that are on disks alone to the host, and returns them."""
         has = self.arena.has
         absent = [name for name in lists if has(NVME, chunk, name) and not has(HOST, chunk, name)]
         for name in absent:
@@ -51,7 +51,7 @@ class States:
         return absent
 
     def send_streams_home(self) -> None:
-        """States that came to the gpu for one update."""
+        """Copies states that came to the gpu for one update back to the host."""
         for c in self.plan.layout.chunks:
             if self.plan.modes[c.index] != "stream":
                 continue

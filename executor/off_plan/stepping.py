@@ -84,15 +84,12 @@ class Stepping:
         self.cut.return_to()
 
     def _take_kept_back(self) -> None:
-        """Over parameters, which the update writes anew."""
         shares, chunk_of = self.gradients.shares, self.run.contents.slots.chunk_of
         for t in list(shares.kept):
             self._take(chunk_of(t))
             shares.kept_to_param(t, self.states.home(chunk_of(t)))
 
     def _take(self, chunk: int) -> None:
-        """To the place of the update. Raises DoesNotFit without room."""
-
         def take() -> None:
             home = self.states.home(chunk)  # another place if the chunk's states were moved to make room
             if not self.run.arena.has(home, chunk, "param"):

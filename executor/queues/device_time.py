@@ -104,7 +104,6 @@ class DeviceTimes:
         )
 
     def _cause(self, key: tuple[int, int], moved: dict[tuple[int, int], StepLog], ready_s: float) -> str:
-        """The last that the moment's stream waited for."""
         assert self._progress is not None
         i, iteration = key
         before = [moved[j, iteration - back] for j, back in self._progress.after[i] if (j, iteration - back) in moved]
@@ -118,7 +117,6 @@ class DeviceTimes:
         position: Mapping[int, int],
         changes: Sequence[ByteChange],
     ) -> list[ByteChange]:
-        """See `ByteChange.at_end`."""
         by_chunk: dict[int, list[StepLog]] = {}
         by_moment: dict[int, list[StepLog]] = {}
         for row in steps:

@@ -67,7 +67,7 @@ class Progress:
         return [j for j, _ in self.compiled.missing(i, iteration, self.done)]
 
     def waiting(self, i: int, iteration: int) -> str:
-        """And what it waits for, for the watchdog."""
+        """The step and those that it waits for, in words for the watchdog."""
         missing = [self.word(j, iteration - back) for j, back in self.compiled.missing(i, iteration, self.done)]
         return self.word(i, iteration) + (f", which waits for {', '.join(missing[:4])}" if missing else "")
 
@@ -118,7 +118,7 @@ class Queues(Protocol):
         ...
 
     def stopper(self) -> Callable[[], object]:
-        """Ends the queues' threads once the work is collected, holding neither."""
+        """Returns a function that ends the queues' threads once the work is collected; it holds neither."""
         ...
 
     def renew(self) -> Queues:
@@ -136,7 +136,7 @@ class Queues(Protocol):
         ...
 
     def wait(self, i: int, iteration: int) -> int | None:
-        """When compute step i may start; the last step waited for."""
+        """Returns when compute step i may start, with the last step that it waited for."""
         ...
 
     def before_end(self, i: int, iteration: int) -> None:
@@ -146,7 +146,7 @@ class Queues(Protocol):
     def end_step(self, i: int, iteration: int) -> None: ...
 
     def await_steps(self, steps: Sequence[int], iteration: int) -> None:
-        """In any thread, for a running step."""
+        """Returns when these steps have ended; called for a running step, in any thread."""
         ...
 
     # -- Copies to the gpu, for code that reads the copied lists ------------------------------------------------------
@@ -189,7 +189,7 @@ class Queues(Protocol):
     # -- The times at which work of a run happened --------------------------------------------------------------------
 
     def note_wait(self, seconds: float) -> None:
-        """By the training thread, for the device or other ranks."""
+        """A wait of the training thread for the device or other ranks."""
         ...
 
     def in_device_time(

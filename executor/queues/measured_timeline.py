@@ -82,7 +82,6 @@ def build_timeline(
 
 
 def _last_stretch(iterations: Sequence[IterationLog]) -> list[IterationLog]:
-    """The newest on plan without a gap, oldest first."""
     stretch: list[IterationLog] = []
     for row in reversed(iterations):
         if not row.on_plan or (stretch and row.number != stretch[0].number - 1):
@@ -94,7 +93,6 @@ def _last_stretch(iterations: Sequence[IterationLog]) -> list[IterationLog]:
 def _samples(
     plan: Plan, changes: Iterable[ByteChange], start_s: float, end_s: float
 ) -> tuple[tuple[ByteSample, ...], dict[str, int]]:
-    """In [start_s, end_s), from the state at start_s; and peaks by place."""
     held = {(place, category): 0 for place in PLACES for category in CATEGORIES}
     for _, place, size in plan.buffers:
         held[place, "buffer"] += size

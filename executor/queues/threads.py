@@ -108,7 +108,6 @@ class ThreadQueues(QueuesBase):
                 self._notify_all()
 
     def _one(self, queue: Queue) -> bool:
-        """False when the queues stop."""
         progress, condition = self._progress, self._conditions[queue]
         order = progress.order[queue]
         ready_s = self._clock()
@@ -210,7 +209,6 @@ class ThreadQueues(QueuesBase):
         return self._wait_for(i, iteration)
 
     def _wait_for(self, i: int, iteration: int) -> int | None:
-        """The last step waited for."""
         progress = self._progress
         waited_for: int | None = None
 
@@ -311,7 +309,6 @@ class ThreadQueues(QueuesBase):
                 self._waiting.discard(Queue.COMPUTE)
 
     def _look_at_threads(self) -> None:
-        """One has ended without an error of its own."""
         dead = [thread.name for thread in self._crew.threads if not thread.is_alive()]
         if dead and not self._crew.stopping and self._failure is None:
             self._failure = PlanError(f"the thread {dead[0]} has ended; prepare the model again")
@@ -330,7 +327,6 @@ class ThreadQueues(QueuesBase):
         )
 
     def _standing(self) -> str:
-        """For the watchdog."""
         words = []
         for queue, (iteration, at) in self._at.items():
             i = self._progress.order[queue][at]

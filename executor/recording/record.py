@@ -136,7 +136,6 @@ def record(
 
 
 def _restore(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Running statistics, for example."""
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
@@ -159,7 +158,6 @@ def _counted(session: Session, iteration: Callable[[], None]) -> tuple[MomentRec
 def _count_once(
     session: Session, iteration: Callable[[], None], firings: dict[int, int], beside: Sequence[nn.Module]
 ) -> MomentRecorder:
-    """beside: counted from the start."""
     state, clock, parameters = session.state, session.clock, session.reader.parameters
     chunk_of = state.run.timetable.chunk_of
     own = sorted(chunk_of)
@@ -185,7 +183,6 @@ def _count_once(
 def _timed(
     session: Session, iteration: Callable[[], None], w: Workload, repeats: int, clock: Callable[[], float]
 ) -> tuple[Moment, ...]:
-    """Median of `repeats`, without waits."""
     chunk_of = session.plan.layout.chunk_of
     script = [({chunk_of[t] for t in reads}, m.peak_bytes) for reads, m in zip(w.reads, w.moments)]
     final: dict[tuple[int, int], int] = {}

@@ -161,7 +161,6 @@ def newest_checkpoint(folder: str | Path) -> Path:
 
 
 def _kept(folder: Path) -> list[Path]:
-    """The newest last."""
     rows = sorted(folder.glob(f"{STEP}*")) if folder.is_dir() else []
     return [path for path in rows if path.name.removeprefix(STEP).isdigit() and is_checkpoint(path)]
 

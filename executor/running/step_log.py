@@ -46,7 +46,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """For `tensorboard --logdir`. Raises PstarError where the package is missing."""
+    """Writes a folder for `tensorboard --logdir`. Raises PstarError where the package is missing."""
 
     def __init__(self, folder: str | Path) -> None:
         try:
@@ -111,7 +111,6 @@ def _missing(package: str, name: object) -> PstarError:
 
 
 def _numbers(row: Row) -> dict[str, float]:
-    """Waits have names by cause."""
     flat = {f"waits_s/{cause}": seconds for cause, seconds in row.get("waits_s", {}).items()}
     rows = {**{name: value for name, value in row.items() if name not in ("step", "waits_s")}, **flat}
     return {name: float(value) for name, value in rows.items() if isinstance(value, int | float)}
@@ -189,7 +188,6 @@ class StepLog:
         self._finish(row, update)
 
     def _loss(self, loss: float) -> float:
-        """Mean over all ranks' batches."""
         session = self._optimizer.session
         if session.ranks is None:
             return loss

@@ -210,7 +210,6 @@ def _noted(row: TensorToStore, rows_read: set[str]) -> TensorToStore:
 
 
 def _begin(folder: Path, needed_bytes: int, first: bool) -> Path:
-    """The first rank makes the temporary one."""
     if not first:
         return whole_folder.temporary(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -254,7 +253,6 @@ def _list_of(folder: Path, rank: int) -> Path:
 
 
 def _finish(work: _Writing, folder: Path, temporary: Path, files: Mapping[str, StoredFile]) -> None:
-    """files: the first rank's."""
     listed = dict(files)
     for rank in range(1, work.manifest.ranks):
         path = _list_of(temporary, rank)
@@ -284,7 +282,6 @@ def _frozen(session: Session, tensor: int) -> bool:
 
 
 def _own(tensors: Sequence[Tensor]) -> dict[int, list[str]]:
-    """Each tensor with memory -> its names, its own first."""
     names: dict[int, list[str]] = {}
     for index, t in enumerate(tensors):
         names.setdefault(index if t.tied_to is None else t.tied_to, []).append(t.name)
@@ -375,7 +372,6 @@ def _shards(rows: Sequence[TensorToStore], shard_bytes: int) -> list[list[Tensor
 def _write_shards(
     folder: Path, stem: str, shards: Sequence[Sequence[TensorToStore]], buffer: torch.Tensor
 ) -> dict[str, StoredFile]:
-    """Several files of weights get transformers' index."""
     count = len(shards)
     ends = [f"-{i:05d}-of-{count:05d}" for i in range(1, count + 1)] if count > 1 else [""]
     names = [f"{stem}{end}.safetensors" for end in ends]
@@ -392,7 +388,6 @@ def _write_shards(
 
 
 def _save_config(session: Session, folder: Path) -> None:
-    """What from_pretrained needs beside weights."""
     for config in (getattr(session.model, "config", None), getattr(session.model, "generation_config", None)):
         to_json = getattr(config, "to_json_string", None)
         if to_json is None:

@@ -106,7 +106,6 @@ def _give_parts(path: Path, packed: Mapping[str, Any], values: _Values) -> None:
 
 
 def _parts(session: Session, tensor: int, field: str, constants: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Of the value; every rank calls this."""
     if field in constants:
         return [constants[field]]
     if field == STEP:
@@ -115,7 +114,6 @@ def _parts(session: Session, tensor: int, field: str, constants: Mapping[str, to
 
 
 def _places(path: Path) -> list[int]:
-    """Of each tensor's values, in torch's order."""
     places: dict[int, int] = {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         for member in archive.infolist():

@@ -135,8 +135,6 @@ def load(optimizer: Trained, folder: str | Path, *, generators: bool = True, che
 
 @dataclass(frozen=True, kw_only=True)
 class _Values:
-    """numbers: of each group."""
-
     opened: _SoundCheckpoint
     weights: Weights
     numbers: list[dict[str, Any]]
@@ -145,7 +143,6 @@ class _Values:
 
 
 def _opened_for(optimizer: Trained, folder: Path) -> _SoundCheckpoint:
-    """What the manifest and sizes allow."""
     session = optimizer.session
     check_between_iterations(session, "load")
     opened = _open(folder)
@@ -155,7 +152,6 @@ def _opened_for(optimizer: Trained, folder: Path) -> _SoundCheckpoint:
 
 
 def _checked(opened: _SoundCheckpoint, session: Session, generators: bool) -> _Values:
-    """The files' content."""
     _read_headers(opened)
     try:
         weights = Weights(opened.folder)
@@ -233,7 +229,6 @@ def _open(folder: Path) -> _SoundCheckpoint:
 
 
 def _read_headers(opened: _SoundCheckpoint) -> None:
-    """Where each list of each tensor is, and the tensors of `extra`."""
     for name in opened.manifest.files:
         file = opened.folder / name
         try:

@@ -79,7 +79,6 @@ def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def _initialise_adapters(model: Any) -> None:
-    """[Note: adapters]"""
     adapters: dict[str, Any] = getattr(model, "peft_config", {})
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "reset_lora_parameters")] if adapters else []
     for layer in layers:
@@ -131,11 +130,6 @@ class _StoredValue:
 
 @dataclass
 class _FolderMatch:
-    """used: in the folder.
-    missing: in the model.
-    odd_shapes, odd_dtypes: in words.
-    """
-
     used: set[str] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)
     odd_shapes: list[str] = field(default_factory=list)

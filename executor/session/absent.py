@@ -43,7 +43,7 @@ class Absent(Following):
         return None
 
     def pass_to(self, moment: int) -> None:
-        """Nothing more is computed in moments up to this one."""
+        """Passes over moments up to this one: nothing more is computed in them."""
         state = self.state
         self.settle()
         while self.cursor.moment + 1 < moment:

@@ -87,7 +87,7 @@ class Shapes:
         return as_planned(captured, planned)
 
     def copy_attributes(self) -> None:
-        """`training`, and switches of their own."""
+        """Copies `training` and the modules' own switches to the skeleton."""
         assert self.skeleton is not None
         copies = dict(self.skeleton.named_modules())
         for name, module in self.model.named_modules():
@@ -188,7 +188,7 @@ class Batches:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the last training batch's first tensor with dimensions."""
+        """Shape of the last training batch's first tensor with dimensions."""
         return next((tuple(t.shape) for t in tensors_of(self.last) if t.dim()), ())
 
     @property
@@ -259,7 +259,7 @@ class Batches:
 
     @property
     def outgrown(self) -> bool:
-        """The plan's moments with more memory in one."""
+        """Whether the last batch has the plan's moments and needs more memory in one."""
         return not self.fits and [m.name for m in (self.moments or ())[:-1]] == [m.name for m in self._body()]
 
     def above(self) -> str:
@@ -302,7 +302,6 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keep(kept: OrderedDict[Form, Any], form: Form, value: Any) -> None:
-    """In place of the one used longest ago."""
     kept[form] = value
     kept.move_to_end(form)
     if len(kept) > MOST_KNOWN:

@@ -96,7 +96,7 @@ class Following:
         """Take the due gradients that have not come."""
 
     def waits(self, tensor: int) -> bool:
-        """Stays in `.grad`: its moment comes later."""
+        """Whether the gradient stays in `.grad`, because its moment comes later."""
         return False
 
     def unused(self) -> frozenset[int]:
@@ -219,7 +219,7 @@ class Following:
         self._take_out(tensor, parameter)
 
     def take_tied(self) -> None:
-        """Whole, at the end of a micro-batch."""
+        """Takes tied parameters' gradients, whole at the end of a micro-batch."""
         for tensor in self.run.timetable.tied:
             parameter = self.reader.parameters[tensor]
             if raw_grad(parameter) is not None:

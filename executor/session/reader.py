@@ -113,7 +113,7 @@ class Reader:
 
     @property
     def written(self) -> int | None:
-        """In place: by the model's forward, or an `Embedding(max_norm=)`."""
+        """A tensor whose parameter was written in place: by the model's forward, or an `Embedding(max_norm=)`."""
         with torch._C.DisableTorchFunctionSubclass():
             for t in self.state.run.timetable.chunk_of:
                 if version_of(self.parameters[t]) != self.parameters[t].plan_version:  # type: ignore[attr-defined]
@@ -159,7 +159,6 @@ class Reader:
         return value.reshape(run.contents.slots.shape(tensor, field))
 
     def _meet_others(self, tensor: int, field: str) -> None:
-        """The ranks that read it too, if each holds a part."""
         run, ranks = self.state.run, self.state.ranks
         if ranks is not None and run.contents.sliced:
             fields = ("param", *fields_of(run.plan.layout.states_of(run.timetable.chunk_of[tensor])))

@@ -114,7 +114,7 @@ class Steps:
         self.span_log.append(tuple.__new__(StepLog, row))  # past a constructor in Python
 
     def run_inline(self, i: int, iteration: int) -> None:
-        """Of the compute queue, no moment."""
+        """Runs a step of the compute queue other than a moment."""
         queues = self.run.queues
         ready_s = self._clock()
         waited_for = queues.wait(i, iteration)

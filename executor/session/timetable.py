@@ -76,7 +76,7 @@ class Timetable:
         return [{t for t in tensors if self.final_in(m, t) == m} for m, tensors in enumerate(gradients)]
 
     def final_in(self, moment: int, tensor: int) -> int:
-        """Where it is in the micro-batch of `moment`."""
+        """The moment in the micro-batch of `moment` in which the tensor's gradient is final."""
         return self._final.get((self.micro_batch[moment], tensor), -1)
 
     def gradient_list(self, moment: int, tensor: int) -> str:

@@ -54,7 +54,6 @@ class Updates:
         )
 
     def _agreed(self, norm: torch.Tensor) -> torch.Tensor:
-        """On which all ranks agree; if an update on the accelerator needs it first, the training thread waits."""
         run, ranks = self.state.run, self.state.ranks
         assert ranks is not None
         begun_s = self._clock()

@@ -133,7 +133,6 @@ class BoundFacts:
         self._adds()
 
     def _parts(self, layout: Layout, payload: Sequence[int]) -> None:
-        """An operation in one piece is one part."""
         cost, parts = self.cost, parts_of(layout)
         count = [parts.get(c, 1) for c in self.job.trained]
         share = [
@@ -158,7 +157,6 @@ class BoundFacts:
         self.gpu_add_before_s = min((s / params[c] for c, s in before_s.items()), default=0.0)
 
     def _stashes(self, w: Workload) -> None:
-        """Bytes and seconds of all, and per moment the seconds of copies up that begin after it."""
         cost = self.cost
         self.stash_bytes = float(sum(s.bytes for s in w.stashes))
         self.stash_down_s = sum(cost.transfer_s(s.bytes, "d2h") for s in w.stashes)
@@ -220,7 +218,6 @@ class BoundFacts:
         return self._cut([(m, m, m) for m in reversed(moments)])
 
     def _begins(self) -> tuple[list[int], list[int]]:
-        """First moments of micro-batches, with the iteration's end, and of backward passes."""
         last = max(self.micro_batch)
         begin = [*(self.micro_batch.index(u) for u in range(last + 1)), self.moments]
         bwd = [

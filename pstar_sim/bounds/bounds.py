@@ -71,7 +71,6 @@ def _of_rank(
     max_pinned: int | None,
     stream: bool,
 ) -> Bound:
-    """Without stashes and disks."""
     facts = BoundFacts(workload, machine, layout, cost)
     barrier = settings.barrier(workload.compute_dtype) is not None
     limit = np.inf if max_pinned is None else max_pinned + float(facts.params[facts.small].sum())
@@ -84,7 +83,6 @@ def _of_rank(
 
 
 def _with_stashes(bound: Bound, workload: Workload, cost: CostModel) -> Bound:
-    """[Note: the bound of stashes] in stash_bound.py."""
     if not workload.stashes:
         return bound
     return _with_term(bound, STASHES, stash_bound_s(workload, cost))
@@ -100,7 +98,6 @@ def _with_term(bound: Bound, name: str, seconds: float) -> Bound:
 
 
 def _of_compute(facts: BoundFacts, why: str) -> Bound:
-    """why: no program gives a larger bound."""
     seconds = float(facts.clock[-1])
     return Bound(
         seconds=seconds,

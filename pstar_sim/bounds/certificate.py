@@ -176,10 +176,6 @@ def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None) -> 
 
 
 def _verdict(stored_s: float, method: object, found_s: float, kind: str) -> str:
-    """method, kind: how each was proved.
-
-    Raises PlanError if they do not agree.
-    """
     if stored_s <= 0:
         raise PlanError(f"lower_bound_s is {stored_s:.9g} s in the plan; a lower bound is above 0")
     tolerance = max(AGREE[kind], AGREE.get(str(method), AGREE["joint LP"]))

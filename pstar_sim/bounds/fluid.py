@@ -224,7 +224,6 @@ class _FluidProgram:
         return running
 
     def _there(self, points: Index, of_chunk: Sequence[Sequence[int]], units: Expression, most: float) -> Expression:
-        """On the gpu at the successive `points`."""
         there = np.zeros((len(points) + 1, len(of_chunk)), dtype=int)  # a row of zeros before the first point
         for c, at in enumerate(of_chunk):
             there[np.asarray(at, dtype=np.intp) - points[0] + 1, c] = 1
@@ -327,7 +326,6 @@ class _FluidProgram:
     # -- sums of several micro-batches --
 
     def _sums(self) -> None:
-        """As in [Note: the joint bound]."""
         lp, facts, batches = self.lp, self.facts, self.facts.batches
         on_gpu = self.p + self.q
         # Per chunk: the parts whose sums are on the gpu, with Adam on the CPU and with Adam on the gpu.
@@ -456,7 +454,6 @@ class _FluidProgram:
         self.sums_up += up.within
 
     def _used(self, units: Expression) -> Expression:
-        """Units used up by Adam on the gpu, per interval."""
         used, most = self._flow(4 * self.all_units), 4 * self.all_units
         self._window(used, self._running(units, most), self._update(), 0 * self.facts.first_at)
         self.lp.add(used.upto[-1] == units.sum())
@@ -509,7 +506,6 @@ class _FluidProgram:
         return (part * seconds[copy]).gathered(interval, n), (part * units[copy]).gathered(interval, n)
 
     def _link_s(self) -> tuple[Expression, Expression]:
-        """Up and down per interval, without stashes."""
         facts = self.facts
         up = (self.params_up.within + self.again + self.back) / facts.up
         down = (self.gradients_down.within + self.early_down + self.leave) / facts.down

@@ -90,10 +90,6 @@ class FluidFacts:
         most_points: int,
         times: int = 1,
     ) -> None:
-        """dram_bytes_per_s: for the rank at any time.
-
-        times: micro-batches of `workload`'s second.
-        """
         self.workload, self.layout, self.cost = workload, layout, cost
         self.job = job = facts_of(workload, layout)
         self.chunks = sorted(job.trained, key=lambda c: (job.reads[c][0], c))
@@ -170,7 +166,6 @@ class FluidFacts:
             self.read[k] = own * self.layout.ranks  # a moment reads all slices
 
     def _speeds(self, dram_bytes_per_s: float) -> None:
-        """Of the link (with the largest list's latency), of host DRAM, and of an update."""
         cost, link, layout = self.cost, self.cost.link, self.layout
         self.duplex = link.duplex
         states = [layout.payload_bytes(c, name) for c in self.chunks for name in layout.states_of(c).names]

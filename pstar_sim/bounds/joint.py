@@ -318,7 +318,6 @@ class _JointProgram:
         self._add_rows(several=several)
 
     def _add_rows(self, *, several: bool) -> None:
-        """several: gradients of several micro-batches add up."""
         lp, job, s_min = self.lp, self.job, self.s_min
         lp.add(self.s <= job.total, unit=self.all_params)
         if s_min:
@@ -371,7 +370,6 @@ class _JointProgram:
                 lp.add(self._held_sums(batch) + job.v * self.x <= room, unit=self.all_bytes)
 
     def _held_sums(self, batch: int) -> Expression:
-        """On the gpu before it."""
         sums = (self.cpu_sum + self.gpu_sum - self.spilt[batch - 1]) * self.sum_bytes
         return sums + (self.waits - self.waits_on_host) * self.job.w if batch == self.job.u - 1 else sums
 
@@ -488,14 +486,12 @@ class _JointProgram:
             self.terms.append(("barrier", others_s + (job.v * self.s + wider) / job.up))
 
     def _gradients(self, width: float) -> Expression:
-        """Read by Adam on the gpu."""
         if not len(self.spilt):
             return width * self.s
         sum_w = self.job.sum_w
         return sum_w * self.gpu_sum + (sum_w + width) * (self.s - self.gpu_sum) - width * self.whole
 
     def _copies(self) -> None:
-        """Each direction, a link that both share, and host DRAM."""
         job, facts, cost = self.job, self.job.facts, self.job.cost
         up, down = self._up(), self._down()
         up_s, down_s = up / job.up + facts.stash_up_s, down / job.down + facts.stash_down_s

@@ -220,7 +220,6 @@ class LinearProgram:
         return Solution(value=constant + float(cost @ at), proved=proved, at=at)
 
     def _stacked(self) -> tuple[Expression, NDArray[np.bool_]]:
-        """And a mask of the equations."""
         parts = [Expression.zero(0), *(rows.difference for rows in self._rows)]
         lengths = [len(part) for part in parts]
         begins = np.cumsum([0, *lengths[:-1]])

@@ -81,7 +81,6 @@ def pinned_bound(facts: BoundFacts, barrier: bool, limit: float, *, clip: bool) 
 
 
 def _lines(facts: BoundFacts, barrier: bool, x_max: float, *, clip: bool) -> list[_BoundLine]:
-    """[Note: the bound]"""
     gpu_s = facts.gpu_update_s
     lines = [_BoundLine("compute", float(facts.clock[-1]), gpu_s)]
     if barrier and facts.net.updates_s:

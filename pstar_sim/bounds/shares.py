@@ -213,7 +213,6 @@ class AnyShares:
         return tuple(of_kind[kind] for kind in self.machine.kinds)
 
     def _bounded(self, box: _Box) -> _Box:
-        """Of the lowest corner."""
         ranked = self._jobs(box.low)
         hardest = tightest(ranked, self.machine)
         bound = None
@@ -225,7 +224,6 @@ class AnyShares:
         return _Box(seconds, 1, box.low, box.high, bound)
 
     def _finished(self, box: _Box) -> _Box:
-        """Of the lowest corner, which is shares of the batch."""
         box = box if box.stage else self._bounded(box)
         bound = box.bound
         if self._fluid is not None and self._left and bound is not None:
@@ -236,7 +234,6 @@ class AnyShares:
         return _Box(seconds, 2, box.low, box.high, bound)
 
     def _has_room(self, hardest: Workload) -> bool:
-        """For the chunks that each moment reads."""
         read = (size * self.layout.ranks for size in facts_of(hardest, self.layout).read_bytes)
         budget = self.machine.gpu_budget_bytes
         return all(m.peak_bytes + size <= budget for m, size in zip(hardest.moments, read))

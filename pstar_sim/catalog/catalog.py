@@ -216,7 +216,6 @@ class Catalog:
         return self.framework(next(iter(self.frameworks)))
 
     def _ranks(self, e: Entry[MachineEntry]) -> list[Rank]:
-        """Of one node: `gpus` equal ranks, or the groups of `ranks` with sequences per micro-batch."""
         groups = _groups(e)
         total = sum(gpus * batch for _, gpus, batch in groups)
         parts: list[tuple[Gpu, Link, float, int]] = []
@@ -339,7 +338,6 @@ def _figures(part: type, e: Entry[Any], shares: Mapping[str, float] = MappingPro
 
 
 def _stated(e: Entry[Any], figure: Figure, shares: Mapping[str, float]) -> Any:
-    """Times the share that the part reaches."""
     value = getattr(e.values, figure.name, None)
     if value is None or not figure.share:
         return value
@@ -489,6 +487,5 @@ def _own_origin(file: str) -> dict[str, object]:
 
 
 def _own_tables(file: str, given: Mapping[str, object], names: Sequence[str]) -> dict[str, object]:
-    """A table without one gets the entry's."""
     tables = {name: given.get(name) for name in names}
     return {name: {**_own_origin(file), **table} for name, table in tables.items() if isinstance(table, dict)}

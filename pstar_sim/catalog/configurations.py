@@ -51,7 +51,6 @@ def configuration_file(model: str) -> Path:
 
 
 def _hub() -> Path:
-    """huggingface_hub's."""
     environment = os.environ
     if "HF_HUB_CACHE" in environment:
         return Path(environment["HF_HUB_CACHE"])
@@ -204,7 +203,6 @@ def _vit(c: _Config) -> dict[str, Any]:
 
 
 def _decoder(c: _Config) -> dict[str, Any]:
-    """Shared by the llama family."""
     return {
         **_blocks(c, "llama", heads=c.count("num_attention_heads")),
         **_vocabulary(c, "max_position_embeddings"),
@@ -212,7 +210,6 @@ def _decoder(c: _Config) -> dict[str, Any]:
 
 
 def _grouped(c: _Config) -> dict[str, Any]:
-    """With grouped-query attention."""
     kv_heads = c.optional("num_key_value_heads", divides="num_attention_heads")
     shape, width = _decoder(c), c.optional("head_dim")
     if width is None:
@@ -234,7 +231,6 @@ def _window(c: _Config, *, needed: bool = False) -> dict[str, Any]:
 
 
 def _experts(c: _Config, count: str, ffn: str) -> dict[str, Any]:
-    """count, ffn: keys of their number and width."""
     experts = c.count(count)
     return {"count": experts, "per_token": c.count("num_experts_per_tok", most=experts), "ffn": c.count(ffn)}
 

@@ -238,8 +238,6 @@ def check_figures(where: str, part: object) -> None:
 
 @cache
 def _checks(part: type) -> tuple[tuple[Callable[..., object], str], ...]:
-    """(check, attribute) for each single number, true or false."""
-
     def natural(name: str, value: object, *, error: type[CatalogError]) -> float:
         return number(name, value, also=True, error=error)
 

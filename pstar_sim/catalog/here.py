@@ -24,7 +24,7 @@ _QUERY = "name,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max"
 
 
 def nvidia_smi() -> str | None:
-    """One per GPU; None where it is missing or fails."""
+    """A line per GPU; None where there is no nvidia-smi or it fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None

@@ -67,7 +67,6 @@ _Products = table_of(
 
 
 def _products(dtype: str) -> Points:
-    """By the size of a product."""
     return Points(
         f"{dtype}_table",
         Annotated[FileCurve, curve("GFLOP of a product", "TFLOP/s")],
@@ -79,7 +78,6 @@ def _products(dtype: str) -> Points:
 
 
 def _copies(key: str, best: str) -> Points:
-    """In one direction, by size."""
     kind = Annotated[FileCurve, curve("MB of a copy", "GB/s")]
     return Points(key, kind, calibrated="rate by size of a copy", best=best, units=(1e6, GB))
 
@@ -861,7 +859,6 @@ class Machine:
 
 
 def _worst(parts: Iterable[tuple[bool, str]]) -> str:
-    """(calibrated?, how its figures are known)."""
     words = ["calibrated" if measured else known for measured, known in parts]
     return max(words, key=("calibrated", *KNOWN).index)
 
@@ -884,7 +881,6 @@ def _weakest_gpu(gpus: Sequence[Gpu]) -> Gpu:
 
 
 def _weakest_products(shapes: Sequence[ProductShape | None]) -> ProductShape | None:
-    """None if some GPU has none."""
     return None if None in shapes else ProductShape(**worst_of(shapes))
 
 

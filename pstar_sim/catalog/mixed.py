@@ -64,7 +64,6 @@ def mixed_machine(name: str, catalog: Catalog) -> Machine:
 
 
 def _single(catalog: Catalog) -> Mapping[str, str]:
-    """Part -> machine."""
     found = {name: name for name, e in catalog.machines.items() if e.values.gpus == 1 and e.values.nodes == 1}
     of_gpus = {str(catalog.machines[name].values.gpu): name for name in reversed(found)}
     return {**of_gpus, **found}

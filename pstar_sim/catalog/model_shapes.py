@@ -143,7 +143,6 @@ def expert_params(m: ModelEntry) -> int:
 
 
 def _attention_params(m: ModelEntry) -> int:
-    """Of one llama layer."""
     h = m.hidden
     if m.latent is not None:
         x = m.latent
@@ -157,7 +156,6 @@ def _attention_params(m: ModelEntry) -> int:
 
 
 def _mlp_params(m: ModelEntry, layer: int) -> int:
-    """Of a llama feed-forward layer, or its experts."""
     x = m.experts
     if x is None or not m.has_experts(layer):
         return 3 * m.hidden * m.ffn

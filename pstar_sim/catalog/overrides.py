@@ -190,7 +190,6 @@ def _changed(quantity: Quantity, present: float, change: re.Match[str]) -> float
 
 
 def _with(machine: Machine, name: str, change: Callable[[Any], Any]) -> Machine:
-    """Of every rank, or of the node."""
     if name in ("gpu", "link"):
         ranks = tuple(replace(rank, **{name: change(getattr(rank, name))}) for rank in machine.ranks)
         return replace(machine, ranks=ranks)
@@ -225,7 +224,6 @@ def _gpu_memory(machine: Machine, size: float) -> Machine:
 
 
 def _cores(machine: Machine, count: float) -> Machine:
-    """[Note: cores and Adam]"""
     host = machine.host
     most = max(host.adam_params_per_s, host.dram_bytes_per_s / ADAM_BYTES_PER_PARAM)
     rate = min(host.adam_params_per_s * count / host.cores, most)
@@ -248,7 +246,6 @@ def _hbm(machine: Machine, rate: float) -> Machine:
 
 
 def _dram(machine: Machine, rate: float) -> Machine:
-    """[Note: cores and Adam]"""
     host = machine.host
     most = max(rate / ADAM_BYTES_PER_PARAM, 0.0)
     adam = min(host.adam_params_per_s, most) if rate < host.dram_bytes_per_s else host.adam_params_per_s
@@ -275,7 +272,6 @@ def _both_ways(machine: Machine, rate: float) -> Machine:
 
 
 def _paths() -> dict[str, _Path]:
-    """Declared by the parts, and those that change several attributes."""
     paths = {
         "nodes": _Path(COUNT, 1, 4096, lambda m: m.nodes, lambda m, count: m.with_nodes(round(count))),
         "gpus": _Path(COUNT, 1, 64, lambda m: m.local_ranks, _gpus),

@@ -46,7 +46,6 @@ def _per_root(machine: Machine) -> int | None:
 
 
 def _tables(machine: Machine, checked: date) -> Iterator[tuple[str, dict[str, object]]]:
-    """(name, fields) in the file's order."""
     yield from _of_part("gpus", machine.gpu, checked)
     yield from _of_part("links", machine.link, checked, {"connects": "host-gpu"})
     host = replace(machine.host, memory_bytes=machine.pool_bytes or machine.host.memory_bytes)
@@ -104,7 +103,7 @@ def _of_part(
 
 
 def _holds(figure: Figure, part: object) -> bool:
-    """Not where its rate was set by hand above the curve's best, or is none of Adam's."""
+    """A curve does not hold if its rate was set by hand above the curve's best, or is none of Adam's."""
     if not isinstance(figure, Points) or not figure.get(part):
         return True
     kind: type = type(part)
@@ -118,10 +117,6 @@ def _given(fields: Mapping[str, object]) -> dict[str, object]:
 
 
 def _whole(machine: Machine, per_root: int | None) -> dict[str, object]:
-    """The machine's, naming the parts.
-
-    per_root: GPUs on a PCIe switch, if any.
-    """
     price, root = machine.price_usd_per_hour, machine.root_bytes_per_s
     fields: dict[str, object] = {
         "gpu": machine.gpu.name,

@@ -57,7 +57,6 @@ def _complain(text: str, status: int) -> int:
 
 
 def _complain_of_file(text: str, status: int) -> int:
-    """A line per mistake."""
     for line in text.splitlines():
         _complain(line, status)
     return status

@@ -74,7 +74,6 @@ def _cache() -> Path:
 
 
 def _digest(file: Path, shape: Mapping[str, object]) -> str:
-    """Names the trace."""
     versions = [__version__]
     for package in _DECIDING:
         try:

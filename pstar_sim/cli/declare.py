@@ -71,7 +71,6 @@ def _flags_of(kind: Any) -> list[inspect.Parameter]:
 
 
 def _stated(kind: Any) -> list[Field[Any]]:
-    """With flags, axes last."""
     axes = all_axes()
     stated = [field for field in fields(kind) if field.name not in axes or _help(kind, axes[field.name])]
     return sorted(stated, key=lambda field: field.name in axes)

@@ -65,7 +65,7 @@ class _Targets:
 
     @property
     def written(self) -> dict[str, str]:
-        """Flag -> file, if given."""
+        """Flag -> file, for the given flags that name their files."""
         viz = {} if self.memory_viz is None else {"memory-viz": self.memory_viz}
         return viz | self.files
 
@@ -145,7 +145,6 @@ def export(
 
 
 def _write_degrees(plan: str, plans: PlanSet, targets: _Targets, *, as_json: bool) -> int:
-    """Of the plans of several stages."""
     from pstar_sim.core.checker.meetings import prove_set
     from pstar_sim.frameworks.express import express_set
     from pstar_sim.frameworks.targets import TARGETS

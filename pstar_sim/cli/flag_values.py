@@ -124,7 +124,7 @@ def learning_rate(text: str) -> float:
 
 @_value
 def new_file(text: str) -> str:
-    """Tried before any work for it."""
+    """Writing is tried before any work is done for the file."""
     try:
         check_writable(Path(text))
     except PstarError as error:

@@ -122,7 +122,7 @@ def _check_flags(asked: _LaunchFlags) -> None:
 
 
 def _run(script: Path, arguments: Sequence[str]) -> int:
-    """Its exception is printed as by Python, with status 1."""
+    """An exception of the script is printed as by Python, with status 1."""
     with _as_main(script, arguments):
         try:
             runpy.run_path(str(script), run_name="__main__")
@@ -152,7 +152,6 @@ def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _print_own(error: Exception, script: Path) -> None:
-    """From the script's first frame on."""
     tb = error.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename != str(script):
         tb = tb.tb_next
@@ -253,7 +252,6 @@ class _Report:
 
 
 def _measured_step(step: Any) -> str:
-    """step: shown, an `executor.queues.logs.IterationLog`."""
     if step.planned:
         return "the last on plan with the planned batch"
     share = sum(step.shares) / len(step.shares)

@@ -65,7 +65,6 @@ def policies(*, json: JsonList = False) -> int:
 
 
 def _option_row(key: str, values: str, what: str, defaults: dict[str, str]) -> dict[str, object]:
-    """With its default, or each policy's if they differ."""
     shared = set(defaults.values())
     default = ", ".join(shared) if len(shared) == 1 else ", ".join(f"{v} ({p})" for p, v in defaults.items())
     return {"option": key, "values": values, "what": f"{what} ({', '.join(defaults)}; default {default})"}

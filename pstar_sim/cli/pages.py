@@ -146,7 +146,7 @@ def _check_free(at: int) -> None:
 
 
 def _subjects(paths: Sequence[str], on_part: OnPart) -> list[Subject]:
-    """In order. Raises PstarError for a run that does not follow its plan."""
+    """Raises PstarError for a run that does not follow its plan."""
     from pstar_sim.core.plan import load_plan
     from pstar_sim.core.run_file import load_timelines
     from pstar_sim.planner.stated import examine
@@ -168,7 +168,7 @@ def _subjects(paths: Sequence[str], on_part: OnPart) -> list[Subject]:
 
 
 def _is_plan(path: str) -> bool:
-    """So is an unreadable file: the reader of plans reports it."""
+    """An unreadable file counts as a plan, whose reader reports the error."""
     from pstar_sim.core import run_file, timeline
     from pstar_sim.core.timeline import read_values
     from pstar_sim.errors import TraceError
@@ -180,7 +180,6 @@ def _is_plan(path: str) -> bool:
 
 
 def _run_of(planned: Subject, timelines: dict[str, Timeline], path: str) -> list[Subject]:
-    """The plan with the prediction made for the run, and the run."""
     from dataclasses import replace
 
     from pstar_sim.errors import TraceError

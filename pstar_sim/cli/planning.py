@@ -185,7 +185,6 @@ def _beside(
 
 
 def _fits_or_says_why(result: Comparison) -> int:
-    """A line on stderr points to the answer on stdout."""
     if any(row.fits for row in result.rows):
         return 0
     what = "no policy fits" if len(result.rows) > 1 else f"{result.rows[0].policy} does not fit"
@@ -479,7 +478,6 @@ def _compared(
     likes: Sequence[ConfigurationPrediction] = (),
     barrier_cost: bool | None = None,
 ) -> Comparison:
-    """likes: above the policies in the table."""
     from pstar_sim.cli.inputs import cut_of, machine_of, settings_of, workloads_of
     from pstar_sim.planner.asked import asked_policies
     from pstar_sim.planner.balance import all_balance

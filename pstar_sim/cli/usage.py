@@ -39,7 +39,6 @@ def words_typed() -> tuple[str, ...]:
 
 
 def _words(error: typer.TyperException) -> str:
-    """Flag, fault, and the command that lists flags."""
     text, context = error.message.rstrip("."), getattr(error, "ctx", None)
     if (parameter := getattr(error, "param", None)) is not None:
         text = f"argument {_name(parameter)}: {text}"
@@ -119,7 +118,6 @@ def _commands_with(context: Any, name: str) -> list[str]:
 
 
 def _take_value(context: Any, flag: Any, word: str, left: list[str], flags: Collection[str]) -> None:
-    """left: words behind it."""
     name, equals, value = word.partition("=")
     if flag.is_flag:
         if equals:

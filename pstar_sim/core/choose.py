@@ -242,7 +242,6 @@ class _Chooser:
     # -- what can start --
 
     def _start_compute(self) -> Window | None:
-        """The outcome if the search ends here."""
         c, running = self.columns, self.clock.running
         compute, gpu_take, host_take = c.compute, c.gpu_take, c.host_take
         while running[COMPUTE] < 0:
@@ -268,7 +267,6 @@ class _Chooser:
         return None
 
     def _start_ready(self, q: int) -> bool:
-        """On a queue whose steps take no bytes ahead of use."""
         c, ready, running = self.columns, self.ready[q], self.clock.running
         gpu_take, host_take = c.gpu_take, c.host_take
         at_once = False
@@ -283,7 +281,7 @@ class _Chooser:
         return at_once
 
     def _start_ahead(self, q: int) -> bool:
-        """On a queue whose steps do; whether any took no time."""
+        """On a queue whose steps take bytes ahead of use: whether any step took no time."""
         c, ready, running, ahead = self.columns, self.ready[q], self.clock.running, self.ahead
         at_once = False
         while ready and running[q] < 0:
@@ -420,7 +418,6 @@ class _RoomAhead:
         return True
 
     def _most_urgent(self, q: int, started: Sequence[bytearray]) -> tuple[int, int]:
-        """(iteration, step)."""
         order = self._columns.fetch_order[q]
         n, lap = self.urgent[q]
         while started[lap][order[n]]:

@@ -248,7 +248,6 @@ class _Follower:
     # -- compute beside collectives -----------------------------------------------------------------------------------
 
     def _begin_beside(self, of_net: bool, takes_s: float, now: float, slow: float) -> float:
-        """Seconds of a collective or a compute step."""
         if of_net:
             self.net_runs = True
             self._stretch(now, slow)
@@ -285,10 +284,6 @@ class _Follower:
         heapq.heappush(self.heap, (now, next(self.number), _END, i))
 
     def _settle(self, now: float) -> None:
-        """Progress at the old speeds.
-
-        loss_s: integral of (1 - share of DRAM).
-        """
         elapsed_s = now - self.settled_s
         if elapsed_s > 0:
             self.loss_s += elapsed_s * (1.0 - self.share)

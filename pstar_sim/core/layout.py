@@ -397,7 +397,6 @@ def _chunk(index: int, key: _Class, items: Iterable[_Item], numel: int, small: b
 
 
 def _alignment(states: States) -> int:
-    """Where tensors and slices begin."""
     width = next((row.per_element for row in states.lists if row.name == MASTER_LIST), STORAGE[MASTER].bytes)
     return max(ALIGN_BYTES // width, states.block)
 
@@ -505,7 +504,6 @@ def _candidates(prefixes: Mapping[_Class, NDArray[np.int64]], granule: int, tota
 
 
 def _waste(classes: Mapping[_Class, Sequence[_Item]], size: int) -> float:
-    """Padding's share, exact to 1e-3."""
     used = held = 0
     for key, items in classes.items():
         used += sum(item.numel for item in items) * key.width
@@ -552,10 +550,6 @@ def _pack(items: Sequence[_Item], capacity: int) -> list[tuple[list[_Item], int]
 
 
 def _packed_numels(padded: Sequence[int], ends: Sequence[int], capacity: int) -> list[int]:
-    """As `_pack`.
-
-    ends: running sum of `padded`.
-    """
     capacity = _aligned(capacity)
     oversize = [numel for numel in padded if numel > capacity]
     if oversize:

@@ -243,7 +243,6 @@ class Moves:
             layout.payload_bytes(int(chunk[n]), lists[int(first[n]) // chunks])
 
     def _moments(self) -> list[_Ints]:
-        """By column (pattern, kind, payload, value)."""
         plan = self.plan
         lists = ("param", "remote") if plan.layout.ranks > 1 else ("param",)
         working = np.array([self._first_of(name, _GPU) for name in lists])

@@ -98,7 +98,6 @@ class Rates:
         return [min(share, self._beside(n, queues, duty)) * speed for n, speed in enumerate(on_link)], share
 
     def _beside(self, n: int, queues: Sequence[str], duty: Sequence[float]) -> float:
-        """By the measured factors."""
         factor = 1.0
         for p, other in enumerate(queues):
             if p != n:

@@ -125,7 +125,6 @@ def stash_key(block: str) -> tuple[int, str]:
 
 
 def _passing(plan: Plan) -> set[tuple[int, str]]:
-    """(chunk, list)."""
     taken = (takes(step) for step in plan.steps if step.chunk is not None)
     residents = (touched.resident for touched in taken if touched is not None)
     return {(r.chunk, r.list) for r in residents if r.place is Place.HOST}
@@ -193,7 +192,6 @@ def pool_rooms(plan: Plan) -> dict[tuple[int, str], int]:
 
 
 def _pool_moves(plan: Plan) -> list[tuple[Resident, int, bool]]:
-    """(payload, bytes, whether it comes) in step order."""
     passing, layout = pooled_payloads(plan), plan.layout
     moves: list[tuple[Resident, int, bool]] = []
     held: set[Resident] = set()

@@ -243,7 +243,6 @@ def _as_deepspeed(found: KeyReading, file: str, notes: list[str]) -> Configurati
 
 
 def _read_file(path: Path, file: str) -> object:
-    """file: that names it."""
     what = f"{file}: {_DS}.deepspeed_config_file = {str(path)!r}"
     try:
         return parse_json(path.read_text(encoding="utf-8-sig"))

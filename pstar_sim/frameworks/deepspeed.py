@@ -426,7 +426,6 @@ def _notes(found: KeyReading, stage: int, states: str, params: str) -> list[str]
 
 
 def _details(found: KeyReading, stage: int, states: str, params: str) -> tuple[tuple[str, object], ...]:
-    """Of allocation, beside the policy's options."""
     kept: dict[str, object] = {"stage": stage, "states": states, "params": params}
     if states == "nvme":
         kept["states_buffers"] = found.usual("states_buffers", 4)
@@ -671,7 +670,6 @@ def _without_pinning(configuration: Configuration) -> Configuration:
 
 
 def _nearest(plan: Plan) -> tuple[str, dict[str, object], list[str]]:
-    """The nearest policy of DeepSpeed's, its options, and what it cannot express."""
     known = options_of_plan(plan, *_OWN)
     cannot = common_limits(plan, DEEPSPEED, *_OWN)
     if known is None:
@@ -699,7 +697,6 @@ def _nearest(plan: Plan) -> tuple[str, dict[str, object], list[str]]:
 
 
 def _placing(base: str, options: Mapping[str, object], *, sliced: bool) -> tuple[int, str, str]:
-    """sliced: several ranks."""
     if base == "zero_infinity":
         return 3, str(options["states"]), str(options["params"])
     if base == "zero3_offload":

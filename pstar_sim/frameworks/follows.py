@@ -53,7 +53,6 @@ def as_run(machine: Machine, configuration: Configuration) -> Machine:
 
 
 def _planned_on(machine: Machine, gpu_bytes: int) -> Machine:
-    """Host memory for every policy, and gpu_bytes less per GPU."""
     ranks = tuple(
         replace(rank, gpu=replace(rank.gpu, usable_bytes=max(rank.gpu.context_bytes + 1, left)))
         for rank in machine.ranks

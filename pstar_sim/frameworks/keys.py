@@ -172,7 +172,6 @@ def _near(name: str, table: Mapping[str, Key], above: str) -> str:
 
 
 def _star(path: str, table: Mapping[str, Key]) -> str:
-    """That ends in ".*" and covers this one."""
     parts = path.split(".")
     stars = (".".join(parts[:n]) + ".*" for n in range(len(parts), 0, -1))
     return next((star for star in stars if star in table), "")

@@ -113,7 +113,6 @@ def degrees(spread: Parallelism) -> Parallelism:
 
 
 def _flags_in(text: str, file: str) -> tuple[dict[str, object], list[str]]:
-    """Flag -> value of KEYS, and all other names."""
     set_here = _set_in(text)
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
@@ -263,10 +262,6 @@ def express(plan: Plan) -> Expressed:
 
 
 def _partly(share: float, own_params: int) -> str:
-    """With this share (0 to 1) of the optimizer on the host.
-
-    own_params: of one rank, in enough sub-groups.
-    """
     if share == 0:
         return spec("zero3_resident", {"reshard": False})
     subgroup = max(1, own_params // 20)

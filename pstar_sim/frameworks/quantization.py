@@ -53,7 +53,6 @@ def bits_to_base(bits: int | None, *, nested: bool, experts: bool = False) -> st
 
 
 def _base(found: KeyReading) -> tuple[str | None, list[str]]:
-    """(base, notes)"""
     method = found["method"]
     if method == "fp8":
         other = found["block"] not in (None, [128, 128])

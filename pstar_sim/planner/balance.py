@@ -143,7 +143,6 @@ def _fastest(
     search: AnyShares | None,
     of: Callable[..., Balanced],
 ) -> Iterator[Balanced]:
-    """[Note: the fastest shares]."""
     if search is None:
         layout = build_layout(share.workload, chunk_bytes=settings.chunk_bytes, ranks=machine.data_parallel_size)
         search = AnyShares(share.batch, machine, settings, layout, any_job(share.workload, machine) or job_of)

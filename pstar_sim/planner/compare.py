@@ -424,7 +424,6 @@ def _fastest(
 
 
 def _certificate(proof: Certifier, plan: Plan, workload: Workload) -> Certificate:
-    """A plan in another order than the job's gets a certificate of its own."""
     require_bounded(plan)
     same = plan.workload.order is workload.order
     return proof.of(plan.layout) if same else certificate_of(plan, lp=proof.lp)
@@ -441,7 +440,7 @@ _Free = tuple[Workload, Machine, Settings, Sequence[Workload] | None]
 
 
 def _free(workload: Workload, ranked: Sequence[Workload] | None, machine: Machine, settings: Settings) -> _Free | None:
-    """The setting in which no Adam waits; None if none waits anyway."""
+    """None if no Adam waits anyway."""
     if settings.barrier(workload.compute_dtype) is None:
         return None
     return (*without_barrier(workload, machine, settings), _retyped(ranked, machine, settings))

@@ -298,9 +298,6 @@ def _depth_row(
     names: Sequence[str],
     room: Callable[[str | Policy, ModelEntry], Refusal | None],
 ) -> Limit:
-    """error: of one more layer.
-    names: of the catalog, the largest first.
-    """
     row = _limit(policy, layers, error)
     if layers:
         row = replace(row, params=models.shape(layers).params)
@@ -320,7 +317,6 @@ def _check_positions(entry: ModelEntry, seq: int, axes: Axes) -> None:
 
 
 def _known_models(seq: int, axes: Axes) -> list[str]:
-    """Those written for such a sequence and these axes, the largest first."""
     entries = [model_entry(name) for name in model_names()]
     able = [entry for entry in entries if entry.takes(seq) and entry.family != "vit"]
     able = [entry for entry in able if axes.kernels is None or has_kernels(entry, axes.kernels)]

@@ -318,7 +318,6 @@ def _need(
 
 
 def _host_sizes(plan: Plan) -> dict[tuple[int, str], int]:
-    """The payloads, or [Note: payloads that pass through the host]."""
     sizes = host_payloads(plan)
     if not (pool := pool_rooms(plan)):
         return sizes

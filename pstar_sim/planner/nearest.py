@@ -332,8 +332,6 @@ def _least(options: dict[str, _Option], last: str, fits: Callable[[Mapping[str, 
 
 
 def _saved_bytes(before: _Changed, after: _Changed, place: str, m: Machine) -> float:
-    """The most that a rank may save."""
-
     def trained_bytes(w: Workload) -> float:
         gradient_bytes = DTYPES[w.dtype].bytes
         trained = sum(t.numel for t in w.tensors if not t.frozen and t.tied_to is None)

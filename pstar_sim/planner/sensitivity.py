@@ -304,10 +304,6 @@ class _MachineQuestion:
         return {"layers": layers, "params": params, "more_layers": more, "largest_policy": policy}
 
     def _deepest(self, where: Machine, policies: Sequence[str], near: Mapping[str, int]) -> _Deepest | None:
-        """None if not asked.
-
-        near: as in `max_model`.
-        """
         if not self.largest:
             return None
         ranked, workload = self.share.ranked, self.share.workload

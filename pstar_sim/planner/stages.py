@@ -404,14 +404,11 @@ class _Asked:
         return plan_stages(own, self.machine, self.policies[policy], way.parallelism, self.settings)
 
     def _searches(self, policy: str) -> bool:
-        """Its plans for more micro-batches are others: no line leads to them."""
         named = self.policies[policy]
         return capabilities_of(find_policy(named) if isinstance(named, str) else named).tries_others
 
 
 def _on_line(few: StagesRow, more: StagesRow, counts: Sequence[int], micro_batches: int) -> StagesRow:
-    """`micro_batches` on the line through the rows of two smaller `counts`."""
-
     def line(value: Callable[[StagesRow], float]) -> float:
         a, b = value(few), value(more)
         return b + (micro_batches - counts[1]) * (b - a) / (counts[1] - counts[0])
@@ -435,7 +432,6 @@ def _on_line(few: StagesRow, more: StagesRow, counts: Sequence[int], micro_batch
 
 
 def _bound_s(job: Job, machine: Machine, way: Way, settings: Settings) -> float:
-    """By [Note: which parallelisms]."""
     own = replace(job, batch=way.batch, micro_batches=way.micro_batches)
     before_s = longest_s = 0.0
     for number, (one, _) in enumerate(_micro_batch_of_stages(own, machine, way.parallelism)):
@@ -588,7 +584,6 @@ def _micro_batch_of_stages(
     shape: ModelEntry | None = None,
     most: Sequence[int] = (),
 ) -> Iterator[tuple[Workload, Sequence[Crossing]]]:
-    """And what crosses its borders."""
     data = parallelism.data_on(machine.world_size)
     if job.model is None or job.batch is None or job.seq is None:
         raise PstarError("a trace is of a whole model; give --model, whose preset is cut into stages")
@@ -615,7 +610,6 @@ def _part(parallelism: Parallelism, number: int, layers: range) -> Stage:
 def _layers_of(
     job: Job, machine: Machine, parallelism: Parallelism, *, shape: ModelEntry | None, most: Sequence[int]
 ) -> list[range]:
-    """Even, or by [Note: cut by speed]."""
     assert job.model is not None and job.batch is not None and job.seq is not None
     entry, stages = shape or model_entry(job.model), parallelism.pipeline
     even = _even(entry.layers, stages, job.model)
@@ -741,7 +735,6 @@ def _part_of_disks(disks: Nvme, part: float) -> Nvme:
 
 
 def _part_of_root(machine: Machine, ranks: Sequence[Rank]) -> float | None:
-    """Of a PCIe switch, while the other stages' ranks copy too."""
     here = Counter(rank.root for rank in ranks if rank.root is not None)
     if machine.root_bytes_per_s is None or not here:
         return machine.root_bytes_per_s

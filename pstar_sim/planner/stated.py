@@ -206,7 +206,6 @@ class _Notes:
         return said
 
     def _stated_bound(self, stated: float, seconds: float, *, lp: bool) -> None:
-        """A bound that agrees is as stated, or not known to be."""
         if stated > seconds * (1 + SECONDS_AGREE):
             self.false.append(f"lower_bound_s is {stated:.9g} s in the plan, but its iteration lasts {seconds:.9g} s")
         elif self._method() == "fluid LP" and not lp:

@@ -165,8 +165,6 @@ def _folder(cache: str | Path | None, output: Path | None) -> Path:
 
 
 class _PointFiles:
-    """None keeps nothing."""
-
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.files: dict[int, Path] = {}
@@ -209,7 +207,6 @@ def evaluate(group: Group) -> Done:
 
 
 def _computed(group: Group) -> list[dict[str, object]]:
-    """A policy that cannot plan takes no other along."""
     policies = [policy for _, policy in group.policies]
     parallel = dict(group.values).get("parallel")
     try:

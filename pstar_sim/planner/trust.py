@@ -182,7 +182,7 @@ def borrowed_bar(name: str) -> float:
 
 
 def enough(rows: float, sources: float) -> bool:
-    """For a bar of its own ([Note: bars])."""
+    """Whether so many rows and sources are enough for a bar of its own ([Note: bars])."""
     return rows >= FEWEST_ROWS and sources >= FEWEST_SOURCES
 
 
@@ -210,6 +210,5 @@ def validation_digest() -> str:
 
 @cache
 def _shipped() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
-    """Class -> policy -> figures."""
     table: dict[str, dict[str, dict[str, float]]] = json.loads(FILE.read_text(encoding="utf-8"))
     return table

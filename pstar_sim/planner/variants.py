@@ -248,7 +248,6 @@ class _Race:
         return all(self._could_win(self._bound_s(way, count, stream=stream)) for count in self._stand_ins(way))
 
     def _stand_ins(self, way: Way) -> tuple[int, ...]:
-        """The last is the candidate's own."""
         return way.stand_ins() if self.machine.data_parallel_size == 1 else (way.repeats,)
 
     def _bound_s(self, way: Way, count: int, *, stream: bool = True) -> float:
@@ -277,7 +276,6 @@ class _Race:
         return self.bounds_s[key]
 
     def _short(self, way: Way, count: int) -> DoesNotFit | None:
-        """count: one micro-batch of several gives None."""
         if not self.searching or (count == 1 and way.repeats > 1):
             return None
         return shortage(QUICK, way.stand_in(count), self.machine, self.usual, loading=self.loading)
@@ -323,7 +321,7 @@ class _Race:
             self.shortest = (way, error)
 
     def _hopeless(self, way: Way) -> Tried | None:
-        """None has to be planned."""
+        """Returns None for a candidate that has to be planned."""
         if self.best is None:
             return None
         least, promise = self.least_s[way], self.promise_s[way]

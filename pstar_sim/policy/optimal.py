@@ -117,7 +117,6 @@ def optimal(
 
 
 def _schedule_words(best: SearchResult, found: Sequence[SearchResult], reason: DoesNotFit | None) -> str:
-    """reason: no plan of its own fits."""
     own_s = min((f.seconds for f in found if f.of == "optimal"), default=None)
     if own_s is None:
         why = f"no plan of optimal's own fits ({reason})"

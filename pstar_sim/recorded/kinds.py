@@ -50,8 +50,6 @@ _BACKWARD = {"backward", "_engine_run_backward", "grad"}
 
 
 class _Calls(NamedTuple):
-    """The part of the loop, by a stack."""
-
     optimizer: bool
     backward: bool
     forward: bool
@@ -117,7 +115,6 @@ def _by_calls(calls: _Calls, *, lasts: bool, kept: bool, passing: bool) -> int:
 
 
 def _by_size(history: DeviceHistory, job: Workload, kinds: NDArray[np.int64]) -> None:
-    """Lasting unknown blocks by sizes of the job's tensors, each as often as there are such."""
     masters = {r for r, _ in job.optimizer.state_bytes}
     wanted: dict[int, collections.deque[int]] = collections.defaultdict(collections.deque)
     for tensor in job.tensors:

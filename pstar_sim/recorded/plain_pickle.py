@@ -50,7 +50,6 @@ def read_plain(data: bytes) -> Any:
 
 
 def _run(data: bytes) -> Any:
-    """A stack of values, heights of its marks, and a memo by number."""
     at, end, made = 2, len(data), 0
     most = SOME + end // LEAST_BYTES
     stack: list[Any] = []

@@ -190,7 +190,6 @@ def _copies(copies: Sequence[_Event], way: str) -> Iterator[_Point]:
 
 
 def _products(spans: Sequence[_Event], kernels: Sequence[_Event], *, on_gpu: bool) -> dict[str, list[_Point]]:
-    """dtype -> flops of each."""
     seconds: dict[object, float] = defaultdict(float)
     for kernel in kernels:
         seconds[kernel.args.get("External id")] += kernel.dur * 1e-6
@@ -227,7 +226,6 @@ def _dtype(event: _Event) -> str | None:
 
 
 def _kernel_s(spans: Sequence[_Event], kernels: Sequence[_Event]) -> float | None:
-    """The gap between kernels without a wait, and the shortest's duration."""
     launched = {
         e.args.get("correlation"): e.ts + e.dur for e in spans if e.cat == "cuda_runtime" and "Launch" in e.name
     }

@@ -409,7 +409,6 @@ class _Builder:
 
 
 def _marks(rows: Sequence[Mapping[str, Any]], device: int) -> list[Mark]:
-    """By begin, without those that lack an end."""
     open_: dict[str, list[int]] = collections.defaultdict(list)
     found: list[Mark] = []
     for row in rows:

@@ -74,7 +74,6 @@ def tide_of(
 
 
 def _by_kind(history: DeviceHistory, kinds: NDArray[np.int64]) -> Ints:
-    """Before the first event and after each."""
     blocks = history.blocks
     change = np.zeros((len(KINDS), history.events + 1), np.int64)
     np.add.at(change, (kinds, np.maximum(blocks.born + 1, 0)), blocks.size_bytes)
@@ -84,7 +83,6 @@ def _by_kind(history: DeviceHistory, kinds: NDArray[np.int64]) -> Ints:
 
 
 def _highest(total: Ints) -> Ints:
-    """All instants, or each of MOST_INSTANTS stretches' highest."""
     if len(total) <= MOST_INSTANTS:
         return np.arange(len(total))
     edges = np.linspace(0, len(total), MOST_INSTANTS + 1).astype(np.int64)

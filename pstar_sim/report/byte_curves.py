@@ -160,7 +160,6 @@ def phase_bands(timeline: Timeline, *, x: str = "time") -> tuple[PhaseBand, ...]
 
 
 def _with_updates(timeline: Timeline, bands: Sequence[PhaseBand]) -> Iterator[PhaseBand]:
-    """And in gaps around, from first update to last."""
     origin = steady_start_s(timeline)
     updates = [(s.start_s - origin, s.end_s - origin) for s in timeline.spans if s.kind in UPDATES]
     at_s = 0.0

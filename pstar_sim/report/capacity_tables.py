@@ -62,7 +62,6 @@ _DATA_PARALLEL = (
 
 
 def _named(machine: Machine) -> str:
-    """With memory sizes that differ from the catalog's."""
     listed = as_listed(machine)
     if listed is None:
         return machine.name
@@ -111,7 +110,6 @@ def fits_said(answer: Fits) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
 
 
 def _part_cells(answer: Fits) -> tuple[list[str], list[tuple[str, ...]]]:
-    """(heads, rows, the last the sum)."""
     heads, columns = ["what takes memory", "in all"], [[part.job_bytes for part in answer.parts]]
     if answer.parts[-1].gpu_bytes is not None:
         heads += [f"GPU, {answer.fastest[0].policy}", "host"]
@@ -256,7 +254,6 @@ def _named_change(change: SmallestChange, answer: Fits) -> str:
 
 
 def _lack(row: Fit, machine: Machine, loading: Loading) -> str:
-    """Needed in the short place, available, and the difference."""
     needed = {"gpu": row.gpu_needed_bytes, "host": row.host_needed_bytes}.get(row.short_of or "")
     if needed is None:
         return f"lacks {format_bytes(row.short_bytes or 0)} on {row.short_of}"

@@ -75,7 +75,6 @@ def _of_entry(table: str, entry: Entry[Any]) -> Iterator[tuple[str, str, str, st
 def _of_table(
     raw: Mapping[str, Any], prefix: str, known: str = "", table: str = ""
 ) -> Iterator[tuple[str, str, str, str]]:
-    """known: where the table says so for all."""
     source = str(raw.get("source", ""))
     for figure, value in raw.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):

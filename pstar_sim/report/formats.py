@@ -137,7 +137,6 @@ def format_page(name: str) -> str:
 
 
 def _tables(title: str, table: type[Struct], shown: set[type[Struct]]) -> Iterator[tuple[str, type[Struct]]]:
-    """And those below, each once."""
     if table in shown:
         return
     shown.add(table)

@@ -130,7 +130,6 @@ def _kinds(plan: Plan) -> str:
 
 
 def _tide(timeline: Timeline) -> str:
-    """GPU memory over the iteration; "" without samples."""
     try:
         curves = byte_curves(timeline)
     except PstarError:  # a timeline may have no samples; its table needs none

@@ -99,7 +99,6 @@ def _payload(plan: Plan, one: Resident, time_s: float, sign: int) -> _Change:
 
 
 def _levels(plan: Plan, timeline: Timeline) -> Iterator[_Change]:
-    """Non-model data and buffers: a timeline has levels."""
     moments, start_s, _ = moment_windows(timeline)
     now: dict[tuple[str, str], int] = {}
     for sample in timeline.samples:

@@ -117,7 +117,6 @@ def _name(span: Span, plan: Plan | None, names: Mapping[int, str]) -> str:
 def _slice(
     name: str, category: str, where: tuple[int, int, float], start_s: float, end_s: float, args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """where: process, lane, shift in seconds."""
     pid, tid, shift_s = where
     begin = _us(start_s + shift_s)
     return {

@@ -68,7 +68,6 @@ def residence(plan: Plan, timeline: Timeline, *, bins: int = 240) -> Residence:
 
 
 def _spells(plan: Plan, timeline: Timeline) -> dict[int, list[tuple[float, float, int]]]:
-    """Chunk -> (begin, end, index into CONTENTS), from the iteration's start."""
     book = _Book(plan)
     known = {step.id: step for step in plan.steps}
     check_of_plan(plan, timeline)

@@ -74,7 +74,6 @@ def _draw_bars(
     rows: list[Queue],
     parts: Mapping[int, Part],
 ) -> tuple[dict[str, Any], set[str]]:
-    """For the legend: a bar per name, and what numbers mean."""
     found: dict[str, Any] = {}
     numbered: set[str] = set()
     paper, on_dark = ax.get_facecolor(), dark(ax)
@@ -99,13 +98,11 @@ def _draw_bars(
 
 
 def _in_order(handles: Handles) -> list[str]:
-    """Phases, kinds of steps, meaning of numbers."""
     order = [*PHASES, *(name for name, _, _ in STEPS.values()), *NUMBERS]
     return sorted(handles, key=lambda n: order.index(n) if n in order else len(order))
 
 
 def _steady_spans(timeline: Timeline) -> list[tuple[Span, float, float]]:
-    """With start and end."""
     origin = steady_start_s(timeline)
     found = []
     for span in timeline.spans:
@@ -116,7 +113,6 @@ def _steady_spans(timeline: Timeline) -> list[tuple[Span, float, float]]:
 
 
 def _style(timeline: Timeline, span: Span) -> tuple[str, str, str]:
-    """Legend's name, colour, and its number's."""
     if span.kind is not Kind.COMPUTE:
         return STEPS[span.kind]
     phase = timeline.phases[span.moment] if timeline.phases and span.moment is not None else "compute"

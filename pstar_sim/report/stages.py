@@ -140,13 +140,11 @@ def _stage_cells(plan: Plan, timeline: Timeline, spread: Parallelism, stage: int
 
 
 def _sums_s(plan: Plan, machine: Machine) -> float:
-    """Layers wait for the ranks that split them."""
     cost = CostModel(plan.workload, machine, plan.layout)
     return sum(cost.group_s(m.collectives) for m in plan.workload.moments if m.collectives)
 
 
 def _words_for_sums(plans: Sequence[Plan]) -> list[str]:
-    """Why tensor ranks are planned inside a node, [] without any."""
     plan = max(plans, key=lambda plan: sum(len(m.collectives) for m in plan.workload.moments))
     machine, sums = plan.machine, [size for m in plan.workload.moments for _, _, size in m.collectives]
     group = machine.group(TENSOR)

@@ -49,6 +49,5 @@ def block_name(layer: str) -> str:
 
 
 def _block(module: list[str]) -> list[str]:
-    """Up to the last number."""
     numbers = [n for n, part in enumerate(module) if part.isdigit()]
     return module[: numbers[-1] + 1] if numbers else module

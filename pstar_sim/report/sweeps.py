@@ -67,7 +67,6 @@ def _with_memory(limits: Limits) -> str:
 def _bar(
     ax: Any, y: float, row: Limit, thick: float, widest: float, colour: str, *, machine: str, legend: bool
 ) -> None:
-    """widest: longest bar."""
     billions = (row.params or 0) / 1e9
     label = row.policy if legend else None
     ax.barh(y, billions, thick * 0.92, color=colour, label=label, gid=f"{machine} {row.policy}")
@@ -145,7 +144,6 @@ def plot_map(
 
 
 def _table(frame: pandas.DataFrame, x: str, y: str, value: str) -> pandas.DataFrame:
-    """Rows `y`, columns `x`, in order."""
     frame = _over(frame, [x, y])
     if frame["policy"].nunique() != 1:
         raise PstarError(f"a map shows one policy, not {', '.join(frame['policy'].unique())}; choose one")
@@ -154,7 +152,6 @@ def _table(frame: pandas.DataFrame, x: str, y: str, value: str) -> pandas.DataFr
 
 
 def _over(frame: pandas.DataFrame, axes: Sequence[str]) -> pandas.DataFrame:
-    """With `at`: the first axis as numbers."""
     for name in (*axes, "policy", "iteration_s"):
         if name not in frame:
             raise PstarError(f"the frame has no column {name!r}, only {', '.join(map(str, frame.columns))}")

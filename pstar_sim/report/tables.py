@@ -255,7 +255,6 @@ def sources_of_times(workload: Workload, machine: Machine, pairs: Sequence[tuple
 
 
 def _bounds(rows: Sequence[Row]) -> list[str]:
-    """One per bound, with policies if several."""
     policies: dict[tuple[float | None, str], list[str]] = {}
     for row in rows:
         policies.setdefault((row.lower_bound_s, _certificate(row)), []).append(row.policy)

@@ -259,7 +259,6 @@ def _capacity(timeline: Timeline, place: str) -> int:
 def _polyline(
     curves: Curves, values: np.ndarray[Any, Any], unit: int
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Corners' x and y (in `unit` bytes)."""
     return np.repeat(curves.edges, 2)[1:-1], np.repeat(values, 2) / unit
 
 
@@ -359,7 +358,6 @@ def _overlay(
 
 
 def _in_order(handles: Handles) -> list[str]:
-    """From top to floor."""
     order = [NAMES[c] for c in ("non-model", "buffer", "grad", "param", "states")]
     order += [_WASTE, "capacity of a static partition", "capacity (the plan's budget)"]
     return [n for n in order if n in handles] + [n for n in handles if n not in order]

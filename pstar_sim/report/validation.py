@@ -193,7 +193,6 @@ def _rows_text(title: str, rows: Sequence[Result], width: int) -> str:
 
 
 def _family(system: str) -> str:
-    """Those that differ in an option (gap5, ratio0.8) share a line."""
     words = [w for w in system.split(" ") if not w.startswith(("gap", "ratio"))]
     return " ".join(words)
 

@@ -86,7 +86,6 @@ def waterfall_figure(ablation: Ablation, *, pyplot: bool = False, look: Look = U
 
 
 def _folded(ax: Axes, points: float, size: float) -> tuple[list[float], list[str]]:
-    """Ticks, names in lines of so many points."""
     return list(ax.get_yticks()), [broken_at(label.get_text(), points, size) for label in ax.get_yticklabels()]
 
 
@@ -97,7 +96,6 @@ def waterfall_csv(ablation: Ablation) -> str:
 
 
 def _seconds(ablation: Ablation, ax: Axes) -> None:
-    """Floating, between whole first and last bars."""
     lines = ablation.lines
     fitting = [n for n, line in enumerate(lines) if line.fits]
     widest = max(lines[n].iteration_s or 0.0 for n in fitting)

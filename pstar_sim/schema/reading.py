@@ -132,10 +132,6 @@ class Refusals:
 
 
 def _read(kind: Any, value: object, word: str, *, whole: bool) -> tuple[Any, Iterable[Fault]]:
-    """And what is wrong.
-
-    whole: faults name a table's field, not a place within.
-    """
     try:
         found = msgspec.convert(value, kind, builtin_types=_PLAIN)
     except msgspec.ValidationError as error:
@@ -183,7 +179,6 @@ def _list_faults(
 
 
 def _item_faults(items: Iterable[tuple[Any, str | int, object]], path: Path, word: str, whole: bool) -> Iterator[Fault]:
-    """items: (type, place, value)."""
     for kind, place, item in items:
         yield from _faults(kind, item, (*path, place), word, whole)
 

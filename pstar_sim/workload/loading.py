@@ -30,7 +30,7 @@ class Loading:
         return self.way if self.dtype is None else f"{self.way}:{self.dtype}"
 
     def startup_bytes(self, workload: Workload, local_ranks: int) -> int:
-        """Each rank's part while weights are loaded."""
+        """Bytes of each of the node's ranks while weights are loaded."""
         if self.way == "in-place":
             return 0
         base = [t for t in workload.tensors if t.dtype in BASES]

@@ -233,7 +233,6 @@ _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|classifier|score|qa_outputs)(\.|$)
 
 
 def _is_large(name: str, shape: Shape) -> bool:
-    """As bitsandbytes makes states of 8 bits."""
     return prod(shape) >= _LEAST_8_BIT
 
 

@@ -106,7 +106,6 @@ _FORWARD = ("activations", "tied weights")
 def _border(
     crossing: Crossing, cell: Cell, n: int, first: Sequence[int], moments: range, stage: int, stages: int
 ) -> Border:
-    """[Note: room for borders]"""
     here = first[n] + crossing.moment - moments[0]
     if not crossing.receives:
         behind, until = here, first[min(n + 2, len(first) - 1)]
@@ -128,7 +127,6 @@ def _border(
 
 
 def _with_borders(moments: Sequence[Moment], crossed: Sequence[tuple[Crossing, Border]]) -> list[Moment]:
-    """With bytes that arrive before their cell, and those that leave after it."""
     start, peak, end = ([0] * len(moments) for _ in range(3))
     for crossing, border in crossed:
         begin, over = border.behind, border.until

@@ -114,7 +114,6 @@ def parts_of(workload: Workload) -> list[tuple[int, int]]:
 
 
 def _bodies(w: Workload) -> list[range]:
-    """Per micro-batch; raises TraceError if they are not alike."""
     begin = [next(i for i, m in enumerate(w.moments) if m.micro_batch == u) for u in range(w.micro_batches)]
     bodies = [range(a, b) for a, b in zip(begin, [*begin[1:], len(w.moments) - 1])]
     odd = odd_micro_batch(w)
@@ -127,7 +126,6 @@ def _bodies(w: Workload) -> list[range]:
 
 
 def _parts(w: Workload, body: range) -> list[BlockRun]:
-    """Raises TraceError without blocks."""
     runs = [
         (block, forward, range(moments[0], min(moments[-1], body[-1]) + 1))
         for block, forward, moments in block_runs(w)

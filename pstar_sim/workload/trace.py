@@ -251,7 +251,6 @@ def _names(cls: Any) -> list[str]:
 
 
 def _arrow_fields(cls: type, names: Iterable[str]) -> list[Any]:
-    """Enumerations as text, whole numbers with 64 bits."""
     import pyarrow as pa
 
     plain = {str: pa.string(), int: pa.int64(), bool: pa.bool_(), float: pa.float64()}
@@ -288,7 +287,6 @@ def _row(w: Workload, version: int = SCHEMA_VERSION, optional: Collection[str] =
 
 
 def _digest(row: dict[str, Any]) -> str:
-    """SHA-256 without the digest (floats in their shortest exact form)."""
     content = {name: value for name, value in row.items() if name != "digest"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -364,7 +362,6 @@ def _workload(source: Path, index: int, row: dict[str, Any]) -> Workload:
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Pairs in place of the file's tables of two columns."""
     values = dict(row)
     if isinstance(row["optimizer"], dict):
         values["optimizer"] = {**row["optimizer"], "state_bytes": _pairs(row["optimizer"]["state_bytes"])}

@@ -629,7 +629,6 @@ def _check_order(w: Workload, bad: _Bad) -> None:
 
 
 def _in_room(stash: Stash) -> int:
-    """In multiples of 256 bytes."""
     return -(-stash.bytes // 256) * 256
 
 
@@ -642,7 +641,6 @@ def odd_micro_batch(w: Workload) -> int | None:
 
 
 def _check_begin(w: Workload, i: int, m: Moment, begun: int, bad: _Bad) -> None:
-    """begun: micro-batches before it."""
     if m.phase is not Phase.FWD and m is not w.moments[-1]:
         raise bad(f"moments[{i}].phase", m.phase.value, "a micro-batch begins with its forward pass")
     if i and m.micro_batch != begun:
@@ -650,7 +648,6 @@ def _check_begin(w: Workload, i: int, m: Moment, begun: int, bad: _Bad) -> None:
 
 
 def _check_phase(w: Workload, i: int, m: Moment, before: int, bad: _Bad) -> None:
-    """`before`: of the same micro-batch."""
     if m.phase is Phase.FWD and w.moments[before].phase is not Phase.FWD:
         name, phase = w.moments[before].name, w.moments[before].phase.value
         want = f"moment {before} ({name}) is of {phase} already; a micro-batch has one forward pass"
@@ -658,7 +655,6 @@ def _check_phase(w: Workload, i: int, m: Moment, before: int, bad: _Bad) -> None
 
 
 def _check_bytes(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
-    """Opens as moment i - 1 closed."""
     before = w.moments[i - 1]
     if m.start_bytes != before.end_bytes and not w.activations:  # mixed of two captures if blocks were chosen
         want = f"moment {i - 1} ({before.name}) ends with {before.end_bytes}; the moments are not in their order"
@@ -731,7 +727,6 @@ def _check_stashes(w: Workload, bad: _Bad) -> None:
 
 
 def _check_borders(w: Workload, bad: _Bad) -> None:
-    """Alone and against the one before."""
     for i, b in enumerate(w.borders):
         if b.what not in CROSSINGS:
             raise bad(f"borders[{i}].what", b.what, f"it is one of {', '.join(CROSSINGS)}")
@@ -744,7 +739,6 @@ def _check_borders(w: Workload, bad: _Bad) -> None:
 
 
 def _check_beside(i: int, s: Stash, before: Stash, bad: _Bad, *, in_turn: bool) -> None:
-    """in_turn: first made, first gone."""
     if s.made <= before.made:
         raise bad(f"stashes[{i}].made", s.made, "stashes come in the order in which they are made")
     if s.micro_batch == before.micro_batch:

@@ -66,7 +66,6 @@ def check_structure(plan: Plan) -> list[int]:
 
 
 def _check_step(plan: Plan, step: Step) -> None:
-    """Alone."""
     queues = _QUEUES[step.kind]
     if step.via == UNFUSED and step.kind is not Kind.GPU_UPDATE:
         raise PlanError(f"{label(step)} has via={step.via}; only updates on the gpu can")

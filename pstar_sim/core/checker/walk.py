@@ -210,7 +210,6 @@ class Walk:
     # races
 
     def _pieces(self, s: int, key: _Key) -> Iterable[_Piece]:
-        """Chunks updated in parts are looked at part by part."""
         count = self.parts.get(key[0])
         if count is None:
             return ((key, 0),)
@@ -304,7 +303,6 @@ class Walk:
                 self._put_gradient(s, k, step, (chunk_of[t], name, Place.GPU), t)
 
     def _read(self, s: int, k: int, step: Step, key: _Key, t: int) -> None:
-        """In a working list, or the other ranks' part of it."""
         self._look(s, key)
         content = self._present(step, key, "reads", t)
         if content is None:
@@ -457,7 +455,6 @@ class Walk:
             held.marks |= mine.marks
 
     def _check_complete(self, step: Step, verb: str, key: _Key, marks: set[tuple[int, int]]) -> None:
-        """All the chunk's tensors, for each micro-batch of which it has any."""
         batches = {u for u, _ in marks}
         missing = set[tuple[int, int]]().union(*(self.due.get((key[0], u), ()) for u in batches)) - marks
         if missing:
@@ -475,7 +472,6 @@ class Walk:
         return held
 
     def _only_ours(self, content: _Content) -> bool:
-        """Holds gradients of this rank not yet summed over all."""
         return self.ranks > 1 and bool(content.marks) and content.summed != "yes"
 
     def _add(self, s: int, k: int, step: Step) -> None:
@@ -537,7 +533,6 @@ class Walk:
         content.version += step.completes
 
     def _gradients(self, s: int, k: int, step: Step, place: Place) -> set[tuple[int, int]]:
-        """Of this iteration, at the update's place."""
         assert step.chunk is not None
         found: set[tuple[int, int]] = set()
         unsummed: list[_Key] = []

@@ -74,7 +74,6 @@ def _held_at_cut(plan: Plan, walk: Walk, place: Place) -> int:
 
 
 def _moves(plan: Plan, program: Unrolled, walk: Walk, place: Place) -> tuple[dict[int, int], dict[int, int]]:
-    """Instance -> bytes, on the gpu with the tide."""
     tide = [m.peak_bytes for m in plan.workload.moments]
     takes: dict[int, int] = {}
     frees: dict[int, int] = {}

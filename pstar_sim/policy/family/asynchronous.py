@@ -141,7 +141,6 @@ class Asynchronous:
         return self._remember(_fastest(self._search(*self._scan())))
 
     def _remember(self, chosen: Attempt) -> _Rival:
-        """Where capacity is constant, because tide asks for it in the same job."""
         g = self.job
         made = _Rival(g.machine, g.settings, self.point, chosen.pins, chosen.knobs.linger, chosen.fetched_bytes)
         if not g.follow_tide:
@@ -149,7 +148,6 @@ class Asynchronous:
         return made
 
     def _scan(self) -> tuple[int, int, float]:
-        """Best and largest number of pins by the closed form, and its seconds at the best."""
         most = most_pins_of(self.job)
         bounds = np.maximum(iteration_bounds(pin_facts(self.job), most), self._disks_s(most))
         asked = self.point.pins
@@ -157,7 +155,6 @@ class Asynchronous:
         return best, most, float(bounds[best])
 
     def _disks_s(self, most: int) -> list[float]:
-        """Of the disks for 0, 1 .. most pinned chunks."""
         job = self.job
         if job.machine.nvme is None:
             return [0.0] * (most + 1)

@@ -116,14 +116,12 @@ class Course:
         return touched, whole
 
     def _positions_of(self, blocks: Sequence[int]) -> list[int]:
-        """Updates between two neighbouring blocks are included."""
         mine = [self.at[blocks[0]]]
         for before, n in pairwise(blocks):
             mine += range(mine[-1] + 1, self.at[n] + 1) if n == before + 1 else [self.at[n]]
         return mine
 
     def _needed_room(self) -> list[int]:
-        """What residents, tide, passes and the position itself leave."""
         job = self.job
         free = job.machine.gpu_budget_bytes - self.resident_bytes
         room = [free - position.tide_bytes for position in self.positions]

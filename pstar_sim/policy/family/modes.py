@@ -265,10 +265,6 @@ def roofline(
 
 
 def _longest(windows: Sequence[tuple[float, float, float]], inside_s: Array, cpu: Array) -> Array:
-    """0 where CPU Adam updates nothing.
-
-    inside_s: besides the window's moments.
-    """
     longest = np.zeros_like(cpu + inside_s)
     for span, adams, copies in windows:
         longest = np.maximum(longest, np.where(cpu > 1e-9, span + inside_s + cpu * adams + copies, 0.0))

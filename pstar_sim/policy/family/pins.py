@@ -150,7 +150,6 @@ def most_pins_of(job: Job) -> int:
 
 
 def _room(job: Job) -> list[int]:
-    """What tide, gradient lists and small chunks leave in each block."""
     budget = job.machine.gpu_budget_bytes - job.small_bytes
     return [
         budget - block.tide_bytes - gradient_rows.room(job, n) - sum(job.remote[c] for c in block.chunks)

@@ -136,7 +136,6 @@ def _check_modes(job: Job, modes: Modes) -> None:
 
 
 def _check_chunk(job: Job, chunk: int, what: str) -> None:
-    """Raise CannotPlan for none, and a small one."""
     if not 0 <= chunk < len(job.sizes):
         raise CannotPlan(f"{job.name}: {what}: there is no such chunk; chunks are 0 to {len(job.sizes) - 1}")
     if chunk in job.small:
@@ -144,7 +143,6 @@ def _check_chunk(job: Job, chunk: int, what: str) -> None:
 
 
 def _blocks(job: Job, modes: Modes, visits: Iterable[Visit]) -> list[list[int]]:
-    """Ascending; empty for a chunk that does not move."""
     moments = len(job.workload.moments)
     held: list[set[int]] = [set() for _ in job.sizes]
     for visit in visits:

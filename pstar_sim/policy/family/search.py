@@ -95,14 +95,11 @@ class Trial:
 
 
 def _pinning(trial: Trial, pins: int) -> Trial:
-    """In place of streams, if any."""
     streams = max(0, trial.streams + trial.pins - pins) if trial.streams else 0
     return replace(trial, pins=pins, streams=streams, head=min(trial.head, pins), front=min(trial.front, streams))
 
 
 class _Start(NamedTuple):
-    """The roofline's best for a spill share."""
-
     seconds: float
     pins: int
     streams: int
@@ -196,7 +193,6 @@ class Search:
         return _Start(float(roof.seconds[p, z, g]), pins[p], round(shares[z] * moving), hosts, spills)
 
     def _most(self) -> int:
-        """Above the number of pins, as if all chunks had the median size."""
         pinned = self.facts.pins.pinned_bytes
         if not pinned:
             return 0
@@ -412,7 +408,6 @@ class Search:
         return sorted(made, key=self.tried.__getitem__)
 
     def _downhill(self, parts: int = NEXT_STRIDE) -> None:
-        """First changes are by the number of chunks over `parts`."""
         stride = max(1, self.count // parts)
         while self.here is not None and not self.good_enough and not self.spent:
             if self._descend(stride):
@@ -588,7 +583,6 @@ class Search:
         return product(("stream", "pin", "cpu"), repeat=len(self.large)) if self.large else iter(())
 
     def _beside(self, trial: Trial, large: tuple[str, ...]) -> Trial:
-        """As many bytes stay pinned and streamed."""
         if trial.large:
             return replace(trial, large=large)
         modes = self._modes(trial)
@@ -597,7 +591,6 @@ class Search:
         return replace(trial, pins=min(pins, self.most), streams=streams, large=large)
 
     def _descend(self, stride: int) -> bool:
-        """Was one better?"""
         improved = False
         for pins, streams in self._directions():
             improved |= self._go(stride, pins=pins, streams=streams)

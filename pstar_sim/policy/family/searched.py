@@ -108,7 +108,7 @@ def own_plans(
 
 
 def jobs_of_sizes(name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> Iterator[Job]:
-    """That `own_plans` tries, the usual first."""
+    """The jobs that `own_plans` tries, at the usual chunk size first."""
     over = _Sizes(workload, machine, settings, point, name, True)
     for layout in chain((over.usual,), over.others()):
         yield over.job(layout)
@@ -172,7 +172,6 @@ class _Sizes:
             self._continue()
 
     def _coarse(self) -> Layout | None:
-        """To begin with, if attempts at the usual size take too much effort."""
         job = self.job(self.usual)
         visits = sum(len(job.touched[c]) for c in job.moving)
         if not self._open or visits <= VISITS:
@@ -198,7 +197,6 @@ class _Sizes:
         return "the effort is used up" if self.left_ops <= 0 else "there is nothing left to try"
 
     def _look(self, layout: Layout, effort_ops: int, point: Point | None = None) -> None:
-        """Without a limit until a search fits."""
         if self.searches and self.left_ops <= 0:
             return
         point = point or self._point
@@ -239,7 +237,6 @@ class _Sizes:
                 yield layout
 
     def _attempt_ops(self, layout: Layout) -> float:
-        """0 before one fitted."""
         if not self.searches:
             return 0.0
         first = self.searches[0]
@@ -252,7 +249,6 @@ class _Sizes:
         return min(may_win, key=lambda s: s.seconds - (s.seconds - s.floor_s) / (2 + self._in_vain[s]), default=None)
 
     def _go_on(self, search: Search, effort_ops: int) -> None:
-        """Also tries the best of the others."""
         best = self._by_seconds()[0] if self.searches else None
         least = effort_ops if best is None else min(effort_ops, self.left_ops)
         self._run_on(search, partial(Search.run, like=None if best is search else best), least)

@@ -89,8 +89,6 @@ class Charges:
         return self._charge(step, taken and taken.resident, freed and freed.resident)
 
     def _charge(self, step: Step, taken: Resident | None, freed: Resident | None) -> Charge:
-        """At the step's start and end."""
-
         def size(who: Resident | None, place: Place) -> int:
             return self.cost.layout.payload_bytes(who.chunk, who.list) if who and who.place is place else 0
 

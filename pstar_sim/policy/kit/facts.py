@@ -61,7 +61,6 @@ class Facts:
 
     @cached_property
     def _read_too_late(self) -> tuple[int, int, int] | None:
-        """(tensor, moment, moment of its last gradient), the first."""
         last_batch = max((batch for batch, _ in self.final), default=0)
         for m, reads in enumerate(self.workload.reads):
             for t in reads:
@@ -130,11 +129,11 @@ class Facts:
         return bool(self.spans[chunk])
 
     def first_use(self, chunk: int) -> int:
-        """That needs the chunk, len(moments) if none does."""
+        """The first moment that needs the chunk, len(moments) if none does."""
         return self.touched[chunk][0] if self.touched[chunk] else len(self.workload.moments)
 
     def last_gradient(self, chunk: int) -> int:
-        """When all gradients are final, -1 without one."""
+        """The moment after which all gradients are final, -1 without one."""
         return self.spans[chunk][-1][2] if self.spans[chunk] else -1
 
     def home_lists(self, chunk: int) -> tuple[str, ...]:

@@ -48,7 +48,6 @@ class Inside:
         return self._back(least)
 
     def _back(self, found: Array) -> Array:
-        """In the caller's order."""
         out = np.empty_like(found)
         out[self._order] = found[self._last]
         return out

@@ -73,7 +73,6 @@ class Collectives:
         return waits
 
     def _gather(self, c: int, n: int) -> int:
-        """Behind this rank's own slice."""
         rows = self._rows
         at, row = rows.fetch_of.get(c, (-1, -1))
         fetched = at == n

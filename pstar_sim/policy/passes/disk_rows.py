@@ -81,7 +81,7 @@ class DiskRows:
 
     @property
     def held_bytes(self) -> int:
-        """At most, on the host, of chunks in turns."""
+        """The most that the host holds of chunks that take turns."""
         held = (sum(self._sizes[k] for k in range(before + 1, n + 1)) for n, before in enumerate(self._befores))
         return max(held, default=0)
 

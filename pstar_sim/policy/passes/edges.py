@@ -101,7 +101,6 @@ def _waiting_for(step: Step, refs: list[Ref]) -> Step:
 
 
 def _positions(queue_of: Mapping[int, Queue]) -> tuple[dict[int, int], Counter[Queue], dict[Queue, int]]:
-    """(step -> position on its queue, queue -> steps, queue -> first step)."""
     lengths: Counter[Queue] = Counter()
     position_of: dict[int, int] = {}
     first: dict[Queue, int] = {}

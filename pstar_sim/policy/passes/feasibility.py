@@ -110,7 +110,6 @@ def check_host(job: Job, modes: Modes) -> None:
 
 
 def _passing_bytes(job: Job, chunks: Iterable[int]) -> int:
-    """One gradient's."""
     if not job.several or job.sums_on_gpu:
         return 0
     return max((job.layout.payload_bytes(c, "grad") for c in chunks), default=0)

@@ -45,7 +45,7 @@ class Floors:
         self._earlier: list[tuple[int, int]] = []  # (row, position of the previous iteration that it waits for)
 
     def of(self, c: int, n: int) -> After:
-        """For chunk c at position n."""
+        """What must end before chunk c may be copied for position n."""
         floor = self._floor_of[n, c]
         return ((self._rows.last_rows[floor], 0),) if floor is not None and floor >= 0 else ()
 

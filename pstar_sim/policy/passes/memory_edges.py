@@ -66,8 +66,6 @@ def fifo_edges(
 
 
 class _Frees:
-    """Tokens, by ends of frees."""
-
     def __init__(self, window: Sequence[ByteMove], slots: Mapping[int, QueueSlot], lengths: Mapping[str, int]) -> None:
         self._slots, self._lengths = slots, lengths
         self._order = {id(e): n for n, e in enumerate(window)}

@@ -56,7 +56,6 @@ class _Chain:
 
 
 def _chain(plan: Plan, chunk: int, count: int) -> _Chain | None:
-    """None if it stays."""
     mine = [step for step in plan.steps if step.chunk == chunk]
     adam = next((step for step in mine if step.kind is Kind.CPU_UPDATE), None)
     if adam is None or not _at_home(plan, chunk):

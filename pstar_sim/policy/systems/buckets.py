@@ -89,7 +89,6 @@ class Buckets:
         return [self.lists.keep(c, m, summed)] if c in self.lists.chunks else summed
 
     def _send(self, c: int, m: int, summed: Sequence[int]) -> int:
-        """To the host, and on to disks with the states."""
         b, shards, flush = self._b, self._shards, self._shards.scheme.flush
         last = b.workload.moments[m].micro_batch == b.workload.micro_batches - 1
         blocking = last and flush is Flush.BLOCKING

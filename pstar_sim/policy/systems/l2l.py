@@ -97,6 +97,5 @@ def _visits(job: Job, parts: Sequence[tuple[int, int]]) -> list[Visit]:
 
 
 def _most_at_once(visits: Sequence[Visit]) -> int:
-    """Of one layer: how far ahead copies go."""
     starts = [n for n, (a, b) in enumerate(pairwise(visits), start=1) if a.first != b.first]
     return max(b - a for a, b in pairwise([0, *starts, len(visits)])) if visits else 1

@@ -185,7 +185,6 @@ class _SerialIteration:
                 self.memory.disperse(c)
 
     def _shortest(self, short: DoesNotFit) -> DoesNotFit:
-        """Of the moment that needs most, if more than `short`'s."""
         needed_bytes, m = self._most_needed()
         if short.place != "gpu" or needed_bytes <= short.needed_bytes:
             return short

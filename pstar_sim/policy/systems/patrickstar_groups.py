@@ -12,8 +12,6 @@ __all__ = ["Groups"]
 
 
 class _Hold(Enum):
-    """Of a tensor not in use."""
-
     HOLD = auto()
     AFTER_FWD = auto()
     AFTER_BWD = auto()
@@ -70,11 +68,9 @@ class Groups:
         return [c for c in sorted(touched) if m == self._uses.last_gradient(c) or self._all_used(c, m)]
 
     def _all_used(self, c: int, m: int) -> bool:
-        """All tensors are in one state after a use, with parameters alone."""
         same = self._tensors[c] in (self._count[c, _Hold.AFTER_FWD], self._count[c, _Hold.AFTER_BWD])
         return same and not self._holds_gradient(c, m)
 
     def _holds_gradient(self, c: int, m: int) -> bool:
-        """It has begun to overwrite working lists."""
         last_batch = self._workload.moments[m].micro_batch == self._workload.micro_batches - 1
         return last_batch and self._uses.updated(c) and self._uses.spans[c][-1][1] <= m

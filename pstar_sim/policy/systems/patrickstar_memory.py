@@ -197,10 +197,7 @@ class Memory:
     # Room.
 
     def bring(self, c: int, needed: Collection[int]) -> None:
-        """Missing slices.
-
-        needed: may not leave.
-        """
+        """Brings the slices that are missing. needed: may not leave."""
         if c not in self.on_gpu:
             self.make_room(self._own[c], needed)
             self.fetch(c)

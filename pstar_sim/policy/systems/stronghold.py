@@ -131,7 +131,6 @@ class _ChunksByLayer:
         return found
 
     def _runs(self) -> Iterator[tuple[int, int]]:
-        """(moment, layer) where the layer changes."""
         last = -1
         for m, chunks in enumerate(self.job.uses.by_moment):
             for layer in sorted({self.of[c] for c in chunks if c in self.of}):
@@ -209,7 +208,7 @@ class _Solver:
         )
 
     def most(self) -> int:
-        """With room on the GPU, at least 1."""
+        """The largest window with room on the GPU, at least 1."""
         budget = self.layers.job.machine.gpu_budget_bytes
         return max((w for w in range(1, self.layers.count + 1) if self.needed_bytes(w) <= budget), default=1)
 

@@ -245,7 +245,6 @@ class Offloaded:
 
 
 def _offloaded_groups(sizes: Sequence[int], ratio: float) -> int:
-    """First groups with a share of parameters nearest to the ratio."""
     wanted = ratio * sum(sizes)
     held = 0
     for n, size in enumerate(sizes):

@@ -77,7 +77,6 @@ def zero3_resident(
 
 
 def _largest_block_bytes(b: Builder) -> int:
-    """Of the block with most gradients, besides parameters."""
     opened: dict[int, int] = {}
     for v in block_visits(b.uses):
         if b.uses.updated(v.chunk) and not b.layout.chunks[v.chunk].small:

@@ -128,7 +128,6 @@ def _optimizer_step(s: Sharded, groups: Sequence[Sequence[int]]) -> None:
 
 
 def _bring_in(s: Sharded, group: Sequence[int]) -> dict[int, list[int]]:
-    """To the host: chunk -> steps its update waits for."""
     b, scheme, m = s.b, s.shards.scheme, s.last_moment
     arrived: dict[int, list[int]] = {}
     for c in group:

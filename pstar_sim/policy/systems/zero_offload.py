@@ -96,7 +96,6 @@ class _Bucket:
 
 
 def _forward_and_backward(b: Builder, gradients: GradientLists, bucket: _Bucket) -> list[int]:
-    """Gradients go through the bucket."""
     computed: list[int] = []
     for m in range(len(b.workload.moments)):
         for c in gradients.opens.get(m, ()):

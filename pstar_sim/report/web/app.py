@@ -124,7 +124,6 @@ def _field(field: Field, place: Any) -> None:
 
 @st.cache_resource(max_entries=64, show_spinner="planning", hash_funcs={Question: repr})
 def _compared(question: Question, factor: float | None = None) -> Comparison:
-    """factor: of the link's rates."""
     machine = question.machine()
     if factor is not None:
         machine = override(machine, {"link.bandwidth": f"x{factor:g}"})
@@ -157,7 +156,6 @@ def _dollars(row: Row, price: Price | None, nodes: int) -> str:
 
 
 def _answer(found: Comparison) -> None:
-    """Fit, speed, price and bottleneck."""
     rows = [row for row in found.rows if row.fits]
     st.caption(heading(found).replace("\n", " "))
     if rows:
@@ -204,7 +202,6 @@ def _cells(row: Row, price: Price | None, nodes: int) -> dict[str, str]:
 
 
 def _take_away(question: Question, found: Comparison) -> None:
-    """As a command, and files."""
     st.code(question.command(), language="bash", wrap_lines=True)
     left, right = st.columns(2)
     left.download_button("the table (.csv)", _table(found).to_csv(), "comparison.csv", on_click="ignore")
@@ -243,7 +240,6 @@ def _largest(question: Question) -> None:
 
 
 def _more(question: Question, found: Comparison) -> None:
-    """By policy, of a link FASTER per cent faster."""
     if not st.toggle(f"What {FASTER} % more link brings", key="faster"):
         return
     then = {row.policy: row for row in _compared(question, 1 + FASTER / 100).rows}
@@ -272,7 +268,6 @@ def _whole(text: str) -> str:
 
 
 def _pictures(fitting: list[Planned]) -> None:
-    """Tide and queues by policy, on shared axes."""
     import plotly.graph_objects as go
 
     kind = getattr(getattr(st.context, "theme", None), "type", None) or "light"
@@ -299,7 +294,6 @@ def _pictures(fitting: list[Planned]) -> None:
 
 
 def _legend(chart: Chart, kind: str) -> str:
-    """Names beside colours."""
     items = (
         f"{_swatch(themed(colour, kind), chart.lines.get(name))}&nbsp;{escape(name)}"
         for name, colour in chart.legend.items()

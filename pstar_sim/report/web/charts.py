@@ -197,18 +197,15 @@ def _area(xs: list[float], top: Any, values: Any, name: str, colour: str, scale:
 
 
 def _line(xs: list[float], values: Any, colour: str, width: float, scale: int) -> Figure:
-    """Constant up to the next x."""
     line = {"color": colour, "width": width, "shape": "hv"}
     return {"type": "scatter", "mode": "lines", "x": xs, "y": _scaled(values, scale), "line": line}
 
 
 def _scaled(values: Any, scale: int) -> list[float]:
-    """Per edge, in `scale` bytes; the last holds."""
     return _numbers(np.append(values, values[-1]) / scale)
 
 
 def _numbers(values: Any) -> list[float]:
-    """Six digits."""
     return [float(f"{v:.6g}") for v in np.asarray(values, np.float64).tolist()]
 
 
@@ -324,10 +321,6 @@ def same_lanes(charts: Sequence[Chart]) -> list[Chart]:
 
 
 def _rows(timeline: Timeline, names: Mapping[int, str]) -> dict[str, list[_Bar]]:
-    """Lane -> bars in order, a step or a wait each.
-
-    names: step -> chunk, in words.
-    """
     origin = steady_start_s(timeline)
     rows: dict[str, list[_Bar]] = {}
     for span in sorted(timeline.spans, key=lambda s: (s.start_s, s.end_s)):
@@ -345,7 +338,6 @@ def _rows(timeline: Timeline, names: Mapping[int, str]) -> dict[str, list[_Bar]]
 
 
 def _bar_traces(bars: Sequence[tuple[str, _Bar]]) -> list[Figure]:
-    """By name and colour."""
     data: list[Figure] = []
     for (name, colour), group in groupby(sorted(bars, key=lambda b: _most(b[1])), key=lambda b: _most(b[1])):
         mine = list(group)
@@ -367,7 +359,6 @@ def _bar_traces(bars: Sequence[tuple[str, _Bar]]) -> list[Figure]:
 
 
 def _heights(bars: Sequence[tuple[str, _Bar]]) -> float | list[float]:
-    """One where all are full."""
     shares = [_share(bar) for _, bar in bars]
     return LANE if min(shares) == 1 else [round(LANE * max(share, LEAST), 3) for share in shares]
 
@@ -454,7 +445,6 @@ def residence_chart(found: Residence, *, right_s: float, layers: Sequence[str]) 
 
 
 def _ticks(layers: Sequence[str]) -> Figure:
-    """Blocks where chunks begin, evenly spread."""
     chunks = range(0, len(layers), max(1, -(-len(layers) // TICKS)))
     return {
         "tickvals": [chunk + 0.5 for chunk in chunks],

@@ -148,7 +148,6 @@ class _Page:
         )
 
     def _tiles(self) -> str:
-        """Of several, each below the other."""
         bounded = all(_bound_s(subject) is not None for subject in self.subjects)
         four = [list(_four(subject, bounded=bounded)) for subject in self.subjects]
         tiles = []
@@ -204,17 +203,12 @@ class _Page:
         return f"<h2>Figures</h2>{what}{table_html(heads, rows)}{said}"
 
     def _alike(self) -> bool:
-        """All do the same work."""
         return len({_work(subject.plan) for subject in self.subjects}) == 1
 
     def _columns(self, cells: Sequence[str]) -> str:
         return f'<div class="columns">{"".join(f"<div>{cell}</div>" for cell in cells)}</div>'
 
     def _each(self, name: str, says: Sequence[str], charts: Sequence[Chart]) -> str:
-        """Legend, and a chart per subject.
-
-        says: each, in words.
-        """
         cells = [self._drawn(f"{name} {n}", *one) for n, one in enumerate(zip(self.subjects, charts, says))]
         return f"{_legend(charts)}{self._columns(cells)}"
 
@@ -250,7 +244,6 @@ class _Page:
         )
 
     def _both(self, drawn: dict[str, list[Chart]]) -> str:
-        """The second of two plans over the first, added to `drawn`."""
         if len(self.subjects) != 2 or self.overlaid or not self._alike():
             return ""
         first, other = self.subjects
@@ -261,7 +254,6 @@ class _Page:
         return f"<h3>{breakable(title)}</h3>{chart_place('tide both', words)}"
 
     def _tide(self, name: str, subject: Subject, x: str, over: tuple[str, Timeline] | None) -> Chart:
-        """Kept among the page's figures."""
         right = self.right_s if x == "time" else float(self.moments)
         chart = tide_chart(subject.timeline, x=x, right=right, top_bytes=self.top_bytes, over=over)
         self.figures[f"{name} {x}"] = chart.figure
@@ -413,7 +405,6 @@ def _digits_s(seconds: float) -> str:
 
 
 def _bound_s(subject: Subject) -> float | None:
-    """None if about other seconds."""
     return subject.plan.predictions.get("lower_bound_s") or None if subject.as_planned else None
 
 
@@ -457,7 +448,7 @@ def _difference(one: _Quantity | None, other: _Quantity | None) -> str:
 
 
 def _ways(timeline: Timeline) -> Iterator[tuple[str, str]]:
-    """To and from disks only if something moves. The ways to and from disks are there only if something moves."""
+    """Ways to and from disks only if something moves there."""
     yield "h2d", "host to GPU"
     yield "d2h", "GPU to host"
     for way, name in (("nvme_read", "read from disk"), ("nvme_write", "written to disk")):
@@ -496,7 +487,6 @@ def _chunks_words(found: Residence) -> str:
 
 
 def _proof(subject: Subject, examined: Examined) -> str:
-    """For readers who know no checker."""
     report, plan = examined.report, subject.plan
     rooms = []
     for place, size in report.peak_bytes.items():
@@ -528,7 +518,6 @@ def _proof(subject: Subject, examined: Examined) -> str:
 
 
 def _places(subject: Subject) -> Iterator[tuple[str, str, str]]:
-    """Categories, sum, and capacity."""
     cut = _between(subject.plan)
     sampled = set(subject.timeline.columns("samples")["place"])
     for place, name in _PLACES.items():

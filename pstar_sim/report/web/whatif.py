@@ -87,7 +87,6 @@ def _parts(axes: Sequence[str]) -> list[str]:
 
 
 def _in_order(axes: Sequence[str], model: str) -> list[str]:
-    """As readers choose: machine and parts, model, others, policy."""
     others = [axis for axis in axes if axis not in ("machine", model, "policy", *_parts(axes))]
     return ["machine", *_parts(axes), model, *others, "policy"]
 

@@ -47,7 +47,6 @@ class GroupedAttention:
         return [f"{block}.self_attn.{x}_norm.weight" for x in "qk"] if self.s.model.qk_norm else []
 
     def _late(self, block: str) -> list[str]:
-        """Of the second moment, without the output projection."""
         return [*self._inner(block), *([f"{block}.self_attn.sinks"] if self.s.model.sinks else [])]
 
     def first(self, block: str) -> list[str]:

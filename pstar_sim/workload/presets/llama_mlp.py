@@ -148,7 +148,6 @@ class Experts:
         return [f"{block}.mlp.gate.{x}" for x in (("weight", "bias") if self.x.biases else ("weight",))]
 
     def _of(self, block: str, matrix: str) -> list[str]:
-        """With its bias."""
         kinds = (matrix, f"{matrix}_bias") if self.x.biases else (matrix,)
         return [f"{block}.mlp.experts.{e}.{kind}" for e in range(self.x.count) for kind in kinds]
 
@@ -156,7 +155,6 @@ class Experts:
         return self._router(block)
 
     def _grouped(self, rows: int, columns: int) -> Product:
-        """All experts with their rows, in equal parts if possible."""
         count, all_rows = self.x.count, self.s.tokens * self.x.per_token
         if all_rows % count:
             return 1, all_rows, rows, columns

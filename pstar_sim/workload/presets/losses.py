@@ -89,7 +89,6 @@ def _pieces(s: Shape) -> Iterator[Product]:
 
 
 def _piece_of_loss(t: Tape, product: Product) -> int:
-    """A kernel per operator; returns the bytes left alive."""
     logits, logits32 = _logits(product, t.width), _logits(product, 4)
     t.op(logits, products=[product], read=_hidden(product, t.width))
     if t.width < 4:
