@@ -265,6 +265,9 @@ def memory_need(
                 raise
             refusal = short
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
+    asks_others = others and able.tries_others and refusal is not None
+    if asks_others and not fewest and (need := _need_of_others(policy, workload, machine, settings, loading, fewest)):
+        return replace(need, policy=name)
     asked = settings if fewest else replace(settings, effort=ANY_PLAN)
     function = find_policy(policy) if isinstance(policy, str) else policy
     try:
@@ -278,19 +281,27 @@ def memory_need(
     except DoesNotFit:
         if refusal is None or machine.nvme is not None:
             raise
-        if not (able.tries_others and others):
+        of_others = (
+            _need_of_others(policy, workload, machine, settings, loading, fewest) if asks_others and fewest else None
+        )
+        if of_others is None:
             raise refusal from None
-    else:
-        return need
+        return replace(of_others, policy=name)
+    return need
+
+
+def _need_of_others(
+    policy: str | Policy, workload: Workload, machine: Machine, settings: Settings, loading: Loading, fewest: bool
+) -> Need | None:
+    """Of the first other policy that has room."""
     for other in built_in():
         if other == policy:
             continue
         try:
-            need = memory_need(other, workload, machine, settings, loading=loading, fewest=fewest)
+            return memory_need(other, workload, machine, settings, loading=loading, fewest=fewest)
         except PstarError:  # the policy does not fit, or does not apply to this machine
             continue
-        return replace(need, policy=name)
-    raise refusal
+    return None
 
 
 def need_of_plan(plan: Plan, loading: Loading = WHOLE) -> Need:
