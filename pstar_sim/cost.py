@@ -16,6 +16,8 @@
    - If `pstar calibrate` measured the machine, the rate is that of a product as large as the moment's, and the
      bandwidth is that of a training step's operators. The bytes then include the engine's work on gradients that
      arrive.
+   - Products of a layer that are cast to fp8 (`Workload.products`) run at the GPU's rate for it and read a byte per
+     element.
    - A moment without flops and bytes (the optimizer step's) takes no time.
    - If a GPU's rates are those of whole iterations (`gpu.launch_s` is None), the rate includes operators, launches and
      Python: the moment lasts flops / rate.
@@ -69,7 +71,16 @@ from pstar_sim.core.rules import Rates, StepCosts
 from pstar_sim.core.step import PAGEABLE, ROUTES, UNFUSED, Kind, Step
 from pstar_sim.dtypes import DTYPES, MASTER, WORKING
 from pstar_sim.errors import PlanError
-from pstar_sim.workload.workload import Border, Collective, Product, Workload, product_flops
+from pstar_sim.workload.mixing import block_of
+from pstar_sim.workload.workload import (
+    Border,
+    Collective,
+    Moment,
+    Product,
+    Workload,
+    in_low_dtype,
+    product_flops,
+)
 
 __all__ = [
     "VERSION",
@@ -263,7 +274,7 @@ class CostModel:
         self.gpu = machine.gpu if rank is None else machine.ranks[rank].gpu
         link = expected_link(machine) if rank is None else machine.ranks[rank].link
         self.link = _link_of_pins(link, machine, layout)
-        self._products: dict[Product, tuple[int, float]] = {}
+        self._products: dict[tuple[Product, bool], tuple[int, float]] = {}
 
     @cached_property
     def moments_s(self) -> tuple[float, ...]:
@@ -276,7 +287,7 @@ class CostModel:
             if self._recorded and m.duration_s is not None:
                 out.append(m.duration_s)
             elif gpu.launch_s is None:
-                out.append(m.flops / rate + summed_s)
+                out.append((m.flops - self._saved_flops(m, rate)) / rate + summed_s)
             elif m.flops or m.bytes_read or m.bytes_written:
                 kernels_s = self._kernels_s(i, rate)
                 python = self.machine.framework
@@ -325,15 +336,17 @@ class CostModel:
         m = w.moments[moment]
         moved = m.bytes_read + m.bytes_written
         assert gpu.launch_s is not None
-        shape = gpu.products if m.products else None
+        shape, low = gpu.products if m.products else None, self._low_rate(m)
         curve = gpu.matmul_tables.get(w.compute_dtype, ())
         if curve and m.flops and shape is None:
             rate *= rate_at(curve, m.flops) / best_rate(curve)  # a rate that the user changed keeps the curve's form
         if gpu.operator_bytes_per_s is not None:
             moved += gradient_traffic_bytes(w, moment)
         flops, products_s = m.flops, 0.0
-        if shape is not None:
-            rows = [self._product(product, rate) for product in m.products]
+        if shape is None:
+            flops -= self._saved_flops(m, rate)
+        else:
+            rows = [self._product(product, rate, low) for product in m.products]
             flops -= sum(map(product_flops, m.products))
             moved = max(0, moved - sum(size for size, _ in rows))
             products_s = sum(seconds for _, seconds in rows)
@@ -344,19 +357,45 @@ class CostModel:
             rate *= gpu.products.flash
         return products_s + flops / rate + moved / self._operator_bytes_per_s + gpu.launch_s
 
-    def _product(self, product: Product, rate: float) -> tuple[int, float]:
+    def _product(self, product: Product, rate: float, low: float | None) -> tuple[int, float]:
         """(bytes, seconds).
 
         rate: of large products.
+        low: that of products in fp8, in a moment that has such.
         """
-        known = self._products.get(product)
+        low = low if in_low_dtype(product) else None
+        known = self._products.get((product, low is None))
         if known is None:
             assert self.gpu.products is not None
             width = DTYPES[self.workload.compute_dtype].bytes
-            size = _product_bytes(product, width)
+            size = moved = _product_bytes(product, width)
+            if low is not None:
+                batches, m, _, n = product
+                moved = (size + batches * m * n * width) // 2
             fp32 = width == DTYPES[MASTER].bytes
-            self._products[product] = known = (size, self.gpu.products.seconds(product, rate, size, fp32=fp32))
+            known = size, self.gpu.products.seconds(product, low or rate, moved, fp32=fp32)
+            self._products[product, low is None] = known
         return known
+
+    def _low_rate(self, moment: Moment) -> float | None:
+        """Of the moment's products in fp8, if it has any."""
+        dtype = self.workload.products
+        if dtype is None or block_of(moment.module) is None:
+            return None
+        if dtype not in self.gpu.flops_per_s:
+            raise PlanError(
+                f"gpu {self.gpu.name!r} has no units for products in {dtype}; leave --products out, or take a card "
+                "that has them, such as an H100, an L40S or an RTX 4090"
+            )
+        return self.gpu.flops_per_s[dtype]
+
+    def _saved_flops(self, moment: Moment, rate: float) -> int:
+        """Which take no time at `rate`, because products run at that of fp8."""
+        low = self._low_rate(moment)
+        if low is None:
+            return 0
+        cast = sum(map(product_flops, filter(in_low_dtype, moment.products)))
+        return round(cast * (1 - rate / low))
 
     @property
     def params(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ __all__ = [
     "DTYPES",
     "MASTER",
     "NATIVE",
+    "PRODUCTS",
     "STORAGE",
     "WORKING",
     "Dtype",
@@ -128,6 +129,10 @@ STORAGE = DTYPES | BASES
 
 NATIVE = DTYPES[WORKING].products
 """Dtypes in the order in which a job takes them, the first that a GPU has natively."""
+
+PRODUCTS = ("fp8",)
+"""Dtypes of products alone: inputs and weights are cast to them in front of each product of a linear module, which sums
+in fp32. Everything else keeps the working dtype, what backward needs included. Source: torchao.float8, tensorwise."""
 
 AUTOCAST = tuple(name for name in NATIVE if name != MASTER)
 """Dtypes to which autocast casts the inputs of products, while parameters and gradients stay in `MASTER`."""

@@ -18,6 +18,7 @@ _DEEPSPEED = (
 _FSDP = "it is --policy ddp (all_on_gpu), zero2 or fsdp (zero3_resident), and a configuration is --like FILE"
 _LIGER = "Liger's kernels are --kernels fused, and its loss is --loss fused"
 _QUANTISED = "a base in 4 bits is --base nf4 beside --lora r=16; --base int8 and fp8 are others"
+_FP8 = "products in fp8 are --products fp8, and frozen weights in fp8 --base fp8"
 _TRAINERS = "a configuration of a trainer is --like FILE"
 _TOKENS = "tokens of a sequence are --seq N, such as 4096 or 16k"
 _SEQUENCES = "sequences per micro-batch, of all GPUs together, are --batch N"
@@ -27,7 +28,6 @@ _KEPT = "activations are recomputed with --checkpointing, as presets are by defa
 _NOT_MODELLED = {
     "expert parallelism": ("ep", "expertparallel", "moeep", "expertmodelparallelsize"),
     "context parallelism": ("cp", "contextparallel", "ringattention", "ulysses", "contextparallelsize"),
-    "products in fp8": ("fp8", "fp8training", "transformerengine", "te", "mxfp8"),
     "packing": ("packing", "packed", "samplepacking"),
     "this optimizer or adapter": ("galore", "dora", "lisa", "lomo", "badam", "apollo", "reft", "ia3"),
     "inference": ("vllm", "sglang", "tensorrt", "kvcache"),
@@ -35,7 +35,6 @@ _NOT_MODELLED = {
 }
 _NEAREST = {
     "context parallelism": "--parallel tp=N,sp splits sequences within tensor ranks",
-    "products in fp8": "--base fp8 stores frozen weights",
     "packing": "a full pack is one sequence: --seq its tokens, --batch packs",
 }
 _MEANT: Mapping[str, tuple[str, ...]] = {
@@ -46,6 +45,7 @@ _MEANT: Mapping[str, tuple[str, ...]] = {
     _LIGER: ("liger", "ligerkernel", "useligerkernel"),
     _QUANTISED: ("qlora", "4bit", "loadin4bit", "loadin8bit", "nf4", "bnb", "bitsandbytes", "quantization", "gptq"),
     "its kernels and base are --kernels fused --loss fused --base nf4 --lora r=16": ("unsloth",),
+    _FP8: ("fp8", "fp8training", "transformerengine", "te", "mxfp8", "float8"),
     _TRAINERS: ("torchtitan", "accelerate", "trainer", "axolotl", "llamafactory", "lightning", "config"),
     _TOKENS: ("seqlen", "seqlength", "sequencelength", "maxseqlength", "maxseqlen", "context", "contextlength", "ctx"),
     _SEQUENCES: ("batchsize", "bs", "microbatchsize", "perdevicetrainbatchsize", "trainbatchsize", "mbs"),

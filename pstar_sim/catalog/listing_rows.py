@@ -10,7 +10,7 @@ from msgspec import structs
 
 from pstar_sim.catalog.loader import load_catalog
 from pstar_sim.catalog.model_shapes import model_entry, model_names
-from pstar_sim.dtypes import MASTER
+from pstar_sim.dtypes import AUTOCAST
 from pstar_sim.units import GB
 
 __all__ = ["PARTS", "list_machines", "list_models", "list_parts"]
@@ -62,7 +62,7 @@ def _is_figure(value: object) -> TypeGuard[float]:
 
 
 def _tflops(rates: Mapping[str, float]) -> float | int | None:
-    best = max((rate for dtype, rate in rates.items() if dtype != MASTER), default=None)
+    best = max((rate for dtype, rate in rates.items() if dtype in AUTOCAST), default=None)
     return None if best is None else _short(best / 1e12)
 
 

@@ -187,6 +187,17 @@ class Gpu:
             share="tensor_core_efficiency",
             item="bf16",
         ),
+        Figure(
+            "fp8_tflops",
+            Tflops,
+            "peak of the tensor cores; left out where the card has no fp8",
+            None,
+            "datasheet",
+            path="flops.fp8",
+            calibrated="matrix rate",
+            share="tensor_core_efficiency",
+            item="fp8",
+        ),
         Key(
             "fp32_efficiency",
             Share,
@@ -196,7 +207,7 @@ class Gpu:
         Key(
             "tensor_core_efficiency",
             Share,
-            "16-bit rate of large products over the peak; left out: that of the generation",
+            "16-bit and fp8 rate of large products over the peak; left out: that of the generation",
             None,
         ),
     ]

@@ -75,7 +75,7 @@ KEYS = (
     unmodelled(f"{_FSDP}.fsdp_ignored_modules", "all modules are taken to be sliced", off=None),
     unmodelled("parallelism_config.*", PARALLELISM, off=1),
     unmodelled("megatron_lm_config.*", PARALLELISM, off=None),
-    unmodelled("fp8_config.*", "8-bit training is not modelled", off=None),
+    unmodelled("fp8_config.*", "products are taken to be torchao's, with a scale per tensor", off=None),
     unmodelled("dynamo_config.*", "compiled kernels are a choice of the model's preset (--kernels compiled)", off="NO"),
     unmodelled("downcast_bf16", "TPUs are not modelled", off="no"),
     unmodelled("use_cpu", "the machine is that of the question"),
@@ -130,10 +130,9 @@ def read(content: object, file: str) -> Configuration:
     if kind not in _TYPES:
         raise PstarError(f"{file}: distributed_type = {brief(found['type'])} is not modelled; {_hint(kind, _TYPES)}")
     notes = list(found.notes)
-    if found["precision"] == "fp8":
-        notes.append("not modelled: mixed_precision = fp8; predicted as bf16")
+    products = "fp8" if found["precision"] == "fp8" else None
     if kind == "DEEPSPEED":
-        return _as_deepspeed(found, file, notes)
+        return replace(_as_deepspeed(found, file, notes), products=products)
     if kind != "FSDP":
         dtype = _dtype(found)
         autocast = dtype if dtype in AUTOCAST else None
@@ -144,6 +143,7 @@ def read(content: object, file: str) -> Configuration:
             policy="all_on_gpu",
             dtype=None if autocast else dtype,
             autocast=autocast,
+            products=products,
             details=_details(found, {"type": kind}),
             notes=tuple(notes),
             without_effect=found.without_effect,
@@ -157,6 +157,7 @@ def read(content: object, file: str) -> Configuration:
         framework=ACCELERATE,
         policy=fsdp_policy(offload=found.usual("offload", False), reshard=reshard, replicas=replicas),
         dtype=_dtype(found),
+        products=products,
         checkpointing=found.known("checkpointing") if "checkpointing" in found.named else None,
         parallelism=Parallelism(tensor=found["tensor"]) if found["tensor"] > 1 else None,
         loading="whole" if found.usual("loads_once", False) else "each",
@@ -281,7 +282,7 @@ def values_of(configuration: Configuration) -> dict[str, object]:
     precision = {dtype: word for word, dtype in _DTYPES.items()}
     values: dict[str, object] = {
         "type": detail["type"],
-        "precision": c.autocast or (None if c.dtype is None else precision[c.dtype]),
+        "precision": c.products or c.autocast or (None if c.dtype is None else precision[c.dtype]),
         "processes": detail.get("processes"),
         "machines": detail.get("machines"),
     }

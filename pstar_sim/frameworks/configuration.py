@@ -45,6 +45,7 @@ class Configuration:
     model: str | None = field(default=None, compare=False)
     dtype: str | None = None
     autocast: str | None = None
+    products: str | None = None
     batch_per_gpu: int | None = None
     micro_batches: int | None = None
     train_batch: int | None = None

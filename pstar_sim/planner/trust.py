@@ -115,6 +115,7 @@ def class_of(machine: Machine, workload: Workload) -> str:
         experts=any(".experts." in t.name for t in workload.tensors),
         fp32=workload.compute_dtype == MASTER,
         autocast=workload.autocast is not None,
+        fp8=workload.products is not None,
         lora=any(t.frozen for t in workload.tensors),
         forced_dtype=any(timed_as(r.gpu, workload.compute_dtype) != workload.compute_dtype for r in machine.ranks),
         as_found=machine.host.as_found,
@@ -130,6 +131,7 @@ def class_name(
     experts: bool = False,
     fp32: bool = False,
     autocast: bool = False,
+    fp8: bool = False,
     lora: bool = False,
     forced_dtype: bool = False,
     as_found: bool = False,
@@ -137,6 +139,7 @@ def class_name(
     """Such as "h100 node" (eager kernels) or "h100 node with fused kernels" ([Note: classes])."""
     flavour = [f"{kernels} kernels"] if kernels in FLAVOURS and kernels != "eager" else []
     facts = {"experts": experts, "fp32": fp32, "autocast": autocast, "LoRA": lora, "forced dtype": forced_dtype}
+    facts["products in fp8"] = fp8
     rest = " and ".join(flavour + [name for name, holds in facts.items() if holds])
     machines = f"{generation} {'nodes' if nodes > 1 else 'node' if ranks > 1 else 'one GPU'}"
     return f"{machines}{rest and f' with {rest}'}{_AS_FOUND if as_found else ''}"

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Annotated, Any, TypedDict, get_type_hints
 
 from pstar_sim.catalog.attention import ATTENTION, USUAL
-from pstar_sim.dtypes import AUTOCAST, BASES, DTYPES
+from pstar_sim.dtypes import AUTOCAST, BASES, DTYPES, PRODUCTS
 from pstar_sim.python310 import Unpack
 from pstar_sim.workload.adapter import Adapter
 from pstar_sim.workload.kernels import FUSED, KERNELS, LOSSES
@@ -93,6 +93,17 @@ class Axes:
             noted=True,
             of_modules="run the forward pass under torch.autocast to bf16 or fp16; the weights are fp32",
             not_of_traces="a trace has the dtypes that ran; trace the model under autocast instead",
+        ),
+    ] = None
+    products: Annotated[
+        str | None,
+        Axis(
+            help="fp8: products of the layers' linear modules in fp8, all else in the working dtype (planned only)",
+            metavar="DTYPE",
+            values=_words(("", *PRODUCTS)).removeprefix(" or "),
+            names=PRODUCTS,
+            plural="dtypes of products",
+            not_of_traces="a trace has the products that ran; give --model, a preset",
         ),
     ] = None
     checkpointing: Annotated[
@@ -238,6 +249,7 @@ class AxesGiven(TypedDict, total=False):
 
     dtype: str | None
     autocast: str | None
+    products: str | None
     checkpointing: bool | None
     recompute: str | None
     attention: str | None

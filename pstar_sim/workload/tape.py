@@ -7,6 +7,9 @@ parameter's is final; the level of live bytes is cut into moments.
 each computes norms and residual sums. With sequence parallelism each has its part of the tokens: an all-gather comes
 before the products, a reduce-scatter replaces the sum, and as only the part is kept, backward repeats the gather.
 Source: Korthikanti et al., 2022.
+
+[Note: products in fp8] Both factors of a layer's product are read twice, for the largest value and for the cast, and
+written in a byte per element; these copies live until the product ends. What backward needs keeps the working dtype.
 """
 
 from __future__ import annotations
@@ -17,7 +20,17 @@ from typing import NamedTuple
 
 from pstar_sim.catalog.attention import AttentionCall, call_flops
 from pstar_sim.dtypes import DTYPES
-from pstar_sim.workload.workload import Collective, Moment, Phase, Product, Tensor, Use, UseKind, product_flops
+from pstar_sim.workload.workload import (
+    Collective,
+    Moment,
+    Phase,
+    Product,
+    Tensor,
+    Use,
+    UseKind,
+    in_low_dtype,
+    product_flops,
+)
 
 __all__ = ["TENSOR", "Crossing", "Tape", "input_gradient", "weight_gradient"]
 
@@ -63,6 +76,7 @@ class Tape:
     tensor: ranks that split the tensors of a layer.
     sequence: they also split tokens beside the products ([Note: sequence parallelism]).
     saving: autograd keeps what backward needs, False in a checkpointed segment.
+    low: [Note: products in fp8]
     """
 
     def __init__(self, dtype: str, autocast: str | None = None) -> None:
@@ -72,6 +86,7 @@ class Tape:
         self.autocast = autocast is not None
         self.level = 0
         self.saving = True
+        self.low = False
         self.tensor = 1
         self.sequence = False
         self.tensors: list[Tensor] = []
@@ -174,9 +189,10 @@ class Tape:
 
         read: activation bytes, by default `out`; `open` counts parameters.
         """
-        self.level += out
+        copied = self._cast_low(products) if self.low else 0
+        self.level += out + copied
         self._peak = max(self._peak, self.level)
-        self.level -= dead if self.saving else dead + unsaved
+        self.level -= copied + (dead if self.saving else dead + unsaved)
         self._flops += sum(map(product_flops, products))
         self._products += products
         if attention is not None:
@@ -187,6 +203,16 @@ class Tape:
         self._read += moved
         self._written += out
         assert self.level >= 0, "more bytes freed than taken"
+
+    def _cast_low(self, products: Iterable[Product]) -> int:
+        """Returns the bytes of the largest product's copies."""
+        assert self._opened is not None
+        inside = any(part.isdigit() for part in self._opened[2].split("."))
+        sizes = [b * (m * k + k * n) for b, m, k, n in filter(in_low_dtype, products if inside else ())]
+        self._read += 2 * self.width * sum(sizes)
+        self._written += sum(sizes)
+        self._operators += 2 * len(sizes)
+        return max(sizes, default=0)
 
     def all_reduce(self, *sizes: int) -> None:
         """In place, over the ranks that split a layer's tensors."""

@@ -68,9 +68,10 @@ _SELDOM: Mapping[str, Callable[[Workload], bool]] = {
     "loss": lambda w: w.loss != LOSSES[0],
     "autocast": lambda w: w.autocast is not None,
     "recompute": lambda w: w.recompute is not None,
+    "products": lambda w: w.products is not None,
 }
 """Columns only of files in which some variant needs them: another order than a loop of the user's own, another loss
-than that of all logits, autocast, less recomputation than of all blocks."""
+than that of all logits, autocast, less recomputation than of all blocks, products in fp8."""
 
 
 def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike[str]) -> None:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from pstar_sim.arguments import MOST, instance, whole
 from pstar_sim.catalog.attention import ATTENTION, AttentionCall, call_flops
-from pstar_sim.dtypes import AUTOCAST, BASES, DTYPES, MASTER, STORAGE, same_size
+from pstar_sim.dtypes import AUTOCAST, BASES, DTYPES, MASTER, PRODUCTS, STORAGE, same_size
 from pstar_sim.errors import TraceError
 from pstar_sim.python310 import StrEnum
 from pstar_sim.renderers import render_html
@@ -43,6 +43,7 @@ __all__ = [
     "Workload",
     "activations_text",
     "copy_moment",
+    "in_low_dtype",
     "odd_micro_batch",
     "product_flops",
     "repeat_micro_batch",
@@ -68,6 +69,11 @@ Collective = tuple[str, str, int]
 """(operation, group, bytes): an exchange between the ranks of a group, for which a moment waits. The operation is one
 of COLLECTIVES, the bytes are those of the whole tensor, and the machine names the ranks (`Machine.groups`)."""
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def in_low_dtype(product: Product) -> bool:
+    """Whether the tensor cores compute it in a dtype of PRODUCTS: each side is a multiple of 16."""
+    return all(side % 16 == 0 for side in product[1:])
 
 
 def product_flops(product: Product) -> int:
@@ -279,6 +285,7 @@ class Workload:
     loss: of a language model's preset, one of LOSSES (kernels.py).
     recompute: of a preset that recomputes less than all blocks: ATTENTION_ALONE (without checkpointing), or every-N.
     autocast: dtype to which autocast casts the inputs of products, one of AUTOCAST (dtypes.py); None without autocast.
+    products: dtype to which linear modules of the layers cast for their products, of PRODUCTS (dtypes.py), or None.
     source: "capture" (fake tensors), "recorded" (a real iteration) or "preset".
     recorded_on: name of the machine whose durations the moments carry, or None.
     torch_version: version of torch that captured the workload; "" for a preset.
@@ -309,6 +316,7 @@ class Workload:
     loss: str = LOSSES[0]
     autocast: str | None = None
     recompute: str | None = None
+    products: str | None = None
 
     def __post_init__(self) -> None:
         check_workload(self)
@@ -473,6 +481,8 @@ def _check_header(w: Workload, bad: _Bad) -> None:
         raise bad("autocast", w.autocast, f"known dtypes are {', '.join(AUTOCAST)}")
     if w.autocast is not None and w.dtype != MASTER:
         raise bad("dtype", w.dtype, f"under autocast it must be {MASTER}")
+    if w.products not in (None, *PRODUCTS):
+        raise bad("products", w.products, f"known dtypes are {', '.join(PRODUCTS)}")
     for name in ("batch", "sequence", "micro_batches"):
         if getattr(w, name) < 1:
             raise bad(name, getattr(w, name), "it must be at least 1")

@@ -118,7 +118,7 @@ def test_more_gpus_than_any_machine_has_are_unknown() -> None:
         (["--load-in-4bit"], "a base in 4 bits is --base nf4 beside --lora r=16"),
         (["--zero", "3"], "unknown flag '--zero'; stages are --policy zero1, zero2, zero3"),
         (["--fsdp"], "it is --policy ddp (all_on_gpu), zero2 or fsdp (zero3_resident)"),
-        (["--dtype", "fp8"], "not modelled: products in fp8; --base fp8 stores frozen weights"),
+        (["--dtype", "fp8"], "products in fp8 are --products fp8, and frozen weights in fp8 --base fp8"),
         (["--ep", "8"], "unknown flag '--ep'; not modelled: expert parallelism"),
         (["--vram", "24GB"], "the GPU's memory is --gpu-memory SIZE"),
         (["--grad-accum", "4"], "accumulation is --micro-batches N"),

@@ -124,7 +124,9 @@ def test_other_types_and_what_is_not_modelled() -> None:
     left = read("distributed_type: DEEPSPEED\nmixed_precision: 'no'\nnum_processes: 4")
     assert (left.dtype, left.detail["processes"]) == ("fp32", 4)
     eight = read("distributed_type: DEEPSPEED\nmixed_precision: fp8")
-    assert eight.dtype == "bf16" and "predicted as bf16" in eight.notes[0]
+    assert (eight.dtype, eight.products) == ("bf16", "fp8")
+    one = read("distributed_type: FSDP\nmixed_precision: fp8\nfsdp_config: {fsdp_version: 2}")
+    assert one.products == "fp8" and read(accelerate.write(one)) == one
     keys = "fsdp_backward_prefetch_policy: BACKWARD_PRE, fsdp_version: 2, fsdp_sharding_strategy: 2"
     old = read(f"distributed_type: FSDP\nfsdp_config: {{{keys}}}")
     assert old.policy == "zero3_resident" and "fsdp_sharding_strategy has no effect with FSDP 2" in old.notes[0]

@@ -124,6 +124,11 @@ def test_the_dtype_is_that_in_which_the_trainer_keeps_weights(
     assert said(read(text, tmp_path), "dtype", "autocast", "masters") == [dtype, autocast, masters]
 
 
+def test_products_in_fp8_are_those_of_the_job(tmp_path: Path) -> None:
+    assert said(read("base_model: m\nbf16: true\nfp8: true", tmp_path), "dtype", "products") == ["bf16", "fp8"]
+    assert said(read("finetuning_type: full\nbf16: true\nfp8: true", tmp_path), "products") == ["fp8"]
+
+
 def test_deepspeed_and_fsdp_are_read_as_their_own_files(tmp_path: Path) -> None:
     zero = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "gradient_clipping": "auto"}
     (tmp_path / "zero2.json").write_text(json.dumps(zero))

@@ -23,8 +23,12 @@ def check_workload_of(plan: Plan, workload: Workload) -> None:
     """Raise PlanError naming the first difference between the plan's workload and `workload`."""
     mine = plan.workload
     workload = _as_planned(plan, workload)
-    if (workload.dtype, workload.autocast) != (mine.dtype, mine.autocast):
-        made, asked = (f"autocast to {w.autocast}" if w.autocast else w.dtype for w in (mine, workload))
+    if (workload.dtype, workload.autocast, workload.products) != (mine.dtype, mine.autocast, mine.products):
+        made, asked = (
+            (f"autocast to {w.autocast}" if w.autocast else w.dtype)
+            + (f" with products in {w.products}" if w.products else "")
+            for w in (mine, workload)
+        )
         raise PlanError(f"the plan was made for {made}, not {asked}; make a plan for {asked}")
     if workload.fingerprint != mine.fingerprint:
         raise PlanError(

@@ -196,6 +196,7 @@ def _written(
         None if lora is None else AdaptedTape(dtype, lora, base=axes.base, family=entry.family, tokens=batch * sequence)
     )
     tape = adapted or Tape(dtype, axes.autocast)
+    tape.low = axes.products is not None
     if stage is not None:
         tape.tensor, tape.sequence = stage.tensor, stage.sequence
     if lora is None and axes.base in BASES:
@@ -206,6 +207,8 @@ def _written(
         raise refuse("loss", axes.loss, f"only language models have their logits cut; leave it {LOSSES[0]}")
     if axes.autocast is not None:
         _check_autocast(refuse, entry, axes)
+    if axes.products is not None:
+        _check_products(refuse, axes)
     if stage is not None and stage.sequence:
         _check_sequence_split(refuse, stage.tensor, sequence, axes)
     if not axes.early_stop and entry.family not in ("gpt", "llama"):
@@ -217,7 +220,7 @@ def _written(
         adapted.check()
     recorded = {what: getattr(axes, what) for what in _recorded()} | {"optimizer": spec}
     note = "" if lora is None else adapter_note(tape.tensors, lora, dtype)
-    own = experts_note(entry), _positions_note(entry, sequence), note, _flash_note(axes)
+    own = experts_note(entry), _positions_note(entry, sequence), note, _flash_note(axes), _low_note(axes)
     workload = Workload(
         model=name,
         batch=batch,
@@ -320,6 +323,18 @@ def _check_autocast(refuse: Callable[[str, object, str], ModelError], entry: Mod
         raise refuse("autocast", axes.autocast, f"{want}, not for {what}; trace the model under autocast instead")
 
 
+def _check_products(refuse: Callable[[str, object, str], ModelError], axes: Axes) -> None:
+    """No library has products in fp8 of what is refused."""
+    beside = {
+        "LoRA": axes.lora is not None,
+        "math attention": axes.attention == "math",
+        f"{axes.autocast or axes.dtype}": (axes.autocast or axes.dtype) != WORKING,
+    }
+    for words, there in beside.items():
+        if there:
+            raise refuse("products", axes.products, f"they are for {WORKING}, not beside {words}; leave one out")
+
+
 def _check_sequence_split(
     refuse: Callable[[str, object, str], ModelError], ranks: int, sequence: int, axes: Axes
 ) -> None:
@@ -342,6 +357,12 @@ def _check_sequence(model: str, entry: ModelEntry, sequence: int) -> None:
 def _flash_note(axes: Axes) -> str:
     fused = axes.recompute == ATTENTION_ALONE and axes.attention != "math"
     return "fused attention keeps no scores, so that recomputing it saves next to nothing" if fused else ""
+
+
+def _low_note(axes: Axes) -> str:
+    if axes.products is None:
+        return ""
+    return f"products in {axes.products}, all that is stored in {WORKING} as without: it saves seconds, not bytes"
 
 
 def _positions_note(entry: ModelEntry, sequence: int) -> str:
