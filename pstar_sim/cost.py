@@ -4,11 +4,12 @@
 1. A moment recorded on this very machine (`workload.recorded_on == machine.name`) lasts the measured seconds. A moment
    of a job that stands for the jobs of unlike GPUs (`bounds.shares.tightest`, recorded on `slowest_of(machine)`) lasts
    the seconds of the slowest rank.
-2. The seconds of every other moment follow from one formula for all machines: kernels = products by shape + other flops
-       / rate + other bytes / bandwidth + launch_s seconds = max(kernels, framework.seconds(operators)) +
-       framework.wait_s Large products and element-wise operators of a module run one after the other, so their times
-       add, as do collectives of the ranks that split a layer, which are operators too. Python runs ahead of the GPU, so
-       only the longer counts. The wait for hooks adds to both.
+2. The seconds of every other moment follow from one formula for all machines:
+       kernels = products by shape + other flops / rate + other bytes / bandwidth + launch_s
+       seconds = max(kernels, framework.seconds(operators)) + framework.wait_s
+   Large products and element-wise operators of a module run one after the other, so their times add, as do collectives
+   of the ranks that split a layer, which are operators too. Python runs ahead of the GPU, so only the longer counts.
+   The wait for hooks adds to both.
    - If the GPU has figures of products by shape (`gpu.products`) and the moment names its products, each product
      lasts the seconds of its shape (catalog/product_shape.py), and each call of fused attention the seconds of its
      kernel (catalog/attention_rates.py). Where fused attention is not named, all other flops run at its share of the
@@ -43,14 +44,15 @@ raises VERSION, and `pstar check` wants older files planned again.
 policy's: the weakest GPU and link, and what is left of a PCIe switch when all its ranks copy.
 
 [Note: collectives] A gather and a reduce-scatter of S bytes (all slices) over P ranks go round a ring, inside each
-node, then between nodes. Every rank sends and receives (P-1)/P of S, so seconds = (L-1) * latency inside + (N-1) *
-latency between + (P-1)/P * S / (rate of the slowest hop) with N nodes of L ranks. A hop between nodes has the node's
-whole network rate. The P ranks are those that slice a chunk; if fewer than the machine's (hybrid sharding), they are
-neighbours, and each such group is a replica. A reduce-scatter then also adds each slice over the R replicas, twice a
-ring over R ranks, at the same time as a node's other slices. A hop measured by size (`Fabric.table`) has the rate of S.
-Without a peer link, hops in a node use the GPUs' links (and a shared PCIe switch), at the GPU's `peer_share`; the model
-leaves out that this slows copies to the host. Collectives take a part of the GPU from compute ([Note: compute beside
-collectives] in core/rules.py); copies take 1 % of an iteration at most (benchmarks/overlap.py).
+node, then between nodes. Every rank sends and receives (P-1)/P of S, so
+    seconds = (L-1) * latency inside + (N-1) * latency between + (P-1)/P * S / (rate of the slowest hop)
+with N nodes of L ranks. A hop between nodes has the node's whole network rate. The P ranks are those that slice a
+chunk; if fewer than the machine's (hybrid sharding), they are neighbours, and each such group is a replica. A
+reduce-scatter then also adds each slice over the R replicas, twice a ring over R ranks, at the same time as a node's
+other slices. A hop measured by size (`Fabric.table`) has the rate of S. Without a peer link, hops in a node use the
+GPUs' links (and a shared PCIe switch), at the GPU's `peer_share`; the model leaves out that this slows copies to the
+host. Collectives take a part of the GPU from compute ([Note: compute beside collectives] in core/rules.py); copies take
+1 % of an iteration at most (benchmarks/overlap.py).
 """
 
 from __future__ import annotations

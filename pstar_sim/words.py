@@ -81,7 +81,7 @@ _SAID = {word: sentence for sentence, words in _MEANT.items() for word in words}
 
 
 def letters(name: str) -> str:
-    """And digits, in lower case, and signs between parts of a mixed machine."""
+    """Letters and digits, in lower case, and signs between parts of a mixed machine."""
     return "".join(c for c in name.lower() if c.isalnum() or c == "+")
 
 

@@ -262,7 +262,8 @@ class Stashes:
         return self.arena.plan.workload.stashes
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """It may go to the host: plain, on the accelerator, no buffer and no leaf with a gradient."""
+        """Whether the tensor may go to the host: a plain one on the accelerator, neither a buffer nor a leaf with a
+        gradient."""
         return (
             type(tensor) in (torch.Tensor, torch.nn.Parameter)
             and tensor.layout is torch.strided

@@ -232,7 +232,7 @@ def _storage_bytes(plan: Plan, chunk: int, list_name: str) -> int:
 
 
 class Blocks:
-    """Of payloads on one device; any thread may call.
+    """Memory of payloads on one device; any thread may call.
 
     pool_bytes: reserved by the pool of equal blocks.
     kept_bytes: of these, kept by torch when last asked for them.

@@ -20,10 +20,10 @@ __all__ = ["DeviceOptions", "check_placement", "is_cuda", "move_buffers", "open_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
-    """Of the accelerator that a run uses.
+    """Options of the accelerator that a run uses.
 
     bandwidth: bytes/s of the virtual link, one figure or (to the gpu, to the host); None: as fast as memory.
-    adam_threads: of CPU Adam; None: 1 on the virtual accelerator, all cores but two on CUDA.
+    adam_threads: torch threads of CPU Adam; None: 1 on the virtual accelerator, all cores but two on CUDA.
     gpu_memory_bytes: that the run may use, context included; None: all bytes."""
 
     bandwidth: float | tuple[float | None, float | None] | None = None
@@ -117,7 +117,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> Callable[[], None]:
 
 
 def synchronized(device: torch.device, clock: Callable[[], float]) -> Callable[[], float]:
-    """Each reading waits until the device has done all its work."""
+    """Returns a clock that waits, before each reading, until the device has done all its work."""
     if device.type != "cuda":
         return clock
 

@@ -28,7 +28,7 @@ _PATIENCE_S = 2.0  # a run that ends may hold its locks a little longer
 
 @dataclass(frozen=True, kw_only=True)
 class DiskFolders:
-    """Where one rank may write, until `close` or the process ends.
+    """The folders in which one rank may write, until `close` or the process ends.
 
     folders: absolute.
     threads: per folder.

@@ -39,7 +39,7 @@ LEAST_NAP_S, MOST_NAP_S = 5e-5, 2e-3
 
 
 class Wire:
-    """On `group`, a process group of its own (`open_group`).
+    """Collectives on `group`, a process group of its own (`open_group`).
 
     check(waited_s): called while waiting, raises when the others are gone.
     explain: the error for a collective that broke. broken(error): called from another thread, where `check` raised for

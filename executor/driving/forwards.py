@@ -109,7 +109,7 @@ class Forward(Generic[R]):
 
 
 class Draws:
-    """Each micro-batch has generators of its own, as after `torch.manual_seed`.
+    """Random numbers of micro-batches side by side: each has generators of its own, as after `torch.manual_seed`.
 
     device: whose generator (if any) counts too.
     """

@@ -28,7 +28,7 @@ Run = Callable[[], tuple[BlockTape, torch.Tensor]]
 
 
 def relay(loop: Loop, runs: Sequence[Run]) -> tuple[list[torch.Tensor], int]:
-    """Each part of the loss, and calls of blocks per micro-batch.
+    """Returns each micro-batch's part of the loss, and the calls of blocks in one.
 
     runs: forwards, which return their tape and part of the loss.
     """

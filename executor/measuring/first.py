@@ -139,7 +139,7 @@ def compare(
 
 
 class FirstIteration(Standing):  # type: ignore[no-untyped-call]
-    """From `begin` until an iteration has run on plan.
+    """Counts from `begin` until an iteration has run on plan.
 
     refused: the next forward's error.
     """

@@ -30,7 +30,7 @@ _UPDATED = {kind: place for kind in UPDATES if (place := EFFECTS[kind].reads) is
 
 
 class Contents:
-    """Of one plan's chunks, with the facts in `ChunkState`.
+    """The contents of one plan's chunks, with the facts in `ChunkState`.
 
     Attributes:
         steps_taken: tensor -> number of its updates.

@@ -224,7 +224,7 @@ class HostSlabs:
 
 
 class DiskPayloads:
-    """In slots of files made once.
+    """Payloads on disks, in slots of files made once.
 
     folders: None where the plan keeps nothing on disks.
 

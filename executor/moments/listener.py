@@ -36,13 +36,13 @@ class Listener:
         """Before the next iteration begins, on plan."""
 
     def takes_event(self, event: ModuleEvent, found: Any) -> bool:
-        """Has it carried out the event, with the answer `found`?"""
+        """Whether the listener has carried out the event, with the answer `found`."""
         return False
 
     def takes_gradient(self, tensor: int, gradient: torch.Tensor) -> bool:
-        """Has it taken a whole gradient off the plan?"""
+        """Whether the listener has taken a whole gradient off the plan."""
         return False
 
     def gradient_is_final(self, tensor: int) -> bool:
-        """Is an accumulated gradient the micro-batch's last?"""
+        """Whether an accumulated gradient is the tensor's last in this micro-batch."""
         return True

@@ -225,7 +225,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._resumes.pop()()
 
     def add_parameter(self, index: int, tensor: torch.Tensor) -> None:
-        """Has moved into a chunk; its storage counts no more."""
+        """`tensor` has moved into a chunk as parameter `index`; its storage counts no more."""
         storage = tensor.untyped_storage()
         self.ignore(storage)
         starts, indices = self._ours[storage_key(storage)]

@@ -137,7 +137,7 @@ def _modules_around(name: str) -> Iterator[str]:
 
 
 class MomentRecorder:
-    """From a clock (`on_event`), LiveStorages (`read`) and gradient hooks (`gradient`).
+    """Records an iteration from a clock (`on_event`), LiveStorages (`read`) and gradient hooks (`gradient`).
 
     inside: a forward is open or a backward runs; other reads raise.
     """

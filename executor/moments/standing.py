@@ -24,7 +24,7 @@ _FLAGS = (
 
 
 class Standing(LiveStorages, Listener):  # type: ignore[no-untyped-call]
-    """From `begin` to `end`, in `begin`'s thread; working lists do not count."""
+    """Active from `begin` to `end`, in `begin`'s thread; working lists do not count."""
 
     def __init__(self, model: nn.Module, device: torch.device, arena: Callable[[], Arena]) -> None:
         super().__init__([], model.buffers(), costs=False, device=device)

@@ -1,7 +1,7 @@
 """Chunks that code off the plan may still read.
 
-Used since the enclosing module began (forward) or the last event (backward), they stay, in a recomputation until the
-next begins or the backward ends: autograd reads tensors saved of them.
+Those used since the enclosing module began (forward) or the last event (backward) stay; those of a recomputation until
+the next begins or the backward ends: autograd reads tensors saved of them.
 """
 
 from __future__ import annotations

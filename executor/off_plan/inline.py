@@ -42,7 +42,7 @@ class Inline:
         return self._step(Queue.COMPUTE, Kind.ALLOC, chunk, list_name, place)
 
     def copy(self, place: Place, chunk: int, list_name: str) -> Step:
-        """To the host from disks where the gpu does not have it."""
+        """The step that copies a list to the place: to the host from disks where the gpu does not have it."""
         if place is HOST and not self._on_gpu(chunk, list_name):
             return self._step(Queue.NVME, Kind.NVME_READ, chunk, list_name)
         return self._step(*_COPIES[place], chunk, list_name)

@@ -109,7 +109,8 @@ class RoomMaker:
         return dropped, freed
 
     def unpin(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
-        """To the host, as far as there is room, where this iteration updates them: (chunks moved, bytes)."""
+        """Moves pinned chunks' optimizer states to the host, as far as there is room; this iteration updates them
+        there. Returns (chunks moved, bytes)."""
         run, layout = self.run, self.run.plan.layout
         moved: list[int] = []
         freed = 0

@@ -1,7 +1,7 @@
 """Queues on an accelerator to which work is issued ahead of time.
 
-For other threads a device step has *ended* when it is issued; its event says when it has happened. A host step has
-ended (CPU Adam's, disks') when it has happened.
+For other threads a device step has *ended* when it is issued; its event says when it has happened. A host step
+(CPU Adam's, disks') has ended when it has happened.
 
 [Note: edges on streams] The thread that starts a step waits until the steps in its `after` have ended in that sense.
 From a device step to another queue's, the later step's stream or, for a host step, thread waits for the event; a host

@@ -32,7 +32,7 @@ class ByteText:
 
     @classmethod
     def read(cls, folder: Path) -> ByteText:
-        """Its text files by name, up to 8 MB. Raises ModelError without folder or text."""
+        """The folder's text files by name, up to 8 MB. Raises ModelError without folder or text."""
         if not folder.is_dir():
             raise ModelError(
                 f"text folder {str(folder)!r} is not a folder; give --data text:FOLDER a folder with text files"

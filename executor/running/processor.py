@@ -19,7 +19,7 @@ _COUNTED = 8  # user, nice, system, idle, iowait, irq, softirq, steal; guests ar
 
 @dataclass(frozen=True, slots=True)
 class ProcessorTime:
-    """Of all cores since the machine started: all, working ones, this process's and its ended children's."""
+    """Seconds of all cores since the machine started: all, working ones, this process's and its ended children's."""
 
     total_s: float
     busy_s: float

@@ -257,7 +257,7 @@ class TensorToStore:
 def write_tensor_file(
     path: Path, rows: Sequence[TensorToStore], buffer: torch.Tensor, metadata: Mapping[str, str] | None = None
 ) -> StoredFile:
-    """To a new file, flushed to the disk.
+    """Writes the rows to a new file, flushed to the disk.
 
     Elements go through `buffer` (uint8): after `Tensor.numpy()` on a chunk, its storage could not be evicted. Raises
     OSError (disk full, ...), AssertionError if a row gives another number of elements than its shape."""

@@ -36,7 +36,7 @@ MOST_KNOWN = 64  # captured forms whose moments are kept, and forms that are kep
 
 
 def movable(arena: Arena, chunk: int) -> bool:
-    """Its working list may leave the gpu: its values can be restored."""
+    """Whether the chunk's working list may leave the gpu, because its values can be restored."""
     if arena.has(Place.GPU, chunk, MASTER_LIST):
         return False
     below = (Place.HOST, Place.NVME)

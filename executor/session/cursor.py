@@ -169,7 +169,7 @@ class Fact(_Word):
 
 
 class FactSource(Protocol):
-    """Each determined only where a row needs it; their names are the words in `refusals.TEXTS`."""
+    """Facts of one act, each determined only where a row needs it; their names are the words in `refusals.TEXTS`."""
 
     @property
     def asks(self) -> Mapping[Fact, Callable[[Any], bool]]: ...

@@ -137,7 +137,7 @@ class Reader:
     # -- copies of values and states ----------------------------------------------------------------------------------
 
     def value_now(self, tensor: int) -> torch.Tensor:
-        """Also where the loop may not read; all bytes of a packed parameter."""
+        """`current_value`, also where the loop may not read; all bytes of a packed parameter."""
         with unseen(), torch.no_grad(), self.standstill.still():
             run = self.state.run
             contents, chunk = run.contents, run.timetable.chunk_of[tensor]

@@ -27,7 +27,7 @@ log = logging.getLogger("executor")
 
 
 class PlanBytes:
-    """With its memory and queues; `off_plan.plan_run.PlanRun` adds the parts.
+    """A plan with its memory and queues; `off_plan.plan_run.PlanRun` adds the parts.
 
     queues: replaced for a measurement.
     """

@@ -5,7 +5,7 @@ Arithmetic goes row by row, as in numpy, with broadcasting: `2 * a - b[1:] + lim
 row: too slow for ten thousand rows.)
 
 [Note: what the dual proves] A solver's optimum is right up to some tolerance, which is not enough for a certificate. So
-the reported value is the one that its dual solution proves: For min c.v, A v <= b, E v = d, 0 <= v <= u and any
+the reported value is the one that its dual solution proves. For min c.v, A v <= b, E v = d, 0 <= v <= u and any
 multipliers p >= 0 and q, c.v >= -p.b - q.d + sum_j min(0, r_j u_j) with r = c + A'p + E'q for every feasible v. With
 the solver's own multipliers this bound equals the solver's optimum up to rounding; with any others it still holds.
 """
@@ -121,7 +121,7 @@ class Expression:
 
 @dataclass(frozen=True)
 class Rows:
-    """Each at most 0, or equal to 0."""
+    """Each row of `difference` is at most 0, or equal to 0."""
 
     difference: Expression
     equal: bool

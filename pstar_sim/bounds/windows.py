@@ -16,7 +16,7 @@ __all__ = ["Windows", "barrier_windows", "update_windows"]
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """Per window j, in which the updates of the chunks J_j lie.
+    """An entry per window j, in which the updates of the chunks J_j lie.
 
     span_s: iteration outside of the window.
     params, bytes: of all chunks of J_j.

@@ -71,7 +71,7 @@ class Origin(Table, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Key:
-    """Of a part's table in a TOML file.
+    """A key of a part's table in a TOML file.
 
     kind: with its range.
     says: meaning there; "" in the calibrated table only.

@@ -21,7 +21,7 @@ JOIN = "+"
 
 
 def names_parts(name: str, catalog: Catalog) -> bool:
-    """It lists parts and is no catalog machine's."""
+    """Whether the name lists parts and is no catalog machine's."""
     return JOIN in name and spelled(name, catalog.machines) not in catalog.machines
 
 

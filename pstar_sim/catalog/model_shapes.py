@@ -33,7 +33,7 @@ _Count = Annotated[int, between(1, MOST_WIDTH)]
 
 
 class ExpertsShape(Table, frozen=True, kw_only=True):
-    """In place of feed-forward layers, a router sends each token to a few of them."""
+    """Experts in place of feed-forward layers: a router sends each token to a few of them."""
 
     count: Annotated[_Count, says("experts of a layer")]
     per_token: Annotated[_Count, says("experts that a token goes through")]

@@ -36,7 +36,7 @@ class Price(Table, frozen=True, kw_only=True):
 
 
 class _Shipped(Price, frozen=True, kw_only=True):
-    """In prices.toml."""
+    """The rent of a machine, in prices.toml."""
 
     as_of: Checked
     offer: Text

@@ -274,7 +274,7 @@ def say_left_out(result: Comparison) -> None:
 
 
 def checked_plan(path: str) -> tuple[Plan, CheckReport]:
-    """And the checker's report: a run needs proved steps and bytes. Raises PlanError, naming the file."""
+    """The plan and the checker's report: a run needs proved steps and bytes. Raises PlanError, naming the file."""
     from pstar_sim.core.plan import load_plan
 
     plan = load_plan(path)

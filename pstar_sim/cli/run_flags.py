@@ -15,7 +15,7 @@ __all__ = ["RunFlags"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags(DisksFlag):
-    """Of `pstar run` and `torchrun -m executor`; the rank that writes a file checks it."""
+    """Flags of `pstar run` and `torchrun -m executor`; the rank that writes a file checks it."""
 
     plan: Annotated[
         str, typer.Argument(metavar="PLAN", help="a plan file; with torchrun, made for a machine of N GPUs")

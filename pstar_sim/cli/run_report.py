@@ -205,7 +205,7 @@ def retimed_s(plan: Plan, measured: Timeline) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFigures:
-    """From one rank's view; `to_json` has the same keys for several."""
+    """The run from one rank's view; `to_json` has the same keys for several."""
 
     plan: Plan
     machine: Machine

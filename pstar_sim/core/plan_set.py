@@ -28,7 +28,7 @@ class Meeting:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanSet:
-    """In the stages' order; checker/meetings.py proves them.
+    """The plans in the stages' order; checker/meetings.py proves them.
 
     Raises PlanError for another number of plans than the parallelism has stages.
     """

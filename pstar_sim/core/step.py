@@ -205,7 +205,7 @@ EFFECTS: dict[Kind, Effect] = {
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Of this iteration (back 0) or the previous (1). Before the first, all count as done."""
+    """A step of this iteration (back 0) or the previous (1). Before the first, all count as done."""
 
     id: int
     back: int = 0

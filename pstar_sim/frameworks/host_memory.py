@@ -50,7 +50,7 @@ class Allocation:
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
-    """On the fullest node's host, beside what training holds.
+    """A job's state on the fullest node's host, beside what training holds.
 
     saving_bytes, saved: while a checkpoint is written, and words for it.
     resuming_bytes, read: while one is read.

@@ -52,7 +52,7 @@ def refuse_balance(policies: Iterable[str | Policy], machine: Machine) -> None:
 
 
 def all_balance(policies: Iterable[str | Policy], machine: Machine) -> bool:
-    """Each policy takes other shares than the machine's, which then need not be whole sequences."""
+    """Whether each policy takes other shares than the machine's, which then need not be whole sequences."""
     return machine.mixed and all(chooses(policy) for policy in policies)
 
 

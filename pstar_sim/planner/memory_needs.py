@@ -87,7 +87,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Of each rank: [Note: what the host really has to give].
+    """Host memory of each rank: [Note: what the host really has to give].
 
     pinned_bytes: the payloads in slabs, rounded.
     startup_bytes: weights while they are loaded.

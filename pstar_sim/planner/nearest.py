@@ -90,7 +90,7 @@ _Changed = tuple[Workload, Loading]
 
 
 class Elsewhere:
-    """Each is made once for all policies that ask.
+    """Changed jobs and machines, each made once for all policies that ask.
 
     shape: of a preset that is not in the catalog.
     """

@@ -205,7 +205,7 @@ class StagesComparison:
 def ways_of(
     job: Job, machine: Machine, parallel: str | Parallelism, *, shape: ModelEntry | None = None
 ) -> tuple[list[Way], list[str]]:
-    """And what is left out.
+    """The ways that a question names, and what is left out.
 
     parallel: one of ASKED, a parallelism, or its text.
     shape: the model's, if it is not in the catalog.
@@ -643,8 +643,8 @@ def _even(layers: int, stages: int, model: str) -> list[range]:
 
 
 def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> Machine:
-    """And what joins them with their neighbours. Raises PstarError for ranks that differ within a stage, or do not fill
-    nodes."""
+    """The ranks of a stage with their part of the nodes, and what joins them with its neighbours. Raises PstarError for
+    ranks that differ within a stage, or do not fill nodes."""
     data, local, tensor = parallelism.data_on(machine.world_size), machine.local_ranks, parallelism.tensor
     gpus = data * tensor
     if local % tensor:

@@ -278,8 +278,7 @@ def words(w: Way | Workload, among: Sequence[Way | Workload] = ()) -> str:
 
 @without_garbage_collection()
 def candidates(variants: Sequence[Workload], share: int) -> tuple[Way, ...]:
-    """Each once: a variant of one micro-batch repeated, one of several as it is. Raises TraceError if none divides the
-    share (naming the batches), and for different models, types or sequence lengths."""
+    """No two are alike: a variant of one micro-batch is repeated, one of several taken as it is."""
     if not variants:
         raise TraceError("variants is empty; give at least one variant of the model")
     first = variants[0]

@@ -132,7 +132,7 @@ class DeviceHistory:
 
     @cached_property
     def before(self) -> NDArray[np.bool_]:
-        """Per block: its allocation is not in the recording."""
+        """For each block, whether its allocation is not in the recording."""
         return self.blocks.born < 0
 
     def lost_words(self) -> str | None:
@@ -163,7 +163,7 @@ class DeviceHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """By device, without those that have no events and segments.
+    """The devices of a file, without those that have no events and segments.
 
     pinned_bytes: kept pinned by torch's allocator on the host, None in files that do not say.
     """

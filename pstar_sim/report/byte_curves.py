@@ -35,7 +35,7 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """At one place, values[c][i] holds in [edges[i], edges[i + 1]).
+    """Bytes of each category at one place: values[c][i] holds in [edges[i], edges[i + 1]).
 
     edges: n + 1 (seconds, or moments), ascending.
     values: category -> n bytes.

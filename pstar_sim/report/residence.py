@@ -30,7 +30,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Residence:
-    """In equal bins.
+    """The data of chunks on the GPU, in bins of time of equal length.
 
     edges_s: n + 1, from the iteration's start.
     first_chunks: of each row, a row ends before the next.

@@ -45,7 +45,7 @@ __all__ = [
 
 
 class Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of TOML (or a JSON object), with its own fields and no others."""
+    """A table of TOML (or a JSON object), with its own fields and no others."""
 
 
 @dataclass(frozen=True)

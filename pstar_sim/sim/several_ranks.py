@@ -118,7 +118,7 @@ def _one_rank(machine: Machine) -> Machine:
 
 
 def classes_of(machine: Machine, workloads: Sequence[Workload] | None = None) -> list[int]:
-    """Per rank ([Note: representative ranks]), by first appearance."""
+    """The class of each rank ([Note: representative ranks]), by first appearance."""
     local = machine.local_ranks
     colours: list[Hashable] = []
     seen: list[tuple[Rank, int]] = []

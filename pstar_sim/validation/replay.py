@@ -36,7 +36,7 @@ class Phases:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """By metric, or why there are none.
+    """Predicted values by metric, or why there are none.
 
     batch: used, of several, the fastest.
     """

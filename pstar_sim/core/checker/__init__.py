@@ -6,8 +6,8 @@ The proof unrolls two successive iterations. [Note: what precedes what] Each que
 have ended before a step starts are one number per queue: vector clocks, exact, from queue order and `after` in one
 pass. If they order any two steps that touch the same list, one of which changes it, every legal interleaving computes
 the same values. Playing the plan once then shows whether each step finds its lists, with the right contents. Bytes do
-depend on it: the most that a place can hold is a maximum closure over start events (which take) and end events (which
-free), found exactly as a minimum cut.
+depend on the interleaving: the most that a place can hold is a maximum closure over start events (which take) and end
+events (which free), found exactly as a minimum cut.
 
 [Note: one rank is enough] All ranks run the same program, so the n-th collective is the same step on every rank. A
 proof for one rank therefore holds for all, whatever the collectives take; they cannot wait for each other in a circle.

@@ -81,7 +81,7 @@ class Unrolled:
         return k * self.length[self.queue_of[i]] + self.rank[i]
 
     def precedes(self, first: int, then: int) -> bool:
-        """Has `first` ended when `then` starts in every legal interleaving?"""
+        """Whether `first` has ended when `then` starts in every legal interleaving."""
         return self.clock[then][self.queue_of[first % self.count]] > self.sequence(first)
 
     def _ahead(self) -> Iterator[int]:

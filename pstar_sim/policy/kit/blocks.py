@@ -23,7 +23,7 @@ class Block:
 
 
 class Position(NamedTuple):
-    """On the compute queue.
+    """A place on the compute queue.
 
     block: that runs here, -1 for an update.
     chunk: streamed, updated here, -1 for a block.

@@ -43,7 +43,7 @@ def charges_of(cost: CostModel) -> Charges:
 
 
 class Charges:
-    """Of a job whose moving chunks live on the host.
+    """Charges of a job whose moving chunks live on the host.
 
     A copy to where a chunk lives takes no bytes, which are held all the time, but for a gradient list ("grad"): a
     write-back takes it, and the add frees it.

@@ -1,5 +1,5 @@
-"""The asynchronous policies (tide, static_partition, optimal) as points of one space, with a coordinate per idea, whose
-worth two points that differ in it show.
+"""The asynchronous policies (tide, static_partition, optimal) as points of one space, with a coordinate per idea: two
+points that differ in one coordinate show what its idea is worth.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""An asynchronous policy's decisions, of which the passes write its draft, without queues, or times but each
-position's.
+"""An asynchronous policy's decisions, of which the passes write its draft. They know no queue, and no times but the
+seconds of each position.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Schedule:
     disk_room_bytes: int = 0
 
     def rows_as(self, other: Schedule) -> bool:
-        """They differ at most in room for copies ahead."""
+        """Whether both differ at most in room for copies ahead."""
         names = (f.name for f in fields(self) if f.name not in ("room", "lead_bytes"))
         return all(getattr(self, name) == getattr(other, name) for name in names)
 

@@ -8,7 +8,7 @@ __all__ = ["Visit"]
 
 
 class Visit(NamedTuple):
-    """From moment `first` to `last`, both included, on several ranks with all slices."""
+    """The working list of `chunk` is on the GPU from moment `first` to `last`, both included,"""
 
     chunk: int
     first: int

@@ -68,7 +68,7 @@ def _ended_before(sizes: Sequence[int], room_bytes: int) -> list[int]:
 
 
 class DiskRows:
-    """For the pass that updates."""
+    """Writes the rows of the turns, for the pass that updates."""
 
     def __init__(self, rows: DraftRows) -> None:
         self._rows = rows

@@ -19,7 +19,7 @@ __all__ = ["Buckets"]
 
 
 class Buckets:
-    """Of one iteration; `before` and `behind` are called once per moment, in order.
+    """The gradients of one iteration; `before` and `behind` are called once per moment, in order.
 
     lists: of gradients outside working lists.
     arrived: chunk -> steps after which its gradient is at Adam's place.
@@ -52,7 +52,7 @@ class Buckets:
         return stall
 
     def behind(self, m: int, here: int) -> None:
-        """It leaves when full, and at a micro-batch's end."""
+        """The bucket leaves when full, and at a micro-batch's end."""
         for c in self._complete.get(m, ()):
             self._fill(c, m, here)
         moments = self._b.workload.moments

@@ -19,7 +19,7 @@ _ByMoment = defaultdict[int, list[Visit]]
 
 
 class Gathers:
-    """Of one iteration; `before` and `behind` are called once per moment, in order.
+    """The visits of one iteration; `before` and `behind` are called once per moment, in order.
 
     opening: steps that may start with it.
     bytes_gathered: as whole chunks.

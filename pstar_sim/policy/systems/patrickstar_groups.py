@@ -18,7 +18,7 @@ class _Hold(Enum):
 
 
 class Groups:
-    """Of tensors in one iteration; `begin` and `end` are called once per moment, in order."""
+    """The tensors' states in one iteration; `begin` and `end` are called once per moment, in order."""
 
     def __init__(self, uses: Facts) -> None:
         self._uses = uses

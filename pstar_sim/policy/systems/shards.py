@@ -83,7 +83,7 @@ class Shards:
         return c in self.on_gpu and not self.several
 
     def reside(self, host_list: str) -> None:
-        """Each list, between two iterations.
+        """Records where each list is between two iterations.
 
         host_list: where Adam on the host finds a gradient.
         """

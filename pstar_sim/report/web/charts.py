@@ -313,7 +313,7 @@ def _rows_of(lanes: Sequence[str]) -> Figure:
 
 
 def same_lanes(charts: Sequence[Chart]) -> list[Chart]:
-    """Each gets all lanes, for rows side by side."""
+    """Each chart gets the lanes of all, for rows side by side."""
     there = {lane for chart in charts for lane in chart.figure["layout"]["yaxis"]["categoryarray"]}
     rows = _rows_of([lane for lane in LANES if lane in there])
     figures = [{**chart.figure, "layout": {**chart.figure["layout"], **rows}} for chart in charts]

@@ -330,7 +330,7 @@ def layers_backward(
 
 
 def last_product_again(t: Tape, s: Shape, u: int, f: int) -> None:
-    """And its residual sum, which a recompute runs though no operator needs them."""
+    """The last matmul and its residual sum, which a recompute runs though no operator needs them."""
     t.op(u, products=[s.product(s.model.ffn, s.model.hidden)], read=f)
     t.reduce(u)
     v = s.part_of(u)

@@ -33,7 +33,7 @@ def arrivals(
 
 
 class GradientLists:
-    """Of `chunks`, into `b`.
+    """Writes the steps of the gradients of `chunks` into `b`.
 
     last: a chunk's last gradient has a list too, else it overwrites the working list.
     stay: on the GPU, on one rank without lists, added in place.
@@ -100,8 +100,8 @@ class GradientLists:
         return [self._b.alloc(Queue.COMPUTE, c, name, Place.GPU, m, after=waits) for name in self._names][-1]
 
     def close(self, c: int, m: int, after: Sequence[int]) -> int:
-        """To the place of its update, complete after `m`. Returns the step after which it is there and its lists are
-        free."""
+        """Moves the gradient, complete after moment `m`, to the place of its update. Returns the step after which it is
+        there and its lists are free."""
         summed = self.sum(c, m, after)
         if c in self._stay:
             return self.keep(c, m, summed)
@@ -126,15 +126,16 @@ class GradientLists:
     def send(
         self, c: int, m: int, after: Iterable[int], *, size_bytes: int | None = None, via: str | None = None
     ) -> int:
-        """To the host, after the sum there. Returns the copy; `freed` then names the step that frees the list."""
+        """Copies the gradient to the host, after the sum there. Returns the copy; `freed` then names the step that
+        frees the list."""
         waits = [*after, *self._earlier(self.added, c)]
         down = self._b.writeback(c, "grad", m, waits, size_bytes=size_bytes, via=via)
         self.freed[c] = self._b.free(Queue.D2H, c, "grad", Place.GPU, m)
         return down
 
     def add(self, c: int, m: int, after: Iterable[int] = ()) -> int:
-        """To earlier micro-batches, on the host. Returns the step after which Adam there may take it (with one: its
-        arrival)."""
+        """Adds the gradient to those of earlier micro-batches, on the host. Returns the step after which Adam there may
+        take it (with one: its arrival)."""
         if not self._several:
             return self.freed[c]
         step = self._b.cpu_add(c, "grad", m, after=[self.freed[c], *after])
