@@ -95,9 +95,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: -length[item.path])
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """Modules and tests live as long as the process: the collector need not look at them at each `gc.collect()` of a
-    test, nor a forked process when it ends."""
+    """Modules and tests live as long as the process: the collector need not look at them while they are collected, nor
+    at each `gc.collect()` of a test, nor a forked process when it ends."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

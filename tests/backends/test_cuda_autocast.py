@@ -16,8 +16,6 @@ from executor.offloading import converted, under_autocast
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.workload.workload import Workload
 
-transformers = pytest.importorskip("transformers")
-
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch finds none"),
@@ -103,6 +101,7 @@ def test_every_moment_of_a_capture_has_the_bytes_of_the_device(
         pytest.skip("torch's grouped products take bf16 on such devices, and autocast does not cast for them")
     config, values = MODELS[name]
     torch.manual_seed(0)
+    transformers = pytest.importorskip("transformers")
     model = getattr(transformers, name)(getattr(transformers, config)(**values))
     model.config.use_cache = False
     batch, loss = batch_of(model), under_autocast(forward_loss, "cuda", dtype)

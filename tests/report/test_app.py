@@ -6,6 +6,7 @@ from __future__ import annotations
 import shlex
 import socket
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pstar_sim.report import web
 from pstar_sim.report.web.question import POLICIES, Question, fields
 from pstar_sim.workload.axes import all_axes
 
-pytest.importorskip("streamlit", reason="the extra `app` is not installed")
+pytestmark = pytest.mark.skipif(find_spec("streamlit") is None, reason="the extra `app` is not installed")
 SCRIPT = Path(web.__file__).with_name("app.py")
 SMALL = {"model": "gpt2", "batch": "1", "seq": "128"}
 

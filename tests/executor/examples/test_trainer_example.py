@@ -14,10 +14,17 @@ import executor
 from executor.hf import connect
 from pstar_sim.errors import CheckpointError, ContractError
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+transformers: Any
+example: Any
 
-from executor.examples import trainer as example  # noqa: E402
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Not where tests are collected: every worker of pytest-xdist collects, and one runs these tests."""
+    global transformers, example
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from executor.examples import trainer as example
 
 
 def histories(trainer: Any, key: str) -> list[float]:
