@@ -4,6 +4,7 @@ FOLDER LIMIT_S`; writes FOLDER/CASE.RANK.json. The same twice, from one process'
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import json
 import os
@@ -22,13 +23,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 import executor
 from executor.saving.manifest import MANIFEST
-from pstar_sim.core.plan import Settings
+from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
 from pstar_sim.errors import CheckpointError
 from pstar_sim.workload.workload import Workload
 
 CASES = {"tide": torch.float32, "zero3_resident": torch.bfloat16, "all_on_gpu": torch.float32}
-CAPTURED: dict[torch.dtype, Workload] = {}
+
+
+@functools.cache
+def captured(dtype: torch.dtype) -> Workload:
+    model, draw = kit.build("gpt2")
+    w: Workload = kit.workload_of(model.to(dtype), draw(torch.Generator().manual_seed(9)))
+    return w
+
+
+@functools.cache
+def planned(policy: str, dtype: torch.dtype, ranks: int, host_share: float | None) -> Plan:
+    return tight_plan(policy, captured(dtype), Settings(clip=False, update="step"), ranks, host_share=host_share)
 
 
 def prepared(
@@ -40,10 +52,7 @@ def prepared(
     """
     model, draw = kit.build("gpt2")
     model.to(dtype)
-    if dtype not in CAPTURED:
-        CAPTURED[dtype] = kit.workload_of(model, draw(torch.Generator().manual_seed(9)))
-    share = None if disks is None else 0.6
-    plan = tight_plan(policy, CAPTURED[dtype], Settings(clip=False, update="step"), ranks, host_share=share)
+    plan = planned(policy, dtype, ranks, None if disks is None else 0.6)
     assert any(row.place is Place.NVME for row in plan.initial) == (disks is not None)
     spec = executor.AdamW(lr=1e-2, weight_decay=0.1)
     model, optimizer = executor.prepare(

@@ -1,5 +1,5 @@
-"""What each of two processes of test_scripts_of_ranks.py runs: a loop or a Trainer under DistributedDataParallel, and
-the same by a plan. A launcher starts `scripts_of_ranks.py loop|trainer FOLDER`; results are in FOLDER/RANK.json."""
+"""What each of two processes of test_scripts_of_ranks.py runs: a Trainer and a loop under DistributedDataParallel, and
+the same by a plan. A launcher starts `scripts_of_ranks.py FOLDER`; results are in FOLDER/PART.RANK.json."""
 
 from __future__ import annotations
 
@@ -112,7 +112,6 @@ def beside(make: Callable[[nn.Module], torch.optim.Optimizer], policy: str, rank
 
 
 def loop(folder: Path) -> dict[str, Any]:
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     model, replica = Net(), nn.parallel.DistributedDataParallel(Net())
     plain = looped(replica, torch.optim.AdamW(replica.parameters(), lr=1e-3, eps=1e-3), rank)
@@ -205,8 +204,8 @@ def trained(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    part, folder = sys.argv[1], Path(sys.argv[2])
-    said = {"loop": loop, "trainer": trained}[part](folder)
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(said))
+    folder = Path(sys.argv[1])
+    for name, part in (("trainer", trained), ("loop", loop)):  # the Trainer begins the process group
+        (folder / f"{name}.{os.environ['RANK']}.json").write_text(json.dumps(part(folder)))
     dist.barrier()
     dist.destroy_process_group()
