@@ -443,7 +443,8 @@ def _hf_config(spec: str) -> tuple[Any, str | None]:
 
 
 def config_of(m: ModelEntry) -> tuple[Any, str]:
-    """Without dropout, as in pretraining. Raises ModelError for a family without a class."""
+    """Transformers configuration and class, without dropout, as in pretraining. Raises ModelError for a family without
+    a class."""
     transformers = _transformers()
     common: dict[str, Any] = {"tie_word_embeddings": m.tied}
     if m.family == "gpt":

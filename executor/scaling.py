@@ -115,7 +115,7 @@ class LossScaling:
         self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
     def overflowed(self) -> bool:
-        """Waits for the device that has the norms."""
+        """Whether a gradient is not finite; waits for the device that has the norms."""
         if not self._norms:
             return False
         devices: dict[torch.device, list[torch.Tensor]] = {}

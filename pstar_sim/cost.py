@@ -143,7 +143,7 @@ def _product_bytes(product: Product, width: int) -> int:
 
 
 def expected_link(machine: Machine) -> Link:
-    """When all ranks copy at once: the weakest, slower on a shared PCIe switch."""
+    """The link when all ranks copy at once: the weakest, slower on a shared PCIe switch."""
     link = machine.link
     sharing = Counter(r.root for r in machine.ranks[: machine.local_ranks] if r.root is not None)
     if not sharing or machine.root_bytes_per_s is None:
@@ -157,7 +157,7 @@ def expected_link(machine: Machine) -> Link:
 
 
 def gradient_traffic_bytes(w: Workload, moment: int) -> int:
-    """Of gradients that arrive: each is copied into its chunk, and its norm taken."""
+    """GPU memory traffic of gradients that arrive: each is copied into its chunk, and its norm taken."""
     return 3 * sum(w.tensors[t].bytes for t in w.gradients[moment])
 
 

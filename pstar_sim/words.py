@@ -86,5 +86,5 @@ def letters(name: str) -> str:
 
 
 def meant(name: str) -> str | None:
-    """In a sentence; None for an unknown word."""
+    """What the word means here, in a sentence; None for an unknown word."""
     return _SAID.get(letters(name))

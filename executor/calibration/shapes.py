@@ -79,7 +79,7 @@ def _of_layer(device: Device, layer: Layer, dtype: torch.dtype) -> dict[Product,
 def fit_products(
     seconds: dict[Product, float], *, flops_per_s: float, itemsize: int, sms: int, tile: tuple[int, int]
 ) -> ProductShape:
-    """With predicted seconds nearest to the measured.
+    """The figures with predicted seconds nearest to the measured.
 
     flops_per_s: of large products.
     sms, tile: as in `ProductShape`, not fitted.

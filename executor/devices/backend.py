@@ -352,7 +352,7 @@ class VirtualBackend:
 
 
 def keep_freed_pages() -> bool:
-    """Returns False, with nothing changed, without glibc."""
+    """[Note: glibc and eviction]. Returns False, with nothing changed, without glibc."""
     return _set_malloc({_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1, _ARENA_MAX: 1})
 
 
@@ -376,7 +376,7 @@ def give_freed_pages_back() -> None:
 
 
 def available_host_bytes() -> int:
-    """MemAvailable, or less within the cgroup's limit."""
+    """What this process can still take: MemAvailable, or less within the cgroup's limit."""
     found: list[int] = []
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

@@ -188,7 +188,7 @@ def split_bytes(device: torch.device) -> int:
 
 
 def check_no_capture(what: str) -> None:
-    """Raise PlanError in a capture: [Note: graphs]."""
+    """Raise PlanError while this thread captures a CUDA graph: [Note: graphs]."""
     if torch.cuda.is_current_stream_capturing():
         raise PlanError(
             f"{what} while a CUDA graph is being captured, where memory can neither be taken nor given back; capture "
@@ -197,7 +197,7 @@ def check_no_capture(what: str) -> None:
 
 
 def pool_shape(plan: Plan) -> PoolShape:
-    """(bytes of a block, most bytes): the payload size that moves most often."""
+    """(bytes of a block, most bytes) of the pool; a block is the payload size that moves most often."""
     moves: dict[tuple[int, str], int] = {}
     for step in plan.steps:
         if step.chunk is None:

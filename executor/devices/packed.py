@@ -81,7 +81,7 @@ def _scales(module: nn.Module, name: str) -> list[tuple[Any, str]]:
 
 
 def scales_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """With the parameter's name."""
+    """Each scale of the module's own packed parameters, with the name of its parameter."""
     for name, parameter in module._parameters.items():
         if parameter is not None and form_of(parameter) is not None:
             yield from ((name, getattr(owner, key)) for owner, key in _scales(module, name))
@@ -172,7 +172,7 @@ def twin_of(module: nn.Module, name: str, made: torch.Tensor, make: _Make) -> Ca
 
 
 def skeleton_of(module: nn.Module, name: str, memo: dict[int, Any]) -> None:
-    """`copy.deepcopy` then copies it without memory."""
+    """Lets `copy.deepcopy` copy a packed parameter without memory."""
     parameter: Any = module._parameters[name]
     twin = memo[id(parameter)]
     codes = getattr(getattr(module, "state", None), "CB", None)

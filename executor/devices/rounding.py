@@ -35,7 +35,7 @@ def _bits(first: int, count: int, key: int, device: torch.device) -> torch.Tenso
 
 
 def round_stochastically(target: torch.Tensor, value: torch.Tensor, *, update: int, tensor: int, offset: int) -> None:
-    """Values that bf16 has stay as they are.
+    """Writes fp32 values into a flat bf16 tensor; those that bf16 has stay as they are.
 
     offset: of the first value in its tensor.
     """

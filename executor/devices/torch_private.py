@@ -214,7 +214,7 @@ def modes_of_thread() -> contextlib.AbstractContextManager[None]:
 
 
 def autocast_operators(device: str) -> dict[str, Any]:
-    """Of "CPU" or "CUDA", by name ("softmax.int")."""
+    """The operators that autocast treats on "CPU" or "CUDA", by name ("softmax.int")."""
     operators: dict[str, Any] = {}
     for name in torch._C._dispatch_get_all_op_names():
         space, _, bare = name.partition("::")
@@ -225,6 +225,6 @@ def autocast_operators(device: str) -> dict[str, Any]:
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[None]:
-    """Autocast of the device ("CPU", "CUDA") then treats no operator."""
+    """A context in which autocast of the device ("CPU", "CUDA") treats no operator."""
     key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
     return torch._C._ExcludeDispatchKeyGuard(key)

@@ -82,7 +82,7 @@ def ranges_of(slots: Iterable[tuple[int, int, int | None]], align: int = ALIGN) 
 
 
 def scratch_bytes(plan: Plan) -> int:
-    """Of `Scratch` on the gpu: for the gradient, each list narrower than fp32, and the rule's buffers."""
+    """Bytes of `Scratch` on the gpu: for the gradient, each list narrower than fp32, and the rule's buffers."""
     chunks = {s.chunk for s in plan.steps if s.kind is Kind.GPU_UPDATE and s.chunk is not None}
     if not chunks:
         return 0

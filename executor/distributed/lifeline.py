@@ -133,7 +133,7 @@ class Lifeline:
         return RankLost(f"an exchange with the other ranks broke, and none of them gave a reason: {error}")
 
     def departure(self) -> str | None:
-        """Who has ended in order, and how."""
+        """The rank that has ended in order, and how."""
         rows = sorted(self._words.items())
         return f"{self._names[rows[0][0]]} {rows[0][1]}" if rows else None
 

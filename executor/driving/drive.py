@@ -242,7 +242,7 @@ class Driver:
     # -- parts of orders ----------------------------------------------------------------------------------------------
 
     def forward(self, batch: Any, loss: Loss, of: int) -> tuple[BlockTape, torch.Tensor]:
-        """Cut at its blocks; raises ContractError if a changed structure cannot be.
+        """Runs one micro-batch's forward, cut at its blocks; raises ContractError if a changed structure cannot be.
 
         of: micro-batches, by which the loss is divided.
         """

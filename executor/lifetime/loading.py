@@ -24,7 +24,8 @@ __all__ = ["load_parameters", "unload_parameters", "views_of"]
 def load_parameters(
     reader: Reader, others: Collection[int] = (), fill: Callable[[Arena, Contents], None] | None = None
 ) -> None:
-    """One chunk at a time, before the queues start. Takes the memory of all payloads resident between two iterations.
+    """Moves values into chunks, one chunk at a time, before the queues start, and makes the parameters views of them.
+    Takes the memory of all payloads resident between two iterations.
 
     others: tensors with values from elsewhere.
     fill: writes these into every list with memory.

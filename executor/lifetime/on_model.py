@@ -26,7 +26,7 @@ __all__ = ["guard_model", "watch_batches"]
 
 
 def guard_model(model: nn.Module, loop: Loop, end_after_training: Callable[[], bool]) -> Callable[[], None]:
-    """As contract.py; returns the function that undoes it."""
+    """The module-level half of contract.py; returns the function that removes it."""
     keeper, end_of = weakref.ref(loop), weakref.WeakMethod(end_after_training)
     undo: list[Callable[[], None]] = []
 

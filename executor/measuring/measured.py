@@ -30,7 +30,7 @@ class Measured:
 
 
 def with_tide(timeline: Timeline, measured: Measured) -> Timeline:
-    """With each moment's measured non-model bytes, of a separate, untimed iteration."""
+    """The timeline with each moment's measured non-model bytes, of a separate, untimed iteration."""
     peaks = measured.non_model_bytes
     last = timeline.iterations - 1
     computes = [s for s in timeline.spans if s.queue is Queue.COMPUTE]

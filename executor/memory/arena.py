@@ -109,7 +109,7 @@ class Arena:
 
     @property
     def gpu_budget_bytes(self) -> int:
-        """The plan's; less once memory ran out."""
+        """The plan's gpu budget; less once memory ran out."""
         return self._ledger.budget_bytes[0]
 
     @gpu_budget_bytes.setter

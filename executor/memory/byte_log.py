@@ -83,7 +83,7 @@ class ByteLog:
         self.changes.append(tuple.__new__(ByteChange, row))  # past a constructor in Python
 
     def gpu_peak_bytes(self, start_s: float, end_s: float) -> int:
-        """Most in [start_s, end_s], with buffers and non-model data."""
+        """The most held at once in [start_s, end_s], buffers and non-model data included."""
         with self._lock:
             log, count = self.changes, len(self.changes)
             held = self._ledger.held_bytes(Place.GPU) + self._ledger.tide_bytes

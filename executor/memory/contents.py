@@ -113,7 +113,8 @@ class Contents:
     def fetch(
         self, chunk: int, list_name: str, elements: tuple[int, int] | None = None, *, in_fp32: bool = False
     ) -> None:
-        """Host to gpu, a list or a part of an updated working list, current after the last.
+        """Copies a list from the host to the gpu, or a part of an updated working list, which is current after the last
+        part.
 
         elements: (first, behind the last), None: all.
         in_fp32: parameters cross in fp32 and are cast afterwards.
@@ -197,7 +198,7 @@ class Contents:
     def write_back(
         self, chunk: int, list_name: str, elements: tuple[int, int] | None = None, *, in_fp32: bool = False
     ) -> None:
-        """Gpu to host, a list or a part of gradients, which belong to the host after the last.
+        """Copies a list from the gpu to the host, or a part of gradients, which belong to the host after the last part.
 
         elements: as for `fetch`.
         """

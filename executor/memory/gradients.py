@@ -145,7 +145,7 @@ class ChunkGradients:
         raise PlanError(f"tensor {tensor} has no gradient")
 
     def note_norms(self, chunk: int, list_name: str) -> None:
-        """Of gradients about to go from host to disks."""
+        """Takes the norms of gradients about to go from host to disks."""
         for tensor in self.chunks[chunk].where(HOST, list_name) if self.arena.plan.settings.clip else ():
             self._norms[tensor] = torch.linalg.vector_norm(
                 self.slots.at(HOST, tensor, list_name), dtype=self.norm_dtype

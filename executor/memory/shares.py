@@ -99,7 +99,7 @@ class Shares:
                 state.adding = False
 
     def kept_to_param(self, tensor: int, place: Place) -> None:
-        """Over its parameter, which the update that follows writes anew."""
+        """Copies a kept gradient over its parameter, which the update that follows writes anew."""
         contents = self.contents
         mine = contents.chunks[contents.slots.chunk_of(tensor)].where(place, "param")
         target = contents.slots.at(place, tensor, "param")

@@ -107,7 +107,7 @@ class Slots:
         return self.at(next(p for p in PLACES if self.arena.has(p, chunk, list_of(field))), tensor, field)
 
     def whole(self, tensor: int, list_name: str) -> torch.Tensor:
-        """Flat, in "param" or "grad" on the gpu, with the others' slices present."""
+        """A flat view of a whole tensor in "param" or "grad" on the gpu, with the others' slices present."""
         chunk, offset, numel = self._slot[tensor]
         return self.arena.payloads.whole(chunk, list_name)[offset : offset + numel]
 

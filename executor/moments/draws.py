@@ -33,7 +33,7 @@ _STATES = {"random": ("getstate", "setstate"), "numpy.random": ("get_state", "se
 class Draws:
     """answer: of each number from [0, 1] drawn alone.
     arrays: also of one-dimensional arrays, which may be data.
-    drew: some was.
+    drew: whether any was drawn.
     """
 
     answer: float = 0.5

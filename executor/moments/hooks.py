@@ -163,11 +163,11 @@ class MomentClock:
         return self._callback_due
 
     def outside_root(self, event: ModuleEvent) -> bool:
-        """A module's forward outside the root's begins; valid while the event is handled."""
+        """Whether a module's forward begins outside the root's; valid while the event is handled."""
         return event.module != "" and self.outermost(event)
 
     def outermost(self, event: ModuleEvent) -> bool:
-        """A forward that no other unit called begins; valid while the event is handled."""
+        """Whether a forward begins that no other unit called; valid while the event is handled."""
         return event.kind == "begin" and event.phase is Phase.FWD and self._open == 1
 
     def step(self) -> None:
@@ -199,7 +199,7 @@ class MomentClock:
 
     @contextlib.contextmanager
     def side_by_side(self, before_event: Callable[[], None]) -> Iterator[None]:
-        """Several micro-batches are open; `turn_to` chooses the next events'.
+        """Inside this context several micro-batches are open; `turn_to` chooses the next events'.
 
         before_event: of a forward, may let other micro-batches run.
         """
@@ -364,7 +364,7 @@ def _hook_output(output: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> 
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """In tuples, lists, mappings (ModelOutput) and dataclasses, nested."""
+    """Tensors in tuples, lists, mappings (ModelOutput) and dataclasses, nested."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -18,13 +18,13 @@ class Listener:
         """The run continues under a new plan."""
 
     def require_plan(self) -> None:
-        """Before a forward with gradients; raises where it cannot run."""
+        """Called before a forward with gradients; raises where it cannot run."""
 
     def begin_iteration(self) -> None:
         """The queues run."""
 
     def close_moment(self, moment: int) -> None:
-        """Before the engine's own work after the moment."""
+        """The open moment ends; called before the engine's own work after the moment."""
 
     def see_event(self, moment: int) -> None:
         """moment: on plan or off, outside an evaluation; -1 without one."""

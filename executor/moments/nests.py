@@ -13,7 +13,8 @@ __all__ = ["map_tensors"]
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """With `change` applied to nested tensors, containers of their types; the same object where none changed."""
+    """`value` with `change` applied to its nested tensors, in containers of the same types; the same object where none
+    changed."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):

@@ -72,7 +72,7 @@ _LEFT: weakref.WeakSet[Standing] = weakref.WeakSet()  # modes that have ended an
 
 
 def take_off(mode: TorchDispatchMode) -> bool:
-    """Off this thread's stack, also from under later modes; False without it."""
+    """Takes a mode off this thread's stack, also from under later modes; False without it."""
     size = torch._C._len_torch_dispatch_stack()
     if not any(torch._C._get_dispatch_stack_at(i) is mode for i in range(size)):
         return False

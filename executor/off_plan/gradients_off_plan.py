@@ -28,7 +28,7 @@ class OffPlanGradients:
         self.states = states
 
     def leave_gpu(self) -> None:
-        """From working and grad lists, so that parameters can be read; sums to the states."""
+        """Gradients leave working and grad lists, so that parameters can be read; sums to the states."""
         run, perform, drop = self.run, self.inline.perform, self.inline.drop
         for chunk in range(len(run.plan.layout.chunks)):
             self._sum_leaves_gpu(chunk)

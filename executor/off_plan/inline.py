@@ -122,7 +122,7 @@ class Inline:
     # -- bringing a list ----------------------------------------------------------------------------------------------
 
     def bring(self, place: Place, chunk: int, list_name: str) -> None:
-        """With memory and current content. Raises PlanError if no place has that."""
+        """Gives the list memory and current content at the place. Raises PlanError if no place has that."""
         if list_name == "remote":
             self.join(chunk)
         elif list_name in ("grad", "grad32"):
@@ -150,7 +150,7 @@ class Inline:
             self.perform(self.drop(HOST, chunk, "param"))
 
     def join(self, chunk: int) -> None:
-        """[Note: evaluations that differ] in distributed/ranks.py."""
+        """Gathers the other ranks' slices: [Note: evaluations that differ] in distributed/ranks.py."""
         slices = None if self.ranks is None else self.ranks.slices_of(chunk)
         if slices is None:
             self.perform(self.gather(chunk))

@@ -93,7 +93,7 @@ class Mending:
                 )
 
     def half_update_error(self) -> Interrupted:
-        """A backward ended amid its eager updates."""
+        """For a backward that ended amid its eager updates."""
         count = len(self.following.updates.begun)
         return self.standstill.interrupt(
             f"iteration {self.state.iteration} was interrupted when {count} parameters had had their eager "

@@ -54,7 +54,7 @@ class Rung:
 
 
 def asked_bytes(text: str) -> int:
-    """By torch's message; 0 where it does not say."""
+    """What torch tried to allocate, by its message; 0 where it does not say."""
     found = re.search(r"allocate ([0-9.]+) ?([KMGT]i?B|bytes)", text)
     if found is None:
         return 0

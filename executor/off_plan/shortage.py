@@ -70,8 +70,8 @@ class Shortage:
         run.arena.gpu_budget_bytes = min(run.arena.gpu_budget_bytes, budget)
 
     def ends_ranks(self, error: OutOfMemory) -> PlanError:
-        """Tells the other ranks, too: they wait for the plan's next steps, so this one can neither leave the plan nor
-        begin again."""
+        """The error of a rank that was refused memory; tells the other ranks: they wait for the plan's next steps, so
+        this one can neither leave the plan nor begin again."""
         state, plan, ranks = self.state, self.state.run.plan, self.state.ranks
         assert ranks is not None
         moment = state.cursor.moment

@@ -33,7 +33,8 @@ class States:
         return GPU if self.pinned(chunk) else HOST
 
     def leave(self, place: Place, chunk: int, list_name: str) -> None:
-        """One updated there is copied first: from gpu to host, from host to disks if it lives there."""
+        """Drops the list at the place; one updated there is copied first: from gpu to host, from host to disks if it
+        lives there."""
         perform, inline, state = self.inline.perform, self.inline, self.contents.chunks[chunk]
         if place is GPU and list_name in state.ahead:
             perform(inline.copy(HOST, chunk, list_name))

@@ -48,7 +48,7 @@ def counted_bytes(plan: Plan, log: Iterable[StepLog], iteration: int) -> dict[st
 class IterationLog:
     """end_s: of the last compute step.
     shares: elements of each micro-batch over the plan's.
-    captured: a batch was, inside, which takes time.
+    captured: whether a batch was captured inside, which takes time.
     """
 
     number: int

@@ -164,7 +164,7 @@ class _Tiny(nn.Module):
 
 
 def python_s(device: Device, bench: Bench) -> float:
-    """Python and torch's dispatcher per moment: a step in plain torch of a tiny model."""
+    """Seconds of Python and torch's dispatcher per moment: a step in plain torch of a tiny model."""
     model = _Tiny().to(device.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     step = _loop(model, optimizer, repeat(torch.ones(_ROWS, _WIDTH, device=device.device)))

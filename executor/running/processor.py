@@ -43,7 +43,7 @@ class ProcessorTime:
 
 
 def taken_by_others(before: ProcessorTime | None, after: ProcessorTime | None) -> float | None:
-    """Share (0 to 1) between two readings, None if unknown."""
+    """Share (0 to 1) of processor time between two readings, None if unknown."""
     if before is None or after is None or after.total_s <= before.total_s:
         return None
     others_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)

@@ -324,7 +324,7 @@ def whole_of(session: Session, tensor: int, part: torch.Tensor, field: str = "pa
 
 
 def stored_fields(plan: Plan) -> tuple[str, ...]:
-    """Of the optimizer's lists (`memory.slots`), with files in a checkpoint."""
+    """Fields of the optimizer's lists (`memory.slots`) that have files in a checkpoint."""
     own = plan.workload.optimizer.masters == MASTERS[1]
     fields = dict.fromkeys(field for states in plan.workload.optimizer.all_states for field in fields_of(states))
     return tuple([field for field in fields if not (own and field == MASTER_LIST)])

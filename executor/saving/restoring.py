@@ -56,7 +56,7 @@ _SLICE = re.compile(r"(.*)@(\d+)")
 
 @dataclass(frozen=True)
 class Restored:
-    """Beside parameters and states.
+    """What a checkpoint gives back beside parameters and states.
 
     iteration: steps done by then.
     extra: given to `save`.

@@ -323,7 +323,7 @@ def write_whole(descriptor: int, content: memoryview) -> None:
 def write_elements(
     write: Callable[[memoryview], object], tensor: torch.Tensor, dtype: torch.dtype, buffer: torch.Tensor
 ) -> None:
-    """In this dtype, piece by piece, in `buffer` (uint8)."""
+    """Calls `write` with the elements in this dtype, piece by piece, in `buffer` (uint8)."""
     flat = tensor.detach().reshape(-1)
     most = buffer.numel() // dtype.itemsize
     for start in range(0, flat.numel(), most):

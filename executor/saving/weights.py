@@ -49,7 +49,7 @@ _READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_values(model: nn.Module, tensors: Sequence[Tensor], folder: str | Path | None) -> Weights | None:
-    """Matched with the model.
+    """The weights to load, matched with the model.
 
     Raises WeightsError if neither has values, or the folder is another model's."""
     if folder is not None:

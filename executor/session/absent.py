@@ -28,7 +28,7 @@ class Absent(Following):
     passes_over = True
 
     def later_moment_of(self, event: ModuleEvent) -> int | None:
-        """If the event opens a later one of the micro-batch."""
+        """The moment that the event opens, if a later one of the micro-batch."""
         moments, at = self.run.plan.workload.moments, self.cursor.moment
         if at < 0:
             return None

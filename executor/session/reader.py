@@ -165,7 +165,7 @@ class Reader:
             ranks.come_to_read(tensor + fields.index(field) / len(fields))
 
     def own_slice(self, chunk: int) -> torch.Tensor:
-        """A copy of its parameters, flat, on the host."""
+        """A copy of this rank's slice of a chunk's parameters, flat, on the host."""
         run = self.state.run
         place, list_name = run.contents.values.source(chunk, run.timetable.tensors_of[chunk])
         return run.arena.at(place, chunk, list_name).to("cpu", run.arena.dtype(chunk, "param"), copy=True)

@@ -87,7 +87,7 @@ class Timetable:
         return self._by_name.get(name, set())
 
     def read_behind(self, name: str) -> set[int]:
-        """Read right after moments of this name: theirs if the closing event does not come."""
+        """Chunks read right after moments of this name: theirs if the closing event does not come."""
         return self._by_name_next.get(name, set())
 
     def next_of_name(self, name: str, position: int) -> int | None:

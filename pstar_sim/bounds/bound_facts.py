@@ -168,7 +168,7 @@ class BoundFacts:
         self.stash_up_from_s: Array = np.maximum(0.0, np.cumsum(behind)[:-1])
 
     def barrier_s(self, *, clip: bool) -> float:
-        """From the iteration's start to its barrier.
+        """Least seconds from the iteration's start to its barrier.
 
         clip: all chunks' gradients are summed over the ranks before.
         """

@@ -84,7 +84,7 @@ class Certifier:
         return None if self._job_of is None else self._search(self._usual_layout())
 
     def own_bound_s(self) -> float:
-        """With the layout that a policy starts from."""
+        """Of the ranks' own shares, with the layout that a policy starts from."""
         return self._bound(self._usual_layout()).seconds
 
     def _search(self, layout: Layout) -> AnyShares:

@@ -60,7 +60,7 @@ class Windows:
         return found
 
     def gpu_s(self, adam_s: float) -> Array:
-        """If the GPU updates all of J_j.
+        """Least seconds per window if the GPU updates all of J_j.
 
         adam_s: GPU Adam, per parameter.
         """

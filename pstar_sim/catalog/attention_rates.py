@@ -81,6 +81,7 @@ def attention_rates() -> Mapping[str, AttentionRates]:
 
 
 def attention_rate(generation: str, kernel: str, call: AttentionCall) -> float:
-    """Over the usual kernel's, both passes, without a mask, on long sequences and wide heads; 1 without rates."""
+    """A call's rate over the usual kernel's, both passes, without a mask, on long sequences and wide heads; 1 without
+    rates."""
     rates = attention_rates().get(generation)
     return 1.0 if rates is None else rates.of(kernel, call)

@@ -27,7 +27,7 @@ class NoPreset(ModelError):
 
 
 def is_configuration(model: str) -> bool:
-    """hf:FILE, hf:FOLDER, hf:ORG/NAME or ORG/NAME."""
+    """Whether a name is hf:FILE, hf:FOLDER, hf:ORG/NAME or ORG/NAME."""
     return model.startswith("hf:") or ("/" in model and not model.startswith("py:"))
 
 

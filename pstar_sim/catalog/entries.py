@@ -120,7 +120,7 @@ class Entry(Generic[_E]):
         return cls(file, name, raw, read_table(table, file, name, raw))
 
     def refuse(self, field: str, want: str) -> CatalogError:
-        """In range, but against another field.
+        """For a value in range that contradicts another field.
 
         field: or "calibrated.usable_gb" in a table below.
         """

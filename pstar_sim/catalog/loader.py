@@ -154,7 +154,7 @@ def resize(machine: Machine, *, gpu_memory: str | int | None = None, host_memory
 
 
 def with_disks(machine: Machine, folders: Sequence[str | Path]) -> Machine:
-    """With these folders' free room, at the machine's own or assumed rates. Raises CatalogError for a folder that
+    """Disks with these folders' free room, at the machine's own or assumed rates. Raises CatalogError for a folder that
     cannot be read."""
     if not isinstance(folders, (list, tuple)) or not all(isinstance(each, (str, Path)) for each in folders):
         raise refused("disks", folders, "folders, such as ['/nvme/run']", CatalogError)

@@ -122,7 +122,7 @@ class ModelEntry(Table, frozen=True, kw_only=True):
 
     @property
     def active_params(self) -> int:
-        """Without experts that a token is not sent to."""
+        """All but those of experts that a token is not sent to."""
         if self.experts is None:
             return self.params
         idle = self.experts.count - self.experts.per_token
@@ -278,7 +278,7 @@ def model_names() -> tuple[str, ...]:
 
 
 def is_model(name: str) -> bool:
-    """In the catalog by exactly this name, or a preset's configuration."""
+    """Whether the catalog has exactly this name, or a preset's configuration."""
     if not is_configuration(name):
         return name in _models()
     try:
@@ -288,8 +288,8 @@ def is_model(name: str) -> bool:
 
 
 def model_entry(name: str) -> ModelEntry:
-    """By name, alias, or configuration. Raises UnknownName, and ModelError for no name and for a configuration that is
-    unreadable or of no preset."""
+    """The model of a name, alias or configuration. Raises UnknownName, and ModelError for no name and for a
+    configuration that is unreadable or of no preset."""
     models = _models()
     text("model", name, "the name of a model, such as '12B'", error=ModelError)
     if name in models:

@@ -46,7 +46,7 @@ class _Path:
 
 
 def override(machine: Machine, changes: Mapping[str, Value] | Iterable[str]) -> Machine:
-    """With these figures: {"gpu.memory": "48GB"} or ["gpu.memory=48GB"].
+    """The machine with these figures replaced: {"gpu.memory": "48GB"} or ["gpu.memory=48GB"].
 
     Raises CatalogError, naming path and value, for an unknown path, a value that is no quantity, out of range or
     contradictory, and a part that the machine does not have.

@@ -29,7 +29,7 @@ _DECIDING = ("torch", "transformers")
 
 
 def has_preset(model: str) -> bool:
-    """Raises ModelError for a configuration that cannot be read."""
+    """False for a configuration without a preset. Raises ModelError for a configuration that cannot be read."""
     if not is_configuration(model):
         return True
     try:

@@ -106,8 +106,8 @@ def check_apart(read: Sequence[str], written: Sequence[str]) -> None:
 
 
 def save_picture(figure: Figure, path: Path, *, dpi: int) -> None:
-    """Atomic; the ending is the kind, PNG without one. Letters are TrueType (Type 42), as publishers ask; the same
-    picture has the same bytes.
+    """Writes atomically; the ending of the file is the kind of picture, PNG without one. Letters are TrueType (Type
+    42), as publishers ask; the same picture has the same bytes.
 
     Raises PstarError for an unknown ending, or what cannot be written.
     """

@@ -30,7 +30,8 @@ commands = typer.Typer()
 def trace_snapshots(
     files: Sequence[str], like: str | None, path: str | None, *, device: int | None, as_json: bool
 ) -> int:
-    """What snapshots hold at their peaks, and their tide: as pictures, a timeline, or moments of the trace `like`."""
+    """Says what snapshots hold at their peaks, and their tide: as pictures, a timeline, or moments of the trace
+    `like`."""
     from pstar_sim.recorded.held import held_of_snapshot
     from pstar_sim.recorded.snapshot import load_snapshot
     from pstar_sim.report.recorded import held_text, notes_of

@@ -66,7 +66,7 @@ def predictor(machine: Machine) -> Callable[[Plan], Timeline]:
 
 
 def machine_here(plan: Plan, bandwidth: tuple[float, float], *, virtual: bool) -> Machine:
-    """For a run's prediction.
+    """The machine for which a run is predicted.
 
     bandwidth: bytes per second of the virtual link (to the gpu, to the host).
     """
@@ -309,7 +309,7 @@ def is_lower_bound(plan: Plan, machine: Machine) -> bool:
 
 
 def smaller_batches(plan: Plan, machine: Machine, shares: Sequence[float]) -> Plan:
-    """Seconds by the sizes of batches; steps and bytes stay.
+    """Seconds are scaled by the sizes of batches; steps and bytes stay.
 
     shares: of the plan's batch, per micro-batch.
     """

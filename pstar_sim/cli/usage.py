@@ -18,7 +18,7 @@ __all__ = ["Command", "CommandGroup", "run_app", "words_typed"]
 
 
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
-    """Returns the exit status. Raises PstarError for a mistake, SystemExit after help."""
+    """Runs a command line and returns the exit status. Raises PstarError for a mistake, SystemExit after help."""
     command: Any = get_command(app)
     try:
         with command.make_context(

@@ -84,7 +84,8 @@ class Record:
         return pace_s(self.program, self.times.end, steady=self.steady)
 
     def end_iteration(self, k: int) -> bool:
-        """Every queue has ended iteration k: is it steady ([Note: when an iteration is steady] in rules.py)?"""
+        """Computes `times` when every queue has ended iteration k, and returns whether it is steady ([Note: when an
+        iteration is steady] in rules.py)."""
         if k == 0:
             return False
         order, at_s = self.program.order, np.array(self.at_s)

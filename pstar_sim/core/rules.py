@@ -83,7 +83,7 @@ class Rates:
     def speeds(
         self, queues: Sequence[str], demands: Sequence[float], copies: Sequence[bool], duty: Sequence[float]
     ) -> tuple[list[float], float]:
-        """Of each step that shares something, and its share of DRAM.
+        """Speed of each step that shares something, and its share of DRAM.
 
         demands: DRAM bytes per second. copies: crosses the link.
         """

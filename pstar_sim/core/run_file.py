@@ -41,7 +41,7 @@ class RunTimelines:
 
 
 def load_run(path: str | Path) -> RunTimelines:
-    """Of `pstar run --timeline`. Raises TraceError naming the file and the wrong field."""
+    """The timelines in a file of `pstar run --timeline`. Raises TraceError naming the file and the wrong field."""
     return _run(read_values(path), path)
 
 

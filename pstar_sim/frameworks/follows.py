@@ -31,8 +31,8 @@ _GPU_BUFFER = "the framework's own gradients"
 
 
 def stands_for(configuration: Configuration, data: int) -> str:
-    """On `data` ranks that share a batch. FSDP over one slices nothing; in a pipeline states stay whole, or leave the
-    GPU as chunks."""
+    """The policy for a configuration on `data` ranks that share a batch. FSDP over one slices nothing; in a pipeline
+    states stay whole, or leave the GPU as chunks."""
     spread, resident = configuration.parallelism, configuration.policy_base in ("zero3_resident", "all_on_gpu")
     if resident and data == 1:
         return "all_on_gpu"

@@ -137,7 +137,7 @@ class HostNeed:
         return said
 
     def shortage(self, machine: Machine, policy: str) -> DoesNotFit | None:
-        """Of room, or of memory that can be pinned."""
+        """For a host short of room, or of memory that can be pinned."""
         if self.host_bytes > machine.host_budget_bytes:
             return DoesNotFit(
                 policy=policy,
@@ -183,7 +183,7 @@ class MemoryRules:
     def shortage(
         self, configuration: Configuration, workload: Workload, machine: Machine, policy: str
     ) -> DoesNotFit | None:
-        """Of room, with the configuration's value that would do."""
+        """For a host short of room, with the configuration's value that would do."""
         short = self.host_need(configuration, workload, machine).shortage(machine, policy)
         if short is None:
             return None

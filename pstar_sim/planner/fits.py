@@ -357,7 +357,7 @@ class Asked:
         return None if short is None else short.short_bytes
 
     def least_gpu_bytes(self, policy: str, machine: Machine, *, others: bool = True) -> int:
-        """Of a policy that fits."""
+        """The least GPU budget with which a policy that fits still fits."""
         ask = self.of(policy, others=others)
         return least_gpu_bytes(lambda where: ask(self.workload, where, self.settings, self.loading), machine)
 

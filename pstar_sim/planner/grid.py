@@ -331,7 +331,8 @@ _OF_JOB = {field.name for field in fields(Job)} & set(AXES)
 
 
 def point_hash(group: Group, policy: str) -> str:
-    """Of all that determines the result: values, machine and model (or the trace's bytes), policy, version and code."""
+    """A hash of all that determines the result: values, machine and model (or the trace's bytes), policy, version and
+    code."""
     given = dict(group.values)
     content: dict[str, object] = {"schema": SCHEMA, "code": _code_digest(), "values": given, "policy": policy}
     overrides = tuple((k, v) for k, v in group.values if k.startswith("set."))

@@ -146,8 +146,8 @@ def class_name(
 
 
 def tells_of(other: str, name: str) -> bool:
-    """Both have the same machines ("h100 node" for "h100 node with fused kernels"); runs as found say nothing of
-    others."""
+    """Whether errors of one class tell something of another's: both have the same machines ("h100 node" for "h100 node
+    with fused kernels"); runs as found say nothing of others."""
     found = name.endswith(_AS_FOUND) or not other.endswith(_AS_FOUND)
     return found and _machines_of(other) == _machines_of(name)
 

@@ -278,7 +278,8 @@ def words(w: Way | Workload, among: Sequence[Way | Workload] = ()) -> str:
 
 @without_garbage_collection()
 def candidates(variants: Sequence[Workload], share: int) -> tuple[Way, ...]:
-    """No two are alike: a variant of one micro-batch is repeated, one of several taken as it is."""
+    """No two are alike: a variant of one micro-batch is repeated, one of several taken as it is. Raises TraceError if
+    none divides the share (naming the batches), and for different models, types or sequence lengths."""
     if not variants:
         raise TraceError("variants is empty; give at least one variant of the model")
     first = variants[0]

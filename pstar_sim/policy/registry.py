@@ -70,7 +70,7 @@ def can(policy: str | Policy) -> Capabilities:
 
 
 def reorders(policy: str | Policy) -> bool:
-    """Plans are layer-major, by itself or its option `order`. Raises as `find_policy`."""
+    """Whether plans are layer-major, by itself or its option `order`. Raises as `find_policy`."""
     found = find_policy(policy) if isinstance(policy, str) else policy
     if isinstance(found, Specified):
         return reorders(found.policy) or found.values.get("order", Point().order) != Point().order
@@ -78,7 +78,7 @@ def reorders(policy: str | Policy) -> bool:
 
 
 def can_follow(settings: Settings, workload: Workload, policy: str | Policy) -> bool:
-    """The settings' loop can follow its plans ([Note: which order] in optimal.py). Raises as `find_policy`."""
+    """Whether the settings' loop can follow its plans ([Note: which order] in optimal.py). Raises as `find_policy`."""
     return settings.loop == "step" or workload.micro_batches == 1 or not workload.order.of_loop or not reorders(policy)
 
 

@@ -32,7 +32,7 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """The most, at one instant.
+    """The most that a device holds, at one instant.
 
     at: in words.
     at_s: from a timeline's steady iteration.

@@ -74,7 +74,7 @@ class _Trace(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """[Note: rates of a trace], empty where it says nothing.
+    """What a trace says of its machine ([Note: rates of a trace]), empty where it says nothing.
 
     gpu: the first, by the driver.
     products: dtype -> flops/s over a product's flops.

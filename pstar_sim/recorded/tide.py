@@ -116,7 +116,7 @@ def _spans(history: DeviceHistory, opened: Sequence[int], first: int, end: int) 
 
 
 def with_tide(job: Workload, history: DeviceHistory, kinds: NDArray[np.int64]) -> Workload:
-    """The snapshot's non-model bytes. Raises TraceError without marks of the job's moments."""
+    """The job with the snapshot's non-model bytes. Raises TraceError without marks of the job's moments."""
     opened = moment_events(history, job)
     if not opened:
         raise TraceError(

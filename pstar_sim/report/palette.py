@@ -106,7 +106,8 @@ SPARE = (VERMILION, YELLOW, "#AA66FF", WINE, "#F5A6C9", "#AAEE88", "#220088", "#
 
 
 def policy_colours(policies: Iterable[str]) -> list[str]:
-    """In one picture: up to eight without their own differ, and one with options has its name's if free."""
+    """In one picture: up to eight policies without a colour of their own differ, and one with options has its name's if
+    free."""
     names = list(policies)
     taken = {POLICIES[name] for name in names if name in POLICIES}
     spare = cycle(SPARE)

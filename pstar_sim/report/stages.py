@@ -207,7 +207,7 @@ def stages_figure(plans: PlanSet, timelines: Sequence[Timeline], *, look: Look =
 
 
 def stages_csv(plans: PlanSet, timelines: Sequence[Timeline]) -> str:
-    """The figure's bars, all."""
+    """All bars of the figure, also those below a pixel."""
     rows: list[Sequence[object]] = [("stage", "queue", "work", "micro_batch", "start_s", "end_s")]
     origin = min(map(steady_start_s, timelines))
     for stage, (plan, timeline) in enumerate(zip(plans.plans, timelines)):

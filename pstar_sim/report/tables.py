@@ -160,8 +160,8 @@ def format_percent(share: float) -> str:
 
 
 def reasons(comparison: Comparison) -> list[str]:
-    """For each: reason, lacking bytes, and a change that helps. If nobody named policies, one text for all, and if none
-    fits the nearest's."""
+    """For each policy that does not fit: reason, lacking bytes, and a change that helps. If nobody named policies, one
+    text for all, and if none fits the nearest's."""
     unfit = [row for row in comparison.rows if not row.fits]
     told = [row for row in unfit if comparison.named or row.short_of is None]
     short = sorted((row for row in unfit if row not in told), key=_lacking)

@@ -77,7 +77,7 @@ REFUSED = object()
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The most similar, None if none is enough."""
+    """The known word most like `word`, None if none is enough."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return near[0] if near else None
 

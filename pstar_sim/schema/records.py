@@ -64,7 +64,7 @@ def made(kind: type[T] | Any, form: Any) -> T:
 
 
 def file_kind(kind: Any) -> Any:
-    """Stands for them in a file."""
+    """The type that stands for this one in a file."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return _annotated_kind(*args)

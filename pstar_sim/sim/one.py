@@ -27,7 +27,7 @@ def play_one(
     *,
     moved_bytes: Mapping[str, int] | None = None,
 ) -> Timeline:
-    """DRAM and link are its own.
+    """The rank has DRAM and link to itself.
 
     moved_bytes: by default the plan's.
     """

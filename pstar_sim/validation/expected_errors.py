@@ -78,7 +78,7 @@ def _quoted(r: Result, groups: Mapping[str, Mapping[str, list[Result]]]) -> Quot
 
 
 def inside_by_source(quoted: Iterable[Quoted]) -> float:
-    """Of rows inside bars, every source with the same weight."""
+    """Share of rows inside bars, every source with the same weight."""
     of: dict[str, list[bool]] = {}
     for row, bar, _ in quoted:
         of.setdefault(row.publisher, []).append(abs(row.error) <= bar)

@@ -70,7 +70,8 @@ def phases_of(plan: Plan, timeline: Timeline) -> Phases:
 
 
 def replay(experiment: Experiment) -> Prediction:
-    """The batch with most tokens per second, the largest size that fits. One that does not fit has a reason."""
+    """Of several batches, that with most tokens per second, the largest size that fits. One that does not fit has a
+    reason."""
     if len(experiment.sizes) > 1:
         return _largest(experiment)
     found: list[tuple[float, int, Plan, Timeline]] = []

@@ -111,7 +111,7 @@ def _eager(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
 
 
 def as_set_up(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
-    """As its row says."""
+    """The job as which the row says it is replayed."""
     row, setup = run[0], dict(run[0].setup)
     sequence = whole_number(row, "sequence", row.sequence)
     entry = model_entry(row.params)

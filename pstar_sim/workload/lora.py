@@ -101,7 +101,7 @@ def base_of(workload: Workload) -> str | None:
 
 
 def is_stack(name: str, shape: Sequence[int]) -> bool:
-    """The matrices of all experts of a layer."""
+    """Whether a parameter is the matrices of all experts of a layer."""
     return len(shape) == 3 and ".experts." in name
 
 

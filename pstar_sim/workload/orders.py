@@ -8,7 +8,7 @@ __all__ = ["Order"]
 
 
 class Order(StrEnum):
-    """Stated by a workload, never inferred from moments.
+    """The order of an iteration, stated by a workload, never inferred from moments.
 
     DEPTH_FIRST: each micro-batch runs forward and backward before the next begins.
     LAYER_MAJOR: each block runs for all before the next does (relay.py).
@@ -47,5 +47,5 @@ class Order(StrEnum):
         return {Order.DEPTH_FIRST: "", Order.LAYER_MAJOR: ", layer by layer", Order.PIPELINED: ", pipelined"}[self]
 
     def turns(self, micro_batches: int) -> int:
-        """Forward to backward and back, inside an iteration."""
+        """Turns from forward to backward and back, inside an iteration."""
         return 1 if self is Order.LAYER_MAJOR else 2 * micro_batches - 1

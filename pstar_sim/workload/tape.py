@@ -251,7 +251,7 @@ class Tape:
         self._peak = max(self._peak, self.level)
 
     def send(self, what: str, size: int) -> None:
-        """Made in this moment; ends here."""
+        """What this moment made goes to another stage, ends here."""
         self.crossings.append(Crossing(False, what, len(self.moments), size))
         self.level -= size
 
@@ -287,7 +287,7 @@ class Tape:
             self.op(self.size([name]), dead=size, read=size)
 
     def grown(self, names: Iterable[str]) -> int:
-        """As backward makes them: under autocast, of the copies."""
+        """Bytes of gradients as backward makes them: under autocast, of the copies."""
         return self.size(names) * self.width // self.wide
 
     def gradient(self, names: Iterable[str], *, allocated: bool = True) -> None:

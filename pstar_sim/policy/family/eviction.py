@@ -36,7 +36,7 @@ def lru(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> se
 
 
 def fifo(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]) -> set[UseGap]:
-    """What has been there longest leaves."""
+    """The chunk leaves that has been on the GPU longest without a break."""
     return _sweep_along(gaps, sizes, room, first)
 
 

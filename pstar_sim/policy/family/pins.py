@@ -137,7 +137,7 @@ def most_pins(
 
 
 def most_pins_of(job: Job) -> int:
-    """In the order of `Job.candidates`, with working list and states."""
+    """How many chunks can be pinned, in the order of `Job.candidates`, with working list and states."""
     position = {c: n for n, c in enumerate(job.candidates)}
     need = [tuple(position[c] for c in block.chunks if c in position) for block in job.blocks]
     fixed = [sum(job.sizes[c] for c in block.chunks if c not in position) for block in job.blocks]

@@ -15,8 +15,8 @@ __all__ = ["UseGap", "belady", "gaps_of", "held_over"]
 
 
 class UseGap(NamedTuple):
-    """Used at `start` and next at `end`, in the next iteration if that is past the iteration's length: only a clean
-    chunk can stay over it."""
+    """A chunk is used at `start` and next at `end`, in the next iteration if that is past the iteration's length: only
+    a clean chunk can stay over it."""
 
     start: int
     end: int

@@ -121,7 +121,7 @@ class Facts:
         return STORAGE[self.layout.chunks[chunk].dtype].bytes
 
     def reads_until_final(self, chunk: int) -> tuple[int, ...]:
-        """Up to its last gradient; all of them if it has none."""
+        """Moments that read the chunk, up to its last gradient; all of them if it has none."""
         final = self.last_gradient(chunk)
         return self.reads[chunk] if final < 0 else tuple(m for m in self.reads[chunk] if m <= final)
 
@@ -137,8 +137,8 @@ class Facts:
         return self.spans[chunk][-1][2] if self.spans[chunk] else -1
 
     def home_lists(self, chunk: int) -> tuple[str, ...]:
-        """Where it lives, all the time: working list and, if updated, states (with several micro-batches also
-        grad32)."""
+        """Lists that a chunk keeps all the time where it lives: working list and, if updated, states (with several
+        micro-batches also grad32)."""
         if not self.updated(chunk):
             return ("param",)
         accumulated = ("grad32",) if self.workload.micro_batches > 1 else ()
@@ -150,8 +150,8 @@ class Facts:
 
     @cached_property
     def tide(self) -> tuple[int, ...]:
-        """Assumed for each moment: the cut counts the last moment's peak ([Note: the cut]), and every moment the
-        difference if the first's is lower."""
+        """Non-model bytes assumed for each moment: the cut counts the last moment's peak ([Note: the cut]), and every
+        moment the difference if the first's is lower."""
         peaks = [m.peak_bytes for m in self.workload.moments]
         extra = max(0, peaks[-1] - peaks[0])
         return tuple(peak + extra for peak in peaks)

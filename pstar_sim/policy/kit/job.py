@@ -125,7 +125,7 @@ class Job:
 
     @cached_property
     def touched(self) -> list[list[int]]:
-        """Empty for a small chunk."""
+        """Chunk -> blocks that need it, empty for a small chunk."""
         every = self.uses.touched
         return [
             [] if c in self.small else sorted({self.block_of[m] for m in moments}) for c, moments in enumerate(every)
@@ -193,7 +193,8 @@ class Job:
         return [Charge(block.seconds, rise, fall) for block, rise, fall in zip(self.blocks, rises, falls)]
 
     def gradient_names(self, *, summed: bool) -> tuple[str, ...]:
-        """Where gradients arrive that do not overwrite the working list; on several ranks whole chunks', summed first.
+        """Lists where gradients arrive that do not overwrite the working list; on several ranks whole chunks', summed
+        first.
 
         summed: all micro-batches add up on the GPU.
         """
@@ -213,8 +214,8 @@ class Job:
 
     @property
     def drops_pinned_lists(self) -> bool:
-        """Between last gradient and update behind the barrier: gradients are in grad32, and the update writes the list
-        from the master copy."""
+        """Whether pinned chunks drop working lists between last gradient and update behind the barrier: gradients are
+        in grad32, and the update writes the list from the master copy."""
         return self.barrier is not None and self.several and self.ranks == 1
 
     def all_in_grad32(self, chunk: int, summed: Collection[int]) -> bool:
@@ -246,7 +247,7 @@ class Job:
         return sum(self.layout.payload_bytes(chunk, name) for name in self.states_of(chunk))
 
     def visiting(self, chunk: int, *, held: bool) -> tuple[str, ...]:
-        """Up for a streamed chunk's update.
+        """Lists that come up for a streamed chunk's update.
 
         held: its sum is on the GPU already.
         """
@@ -261,7 +262,7 @@ class Job:
 
     @cached_property
     def update_block(self) -> list[int]:
-        """Behind which an eager update on the GPU runs, -1 without one."""
+        """Chunk -> block behind which an eager update on the GPU runs, -1 without one."""
         return [self._update_block(c) if self.uses.updated(c) else -1 for c in range(len(self.sizes))]
 
     def _update_block(self, chunk: int) -> int:

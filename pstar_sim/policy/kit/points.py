@@ -16,7 +16,7 @@ __all__ = ["Coordinates", "Point", "point_options"]
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """The defaults are tide; `point_options` says what other coordinates mean.
+    """A point of the asynchronous family. The defaults are tide; `point_options` says what other coordinates mean.
 
     capacity: room for chunks beside each moment's non-model bytes ("tide") or the highest of any ("peak").
     pins: chunks whose states stay on the GPU, or "optimal".

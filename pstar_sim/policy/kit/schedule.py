@@ -94,7 +94,7 @@ class Schedule:
         return alone and (summed or not self.job.add_last)
 
     def sums_on_gpu(self, chunk: int) -> bool:
-        """All micro-batches' gradients of a moving chunk add up there."""
+        """Whether all micro-batches' gradients of a moving chunk add up on the GPU."""
         return self.job.sums_on_gpu or chunk in self.modes.summed
 
     def adds_up(self, chunk: int) -> bool:
@@ -111,11 +111,11 @@ class Schedule:
 
     @property
     def updates_wait(self) -> bool:
-        """Every CPU Adam waits for the last moment, as behind a barrier."""
+        """Whether every CPU Adam waits for the last moment, as behind a barrier."""
         return self.job.barrier is not None or self.adam == "after-backward"
 
     def sum_waits(self, chunk: int) -> bool:
-        """On the GPU before a streamed chunk's states."""
+        """Whether the sum is on the GPU before a streamed chunk's states."""
         return chunk in self.sums and chunk in self.updates and self.sums[chunk][-1].first != self.updates[chunk]
 
     @property

@@ -8,7 +8,8 @@ __all__ = ["Visit"]
 
 
 class Visit(NamedTuple):
-    """The working list of `chunk` is on the GPU from moment `first` to `last`, both included,"""
+    """The working list of `chunk` is on the GPU from moment `first` to `last`, both included; on several ranks with the
+    slices of all ranks."""
 
     chunk: int
     first: int

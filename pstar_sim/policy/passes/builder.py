@@ -92,17 +92,18 @@ class Builder:
     # Residents at the cut.
 
     def resident(self, chunk: int, place: Place, *lists: str) -> None:
-        """Between two iterations."""
+        """Records that the chunk's lists are at `place` between two iterations."""
         self.initial.update(Resident(chunk, name, place) for name in lists)
 
     def live(self, chunk: int, place: Place) -> None:
-        """The chunk's home, with `Facts.home_lists`, on the GPU with mode "pin", or "frozen" without a gradient."""
+        """Makes `place` the chunk's home, with `Facts.home_lists`, on the GPU with mode "pin", or "frozen" without a
+        gradient."""
         self.resident(chunk, place, *self.uses.home_lists(chunk))
         if place is Place.GPU and self.uses.updated(chunk):
             self.modes[chunk] = "pin"
 
     def held_bytes(self, place: Place) -> int:
-        """By `initial` and `buffers`, without the tide."""
+        """Held by `initial` and `buffers`, without the tide."""
         held = sum(self.layout.payload_bytes(r.chunk, r.list) for r in self.initial if r.place is place)
         return held + sum(size for _, where, size in self.buffers if where is place)
 
@@ -187,7 +188,7 @@ class Builder:
         list_name: str = "param",
         via: str | None = None,
     ) -> int:
-        """From the host to the GPU, for `moment`."""
+        """Adds a copy from the host to the GPU, for `moment`."""
         return self.add(
             Queue.H2D,
             Kind.FETCH,

@@ -21,7 +21,7 @@ GATHERS_AHEAD = 20
 
 
 def room(job: Job, whole: Mapping[int, Sequence[Stretch]], count: int) -> list[int]:
-    """Of others' slices at each position, small chunks' always."""
+    """Bytes of others' slices at each position, small chunks' always."""
     held = [0] * count
     for c, stretches in whole.items():
         if c not in job.small:

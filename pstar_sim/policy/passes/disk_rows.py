@@ -26,7 +26,7 @@ __all__ = ["DiskRows", "turns"]
 
 
 def turns(schedule: Schedule) -> list[int]:
-    """[Note: turns on disks]"""
+    """Chunks in the order of their turns: [Note: turns on disks]."""
     job, updates = schedule.job, schedule.updates
     ends_s = [0.0, *accumulate(position.seconds for position in schedule.positions)]
     first = schedule.at[-1] + 1 if schedule.updates_wait else 0  # positions before any update on the CPU

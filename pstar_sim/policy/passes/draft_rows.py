@@ -152,5 +152,5 @@ class DraftRows:
 
 
 def ends_of(refs: Iterable[int]) -> After:
-    """After these rows of the same iteration."""
+    """An `after` that waits for these rows of the same iteration."""
     return tuple((row, 0) for row in refs)

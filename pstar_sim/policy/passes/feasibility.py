@@ -62,13 +62,13 @@ def held_on_host(job: Job, pinned: frozenset[int], never: Iterable[tuple[int, st
 
 
 def host_room(job: Job) -> int:
-    """For lists of chunks with gradients, beside what is always there."""
+    """Room of the host for lists of chunks with gradients, beside what is always there."""
     others = held_on_host(job, frozenset(job.candidates))
     return job.machine.host_budget_bytes - others - _passing_bytes(job, job.candidates)
 
 
 def needed_on_host(job: Job, modes: Modes) -> int:
-    """Neither pinned nor on disks, and one passing gradient."""
+    """What is neither pinned nor on disks, and one passing gradient."""
     # If no sum spills and no sum waits for the barrier, the sums of streamed chunks are never on the host.
     never = frozenset[int]() if modes.spilt or job.barrier is not None else modes.summed & modes.streamed
     needed = held_on_host(job, modes.pinned, ((c, "grad32") for c in never))
@@ -77,7 +77,7 @@ def needed_on_host(job: Job, modes: Modes) -> int:
 
 
 def disk_room(job: Job, modes: Modes) -> int:
-    """On the host, for states from and to disks, of at most IN_FLIGHT chunks."""
+    """Room on the host for states from and to disks, of at most IN_FLIGHT chunks."""
     largest = nlargest(IN_FLIGHT, (job.states_bytes(c) for c in modes.on_disks))
     return min(sum(largest), job.machine.host_budget_bytes - needed_on_host(job, modes))
 

@@ -104,7 +104,7 @@ class Gathers:
         return self._ready[c]
 
     def gather_updated(self, c: int, after: list[int]) -> int:
-        """Always whole: for the next iteration."""
+        """A chunk that is always whole, after its update: for the next iteration."""
         self.bytes_gathered += self._b.layout.whole_bytes(c)
         return self._b.gather(c, 0, after)
 

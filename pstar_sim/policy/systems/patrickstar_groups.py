@@ -28,8 +28,8 @@ class Groups:
         self._hold()
 
     def begin(self, m: int) -> bool:
-        """FWD's end sets tensors used in it to HOLD, a micro-batch's end all. Has one ended? Then all groups are given
-        up."""
+        """FWD's end sets tensors used in it to HOLD, a micro-batch's end all. Returns whether one has ended: all groups
+        are then given up."""
         if m == 0:
             return False
         before, moment = self._workload.moments[m - 1], self._workload.moments[m]

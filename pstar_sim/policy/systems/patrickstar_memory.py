@@ -102,7 +102,7 @@ def chunks_in_margin(margin_bytes: int, states_bytes: Sequence[int]) -> int:
 
 
 class Memory:
-    """Every step waits for the one before; holdings of `b` say where payloads are.
+    """Payloads that move one at a time: every step waits for the one before; holdings of `b` say where payloads are.
 
     whole: groups with remote chunks here.
     fixed_bytes: never move from the GPU.

@@ -70,7 +70,7 @@ def document(title: str, body: str, data: Mapping[str, Any], *, script: str) -> 
 def chart_place(name: str, says: str) -> str:
     """Where the page draws figure `name`.
 
-    says: it, for screen readers.
+    says: the picture, for screen readers.
     """
     return f'<div class="chart" role="img" aria-label="{escape(says)}" data-figure="{escape(name)}"></div>'
 
@@ -96,7 +96,7 @@ def breakable(text: str) -> str:
 
 
 def unbroken(text: str) -> str:
-    """A number with its error and unit."""
+    """Keeps a number on one line with its error and unit."""
     return re.sub(r" (?=[±%]|(?:s|ms|us|GB|days)\b)|(?<=±) ", "&nbsp;", escape(text, quote=False))
 
 

@@ -71,7 +71,7 @@ class Subject:
 
     @property
     def as_planned(self) -> bool:
-        """Seconds of the plan's own machine, not rates measured at a run's start."""
+        """Whether the seconds are of the plan's own machine, not rates measured at a run's start."""
         if self.measured or self.examined is None:
             return False
         return math.isclose(self.timeline.iteration_s, self.examined.timeline.iteration_s, rel_tol=1e-6)

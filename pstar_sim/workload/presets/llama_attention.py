@@ -112,7 +112,7 @@ class GroupedAttention:
 
 
 class LatentAttention:
-    """Narrow queries, keys and values, normed and then widened (DeepSeek-V3)."""
+    """Multi-head latent attention: narrow queries, keys and values, normed and then widened (DeepSeek-V3)."""
 
     def __init__(self, t: Tape, s: Shape, norms: Norms) -> None:
         self.t, self.s, self.norms = t, s, norms

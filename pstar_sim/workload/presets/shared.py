@@ -104,7 +104,7 @@ class Shape:
         return self.axes.recompute == ATTENTION_ALONE
 
     def recomputes(self, layer: int) -> bool:
-        """A checkpoint: all layers, or the last of each N."""
+        """Whether the layer is a checkpoint: all layers, or the last of each N."""
         every = int((self.axes.recompute or "every-1").partition("every-")[2] or 1)
         return bool(self.axes.checkpointing) and (layer + 1) % every == 0
 
@@ -338,7 +338,7 @@ def last_product_again(t: Tape, s: Shape, u: int, f: int) -> None:
 
 
 def separate_qkv_backward(t: Tape, s: Shape, module: str, order: tuple[str, str, str], u: int) -> None:
-    """From three gradients (3 u) to their input's (1 u; fp32 under autocast)."""
+    """Three projections of one input: from three gradients (3 u) to their input's (1 u; fp32 under autocast)."""
     h = s.model.hidden
     summed, copied = (s.tokens * h * t.wide, u) if s.casts else (u, 0)
     t.open("grad", f"{module}.{order[0]}", Phase.BWD, [n for x in order for n in linear(f"{module}.{x}")])

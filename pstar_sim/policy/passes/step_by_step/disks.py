@@ -16,6 +16,6 @@ def read_in(b: Builder, c: int, list_name: str, m: int, after: Iterable[int]) ->
 
 
 def write_out(b: Builder, c: int, list_name: str, m: int, after: Iterable[int]) -> int:
-    """Host to disks; returns the step that frees it on the host."""
+    """Writes a list from the host to disks; returns the step that frees it on the host."""
     written = b.add(Queue.NVME, Kind.NVME_WRITE, chunk=c, list_name=list_name, moment=m, after=after)
     return b.free(Queue.NVME, c, list_name, Place.HOST, m, [written])

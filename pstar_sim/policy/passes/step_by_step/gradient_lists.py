@@ -95,7 +95,7 @@ class GradientLists:
     # Steps.
 
     def open(self, c: int, m: int, after: Iterable[int] = ()) -> int:
-        """In moment `m`; returns the step that opens the last."""
+        """Opens the lists in moment `m`; returns the step that opens the last."""
         waits = [*after, *self._earlier(self.freed, c)]
         return [self._b.alloc(Queue.COMPUTE, c, name, Place.GPU, m, after=waits) for name in self._names][-1]
 
@@ -119,7 +119,7 @@ class GradientLists:
         return [step]
 
     def keep(self, c: int, m: int, after: Iterable[int]) -> int:
-        """Once added to its sum on the GPU."""
+        """Frees the list of a gradient once added to its sum on the GPU."""
         self.freed[c] = self._b.free(Queue.NET, c, "grad", Place.GPU, m, after)
         return self.freed[c]
 

@@ -10,7 +10,7 @@ __all__ = ["all_reduced", "gathered"]
 
 
 def gathered(b: Builder, c: int, moment: int, own: int, after: Iterable[int] = ()) -> int:
-    """After which the chunk is whole here: a gather of others' slices, on one rank `own`.
+    """The step after which the chunk is whole here: a gather of others' slices, on one rank `own`.
 
     own: brings this rank's slice.
     """
