@@ -118,7 +118,7 @@ class _Chooser:
     """Steps are numbered as in choose_columns.py. Lists with an entry per iteration grow as iterations open.
 
     waits: row -> ops for which it still waits.
-    over: op -> whether it has ended, or has no bytes on the GPU.
+    over: op -> whether it has ended, or has no bytes.
     ready: queue -> heap of the ops that wait for nothing more.
     unstarted: queue -> its ops in its iteration that have not started.
     lap: iteration of the compute queue.
@@ -248,7 +248,7 @@ class _Chooser:
             i, lap = compute[self.at], self.lap
             if self.waits[lap][i] or gpu_take[i] > self.gpu_free or host_take[i] > self.host_free:
                 return None
-            if self.ahead is None and gpu_take[i] and not self._safe(i, lap):
+            if c.banked[i] and not self._safe(i, lap):
                 return None
             if self.at == 0 and lap > 0:
                 outcome = self._end_window()
@@ -275,7 +275,7 @@ class _Chooser:
             i = c.by_rank[place]
             if k > self.current[q] or host_take[i] > self.host_free or gpu_take[i] > self.gpu_free:
                 break
-            if gpu_take[i] and self.ahead is None and not self._safe(i, k):
+            if c.banked[i] and not self._safe(i, k):
                 break
             at_once |= self._start(q, i, k)
         return at_once
@@ -306,18 +306,20 @@ class _Chooser:
     def _safe(self, i: int, k: int) -> bool:
         """The banker's rule: could all earlier steps of the draft still run one by one if this one took its bytes
         now?"""
-        gpu_take, gpu_free_of = self.columns.gpu_take, self.columns.gpu_free
-        left = self.gpu_free - gpu_take[i]
+        c = self.columns
+        gpu_left, host_left = self.gpu_free - c.gpu_take[i], self.host_free - c.host_take[i]
         for lap in range(max(0, k - 1), k + 1):
             on, off = self.started[lap], self.over[lap]
             end = len(off) if lap < k else i
             j = off.find(0, 0, end)
             while j >= 0:
                 if not on[j]:
-                    left -= gpu_take[j]
-                    if left < 0:
+                    gpu_left -= c.gpu_take[j]
+                    host_left -= c.host_take[j]
+                    if gpu_left < 0 or host_left < 0:
                         return False
-                left += gpu_free_of[j]
+                gpu_left += c.gpu_free[j]
+                host_left += c.host_free[j]
                 j = off.find(0, j + 1, end)
         return True
 

@@ -38,6 +38,7 @@ class Columns:
     demand: op -> bytes of host DRAM per second.
     by_rank: these ops, by key.
     rank: op -> its place in `by_rank`, or -1.
+    banked: op -> whether it takes bytes that earlier steps may need (the banker's rule in choose.py).
     followers: op -> rows that wait for it in the same iteration.
     successors: op -> rows that wait for it in the next.
     base_waits: row -> ops for which it waits,
@@ -49,10 +50,10 @@ class Columns:
     """
 
     __slots__ = (
-        "at_once", "base_waits", "by_rank", "compute", "count", "demand", "fetch_order", "first_waits", "followers",
-        "gpu_free", "gpu_take", "host_free", "host_take", "is_part", "is_position", "lengths", "no_bytes", "on_dram",
-        "ops", "others", "parts", "positions", "queue_of", "queues", "rank", "reserving", "rest_s", "seconds", "shared",
-        "successors", "upcoming", "use",
+        "at_once", "banked", "base_waits", "by_rank", "compute", "count", "demand", "fetch_order", "first_waits",
+        "followers", "gpu_free", "gpu_take", "host_free", "host_take", "is_part", "is_position", "lengths", "no_bytes",
+        "on_dram", "ops", "others", "parts", "positions", "queue_of", "queues", "rank", "reserving", "rest_s",
+        "seconds", "shared", "successors", "upcoming", "use",
     )  # fmt: skip
 
     def __init__(self, draft: Draft) -> None:
@@ -60,7 +61,12 @@ class Columns:
         rows = draft.rows
         self.count = len(rows)
         dram_bytes = self._read(rows)
-        op_of = self._join(rows)
+        # Within two iterations, which may overlap, the host could run short.
+        scarce = draft.room is None and 2 * sum(self.host_take) > draft.host_free_bytes
+        op_of = self._join(rows, scarce)
+        self.banked = [
+            draft.room is None and bool(gpu or (scarce and host)) for gpu, host in zip(self.gpu_take, self.host_take)
+        ]
         self._link(rows, op_of)
         self._sort(rows, [i for i, op in enumerate(op_of) if i == op])
         self._look_ahead()
@@ -80,7 +86,7 @@ class Columns:
         self.host_take, self.host_free = [c.host_take for c in charges], [c.host_free for c in charges]
         return [charge.dram_bytes for charge in charges]
 
-    def _join(self, rows: Sequence[DraftRow]) -> list[int]:
+    def _join(self, rows: Sequence[DraftRow], scarce: bool) -> list[int]:
         """Per row, its op or the op it belongs to. Raises ValueError for a row that cannot be a part."""
         self.parts: dict[int, list[int]] = {}
         op_of = list(range(len(rows)))
@@ -97,9 +103,10 @@ class Columns:
                 self.parts.setdefault(op, []).append(i)
                 self.gpu_free[op] += self.gpu_free[i]
                 self.host_free[op] += self.host_free[i]
-        self.no_bytes = bytearray(  # whether an op has no bytes on the GPU
-            part or not (take or free) for part, take, free in zip(self.is_part, self.gpu_take, self.gpu_free)
-        )
+        self.no_bytes = bytearray(self.is_part)  # whether an op has no bytes on the GPU, or a host that may run short
+        for i in range(len(rows)):
+            if not (self.gpu_take[i] or self.gpu_free[i] or (scarce and (self.host_take[i] or self.host_free[i]))):
+                self.no_bytes[i] = 1
         return op_of
 
     def _link(self, rows: Sequence[DraftRow], op_of: Sequence[int]) -> None:

@@ -512,6 +512,16 @@ def test_what_slow_disks_have_not_written_does_not_pile_up() -> None:
     assert host_room(plan).total_bytes == most
 
 
+@pytest.mark.parametrize("room", [32, 44])
+def test_gradients_of_a_large_bucket_leave_room_for_their_sums(room: int) -> None:
+    """24 gradients of 2 MiB come down at once, for which the host has less room, and each becomes a sum of 4 MiB there
+    before the disks take it."""
+    slow = machine(host_memory_bytes=(24 * 2 + room) * MIB, h2d_bytes_per_s=100 * MIB, nvme_write_bytes_per_s=MIB)
+    spec = f"zero_infinity:states=nvme,subgroup={LAYER},bucket={24 * LAYER},reuse=0"
+    plan = planned(spec, slow, chain(24, micro_batches=2))
+    assert plan.check().peak_bytes["host"] <= (24 * 2 + room) * MIB
+
+
 def test_infinity_needs_the_disks_it_is_told_to_use() -> None:
     with pytest.raises(PlanError, match="has no disks"):
         find_policy("zero_infinity:states=nvme")(chain(), machine(disks=False), SETTINGS)
