@@ -133,6 +133,26 @@ def gaps_table() -> str:
     return "\n".join(lines)
 
 
+KINDS = {
+    "gpt models": "GPT models", "gpt models, eight GPUs": "on eight GPUs", "shapes models": "large vocabularies",
+    "small batches of models": "batch 1 and 2", "accumulating models": "several micro-batches",
+}  # fmt: skip
+"""What a table of `optimal` is of -> in words."""
+
+
+def largest_gaps() -> str:
+    """A row per kind of configurations, over its tables: the largest of their medians, and the largest gap."""
+    summaries: dict[str, list[Mapping[str, float]]] = {kind: [] for kind in KINDS}
+    for path in sorted(RESULTS.glob("optimal*.json")):
+        what, summary = (result(path.stem)[key] for key in ("what", "summary"))
+        summaries[re.sub(r", (eager|barrier), .*", "", what)].append(summary)
+    lines = ["| jobs | median gap | largest |", "|---|---:|---:|"]
+    for kind, tables in summaries.items():
+        median, largest = (f"{100 * max(s[key] for s in tables):.1f} %" for key in ("median_gap", "max_gap"))
+        lines.append(f"| {KINDS[kind]} | {median} | {largest} |")
+    return "\n".join(lines)
+
+
 def sums() -> str:
     """What benchmarks/sums.py has written; nothing until it was measured."""
     if not (RESULTS / "sums.json").exists():
@@ -520,6 +540,22 @@ def whale() -> str:
     )
 
 
+def whale_gains() -> str:
+    """What the two tables of predictions come to."""
+    shares = {
+        dtype: sorted(row["gain"] for row in result("whale")["predicted"] if row["dtype"] == dtype)
+        for dtype in ("fp32", "fp16")
+    }
+    by_dtype = ", ".join(
+        f"{gains[0]:.2f} to {gains[-1]:.2f} times as fast in {dtype}" for dtype, gains in shares.items()
+    )
+    stages = sorted(row["gain"] for row in result("mixed_stages")["rows"])
+    return (
+        f"shares of the batch by speed make BERT-Large {by_dtype}, and stages by speed a pipeline {stages[0]:.2f} to "
+        f"{stages[-1]:.2f} times ({link('whale')})"
+    )
+
+
 def mixed_stages() -> str:
     lines = [
         "| GPUs | model | layers, even and by speed | even | by speed | gain | batch shared by speed |",
@@ -811,7 +847,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
         accuracy, disks, overhead, event_cost, capture, peers, peers_memory, peers_offloading, semantics, architectures,
         interleavings, leaks, reserved, mutations, faults, kills, interrupts, oracle, load_weights, checksums, planning,
         activations, calibrated, tide_bytes, whale, gemm_carried, gemm_seen, frameworks, captured_peaks,
-        capture_ratio, forms_choice, forms_order, stages, optimizers,
+        capture_ratio, forms_choice, forms_order, stages, optimizers, whale_gains,
     )
 } | {
     "demo-taken": lambda: link("demo"),
@@ -844,6 +880,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "frameworks": frameworks_table,
     "gaps": gaps_table,
     "gemm": gemm,
+    "largest-gaps": largest_gaps,
     "layouts": layouts,
     "mixed-stages": mixed_stages,
     "spreads": spreads,
