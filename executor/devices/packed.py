@@ -55,6 +55,12 @@ class _Part(NamedTuple):
 def mark_packed(model: nn.Module) -> None:
     """Note where their parts are. Raises ModelError for a form that no chunk holds."""
     for prefix, module in model.named_modules():
+        weight = getattr(getattr(module, "base_layer", None), "weight", None)
+        if getattr(module, "lora_magnitude_vector", None) and weight is not None and form_of(weight) is not None:
+            raise ModelError(
+                f"module {prefix!r} has DoRA beside a quantised matrix, whose parameter peft replaces in each forward "
+                "pass on a CPU; train LoRA beside it, or DoRA beside a base in bf16"
+            )
         for name, parameter in module._parameters.items():
             form = None if parameter is None else form_of(parameter)
             if parameter is None or form is None or is_packed(parameter):

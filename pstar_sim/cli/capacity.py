@@ -155,9 +155,15 @@ def max_model(
     parallel: Parallel = None,
 ) -> int:
     """Find the largest model a machine can train, by policy: of the catalog, and of a family by its depth."""
+    from pstar_sim.cli.captured import has_preset
     from pstar_sim.cli.inputs import axes_of, machine_of, settings_of
     from pstar_sim.planner.limits import max_model as ask
 
+    if not has_preset(like):
+        raise PstarError(
+            f"--like {like}: no preset is written for it, whose layers could be fewer or more; ask fits or max-batch "
+            f"with --model {like}, or change the layers in its config.json"
+        )
     machine = machine_of(on)
     with bar("starting", quiet=asked.json) as on_policy:
         answer = ask(
@@ -206,17 +212,21 @@ def max_batch(
     asked: AskedFlags,
 ) -> int:
     """Find the largest batch with which a machine can train a model, by policy."""
+    from pstar_sim.cli.captured import kind_of
     from pstar_sim.cli.inputs import axes_of, machine_of, settings_of
+    from pstar_sim.planner.jobs import Job
     from pstar_sim.planner.limits import max_batch as ask
     from pstar_sim.workload.presets import default_dtype, preset
     from pstar_sim.workload.workload import Workload
 
     machine = machine_of(on)
-    axes = axes_of(job)
-    axes["dtype"] = job.dtype or default_dtype(machine, job.autocast)
+    axes, kind = axes_of(job), kind_of(model, job)
 
-    def write(batch: int) -> Workload:
-        return preset(model, batch=batch, seq=job.seq, micro_batches=micro_batches, **axes)
+    def write(batch: int) -> Workload | tuple[Workload, ...]:
+        if kind is not Job:
+            return kind(model=model, batch=batch, seq=job.seq, micro_batches=micro_batches, **axes).of(machine)
+        dtype = job.dtype or default_dtype(machine, job.autocast)
+        return preset(model, batch=batch, seq=job.seq, micro_batches=micro_batches, **(axes | {"dtype": dtype}))
 
     with bar("starting", quiet=asked.json) as on_policy:
         answer = ask(
@@ -280,6 +290,7 @@ def cheapest(
 ) -> int:
     """Find the cheapest machine that trains a model on a number of tokens by a deadline."""
     from pstar_sim.catalog.loader import load_machine
+    from pstar_sim.cli.captured import kind_of
     from pstar_sim.cli.inputs import axes_of, settings_of
     from pstar_sim.planner.cheapest import MOST_NODES
     from pstar_sim.planner.cheapest import cheapest as ask
@@ -307,6 +318,7 @@ def cheapest(
             most_nodes=most or MOST_NODES,
             nodes=None if nodes is None or most is not None else nodes.values,
             parallel=parallel,
+            kind=kind_of(model, job, parallel=parallel),
             on_part=on_part,
             **axes_of(job),
         )

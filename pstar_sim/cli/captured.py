@@ -16,13 +16,15 @@ from pstar_sim.catalog.configurations import NoPreset, configuration_file, is_co
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.cli.executor_parts import executor_module
-from pstar_sim.errors import TraceError
+from pstar_sim.errors import PstarError, TraceError
 from pstar_sim.planner.jobs import Job
 from pstar_sim.version import __version__
+from pstar_sim.workload.axes import Axes, all_axes
+from pstar_sim.workload.kernels import CAPTURED
 from pstar_sim.workload.trace import load_trace, save_trace
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
-__all__ = ["CapturedJob", "has_preset"]
+__all__ = ["CapturedJob", "has_preset", "kind_of"]
 
 _DECIDING = ("torch", "transformers")
 """Packages whose versions decide what a capture finds."""
@@ -39,10 +41,28 @@ def has_preset(model: str) -> bool:
     return True
 
 
+def kind_of(model: str, axes: Axes, *, parallel: str | None = None) -> type[Job]:
+    """Of the job of a preset or of a configuration without one. Raises PstarError for what the latter cannot have."""
+    if has_preset(model):
+        return Job
+    for name, axis in all_axes().items():
+        if getattr(axes, name) is not None and not axis.of_modules and axis.not_of_traces:
+            raise PstarError(f"--{name} is for presets (--model); {axis.not_of_traces}")
+    if parallel is not None:
+        raise PstarError(
+            f"--parallel {parallel} is for presets, and none is written for {model}: leave it out for data parallelism"
+        )
+    return CapturedJob
+
+
 @dataclass(frozen=True, kw_only=True)
 class CapturedJob(Job):
     """As in a preset, activations are recomputed unless something else is said. Adapters of any rank, and bases, have
     one capture in common."""
+
+    @property
+    def flavour(self) -> str:
+        return CAPTURED
 
     def share(self, batch: int | None, machine: Machine) -> Workload:
         assert self.model is not None and batch is not None and self.seq is not None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pstar_sim.arguments import parse_bytes
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.cli.captured import CapturedJob, has_preset
+from pstar_sim.cli.captured import kind_of
 from pstar_sim.core.plan import Settings
 from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import ModelError, PstarError
@@ -90,16 +90,16 @@ def workloads_of(job: OptionalWorkloadFlags, machine: Machine, *, nearly: bool =
     return job_of(job).of(machine, nearly=nearly)
 
 
-def job_of(flags: OptionalWorkloadFlags) -> Job:
+def job_of(flags: OptionalWorkloadFlags, *, parallel: str | None = None) -> Job:
     """Raises PstarError for flags missing or at odds."""
-    captured = flags.model is not None and not has_preset(flags.model)
-    if flags.trace is not None or captured:
+    kind = Job if flags.model is None else kind_of(flags.model, flags, parallel=parallel)
+    if flags.trace is not None:
         for name, axis in all_axes().items():
-            if axis.not_of_traces and getattr(flags, name) is not None and not (captured and axis.of_modules):
+            if axis.not_of_traces and getattr(flags, name) is not None:
                 raise PstarError(f"--{name} is for presets (--model); {axis.not_of_traces}")
-    if flags.trace is None:
+    else:
         _check_sizes(flags)
-    return (CapturedJob if captured else Job)(
+    return kind(
         model=flags.model,
         trace=flags.trace,
         batch=flags.batch,

@@ -60,7 +60,7 @@ def _asked(
     from pstar_sim.cli.inputs import job_of, settings_of
     from pstar_sim.planner.stages import compare_stages, ways_of
 
-    settings, one = settings_of(setting), job_of(job)
+    settings, one = settings_of(setting), job_of(job, parallel=str(parallel))
     ways, left_out = ways_of(one, machine, parallel)
     with bar("starting", quiet=quiet) as on_part:
         return compare_stages(

@@ -19,7 +19,6 @@ from pstar_sim.bounds.shares import AnyShares, any_job, tightest
 from pstar_sim.catalog.entries import MOST_NODES_OF_A_MACHINE
 from pstar_sim.catalog.loader import as_listed, with_nodes
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.catalog.prices import Price, load_prices
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
@@ -38,7 +37,6 @@ from pstar_sim.python310 import Unpack
 from pstar_sim.workload.axes import AxesGiven
 from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.parallelism import Parallelism
-from pstar_sim.workload.presets import kernels_of
 from pstar_sim.workload.workload import MOST_MOMENTS, Workload
 
 __all__ = ["MOST_NODES", "Bill", "Cheapest", "Offer", "bill", "cheapest"]
@@ -142,6 +140,7 @@ def cheapest(
     most_nodes: int = MOST_NODES,
     nodes: Sequence[int] | None = None,
     parallel: str | Parallelism | None = None,
+    kind: type[Job] = Job,
     on_part: OnPart | None = None,
     **axes: Unpack[AxesGiven],
 ) -> Cheapest:
@@ -156,14 +155,14 @@ def cheapest(
     prices: a price file that takes precedence over the shipped list.
     nodes: a row for each of these numbers of nodes; None: one for the fewest that make the deadline, up to most_nodes.
     parallel: as in `max_model`.
+    kind: of the job, which writes the workloads.
     on_part: called with the machine that is asked next, the number of machines done and the number of all machines.
     axes: as in `preset`; without dtype, that of each machine's GPU.
 
     Raises PstarError for an unknown model or machine, and for a wrong price. Machines without a price have no USD and
     stand behind the others.
     """
-    job = Job(model=model, batch=batch, seq=seq, **axes)
-    flavour = kernels_of(model_entry(model), job.kernels)
+    job = kind(model=model, batch=batch, seq=seq, **axes)
     number("tokens", tokens)
     if deadline_s is not None:
         number("deadline_s", deadline_s)
@@ -194,7 +193,7 @@ def cheapest(
         else:
             rows += [_exactly(machine, n, asked, *cost, tokens, deadline_s) for n in counts]
     rows.sort(key=_rank)
-    return Cheapest(model=model, tokens=tokens, deadline_s=deadline_s, rows=tuple(rows), kernels=flavour)
+    return Cheapest(model=model, tokens=tokens, deadline_s=deadline_s, rows=tuple(rows), kernels=job.flavour)
 
 
 def _rank(row: Offer) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ from pstar_sim.workload.adapted import adapted
 from pstar_sim.workload.adapter import Adapter, adapter
 from pstar_sim.workload.axes import Axes, all_axes
 from pstar_sim.workload.optimizers import OptimizerSpec, optimizer_spec
-from pstar_sim.workload.presets import check_blocks, default_dtype, workload_of
+from pstar_sim.workload.presets import check_blocks, default_dtype, kernels_of, workload_of
 from pstar_sim.workload.trace import load_trace
 from pstar_sim.workload.workload import Workload, retype, with_optimizer
 
@@ -65,6 +65,12 @@ class Job(Axes):
     @property
     def states(self) -> OptimizerSpec:
         return optimizer_spec(self.optimizer or "adamw")
+
+    @property
+    def flavour(self) -> str:
+        """Of the kernels."""
+        assert self.model is not None
+        return kernels_of(model_entry(self.model), self.kernels)
 
     def dtype_on(self, machine: Machine) -> str:
         return self.dtype or default_dtype(machine, self.autocast)

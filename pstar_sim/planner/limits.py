@@ -327,7 +327,7 @@ def _known_models(seq: int, axes: Axes) -> list[str]:
 @without_garbage_collection()
 def max_batch(
     machine: Machine | str,
-    write: Callable[[int], Workload],
+    write: Callable[[int], Workload | Sequence[Workload]],
     *,
     policies: Iterable[str | Policy] | str | None = None,
     settings: Settings | None = None,
@@ -337,7 +337,7 @@ def max_batch(
     """Returns the most sequences per micro-batch, of all GPUs together, with which each policy can train.
 
     write: returns the workload of a batch of all GPUs together, such as `lambda batch: ps.preset("12B", batch=batch,
-        seq=1024)`.
+        seq=1024)`, or those of the ranks.
     policies, settings, loading: as in `fits`.
     """
     machine, settings = machine_of(machine), settings_of(settings)
@@ -350,8 +350,8 @@ def max_batch(
     @cache
     def at(units: int, roomy: bool = False) -> Workload:
         workload = write(units * unit)
-        job_of = any_job(workload, machine) if roomy else None
-        if job_of is None:
+        job_of = any_job(workload, machine) if roomy and isinstance(workload, Workload) else None
+        if job_of is None or not isinstance(workload, Workload):
             return share_out(workload, machine).workload
         return roomiest_job(workload.batch, machine, job_of)
 

@@ -36,6 +36,7 @@ from pstar_sim.catalog.attention import AttentionCall
 from pstar_sim.dtypes import BASES, Dtype
 from pstar_sim.errors import ModelError
 from pstar_sim.workload.adapter import (
+    ALL_LINEAR,
     Adapter,
     check_save,
     chosen_modules,
@@ -210,6 +211,8 @@ def adapter_note(tensors: Sequence[Tensor], given: Adapter, dtype: str) -> str:
     on = ", ".join(given.targets) if isinstance(given.targets, tuple) else last_names(names)
     words = f"{kind} r={given.rank} on {on}"
     words += f", {', '.join(saved)} trained whole" if (saved := dict.fromkeys(whole)) else ""
+    if any(is_stack(t.name, t.shape) for t in tensors) and ALL_LINEAR in (given.targets or ()):
+        words += " (none on stacks of experts and routers, to which some versions of peft extend it)"
     packed = [t for t in tensors if t.dtype in BASES]
     if not packed:
         return words
@@ -218,6 +221,7 @@ def adapter_note(tensors: Sequence[Tensor], given: Adapter, dtype: str) -> str:
     width = sum(t.bytes for t in packed) / quantised
     per, unit = (1e9, "B") if total >= 1e8 else (1e6, "M")
     words += f", {quantised / per:.2f} {unit} of {total / per:.2f} {unit} parameters in {base}, {width:.3f} bytes each"
+    words += ", planned only: pstar run has no DoRA beside a quantised base" if given.dora else ""
     stacks = sum(t.numel for t in tensors if is_stack(t.name, t.shape) and t.dtype != base)
     if stacks:
         words += f", {stacks / 1e9:.2f} B of experts stay in {dtype} (nf4-experts quantises their stacks too)"
@@ -274,7 +278,7 @@ class AdaptedTape(Tape):
         if kind != "weight" or len(shape) != 2:
             return
         self._matrices.add(name)
-        if not inside or name.endswith(_ROUTER):
+        if not (inside or module == _BEHIND_LAYERS) or name.endswith(_ROUTER):
             return
         self._linear.append(module)
         if saved is None and is_target(self._usual.targets or (), module):
@@ -409,6 +413,8 @@ class AdaptedTape(Tape):
         self.op(dead=dead)
 
 
+_BEHIND_LAYERS = "cls.predictions.transform.dense"
+"""A linear module of BERT outside its layers."""
 _ROUTER = ".mlp.gate.weight"
 """Of a router, which is no linear module in transformers."""
 OWN_ADAPTERS = "trace a model that has its adapters, pstar trace py:MODULE:FACTORY"

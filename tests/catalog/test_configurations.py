@@ -268,5 +268,33 @@ def test_a_command_captures_what_is_no_preset_once(
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == first
     assert len(kept.read_bytes()) == len(whole)
-    assert main([*command, "--kernels", "fused"]) == 2
-    assert "--kernels is for presets" in capsys.readouterr().err
+    for wrong in (["--kernels", "fused"], ["--base", "nf4"], ["--lora", "r=4,targets=q_proj"]):
+        assert main([*command, *wrong]) == 2
+    said = capsys.readouterr().err
+    assert "--kernels is for presets" in said and "base is 'nf4'; what is trained is not quantised" in said
+    assert "no linear module is q_proj; try " in said
+
+
+def test_questions_about_adapters_beside_what_is_no_preset(
+    written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = f"hf:{written({'model_type': 'phi', **sizes, 'vocab_size': 512})}"
+    job, on = ["--seq", "32", "--lora", "r=4", "--base", "qlora"], ["--machine", "v100-16", "--policy", "zero_offload"]
+    assert main(["fits", "--model", model, "--batch", "2", *job, *on]) == 0
+    assert "LoRA r=4 on q_proj, v_proj, 0.06 M of 0.13 M parameters in nf4" in " ".join(capsys.readouterr().out.split())
+    assert main(["fits", "--model", model, "--batch", "2", "--seq", "32", "--lora", "r=8", *on]) == 0
+    assert len([*(tmp_path / "cache").rglob("*.parquet")]) == 1  # of all ranks and bases
+    capsys.readouterr()
+    assert main(["max-batch", "--model", model, *job, *on, "--gpu-memory", "1002MB", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["value"] >= 1
+    tokens = ["--batch", "2", "--tokens", "1e6", "--machine", "rtx4090-128gb", "--policy", "zero_offload"]
+    assert main(["cheapest", "--model", model, *job, *tokens]) == 0
+    assert "(captured kernels) on 1,000,000 tokens" in capsys.readouterr().out
+    assert main(["max-model", "--like", model, "--batch", "2", *job, *on]) == 2
+    assert "no preset is written for it, whose layers could be fewer or more" in capsys.readouterr().err
+    assert main(["cheapest", "--model", model, *job, *tokens, "--parallel", "auto"]) == 2
+    assert "--parallel auto is for presets, and none is written for hf:" in capsys.readouterr().err

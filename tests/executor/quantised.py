@@ -13,20 +13,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 __all__ = ["build", "quantised_llama"]
 
 
-def quantised_llama(kind: str, *, seed: int = 0) -> Any:
-    """kind: nf4, nf4-single or int8. The linear modules of the layers are replaced as transformers'
-    `replace_with_bnb_linear` does, which needs a folder of weights to load from."""
+def quantised_llama(kind: str, *, seed: int = 0, dora: bool = False) -> Any:
+    """kind: nf4, nf4-single, int8, or bf16 for none of them. The linear modules of the layers are replaced as
+    transformers' `replace_with_bnb_linear` does, which needs a folder of weights to load from."""
     torch.manual_seed(seed)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=512, use_cache=False, pad_token_id=0)
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     for name, linear in list(model.named_modules()):
-        if isinstance(linear, nn.Linear) and name != "lm_head":
+        if isinstance(linear, nn.Linear) and name != "lm_head" and kind != "bf16":
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, _quantised(linear, kind))
     model.requires_grad_(False)
-    model.is_loaded_in_4bit, model.is_loaded_in_8bit = kind != "int8", kind == "int8"
-    config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = kind.startswith("nf4"), kind == "int8"
+    config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", use_dora=dora)
     return get_peft_model(model, config).train()
 
 

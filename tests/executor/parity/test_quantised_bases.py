@@ -104,6 +104,24 @@ def test_streamed_as_resident(kind: str, policy: str, gpu_memory: str, micro_bat
     assert torch.equal(model(**batch).loss, plain(**batch).loss)
 
 
+def test_dora_streamed_as_resident() -> None:
+    """Its norm reads the base's matrix once more, in the moment of an adapter: the chunk is there."""
+    plain = quantised_llama("bf16", dora=True)
+    adapters = [p for p in plain.parameters() if p.requires_grad]
+    wanted = trained(plain, torch.optim.AdamW(adapters, lr=1e-3, fused=True), 2)
+    model = quantised_llama("bf16", dora=True)
+    plan = planned(model, "tide", "2.6MB", 2)
+    assert any(step.kind is Kind.FETCH for step in plan.steps)
+    model, optimizer = prepare(model, plan, AdamW(lr=1e-3), device="virtual")
+    assert trained(model, optimizer, 2) == wanted
+    state = get_peft_model_state_dict(model)
+    assert sum("lora_magnitude_vector" in name for name in state) == 2 * 4
+    assert equal(state, get_peft_model_state_dict(plain))
+    optimizer.session.close()
+    with pytest.raises(ModelError, match=r"self_attn\.q_proj' has DoRA beside a quantised matrix.*base in bf16"):
+        capture_module(quantised_llama("nf4", dora=True), next(batches(1))[0])
+
+
 def test_the_dequantised_matrix_is_counted() -> None:
     model = quantised_llama("nf4")
     workload = capture_module(model, next(batches(1))[0], name="qlora")
