@@ -395,9 +395,21 @@ def _in_gb(file: str, table: str, entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(raws: Mapping[str, Mapping[str, tuple[str, object]]], table: str, wrong: Refusals) -> dict[str, Entry[Any]]:
+    shipped = _shipped()[table]
     return {
-        name: wrong.of(partial(Entry.read, file, name, raw, TABLES[table])) for name, (file, raw) in raws[table].items()
+        name: wrong.of(
+            partial(_shipped_entry, table, name)
+            if row is shipped.get(name)
+            else partial(Entry.read, row[0], name, row[1], TABLES[table])
+        )
+        for name, row in raws[table].items()
     }
+
+
+@cache
+def _shipped_entry(table: str, name: str) -> Entry[Any]:
+    file, raw = _shipped()[table][name]
+    return Entry.read(file, name, raw, TABLES[table])
 
 
 @cache
