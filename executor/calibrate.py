@@ -35,8 +35,6 @@ from pstar_sim.errors import CatalogError, DiskError, PlanError
 from pstar_sim.files import check_writable, write_atomically
 from pstar_sim.units import GB, format_bytes, format_count
 
-__all__ = ["Findings", "calibrate", "machine_of", "measure", "write_machine"]
-
 _BUSY = 0.1
 # Compute while it is timed beside other queues: a product's extent, rows of the other operators, dtype.
 _TYPICAL = {"virtual": (1024, 64, torch.float32), "cuda": (4096, 4096, torch.bfloat16)}

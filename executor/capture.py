@@ -82,8 +82,6 @@ aten = torch.ops.aten
 _GROUPED_MM = GROUPED_MM.default if GROUPED_MM is not None else None
 _RECORD = "record a real iteration instead (executor.record, or pstar trace --device virtual)"
 
-__all__ = ["NotOnFakeTensors", "RealShapes", "capture", "capture_module", "capture_variants", "fake_module"]
-
 
 def capture(
     model: str | BuiltModel,

@@ -20,14 +20,6 @@ from pstar_sim.errors import PlanError
 from pstar_sim.workload.optimizers import MASTERS, OPTIMIZERS
 from pstar_sim.workload.workload import Tensor
 
-__all__ = [
-    "check_model",
-    "check_optimizer",
-    "check_processes",
-    "check_settings",
-    "torchrun_line",
-]
-
 
 def check_model(
     plan: Plan, tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter], groups: dict[int, int]

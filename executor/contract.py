@@ -19,20 +19,6 @@ from executor.devices.packed import is_packed, same_elements
 from executor.devices.torch_private import show_wrapped, storage_key, version_of
 from pstar_sim.errors import ContractError
 
-__all__ = [
-    "ChunkParameter",
-    "ParameterAccess",
-    "ParkedParameter",
-    "adopt",
-    "changes_nothing",
-    "disown",
-    "drop_raw_grads",
-    "raw_grad",
-    "reader_left",
-    "set_raw_grad",
-    "tensor_of",
-]
-
 # torch's own attributes, below the contract (Any, because torch's stubs type them as their values)
 _BASE_GRAD: Any = torch._C.TensorBase.grad
 _BASE_REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad

@@ -13,8 +13,6 @@ from executor.optimizer import OffloadedOptimizer
 from pstar_sim.errors import ContractError
 from pstar_sim.workload.optimizers import OPTIMIZERS
 
-__all__ = ["Joined", "description_of", "require_its_parameters"]
-
 
 def description_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> Optimizer:
     """Raises ContractError for an optimizer that no plan has."""

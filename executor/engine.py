@@ -59,8 +59,6 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import ContractError, PlanError
 
-__all__ = ["Session", "SessionOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:

@@ -16,8 +16,6 @@ import torch
 
 from executor.moments.hooks import tensors_of
 
-__all__ = ["LOOKED_AT", "largest_batch", "longest_rows"]
-
 LOOKED_AT = 512
 """Number of rows that are measured in a data set whose rows may be costly to read. They are spread evenly."""
 JOINED = 6

@@ -29,22 +29,6 @@ from pstar_sim.python310 import Unpack
 from pstar_sim.schema.reading import nearest
 from pstar_sim.workload.axes import Axes, AxesGiven, all_axes
 
-__all__ = [
-    "BuiltModel",
-    "attention_kernel",
-    "build",
-    "config_of",
-    "enable_checkpointing",
-    "forward_loss",
-    "known_masks",
-    "map_batch",
-    "named_failures",
-    "quiet",
-    "under_autocast",
-    "unpacked_sequences",
-    "unread_padding",
-]
-
 IMAGE_SIZE = 224  # pixels per side, where a configuration names none (convolutions accept any)
 
 

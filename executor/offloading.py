@@ -53,18 +53,6 @@ from pstar_sim.units import MIB
 from pstar_sim.workload.optimizers import MASTER_LIST, MASTERS
 from pstar_sim.workload.workload import Workload, repeat_micro_batch, with_optimizer
 
-__all__ = [
-    "Refused",
-    "Request",
-    "begin",
-    "converted",
-    "describe",
-    "form_seen",
-    "offload",
-    "plan_for",
-    "traced",
-]
-
 log = logging.getLogger("executor")
 
 

@@ -21,8 +21,6 @@ from pstar_sim.workload.optimizers import MASTER_LIST, OPTIMIZERS
 if TYPE_CHECKING:
     from executor.engine import Session
 
-__all__ = ["OffloadedOptimizer"]
-
 
 _WRAPPED = "__bnb_optimizer_quant_state__"
 """Key under which bitsandbytes' state dict has what it keeps of a parameter."""

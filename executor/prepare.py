@@ -50,8 +50,6 @@ from pstar_sim.core.step import Place
 from pstar_sim.errors import ContractError, PlanError
 from pstar_sim.workload.workload import Tensor
 
-__all__ = ["prepare"]
-
 log = logging.getLogger("executor")
 
 

@@ -30,8 +30,6 @@ from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Tensor
 
-__all__ = ["LossScale", "LossScaling", "guard_boundary", "loss_scale_for", "needs_loss_scaling"]
-
 log = logging.getLogger("executor")
 
 

@@ -28,8 +28,6 @@ from executor.saving.generators import generator_states, set_generators
 from executor.session.batches import scalar_of, some_loss
 from pstar_sim.errors import ContractError, ModelError
 
-__all__ = ["captured"]
-
 
 def captured(trainer: Any, spec: Any, dtype: str | None) -> Any:
     """[Note: what is captured]

@@ -14,8 +14,6 @@ from executor.driving.again import Before
 from executor.models import forward_loss
 from pstar_sim.errors import ModelError, OutOfMemory
 
-__all__ = ["StepReport", "train", "train_step"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepReport:

@@ -6,8 +6,6 @@ import sys
 
 from pstar_sim.cli import main
 
-__all__ = ["run_ranks"]
-
 
 def run_ranks() -> int:
     """The exit status of one of several ranks."""

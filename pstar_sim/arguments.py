@@ -18,22 +18,6 @@ from pstar_sim.errors import PstarError
 from pstar_sim.quantities import SIZE
 from pstar_sim.words import letters
 
-__all__ = [
-    "choice",
-    "file_path",
-    "flag",
-    "function",
-    "instance",
-    "names",
-    "number",
-    "parse_bytes",
-    "parse_bytes_per_s",
-    "real",
-    "size_bytes",
-    "text",
-    "whole",
-]
-
 T = TypeVar("T")
 _LARGEST = 1e18
 

@@ -8,9 +8,6 @@ import gc
 import threading
 from collections.abc import Iterator
 
-__all__ = ["without_garbage_collection"]
-
-
 _lock = threading.Lock()
 _inside = 0  # number of threads that plan or prove now
 _was_enabled = False  # whether the collector was on before the first of them

@@ -84,20 +84,6 @@ from pstar_sim.workload.workload import (
     product_flops,
 )
 
-__all__ = [
-    "VERSION",
-    "Add",
-    "CostModel",
-    "GpuAdds",
-    "UpdateAdds",
-    "cost_of",
-    "expected_link",
-    "flops_rate",
-    "gradient_traffic_bytes",
-    "slowest_of",
-    "timed_as",
-]
-
 _COST = ("cost",)  # key of `Workload.derived`
 
 VERSION = 12

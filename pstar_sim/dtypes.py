@@ -13,20 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-__all__ = [
-    "AUTOCAST",
-    "BASES",
-    "DTYPES",
-    "MASTER",
-    "NATIVE",
-    "PRODUCTS",
-    "STORAGE",
-    "WORKING",
-    "Dtype",
-    "same_size",
-    "unscaled",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dtype:

@@ -9,27 +9,6 @@ from __future__ import annotations
 from pstar_sim.units import format_bytes
 from pstar_sim.words import meant
 
-__all__ = [
-    "CannotPlan",
-    "CatalogError",
-    "CheckpointError",
-    "ContractError",
-    "DiskError",
-    "DoesNotFit",
-    "FalseFigures",
-    "Interrupted",
-    "ModelError",
-    "NothingFits",
-    "OutOfMemory",
-    "PlanError",
-    "PstarError",
-    "RankLost",
-    "Stopped",
-    "TraceError",
-    "UnknownName",
-    "WeightsError",
-]
-
 
 class PstarError(Exception):
     """Base of every error that a user can cause and correct."""

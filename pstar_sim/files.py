@@ -16,8 +16,6 @@ from pathlib import Path
 
 from pstar_sim.errors import PstarError
 
-__all__ = ["check_writable", "replaced_atomically", "write_atomically"]
-
 _LINKS = 40  # links in a row: as many as Linux follows
 
 

@@ -8,22 +8,6 @@ from dataclasses import dataclass, field
 
 from pstar_sim.units import BYTES_OF, format_bytes
 
-__all__ = [
-    "COUNT",
-    "FACTOR",
-    "FLAG",
-    "FLOPS",
-    "LENGTH",
-    "MONEY",
-    "NUMBER",
-    "PARAMS",
-    "RATE",
-    "SECONDS",
-    "SIZE",
-    "TIME",
-    "Quantity",
-]
-
 _WRITTEN = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([a-z]*(?:\s*/\s*s)?)", re.IGNORECASE)
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["register", "render", "render_html", "render_text"]
-
 Renderer = Callable[..., Any]
 """Takes the answer, then the options of the form."""
 

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-__all__ = ["narrow_encoding", "table_text", "terminal_width", "wrap"]
-
 NO_TERMINAL = 120  # columns of a terminal of unknown width
 LEAST = 24  # least columns; a narrower terminal counts as this wide
 GAP = "  "

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = [
-    "BYTES_OF", "GB", "GIB", "KIB", "MB", "MIB", "format_bytes", "format_count", "format_error", "format_params",
-    "format_ranks", "format_s",
-]  # fmt: skip
-
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["letters", "meant"]
-
 _SPREAD = (
     "tensor and pipeline parallelism are no policies: `pstar compare --parallel auto` spreads a job, and so does "
     "--parallel tp=N,pp=N"

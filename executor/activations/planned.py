@@ -30,8 +30,6 @@ from pstar_sim.errors import ModelError, PlanError, TraceError
 from pstar_sim.workload.mixing import offload_blocks
 from pstar_sim.workload.workload import Workload, activations_text
 
-__all__ = ["RunOfBlocks", "as_planned", "carry_out", "check_activations", "recomputing"]
-
 _SWITCH = "gradient_checkpointing"
 _Call = Callable[..., Any]
 

@@ -41,8 +41,6 @@ from pstar_sim.errors import ContractError
 from pstar_sim.policy.kit.trip_moves import TripMoves
 from pstar_sim.workload.workload import Stash
 
-__all__ = ["BlockSaves", "ForwardSaves", "StashReport", "Stashes", "hooks_of_others"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StashReport:

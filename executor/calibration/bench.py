@@ -7,8 +7,6 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = ["Bench", "Effort"]
-
 Key = TypeVar("Key", bound=Hashable)
 Action = Callable[[], object]
 Timed = Callable[[Action], float]

@@ -21,8 +21,6 @@ from executor.calibration.measured_device import Device
 from executor.devices.dtypes import TORCH_DTYPES
 from executor.moments.live_bytes import LiveStorages
 
-__all__ = ["between_products", "matmul_rates", "memory_rate", "memory_rates", "product"]
-
 _EXTENTS = {"virtual": (64, 128, 256, 512, 1024, 1536, 2048), "cuda": (256, 512, 1024, 2048, 4096, 8192, 12288)}
 _LAYER_ROWS = {"virtual": (8, 32, 128, 512), "cuda": (64, 512, 4096, 16384)}
 _COLD_BYTES = 48 << 20  # more than the last cache of a CPU or GPU holds

@@ -14,8 +14,6 @@ from executor.calibration.bench import Bench
 from executor.calibration.measured_device import Device
 from pstar_sim.core.step import Queue
 
-__all__ = ["Copier", "copy_rates", "pageable_rate"]
-
 KIB, MIB = 1 << 10, 1 << 20
 _SIZES = (64 * KIB, 512 * KIB, 2 * MIB, 8 * MIB, 32 * MIB, 128 * MIB)
 _PAGEABLE_BYTES = 64 * MIB

@@ -15,8 +15,6 @@ from executor.disks.folders import DiskFolders
 from executor.disks.store import ALIGN_BYTES, DiskStore
 from pstar_sim.errors import DiskError
 
-__all__ = ["DiskPoint", "FolderRates", "folder_rates"]
-
 THREADS = (1, DiskFolders.threads, 8)
 SIZES = (4 << 20, 32 << 20)
 _LISTS = 4  # of each size

@@ -17,8 +17,6 @@ from executor.devices.updates import Span, UpdateRange, update
 from executor.memory.slots import COLUMN, ROW, SCALE, list_of
 from pstar_sim.workload.optimizers import OPTIMIZERS, States
 
-__all__ = ["adam_rates", "adam_update", "dram_rate", "thread_counts", "update_shares"]
-
 _SHAPE = (2048, 1024)
 _CHUNK_PARAMS = 2048 * 1024
 _ADAM_BYTES = 20  # bytes per parameter in fp32: param32, momentum, variance, the working copy with the gradient in it

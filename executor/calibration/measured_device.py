@@ -17,8 +17,6 @@ from pstar_sim.core.step import Queue
 from pstar_sim.dtypes import DTYPES, MASTER, WORKING
 from pstar_sim.errors import PlanError
 
-__all__ = ["Copies", "CudaCopies", "CudaDevice", "Device", "VirtualDevice", "open_device"]
-
 
 class Copies(Protocol):
     def host_slab(self, size_bytes: int) -> torch.Tensor: ...

@@ -27,8 +27,6 @@ from pstar_sim.catalog.product_shape import ProductShape
 from pstar_sim.dtypes import MASTER, NATIVE
 from pstar_sim.workload.workload import Product
 
-__all__ = ["TIMED_DTYPE", "attention_share", "fit_products", "product_seconds"]
-
 Layer = tuple[int, int, int]
 """Rows, inputs and outputs of a linear layer: m, k, n."""
 

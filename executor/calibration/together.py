@@ -16,8 +16,6 @@ from itertools import combinations
 
 from executor.calibration.bench import Bench
 
-__all__ = ["Ended", "pace", "slowdowns", "watch"]
-
 Action = Callable[[], object]
 Ended = tuple[float, float]
 """(time at which an action ended, its duration), both in seconds."""

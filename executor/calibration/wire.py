@@ -18,8 +18,6 @@ from pathlib import Path
 
 from pstar_sim.catalog.curves import Curve
 
-__all__ = ["collective_rates", "from_seconds"]
-
 _SIZES = (4 << 10, 256 << 10, 1 << 20, 8 << 20, 32 << 20)
 _REPEATS = 5
 _TIMEOUT_S = 60.0

@@ -30,16 +30,6 @@ from pstar_sim.core.slabs import PAGE_BYTES
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import OutOfMemory
 
-__all__ = [
-    "Backend",
-    "StreamBackend",
-    "VirtualBackend",
-    "available_host_bytes",
-    "give_freed_pages_back",
-    "keep_freed_pages",
-    "map_large_blocks",
-]
-
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # options of mallopt
 _LARGE_BYTES = 4 << 20
 

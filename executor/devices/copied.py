@@ -6,8 +6,6 @@ import threading
 
 from pstar_sim.core.step import Queue
 
-__all__ = ["Copied"]
-
 
 class Copied:
     """Any thread may count and read."""

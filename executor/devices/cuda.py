@@ -36,8 +36,6 @@ from pstar_sim.units import format_bytes
 
 log = logging.getLogger("executor")
 
-__all__ = ["CudaBackend", "cuda_device", "default_adam_threads"]
-
 
 def cuda_device(name: str) -> torch.device:
     """Returns the device of "cuda" or "cuda:N". Raises PlanError for another word or a missing device."""

@@ -74,17 +74,6 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.errors import OutOfMemory, PlanError
 
-__all__ = [
-    "COLLECTED_SHARE",
-    "Blocks",
-    "PoolShape",
-    "block_bytes",
-    "check_no_capture",
-    "pool_shape",
-    "segment_of",
-    "set_up_allocator",
-]
-
 log = logging.getLogger("executor")
 
 MIB = 1 << 20

@@ -22,8 +22,6 @@ from executor.devices.copied import Copied
 from executor.devices.cuda_blocks import check_no_capture
 from pstar_sim.core.step import Queue
 
-__all__ = ["CudaStreams"]
-
 _SIDE = (Queue.H2D, Queue.D2H, Queue.NET, Queue.ADAM)
 _REBASE_S = 10.0
 _HIGH = -1  # copies before kernels; CUDA uses the nearest priority that it has

@@ -6,8 +6,6 @@ import torch
 
 from pstar_sim.dtypes import DTYPES, STORAGE
 
-__all__ = ["DTYPE_NAMES", "STORED_DTYPES", "TORCH_DTYPES"]
-
 TORCH_DTYPES: dict[str, torch.dtype] = {row.name: getattr(torch, row.torch_name) for row in DTYPES.values()}
 STORED_DTYPES: dict[str, torch.dtype] = {row.name: getattr(torch, row.torch_name) for row in STORAGE.values()}
 """Of chunks: packed matrices are bytes."""

@@ -25,8 +25,6 @@ from executor.devices.torch_private import storage_key
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import OutOfMemory
 
-__all__ = ["Gate", "Streams"]
-
 
 class Streams(Protocol):
     """The part of StreamBackend that the gate needs."""

@@ -16,8 +16,6 @@ import torch
 from pstar_sim.catalog.machine import RESERVE_BYTES
 from pstar_sim.units import format_bytes
 
-__all__ = ["FRAGMENT_BYTES", "Headroom", "measure_room", "outside_bytes"]
-
 FRAGMENT_BYTES = 256 << 20
 _EXTENT = 256
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 
 from torch import nn
 
-__all__ = ["parameters_on_meta"]
-
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:

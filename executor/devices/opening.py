@@ -15,8 +15,6 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.errors import ContractError, PlanError
 from pstar_sim.units import format_bytes
 
-__all__ = ["DeviceOptions", "check_placement", "is_cuda", "move_buffers", "open_backend", "synchronized"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceOptions:

@@ -19,19 +19,6 @@ from executor.devices.torch_private import storage_key
 from pstar_sim.dtypes import STORAGE
 from pstar_sim.errors import ModelError
 
-__all__ = [
-    "form_of",
-    "is_packed",
-    "mark_packed",
-    "pack",
-    "point_at",
-    "same_elements",
-    "scales_of",
-    "skeleton_of",
-    "twin_of",
-    "unpacked",
-]
-
 _Make = Callable[[torch.Tensor], torch.Tensor]
 
 

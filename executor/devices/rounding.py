@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["NEAREST", "ROUND_BLOCK", "STOCHASTIC", "round_stochastically"]
-
 NEAREST, STOCHASTIC = "nearest", "stochastic"
 ROUND_BLOCK = 1 << 18  # elements of a piece: its integers stay in cache
 _MASK, _FACTOR = (1 << 32) - 1, 0x45D9F3B  # products of a 32-bit number and the factor have less than 60 bits

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["RULES", "STEP", "Rule", "Settings"]
-
 STEP = "step"
 """Key of the number of updates in a parameter's state."""
 

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["allocating_in", "compiler_watches", "maps_pages", "saved_tensor_hooks", "set_allocator", "watch_hooks"]
-
 _WATCH_COUNTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
 _PUSH, _POP = "_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks"
 

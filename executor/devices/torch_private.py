@@ -20,36 +20,6 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-__all__ = [
-    "EMBEDDING_BAG",
-    "GROUPED_MM",
-    "LOCAL_SCALAR",
-    "RESHAPE_ALIAS",
-    "TO_COPY",
-    "UNSAFE_VIEW",
-    "all_gather",
-    "autocast_operators",
-    "backward_from",
-    "buffer_table",
-    "call_of",
-    "default_store",
-    "limit_nccl",
-    "modes_of_thread",
-    "node_class",
-    "non_persistent_buffers",
-    "outside_compiled_code",
-    "override",
-    "parameter_table",
-    "reduce_scatter",
-    "replace_call",
-    "show_wrapped",
-    "storage_key",
-    "transforms_running",
-    "version_of",
-    "without_autocast",
-    "writes_in_place",
-]
-
 # Operators as a dispatch mode sees them. ATen's names of operators that users do not call begin with an underscore.
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense  # tensor.item()
 TO_COPY = torch.ops.aten._to_copy  # tensor.to() another dtype or device

@@ -23,19 +23,6 @@ from pstar_sim.core.step import Kind
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.workload.optimizers import MASTERS
 
-__all__ = [
-    "GPU_BLOCK",
-    "Rounding",
-    "Scratch",
-    "Span",
-    "UpdateRange",
-    "clip_coefficient",
-    "ranges_of",
-    "scratch_bytes",
-    "total_norm",
-    "update",
-]
-
 BLOCK = 1 << 20  # elements of one piece where a cast needs scratch: its 4 MiB stay in cache
 _ROUND_BYTES = (4 * 4 + 3 * 8) * ROUND_BLOCK  # four lists in fp32, and what three operators of a rounding make
 GPU_BLOCK = 4 * BLOCK  # larger on the gpu: a piece that fits a cache is too small for a kernel

@@ -20,8 +20,6 @@ from executor.devices.gate import Gate
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import PlanError
 
-__all__ = ["VirtualEvent", "VirtualStreams"]
-
 _STREAMS = (Queue.H2D, Queue.D2H, Queue.NET)
 
 

@@ -19,8 +19,6 @@ from pathlib import Path
 
 from pstar_sim.errors import DiskError
 
-__all__ = ["DiskFolders", "file_system"]
-
 DIRECT = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs"})
 """File systems on which O_DIRECT passes the page cache. Others (tmpfs, overlay) accept the flag and ignore it."""
 _PATIENCE_S = 2.0  # a run that ends may hold its locks a little longer

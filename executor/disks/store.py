@@ -31,8 +31,6 @@ from executor.disks.folders import DIRECT, DiskFolders, file_system
 from pstar_sim.errors import DiskError
 from pstar_sim.units import format_bytes
 
-__all__ = ["ALIGN_BYTES", "PIECE_BYTES", "DiskStore"]
-
 Key = TypeVar("Key", bound=Hashable)
 PIECE_BYTES = 4 << 20
 ALIGN_BYTES = 4096

@@ -27,8 +27,6 @@ import torch.distributed as dist
 
 from executor.devices.torch_private import all_gather, default_store, limit_nccl, reduce_scatter
 
-__all__ = ["Wire", "open_group"]
-
 log = logging.getLogger("executor")
 
 TORCH_LATER_S = 60.0  # torch's own limit, which ends the process without our message, comes this much later than ours

@@ -20,8 +20,6 @@ from collections.abc import Callable, Sequence
 
 from pstar_sim.errors import RankLost
 
-__all__ = ["Address", "Lifeline"]
-
 log = logging.getLogger("executor")
 
 Address = dict[str, str | int]

@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from pstar_sim.errors import PstarError
 
-__all__ = ["Processes", "processes_of"]
-
 T = TypeVar("T")
 
 

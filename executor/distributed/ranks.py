@@ -42,8 +42,6 @@ from executor.moments.hooks import tensors_of
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import ModelError, PlanError, RankLost
 
-__all__ = ["READS", "SAVES", "CountOf", "Ranks", "join"]
-
 log = logging.getLogger("executor")
 
 TRAINS, READS, SAVES = -1.0, -2.0, -3.0

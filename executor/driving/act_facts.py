@@ -16,8 +16,6 @@ from executor.session.accelerated import Accelerated
 from executor.session.cursor import Fact
 from executor.session.reader import Reader
 
-__all__ = ["ActFacts", "Facts"]
-
 
 @dataclass(frozen=True)
 class Facts:

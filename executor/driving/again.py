@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["Before"]
-
 
 class Before:
     """Norm buffers and random generators before an iteration."""

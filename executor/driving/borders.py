@@ -39,8 +39,6 @@ from executor.devices.torch_private import backward_from, node_class
 from executor.moments.compiled import untraced
 from executor.moments.nests import map_tensors
 
-__all__ = ["OTHER_FORWARD", "BlockPart", "BlockTape", "Borders", "find_blocks", "shared_part"]
-
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Members (with parameters) of the outermost ModuleLists and Sequentials that have two or more, in the order of

@@ -45,8 +45,6 @@ from executor.moments.hooks import tensors_of
 from executor.session.state import RunState
 from pstar_sim.errors import ContractError, OutOfMemory
 
-__all__ = ["ORDERS", "Driver", "Loss", "StepResult"]
-
 log = logging.getLogger("executor")
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]

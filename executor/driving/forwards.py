@@ -17,8 +17,6 @@ import torch
 
 from executor.devices.torch_private import modes_of_thread
 
-__all__ = ["Draws", "Forward"]
-
 R = TypeVar("R")
 
 

@@ -22,8 +22,6 @@ from executor.driving.forwards import Draws, Forward
 from executor.driving.loop import Loop
 from pstar_sim.workload.mixing import block_of
 
-__all__ = ["relay"]
-
 Run = Callable[[], tuple[BlockTape, torch.Tensor]]
 
 

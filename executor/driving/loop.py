@@ -24,8 +24,6 @@ from executor.session.refusals import Refusal, refused
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import ContractError, OutOfMemory, PstarError
 
-__all__ = ["LOAD", "Loop"]
-
 LOAD = "optimizer.load"
 """The call that loads every value."""
 

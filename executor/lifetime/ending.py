@@ -18,8 +18,6 @@ from executor.driving.loop import Loop
 from executor.lifetime.resources import Resources
 from executor.session.refusals import Refusal, refused
 
-__all__ = ["Ending"]
-
 log = logging.getLogger("executor")
 
 

@@ -18,8 +18,6 @@ from pstar_sim.core.layout import Chunk, Slot
 from pstar_sim.core.step import Place
 from pstar_sim.workload.optimizers import MASTER_LIST
 
-__all__ = ["load_parameters", "unload_parameters", "views_of"]
-
 
 def load_parameters(
     reader: Reader, others: Collection[int] = (), fill: Callable[[Arena, Contents], None] | None = None

@@ -22,8 +22,6 @@ from executor.moments.compiled import untraced
 from executor.moments.unseen import unseen
 from pstar_sim.errors import ContractError
 
-__all__ = ["guard_model", "watch_batches"]
-
 
 def guard_model(model: nn.Module, loop: Loop, end_after_training: Callable[[], bool]) -> Callable[[], None]:
     """The module-level half of contract.py; returns the function that removes it."""

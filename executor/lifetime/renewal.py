@@ -16,8 +16,6 @@ from executor.session.reader import Reader
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import DiskError, DoesNotFit, PlanError
 
-__all__ = ["renew"]
-
 
 def renew(
     reader: Reader, plan: Plan, install: Callable[[Plan, Arena, Queues], None], start: Callable[[], None]

@@ -15,8 +15,6 @@ from executor.devices.backend import Backend, give_freed_pages_back
 from executor.distributed.ranks import Ranks
 from executor.memory.arena import Arena
 
-__all__ = ["Resources", "ask_torch_threads"]
-
 log = logging.getLogger("executor")
 
 _before: dict[int, int] = {}  # thread -> number of torch's threads there before the first request

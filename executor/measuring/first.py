@@ -43,8 +43,6 @@ from pstar_sim.policy.registry import find_policy, policy_at
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["FirstIteration", "TideReport", "compare", "tolerance_bytes"]
-
 log = logging.getLogger("executor")
 
 TOLERANCE = 0.02  # [Note: tolerance]

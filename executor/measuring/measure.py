@@ -26,8 +26,6 @@ from pstar_sim.errors import PlanError
 if TYPE_CHECKING:
     from executor.memory.byte_log import ByteChange
 
-__all__ = ["PeakMeter", "TideWatch", "measure_iteration"]
-
 
 def measure_iteration(
     model: nn.Module,

@@ -19,8 +19,6 @@ from executor.queues.logs import IterationLog, StepLog
 from executor.session.steps import Steps
 from pstar_sim.core.step import COPIES, Place, Queue
 
-__all__ = ["LinkUse", "Status"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LinkUse:

@@ -29,8 +29,6 @@ from pstar_sim.errors import DoesNotFit, OutOfMemory
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.optimizers import MASTER_LIST
 
-__all__ = ["PLACES", "TOWARDS", "Arena", "check_gpu_memory", "check_host_memory"]
-
 PLACES = (Place.HOST, Place.GPU, Place.NVME)
 """Places of payloads, in the order in which a value is looked for."""
 TOWARDS = {Place.GPU: Queue.H2D, Place.HOST: Queue.D2H, Place.NVME: Queue.D2H}

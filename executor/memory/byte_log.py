@@ -10,8 +10,6 @@ from pstar_sim.core.effects import NON_MODEL, category_of
 from pstar_sim.core.ledger import Ledger
 from pstar_sim.core.step import Place
 
-__all__ = ["ByteChange", "ByteLog"]
-
 
 class ByteChange(NamedTuple):
     """`place` holds `change` more bytes of `category`.

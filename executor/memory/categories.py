@@ -10,8 +10,6 @@ from pstar_sim.core.ledger import Ledger
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 
-__all__ = ["Categories"]
-
 
 class Categories:
     """Payloads without memory have none.

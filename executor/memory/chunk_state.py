@@ -26,8 +26,6 @@ from dataclasses import dataclass, field
 
 from pstar_sim.core.step import Place
 
-__all__ = ["ChunkState"]
-
 
 @dataclass
 class ChunkState:

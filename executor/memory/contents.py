@@ -22,8 +22,6 @@ from pstar_sim.core.step import EFFECTS, UPDATES, Kind, Place, Step
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.optimizers import MASTER_LIST
 
-__all__ = ["Contents"]
-
 GPU, HOST, NVME = Place.GPU, Place.HOST, Place.NVME
 _UPDATED = {kind: place for kind in UPDATES if (place := EFFECTS[kind].reads) is not None}
 """Kind of Adam -> the place where it updates."""

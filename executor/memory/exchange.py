@@ -15,8 +15,6 @@ from executor.memory.values import ParameterValues
 from pstar_sim.core.step import OTHERS, Place, Queue
 from pstar_sim.errors import PlanError
 
-__all__ = ["Exchange", "SliceWire"]
-
 GPU = Place.GPU
 
 

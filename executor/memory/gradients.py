@@ -16,8 +16,6 @@ from pstar_sim.core.step import Kind, Place
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.optimizers import MASTER_LIST, MASTERS
 
-__all__ = ["ChunkGradients"]
-
 GPU, HOST, NVME = Place.GPU, Place.HOST, Place.NVME
 GRADIENT_LISTS = ("param", "grad", "grad32")
 

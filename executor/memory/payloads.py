@@ -20,8 +20,6 @@ from pstar_sim.core.slabs import Pool, host_room, pool_rooms, pooled_payloads
 from pstar_sim.core.step import OTHERS, Place
 from pstar_sim.errors import DoesNotFit, PlanError
 
-__all__ = ["STATE_DTYPES", "DiskPayloads", "GpuPayloads", "HostSlabs", "dtype_of", "numel_of"]
-
 STATE_DTYPES = {4: torch.float32, 2: torch.bfloat16}  # bytes per element -> dtype
 
 

@@ -12,8 +12,6 @@ from executor.memory.contents import Contents
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.workload.optimizers import MASTER_LIST
 
-__all__ = ["Shares"]
-
 GPU, HOST = Place.GPU, Place.HOST
 
 

@@ -27,8 +27,6 @@ from executor.devices.backend import Backend
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.step import Queue
 
-__all__ = ["OTHERS_OF", "GpuPayload", "SlicePart", "Steady", "part_of"]
-
 OTHERS_OF = {"param": "remote", "grad": "grad_remote"}
 """List -> the list of the other ranks' slices of it."""
 

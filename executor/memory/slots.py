@@ -20,8 +20,6 @@ from pstar_sim.core.layout import Layout
 from pstar_sim.core.step import Place
 from pstar_sim.workload.optimizers import StateList, States
 
-__all__ = ["Slots", "fields_of", "list_of"]
-
 GPU = Place.GPU
 SCALE, ROW, COLUMN = ".scale", ".row", ".column"
 

@@ -34,8 +34,6 @@ from pstar_sim.core.step import Place
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.optimizers import MASTER_LIST
 
-__all__ = ["Norms", "Update", "Updating"]
-
 GPU, HOST, NVME = Place.GPU, Place.HOST, Place.NVME
 Norms = Callable[[], Iterable[torch.Tensor]]
 """Returns the norms of all gradients of an iteration; called by the first update that needs them."""

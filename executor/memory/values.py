@@ -13,8 +13,6 @@ from pstar_sim.core.step import Place
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.optimizers import MASTER_LIST
 
-__all__ = ["ParameterValues"]
-
 GPU = Place.GPU
 
 

@@ -20,8 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from executor.devices.torch_private import autocast_operators, without_autocast
 
-__all__ = ["rules_of"]
-
 aten = torch.ops.aten
 
 IN_16_BITS = frozenset((

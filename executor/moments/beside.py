@@ -19,8 +19,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from executor.moments.unseen import unseen
 from pstar_sim.units import format_bytes
 
-__all__ = ["note_of", "runs_beside", "tensors_beside"]
-
 
 @contextlib.contextmanager
 def runs_beside(model: nn.Module, on_call: Callable[[nn.Module], None]) -> Iterator[Iterable[nn.Module]]:

@@ -21,8 +21,6 @@ from executor.devices.torch_private import EMBEDDING_BAG, storage_key
 from executor.moments.unseen import unseen
 from pstar_sim.units import format_bytes
 
-__all__ = ["MOST_BYTES", "SEEN_SMALLER", "Blind"]
-
 aten = torch.ops.aten
 
 SEEN_SMALLER: dict[Any, str] = {

@@ -20,8 +20,6 @@ import torch
 from executor.devices.torch26 import compiler_watches
 from executor.devices.torch_private import outside_compiled_code
 
-__all__ = ["eagerly", "pause_compiler", "untraced"]
-
 R = TypeVar("R")
 
 

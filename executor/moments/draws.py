@@ -20,8 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.moments.unseen import unseen
 
-__all__ = ["Draws", "Undropped", "drawn", "host_draws", "with_every_layer"]
-
 _Run = TypeVar("_Run")
 _UNIFORM = torch.ops.aten.uniform_.default
 _DRAWING = frozenset({torch.ops.aten.rand.default, torch.ops.aten.rand_like.default})

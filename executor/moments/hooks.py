@@ -38,8 +38,6 @@ from executor.devices.torch_private import call_of, replace_call
 from pstar_sim.errors import ContractError, ModelError
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["ROOT", "ModuleEvent", "MomentClock", "units"]
-
 ROOT = "<root>"
 
 

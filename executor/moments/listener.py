@@ -8,8 +8,6 @@ import torch
 
 from executor.moments.hooks import ModuleEvent
 
-__all__ = ["Listener"]
-
 
 class Listener:
     """Has those of these methods for which it listens."""

@@ -26,8 +26,6 @@ from pstar_sim.catalog.attention import AttentionCall, call_flops
 from pstar_sim.errors import ModelError
 from pstar_sim.workload.workload import Product, product_flops
 
-__all__ = ["LiveStorages", "require_dense"]
-
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 

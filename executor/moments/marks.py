@@ -10,8 +10,6 @@ from torch import nn
 
 from executor.moments.hooks import ModuleEvent, MomentClock
 
-__all__ = ["mark_moments"]
-
 
 @contextlib.contextmanager
 def mark_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["map_tensors"]
-
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """`value` with `change` applied to its nested tensors, in containers of the same types; the same object where none

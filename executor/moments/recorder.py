@@ -21,15 +21,6 @@ from pstar_sim.workload.kernels import CAPTURED
 from pstar_sim.workload.optimizers import OptimizerSpec
 from pstar_sim.workload.workload import Moment, Phase, Tensor, Use, UseKind, Workload
 
-__all__ = [
-    "MomentRecorder",
-    "attention_seen",
-    "describe_parameters",
-    "named_modules",
-    "unused_modules",
-    "working_dtype",
-]
-
 MOST_NAMED = 3  # modules that a note names
 INPUTS = {"vision": "image", "visual": "image", "image": "image", "audio": "audio", "speech": "audio"}
 """A part of a module's name -> the input that the module takes."""

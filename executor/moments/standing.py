@@ -14,8 +14,6 @@ from executor.memory.arena import Arena
 from executor.moments.listener import Listener
 from executor.moments.live_bytes import LiveStorages
 
-__all__ = ["Standing"]
-
 _FLAGS = (
     "old_dispatch_mode_flags",
     "old_non_infra_dispatch_mode_flags",

@@ -8,9 +8,6 @@ from collections.abc import Callable
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["modes_standing", "unrecorded", "unseen"]
-
-
 _AS_IT_IS = contextlib.nullcontext()
 
 

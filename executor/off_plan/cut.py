@@ -12,8 +12,6 @@ from executor.session.following import Following
 from pstar_sim.core.step import Place
 from pstar_sim.errors import OutOfMemory
 
-__all__ = ["Places", "PlanCut"]
-
 GPU = Place.GPU
 Places = frozenset[tuple[Place, int, str]]
 """(place, chunk, list) of each resident payload."""

@@ -31,8 +31,6 @@ from pstar_sim.errors import OutOfMemory
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["Demand"]
-
 
 class Demand:
     """in_a_row: off plan since the last on plan.

@@ -13,8 +13,6 @@ from executor.session.state import PlanBytes
 from pstar_sim.core.step import Place
 from pstar_sim.errors import ContractError, PlanError
 
-__all__ = ["OffPlanGradients"]
-
 GPU, HOST = Place.GPU, Place.HOST
 
 

@@ -28,8 +28,6 @@ from executor.session.weakly import weakly
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, OutOfMemory
 
-__all__ = ["Guard"]
-
 TRIES = 8
 
 

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from executor.moments.hooks import ModuleEvent
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["InUse"]
-
 
 class InUse:
     """position: the latest moment reached, by names of events; uses count from it."""

@@ -15,8 +15,6 @@ from pstar_sim.core.plan import Resident
 from pstar_sim.core.step import Kind, Place, Queue, Step
 from pstar_sim.errors import PlanError, PstarError
 
-__all__ = ["Inline"]
-
 GPU, HOST, NVME = Place.GPU, Place.HOST, Place.NVME
 NO_ID = -1
 _COPIES = {

@@ -33,8 +33,6 @@ from pstar_sim.python310 import add_note
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Phase, Workload
 
-__all__ = ["Ladder"]
-
 log = logging.getLogger("executor")
 
 

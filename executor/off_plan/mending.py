@@ -18,8 +18,6 @@ from executor.session.following import Following
 from executor.session.standstill import Standstill
 from pstar_sim.errors import Interrupted
 
-__all__ = ["Mending"]
-
 
 class Mending:
     def __init__(

@@ -23,8 +23,6 @@ from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["NewPlan", "Outgrown", "refuse", "why_not"]
-
 log = logging.getLogger("executor")
 
 

@@ -10,9 +10,6 @@ from executor.session.following import Following
 from executor.session.state import PlanBytes, RunState
 from executor.session.steps import Steps
 
-__all__ = ["PlanRun", "WholeState"]
-
-
 _HOLD_MEMORY = ("arena", "contents", "stashes", "steps", "batches", "following", "demand", "reads")
 
 

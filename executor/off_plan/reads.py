@@ -27,8 +27,6 @@ from executor.session.cursor import Act, Answer
 from executor.session.refusals import Refusal, refused
 from pstar_sim.errors import ContractError
 
-__all__ = ["Contract", "Reads"]
-
 _SHOWN = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__})
 _OF_THE_GRAPH = frozenset({torch.autograd.backward, torch.autograd.grad})
 _ALIASES = frozenset({torch.Tensor.view_as, torch.Tensor.expand_as})

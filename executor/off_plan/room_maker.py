@@ -15,8 +15,6 @@ from pstar_sim.errors import DoesNotFit, OutOfMemory
 from pstar_sim.workload.optimizers import MASTER_LIST
 from pstar_sim.workload.workload import Moment, Phase
 
-__all__ = ["Relief", "RoomMaker", "Tides"]
-
 GPU, HOST = Place.GPU, Place.HOST
 
 

@@ -20,8 +20,6 @@ from pstar_sim.policy.registry import find_policy, policy_at
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["RUNGS", "Rung", "asked_bytes", "spec_of_rung", "tide_of", "with_gpu_budget"]
-
 RUNGS = ("margin", "states on the host", "no prefetch", "static")
 
 

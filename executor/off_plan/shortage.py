@@ -15,8 +15,6 @@ from executor.session.state import RunState
 from pstar_sim.errors import OutOfMemory, PlanError
 from pstar_sim.units import format_bytes
 
-__all__ = ["Shortage"]
-
 log = logging.getLogger("executor")
 
 

@@ -12,8 +12,6 @@ from executor.session.state import PlanBytes
 from pstar_sim.core.step import Place
 from pstar_sim.workload.optimizers import MASTER_LIST
 
-__all__ = ["States"]
-
 GPU, HOST, NVME = Place.GPU, Place.HOST, Place.NVME
 
 

@@ -15,8 +15,6 @@ from executor.off_plan.states import States
 from executor.session.state import RunState
 from pstar_sim.core.step import Place
 
-__all__ = ["Stepping"]
-
 GPU, HOST = Place.GPU, Place.HOST
 
 

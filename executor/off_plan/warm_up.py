@@ -17,8 +17,6 @@ from executor.moments.unseen import unseen
 from executor.off_plan.plan_run import WholeState
 from executor.session.cursor import Answer
 
-__all__ = ["WarmUp", "time_moments", "warmed_up"]
-
 
 class WarmUp(Listener):
     """Passes events on to the on-demand mode, after a recorder, which also gets gradients.

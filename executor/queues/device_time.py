@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from executor.queues.interface import Progress
     from executor.queues.logs import IterationLog, StepLog
 
-__all__ = ["DeviceTimes"]
-
 KEPT_ITERATIONS = 20
 _SETTLED = 2  # iterations after which events are almost surely complete
 

@@ -20,15 +20,6 @@ if TYPE_CHECKING:
     from executor.memory.byte_log import ByteChange
     from executor.queues.logs import IterationLog, StepLog
 
-__all__ = [
-    "SIDE_QUEUES",
-    "Progress",
-    "Queues",
-    "QueuesBase",
-    "Work",
-    "without_locals",
-]
-
 SIDE_QUEUES = (Queue.H2D, Queue.D2H, Queue.ADAM, Queue.NET, Queue.NVME)
 """The queues besides compute."""
 

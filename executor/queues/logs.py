@@ -9,8 +9,6 @@ from typing import NamedTuple
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COUNTED, ROUTES, Step
 
-__all__ = ["IterationLog", "StepLog"]
-
 
 class StepLog(NamedTuple):
     """Times by the session's clock.

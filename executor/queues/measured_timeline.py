@@ -16,8 +16,6 @@ from pstar_sim.core.step import Place, Queue
 from pstar_sim.core.timeline import ByteSample, Span, Timeline
 from pstar_sim.errors import PlanError
 
-__all__ = ["build_timeline"]
-
 
 def build_timeline(
     plan: Plan,

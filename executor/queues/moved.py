@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-__all__ = ["Moved"]
-
 
 class Moved:
     """[Note: whose bytes] A plan's copy belongs to its step's iteration, whenever it runs: fetches run ahead,

@@ -14,8 +14,6 @@ from pstar_sim.core.step import Kind, Queue, Step
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import OutOfMemory, PlanError
 
-__all__ = ["QueueEvent", "SerialQueues", "follow"]
-
 
 @dataclass(frozen=True, slots=True)
 class QueueEvent:

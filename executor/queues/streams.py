@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from executor.memory.byte_log import ByteChange
     from executor.queues.logs import IterationLog, StepLog
 
-__all__ = ["StreamQueues", "queues_for"]
-
 log = logging.getLogger("executor")
 
 _ARRIVALS = frozenset({(Kind.FETCH, "param"), (Kind.GATHER, "remote"), (Kind.GATHER, "param")})

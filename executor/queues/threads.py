@@ -13,8 +13,6 @@ from pstar_sim.core.step import Queue
 from pstar_sim.errors import OutOfMemory, PlanError
 from pstar_sim.python310 import add_note
 
-__all__ = ["ThreadQueues"]
-
 log = logging.getLogger("executor")
 
 _LOOK_S = 1.0  # seconds after which a wait checks that the threads are alive

@@ -33,8 +33,6 @@ from pstar_sim.cost import CostModel
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Sample", "engine_overhead_s", "fit", "python_s", "recorded_samples", "samples_of"]
-
 _NO_TIME = 1e18  # bytes/s at which bytes take no time
 
 

@@ -41,8 +41,6 @@ from pstar_sim.errors import PlanError
 from pstar_sim.workload.optimizers import OPTIMIZERS
 from pstar_sim.workload.workload import Moment, Phase, Workload
 
-__all__ = ["empty_plan", "record"]
-
 
 def record(
     model: nn.Module,

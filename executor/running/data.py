@@ -17,8 +17,6 @@ import torch
 
 from pstar_sim.errors import ModelError
 
-__all__ = ["ByteText", "batches_like", "open_data"]
-
 _SUFFIXES = (".py", ".txt", ".md", ".rst", ".json", ".html", ".csv", ".c", ".h", ".tex")
 _READ_AT_MOST_BYTES = 8_000_000
 

@@ -16,8 +16,6 @@ from executor.saving.restoring import Restored, stored_extra
 from executor.training import StepReport
 from pstar_sim.errors import CheckpointError, Stopped
 
-__all__ = ["JobPosition", "Keeping", "newest_checkpoint"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class JobPosition:

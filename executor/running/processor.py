@@ -10,8 +10,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ProcessorTime", "taken_by_others"]
-
 STAT = Path("/proc/stat")
 _IDLE = (3, 4)  # positions of idle and iowait
 _COUNTED = 8  # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user already

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from executor.engine import Session
     from executor.measuring.measured import Measured
 
-__all__ = ["SharedRun", "own_batches", "share_results"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SharedRun:

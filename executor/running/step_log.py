@@ -17,8 +17,6 @@ from executor.optimizer import OffloadedOptimizer
 from pstar_sim.errors import PstarError
 from pstar_sim.files import check_writable
 
-__all__ = ["JsonLines", "StepLog", "StepSink", "TensorBoard", "Wandb", "check_log", "open_sink"]
-
 Row = Mapping[str, Any]
 
 

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["StopRequest", "stop_on_sigterm"]
-
 
 class StopRequest:
     def __init__(self) -> None:

@@ -13,8 +13,6 @@ import torch
 
 from pstar_sim.errors import CheckpointError
 
-__all__ = ["decode", "encode"]
-
 _TUPLE, _MAPPING, _TENSOR = "$tuple", "$mapping", "$tensor"
 
 

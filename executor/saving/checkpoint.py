@@ -74,8 +74,6 @@ if TYPE_CHECKING:
     from executor.distributed.ranks import Ranks
     from executor.engine import Session
 
-__all__ = ["save", "state_of", "together", "whole_of"]
-
 log = logging.getLogger("executor")
 
 SHARD_BYTES = 5 * 10**9

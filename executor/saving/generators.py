@@ -13,8 +13,6 @@ import torch
 
 from pstar_sim.errors import CheckpointError
 
-__all__ = ["checked_generators", "generator_states", "seed_generators", "set_generators"]
-
 
 def seed_generators(seed: int) -> None:
     random.seed(seed)

@@ -25,24 +25,6 @@ from pstar_sim.workload.workload import Tensor
 if TYPE_CHECKING:
     from executor.engine import Session
 
-__all__ = [
-    "EXTRA",
-    "FORMAT",
-    "MANIFEST",
-    "SCHEMA",
-    "Manifest",
-    "StoredScale",
-    "Trained",
-    "check_between_iterations",
-    "check_files",
-    "find_checkpoint",
-    "groups_table",
-    "is_checkpoint",
-    "manifest_text",
-    "model_table",
-    "read_manifest",
-]
-
 FORMAT, SCHEMA = "pstar-sim checkpoint", 2
 CHECKSUM = "xxh3_64"
 MANIFEST = "pstar.json"

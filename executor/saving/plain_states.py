@@ -29,8 +29,6 @@ from pstar_sim.errors import CheckpointError
 if TYPE_CHECKING:
     from executor.engine import Session
 
-__all__ = ["write_plain_states"]
-
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a member of a zip file: lengths of its name and of its extra field
 
 

@@ -47,8 +47,6 @@ from pstar_sim.workload.optimizers import MASTER_LIST
 if TYPE_CHECKING:
     from executor.engine import Session
 
-__all__ = ["Restored", "load", "stored_extra"]
-
 log = logging.getLogger("executor")
 
 _SLICE = re.compile(r"(.*)@(\d+)")

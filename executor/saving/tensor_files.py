@@ -27,20 +27,6 @@ import xxhash
 
 from pstar_sim.errors import WeightsError
 
-__all__ = [
-    "PIECE_BYTES",
-    "StoredFile",
-    "StoredTensor",
-    "TensorFile",
-    "TensorToStore",
-    "piece_buffer",
-    "stored_file",
-    "write_elements",
-    "write_tensor_file",
-    "write_text_file",
-    "write_whole",
-]
-
 PIECE_BYTES = 16 << 20
 LONGEST_HEADER_BYTES = 100 << 20
 

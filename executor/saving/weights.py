@@ -39,8 +39,6 @@ from pstar_sim.units import format_params
 from pstar_sim.workload.optimizers import MASTER_LIST
 from pstar_sim.workload.workload import Tensor
 
-__all__ = ["Weights", "check_values", "give_memory", "persistent_buffers", "some"]
-
 log = logging.getLogger("executor")
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

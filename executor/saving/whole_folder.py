@@ -10,8 +10,6 @@ import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-__all__ = ["abandon", "begin", "exchange", "find", "finish", "temporary"]
-
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 

@@ -21,8 +21,6 @@ from executor.moments.hooks import ModuleEvent
 from executor.session.following import Following
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["Absent"]
-
 
 class Absent(Following):
     passes_over = True

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["Accelerated"]
-
 
 class Accelerated:
     """An accumulation window opened before the session says nothing of its loop."""

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-__all__ = ["AtWork"]
-
 
 class AtWork:
     """depth: open `with at_work:` blocks.

@@ -30,8 +30,6 @@ from pstar_sim.workload.optimizers import MASTER_LIST
 from pstar_sim.workload.relay import relay
 from pstar_sim.workload.workload import Moment, Phase, Workload, repeat_micro_batch
 
-__all__ = ["Batches", "Capture", "Shapes", "movable", "scalar_of", "some_loss"]
-
 MOST_KNOWN = 64  # captured forms whose moments are kept, and forms that are kept as covered or doubted
 
 

@@ -18,8 +18,6 @@ from typing import Any, Protocol
 from executor.session.refusals import Refusal, refused
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["ACTS", "TABLE", "Act", "Answer", "Cursor", "Fact", "FactSource", "State", "answer"]
-
 
 class _Word(Enum):
     """Hashed by identity, which is fast: the table is looked up at every event."""

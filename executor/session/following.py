@@ -23,8 +23,6 @@ from executor.session.steps import Steps
 from pstar_sim.errors import ContractError, PlanError
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["Following", "OffPlan"]
-
 
 @dataclass(frozen=True)
 class OffPlan:

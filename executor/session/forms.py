@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["Form", "FormPart", "covers", "elements", "form_of", "names_of"]
-
 
 class FormPart(NamedTuple):
     """A tensor of a batch, or a switch.

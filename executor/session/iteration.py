@@ -12,8 +12,6 @@ import torch
 
 from executor.memory.update import Update
 
-__all__ = ["Iteration"]
-
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Iteration:

@@ -25,8 +25,6 @@ from executor.session.state import RunState
 from executor.session.updates import Updates
 from pstar_sim.workload.optimizers import MASTER_LIST
 
-__all__ = ["Reader"]
-
 
 class Reader:
     """ask(act, tensor=, what=): see `driving.loop.Loop.ask`.

@@ -8,8 +8,6 @@ from types import MappingProxyType
 
 from pstar_sim.errors import ContractError
 
-__all__ = ["TEXTS", "Refusal", "refused"]
-
 
 class Refusal(Enum):
     CLOSED = "closed"

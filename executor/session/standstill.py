@@ -9,8 +9,6 @@ from executor.session.refusals import Refusal, refused
 from executor.session.state import RunState
 from pstar_sim.errors import Interrupted
 
-__all__ = ["Standstill"]
-
 
 class Standstill:
     """meet_interruption(): see `driving.loop.Loop`.

@@ -21,8 +21,6 @@ from executor.session.spelling import COMMAND, Spelling
 from executor.session.timetable import Timetable
 from pstar_sim.core.plan import Plan
 
-__all__ = ["PlanBytes", "RunState"]
-
 log = logging.getLogger("executor")
 
 

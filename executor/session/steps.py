@@ -20,8 +20,6 @@ from executor.session.state import PlanBytes, RunState
 from pstar_sim.core.step import COPIES, DISK_COPIES, UPDATES, Kind, Queue
 from pstar_sim.core.timeline import Timeline
 
-__all__ = ["Steps"]
-
 KEPT_ITERATIONS = 16
 KEPT_CHANGES = 2_000  # least number of changes of bytes to keep; at twice this number the older ones are summed up
 

@@ -13,8 +13,6 @@ from pstar_sim.errors import PlanError
 from pstar_sim.workload.optimizers import MASTER_LIST
 from pstar_sim.workload.workload import Phase, Workload
 
-__all__ = ["Timetable"]
-
 
 class Timetable:
     """A moment is an index into the workload's, a step into the plan's.

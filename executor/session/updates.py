@@ -16,8 +16,6 @@ from executor.session.state import RunState
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import PlanError
 
-__all__ = ["Updates"]
-
 
 class Updates:
     """last: that of the last finished iteration with one."""

@@ -6,8 +6,6 @@ import weakref
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["weakly"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

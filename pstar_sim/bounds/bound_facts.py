@@ -19,8 +19,6 @@ from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.policy.passes.parts import parts_of
 from pstar_sim.workload.workload import Phase, Workload
 
-__all__ = ["NAMES", "Array", "Bound", "BoundFacts", "Turn", "rate_with_latency", "sums_are_whole"]
-
 Array = NDArray[np.float64]
 
 NAMES = ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram", "net")

@@ -27,8 +27,6 @@ from pstar_sim.cost import CostModel
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload, activations_text
 
-__all__ = ["lower_bound", "relative_to"]
-
 STASHES, DISKS = "stashes", "nvme"
 CLOSED = "closed form"  # of these two, for which no program has rows
 

@@ -22,8 +22,6 @@ from pstar_sim.policy.passes.parts import parts_of
 from pstar_sim.units import format_s
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["COARSE", "Certificate", "Certifier", "agree", "certificate_of", "require_bounded"]
-
 AGREE = {"closed form": 1e-6, "joint LP": 1e-6, "fluid LP": 1e-4}
 """Relative difference up to which two computations of a bound agree. A linear program's proof depends on the solver."""
 COARSE = frozenset({"closed form", "joint LP"})

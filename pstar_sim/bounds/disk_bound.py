@@ -14,8 +14,6 @@ from pstar_sim.cost import CostModel
 from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["disk_bound_s"]
-
 
 def disk_bound_s(w: Workload, layout: Layout, cost: CostModel) -> float:
     """[Note: the bound of disks]; 0 where the states have room without disks, or there are none."""

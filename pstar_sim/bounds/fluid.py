@@ -59,8 +59,6 @@ from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["fluid_bound"]
-
 # benchmarks/search_constants.md says what each of these constants buys.
 MOST_POINTS = 600  # points of an iteration in the program; fewer points give a lower bound sooner
 FAR = 20.0  # longest stall, as a multiple of the joint bound: every variable needs a small upper bound

@@ -29,8 +29,6 @@ from pstar_sim.errors import TraceError
 from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.workload.workload import Workload, repeat_micro_batch, single_micro_batch
 
-__all__ = ["FluidFacts", "Gap", "Period", "shortened"]
-
 SHOWN = 5
 """Number of micro-batches with points of their own, if one micro-batch stands for all that are alike: the first, that
 one, and the last three."""

@@ -79,8 +79,6 @@ from pstar_sim.cost import CostModel
 from pstar_sim.policy.kit.update_windows import Inside
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["joint_bound"]
-
 
 def joint_bound(
     workload: Workload, layout: Layout, facts: BoundFacts, cost: CostModel, *, barrier: bool, clip: bool, x_limit: float

@@ -20,8 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Array", "Expression", "Index", "LinearProgram", "Rows", "Solution", "Unsolved"]
-
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 

@@ -54,8 +54,6 @@ import numpy as np
 from pstar_sim.bounds.bound_facts import NAMES, Array, Bound, BoundFacts
 from pstar_sim.bounds.windows import Windows, barrier_windows, update_windows
 
-__all__ = ["pinned_bound"]
-
 
 @dataclass(frozen=True)
 class _BoundLine:

@@ -42,8 +42,6 @@ from pstar_sim.policy.kit.facts import Facts
 from pstar_sim.sim.several_ranks import classes_of
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["NetFacts", "costs_of_ranks"]
-
 Array = NDArray[np.float64]
 
 

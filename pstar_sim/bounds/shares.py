@@ -34,8 +34,6 @@ from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.workload.presets import can_vary, variant
 from pstar_sim.workload.workload import Moment, Workload
 
-__all__ = ["AnyShares", "Leaf", "any_job", "may_differ", "tightest"]
-
 NEAR = 1e-3  # the search ends if no bound that is left is lower than the least by this relative distance
 MOST_FLUID = 4
 

@@ -14,8 +14,6 @@ from collections import defaultdict
 from pstar_sim.core.plan_set import PlanSet, border_key, has_barrier
 from pstar_sim.cost import CostModel, cost_of
 
-__all__ = ["stages_bound_s"]
-
 _Key = tuple[int, int, str, int]
 
 

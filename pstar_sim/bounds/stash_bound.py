@@ -17,8 +17,6 @@ from pstar_sim.cost import CostModel
 from pstar_sim.policy.kit.trip_moves import TripMoves
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["stash_bound_s"]
-
 
 def stash_bound_s(w: Workload, cost: CostModel) -> float:
     """[Note: the bound of stashes]; without stashes, computing alone."""

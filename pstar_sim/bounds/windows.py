@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from pstar_sim.bounds.bound_facts import Array, BoundFacts
 from pstar_sim.policy.kit.update_windows import Inside
 
-__all__ = ["Windows", "barrier_windows", "update_windows"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["ATTENTION", "USUAL", "AttentionCall", "AttentionKernel", "call_flops", "needed_flops"]
-
 AttentionCall = tuple[int, int, int, int, int, int, int]
 """(heads of all sequences, queries, keys, width of a key, width of a value, causal, backward); the last two are 0 or 1.
 A causal call with fewer keys than queries has a window of that many."""

@@ -26,8 +26,6 @@ from pstar_sim.schema.fields import Table, Text, between, says
 from pstar_sim.schema.parsing import parse_toml
 from pstar_sim.schema.reading import read_table
 
-__all__ = ["AttentionRates", "KernelRates", "attention_rate", "attention_rates"]
-
 _WIDE, _NARROW = 128, 64
 _Tflops = Annotated[float, between(1, 1e5)]
 _Tokens = Annotated[float, between(0, 1e5)]

@@ -38,8 +38,6 @@ from pstar_sim.schema.reading import Refusals
 from pstar_sim.units import GB, GIB
 from pstar_sim.words import letters
 
-__all__ = ["Catalog", "load_catalog", "with_nodes"]
-
 VERSION = 1
 """Newest version of a user's file. The key `version` at the head of a file gives the file's version; files of the first
 edition lack the key."""

@@ -15,8 +15,6 @@ from typing import Any
 
 from pstar_sim.errors import ModelError
 
-__all__ = ["MOST_WIDTH", "NoPreset", "configuration_file", "is_configuration", "read_configuration", "shape_of"]
-
 MOST_WIDTH = 10**6
 _Values = Mapping[str, Any]
 _ENDINGS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForImageClassification")

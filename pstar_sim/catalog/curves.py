@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 
-__all__ = ["Curve", "best_rate", "rate_at", "share_at"]
-
 Curve = tuple[tuple[float, float], ...]
 
 

@@ -22,8 +22,6 @@ from pstar_sim.schema.fields import between
 from pstar_sim.schema.parsing import parse_toml
 from pstar_sim.schema.reading import read_table
 
-__all__ = ["Efficiency", "efficiency_tables", "fitted", "read_efficiency"]
-
 _NAME = "efficiency.toml"
 
 

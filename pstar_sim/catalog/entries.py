@@ -16,8 +16,6 @@ from pstar_sim.errors import CatalogError
 from pstar_sim.schema.fields import Table, Text, between, filled, says
 from pstar_sim.schema.reading import nearest, read_table
 
-__all__ = ["MOST_GPUS_OF_A_KIND", "MOST_NODES_OF_A_MACHINE", "TABLES", "Entry", "MachineEntry"]
-
 MOST_GPUS_OF_A_KIND = 1024
 MOST_NODES_OF_A_MACHINE = 4096
 _SlowDown = Annotated[float, between(1, 1000)]

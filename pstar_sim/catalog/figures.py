@@ -25,27 +25,6 @@ from pstar_sim.quantities import COUNT, FLAG, FLOPS, MONEY, PARAMS, RATE, SECOND
 from pstar_sim.schema.fields import Checked, Table, Text, between, says, split
 from pstar_sim.units import GB, TB
 
-__all__ = [
-    "AdamRate",
-    "Figure",
-    "Gigabytes",
-    "Key",
-    "Known",
-    "Latency",
-    "LinkRate",
-    "Origin",
-    "Points",
-    "Rate",
-    "Share",
-    "Tflops",
-    "calibrated_figures",
-    "check_figures",
-    "figures_of",
-    "keys_of",
-    "table_of",
-    "worst_of",
-]  # fmt: skip
-
 Gigabytes = Annotated[float, between(0.001, 1e5)]
 Rate = Annotated[float, between(0.01, 2e4)]
 LinkRate = Annotated[float, between(0.001, 2e3)]

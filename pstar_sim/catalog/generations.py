@@ -20,9 +20,6 @@ from pstar_sim.schema.fields import Text, between, says
 from pstar_sim.schema.parsing import parse_toml
 from pstar_sim.schema.reading import read_table
 
-__all__ = ["Generation", "generations", "read_generations"]
-
-
 FIGURES = ("tile", "tile_fp32", "plateau", "wave_loss", "depth", "memory", "kernel_us", "flash")
 
 

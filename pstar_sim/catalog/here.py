@@ -18,8 +18,6 @@ from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
 from pstar_sim.errors import CatalogError
 from pstar_sim.units import GB, MIB, format_bytes
 
-__all__ = ["nvidia_smi", "read_cores", "read_memory", "read_numa", "this_machine"]
-
 _QUERY = "name,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max"
 
 

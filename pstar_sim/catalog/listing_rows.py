@@ -13,8 +13,6 @@ from pstar_sim.catalog.model_shapes import model_entry, model_names
 from pstar_sim.dtypes import AUTOCAST
 from pstar_sim.units import GB
 
-__all__ = ["PARTS", "list_machines", "list_models", "list_parts"]
-
 PARTS = ("gpus", "links", "hosts")
 """Tables of the catalog beside that of machines."""
 

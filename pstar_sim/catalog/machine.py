@@ -35,11 +35,6 @@ from pstar_sim.schema.fields import Curve as FileCurve
 from pstar_sim.schema.fields import Text, between, curve, says
 from pstar_sim.units import GB, format_bytes
 
-__all__ = [
-    "ADAM_BYTES_PER_PARAM", "BY_COLLECTIVES", "KNOWN", "RESERVE_BYTES", "Fabric", "Framework", "Gpu", "Group", "Host",
-    "Link", "Machine", "Neighbour", "Nvme", "Rank",
-]  # fmt: skip
-
 _P = TypeVar("_P")
 
 KNOWN: tuple[str, ...] = get_args(Known)

@@ -15,8 +15,6 @@ from pstar_sim.catalog.entries import MOST_GPUS_OF_A_KIND
 from pstar_sim.catalog.machine import BY_COLLECTIVES, Machine
 from pstar_sim.errors import CatalogError, UnknownName
 
-__all__ = ["mixed_machine", "names_parts"]
-
 JOIN = "+"
 
 

@@ -26,8 +26,6 @@ from pstar_sim.errors import CatalogError
 from pstar_sim.quantities import COUNT, FLAG, SECONDS, Quantity
 from pstar_sim.units import format_bytes
 
-__all__ = ["override", "override_paths", "override_rows", "parse_settings"]
-
 Value = str | int | float | bool
 
 

@@ -8,8 +8,6 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.errors import CatalogError
 from pstar_sim.units import format_bytes
 
-__all__ = ["share_pool"]
-
 
 def share_pool(machine: Machine, pool_bytes: int, *, gpu_given: bool, host_given: bool) -> Machine:
     """gpu_given, host_given: by hand; the other place has the rest.

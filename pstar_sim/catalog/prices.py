@@ -12,8 +12,6 @@ from pstar_sim.schema.fields import Checked, Table, Text, between, says
 from pstar_sim.schema.parsing import parse_toml, read_toml
 from pstar_sim.schema.reading import read_table
 
-__all__ = ["Price", "load_prices"]
-
 VERSION = 1
 """Newest version of a user's file of prices. The key `version` at the head of a file gives the file's version; files of
 the first edition lack the key."""

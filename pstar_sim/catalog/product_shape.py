@@ -31,8 +31,6 @@ from pstar_sim.catalog.figures import Figure, Key, Known, Latency, Rate, Share, 
 from pstar_sim.errors import CatalogError
 from pstar_sim.schema.fields import between
 
-__all__ = ["Extent", "ProductShape"]
-
 Extent = Annotated[int, between(1, 100_000)]
 
 

@@ -17,8 +17,6 @@ from pstar_sim.errors import CatalogError
 from pstar_sim.files import write_atomically
 from pstar_sim.units import GB
 
-__all__ = ["machine_toml", "save_machine"]
-
 
 def machine_toml(machine: Machine, *, checked: date) -> str:
     """Raises CatalogError for ranks that differ: one entry cannot describe them."""

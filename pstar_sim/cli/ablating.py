@@ -16,8 +16,6 @@ from pstar_sim.cli.output import Header, check_looks, draw, say, say_answer, tel
 from pstar_sim.errors import PstarError
 from pstar_sim.files import write_atomically
 
-__all__ = ["commands"]
-
 commands = typer.Typer()
 
 

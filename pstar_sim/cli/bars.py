@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
-__all__ = ["bar", "parts"]
-
 
 @contextmanager
 def bar(first: str, *, quiet: bool, alike: bool = False) -> Iterator[Callable[[str, int, int], None]]:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from pstar_sim.catalog.machine import Machine
     from pstar_sim.recorded.profile import Profile
 
-__all__ = ["commands"]
-
 commands = typer.Typer()
 
 DEVICES = Literal["auto", "virtual", "cuda"]

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from pstar_sim.planner.fits import Fits
     from pstar_sim.planner.limits import Limits
 
-__all__ = ["commands"]
-
 commands = typer.Typer()
 
 

@@ -24,8 +24,6 @@ from pstar_sim.workload.kernels import CAPTURED
 from pstar_sim.workload.trace import load_trace, save_trace
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
-__all__ = ["CapturedJob", "has_preset", "kind_of"]
-
 _DECIDING = ("torch", "transformers")
 """Packages whose versions decide what a capture finds."""
 

@@ -15,8 +15,6 @@ from pstar_sim.cli.flag_values import one_of
 from pstar_sim.cli.usage import Command
 from pstar_sim.workload.axes import Axis, all_axes
 
-__all__ = ["command", "flat"]
-
 Function = Callable[..., int]
 
 

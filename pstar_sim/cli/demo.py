@@ -16,8 +16,6 @@ from pstar_sim.cli.flag_values import natural, positive
 from pstar_sim.cli.output import save_picture, say, tell
 from pstar_sim.dtypes import MASTER
 
-__all__ = ["commands"]
-
 commands = typer.Typer()
 
 MODEL = "gpt2"

@@ -7,8 +7,6 @@ from types import ModuleType
 
 from pstar_sim.errors import ModelError
 
-__all__ = ["executor_module"]
-
 
 def executor_module(name: str) -> ModuleType:
     """Raises ModelError without torch or transformers, naming the extra."""

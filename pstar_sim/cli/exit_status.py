@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pstar_sim.errors import DoesNotFit, NothingFits, PstarError, Stopped
 
-__all__ = ["HELP", "INTERRUPTED", "MISTAKE", "NO", "STOPPED", "status_of"]
-
 MISTAKE, NO, INTERRUPTED, STOPPED = 2, 3, 130, 143
 
 HELP = (

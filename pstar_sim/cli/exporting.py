@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from pstar_sim.core.plan import Plan
     from pstar_sim.core.plan_set import PlanSet
 
-__all__ = ["commands"]
-
 commands = typer.Typer()
 
 

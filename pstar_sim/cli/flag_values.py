@@ -17,31 +17,6 @@ from pstar_sim.files import check_writable
 from pstar_sim.quantities import FACTOR, LENGTH, NUMBER, TIME, Quantity
 from pstar_sim.words import meant
 
-__all__ = [
-    "Inches",
-    "count",
-    "did_you_mean",
-    "duration_s",
-    "factor",
-    "learning_rate",
-    "loading",
-    "machine_names",
-    "model_names",
-    "natural",
-    "new_csv",
-    "new_file",
-    "new_page",
-    "one_of",
-    "policy",
-    "policy_names",
-    "port",
-    "positive",
-    "share",
-    "size_inches",
-    "tokens",
-    "ways_of_loading",
-]
-
 T = TypeVar("T")
 LENGTH_UNIT = re.compile("[a-z]+$")
 

@@ -29,25 +29,6 @@ from pstar_sim.workload.axes import Axes
 if TYPE_CHECKING:
     from pstar_sim.report.paper import Look
 
-__all__ = [
-    "DisksFlag",
-    "JobFlags",
-    "JsonList",
-    "JsonObject",
-    "MachineFlags",
-    "MicroBatches",
-    "OptionalMachineFlags",
-    "OptionalWorkloadFlags",
-    "PictureFlags",
-    "PlanFile",
-    "Quiet",
-    "SettingFlags",
-    "WorkloadFlags",
-    "certify",
-    "output",
-    "policies",
-]
-
 UPDATES = Literal["step", "eager"]
 LOOPS = Literal["own", "step"]
 SUMS = Literal["32-bit", "16-bit"]

@@ -27,8 +27,6 @@ from pstar_sim.workload.workload import Workload, retype
 if TYPE_CHECKING:
     from pstar_sim.cli.flags import MachineFlags, OptionalMachineFlags, OptionalWorkloadFlags, SettingFlags
 
-__all__ = ["axes_of", "cut_of", "machine_of", "settings_of", "variants_of", "workload_of", "workloads_of"]
-
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # micro-batches that a preset's global batch may be cut into
 MOST_SPLITS, LARGE_BATCH = 5, 64  # splits to try at most; larger micro-batches only if none else is possible
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from pstar_sim.core.plan import Plan
     from pstar_sim.core.timeline import Timeline
 
-__all__ = ["commands"]
-
 commands = typer.Typer()
 
 _NOT_SCRIPTS = frozenset({".json", ".yaml", ".yml", ".toml", ".sh", ".ipynb", ".txt", ".parquet"})

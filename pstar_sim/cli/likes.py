@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from pstar_sim.frameworks.prediction import ConfigurationPrediction
     from pstar_sim.workload.workload import Workload
 
-__all__ = ["OURS", "Like", "Likes", "read_likes"]
-
 Like = Annotated[
     list[str] | None,
     typer.Option(

@@ -12,8 +12,6 @@ from pstar_sim.cli.flags import JsonList
 from pstar_sim.cli.output import Header, say_answer, say_table, tell
 from pstar_sim.errors import PstarError
 
-__all__ = ["commands"]
-
 commands = typer.Typer()
 
 

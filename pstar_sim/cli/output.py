@@ -21,24 +21,6 @@ if TYPE_CHECKING:
     from pstar_sim.core.timeline import Timeline
     from pstar_sim.report.paper import Look
 
-__all__ = [
-    "Header",
-    "check_apart",
-    "check_looks",
-    "draw",
-    "note",
-    "picture_kind",
-    "save_perfetto",
-    "save_picture",
-    "say",
-    "say_answer",
-    "say_json",
-    "say_table",
-    "tell",
-    "write_table",
-    "yes_or_no",
-]
-
 
 def say(text: str) -> None:
     """Already laid out."""

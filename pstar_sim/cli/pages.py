@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from pstar_sim.planner.asked import OnPart
     from pstar_sim.report.web.plan_report import Subject
 
-__all__ = ["commands", "with_distinct_titles"]
-
 commands = typer.Typer()
 
 

@@ -63,8 +63,6 @@ if TYPE_CHECKING:
     from pstar_sim.frameworks.prediction import ConfigurationPrediction
     from pstar_sim.planner.compare import Comparison
 
-__all__ = ["checked_plan", "commands", "measured_of", "named"]
-
 commands = typer.Typer()
 
 GlobalBatch = Annotated[

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from executor.measuring.status import Status
     from executor.training import StepReport
 
-__all__ = ["plain_line", "progress", "words"]
-
 OnStep = Callable[["StepReport", "Status"], None]
 PLAIN_EVERY_S = 1.0
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from pstar_sim.recorded.snapshot import DeviceHistory
     from pstar_sim.workload.workload import Workload
 
-__all__ = ["commands", "trace_snapshots"]
-
 commands = typer.Typer()
 
 

@@ -10,8 +10,6 @@ import typer
 from pstar_sim.cli.flag_values import learning_rate, natural, positive
 from pstar_sim.cli.flags import DisksFlag, Quiet
 
-__all__ = ["RunFlags"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags(DisksFlag):

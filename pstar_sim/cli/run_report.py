@@ -25,28 +25,6 @@ if TYPE_CHECKING:
     from executor.run import RunResult
     from pstar_sim.cli.run_flags import RunFlags
 
-__all__ = [
-    "OUTPUTS",
-    "RunFigures",
-    "check_outputs",
-    "compare_with_run",
-    "explain_run",
-    "figures_as_json",
-    "is_lower_bound",
-    "machine_here",
-    "measured_s",
-    "measured_words",
-    "others_words",
-    "predicted_bar",
-    "predicted_from",
-    "predictor",
-    "retimed_s",
-    "save_recording",
-    "smaller_batches",
-    "try_outputs",
-    "write_timelines",
-]
-
 OUTPUTS = ("record", "timeline", "perfetto", "plot")
 """Flags of a run that name a file to write."""
 

@@ -22,8 +22,6 @@ from pstar_sim.workload.axes import Axes
 if TYPE_CHECKING:
     from pstar_sim.workload.workload import Workload
 
-__all__ = ["commands"]
-
 commands = typer.Typer()
 
 

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from pstar_sim.policy.registry import Policy
     from pstar_sim.workload.parallelism import Parallelism
 
-__all__ = [
-    "Parallel", "check_set", "compare_spread", "explain_set", "plan_spread", "refuse_beside", "spread_like",
-]  # fmt: skip
-
 Parallel = Annotated[
     str | None,
     typer.Option(

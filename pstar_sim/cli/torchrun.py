@@ -42,8 +42,6 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError, Stopped
 from pstar_sim.units import format_bytes, format_s
 
-__all__ = ["main"]
-
 RANK = "{rank}"  # in a file's name: replaced by the number of the rank
 
 

@@ -24,8 +24,6 @@ from pstar_sim.cli.exit_status import HELP
 from pstar_sim.cli.usage import CommandGroup
 from pstar_sim.version import __version__
 
-__all__ = ["app"]
-
 app = typer.Typer(
     name="pstar",
     cls=CommandGroup,

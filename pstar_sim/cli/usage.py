@@ -14,8 +14,6 @@ from pstar_sim.cli.flag_values import did_you_mean
 from pstar_sim.errors import PstarError, UnknownName
 from pstar_sim.terminal import terminal_width
 
-__all__ = ["Command", "CommandGroup", "run_app", "words_typed"]
-
 
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
     """Runs a command line and returns the exit status. Raises PstarError for a mistake, SystemExit after help."""

@@ -12,8 +12,6 @@ from pstar_sim.cli.flags import JsonObject
 from pstar_sim.cli.output import say, say_json
 from pstar_sim.errors import PstarError
 
-__all__ = ["commands"]
-
 commands = typer.Typer()
 
 

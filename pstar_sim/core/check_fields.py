@@ -9,8 +9,6 @@ from pstar_sim.core.trips import TRIPS, trips_of
 from pstar_sim.dtypes import STORAGE
 from pstar_sim.errors import PlanError
 
-__all__ = ["check_fields", "check_step_fields"]
-
 
 def check_fields(plan: Plan) -> None:
     """Every field but the steps. Raises PlanError naming the field."""

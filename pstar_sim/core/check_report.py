@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from pstar_sim.units import format_bytes, format_ranks
 
-__all__ = ["CheckReport", "GpuPeak"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GpuPeak:

@@ -37,8 +37,6 @@ from pstar_sim.core.draft import Draft
 from pstar_sim.core.rules import agree
 from pstar_sim.errors import PlanError
 
-__all__ = ["Window", "choose"]
-
 # Limit of the iterations that are run until two agree; if none agree, the last one counts.
 # benchmarks/search_constants.md says what a smaller limit costs.
 MOST_WINDOWS = 6

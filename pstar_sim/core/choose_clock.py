@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pstar_sim.core.choose_columns import COMPUTE, D2H, H2D, NET, Columns
 from pstar_sim.core.rules import Rates
 
-__all__ = ["Clock"]
-
 _Kept = tuple[float, float, bool, list[int], list[tuple[float, float, float, float]]]
 
 

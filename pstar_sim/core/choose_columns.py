@@ -13,8 +13,6 @@ from pstar_sim.core.draft import Draft, DraftRow
 from pstar_sim.core.rules import StepCosts
 from pstar_sim.core.step import Queue
 
-__all__ = ["ADAM", "COMPUTE", "D2H", "H2D", "NET", "Columns"]
-
 COMPUTE, H2D, D2H, ADAM, NET, NVME, SEND, RECEIVE = range(8)
 _INDEX = {
     Queue.COMPUTE: COMPUTE,

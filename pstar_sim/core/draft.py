@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Queue
 
-__all__ = ["FREE", "Charge", "Draft", "DraftRow"]
-
 
 @dataclass(frozen=True, slots=True)
 class Charge:

@@ -13,13 +13,6 @@ from dataclasses import dataclass
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 
-__all__ = [
-    "BINDS_NAMES",
-    "Stated",
-    "byte_figures",
-    "not_checked",
-]
-
 BINDS_NAMES = {"adam": "CPU Adam", "barrier": "CPU Adam", "dram": "host DRAM", "net": "collectives", "nvme": "disks"}
 """Resource that binds -> its short name. A resource that is missing here has the name that plans use. Behind a barrier
 CPU Adam binds, too: answers that do not know the cost of the barrier cannot tell the two apart."""

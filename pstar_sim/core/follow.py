@@ -21,8 +21,6 @@ from pstar_sim.core.rules import Rates, StepCosts, is_steady, pace_s
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import PlanError
 
-__all__ = ["Deadlock", "Factor", "Record", "Times", "deadlock", "follow"]
-
 _WAKE, _END, _SHARED_END = range(3)
 _NOTHING = (-1, 0.0, -1)
 

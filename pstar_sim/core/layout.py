@@ -25,8 +25,6 @@ from pstar_sim.units import KIB, MIB
 from pstar_sim.workload.optimizers import MASTER_LIST, OptimizerSpec, States
 from pstar_sim.workload.workload import UseKind, Workload
 
-__all__ = ["Chunk", "Layout", "Slot", "build_layout", "layout_of_parts", "size_near", "sum_bytes_of"]
-
 PART_ALIGN = 64  # elements
 ALIGN = 16  # elements: 64 bytes in fp32, the alignment of vectorised kernels and copy engines
 ALIGN_BYTES = 4 * ALIGN  # of the masters, which updates work on: pure bf16 has twice as many elements in a vector

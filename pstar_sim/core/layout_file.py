@@ -10,8 +10,6 @@ from pstar_sim.errors import PlanError
 from pstar_sim.schema.fields import Natural, Table, choice, says
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["LayoutForm", "layout_of"]
-
 _SlotForm = tuple[Natural, Natural, Natural]
 
 

@@ -43,8 +43,6 @@ from pstar_sim.core.trips import TRIPS
 from pstar_sim.errors import PlanError
 from pstar_sim.units import format_bytes
 
-__all__ = ["PLACES", "WIDTH", "Changes", "Holdings", "Ledger", "Moves", "Payloads"]
-
 PLACES = (Place.GPU, Place.HOST, Place.NVME)
 WIDTH = len(CATEGORIES)
 """Bytes are kept by cell: place * WIDTH + category."""

@@ -28,11 +28,6 @@ from pstar_sim.schema.records import columns, read_record, to_columns
 from pstar_sim.workload.orders import Order
 from pstar_sim.workload.workload import Border, Moment, Stash, Tensor, Use, Workload
 
-__all__ = [
-    "FORMAT", "HEAD", "VERSION", "PlanFile", "file_text", "naming", "object_text", "plan_in", "plan_of", "read_body",
-    "read_plan", "save_plan", "text_of", "with_whole_jobs",
-]  # fmt: skip
-
 FORMAT = "pstar-sim plan"
 VERSION = 2
 

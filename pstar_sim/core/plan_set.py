@@ -16,8 +16,6 @@ from pstar_sim.errors import PlanError
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.workload import Border
 
-__all__ = ["Meeting", "PlanSet", "border_key", "has_barrier", "meetings_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Meeting:

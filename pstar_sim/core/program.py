@@ -14,8 +14,6 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Kind, Queue, Step
 from pstar_sim.errors import PlanError
 
-__all__ = ["NO_STEPS", "Program"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:

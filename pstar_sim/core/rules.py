@@ -29,8 +29,6 @@ from numpy.typing import NDArray
 
 from pstar_sim.core.program import Program
 
-__all__ = ["TOLERANCE", "Rates", "StepCosts", "agree", "is_steady", "pace_s"]
-
 TOLERANCE = 1e-9
 
 

@@ -18,8 +18,6 @@ from pstar_sim.schema.parsing import without_head
 from pstar_sim.schema.reading import Fault
 from pstar_sim.schema.records import read_record
 
-__all__ = ["RunTimelines", "load_run", "load_timelines"]
-
 FORMAT = "pstar-sim run"
 VERSION = 1
 _BOTH = ("predicted", "measured")

@@ -25,8 +25,6 @@ from pstar_sim.schema.fields import says
 from pstar_sim.schema.records import read_record
 from pstar_sim.workload.parallelism import Parallelism
 
-__all__ = ["read_plans", "save_set"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SetFile:

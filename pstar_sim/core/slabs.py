@@ -18,21 +18,6 @@ from pstar_sim.core.effects import frees, takes
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.step import Place
 
-__all__ = [
-    "ALIGN_BYTES",
-    "LARGEST_SLAB_BYTES",
-    "PAGE_BYTES",
-    "HostRoom",
-    "Pool",
-    "host_payloads",
-    "host_room",
-    "pack_slabs",
-    "pool_key",
-    "pool_rooms",
-    "pooled_payloads",
-    "stash_key",
-]
-
 ALIGN_BYTES = 256
 PAGE_BYTES = 4096
 LARGEST_SLAB_BYTES = 1 << 30

@@ -53,30 +53,6 @@ from typing import Any, NamedTuple, TypeVar
 from pstar_sim.errors import PlanError
 from pstar_sim.python310 import StrEnum
 
-__all__ = [
-    "COPIES",
-    "COUNTED",
-    "DISK_COPIES",
-    "EFFECTS",
-    "OTHERS",
-    "PAGEABLE",
-    "ROUTES",
-    "UNFUSED",
-    "UPDATES",
-    "Effect",
-    "Kind",
-    "Part",
-    "Place",
-    "Queue",
-    "Ref",
-    "Step",
-    "Touch",
-    "from_text",
-    "part_counts",
-    "step_with",
-    "to_text",
-]
-
 
 class Queue(StrEnum):
     COMPUTE = "compute"

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
 
-__all__ = ["ByteSample", "RowsByColumn", "Span", "Timeline", "load_timeline", "read_values"]
-
 FORMAT = "pstar-sim timeline"
 VERSION = 1
 

@@ -12,8 +12,6 @@ from typing import NamedTuple
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["ARRIVALS", "TRIPS", "Trip", "trips_of"]
-
 TRIPS: Mapping[Kind, Queue] = {
     Kind.STASH_OUT: Queue.D2H,
     Kind.STASH_IN: Queue.H2D,

@@ -26,8 +26,6 @@ from pstar_sim.schema.reading import Fault, brief, nearest
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["ACCELERATE", "KEYS", "express", "read", "write"]
-
 ACCELERATE = "accelerate"
 _FSDP = "fsdp_config"
 _DS = "deepspeed_config"

@@ -12,8 +12,6 @@ from pstar_sim.frameworks.trainers import adapter_text, launched, optimizer_of, 
 from pstar_sim.schema.fields import least
 from pstar_sim.workload.adapter import ALL_LINEAR, Adapter
 
-__all__ = ["KEYS", "read"]
-
 _PART = "adapters are taken to be on all layers, and nothing else to be trained"
 _EXPERTS = "experts are taken to run as transformers runs them"
 

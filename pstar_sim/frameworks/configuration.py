@@ -15,8 +15,6 @@ from pstar_sim.policy.registry import find_policy, policy_name
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Configuration", "in_full", "spec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:

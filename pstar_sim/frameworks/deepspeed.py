@@ -49,8 +49,6 @@ from pstar_sim.schema.fields import between, least
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["DEEPSPEED", "KEYS", "MEMORY", "express", "read", "write"]
-
 DEEPSPEED = "DeepSpeed"
 
 _Size = Annotated[int, least(0)]

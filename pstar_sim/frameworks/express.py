@@ -21,11 +21,6 @@ from pstar_sim.workload.parallelism import CUTS, Parallelism
 from pstar_sim.workload.presets import variant
 from pstar_sim.workload.workload import Workload, activations_text, with_optimizer
 
-__all__ = [
-    "NOT_PINNED", "Expressed", "Whereabouts", "common_limits", "common_says", "express_set", "job_left",
-    "optimizer_limits", "options_of_plan", "placed", "whereabouts",
-]  # fmt: skip
-
 NOT_PINNED = "host memory not pinned: the host cannot pin as much"
 """What a file says where the host cannot pin the bytes that the framework would pin."""
 

@@ -19,8 +19,6 @@ from pstar_sim.sim.play import play
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["CAPABILITIES", "Follows", "as_run", "stands_for"]
-
 CAPABILITIES = Capabilities(counts_host=True)
 
 _ROOMY_BYTES = 1 << 50

@@ -33,8 +33,6 @@ from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.systems.sharded import MAX_REUSE_PARAMS
 from pstar_sim.workload.workload import Tensor, Workload
 
-__all__ = ["MEMORY", "OWN", "batch_limit", "copies", "express_as", "fsdp_policy", "offloads", "reshards"]
-
 OWN = ("zero3_resident", "zero_infinity")
 """Policies that stand for FSDP."""
 

@@ -10,8 +10,6 @@ from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.express import NOT_PINNED, Expressed
 from pstar_sim.frameworks.fsdp import MEMORY, express_as, offloads, reshards
 
-__all__ = ["FSDP2", "express", "write"]
-
 FSDP2 = "FSDP2"
 
 _CODE = '''"""FSDP 2 as exported by pstar-sim: call `shard(model)` once, before the optimizer is made.

@@ -20,11 +20,6 @@ from pstar_sim.units import format_bytes
 from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.workload import Tensor, Workload
 
-__all__ = [
-    "Allocation", "Copies", "HostNeed", "MemoryRules", "allocation", "moments_bytes_per_param", "rank_sizes",
-    "sub_groups", "tensor_allocations", "trained",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:

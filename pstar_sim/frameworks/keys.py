@@ -12,11 +12,6 @@ from pstar_sim.errors import PstarError
 from pstar_sim.schema.fields import least
 from pstar_sim.schema.reading import Fault, brief, convert, nearest
 
-__all__ = [
-    "AUTO", "PARALLELISM", "SLIP", "Count", "Key", "KeyEffect", "KeyReading", "ignored", "nested", "read_keys",
-    "unmodelled", "used",
-]  # fmt: skip
-
 AUTO = "auto"
 """The value with which a file leaves a key to the script that reads it."""
 PARALLELISM = "such parallelism is not modelled"

@@ -13,8 +13,6 @@ from pstar_sim.frameworks.quantization import bits_to_base
 from pstar_sim.frameworks.trainers import adapter_text, launched, optimizer_of, trained
 from pstar_sim.schema.fields import least
 
-__all__ = ["KEYS", "read"]
-
 _PART = "adapters are taken to be on all layers, and nothing else to be trained"
 _WHOLE = "all parameters are taken to be trained with the optimizer of optim"
 _RANK = 8

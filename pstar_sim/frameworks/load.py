@@ -15,8 +15,6 @@ from pstar_sim.frameworks.targets import TARGETS
 from pstar_sim.schema.parsing import parse_json, parse_toml
 from pstar_sim.schema.reading import Fault
 
-__all__ = ["load_configuration"]
-
 _TRAINERS = (
     ({"base_model"}, axolotl.read),
     ({"finetuning_type", "cutoff_len", "template", "quantization_bit"}, llama_factory.read),

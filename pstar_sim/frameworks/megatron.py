@@ -29,8 +29,6 @@ from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.pipeline import SCHEDULES
 from pstar_sim.workload.workload import ATTENTION_ALONE, Workload
 
-__all__ = ["MEGATRON", "MEMORY", "degrees", "express", "read", "write"]
-
 MEGATRON = "Megatron-LM"
 _SHARE = "share"
 

@@ -21,8 +21,6 @@ from pstar_sim.planner.trust import trust
 from pstar_sim.sim.play import peaks_of_ranks
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["ConfigurationPrediction", "predict"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ConfigurationPrediction:

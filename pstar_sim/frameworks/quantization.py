@@ -13,8 +13,6 @@ from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.keys import SLIP, KeyReading, ignored, read_keys, unmodelled, used
 from pstar_sim.schema.reading import brief
 
-__all__ = ["KEYS", "QUANTISATION", "bits_to_base", "read"]
-
 QUANTISATION = "quantization_config"
 _NOT_STORED = "bases here are int8, nf4 and fp8"
 

@@ -12,8 +12,6 @@ from pstar_sim.frameworks.express import Expressed
 from pstar_sim.frameworks.host_memory import MemoryRules
 from pstar_sim.workload.parallelism import Parallelism
 
-__all__ = ["TARGETS", "Target", "target_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Target:

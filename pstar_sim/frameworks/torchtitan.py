@@ -18,8 +18,6 @@ from pstar_sim.frameworks.keys import PARALLELISM, Count, ignored, nested, read_
 from pstar_sim.schema.fields import least
 from pstar_sim.workload.parallelism import Parallelism
 
-__all__ = ["KEYS", "TORCHTITAN", "degrees", "express", "read", "write"]
-
 TORCHTITAN = "torchtitan"
 _Dtype = Literal["bfloat16", "float32"]
 

@@ -20,8 +20,6 @@ from pstar_sim.schema.reading import Fault, brief
 from pstar_sim.workload.adapter import ALL_LINEAR, Adapter
 from pstar_sim.workload.optimizers import MASTERS, optimizer_spec
 
-__all__ = ["adapter_text", "launched", "optimizer_of", "trained"]
-
 _PLAIN = (
     "launched as one process or as DistributedDataParallel; a launcher's own file (accelerate, DeepSpeed) says more"
 )

@@ -35,8 +35,6 @@ from pstar_sim.workload.workload import Workload
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Ablation", "Line", "ablate", "ladder", "left_out"]
-
 (BASE,) = named(lambda able: able.one_at_a_time)
 (BEST,) = named(lambda able: able.tries_others)
 

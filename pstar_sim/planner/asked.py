@@ -12,8 +12,6 @@ from pstar_sim.policy.kit.capabilities import capabilities_of
 from pstar_sim.policy.registry import Policy
 from pstar_sim.policy.registry import policies as all_policies
 
-__all__ = ["OnPart", "asked_names", "asked_policies", "settings_of", "teller"]
-
 OnPart = Callable[[str, int, int], object]
 """Called with the next part of the work, the number of parts done and the number of parts."""
 

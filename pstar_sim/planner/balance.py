@@ -31,8 +31,6 @@ from pstar_sim.policy.registry import Policy, find_policy, policy_name
 from pstar_sim.workload.presets import can_vary, variant
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Balanced", "Cut", "all_balance", "balances", "chooses", "refuse_balance", "roomiest", "roomiest_job"]
-
 MOST_PLANNED = 3
 
 Cut = Callable[[int], Workload]

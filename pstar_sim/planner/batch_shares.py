@@ -18,18 +18,6 @@ from pstar_sim.units import format_count, format_s
 from pstar_sim.workload.presets import default_dtype, variant
 from pstar_sim.workload.workload import Workload, retype
 
-__all__ = [
-    "UNMODELLED",
-    "Share",
-    "equal_shares",
-    "least_batch",
-    "machine_of",
-    "of_shares",
-    "share_out",
-    "shares_of_batch",
-    "unmodelled_notes",
-]
-
 UNMODELLED = (
     "every GPU has the whole model and a share of the batch; tensor, sequence and pipeline parallelism are another "
     "question (--parallel auto), expert parallelism is not modelled"

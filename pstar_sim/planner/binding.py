@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from pstar_sim.core.timeline import Timeline
 
-__all__ = ["BINDS", "bound_by"]
-
 BINDS = ("compute", "adam", "h2d", "d2h", "dram", "barrier", "net", "nvme", "send", "receive", "stages")
 
 COMPUTE_BOUND_STALL = 0.02

@@ -39,8 +39,6 @@ from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.workload import MOST_MOMENTS, Workload
 
-__all__ = ["MOST_NODES", "Bill", "Cheapest", "Offer", "bill", "cheapest"]
-
 HOUR_S, DAY_S = 3600.0, 86400.0
 MOST_NODES = 64
 POLICIES = named(lambda able: able.tries_others)

@@ -8,8 +8,6 @@ from pstar_sim.renderers import render_text
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Collection"]
-
 
 class Collection:
     """An answer as rows: iteration, length, `in` for a row or its name (policy, machine or part), a table as text and

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pstar_sim.catalog.machine import KNOWN, Machine
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["confidence", "confidence_line", "worst_known"]
-
 ORDER = ("recorded", "calibrated", *KNOWN)  # the best known first
 
 

@@ -9,8 +9,6 @@ from pstar_sim.core.layout import Chunk, Layout
 from pstar_sim.workload.experts import use_probability
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["chunk_use"]
-
 _EXPERT = re.compile(r"(.+\.experts\.\d+)\.")
 
 

@@ -34,8 +34,6 @@ from pstar_sim.units import format_bytes, format_params, format_ranks, format_s
 from pstar_sim.workload.kernels import kernels_text
 from pstar_sim.workload.workload import Phase, Workload, activations_text
 
-__all__ = ["WAITS", "BoundGap", "chunk_gaps", "explain", "held_between", "order_gain", "tide_gain"]
-
 _MODES = {
     "cpu": "gradient goes down, Adam runs on the CPU, the parameters come up again",
     "pin": "parameters and optimizer states stay on the GPU, Adam runs there",

@@ -40,8 +40,6 @@ from pstar_sim.workload.loading import EACH_FP32, Loading, loading_of
 from pstar_sim.workload.mixing import block_runs
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Fit", "Fits", "Part", "SmallestChange", "fits", "with_kept"]
-
 EFFORT = 0.5  # share of `Settings.effort` with which plans are searched: memory is asked for, and seconds within a bar
 
 

@@ -56,8 +56,6 @@ from pstar_sim.workload.axes import Axis, all_axes
 from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.parallelism import Parallelism
 
-__all__ = ["AXES", "Grid", "Group", "job_of", "load_grid", "machine_of", "point_hash"]
-
 VERSION = 1
 """Version of the file of a grid. `version` at its head names another version; a file of the first edition has none."""
 SCHEMA = 1

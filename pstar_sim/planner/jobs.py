@@ -19,8 +19,6 @@ from pstar_sim.workload.presets import check_blocks, default_dtype, kernels_of, 
 from pstar_sim.workload.trace import load_trace
 from pstar_sim.workload.workload import Workload, retype, with_optimizer
 
-__all__ = ["Job"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Axes):

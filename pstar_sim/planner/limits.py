@@ -42,8 +42,6 @@ from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.presets import has_kernels, kernels_of, without_autocast
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Limit", "Limits", "deeper", "max_batch", "max_model"]
-
 """Workloads of one job, by shape and by sequences of one rank."""
 
 MOST_BATCH = 1 << 20

@@ -15,16 +15,6 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import timed_as
 from pstar_sim.units import format_bytes, format_count
 
-__all__ = [
-    "added_gpus_notes",
-    "attention_notes",
-    "disk_life",
-    "machine_notes",
-    "pinned_notes",
-    "thread_notes",
-    "units_notes",
-]
-
 ASSUMED_FILLS = 600
 """How often the disks of a node may be filled, where their rating is not known: 600 TB of 1 TB is usual."""
 _DAY_S = 86_400.0

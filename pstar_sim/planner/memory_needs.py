@@ -49,20 +49,6 @@ from pstar_sim.units import format_bytes
 from pstar_sim.workload.loading import WHOLE, Loading
 from pstar_sim.workload.workload import Workload
 
-__all__ = [
-    "Need",
-    "Phase",
-    "disk_shortage",
-    "host_shortage",
-    "least_gpu_bytes",
-    "memory_need",
-    "need_of_plan",
-    "need_with_room",
-    "shortage",
-    "with_large_disks",
-    "with_room",
-]
-
 MOST_SHORT = 6  # refusals in a row: payloads, rounding and start-up of the host, then the GPU
 HALVES = 5  # of the host memory between a plan that has room and one that has none
 

@@ -32,8 +32,6 @@ from pstar_sim.workload.optimizers import MASTERS, OPTIMIZERS
 from pstar_sim.workload.presets import can_vary, has_kernels, variant
 from pstar_sim.workload.workload import Workload, with_optimizer
 
-__all__ = ["KINDS", "Ask", "Elsewhere", "Remedy", "as_flags", "asker", "in_words", "nearest", "remedies"]
-
 _EXACT, _INEXACT = ("loading", "kernels", "loss", "micro-batches", "checkpointing"), ("optimizer", "base", "LoRA")
 KINDS = (*_EXACT, "policy", *_INEXACT, "disks", "host memory", "GPU memory", "machine")
 """Kinds of changes, smallest change first: flags of the job cost nothing, disks cost less than memory, and

@@ -37,8 +37,6 @@ from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.presets import axes_of, can_vary
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["PARTS", "POLICIES", "PartEffect", "Sensitivity", "sensitivity"]
-
 PARTS: dict[str, tuple[str, ...]] = {
     "GPU memory": ("gpu.memory",),
     "GPU speed": ("gpu.flops.fp32", "gpu.flops.fp16", "gpu.flops.bf16", "gpu.hbm"),

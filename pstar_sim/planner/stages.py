@@ -66,11 +66,6 @@ from pstar_sim.workload.presets.shared import Stage
 from pstar_sim.workload.tape import TENSOR, Crossing
 from pstar_sim.workload.workload import Workload
 
-__all__ = [
-    "ASKED", "MOST_BUBBLE", "PlannedStages", "StagesComparison", "StagesRow", "Way", "compare_stages",
-    "examine_set", "machine_of_stage", "plan_stages", "stages_of", "stages_shortage", "ways_of", "ways_to_spread",
-]  # fmt: skip
-
 ASKED = ("auto", "all")
 """Questions about parallelism: the ways that can be the fastest, and every way."""
 _FEWER = 4

@@ -33,8 +33,6 @@ from pstar_sim.policy.registry import policies
 from pstar_sim.sim.play import play_each, slowest
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["SECONDS_AGREE", "Examined", "LoadedPlan", "examine", "load_plan"]
-
 SECONDS_AGREE = 1e-6
 """Relative difference up to which a stated time and the simulated time agree: sums may be rounded in another order."""
 _BEYOND = {

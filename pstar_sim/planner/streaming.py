@@ -25,8 +25,6 @@ from pstar_sim.workload.mixing import block_runs
 from pstar_sim.workload.presets import can_vary, variant
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Hiding", "hiding"]
-
 _Seconds = tuple[float, float]  # of a forward pass and of a backward pass
 _CLOSE = 0.01  # of a number of tokens, at which the search ends
 _MOST_JOBS = 12

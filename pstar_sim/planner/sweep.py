@@ -46,8 +46,6 @@ from pstar_sim.version import __version__
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["COLUMNS", "Progress", "Sweep", "evaluate", "load_results", "sweep"]
-
 Progress = Callable[[int, int, int], None]
 """Called with (points done, points done that were in the cache, number of points)."""
 

@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass
 from pstar_sim.python310 import StrEnum
 from pstar_sim.units import format_bytes, format_s
 
-__all__ = ["Cap", "Tried", "WayOutcome", "tried_of", "tried_text"]
-
 MOST_NAMED = 4
 
 

@@ -39,12 +39,6 @@ from pstar_sim.units import format_error
 from pstar_sim.workload.kernels import FLAVOURS
 from pstar_sim.workload.workload import Workload
 
-__all__ = [
-    "ANY", "ANY_CLASS", "FEWEST_ROWS", "FEWEST_SOURCES", "FILE", "NOT_NEAR", "ExpectedError", "Trust", "borrowed_bar",
-    "class_name", "class_of", "enough", "error_of_change", "error_of_ratio", "expected_error", "tells_of", "trust",
-    "untuned", "validation_digest",
-]  # fmt: skip
-
 FILE = files("pstar_sim.catalog") / "expected_errors.json"
 ANY = "any policy"
 ANY_CLASS = "any class"

@@ -10,8 +10,6 @@ from pstar_sim.catalog.loader import peak_flops_per_s
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.workload.workload import Phase, Workload
 
-__all__ = ["tflops_and_mfu"]
-
 
 def tflops_and_mfu(workloads: Sequence[Workload], iteration_s: float, machine: Machine) -> tuple[float, float | None]:
     """Returns the mean of the ranks in TFLOPS of a GPU, and this over the peak of the GPU's datasheet; None for the

@@ -46,8 +46,6 @@ from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.orders import Order
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Chosen", "choose"]
-
 SEARCHED, ALIKE = 5, 2  # limits for a policy that takes long: candidates in all, and with one number of micro-batches
 (SEARCHING,) = named(lambda able: able.tries_others)  # the policy that takes long
 MOST_SPLITS_NAMED = 8  # numbers of micro-batches without a variant that are named

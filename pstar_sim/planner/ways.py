@@ -37,8 +37,6 @@ from pstar_sim.workload.mixing import block_names, block_runs, mix_blocks, offlo
 from pstar_sim.workload.orders import Order
 from pstar_sim.workload.workload import Phase, Stash, Workload, activations_text, repeat_micro_batch
 
-__all__ = ["MOST_MICRO_BATCHES", "Way", "candidates", "relayed_ways", "words"]
-
 MOST_MICRO_BATCHES = 256  # more micro-batches make plans of hundreds of thousands of steps
 OWN, RELAY, RELAY_HOST = ORDERS
 STAND_INS = (1, 3)  # numbers of micro-batches that stand for larger numbers, whose bound takes far longer

@@ -21,8 +21,6 @@ from pstar_sim.policy.systems.zero_infinity import zero_infinity
 from pstar_sim.policy.systems.zero_offload import zero_offload
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["AFTER_OPTIMAL", "BEFORE_OPTIMAL", "Policy"]
-
 Policy = Callable[[Workload, Machine, Settings], Plan]
 """A policy is a pure function. It raises DoesNotFit for a job that does not fit."""
 

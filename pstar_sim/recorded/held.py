@@ -17,8 +17,6 @@ from pstar_sim.recorded.tide import last_step, moment_events
 from pstar_sim.units import format_s
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Held", "Site", "held_of_snapshot", "held_of_timeline"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:

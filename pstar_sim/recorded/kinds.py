@@ -29,8 +29,6 @@ from pstar_sim.dtypes import MASTER
 from pstar_sim.recorded.snapshot import ROUND_BYTES, DeviceHistory, Frame, is_torch
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["KINDS", "UNKNOWN", "kinds_of", "site_words"]
-
 UNKNOWN = "unknown"
 KINDS = ("states", "param", "grad", "buffer", NON_MODEL, UNKNOWN)
 _STATES, _PARAM, _GRAD, _BUFFER, _TIDE, _UNKNOWN = range(len(KINDS))

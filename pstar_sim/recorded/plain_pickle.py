@@ -11,8 +11,6 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-__all__ = ["PickleFault", "read_plain"]
-
 LEAST_BYTES = 4
 """Of the file, per list, dict and tuple: Python writes none in fewer, but for files of SOME."""
 SOME = 1000

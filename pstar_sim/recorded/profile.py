@@ -29,8 +29,6 @@ from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine
 from pstar_sim.errors import TraceError
 from pstar_sim.units import format_bytes, format_count
 
-__all__ = ["Profile", "load_profile", "machine_named_by", "with_profile"]
-
 LARGEST_BYTES = 8_000_000_000  # of a file, unpacked
 LEAST_COPY_BYTES = 64 << 10  # smaller copies are all latency
 LEAST_FLOPS = 1e6  # of a product

@@ -27,19 +27,6 @@ from pstar_sim.errors import TraceError
 from pstar_sim.recorded.plain_pickle import LEAST_BYTES, PickleFault, read_plain
 from pstar_sim.units import format_bytes
 
-__all__ = [
-    "ROUND_BYTES",
-    "Blocks",
-    "DeviceHistory",
-    "Frame",
-    "Mark",
-    "OutOfMemoryEvent",
-    "Snapshot",
-    "is_snapshot",
-    "is_torch",
-    "load_snapshot",
-]
-
 ROUND_BYTES = 512
 LARGEST_BYTES = 8_000_000_000  # of a file: what is read needs about ten times as much memory
 _MOST = 2**62

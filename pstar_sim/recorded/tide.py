@@ -21,8 +21,6 @@ from pstar_sim.recorded.kinds import KINDS
 from pstar_sim.recorded.snapshot import DeviceHistory
 from pstar_sim.workload.workload import Workload, copy_moment
 
-__all__ = ["last_step", "moment_events", "tide_of", "with_tide"]
-
 MOST_INSTANTS = 20_000  # that a timeline keeps: of more, the highest of each stretch
 
 Ints = NDArray[np.int64]

@@ -14,8 +14,6 @@ from pstar_sim.units import GB, format_bytes, format_s
 if TYPE_CHECKING:
     from pstar_sim.planner.ablate import Ablation, Line
 
-__all__ = ["ablation_html", "ablation_text"]
-
 LADDER = ("change", "iteration", "gains", "in all", "h2d", "gains ", "d2h", "gains  ", "over bound", "binds")
 WITHOUT = ("instead", "iteration", "costs", "h2d", "more", "d2h", "more ", "over bound", "binds")
 

@@ -15,17 +15,6 @@ from pstar_sim.errors import PstarError
 from pstar_sim.units import GB, KB, MB
 from pstar_sim.workload.workload import Phase
 
-__all__ = [
-    "CATEGORIES",
-    "Curves",
-    "PhaseBand",
-    "axis_unit",
-    "byte_curves",
-    "moment_windows",
-    "phase_bands",
-    "steady_start_s",
-]
-
 CATEGORIES = ("states", "param", "grad", "buffer", "non-model")
 """Bottom to top, as they are stacked."""
 

@@ -31,17 +31,6 @@ if TYPE_CHECKING:
     from pstar_sim.planner.limits import Limit, Limits
     from pstar_sim.planner.sensitivity import PartEffect, Sensitivity
 
-__all__ = [
-    "cheapest_said",
-    "cheapest_text",
-    "fits_said",
-    "fits_text",
-    "limits_said",
-    "limits_text",
-    "sensitivity_text",
-    "shown_on_card",
-]
-
 
 def _params(count: float | None) -> str:
     return "" if count is None else format_params(count)

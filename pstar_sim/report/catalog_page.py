@@ -18,8 +18,6 @@ from pstar_sim.catalog.generations import generations
 from pstar_sim.catalog.loader import load_catalog
 from pstar_sim.catalog.machine import Gpu, Host, Link, Nvme
 
-__all__ = ["catalog_page", "known_figures"]
-
 PAGES = ("gpus", "links", "hosts", "disks", "generations", "efficiency", "frameworks")
 
 _PARTS: dict[str, type] = {"gpus": Gpu, "links": Link, "hosts": Host, "disks": Nvme}

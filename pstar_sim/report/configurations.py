@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from pstar_sim.frameworks.express import Expressed
     from pstar_sim.frameworks.prediction import ConfigurationPrediction
 
-__all__ = ["export_text", "predictions_text"]
-
 _HEADS = (
     "configuration",
     "fits",

@@ -30,8 +30,6 @@ from pstar_sim.schema.records import columns, file_kind, record_class
 from pstar_sim.workload import trace
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["FORMATS", "format_page"]
-
 _UNITS = (
     ("gb_per_s", "GB/s"), ("gparams_per_s", "billion parameters/s"), ("gparams_core", "billion parameters/s"),
     ("bytes_per_s", "bytes/s"), ("params_per_s", "parameters/s"), ("flops_per_s", "flops/s"), ("tflops", "Tflops/s"),

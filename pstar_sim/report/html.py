@@ -24,8 +24,6 @@ from pstar_sim.workload.workload import Workload
 if TYPE_CHECKING:
     from pstar_sim.planner.compare import Comparison, Planned
 
-__all__ = ["comparison_html", "machine_html", "plan_html", "planned_html", "timeline_html", "workload_html"]
-
 WIDTH, HEIGHT = 640, 120
 LETTER = 8  # pixels of a letter beside a bar
 POINTS = 320  # points of a curve; each is the highest instant of its stretch

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Handles", "broken", "dark", "ink", "shared_legend", "size_points"]
-
 TITLE_POINTS = 5.3  # width of a letter of a title
 
 Handles = dict[str, Any]

@@ -15,8 +15,6 @@ from pstar_sim.terminal import table_text, terminal_width
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Listing", "machines", "models", "policies"]
-
 
 class Listing(Sequence[str]):
     """Names that print as a table.

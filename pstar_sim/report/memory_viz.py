@@ -21,8 +21,6 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.report.byte_curves import moment_windows, steady_start_s
 from pstar_sim.report.residence import check_of_plan
 
-__all__ = ["to_memory_viz"]
-
 BASE = 0x7F0000000000  # of addresses
 EPOCH_US = 1_600_000_000_000_000  # viewers show times as dates
 

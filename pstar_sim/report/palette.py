@@ -8,11 +8,6 @@ from itertools import cycle
 
 from pstar_sim.core.step import Kind, Queue
 
-__all__ = [
-    "BINDS", "BLUE", "CATEGORIES", "CATEGORY_NAMES", "GREEN", "GREY", "ON_DARK", "ORANGE", "PHASES", "PINK", "POLICIES",
-    "QUEUE_NAMES", "SKY", "SPARE", "STEPS", "VERMILION", "WAITS", "WINE", "YELLOW", "policy_colours",
-]  # fmt: skip
-
 GREEN, BLUE, ORANGE, PINK = "#009E73", "#0072B2", "#E69F00", "#CC79A7"
 SKY, VERMILION, YELLOW, WINE, GREY = "#56B4E9", "#D55E00", "#F0E442", "#882255", "#999999"
 

@@ -22,8 +22,6 @@ from pstar_sim.report.byte_curves import CATEGORIES, byte_curves
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["STYLES", "USUAL", "Look", "broken_at", "csv_text", "figure_legend", "laid_out", "styled", "tide_csv"]
-
 NARROW, LEAST = 6.0, 0.7
 LEGEND_POINTS = 9.5  # of words beside a swatch
 SWATCH = 5.0  # width of a swatch with its gaps, in sizes of the words

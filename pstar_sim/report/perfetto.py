@@ -15,8 +15,6 @@ from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.report.byte_curves import steady_start_s
 from pstar_sim.report.step_names import chunk_words
 
-__all__ = ["to_perfetto"]
-
 _LANES = {
     Queue.COMPUTE: "compute",
     Queue.H2D: "h2d copies",

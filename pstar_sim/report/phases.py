@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from pstar_sim.planner.fits import Fit
     from pstar_sim.planner.memory_needs import Phase
 
-__all__ = ["phases_text", "short_phases"]
-
 
 def phases_text(rows: Sequence[Fit], host: Host, *, width: int | None = None) -> str:
     """A line per known policy or configuration, and what comes beside steps."""

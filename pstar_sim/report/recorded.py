@@ -18,8 +18,6 @@ from pstar_sim.report.run_figures import Figure, figures
 from pstar_sim.terminal import table_text
 from pstar_sim.units import format_bytes, format_s
 
-__all__ = ["beside_as_json", "beside_text", "held_text", "notes_of", "planned", "run_figures"]
-
 MOST_SITES = 4  # per kind
 LEAST_SHARE = 0.01  # of the larger peak: smaller differences have no sites
 _NAMES = {**CATEGORY_NAMES, UNKNOWN: "unknown"}

@@ -16,8 +16,6 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
 from pstar_sim.report.byte_curves import steady_start_s
 
-__all__ = ["AWAY", "CONTENTS", "Residence", "check_of_plan", "residence"]
-
 CONTENTS = ("not on the GPU", "parameters", "gradients", "optimizer states")
 """Kinds of data that a chunk can have on the GPU. A chunk that has several counts as the last of them in this order."""
 AWAY, PARAM, GRAD, STATES = range(len(CONTENTS))

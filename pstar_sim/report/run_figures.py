@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from pstar_sim.terminal import table_text
 from pstar_sim.units import format_bytes, format_s
 
-__all__ = ["Figure", "figures", "figures_text", "losses_text"]
-
-
 _FORMS: Mapping[str, Callable[[float], str]] = {
     "B": format_bytes,
     "s": format_s,

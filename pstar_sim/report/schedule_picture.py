@@ -23,8 +23,6 @@ from pstar_sim.units import format_s
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_schedule"]
-
 NUMBERS = ("numbers: chunks", "numbers on compute: moments")
 
 

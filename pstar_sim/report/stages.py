@@ -30,8 +30,6 @@ from pstar_sim.workload.tape import TENSOR
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["explain_stages", "stages_csv", "stages_figure", "stages_text"]
-
 HEADS = (
     "parallelism", "policy", "batch", "iteration", "tokens/s", "MFU", "above bound", "bubble", "sums", "bound by",
     "GPU peak", "host peak",

@@ -7,8 +7,6 @@ from itertools import takewhile
 
 from pstar_sim.core.plan import Plan
 
-__all__ = ["block_name", "chunk_words", "layer_names"]
-
 _USUAL = (None, "param", "grad")
 
 

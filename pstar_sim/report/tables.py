@@ -22,23 +22,6 @@ if TYPE_CHECKING:
     from pstar_sim.planner.compare import Comparison, Row
     from pstar_sim.workload.workload import Workload
 
-__all__ = [
-    "HEADS",
-    "batch_words",
-    "cells",
-    "comparison_text",
-    "format_barred",
-    "format_change",
-    "format_percent",
-    "format_size",
-    "heading",
-    "reasons",
-    "refusal_text",
-    "shown",
-    "sources_of_times",
-    "trust_lines",
-]
-
 BINDS_WORDS = BINDS_NAMES | {"h2d": "copies to the GPU", "d2h": "copies to the host"}
 """Resource that binds -> name on a page."""
 

@@ -12,8 +12,6 @@ from pstar_sim.validation.experiments import NOTES, UNEXPLAINED
 from pstar_sim.validation.results import FAR, NEAR, Errors, Result, Validation, errors_of
 from pstar_sim.validation.scope import published_scope
 
-__all__ = ["validation_text"]
-
 
 def validation_text(validation: Validation, *, width: int | None = None, every_row: bool = False) -> str:
     """What `pstar validate` prints.

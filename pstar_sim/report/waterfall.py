@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_waterfall", "waterfall_csv", "waterfall_figure"]
-
 WHOLE, BETTER, WORSE, UP, DOWN = GREY, GREEN, VERMILION, BLUE, SKY
 NOTHING_S = 0.005  # a change that rounds to 0.00 s
 NAMES = 0.33  # share of a narrow figure that names have

@@ -20,29 +20,6 @@ from typing import Annotated, Any, Literal
 
 from msgspec import NODEFAULT, Meta, Struct, UnsetType, structs
 
-__all__ = [
-    "Checked",
-    "Curve",
-    "Field",
-    "Natural",
-    "Positive",
-    "Rule",
-    "Table",
-    "Text",
-    "between",
-    "choice",
-    "curve",
-    "fields_of",
-    "filled",
-    "is_table",
-    "least",
-    "meaning",
-    "rule_of",
-    "says",
-    "split",
-    "want",
-]
-
 
 class Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of TOML (or a JSON object), with its own fields and no others."""

@@ -10,8 +10,6 @@ from pstar_sim.errors import CatalogError, PstarError
 from pstar_sim.python310 import TOMLDecodeError, toml_loads
 from pstar_sim.schema.reading import REFUSED, Fault
 
-__all__ = ["parse_json", "parse_toml", "read_toml", "without_head"]
-
 
 def parse_toml(file: str, text: str) -> dict[str, object]:
     """Raises CatalogError for a text that is not TOML."""

@@ -16,8 +16,6 @@ from msgspec import Struct
 from pstar_sim.errors import CatalogError
 from pstar_sim.schema.fields import Rule, fields_of, is_table, rule_of, split, want
 
-__all__ = ["Fault", "Path", "Refusals", "brief", "convert", "nearest", "read_table"]
-
 T = TypeVar("T")
 Path = tuple[str | int, ...]
 _PLAIN = (date, datetime)  # types that TOML has beside JSON's: TOML has dates, so a text is not a date

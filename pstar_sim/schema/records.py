@@ -22,8 +22,6 @@ from pstar_sim.errors import PstarError
 from pstar_sim.schema.fields import is_table, split
 from pstar_sim.schema.reading import REFUSED, Fault, convert
 
-__all__ = ["columns", "file_kind", "made", "read_record", "record_class", "to_columns"]
-
 T = TypeVar("T")
 _tuple: Any = tuple  # Any: mypy does not follow types that are made at run time
 _union: Any = typing.Union

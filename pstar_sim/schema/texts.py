@@ -10,8 +10,6 @@ import msgspec
 
 from pstar_sim.schema.fields import split, want
 
-__all__ = ["allowed", "from_text", "words_of"]
-
 _SWITCH = {"on": True, "off": False}
 
 

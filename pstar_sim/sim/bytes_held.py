@@ -13,8 +13,6 @@ from pstar_sim.core.effects import CATEGORIES
 from pstar_sim.core.follow import Record
 from pstar_sim.core.ledger import PLACES, WIDTH, Moves
 
-__all__ = ["Held", "held"]
-
 
 @dataclass(frozen=True, slots=True)
 class Held:

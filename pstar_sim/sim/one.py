@@ -13,8 +13,6 @@ from pstar_sim.cost import CostModel
 from pstar_sim.sim.bytes_held import held
 from pstar_sim.sim.outcome import timeline
 
-__all__ = ["Jitter", "play_one"]
-
 Jitter = Factor
 """(step id, iteration) -> factor on the step's nominal seconds, for tests of other legal interleavings."""
 

@@ -26,8 +26,6 @@ from pstar_sim.core.timeline import ByteSample, RowsByColumn, Span, Timeline
 from pstar_sim.sim.bytes_held import Held
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["timeline"]
-
 _BORDERS = (Queue.SEND.value, Queue.RECEIVE.value)
 _OTHER_STAGES = "stages"
 

@@ -19,8 +19,6 @@ from pstar_sim.cost import Add, CostModel, GpuAdds, UpdateAdds
 from pstar_sim.errors import PlanError
 from pstar_sim.sim.play import play
 
-__all__ = ["retime"]
-
 
 class _OneSecond(CostModel):
     """Every step lasts one second and shares nothing: factors of `play`'s jitter are seconds."""

@@ -38,8 +38,6 @@ from pstar_sim.workload.workload import Workload
 if TYPE_CHECKING:
     import simpy
 
-__all__ = ["classes_of", "fair_rates", "new_environment", "play_ranks", "play_set"]
-
 
 def play_ranks(
     plan: Plan, cost: CostModel | None, max_iterations: int, jitter: Jitter | None, *, every_rank: bool = False

@@ -18,11 +18,6 @@ from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.validation.results import WHOLE, Result, Validation, errors_of
 from pstar_sim.validation.rows import published_rows
 
-__all__ = [
-    "ERRORS_FILE", "INSIDE", "Quoted", "binomial_interval", "errors_by_class", "inside_by_source", "quoted_bars",
-    "write_errors",
-]  # fmt: skip
-
 ERRORS_FILE = Path(str(FILE))
 INSIDE = 0.683
 """Share of rows that one standard deviation holds."""

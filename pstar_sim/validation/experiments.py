@@ -34,8 +34,6 @@ from pstar_sim.validation.setups import (
 )
 from pstar_sim.validation.whole_steps import WHOLE_STEPS, as_set_up
 
-__all__ = ["NOTES", "UNEXPLAINED", "experiment_of", "runs_of"]
-
 NOTES = (
     "memory is what the GPUs report (32 GiB of a V100), not the catalog's nominal 32 GB",
     "host memory of DeepSpeed: 24 bytes per parameter (its estimator's 16 x 1.5) and 20 GiB of system and processes",

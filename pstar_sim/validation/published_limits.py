@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.validation.rows import published_rows
 
-__all__ = ["PublishedLimit", "published_limits"]
-
 _HARDWARE = {
     "8xV100-SXM2-32GB 240GB DRAM (Yard)": ("v100-32x8", 8),
     "1 DGX-2 16xV100": ("dgx2", 16),

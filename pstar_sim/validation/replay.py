@@ -22,8 +22,6 @@ from pstar_sim.validation.rows import PublishedRow
 from pstar_sim.validation.setups import Experiment
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["Phases", "Prediction", "phases_of", "predict", "replay"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Phases:

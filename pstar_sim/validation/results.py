@@ -23,21 +23,6 @@ from pstar_sim.validation.setups import Experiment
 if TYPE_CHECKING:
     import pandas
 
-__all__ = [
-    "DISTANCES",
-    "FAR",
-    "FIRST_FILE",
-    "NEAR",
-    "WHOLE",
-    "Errors",
-    "Pair",
-    "Result",
-    "Validation",
-    "errors_of",
-    "quantile",
-    "validate",
-]
-
 NEAR, FAR = 0.09, 0.28
 """Limits for the median and the 90th percentile of the absolute error of the tested rows. A row beyond FAR is a
 miss."""

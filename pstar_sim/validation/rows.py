@@ -12,8 +12,6 @@ from importlib.resources import files
 
 from pstar_sim.errors import CatalogError
 
-__all__ = ["FILES", "PublishedRow", "number", "published_rows", "read_rows"]
-
 _SUFFIX = {"": 1.0, "B": 1e9, "T": 1e12}
 _VALUE = re.compile(r"^(\d+(?:\.\d+)?(?:e\d+)?)(?:-(\d+(?:\.\d+)?))?([BT]?)$")
 

@@ -12,8 +12,6 @@ from pstar_sim.errors import CatalogError
 from pstar_sim.python310 import TOMLDecodeError, toml_loads
 from pstar_sim.validation.rows import PublishedRow
 
-__all__ = ["USES", "ScopeRule", "published_scope", "read_scope", "rule_of"]
-
 USES = ("fitted", "to fit", "tested", "no policy", "out")
 _PATTERNS = ("file", "system", "hardware", "params", "batch", "metric", "source")
 

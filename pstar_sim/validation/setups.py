@@ -19,15 +19,6 @@ from pstar_sim.workload.axes import Axes
 from pstar_sim.workload.presets import workload_of
 from pstar_sim.workload.workload import Workload
 
-__all__ = [
-    "Experiment",
-    "first_ranks",
-    "gpt_entry",
-    "published_machine",
-    "whole_number",
-    "with_gpu_bytes",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment(Axes):

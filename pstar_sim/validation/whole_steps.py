@@ -22,8 +22,6 @@ from pstar_sim.errors import CatalogError
 from pstar_sim.validation.rows import PublishedRow
 from pstar_sim.validation.setups import Experiment, first_ranks, gpt_entry, published_machine, whole_number
 
-__all__ = ["WHOLE_STEPS", "as_set_up"]
-
 _MPT_SHAPE = re.compile(r"(\d+)/(\d+)/(\d+) vocab(\d+)")
 _MPT_BATCH = re.compile(r"gbs(\d+) mbs(\d+)")
 

@@ -29,8 +29,6 @@ from pstar_sim.workload.mixing import block_of
 from pstar_sim.workload.tape import Tape
 from pstar_sim.workload.workload import Moment, Phase, Product, Tensor, Use, UseKind, Workload, product_flops
 
-__all__ = ["adapted", "check_base"]
-
 UPPER = "an upper bound: the trace keeps inputs of matrices that are frozen now (pstar trace --lora leaves them out)"
 
 

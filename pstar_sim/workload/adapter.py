@@ -11,18 +11,6 @@ from typing import Any
 from pstar_sim.arguments import flag, refused, whole
 from pstar_sim.errors import ModelError
 
-__all__ = [
-    "ALL_LINEAR",
-    "Adapter",
-    "adapter",
-    "check_save",
-    "chosen_modules",
-    "is_target",
-    "last_names",
-    "named_by",
-    "saved_part",
-]
-
 ALL_LINEAR = "all-linear"
 _USUAL = (
     ("q_proj", "v_proj"),

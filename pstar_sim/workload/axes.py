@@ -16,8 +16,6 @@ from pstar_sim.workload.adapter import Adapter
 from pstar_sim.workload.kernels import FUSED, KERNELS, LOSSES
 from pstar_sim.workload.optimizers import MASTERS, OPTIMIZERS
 
-__all__ = ["Axes", "AxesGiven", "Axis", "all_axes"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:

@@ -11,8 +11,6 @@ from math import comb
 
 from pstar_sim.catalog.model_shapes import ExpertsShape, ModelEntry
 
-__all__ = ["experts_note", "use_probability"]
-
 
 def use_probability(experts: ExpertsShape, tokens: int, *, of: int = 1) -> float:
     """That the tokens use at least one of `of` experts of a layer."""

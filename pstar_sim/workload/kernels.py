@@ -20,8 +20,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CAPTURED", "FLAVOURS", "FUSED", "KERNELS", "LOSSES", "Flavour", "kernels_text"]
-
 CAPTURED = "captured"
 """Flavour of a workload that was captured or recorded: the kernels are those of the module."""
 

@@ -8,8 +8,6 @@ from pstar_sim.arguments import choice
 from pstar_sim.dtypes import BASES, DTYPES, MASTER
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["EACH_FP32", "LOADING", "WHOLE", "Loading", "loading_of"]
-
 LOADING = ("whole", "each", "in-place")
 
 

@@ -48,20 +48,6 @@ from pstar_sim.workload.adapter import (
 from pstar_sim.workload.tape import Tape, input_gradient, weight_gradient
 from pstar_sim.workload.workload import Phase, Product, Tensor, Workload, product_flops
 
-__all__ = [
-    "OWN_ADAPTERS",
-    "AdaptedTape",
-    "LowRank",
-    "adapter_note",
-    "adapter_of",
-    "base_of",
-    "is_quantised",
-    "is_stack",
-    "low_rank",
-    "quantised_params",
-    "saved_name",
-]
-
 _DEFAULT = {
     "gpt": ("c_attn",),
     "llama": ("q_proj", "v_proj"),

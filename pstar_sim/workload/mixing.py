@@ -21,19 +21,6 @@ from dataclasses import replace
 from pstar_sim.errors import TraceError
 from pstar_sim.workload.workload import Moment, Phase, Stash, Use, Workload, copy_moment
 
-__all__ = [
-    "BlockRun",
-    "block_names",
-    "block_of",
-    "block_runs",
-    "levelled",
-    "mix_blocks",
-    "offload_blocks",
-    "shifted",
-    "stashes_of",
-    "without_stashed",
-]
-
 _BLOCK = re.compile(r"(.*?\.\d+)(?:\.|$)")
 BlockRun = tuple[str | None, bool, range]
 """(block, whether it is the forward pass, moments). The block is None for moments of no block."""

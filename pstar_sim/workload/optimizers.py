@@ -28,8 +28,6 @@ from pstar_sim.catalog.machine import ADAM_BYTES_PER_PARAM
 from pstar_sim.dtypes import MASTER, STORAGE
 from pstar_sim.errors import UnknownName
 
-__all__ = ["MASTERS", "MASTER_LIST", "OPTIMIZERS", "OptimizerSpec", "StateList", "States", "optimizer_spec"]
-
 Shape = Sequence[int]
 
 MASTER_LIST = "param32"

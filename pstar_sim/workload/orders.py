@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pstar_sim.python310 import StrEnum
 
-__all__ = ["Order"]
-
 
 class Order(StrEnum):
     """The order of an iteration, stated by a workload, never inferred from moments.

@@ -22,8 +22,6 @@ from pstar_sim.workload.orders import Order
 from pstar_sim.workload.tape import Crossing
 from pstar_sim.workload.workload import Border, Moment, Phase, Use, Workload, copy_moment, repeat_micro_batch
 
-__all__ = ["SCHEDULES", "Cell", "cells_of", "in_schedule"]
-
 SCHEDULES = ("1f1b", "gpipe")
 
 

@@ -27,8 +27,6 @@ from pstar_sim.workload.mixing import BlockRun, block_runs, levelled, shifted, w
 from pstar_sim.workload.orders import Order
 from pstar_sim.workload.workload import Moment, Stash, Use, Workload, odd_micro_batch
 
-__all__ = ["STASH_PLACES", "boundaries_on_host", "parts_of", "relay"]
-
 STASH_PLACES = ("gpu", "host")
 """Places where the boundary stash may be."""
 

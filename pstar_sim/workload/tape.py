@@ -32,8 +32,6 @@ from pstar_sim.workload.workload import (
     product_flops,
 )
 
-__all__ = ["TENSOR", "Crossing", "Tape", "input_gradient", "weight_gradient"]
-
 TENSOR = "tensor"
 """Group of the ranks that split the tensors of each layer."""
 

@@ -38,17 +38,6 @@ from pstar_sim.workload.workload import (
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "FORMAT",
-    "SCHEMA_VERSION",
-    "load_trace",
-    "load_variants",
-    "moments_frame",
-    "save_trace",
-    "tensors_frame",
-    "uses_frame",
-]
-
 FORMAT = "pstar-sim trace"
 SCHEMA_VERSION = 3
 """Version of files that name calls of fused attention or count operators. Files that name kernels or products alone are

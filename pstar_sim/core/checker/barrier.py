@@ -7,8 +7,6 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind
 from pstar_sim.errors import PlanError
 
-__all__ = ["check_barrier"]
-
 
 def check_barrier(plan: Plan, program: Unrolled) -> None:
     """Raises PlanError naming the update that may start too early, and what it has to wait for."""

@@ -22,8 +22,6 @@ from pstar_sim.errors import FalseFigures, PlanError
 from pstar_sim.units import format_ranks
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["check_plan", "prove"]
-
 MOST_UNROLLED = 4
 
 

@@ -22,8 +22,6 @@ from pstar_sim.errors import PlanError
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.tape import TENSOR
 
-__all__ = ["prove_set"]
-
 _Node = int | tuple[int, int]
 """Number of a meeting, or (stage, id of a step)."""
 

@@ -8,8 +8,6 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Step
 from pstar_sim.errors import PlanError
 
-__all__ = ["check_part", "check_parts"]
-
 _LISTS = {Kind.WRITEBACK: ("param", "grad32"), Kind.FETCH: ("param",), Kind.CPU_UPDATE: (None,)}
 
 

@@ -8,8 +8,6 @@ from pstar_sim.core.checker.unrolled import label
 from pstar_sim.core.step import Queue, Step
 from pstar_sim.errors import PlanError
 
-__all__ = ["legal_order"]
-
 
 def legal_order(steps: tuple[Step, ...], position: dict[int, int]) -> list[int]:
     """Positions in an order that satisfies each queue and every edge inside the iteration. Raises PlanError naming

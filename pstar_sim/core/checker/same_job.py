@@ -12,8 +12,6 @@ from pstar_sim.workload.presets import variant
 from pstar_sim.workload.relay import boundaries_on_host, relay
 from pstar_sim.workload.workload import Moment, Workload, activations_text
 
-__all__ = ["check_budgets", "check_machine", "check_workload_of"]
-
 _MOMENT = tuple(f.name for f in dataclasses.fields(Moment) if f.name not in ("duration_s", "products"))
 """Fields that are equal in two captures of one job. Measured durations differ from one recording to the next, and a
 file of an earlier version names no products."""

@@ -14,8 +14,6 @@ from pstar_sim.core.trips import TRIPS
 from pstar_sim.dtypes import STORAGE
 from pstar_sim.errors import PlanError
 
-__all__ = ["check_pins", "check_structure"]
-
 _QUEUES: dict[Kind, tuple[Queue, ...]] = {
     Kind.COMPUTE: (Queue.COMPUTE,),
     Kind.FETCH: (Queue.H2D,),

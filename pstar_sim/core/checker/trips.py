@@ -13,8 +13,6 @@ from pstar_sim.core.step import Kind, Place, Step
 from pstar_sim.core.trips import ARRIVALS, trips_of
 from pstar_sim.errors import PlanError
 
-__all__ = ["check_trip_step", "check_trips"]
-
 
 def check_trip_step(plan: Plan, step: Step) -> None:
     """The fields of one step alone. Raises PlanError."""

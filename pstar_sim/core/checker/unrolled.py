@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Step
 
-__all__ = ["OTHERS", "Unrolled", "label"]
-
 OTHERS = {"remote": "param", "grad_remote": "grad"}  # list of the other ranks' slices -> list of the own slice
 
 

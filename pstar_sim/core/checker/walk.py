@@ -12,8 +12,6 @@ from pstar_sim.core.trips import TRIPS
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.optimizers import MASTER_LIST
 
-__all__ = ["Walk"]
-
 
 @dataclass(slots=True)
 class _Content:

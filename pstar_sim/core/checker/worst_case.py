@@ -16,8 +16,6 @@ from pstar_sim.core.checker.walk import Walk
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Place, Queue
 
-__all__ = ["Worst", "closure", "worst_case"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Worst:

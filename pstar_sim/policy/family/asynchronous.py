@@ -28,8 +28,6 @@ from pstar_sim.policy.passes.feasibility import check_gpu, check_host
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Asynchronous"]
-
 _RIVAL = ("what static_partition chose",)
 # benchmarks/search_constants.md says what each of these constants buys.
 CLOSE_TO_BOUND = 2e-3  # this close to the closed form, no other number of pins is tried; saves effort

@@ -15,8 +15,6 @@ from pstar_sim.policy.kit.schedule import Modes, Schedule
 from pstar_sim.policy.passes.lowering import draft_of
 from pstar_sim.policy.passes.write_plan import plan_of
 
-__all__ = ["Attempt", "attempt", "attempt_course", "burden_of"]
-
 
 @dataclass(slots=True)
 class Attempt:

@@ -16,8 +16,6 @@ from pstar_sim.policy.kit.schedule import Modes, Schedule, Stretch
 from pstar_sim.policy.passes import collective_rows, gradient_rows, update_rows
 from pstar_sim.policy.passes.feasibility import disk_room
 
-__all__ = ["Course", "Knobs"]
-
 # For how many of its own copies a gradient is expected to stay on the GPU after it is final. See [Note: what the
 # constants buy] in search.py.
 LINGER_COPIES = 2

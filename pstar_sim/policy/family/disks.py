@@ -10,8 +10,6 @@ from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.passes.feasibility import IN_FLIGHT, needed_on_host
 
-__all__ = ["disk_s", "with_disks"]
-
 LARGE = 2  # chunks so many times as large as the median chunk come last, because the host needs room for several
 
 

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 from pstar_sim.policy.family.residency import UseGap, belady
 
-__all__ = ["fifo", "keep_set", "lru"]
-
 
 def keep_set(
     eviction: str, gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]

@@ -33,8 +33,6 @@ from pstar_sim.policy.kit.update_windows import Inside
 from pstar_sim.policy.passes.feasibility import host_room
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["ModeFacts", "Roofline", "interleave", "mode_facts", "roofline"]
-
 Array = NDArray[np.float64]
 
 

@@ -11,8 +11,6 @@ from pstar_sim.core.step import part_counts
 from pstar_sim.cost import CostModel, cost_of
 from pstar_sim.policy.passes.parts import in_parts
 
-__all__ = ["faster_in_parts", "period_s"]
-
 
 def period_s(plan: Plan, cost: CostModel | None = None) -> float:
     """Of one rank, once steady. Raises PlanError for a deadlock."""

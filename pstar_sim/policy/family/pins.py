@@ -20,8 +20,6 @@ from pstar_sim.core.step import Kind
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.passes import gradient_rows
 
-__all__ = ["PinFacts", "iteration_bounds", "most_pins", "most_pins_of", "pin_facts"]
-
 Array = NDArray[np.float64]
 
 

@@ -21,8 +21,6 @@ from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.policy.passes.feasibility import check_gpu, check_host
 from pstar_sim.policy.passes.lowering import draft_of
 
-__all__ = ["plan_visits", "room_beside", "schedule_visits"]
-
 
 def plan_visits(
     job: Job,

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["UseGap", "belady", "gaps_of", "held_over"]
-
 
 class UseGap(NamedTuple):
     """A chunk is used at `start` and next at `end`, in the next iteration if that is past the iteration's length: only

@@ -30,8 +30,6 @@ from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.ties import least_of
 from pstar_sim.policy.passes.feasibility import check_host
 
-__all__ = ["GOOD_ENOUGH", "Search", "Trial"]
-
 T = TypeVar("T")
 
 # [Note: what the constants buy] For each constant of the search, benchmarks/search_constants.md says how another

@@ -31,8 +31,6 @@ from pstar_sim.policy.passes.feasibility import check_gpu
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["SearchResult", "jobs_of_sizes", "own_plans", "searched"]
-
 # See [Note: what the constants buy] in search.py.
 MOST_CHUNKS = 400  # largest number of chunks of the other chunk sizes that are tried: many chunks make a search long
 FACTORS = (2.0, 0.5)  # other chunk sizes, as multiples of the usual size, if chunks are many

@@ -22,8 +22,6 @@ from pstar_sim.errors import TraceError
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.workload.workload import Workload, repeat_micro_batch, single_micro_batch
 
-__all__ = ["LeftOut", "left_out_of", "shorter"]
-
 # Number of micro-batches of a shorter job. With 4, the middle micro-batch is sometimes not in the steady state yet, and
 # seconds differ by 1 to 5 %.
 SHOWN = 5

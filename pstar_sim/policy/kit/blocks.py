@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from pstar_sim.policy.kit.facts import Facts
 
-__all__ = ["Block", "Position", "blocks_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Block:

@@ -15,8 +15,6 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Capabilities", "capabilities_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:

@@ -11,8 +11,6 @@ from pstar_sim.core.step import OTHERS, ROUTES, Kind, Place, Queue, Step
 from pstar_sim.core.trips import TRIPS, trips_of
 from pstar_sim.cost import CostModel
 
-__all__ = ["Charges", "charges_of", "step_bytes"]
-
 _CHARGES = ("charges",)  # key of `Workload.derived`
 
 

@@ -9,8 +9,6 @@ from pstar_sim.dtypes import STORAGE
 from pstar_sim.errors import CannotPlan
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Facts", "facts_of"]
-
 
 def facts_of(workload: Workload, layout: Layout) -> Facts:
     """The same two objects give the same facts."""

@@ -9,8 +9,6 @@ from pstar_sim.errors import CannotPlan, TraceError
 from pstar_sim.workload.relay import boundaries_on_host, relay
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["ON_HOST", "ORDERS", "in_order", "order_of"]
-
 ORDERS = ("depth-first", "relay", "relay-host")
 """Micro-batch by micro-batch; block by block; block by block with the boundary stash on the host."""
 

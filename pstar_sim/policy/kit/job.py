@@ -21,8 +21,6 @@ from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.trip_moves import trip_cuts
 from pstar_sim.workload.workload import Phase, Workload
 
-__all__ = ["Job"]
-
 
 class Job:
     """ranks: with a slice of each chunk.

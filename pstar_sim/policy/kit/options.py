@@ -24,11 +24,6 @@ from pstar_sim.schema.reading import nearest
 from pstar_sim.schema.texts import allowed, from_text, words_of
 from pstar_sim.workload.workload import Workload
 
-__all__ = [
-    "Option", "Specified", "either", "one_of", "options_of", "share", "specified", "split_spec", "switch",
-    "whole_number",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Option:

@@ -11,8 +11,6 @@ from typing import TypedDict
 from pstar_sim.policy.kit.iteration_order import ORDERS
 from pstar_sim.policy.kit.options import Option, either, one_of, switch, whole_number
 
-__all__ = ["Coordinates", "Point", "point_options"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Point:

@@ -7,8 +7,6 @@ from pstar_sim.core.step import Place
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["budget_bytes", "describe_moment", "worst_moment"]
-
 
 def budget_bytes(machine: Machine, place: Place) -> int:
     """What one rank may use."""

@@ -12,8 +12,6 @@ from typing import NamedTuple
 from pstar_sim.policy.kit.blocks import Position
 from pstar_sim.policy.kit.job import Job
 
-__all__ = ["Modes", "Schedule", "Stretch"]
-
 
 @dataclass(frozen=True, slots=True)
 class Modes:

@@ -11,8 +11,6 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["plan_once", "plans_shared"]
-
 _PLANS = ("plans",)  # key of `Workload.derived`, for (policy, settings) -> plan
 
 

@@ -7,8 +7,6 @@ from typing import TypeVar
 
 from pstar_sim.core.plan import Plan
 
-__all__ = ["AS_FAST", "burden", "least_of"]
-
 T = TypeVar("T")
 # Plans whose seconds differ by less than this share count as equally fast: benchmarks/search_constants.md.
 AS_FAST = 1e-4

@@ -13,8 +13,6 @@ from pstar_sim.core.step import Kind
 from pstar_sim.core.trips import ARRIVALS, Trip, trips_of
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["TripMoves", "trip_cuts"]
-
 
 class TripMoves:
     """blocking: compute waits for a stash's copies: out before moment made + 1 begins, in when needed - 1 has ended.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Visit"]
-
 
 class Visit(NamedTuple):
     """The working list of `chunk` is on the GPU from moment `first` to `last`, both included; on several ranks with the

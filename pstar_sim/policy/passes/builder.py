@@ -29,8 +29,6 @@ from pstar_sim.policy.passes.edges import memory_edges, without_implied
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["After", "Builder"]
-
 After = Iterable[int | Ref]
 """Steps to wait for: ids of this iteration, or `Ref(id, 1)` for the previous one."""
 

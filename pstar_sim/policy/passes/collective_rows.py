@@ -13,8 +13,6 @@ from pstar_sim.policy.kit.schedule import Stretch
 from pstar_sim.policy.passes.draft_rows import After, DraftRows
 from pstar_sim.policy.passes.floors import Floors
 
-__all__ = ["Collectives", "reduce", "room"]
-
 # The earliest start of a gather before its use, in multiples of the gather's own seconds. Without a limit, whole chunks
 # take the room that states on their way need.
 GATHERS_AHEAD = 20

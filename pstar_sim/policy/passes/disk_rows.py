@@ -22,8 +22,6 @@ from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Schedule
 from pstar_sim.policy.passes.draft_rows import DraftRows
 
-__all__ = ["DiskRows", "turns"]
-
 
 def turns(schedule: Schedule) -> list[int]:
     """Chunks in the order of their turns: [Note: turns on disks]."""

@@ -22,8 +22,6 @@ from pstar_sim.core.draft import Charge, DraftRow
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.kit.schedule import Schedule
 
-__all__ = ["After", "DraftRows", "Pass", "ends_of"]
-
 After = tuple[tuple[int, int], ...]
 """(row, iterations back) pairs for which a row waits."""
 

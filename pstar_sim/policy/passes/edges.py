@@ -11,8 +11,6 @@ from pstar_sim.core.draft import DraftRow
 from pstar_sim.core.step import Queue, Ref, Step
 from pstar_sim.policy.passes.memory_edges import ByteMove, QueueSlot, fifo_edges
 
-__all__ = ["memory_edges", "without_implied"]
-
 
 def slots_of(steps: Sequence[Step]) -> tuple[dict[int, QueueSlot], dict[str, int]]:
     """(step -> queue and position, queue -> number of steps)."""

@@ -13,8 +13,6 @@ from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.passes import gradient_rows
 from pstar_sim.units import format_bytes, format_count
 
-__all__ = ["IN_FLIGHT", "check_gpu", "check_host", "disk_room", "held_on_host", "host_room", "needed_on_host"]
-
 # Chunks for whose states the host has room at a time on their way from and to disks: one is updated while others are
 # read and written.
 IN_FLIGHT = 2

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from pstar_sim.policy.passes.draft_rows import After, DraftRows
 
-__all__ = ["Floors", "fetch_floors"]
-
 
 def fetch_floors(prefetch: str | int, served: Sequence[int], count: int) -> list[int | None]:
     """The position that must end before each copy starts, None if only room delays it, negative in the previous

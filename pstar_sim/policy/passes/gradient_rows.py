@@ -17,8 +17,6 @@ from pstar_sim.policy.passes.collective_rows import reduce
 from pstar_sim.policy.passes.draft_rows import After, DraftRows
 from pstar_sim.policy.passes.working_lists import WorkingLists
 
-__all__ = ["GradientRows", "adds_s", "held", "room"]
-
 
 def room(job: Job, block: int, summed: frozenset[int] = frozenset()) -> int:
     """Of gradient lists, per block.

@@ -18,8 +18,6 @@ from pstar_sim.policy.passes.trip_rows import TripRows
 from pstar_sim.policy.passes.update_rows import UpdateRows
 from pstar_sim.policy.passes.working_lists import WorkingLists
 
-__all__ = ["draft_of"]
-
 
 def draft_of(schedule: Schedule) -> Draft:
     """Rows could run one after the other.

@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 from pstar_sim.core.step import Ref
 
-__all__ = ["ByteMove", "QueueSlot", "fifo_edges"]
-
 
 class ByteMove(NamedTuple):
     """`step` of iteration w + `iteration` takes `take` bytes, or frees -`take`."""

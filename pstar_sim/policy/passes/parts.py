@@ -13,8 +13,6 @@ from pstar_sim.core.step import Kind, Part, Place, Ref, Step, step_with
 from pstar_sim.policy.passes.edges import without_implied
 from pstar_sim.units import MIB
 
-__all__ = ["in_parts", "parts_of"]
-
 # A chunk LARGE times as large as the median chunk is updated in parts of about the median chunk's size
 # (benchmarks/search_constants.md). There are at most MOST_PARTS of them, of at least LEAST_BYTES of the working list:
 # limits that no job of the benchmarks reaches.

@@ -10,8 +10,6 @@ from pstar_sim.core.trips import TRIPS, Trip
 from pstar_sim.policy.kit.trip_moves import TripMoves
 from pstar_sim.policy.passes.draft_rows import After, DraftRows
 
-__all__ = ["TripRows"]
-
 _IN_TURN = frozenset({Kind.SEND, Kind.RECEIVE})
 
 

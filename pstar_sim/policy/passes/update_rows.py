@@ -13,8 +13,6 @@ from pstar_sim.policy.passes.disk_rows import DiskRows
 from pstar_sim.policy.passes.draft_rows import After, DraftRows, ends_of
 from pstar_sim.policy.passes.working_lists import WorkingLists
 
-__all__ = ["UpdateRows", "adam_key", "dropped_lists", "resident_updates", "room"]
-
 
 def room(job: Job, chunk: int, modes: Modes) -> int:
     """What comes for a streamed chunk's update, without a sum that a mode asks for."""

@@ -10,8 +10,6 @@ from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.passes.draft_rows import After, DraftRows
 from pstar_sim.policy.passes.floors import Floors
 
-__all__ = ["WorkingLists"]
-
 
 class WorkingLists:
     """Changed lists hold gradients (gradient_rows.py) or updated parameters (update_rows.py)."""

@@ -11,8 +11,6 @@ from pstar_sim.policy.kit.schedule import Schedule
 from pstar_sim.policy.passes.builder import After, Builder
 from pstar_sim.policy.passes.edges import memory_edges
 
-__all__ = ["plan_of", "step_of"]
-
 
 def plan_of(schedule: Schedule, draft: Draft, window: Window, choices: Mapping[str, object] | None = None) -> Plan:
     """choices: for `explain`, besides the predicted seconds per iteration."""

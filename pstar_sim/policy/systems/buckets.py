@@ -15,8 +15,6 @@ from pstar_sim.policy.passes.step_by_step.gradient_lists import GradientLists, a
 from pstar_sim.policy.systems.shards import Flush, Shards
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["Buckets"]
-
 
 class Buckets:
     """The gradients of one iteration; `before` and `behind` are called once per moment, in order.

@@ -13,8 +13,6 @@ from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.policy.passes.step_by_step.disks import read_in
 from pstar_sim.policy.systems.shards import Shards
 
-__all__ = ["Gathers"]
-
 _ByMoment = defaultdict[int, list[Visit]]
 
 

@@ -19,8 +19,6 @@ from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["ADAM", "check_adam", "hold_copy"]
-
 ADAM = Option(
     one_of("fused", "foreach", "loop"), "kernels of AdamW or Adam; foreach, torch's default, copies a moment", "fused"
 )

@@ -8,8 +8,6 @@ from enum import Enum, auto
 from pstar_sim.policy.kit.facts import Facts
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["Groups"]
-
 
 class _Hold(Enum):
     HOLD = auto()

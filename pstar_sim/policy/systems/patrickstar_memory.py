@@ -18,8 +18,6 @@ from pstar_sim.policy.kit.room import describe_moment
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.units import format_bytes, format_count
 
-__all__ = ["MARGIN_RATIO", "Homes", "Memory", "homes_of"]
-
 MARGIN_RATIO = 0.8
 GPU, HOST = PLACES.index(Place.GPU), PLACES.index(Place.HOST)
 

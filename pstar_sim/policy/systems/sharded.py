@@ -28,16 +28,6 @@ from pstar_sim.policy.systems.gathers import Gathers
 from pstar_sim.policy.systems.shards import Scheme, Shards
 from pstar_sim.units import format_bytes
 
-__all__ = [
-    "MAX_REUSE_PARAMS",
-    "PREFETCH_PARAMS",
-    "REDUCE_BUCKET_PARAMS",
-    "REPLICAS",
-    "SUB_GROUP_PARAMS",
-    "Sharded",
-    "slices_on",
-]
-
 # DeepSpeed's defaults, in parameters (deepspeed/runtime/zero/config.py).
 REDUCE_BUCKET_PARAMS = 500_000_000
 PREFETCH_PARAMS = 50_000_000

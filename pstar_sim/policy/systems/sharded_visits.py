@@ -15,8 +15,6 @@ from pstar_sim.policy.kit.facts import Facts
 from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.workload.workload import Phase, Workload
 
-__all__ = ["ahead_in_forward", "block_visits", "operators_before", "params_before", "sub_groups", "traced_visits"]
-
 
 def block_visits(uses: Facts) -> list[Visit]:
     """FSDP's, sorted: a block's chunks come before its first moment and go after its last, in each direction; its

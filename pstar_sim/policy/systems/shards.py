@@ -10,8 +10,6 @@ from pstar_sim.core.step import PAGEABLE, Place
 from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.policy.passes.builder import Builder
 
-__all__ = ["Flush", "Scheme", "Shards"]
-
 
 class Flush(Enum):
     """The last micro-batch's gradients, to the host.

@@ -29,8 +29,6 @@ from pstar_sim.report.web.charts import Chart, lanes_chart, themed, tide_chart
 from pstar_sim.report.web.question import JOB, MACHINE, PARTS, POLICIES, TRAINING, Field, Question, fields
 from pstar_sim.units import format_bytes, format_error, format_s
 
-__all__ = ["main"]
-
 FASTER = 10  # per cent by which a part is made faster
 CLEAR = "rgba(0,0,0,0)"
 FIELDS = '[data-testid="stExpandSidebarButton"]'  # on a phone, what shows the fields

@@ -27,18 +27,6 @@ from pstar_sim.report.residence import CONTENTS, Residence
 from pstar_sim.report.step_names import block_name, chunk_words
 from pstar_sim.units import format_bytes, format_s
 
-__all__ = [
-    "CONTENT_COLOURS",
-    "LINE_STYLES",
-    "THEMES",
-    "Chart",
-    "lanes_chart",
-    "residence_chart",
-    "same_lanes",
-    "themed",
-    "tide_chart",
-]
-
 MOST_CORNERS = 1200
 THINNEST = 0.005  # share of the height that is seen
 RESOLUTION = 200  # a lane on a narrow screen has that many pixels

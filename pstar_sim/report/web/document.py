@@ -13,8 +13,6 @@ from typing import Any
 from pstar_sim.errors import PstarError
 from pstar_sim.report.web.charts import THEMES
 
-__all__ = ["breakable", "chart_place", "document", "legend_html", "plotly_script", "table_html", "unbroken"]
-
 MOST_NARROW = 3
 
 

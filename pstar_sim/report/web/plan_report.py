@@ -31,8 +31,6 @@ from pstar_sim.report.web.charts import Chart, lanes_chart, residence_chart, sam
 from pstar_sim.report.web.document import breakable, chart_place, document, legend_html, table_html, unbroken
 from pstar_sim.units import format_bytes, format_error, format_params, format_s
 
-__all__ = ["Made", "Subject", "plan_report"]
-
 XS = ("time", "moment")
 _PLACES = {"gpu": "GPU", "host": "host", "nvme": "disks"}
 _TWO_PEAKS = (

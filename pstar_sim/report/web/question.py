@@ -21,8 +21,6 @@ from pstar_sim.planner.jobs import Job
 from pstar_sim.policy.registry import built_in
 from pstar_sim.workload.axes import AxesGiven, Axis, all_axes
 
-__all__ = ["JOB", "MACHINE", "PARTS", "POLICIES", "TRAINING", "Field", "Question", "fields"]
-
 MACHINE, PARTS, JOB, TRAINING = "machine", "parts of the machine", "job", "how it trains"
 POLICIES = ("zero_offload", "tide")
 YES, NO = "yes", "no"

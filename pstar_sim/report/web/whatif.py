@@ -21,8 +21,6 @@ from pstar_sim.report.tables import BINDS_WORDS
 from pstar_sim.report.web.document import document
 from pstar_sim.units import format_error
 
-__all__ = ["distinct_points", "whatif_page"]
-
 TOKENS, DAYS = 3e9, 14.0
 _FIGURES = (
     "fits", "iteration_s", "tokens_per_s", "gap", "bound_by", "peak_gpu_bytes", "peak_host_bytes", "expected_error",

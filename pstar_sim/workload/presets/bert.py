@@ -21,8 +21,6 @@ from pstar_sim.workload.presets.shared import (
 from pstar_sim.workload.tape import Tape, input_gradient, weight_gradient
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["write_bert"]
-
 
 def write_bert(t: Tape, s: Shape) -> None:
     """For masked language modelling: LayerNorm after each sum, separate q, k, v, exact GELU, transformed head."""

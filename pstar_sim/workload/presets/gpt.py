@@ -27,8 +27,6 @@ from pstar_sim.workload.presets.shared import (
 from pstar_sim.workload.tape import Tape
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["write_gpt"]
-
 
 def write_gpt(t: Tape, s: Shape) -> None:
     """Learned positions, LayerNorm with bias, fused qkv, "gelu_new" as eight operators or as one."""

@@ -26,8 +26,6 @@ from pstar_sim.workload.presets.shared import (
 from pstar_sim.workload.tape import Tape
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["write_llama"]
-
 
 def write_llama(t: Tape, s: Shape) -> None:
     """Rotary positions, RMSNorm in fp32, gated feed-forward layers or experts."""

@@ -8,8 +8,6 @@ from pstar_sim.workload.presets.shared import Shape, attend, attend_backward, de
 from pstar_sim.workload.tape import Tape
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["GroupedAttention", "LatentAttention"]
-
 
 class GroupedAttention:
     """Fewer keys and values than queries, as since Llama 2.

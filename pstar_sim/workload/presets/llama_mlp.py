@@ -12,8 +12,6 @@ from pstar_sim.workload.presets.shared import Shape, declare
 from pstar_sim.workload.tape import Tape
 from pstar_sim.workload.workload import Phase, Product
 
-__all__ = ["Experts", "GatedMlp"]
-
 
 class GatedMlp:
     """A gated feed-forward layer (SiLU or GELU).

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pstar_sim.workload.presets.shared import Shape
 from pstar_sim.workload.tape import Tape
 
-__all__ = ["Norms"]
-
 
 class Norms:
     """upcast: a norm keeps an fp32 copy of its input for backward, not the input (as in fp32, under autocast on the

@@ -14,8 +14,6 @@ from pstar_sim.workload.presets.shared import ROOT, Shape
 from pstar_sim.workload.tape import Tape, input_gradient, weight_gradient
 from pstar_sim.workload.workload import Phase, Product
 
-__all__ = ["language_loss", "language_loss_backward", "loss_sums"]
-
 CHUNKS = 8
 
 

@@ -12,30 +12,6 @@ from pstar_sim.workload.kernels import FLAVOURS, Flavour
 from pstar_sim.workload.tape import Tape, input_gradient, weight_gradient
 from pstar_sim.workload.workload import ATTENTION_ALONE, Phase, Product
 
-__all__ = [
-    "ROOT",
-    "Shape",
-    "Stage",
-    "attend",
-    "attend_backward",
-    "begin",
-    "declare",
-    "declare_head",
-    "declare_norm",
-    "embedding_backward",
-    "end",
-    "gradient_comes",
-    "hand_on",
-    "head_comes",
-    "last_product_again",
-    "layer_norm_backward",
-    "layers_backward",
-    "layers_forward",
-    "linear",
-    "norm",
-    "separate_qkv_backward",
-]
-
 ROOT = "<root>"
 
 

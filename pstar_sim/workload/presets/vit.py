@@ -20,8 +20,6 @@ from pstar_sim.workload.presets.shared import (
 from pstar_sim.workload.tape import Tape, weight_gradient
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["write_vit"]
-
 
 def write_vit(t: Tape, s: Shape) -> None:
     """For image classification: patches by strided convolution, class token, LayerNorm first, exact GELU."""

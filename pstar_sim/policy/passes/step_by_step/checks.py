@@ -6,8 +6,6 @@ from pstar_sim.core.step import Place
 from pstar_sim.policy.kit.room import describe_moment, worst_moment
 from pstar_sim.policy.passes.builder import Builder
 
-__all__ = ["check_beside_tide"]
-
 
 def check_beside_tide(b: Builder, held_bytes: int, what: str) -> None:
     """Raise DoesNotFit if they leave no room for the highest tide."""

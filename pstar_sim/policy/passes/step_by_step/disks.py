@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from pstar_sim.core.step import Kind, Place, Queue
 from pstar_sim.policy.passes.builder import Builder
 
-__all__ = ["read_in", "write_out"]
-
 
 def read_in(b: Builder, c: int, list_name: str, m: int, after: Iterable[int]) -> int:
     """Read a list from the disks to the host."""

@@ -13,8 +13,6 @@ from pstar_sim.errors import CannotPlan
 from pstar_sim.policy.kit.facts import Facts
 from pstar_sim.policy.passes.builder import Builder
 
-__all__ = ["GradientLists", "arrivals"]
-
 
 def arrivals(
     uses: Facts, chunks: Iterable[int], *, last: bool = True

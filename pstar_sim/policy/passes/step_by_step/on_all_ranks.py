@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from pstar_sim.policy.passes.builder import Builder
 
-__all__ = ["all_reduced", "gathered"]
-
 
 def gathered(b: Builder, c: int, moment: int, own: int, after: Iterable[int] = ()) -> int:
     """The step after which the chunk is whole here: a gather of others' slices, on one rank `own`.
