@@ -3,7 +3,8 @@ the value and what would do, and prints help in sections."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import typer
@@ -17,7 +18,7 @@ from pstar_sim.terminal import terminal_width
 
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
     """Runs a command line and returns the exit status. Raises PstarError for a mistake, SystemExit after help."""
-    command: Any = get_command(app)
+    command = _command(app)
     try:
         with command.make_context(
             program, list(arguments), terminal_width=terminal_width(), obj=(program, *arguments)
@@ -28,6 +29,9 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
         raise SystemExit(done.exit_code) from None
     except typer.TyperException as error:
         raise PstarError(_words(error)) from None
+
+
+_command: Callable[[typer.Typer], Any] = cache(get_command)  # typer reads the signature of each command anew
 
 
 def words_typed() -> tuple[str, ...]:
