@@ -354,9 +354,9 @@ def semantics(name: str = "semantics") -> str:
     r = result(name)
     left_out = sum("exception" in cell for row in r["table"].values() for cell in row.values())
     return (
-        f"{r['runs']} runs beside plain PyTorch, parameters and moments compared: {r['equal_to_the_bit']} equal to the "
-        f"bit, largest relative difference {r['largest_relative_difference']:.1e}; cells left out with their reasons: "
-        f"{left_out}; {link(name)}"
+        f"parameters and moments of {r['equal_to_the_bit']} of {r['runs']} runs equal plain PyTorch's to the bit "
+        f"(largest difference {r['largest_relative_difference']:.1e}); cells left out with a reason: {left_out}; "
+        f"{link(name)}"
     )
 
 
@@ -401,8 +401,8 @@ def faults() -> str:
 def kills() -> str:
     part = result("reliability")["kills"]
     return (
-        f"{part['kills']} kills, {part['while_saving']} of them while saving; resumes that differ from the "
-        f"uninterrupted run: {part['misses']}; {link('reliability', part['taken_at'])}"
+        f"{part['kills']} kills, {part['while_saving']} of them while saving; {part['misses']} resumes differ from the "
+        f"uninterrupted run; {link('reliability', part['taken_at'])}"
     )
 
 
@@ -412,12 +412,8 @@ def interrupts() -> str:
     equal, clear = found["equal, user's thread"], found["error, user's thread"]
     died = found["error, queues' threads"]
     return (
-        f"{part['struck']:,} of {part['points']:,} (first, middle and last hit of every line, in the loop's thread and "
-        f"the queues'), drawn with seed {part['seed']}: {part['misses']} differ from plain PyTorch or hang; in the "
-        f"loop's thread {equal:,} equal to the bit and "
-        f"{clear:,} one clear error, in a queue's "
-        f"{died:,} the error that it died of; "
-        f"{link('interrupts', part['taken_at'])}"
+        f"{part['struck']:,} of {part['points']:,} points, drawn: {part['misses']} differ from plain PyTorch or hang; "
+        f"{equal:,} equal to the bit, {clear + died:,} a clear error; {link('interrupts', part['taken_at'])}"
     )
 
 
@@ -425,8 +421,8 @@ def oracle() -> str:
     r = result("oracle")
     compared = r["nominal runs compared"] + r["jittered runs compared"]
     return (
-        f"{compared:,} runs of {r['plans']:,} plans and {r['deadlocks compared']:,} deadlocks: "
-        f"{len(r['differences'])} differ in ends, bytes, causes or peaks; {link('oracle')}"
+        f"{compared:,} runs and {r['deadlocks compared']:,} deadlocks: {len(r['differences'])} differ in ends, bytes, "
+        f"causes or peaks; {link('oracle')}"
     )
 
 
@@ -497,17 +493,18 @@ def activations() -> str:
 def tide_bytes() -> str:
     r = result("tide_bytes")
     of = {
-        job: " against ".join(
-            f"{size / 1e9:.1f} GB in {r['iteration_s'][job][policy]:.2f} s under `{policy}`"
-            for policy, size in row.items()
+        job: " and ".join(
+            f"{row[policy] / 1e9:.1f} GB in {r['iteration_s'][job][policy]:.2f} s"
+            for policy in ("tide", "static_partition")
         )
         for job, row in r["to_gpu_bytes_per_iteration"].items()
     }
     many = f"batch {r['batch']} x {r['micro_batches']} micro-batches"
     return (
-        f"{r['model']} on `{r['simulated_machine']}`, sequence {r['sequence']}, default setting, bytes to the GPU and "
-        f"seconds per iteration ({link('tide_bytes')}): {many} {of['four micro-batches']}, with no optimizer state "
-        f"pinned {of['four micro-batches, nothing pinned']}; one micro-batch {of['one micro-batch']}."
+        f"{r['model']} on `{r['simulated_machine']}`, sequence {r['sequence']}, bytes to the GPU and seconds per "
+        f"iteration under `tide` and `static_partition` ({link('tide_bytes')}): {many} {of['four micro-batches']}, "
+        f"with no optimizer state pinned {of['four micro-batches, nothing pinned']}; one micro-batch "
+        f"{of['one micro-batch']}."
     )
 
 
@@ -570,7 +567,7 @@ def mixed_stages() -> str:
 
 
 def spreads() -> str:
-    lines = ["| model, GPUs | offloaded | without offloading | FSDP alone |", "|---|---|---|---|"]
+    lines = ["| model, GPUs | tokens/s, offloaded | without offloading | FSDP alone |", "|---|---|---|---|"]
     for row in result("spreads")["rows"]:
         cells = [_way(row[kind]) for kind in ("offloaded", "resident", "fsdp")]
         gpus = f"`{row['machine']}`" + (f" x {row['nodes']}" if row["nodes"] > 1 else "")
@@ -581,8 +578,7 @@ def spreads() -> str:
 def _way(way: Mapping[str, Any] | None) -> str:
     if way is None:
         return "does not fit"
-    rate = f"{way['iteration_s']:.1f} s, {way['tokens_per_s']:,.0f} tokens/s"
-    return f"{rate}: `{way['parallel']}` {way['batch']}, {way['policy']}"
+    return f"{way['tokens_per_s']:,.0f}: `{way['parallel']}` {way['batch']}, {way['policy']}"
 
 
 LAYOUTS = {
@@ -619,9 +615,8 @@ def optimizers() -> str:
     r = result("optimizers")
     return (
         f"{sum(r['ran'].values())} cells of {len(r['ran'])} optimizers, drawn pairwise over policies, dtypes, updates, "
-        f"micro-batches and clipping, and {sum(r['ran_on_ranks'].values())} cells on two ranks without clipping: after "
-        f"{r['steps']} steps {len(r['wrong'])} differ from the plain loop in a bit of their losses or parameters "
-        f"({link('optimizers')})"
+        f"micro-batches and clipping, and {sum(r['ran_on_ranks'].values())} on two ranks without clipping: after "
+        f"{r['steps']} steps {len(r['wrong'])} differ in a bit of losses or parameters ({link('optimizers')})"
     )
 
 
