@@ -64,6 +64,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "overhead": EXECUTED,
     "overlap": PLANNED,
     "patrickstar_node": PLANNED,
+    "qlora": PLANNED,
     "peers*": (*EXECUTED, "benchmarks/contenders/**"),
     "planning_speed": PLANNED,
     "play_speed": PLANNED,

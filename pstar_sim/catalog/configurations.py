@@ -116,6 +116,18 @@ class _Config:
         return value or []
 
 
+def every_expert_note(values: _Values) -> str:
+    """Empty for a model whose tokens run through the experts to which they are sent."""
+    kind, text = values["model_type"], values.get("text_config") or values
+    if kind not in _EVERY_EXPERT:
+        return ""
+    count = text.get("num_local_experts", _EVERY_EXPERT[kind])
+    sent = text.get("num_experts_per_tok", 1)
+    return (
+        f"every token runs through all {count} experts of a layer, though sent to {sent}, as transformers codes {kind}"
+    )
+
+
 def shape_of(model: str, path: Path, values: _Values) -> dict[str, Any]:
     """Returns a model entry's fields but name, params and source. Raises NoPreset, and ModelError naming file, key and
     value for one that the family cannot have."""
@@ -314,6 +326,9 @@ _QWEN = {
     "max_position_embeddings": 32768,
 }
 _PLAIN = {"mlp_bias": False, "use_sliding_window": False}
+
+_EVERY_EXPERT = {"llama4": 16, "llama4_text": 16}
+"""Model type whose code runs every expert on every token -> experts of a layer by default."""
 
 _FAMILIES: dict[str, tuple[Callable[[_Config], dict[str, Any]] | None, _Values, _Values]] = {
     "gpt2": (

@@ -8,11 +8,17 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from pstar_sim.catalog.configurations import NoPreset, configuration_file, is_configuration
+from pstar_sim.catalog.configurations import (
+    NoPreset,
+    configuration_file,
+    every_expert_note,
+    is_configuration,
+    read_configuration,
+)
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.cli.executor_parts import executor_module
@@ -83,7 +89,8 @@ class CapturedJob(Job):
             kept.parent.mkdir(parents=True, exist_ok=True)
             save_trace(captured, kept)
             captured = load_trace(kept)
-        workload = self.beside(captured)
+        note = every_expert_note(read_configuration(self.model)[1])
+        workload = self.beside(replace(captured, notes=", ".join(filter(None, (captured.notes, note)))))
         return workload if self.micro_batches in (None, 1) else repeat_micro_batch(workload, self.micro_batches)
 
 

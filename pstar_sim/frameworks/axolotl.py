@@ -24,6 +24,9 @@ KEYS = (
     used("bnb_config_kwargs.bnb_4bit_use_double_quant", "nested", bool, True),
     used("lora_r", "rank", Count),
     used("lora_target_modules", "targets", None),
+    used("lora_modules_to_save", "save", None),
+    used("peft_use_rslora", "rs", bool, False),
+    used("peft_use_dora", "dora", bool, False),
     used("lora_target_linear", "all_linear", bool, False),
     used("optimizer", "optimizer", str),
     used("micro_batch_size", "batch_per_gpu", Count),
@@ -52,8 +55,6 @@ KEYS = (
     used("fsdp_version", "version", Count),
     unmodelled("activation_offloading", "activations are taken to stay on the GPU"),
     unmodelled("layer_offloading", "frozen layers are taken to stay on the GPU; policies here stream them (--policy)"),
-    unmodelled("peft_use_dora", "adapters are taken to be LoRA's"),
-    unmodelled("lora_modules_to_save", _PART, off=None),
     unmodelled("lora_target_parameters", _PART, off=None),
     unmodelled("lora_rank_pattern", _PART, off=None),
     unmodelled("peft_layers_to_transform", _PART, off=None),
@@ -94,7 +95,7 @@ KEYS = (
         "load_best_model_at_end", "local_rank", "logging_steps", "lora_alpha", "lora_dropout",
         "lora_fan_in_fan_out", "lora_model_dir", "loraplus_lr_ratio", "loss_watchdog_patience",
         "loss_watchdog_threshold", "lr_scheduler", "max_packed_sequence_len", "max_steps", "model_type",
-        "num_epochs", "output_dir", "pad_to_sequence_len", "peft_init_lora_weights", "peft_use_rslora",
+        "num_epochs", "output_dir", "pad_to_sequence_len", "peft_init_lora_weights",
         "plugins", "pretraining_dataset", "processor_type", "push_dataset_to_hub", "remove_unused_columns",
         "resume_from_checkpoint", "sample_packing", "save_safetensors", "save_steps", "save_strategy",
         "save_total_limit", "saves_per_epoch", "seed", "shuffle_merged_datasets", "skip_prepare_dataset",
@@ -153,7 +154,8 @@ def _adapter(found: KeyReading, notes: list[str]) -> str | None:
     if found["adapter"] not in ("lora", "qlora"):
         notes.append(f"not modelled: adapter = {found['adapter']}: predicted as LoRA")
     targets = ALL_LINEAR if found["all_linear"] else found["targets"]
-    return adapter_text(found["rank"] or Adapter().rank, targets)
+    rank, save = found["rank"] or Adapter().rank, found["save"]
+    return adapter_text(rank, targets, save=save, rs=found["rs"] is True, dora=found["dora"] is True)
 
 
 def _kernels(found: KeyReading) -> str | None:

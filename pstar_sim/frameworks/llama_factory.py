@@ -13,7 +13,6 @@ from pstar_sim.frameworks.quantization import bits_to_base
 from pstar_sim.frameworks.trainers import adapter_text, launched, optimizer_of, trained
 from pstar_sim.schema.fields import least
 
-_PART = "adapters are taken to be on all layers, and nothing else to be trained"
 _WHOLE = "all parameters are taken to be trained with the optimizer of optim"
 _RANK = 8
 
@@ -25,6 +24,9 @@ KEYS = (
     used("double_quantization", "nested", bool, True),
     used("lora_rank", "rank", Count, _RANK, also=("peft_config.r",)),
     used("lora_target", "targets", None, "all", also=("peft_config.target_modules",)),
+    used("additional_target", "save", None),
+    used("use_rslora", "rs", bool, False),
+    used("use_dora", "dora", bool, False),
     used("pure_bf16", "pure", bool, False),
     used("optim", "optimizer", str),
     used("use_muon", "muon", bool, False),
@@ -44,8 +46,6 @@ KEYS = (
     used("dist_config.name", "spread", str),
     used("dist_config.config_file", "spread_file", str),
     unmodelled("dist_config.*", "ranks are taken to slice what they hold", off=None),
-    unmodelled("use_dora", "adapters are taken to be LoRA's"),
-    unmodelled("additional_target", _PART, off=None),
     unmodelled("use_unsloth", "kernels and activations are taken to be those of --kernels"),
     unmodelled("use_unsloth_gc", "inputs of recomputed blocks are taken to stay on the GPU"),
     unmodelled("upcast_layernorm", "norms are taken to have the working dtype"),
@@ -73,7 +73,7 @@ KEYS = (
         "per_device_eval_batch_size", "plot_loss", "pref_beta", "pref_loss", "preprocessing_num_workers",
         "quantization_device_map", "quantization_type", "report_to", "resume_from_checkpoint", "rope_scaling",
         "sample_backend", "save_only_model", "save_steps", "seed", "template", "tokenized_path",
-        "train_dataset", "trust_remote_code", "use_cache", "use_reentrant_gc", "use_rslora", "val_size",
+        "train_dataset", "trust_remote_code", "use_cache", "use_reentrant_gc", "val_size",
         "warmup_ratio", "warmup_steps", "weight_decay",
     ),
 )  # fmt: skip
@@ -108,7 +108,7 @@ def read(content: object, file: str) -> Configuration:
         file,
         notes,
         model=found.known("model"),
-        lora=adapter_text(found["rank"], found["targets"]) if adapted else None,
+        lora=_adapter(found) if adapted else None,
         base=_base(found, notes),
         autocast=dtype if upcast else None,
         products="fp8" if found["fp8"] is True else None,
@@ -122,6 +122,11 @@ def read(content: object, file: str) -> Configuration:
         loss="fused" if found["liger"] else None,
         kernels="fused" if found["liger"] else None,
     )
+
+
+def _adapter(found: KeyReading) -> str:
+    rs, dora = found["rs"] is True, found["dora"] is True
+    return adapter_text(found["rank"], found["targets"], save=found["save"], rs=rs, dora=dora)
 
 
 def _base(found: KeyReading, notes: list[str]) -> str | None:

@@ -73,14 +73,19 @@ def _file(named: str, file: str) -> tuple[object, str]:
         raise PstarError(f"{path}: {fault.in_json()}") from None
 
 
-def adapter_text(rank: int, targets: object) -> str:
-    """targets: names of modules, or paths that end with them; "all" and "all-linear" are all linear modules; None: the
-    family's usual."""
-    words = targets.split(",") if isinstance(targets, str) else targets if isinstance(targets, list) else []
-    names = [str(word).strip().rpartition(".")[2] for word in words]
-    if {"all", ALL_LINEAR} & {*names}:
-        names = [ALL_LINEAR]
-    return str(Adapter(rank=rank, targets=tuple(dict.fromkeys(filter(None, names))) or None))
+def adapter_text(rank: int, targets: object, *, save: object, rs: bool, dora: bool) -> str:
+    """targets, save: names between commas or in a list; "all" means all linear modules, None the family's usual; a
+    single text that is neither is a regular expression."""
+    named = _names(targets)
+    if "all" in named:
+        named = (ALL_LINEAR,)
+    chosen = named[0] if isinstance(targets, str) and len(named) == 1 and not named[0].isidentifier() else named or None
+    return str(Adapter(rank=rank, targets=chosen, save=_names(save), rs=rs, dora=dora))
+
+
+def _names(given: object) -> tuple[str, ...]:
+    words = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else ()
+    return tuple(dict.fromkeys(word for word in (str(word).strip() for word in words) if word))
 
 
 def optimizer_of(name: str | None, key: str) -> tuple[str | None, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from pstar_sim.arguments import flag
@@ -136,10 +136,12 @@ class SmallestChange:
 
     words: flags, "with --host-memory 128GB" or "with --policy optimal".
     policies: those that fit with the change.
+    brings_bytes: as in `Remedy`.
     """
 
     words: str
     policies: tuple[str, ...]
+    brings_bytes: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -496,6 +498,10 @@ def _changes(
     for way, _ in sorted(found, key=lambda pair: pair[0].rank):
         least.setdefault(way.hardware, way)
     return tuple(
-        SmallestChange(words=one.words, policies=tuple(name for way, name in found if way == one))
+        SmallestChange(
+            words=one.words,
+            policies=tuple(name for way, name in found if way == one),
+            brings_bytes=one.brings_bytes,
+        )
         for one in least.values()
     )

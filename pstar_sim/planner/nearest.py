@@ -19,15 +19,15 @@ from pstar_sim.catalog.loader import as_listed, load_machine, machine_names, res
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.core.plan import Settings
-from pstar_sim.dtypes import DTYPES
+from pstar_sim.dtypes import BASES, DTYPES
 from pstar_sim.errors import CannotPlan, CatalogError, DoesNotFit, PstarError
 from pstar_sim.planner.memory_needs import shortage, with_large_disks
 from pstar_sim.policy.kit.options import Specified, split_spec
 from pstar_sim.policy.registry import Policy, can, policy_name
-from pstar_sim.units import GB, MB
+from pstar_sim.units import GB, MB, format_bytes
 from pstar_sim.workload.kernels import FLAVOURS, FUSED
 from pstar_sim.workload.loading import LOADING, WHOLE, Loading
-from pstar_sim.workload.lora import adapter_of, base_of
+from pstar_sim.workload.lora import adapter_of, base_of, packed_bytes
 from pstar_sim.workload.optimizers import MASTERS, OPTIMIZERS
 from pstar_sim.workload.presets import can_vary, has_kernels, variant
 from pstar_sim.workload.workload import Workload, with_optimizer
@@ -38,7 +38,7 @@ KINDS = (*_EXACT, "policy", *_INEXACT, "disks", "host memory", "GPU memory", "ma
 memory for the host less than a GPU."""
 _SMALLER = {"adamw": "adamw-8bit", "adam": "adamw-8bit", "adamw-bf16-states": "adamw-8bit", "lion": "lion-8bit"}
 """Optimizer -> the one with the same update and states in 8 bits."""
-_LORA, _BASE = "r=16", "nf4"
+_LORA, _BASES = "r=16", ("nf4", "nf4-experts")
 _MOST_SPLITS = 1024
 
 
@@ -49,11 +49,13 @@ class Remedy:
     kinds: some of KINDS.
     size: bytes of memory (a machine's: of its GPU), or the distance of the job's options from the job's own.
     words: "with --host-memory 128GB" or "on a100-80".
+    brings_bytes: by which a quantised base makes weights smaller.
     """
 
     kinds: tuple[str, ...]
     size: int
     words: str
+    brings_bytes: int = 0
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -129,13 +131,20 @@ class Elsewhere:
                 )
             if shape.causal and w.loss != FUSED and not w.autocast:
                 found["loss"] = iter([_Option(flags=f"--loss {FUSED}", given={"loss": FUSED})])
-            packed = _Option(flags=f"--base {_BASE}", size=1, given={"base": _BASE})
+            packed = [
+                _Option(flags=f"--base {base}", size=size, given={"base": base})
+                for size, base in enumerate(_BASES, start=1)
+                if shape.experts is not None or not BASES[base].stacks
+            ]
             if adapter_of(w) is None and not w.autocast:
                 lora = _Option(flags=f"--lora {_LORA}", given={"lora": _LORA})
-                both = _Option(flags=f"{lora.flags} {packed.flags}", size=1, given={**lora.given, **packed.given})
-                found["LoRA"] = iter([lora, both])
+                both = (
+                    _Option(flags=f"{lora.flags} {one.flags}", size=one.size, given={**lora.given, **one.given})
+                    for one in packed
+                )
+                found["LoRA"] = iter([lora, *both])
             elif base_of(w) is None and not w.autocast:
-                found["base"] = iter([packed])
+                found["base"] = iter(packed)
         return {kind: tuple(found[kind]) for kind in (*_EXACT, *_INEXACT) if kind in found}
 
     def _loadings(self) -> Iterator[_Option]:
@@ -221,7 +230,9 @@ def as_flags(words: str) -> str:
 
 
 def in_words(found: Sequence[Remedy], fitting: Sequence[str] = ()) -> str:
-    ways = [one.words for one in found] + [f"with --policy {name}" for name in fitting[:1]]
+    ways = [one.words + brings_words(one.brings_bytes) for one in found] + [
+        f"with --policy {name}" for name in fitting[:1]
+    ]
     return f"fits {', or '.join(ways)}" if ways else "nothing tried would make it fit"
 
 
@@ -260,6 +271,11 @@ def remedies(
     bigger = _gpu_memory(ask, workload, machine, settings, elsewhere.loading, error)
     bigger = bigger or next(_machines(ask, elsewhere, settings, error), None)
     return tuple(one for one in (job, bigger) if one is not None)
+
+
+def brings_words(size_bytes: int) -> str:
+    """Behind a change; empty for 0."""
+    return f" (brings {format_bytes(size_bytes)})" if size_bytes else ""
 
 
 def asker(policy: str | Policy, *, others: bool = True) -> Ask:
@@ -309,13 +325,13 @@ def _of_job(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFi
             most = elsewhere.job({**taken, kind: options[-1]}) if options else None
             for option in options if most is None or saves_enough(most) else ():
                 if fits({**taken, kind: option}):
-                    return _least({**taken, kind: option}, kind, fits)
+                    return _remedy(_least({**taken, kind: option}, kind, fits), kind, elsewhere)
             if options and saves(taken, kind, options[-1]):
                 taken[kind] = options[-1]
     return None
 
 
-def _least(options: dict[str, _Option], last: str, fits: Callable[[Mapping[str, _Option]], bool]) -> Remedy:
+def _least(options: dict[str, _Option], last: str, fits: Callable[[Mapping[str, _Option]], bool]) -> dict[str, _Option]:
     alone = {last: options[last]}
     others = [kind for kind in options if kind != last]
     if others and fits(alone):
@@ -325,8 +341,15 @@ def _least(options: dict[str, _Option], last: str, fits: Callable[[Mapping[str, 
             fewer = {k: option for k, option in options.items() if k != kind}
             if fits(fewer):
                 options = fewer
+    return options
+
+
+def _remedy(options: Mapping[str, _Option], last: str, elsewhere: Elsewhere) -> Remedy:
     words = " ".join(option.flags for option in options.values())
-    return Remedy(kinds=(*options,), size=options[last].size, words=f"with {words}")
+    made = elsewhere.job(options)
+    before, after = elsewhere.workload, elsewhere.workload if made is None else made[0]
+    brings = packed_bytes(after) - packed_bytes(before)
+    return Remedy(kinds=(*options,), size=options[last].size, words=f"with {words}", brings_bytes=brings)
 
 
 def _saved_bytes(before: _Changed, after: _Changed, place: str, m: Machine) -> float:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pstar_sim.catalog.loader import as_listed
 from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
 from pstar_sim.planner.machine_notes import added_gpus_notes, attention_notes, pinned_notes, thread_notes, units_notes
-from pstar_sim.planner.nearest import as_flags
+from pstar_sim.planner.nearest import as_flags, brings_words
 from pstar_sim.planner.trust import NOT_NEAR
 from pstar_sim.report.tables import (
     batch_words,
@@ -235,7 +235,7 @@ def _changes(answer: Fits) -> list[str]:
 
 
 def _named_change(change: SmallestChange, answer: Fits) -> str:
-    words, policies = change.words.removeprefix("with "), change.policies
+    words, policies = change.words.removeprefix("with ") + brings_words(change.brings_bytes), change.policies
     if words.startswith("--policy") or policies == tuple(row.policy for row in answer.rows):
         return words
     names = policies[0] if len(policies) == 1 else f"{', '.join(policies[:-1])} or {policies[-1]}"

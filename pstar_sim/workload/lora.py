@@ -33,7 +33,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pstar_sim.catalog.attention import AttentionCall
-from pstar_sim.dtypes import BASES, Dtype
+from pstar_sim.dtypes import BASES, DTYPES, Dtype
 from pstar_sim.errors import ModelError
 from pstar_sim.workload.adapter import (
     ALL_LINEAR,
@@ -90,6 +90,12 @@ def base_of(workload: Workload) -> str | None:
 def is_stack(name: str, shape: Sequence[int]) -> bool:
     """Whether a parameter is the matrices of all experts of a layer."""
     return len(shape) == 3 and ".experts." in name
+
+
+def packed_bytes(workload: Workload) -> int:
+    """By which a quantised base is smaller than in the working dtype."""
+    width = DTYPES[workload.dtype].bytes
+    return sum(t.numel * width - t.bytes for t in workload.tensors if t.dtype in BASES)
 
 
 def quantised_params(tensors: Iterable[Tensor]) -> int:

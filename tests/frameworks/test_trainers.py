@@ -15,6 +15,7 @@ from pstar_sim.errors import PstarError
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.load import load_configuration
 from pstar_sim.frameworks.quantization import bits_to_base
+from pstar_sim.workload.adapter import adapter
 
 MODEL = "meta-llama/Llama-3.1-8B"
 QLORA = """
@@ -90,6 +91,32 @@ def test_a_file_of_llama_factory_says_the_job_in_both_forms(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("text", "lora"),
+    [
+        ("base_model: m\nadapter: lora", "r=16"),
+        ("base_model: m\nadapter: lora\nlora_r: 8\npeft_use_dora: true", "r=8,dora"),
+        (
+            "base_model: m\nadapter: lora\nlora_modules_to_save: [embed_tokens, lm_head]",
+            "r=16,save=embed_tokens+lm_head",
+        ),
+        (
+            "base_model: m\nadapter: lora\nlora_target_modules: [q_proj, mlp.down_proj]",
+            "r=16,targets=q_proj+mlp.down_proj",
+        ),
+        ("base_model: m\nadapter: lora\nlora_target_modules: '.*[.](q|v)_proj'", "r=16,targets=.*[.](q|v)_proj"),
+        (
+            "finetuning_type: lora\nadditional_target: embed_tokens,lm_head\nuse_rslora: true",
+            "r=8,targets=all-linear,save=embed_tokens+lm_head,rs",
+        ),
+        ("finetuning_type: lora\nlora_target: q_proj\nuse_dora: true", "r=8,targets=q_proj,dora"),
+    ],
+)
+def test_an_adapter_is_said_in_our_words(text: str, lora: str, tmp_path: Path) -> None:
+    found = read(text, tmp_path).lora
+    assert found == lora and str(adapter(found)) == lora
+
+
+@pytest.mark.parametrize(
     ("changed", "base"),
     [
         ("", "nf4"),
@@ -149,8 +176,8 @@ def test_deepspeed_and_fsdp_are_read_as_their_own_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "note"),
     [
-        (f"{QLORA}peft_use_dora: true", "not modelled: peft_use_dora = true: adapters are taken to be LoRA's"),
-        (f"{QLORA}lora_modules_to_save: [lm_head]", "not modelled: lora_modules_to_save = "),
+        (f"{QLORA}relora: true", "not modelled: relora = true: adapters are taken to stay as they are"),
+        (f"{QLORA}lora_target_parameters: [mlp.experts.down_proj]", "not modelled: lora_target_parameters = "),
         (f"{QLORA}made_up: 1", "made_up = 1: not a known key of an axolotl configuration"),
         (
             QLORA.replace("adamw_bnb_8bit", "came_pytorch"),

@@ -135,6 +135,50 @@ def test_grouped_products_in_fp32(trained: Callable[..., Any]) -> None:
     measured_equals_plan(trained(Grouped()))
 
 
+@GROUPED_PRODUCT
+@pytest.mark.parametrize("frozen", [False, True])
+def test_grouped_products_in_bf16_are_plain_torch_to_the_bit(frozen: bool) -> None:
+    """Trained experts, and frozen ones that stream beside trained layers."""
+    torch.manual_seed(0)
+    plain = nn.ModuleList(Grouped() for _ in range(4)).bfloat16()
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(not frozen or name.endswith(("before.weight", "after.weight")))
+    mine = copy.deepcopy(plain)
+
+    class Chain(nn.Module):
+        def __init__(self, layers: nn.ModuleList) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([layer(x) for layer in self.layers]).float().sum()
+
+    models = Chain(plain), Chain(mine)
+    made = [
+        torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2, fused=True) for each in models
+    ]
+    weights = sum(p.numel() * 2 for p in plain.parameters())
+    _, optimizer = executor.offload(
+        models[1], made[1], (torch.zeros(6, 40, dtype=torch.bfloat16),), masters="none", policy="tide",
+        gpu_memory=f"{weights * (3 if frozen else 5) // 4000}KB",
+    )  # fmt: skip
+    draw = torch.Generator().manual_seed(5)
+    losses: tuple[list[float], list[float]] = ([], [])
+    for _ in range(3):
+        x = torch.randn(6, 40, generator=draw).bfloat16()
+        for model, each, found in zip(models, (made[0], optimizer), losses):
+            loss = model(x)
+            loss.backward()
+            found.append(loss.item())
+            del loss
+            each.step()
+            each.zero_grad()
+    assert losses[0] == losses[1]
+    assert optimizer.session.plan.moved_bytes["h2d"] > 0 and optimizer.session.deviations == 0
+    optimizer.session.close()
+    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), mine.parameters()))
+
+
 def bart() -> nn.Module:
     """It makes itself masks of ones, and then does without."""
     import transformers

@@ -13,8 +13,11 @@ from torch import nn
 
 from executor.capture import capture
 from executor.models import build, forward_loss
+from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.model_shapes import model_entry
+from pstar_sim.cli.captured import CapturedJob
 from pstar_sim.errors import ModelError, UnknownName
+from pstar_sim.workload.workload import Phase
 
 BEFORE_5 = int(transformers.__version__.partition(".")[0]) < 5
 ROUTED = pytest.mark.skipif(BEFORE_5, reason="before transformers 5.0 experts find their tokens by value (nonzero)")
@@ -193,6 +196,27 @@ def test_routed_experts_count_the_experts_a_token_goes_to(tmp_path: Path) -> Non
     (rotary,) = (m.flops for m in w.moments if m.name == "end:model.embed_tokens")
     assert rotary in (0, 2 * 4 * 32)  # frequencies times positions: a product before transformers 5.23
     assert w.flops == experts + others + attention + rotary
+
+
+@ROUTED
+def test_a_model_whose_code_runs_every_expert_on_every_token_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama 4: 32 tokens through 4 experts, though each is sent to one, and through a shared one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    values = {"model_type": "llama4_text", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+              "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 64, "intermediate_size_mlp": 64,
+              "vocab_size": 96, "num_local_experts": 4, "num_experts_per_tok": 1, "tie_word_embeddings": False,
+              "interleave_moe_layer_step": 1, "architectures": ["Llama4ForCausalLM"]}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    job = CapturedJob(model=f"hf:{tmp_path}", batch=1, seq=32, dtype="bf16", checkpointing=False)
+    (w,) = job.of(load_machine("rtx4090-128gb"))
+    assert (
+        w.notes
+        == "every token runs through all 4 experts of a layer, though sent to 1, as transformers codes llama4_text"
+    )
+    of_layer = [sum(m.flops for m in w.moments if m.phase is Phase.FWD and ".experts" in m.module)]
+    assert of_layer == [2 * 32 * 4 * (3 * 32 * 64)]
 
 
 @ROUTED
