@@ -169,7 +169,7 @@ def test_every_policy_plans_them_and_the_checker_agrees(job: str, micro_batches:
     fitting = set()
     for name, policy in policies().items():
         try:
-            plan = policy(w, m, ps.Settings(update="eager", clip=False))
+            plan = policy(w, m, ps.Settings(update="eager", clip=False, effort=0.1))
         except (ps.DoesNotFit, CannotPlan):
             continue
         plan.check()
