@@ -58,6 +58,7 @@ IN_SMALL = {
     "pstar sensitivity ": "--policy zero_offload",
     "pstar plan --model 1B --global-batch 8": "--policy zero_offload --global-batch 2",
     "pstar compare --model 1B --batch 2": "--policy zero_offload",
+    "pstar compare --model llama-3.2-3b": "--policy tide",
     "pstar run plan.json": "--steps 2",
 }
 """How a command begins that takes long, and the flags that it gets beside its own without --whole. The `compare` of
