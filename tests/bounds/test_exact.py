@@ -100,6 +100,46 @@ def test_pruned_ways_are_no_better() -> None:
     assert min(found for found in each if found is not None) == exact_optimum(t)
 
 
+def test_states_on_disks_by_hand() -> None:
+    """Two layers updated on the CPU as gradients arrive. A state takes 2 units to read and 3 to write. With room for
+    both on the host, 9 units as without disks. With room for one, the update of layer 0, with which the next forward
+    pass begins, follows that of layer 1 behind a write and a read: 4 until the gradient of layer 1, down, Adam, 5,
+    Adam, up: 13. The states change places again beside the rest of the iteration."""
+    t = tiny(host=2, read=2, write=3)
+    assert [exact_optimum(replace(t, host=room)) for room in (2, 1)] == [9, 13]
+
+
+@pytest.mark.parametrize("rooms", [1, 2])
+def test_bounds_with_disks_are_below_the_exact_optimum_and_plans_above_it(rooms: int, whole: bool) -> None:
+    """Three layers, whose states are twice as large as their working lists and have no room on the GPU; the host has
+    room for one or two."""
+    compared: list[float] = []
+
+    @hypothesis.settings(max_examples=100 if whole else 3)
+    @given(chances())
+    def holds(chance: random.Random) -> None:
+        t = random_tiny(chance, layers=3, micro_batches=1)
+        t = replace(
+            t,
+            wide=2,
+            slots=2,
+            tide=(0,) * 6,
+            host=rooms,
+            read=chance.choice((1, 2, 12)),
+            write=chance.choice((1, 3, 18)),
+        )
+        try:
+            best = exact_optimum(t, most_states=10 * MOST_STATES)
+        except MemoryError:
+            return
+        found = compare_tiny(t, (best, best), ("tide", "optimal", "static_partition"))
+        assert not found.wrong, found
+        compared.append(found.joint)
+
+    holds()
+    assert compared
+
+
 @pytest.mark.parametrize("order", ["depth-first", "layer-major", "sums in 16 bits"])
 def test_bounds_are_below_the_exact_optimum_and_plans_above_it(order: str, whole: bool) -> None:
     """Random instances: closed form, joint and fluid program <= exact optimum <= plans."""

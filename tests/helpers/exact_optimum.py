@@ -2,7 +2,10 @@
 
 A chain of layers, one chunk each; one optimizer state of 4 bytes per parameter. The working list and a gradient fill
 one slot of the GPU, the state and a sum of gradients `wide` slots (1: fp32, 2: two-byte dtypes). All durations are
-whole units. Copies and Adam do not slow one another down, and the host has room for everything.
+whole units. Copies and Adam do not slow one another down, and the host has room for everything, or for all but a number
+of states (`Tiny.host`). Then the others are on disks, which read or write one state at a time. A state is read before
+an update on the CPU and written after it, in any order and as often as room wants it; which states stay is not chosen
+beforehand. Updates on the GPU are not searched with disks.
 
 Space of schedules: every order of steps that core/step.py describes and the checker accepts, of any period. For each
 chunk and the whole schedule two things are chosen, a `Way`: Adam on the CPU or on the GPU; and whether the gradients of
@@ -84,6 +87,8 @@ class Tiny:
     tide: slots, for each of the 2 * layers moments of a micro-batch or, where `order` is given, for each moment.
     wide: slots of a state and of a sum.
     order: (layer, backward, micro-batch) of each moment; None: depth-first.
+    host: states for which the host has room; None: all, and no disks.
+    read, write: units that the disks take for a state.
     """
 
     layers: int
@@ -101,6 +106,9 @@ class Tiny:
     cpu_add: int = 1
     gpu_add: int = 0
     order: tuple[tuple[int, bool, int], ...] | None = None
+    host: int | None = None
+    read: int = 1
+    write: int = 1
 
     @property
     def moments(self) -> tuple[tuple[int, bool, int], ...]:
@@ -118,7 +126,8 @@ class Tiny:
     @property
     def ways(self) -> tuple[Way, ...]:
         each = (False, True) if self.micro_batches > 1 else (False,)
-        return tuple(Way(on_gpu, summed) for on_gpu in (False, True) for summed in each)
+        places = (False, True) if self.host is None else (False,)
+        return tuple(Way(on_gpu, summed) for on_gpu in places for summed in each)
 
 
 def exact_optimum(
@@ -202,6 +211,8 @@ _IDLE, _RUNS, _ADAM = 0, 1, 2
 # list of its own. S: the sum. X: its state (Adam on the GPU), or whether the last gradient is added (on the CPU).
 _P, _PENDING, _W, _S, _X = range(5)
 _LISTS = (_P, _W, _S, _X)
+# A state with disks: on the disks only, on both (equal), on the host only
+_ON_DISKS, _CLEAN, _DIRTY = 0, 1, 2
 # P and X: on the host only, on both (equal), on the GPU only
 _HOST, _BOTH, _GPU = 0, 1, 2
 # W: none to add; on the GPU only; on both; on the host only; a new one on the GPU only and an older one on the host
@@ -238,10 +249,16 @@ class _Graph:
         before_last = self.backward & (self.batch == t.micro_batches - 2)
         # of each chunk: the moment of the last gradient that has a list of its own
         self.own_last = [max(np.flatnonzero(before_last & (self.layer == i)), default=-1) for i in range(t.layers)]
-        self.rows = 10 + 5 * t.layers
+        self.disks = 10 + 5 * t.layers  # what they do, units left of it, and where each chunk's state is
+        self.queues = (*_QUEUES, (self.disks, self.disks + 1))
+        self.rows = self.disks + 2 + t.layers
         most = max(int(self.length.max()), t.gpu_adam, t.cpu_adam + 2 * t.cpu_add, t.wide * t.up, t.wide * t.down) + 1
         queues = [self.count, 2 + t.layers, most, *([1 + 5 * t.layers, most] * 2), 1 + 3 * t.layers, most]
-        radix = [*queues, *([3, 2, 5, 4, 3] * t.layers)]
+        alone = t.micro_batches == 1 and not any(way.on_gpu for way in ways)  # without W, S, X
+        on_disks = [1, 1] + t.layers * [1]
+        if t.host is not None:
+            on_disks = [1 + 2 * t.layers, max(t.read, t.write) + 1] + t.layers * [3]
+        radix = [*queues, *([3, 2, *([1, 1, 1] if alone else [5, 4, 3])] * t.layers), *on_disks]
         self.place = np.cumprod([1, *radix[:-1]], dtype=np.float64)
         if self.place[-1] * radix[-1] >= 2**62:
             raise ValueError("a state of this instance does not fit into one number")
@@ -291,11 +308,11 @@ class _Graph:
     def _after(self, x: _States) -> tuple[_States, _States, _States]:
         """Returns all states in which the next step has ended, the units until then, and whether an iteration has
         ended."""
-        for stage in (self._compute, self._up, self._down, self._cpu):
+        for stage in (self._compute, self._up, self._down, self._cpu, self._disks):
             x = stage(x)
-        left = np.stack([np.where(x[what] > 0, x[units], 2**30) for what, units in _QUEUES]).min(axis=0)
+        left = np.stack([np.where(x[what] > 0, x[units], 2**30) for what, units in self.queues]).min(axis=0)
         x, left = x[:, left < 2**30], left[left < 2**30]
-        for what, units in _QUEUES:
+        for what, units in self.queues:
             x[units] -= np.where(x[what] > 0, left, 0)
         done = self._end(x)
         different = _different(done, left, self.keys(x), x[_FROM])
@@ -440,7 +457,40 @@ class _Graph:
             ready &= (p == _HOST) & (w == _NO_W) & (added == 1)
         else:
             ready &= (p == _HOST) & ((w == _NO_W) | (w == _W_HOST))
+        if t.host is not None:
+            ready &= (x[self._state(i)] != _ON_DISKS) & (x[self.disks] != self._writes(i))
         return ready & self._norm_is_there(x)
+
+    def _disks(self, x: _States) -> _States:
+        if self.t.host is None:
+            return x
+        made, idle = [x], x[self.disks] == 0
+        for i in range(self.t.layers):
+            state, rests = x[self._state(i)], x[_CPU] != 1 + 3 * i + _UPDATE
+            reads, writes = idle & (state == _ON_DISKS), idle & (state == _DIRTY) & rests
+            made.append(_with(x[:, reads], self.disks, self._writes(i) - 1, self.disks + 1, self.t.read))
+            made.append(_with(x[:, writes], self.disks, self._writes(i), self.disks + 1, self.t.write))
+        x, fitting = np.concatenate(made, axis=1), []
+        while x.shape[1]:
+            states = x[self._state(0) : self._state(self.t.layers)]
+            over = (states != _ON_DISKS).sum(axis=0) + x[self.disks] % 2 > self.t.host
+            fitting.append(x[:, ~over])
+            x = x[:, over]
+            given_up = [
+                _with(x[:, (x[self._state(i)] == _CLEAN) & (x[_CPU] != 1 + 3 * i + _UPDATE)], self._state(i), _ON_DISKS)
+                for i in range(self.t.layers)
+            ]
+            x = np.concatenate(given_up, axis=1)
+            x = x[:, _different(self.keys(x), x[_FROM])]
+        return np.concatenate(fitting, axis=1)
+
+    def _state(self, chunk: int) -> int:
+        """The row of the chunk's state."""
+        return self.disks + 2 + chunk
+
+    def _writes(self, chunk: int) -> int:
+        """What the disks do when they write the chunk's state; when they read it, one less."""
+        return 2 + 2 * chunk
 
     def _folded(self, x: _States, i: int, way: Way) -> _States:
         """Returns the number of gradients that an update on the CPU adds up itself: the last gradient, which is added
@@ -536,7 +586,7 @@ class _Graph:
         x[_MOMENT, ends] += 1
         done = x[_MOMENT] == self.count
         x[_MOMENT, done] = 0
-        for what, units in _QUEUES:
+        for what, units in self.queues:
             x[what, x[units] == 0] = 0
         return done.astype(np.int64)
 
@@ -555,8 +605,11 @@ class _Graph:
         x[self.row(i, _W), ends[_W]] = np.where(way.on_gpu & self._all_own(x, i), _W_BOTH, _W_HOST)[ends[_W]]
 
     def _end_on_cpu(self, x: _States, i: int, way: Way) -> None:
+        x[self._state(i), (x[self.disks + 1] == 0) & ((x[self.disks] + 1) // 2 == 1 + i)] = _CLEAN
         ended = np.where(x[_CPU_LEFT] == 0, x[_CPU], 0)
         updated = ended == 1 + 3 * i + _UPDATE
+        if self.t.host is not None:
+            x[self._state(i), updated] = _DIRTY
         x[self.row(i, 0) : self.row(i + 1, 0), updated] = 0
         added = ended == 1 + 3 * i + _ADD_W
         w = x[self.row(i, _W)]

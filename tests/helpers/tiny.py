@@ -12,10 +12,13 @@ from exact_optimum import Tiny, exact_optimum
 
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.fluid import fluid_bound
-from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.machine import Machine, Nvme
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.schedule import Modes
+from pstar_sim.policy.passes.feasibility import needed_on_host
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
@@ -27,6 +30,7 @@ __all__ = [
     "LAYER",
     "Compared",
     "as_job",
+    "asked",
     "compare_tiny",
     "from_text",
     "layer_major",
@@ -89,11 +93,23 @@ def as_job(t: Tiny, sums: str = "32-bit") -> tuple[Workload, Machine, Settings]:
         dram_bytes_per_s=1e18,
         adam_params_per_s=traffic * LAYER / t.cpu_adam / 28,  # quoted for 28 bytes per parameter
     )
+    if t.host is not None:
+        whole = needed_on_host(Job("any", replace(w, optimizer=optimizer), m, asked(t, slot, sums)), Modes(frozenset()))
+        room_bytes = whole - (t.layers - t.host) * wide * LAYER
+        disks = Nvme(
+            name="tiny", memory_bytes=2**40, read_bytes_per_s=wide * LAYER / t.read,
+            write_bytes_per_s=wide * LAYER / t.write, latency_s=0.0, measured=False, source="tiny",
+        )  # fmt: skip
+        host = replace(m.host, memory_bytes=room_bytes + m.host.reserved_bytes)
+        m = replace(m, host=host, nvme=disks)
     # bytes that an add on the GPU moves, beside copying the gradient
     adds_per_s = (2 * wide - width) * LAYER / t.gpu_add if t.gpu_add else 1e18
     rank = replace(m.ranks[0], gpu=replace(m.gpu, operator_bytes_per_s=adds_per_s))
-    asked = Settings(update="step" if t.barrier else "eager", clip=t.clip, chunk_bytes=slot, sums=sums)
-    return replace(w, optimizer=optimizer), replace(m, ranks=(rank,)), asked
+    return replace(w, optimizer=optimizer), replace(m, ranks=(rank,)), asked(t, slot, sums)
+
+
+def asked(t: Tiny, slot: int, sums: str) -> Settings:
+    return Settings(update="step" if t.barrier else "eager", clip=t.clip, chunk_bytes=slot, sums=sums)
 
 
 def _order(w: Workload) -> tuple[tuple[int, bool, int], ...]:
