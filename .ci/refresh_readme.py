@@ -462,6 +462,29 @@ def checksums() -> str:
     )
 
 
+def disks_published() -> str:
+    found = result("disks_published")
+    lines = [
+        "| model, GPUs, host | micro-batches | `zero_infinity` | `l2l` | ratio | `tide` | ratio | published ratio |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        whole = row["zero_infinity"]
+        cells = [_on_disks(whole)]
+        for system in ("l2l", "tide"):
+            cells += [
+                _on_disks(row[system]),
+                f"{whole['seconds'] / row[system]['seconds']:.2f}" if row[system] else "-",
+            ]
+        job = f"{row['model']}, {row['gpus']} x `a100-80`, {row['host'].removesuffix('B')[:-1]} {row['host'][-2:]}"
+        lines.append(f"| {job} | {row['micro_batches']} | {' | '.join(cells)} | {row['published_ratio']} |")
+    return "\n".join(lines)
+
+
+def _on_disks(found: Mapping[str, Any] | None) -> str:
+    return "-" if found is None else f"{found['seconds']:.0f} s, {found['disk_bytes'] / 1e12:.2f} TB"
+
+
 def planning() -> str:
     planned, certified = result("planning_speed")["rows"], result("certify")["rows"]
     planned = [row for row in planned if "cpu_s" in row]  # other rows: the job does not fit
@@ -846,6 +869,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
     )
 } | {
     "demo-taken": lambda: link("demo"),
+    "disks-published-taken": lambda: link("disks_published"),
     "forms-taken": lambda: link("gemm_forms"),
     "families-taken": lambda: link("families"),
     "overlap-taken": lambda: link("overlap"),
@@ -863,6 +887,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
 # What stands under a marker of its name: a table, or a block of text.
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "demo": demo,
+    "disks-published": disks_published,
     "families": families,
     "families-bound": families_bound,
     "fit-numbers": fit_numbers,
