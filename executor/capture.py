@@ -263,7 +263,6 @@ def capture_module(
 
 
 def _numbered(module: nn.Module, groups: Any) -> list[int]:
-    """In the order of `named_parameters`, tied names included."""
     spec = groups if isinstance(groups, Optimizer) else AdamW(groups)
     by_id = group_of(spec.groups(module))
     check_groups(*describe_parameters(module), by_id)

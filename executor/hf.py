@@ -356,7 +356,6 @@ def _end_earlier(begun: Sequence[weakref.ref[Session]], model: nn.Module) -> Non
 
 @contextlib.contextmanager
 def _on_import(name: str, then: Callable[[Any], None]) -> Iterator[None]:
-    """Calls `then` once the module has been imported, perhaps already."""
     if name in sys.modules:
         then(sys.modules[name])
         yield
@@ -576,7 +575,6 @@ def _require_alone(trainer: Any) -> None:
 
 
 def _check_evaluation(args: Any) -> None:
-    """Refuse arguments with which the evaluation would fail after training."""
     if args.load_best_model_at_end and args.save_only_model:
         raise ContractError(
             "TrainingArguments(load_best_model_at_end=True, save_only_model=True): the best weights come back with "

@@ -250,7 +250,6 @@ class OffloadStrategy(SingleDeviceStrategy):
 
 
 def _check_callbacks(given: Sequence[Any]) -> None:
-    """Refuse callbacks with which the fit would fail later."""
     for callback in given:
         if isinstance(callback, WRITERS):
             raise ContractError(

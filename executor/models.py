@@ -466,7 +466,6 @@ def config_of(m: ModelEntry) -> tuple[Any, str]:
 
 
 def _llama_config(m: ModelEntry, common: dict[str, Any]) -> tuple[Any, str]:
-    """By the shape's special features."""
     transformers = _transformers()
     if m.own_head_dim:
         common.update(head_dim=m.own_head_dim)

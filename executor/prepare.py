@@ -247,7 +247,6 @@ def _warn_of_stateless(plan: Plan) -> None:
 
 
 def _folders(plan: Plan, disks: Sequence[str | Path], ranks: Ranks | None) -> DiskFolders | None:
-    """None if the plan keeps nothing on disks."""
     if not any(resident.place is Place.NVME for resident in plan.initial):
         return None
     if not disks:

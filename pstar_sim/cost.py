@@ -366,7 +366,6 @@ class CostModel:
         return known
 
     def _low_rate(self, moment: Moment) -> float | None:
-        """Of the moment's products in fp8, if it has any."""
         dtype = self.workload.products
         if dtype is None or block_of(moment.module) is None:
             return None

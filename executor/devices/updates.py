@@ -171,7 +171,6 @@ def _view(flat: torch.Tensor, run: UpdateRange) -> torch.Tensor:
 
 
 def _pieces(runs: Iterable[UpdateRange], block: int) -> Iterator[list[UpdateRange]]:
-    """At most `block` elements, with nothing but padding inside."""
     piece: list[UpdateRange] = []
     for run in runs:
         for start in range(run.start, run.stop, block):

@@ -325,7 +325,6 @@ def _hook(cut: Callable[[], Any], sink: Sink, hook: Callable[[torch.Tensor], Any
 
 
 def _cuttable() -> bool:
-    """A forward with gradients, not a recomputation."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 

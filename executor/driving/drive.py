@@ -127,7 +127,6 @@ class Driver:
         )
 
     def _require_structure(self, batch: Any, loss: Loss, order: str) -> None:
-        """Raises ContractError where the order needs blocks that cannot be cut."""
         if not self._looked and self.whole is None:
             self._look(batch, loss, order)
         self._looked = True

@@ -99,7 +99,6 @@ class ChunkGradients:
         self.arena.unsettled.pop(chunk, None)
 
     def _slot(self, tensor: int, list_name: str) -> torch.Tensor:
-        """In the tensor's shape; views stay valid without memory."""
         found = self._slots.get((tensor, list_name))
         if found is None:
             shape, part = self.arena.plan.workload.tensors[tensor].shape, self.slots.parts[tensor]

@@ -181,7 +181,6 @@ class Weights:
         return frozenset(self._sources)
 
     def _files(self) -> dict[Path, list[str] | None]:
-        """File -> tensors that the index names, None: all."""
         folder = self.folder
         if folder.is_file():
             return {folder: None}

@@ -169,7 +169,6 @@ class _FluidProgram:
         return _Flow(upto=upto, within=within)
 
     def _stock(self, most: float, change: Expression) -> Expression:
-        """Cyclic: the next is this plus the interval's change."""
         stock = self.lp.variables(self.facts.intervals, most=most)
         self.lp.add(self._next(stock, most) == stock + change)
         return stock
@@ -194,7 +193,6 @@ class _FluidProgram:
         return entered
 
     def _before(self, following: Expression, entered: Expression) -> Expression:
-        """`following` with `entered` at the interval before the alike micro-batches."""
         period, n = self.facts.period, self.facts.intervals
         assert period is not None
         before = period.first - 1

@@ -414,7 +414,6 @@ class _JointProgram:
         return compute_s
 
     def _windows(self) -> None:
-        """Eager, behind a barrier, and at the border."""
         inside = {"s": self.s, "kept": self.kept}
         if len(self.spilt):  # in parameters: an add counts as its share of an add and Adam
             inside["s, sums"] = self.s + self.cpu_sum * (self.job.add_s / (self.job.add_s + self.job.per_param_s))
@@ -459,7 +458,6 @@ class _JointProgram:
         self.terms.append(("h2d", turn_s + added_s + (job.v * self.s + sums) / job.up))
 
     def _barrier(self) -> None:
-        """The updates come between two iterations."""
         job, facts = self.job, self.job.facts
         compute_s = float(facts.clock[-1])
         needed = job.v * self.s + self._gradients(job.w)

@@ -412,7 +412,6 @@ def _shipped_entry(table: str, name: str) -> Entry[Any]:
 
 @cache
 def _shipped() -> dict[str, dict[str, tuple[str, object]]]:
-    """Table -> name -> (file, raw table), cached."""
     shipped: dict[str, dict[str, tuple[str, object]]] = {}
     for table in TABLES:
         file = f"{table}.toml"

@@ -183,7 +183,6 @@ def read_numa(root: Path, cores: Collection[int] | None = None) -> tuple[int, in
 
 
 def _numbers(ranges: str) -> set[int]:
-    """Of a list such as "0-3,8"."""
     pairs = [part.partition("-") for part in ranges.split(",")]
     return {n for low, _, high in pairs for n in range(int(low), int(high or low) + 1)}
 

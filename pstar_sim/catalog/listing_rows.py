@@ -65,7 +65,6 @@ def _tflops(rates: Mapping[str, float]) -> float | int | None:
 
 
 def _short(value: float) -> float | int:
-    """Three digits; whole numbers become int."""
     rounded = float(f"{value:.3g}") if value < 1000 else round(value)
     return int(rounded) if rounded == int(rounded) else rounded
 

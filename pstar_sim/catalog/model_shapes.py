@@ -201,7 +201,6 @@ def _configured(model: str) -> ModelEntry:
 
 
 def _check_shape(e: Entry[ModelEntry], m: ModelEntry) -> None:
-    """Raise CatalogError, naming the field, for a contradiction."""
     if m.hidden % m.heads and not (m.own_head_dim or m.latent):
         raise e.refuse("heads", f"a divisor of hidden = {m.hidden}, where head_dim is not given")
     if m.heads % m.kv_heads or (m.family != "llama" and m.kv_heads != m.heads):
@@ -226,7 +225,6 @@ _DETAILS = (
 
 
 def _check_details(e: Entry[ModelEntry], m: ModelEntry) -> None:
-    """Outside the llama family, or excluding each other."""
     given = [name for name in _DETAILS if getattr(e.values, name)]
     if given and m.family != "llama":
         raise e.refuse(given[0].removeprefix("own_"), "left out outside the llama family")

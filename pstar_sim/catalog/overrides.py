@@ -195,7 +195,6 @@ def _with(machine: Machine, name: str, change: Callable[[Any], Any]) -> Machine:
 
 
 def _new(name: str) -> Fabric | Nvme:
-    """A part that a machine lacks; its figures are set next."""
     if name == "nvme":
         rates: dict[str, Any] = dict.fromkeys(("memory_bytes", "read_bytes_per_s", "write_bytes_per_s"), 1)
         return Nvme(name=name, **rates, latency_s=1e-4, measured=False, source="set by hand")
@@ -301,7 +300,6 @@ def _refusal(
 
 
 def _check_disk(machine: Machine, given: Mapping[str, Value]) -> None:
-    """Refuse a single figure of disks on a machine without."""
     paths = ("nvme.memory", "nvme.read", "nvme.write")
     if machine.nvme is None and 0 < sum(path in given for path in paths) < len(paths):
         instead = "a disk needs all three: nvme.memory, nvme.read and nvme.write"

@@ -183,7 +183,6 @@ def max_model(
 
 
 def _say_limits(answer: Limits, asked: AskedFlags, *, smallest: str, machine: str, model: str) -> int:
-    """smallest: which may not fit either."""
     from pstar_sim.report.capacity_tables import limits_said, limits_text
 
     if asked.json:

@@ -139,7 +139,6 @@ def _run(script: Path, arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """sys.argv and the first of sys.path are the script's."""
     before = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))

@@ -144,7 +144,6 @@ def _check_free(at: int) -> None:
 
 
 def _subjects(paths: Sequence[str], on_part: OnPart) -> list[Subject]:
-    """Raises PstarError for a run that does not follow its plan."""
     from pstar_sim.core.plan import load_plan
     from pstar_sim.core.run_file import load_timelines
     from pstar_sim.planner.stated import examine

@@ -515,7 +515,6 @@ def _among_variants(
     only_best: bool,
     barrier_cost: bool | None,
 ) -> Comparison:
-    """By the only named policy or `optimal`."""
     from pstar_sim.cli.inputs import variants_of
     from pstar_sim.planner.compare import Comparison, unfit_row
     from pstar_sim.planner.compare import compare as ask

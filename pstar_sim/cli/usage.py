@@ -101,7 +101,6 @@ def _check_required(context: Any, left_out: Sequence[Any]) -> None:
 
 
 def _flag_of(context: Any, word: str, flags: Mapping[str, Any]) -> Any:
-    """Takes `--flag`, `--flag=VALUE`, `-f` or `-fVALUE`."""
     name = word.partition("=")[0]
     flag = flags.get(name) or (None if word.startswith("--") else flags.get(word[:2]))
     if flag is None:
@@ -113,7 +112,6 @@ def _flag_of(context: Any, word: str, flags: Mapping[str, Any]) -> Any:
 
 
 def _commands_with(context: Any, name: str) -> list[str]:
-    """At most three others of the group."""
     group = getattr(context.parent, "command", None)
     commands = getattr(group, "commands", {})
     return [other for other, one in commands.items() if any(name in p.opts for p in one.get_params(context))][:3]
@@ -148,7 +146,6 @@ def _read_values(parameters: Sequence[Any]) -> None:
 
 
 def _write_options(command: Any, context: Any, formatter: Any) -> None:
-    """Arguments, then flags by section, those without last."""
     sections: dict[str, list[tuple[str, str]]] = {"arguments": []}
     others: list[tuple[str, str]] = []
     for parameter in command.get_params(context):
@@ -177,7 +174,6 @@ def _column(width: int) -> int:
 
 
 def _write_epilog(command: Any, formatter: Any) -> None:
-    """Examples stay, to be copied; other lines are folded."""
     for line in (command.epilog or "").splitlines():
         formatter.write("\n")
         formatter.write(f"{line}\n") if line.startswith("example") else formatter.write_text(line)

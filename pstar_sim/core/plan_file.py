@@ -137,7 +137,6 @@ def _written(fields: list[tuple[str, Any]]) -> dict[str, object]:
 
 
 def _settings_to_dict(settings: Settings) -> dict[str, object]:
-    """Left out at their defaults, as in `_written`."""
     values = dataclasses.asdict(settings)
     for name in ("loop", "sums", "effort"):
         if values[name] == getattr(Settings, name):

@@ -267,7 +267,6 @@ def _partly(share: float, own_params: int) -> str:
 
 
 def _allocations(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Allocation, ...]:
-    """One rank's offloaded share: a request per parameter."""
     share = configuration.detail[_SHARE]
     assert isinstance(share, float | int)
     sizes = [int(share * size) for size in rank_sizes(trained(workload), ranks)]

@@ -311,7 +311,6 @@ def _no_more(machine: Machine, batch: int, most_nodes: int) -> str:
 def _so_many(
     machine: Machine, asked: _Question, usd: float | None, what: str, tokens: float, deadline_s: float | None
 ) -> tuple[Offer, bool]:
-    """And whether more nodes would have the same reason."""
     base = Offer(
         machine=machine.name,
         nodes=machine.nodes,

@@ -279,7 +279,6 @@ def memory_need(
 def _need_of_others(
     policy: str | Policy, workload: Workload, machine: Machine, settings: Settings, loading: Loading, fewest: bool
 ) -> Need | None:
-    """Of the first other policy that has room."""
     for other in built_in():
         if other == policy:
             continue

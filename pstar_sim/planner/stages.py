@@ -629,7 +629,6 @@ def _layers_of(
 
 
 def _even(layers: int, stages: int, model: str) -> list[range]:
-    """Front stages have one more where the layers do not divide."""
     if stages > layers:
         raise ModelError(f"model {model}: pp is {stages}; the model has {layers} blocks, so at most {layers} stages")
     each, more = divmod(layers, stages)

@@ -174,7 +174,6 @@ class _Elsewhere:
         return batch * sequence, self._known[batch, sequence]
 
     def _all(self, blocks_s: Sequence[float]) -> float:
-        """blocks_s: of the layers that are written, in their order."""
         first, period = self.first, self.period
         return sum(blocks_s[n if n < first else first + (n - first) % period] for n in range(self.layers))
 

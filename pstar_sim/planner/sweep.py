@@ -220,7 +220,6 @@ def _computed(group: Group) -> list[dict[str, object]]:
 
 
 def _spread(job: Job, machine: Machine, policy: str, settings: Settings, parallel: str) -> dict[str, object]:
-    """The fastest way; peaks are of the highest stage."""
     ways, left_out = ways_of(job, machine, parallel)
     answer = compare_stages(job, machine, [policy], ways, left_out=left_out, settings=settings)
     if not answer.rows:
@@ -267,7 +266,6 @@ def _in_batches(groups: Sequence[Group]) -> Iterator[Done]:
 
 
 def _read_point(path: Path) -> dict[str, object] | None:
-    """A point that cannot be read is computed again."""
     try:
         row = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

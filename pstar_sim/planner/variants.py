@@ -319,7 +319,6 @@ class _Race:
             self.shortest = (way, error)
 
     def _hopeless(self, way: Way) -> Tried | None:
-        """Returns None for a candidate that has to be planned."""
         if self.best is None:
             return None
         least, promise = self.least_s[way], self.promise_s[way]

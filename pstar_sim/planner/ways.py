@@ -372,7 +372,6 @@ def relayed_ways(ways: Sequence[Way], policy: str) -> Iterator[Way]:
 
 
 def _has_order(w: Workload, order: str, policy: str) -> bool:
-    """False also for an order that changes nothing."""
     try:
         made = in_order(policy, w if w.micro_batches > 1 else repeat_micro_batch(w, 2), order)
     except CannotPlan:

@@ -128,7 +128,6 @@ def _schedule_words(best: SearchResult, found: Sequence[SearchResult], reason: D
 
 
 def _orders(workload: Workload, machine: Machine, settings: Settings) -> list[str]:
-    """The workload's and, if possible, the layer-major ones: [Note: which order]."""
     own, *others = ORDERS
     if settings.loop == "own" or workload.micro_batches == 1 or machine.data_parallel_size > 1 or workload.relayed:
         return [own]

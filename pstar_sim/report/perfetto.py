@@ -88,7 +88,6 @@ def _about(timeline: Timeline) -> Mapping[str, Any]:
 
 
 def _counters(timeline: Timeline, pid: int, shift_s: float) -> list[dict[str, Any]]:
-    """One event per change, stacked in chrome://tracing."""
     origin = steady_start_s(timeline) + shift_s
     events: list[dict[str, Any]] = []
     for place in sorted({s.place for s in timeline.samples}):

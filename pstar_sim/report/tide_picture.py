@@ -251,7 +251,6 @@ def _finished(figure: Figure, handles: Handles, title: str, look: Look) -> Figur
 
 
 def _capacity(timeline: Timeline, place: str) -> int:
-    """The plan's budget, or the timeline's peak."""
     known = timeline.budget_bytes.get(place) or timeline.peak_bytes.get(place)
     return known if known else int(byte_curves(timeline, place=place).total.max())
 

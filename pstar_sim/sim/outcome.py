@@ -106,7 +106,6 @@ class _Waits:
         return causes
 
     def _blame(self, i: int, k: int) -> dict[str, float]:
-        """Of step i's wait in iteration k: cause -> seconds."""
         program, last_wait, dram_loss_s = self._program, self._record.last_wait, self._record.dram_loss_s
         since_s, at_s = self._ready[k][i], self._begin[k][i]
         blame: dict[str, float] = defaultdict(float)

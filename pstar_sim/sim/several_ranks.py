@@ -108,7 +108,6 @@ def new_environment() -> simpy.Environment:
 
 
 def _one_rank(machine: Machine) -> Machine:
-    """One of several equal ranks', while all do the same."""
     local = machine.local_ranks
     host = replace(machine.host, dram_bytes_per_s=machine.host.dram_bytes_per_s / local)
     rank = replace(machine.ranks[0], link=expected_link(machine), batch_share=1.0)
@@ -414,7 +413,6 @@ class _Node:
         ]
 
     def _on_links(self) -> list[float]:
-        """By links and switches alone."""
         copying = Counter(id(t.rank) for t in self._tasks if t.wire_s)
         speeds: list[float] = []
         through: dict[tuple[Hashable, Kind], list[int]] = defaultdict(list)

@@ -274,7 +274,6 @@ class Validation(Collection):
 
 
 def _machine_of(r: Result) -> tuple[str, int]:
-    """The catalog's machine and nodes."""
     return r.machine.partition(" (")[0], r.nodes
 
 
@@ -283,7 +282,6 @@ def _generation(r: Result) -> str:
 
 
 def _comparable(a: Result, b: Result) -> bool:
-    """Same metric, hardware and batch, one of them tested."""
     if "tested" not in (a.use, b.use) or a.metric != b.metric or (a.hardware, a.gpus) != (b.hardware, b.gpus):
         return False
     batches = [x.batch.split(" ")[0] for x in (a, b)]  # "best" and "best of 8/16/32" are the same rule

@@ -252,7 +252,6 @@ class _Change:
         return {(m.micro_batch, i) for m, reads in rows if m.phase is Phase.RECOMPUTE for i in reads}
 
     def _dequantise(self, figures: _Figures, i: int, passes: Sequence[bool]) -> None:
-        """passes: whether each is a forward pass."""
         assert self.base is not None
         t = self.w.tensors[i]
         rooms = [self._room(i, forward) for forward in passes]
@@ -269,7 +268,6 @@ class _Change:
         return self.base.stored(self._shape(i))
 
     def _shape(self, i: int) -> tuple[int, ...]:
-        """As it is stored: outputs x inputs."""
         return self.products[i][:1:-1] if i in self.products else self.w.tensors[i].shape
 
     def _room(self, i: int, forward: bool) -> int:

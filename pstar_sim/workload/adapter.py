@@ -126,7 +126,6 @@ def adapter(given: Adapter | str | int) -> Adapter:
 
 
 def _value_of(name: str | None, text: str) -> Any:
-    """None for a text that is no value."""
     if name in ("rs", "dora"):
         return _WORDS.get(text.lower())
     if name == "rank":

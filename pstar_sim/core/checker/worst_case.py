@@ -89,7 +89,6 @@ def _moves(plan: Plan, program: Unrolled, walk: Walk, place: Place) -> tuple[dic
 
 
 def _frees(program: Unrolled, frees_of: Mapping[int, int]) -> list[list[tuple[int, int]]]:
-    """Per queue, (sequence of the step, bytes), ascending."""
     frees: list[list[tuple[int, int]]] = [[] for _ in program.queues]
     for s, size in frees_of.items():
         if size:

@@ -440,7 +440,6 @@ class Search:
             self.try_one(self._with_room(trial))
 
     def _with_room(self, trial: Trial) -> Trial:
-        """The most pins with room, others streamed."""
         known = self.no_room[trial]
         if known is not None:
             return known

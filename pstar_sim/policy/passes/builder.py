@@ -295,7 +295,6 @@ class Builder:
         )
 
     def _nvme_budget_bytes(self) -> int:
-        """0 for a plan without disks."""
         if not self.machine.nvme_budget_bytes:
             return 0
         held = {r.place for r in self.initial} | {place for _, place, _ in self.buffers}

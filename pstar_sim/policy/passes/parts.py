@@ -65,7 +65,6 @@ def _chain(plan: Plan, chunk: int, count: int) -> _Chain | None:
 
 
 def _last_gradient_down(mine: Sequence[Step], adam: Step) -> Step | None:
-    """None if there are several."""
     found = [s for s in mine if s.kind is Kind.WRITEBACK and s.moment == adam.moment and s.list in ("param", "grad32")]
     return found[0] if len(found) == 1 else None
 

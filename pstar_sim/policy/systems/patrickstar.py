@@ -198,7 +198,6 @@ class _SerialIteration:
         )
 
     def _most_needed(self) -> tuple[int, int]:
-        """(bytes, moment): chunks that cannot leave, tide and reserve."""
         b, lists = self._b, self._gradients
         gradients, most = 0, (0, 0)
         for m, needed in enumerate(b.uses.by_moment):

@@ -198,7 +198,6 @@ def _numbers(values: Any) -> list[float]:
 
 
 def _thinned(curves: Curves) -> tuple[Curves, str]:
-    """At most MOST_CORNERS, each its stretch's highest instant, and a note."""
     count = len(curves.edges) - 1
     if count <= MOST_CORNERS:
         return curves, ""

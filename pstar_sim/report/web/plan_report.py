@@ -330,7 +330,6 @@ def _legend(charts: Sequence[Chart]) -> str:
 
 
 def _merged(legends: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """A later legend's name follows the one before it there."""
     names: list[str] = []
     for legend in legends:
         at = 0
@@ -446,7 +445,6 @@ def _difference(one: _Quantity | None, other: _Quantity | None) -> str:
 
 
 def _ways(timeline: Timeline) -> Iterator[tuple[str, str]]:
-    """Ways to and from disks only if something moves there."""
     yield "h2d", "host to GPU"
     yield "d2h", "GPU to host"
     for way, name in (("nvme_read", "read from disk"), ("nvme_write", "written to disk")):

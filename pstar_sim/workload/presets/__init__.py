@@ -295,7 +295,6 @@ def check_blocks(entry: ModelEntry, axes: Axes) -> None:
 
 
 def _recomputed(refuse: Callable[[str, object, str], ModelError], axes: Axes, checkpointing: bool | None) -> Axes:
-    """Without checkpoints where only attention is recomputed."""
     what = axes.recompute
     if what is None:
         return axes
