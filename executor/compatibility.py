@@ -17,6 +17,7 @@ from executor.scaling import loss_scale_for
 from pstar_sim.core.plan import Plan
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import PlanError
+from pstar_sim.workload.lora import adapter_of
 from pstar_sim.workload.optimizers import MASTERS, OPTIMIZERS
 from pstar_sim.workload.workload import Tensor
 
@@ -30,6 +31,11 @@ def check_model(
     """
     w = plan.workload
     mine, theirs = {t.name: t for t in tensors}, {t.name: t for t in w.tensors}
+    if adapter_of(w) is not None:
+        raise PlanError(
+            f"the plan has adapters beside {w.model!r}, which planning put there; to run, trace a model that has its "
+            "adapters, with peft: pstar trace py:MODULE:FACTORY -o FILE, and plan with --trace FILE"
+        )
     if mine.keys() != theirs.keys():
         odd = sorted(mine.keys() ^ theirs.keys())
         whose = "the model" if odd[0] in mine else "the plan"

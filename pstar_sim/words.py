@@ -27,7 +27,7 @@ _NOT_MODELLED = {
     "expert parallelism": ("ep", "expertparallel", "moeep", "expertmodelparallelsize"),
     "context parallelism": ("cp", "contextparallel", "ringattention", "ulysses", "contextparallelsize"),
     "packing": ("packing", "packed", "samplepacking"),
-    "this optimizer or adapter": ("galore", "dora", "lisa", "lomo", "badam", "apollo", "reft", "ia3"),
+    "this optimizer or adapter": ("galore", "lisa", "lomo", "badam", "apollo", "reft", "ia3"),
     "inference": ("vllm", "sglang", "tensorrt", "kvcache"),
     "asynchronous or low-communication training": ("diloco", "localsgd"),
 }
@@ -41,6 +41,11 @@ _MEANT: Mapping[str, tuple[str, ...]] = {
     _DEEPSPEED: ("deepspeed", "zero", "zerostage", "zero1", "zero2", "zero3", "ds"),
     _FSDP: ("fsdp", "fsdp2", "ddp", "hsdp", "shardingstrategy"),
     _LIGER: ("liger", "ligerkernel", "useligerkernel"),
+    "DoRA is --lora r=16,dora": ("dora", "usedora", "peftusedora"),
+    "rsLoRA is --lora r=16,rs": ("rslora", "userslora", "peftuserslora"),
+    "modules of adapters are --lora r=16,targets=NAME+NAME,save=NAME+NAME": (
+        *("targetmodules", "loratargetmodules", "loratarget", "modulestosave", "loramodulestosave"),
+    ),
     _QUANTISED: ("qlora", "4bit", "loadin4bit", "loadin8bit", "nf4", "bnb", "bitsandbytes", "quantization", "gptq"),
     "its kernels and base are --kernels fused --loss fused --base nf4 --lora r=16": ("unsloth",),
     _FP8: ("fp8", "fp8training", "transformerengine", "te", "mxfp8", "float8"),

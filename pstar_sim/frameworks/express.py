@@ -134,7 +134,10 @@ def common_limits(plan: Plan, framework: str, *own: str, autocast: bool = False)
     if not w.order.of_loop and not w.borders:
         said.append(f"the {w.order} order of micro-batches: {framework} runs them one after the other")
     if adapter := adapter_of(w):
-        said.append(f"adapters (LoRA r={adapter.rank} on {', '.join(adapter.targets or ())}): the script makes them")
+        kind = "DoRA" if adapter.dora else "LoRA"
+        whole = f", {', '.join(adapter.save)} trained whole" if adapter.save else ""
+        on = ", ".join(adapter.targets or ())
+        said.append(f"adapters ({kind} r={adapter.rank} on {on}{whole}): the script makes them")
     if stored := base_of(w):
         predicted = f"; predicted in {w.compute_dtype}" if w.source == "preset" else ""
         said.append(f"frozen matrices in {stored}: the script quantises them{predicted}")

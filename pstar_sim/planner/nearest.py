@@ -25,9 +25,11 @@ from pstar_sim.planner.memory_needs import shortage, with_large_disks
 from pstar_sim.policy.kit.options import Specified, split_spec
 from pstar_sim.policy.registry import Policy, can, policy_name
 from pstar_sim.units import GB, MB, format_bytes
+from pstar_sim.workload.adapted import adapted
+from pstar_sim.workload.adapter import adapter
 from pstar_sim.workload.kernels import FLAVOURS, FUSED
 from pstar_sim.workload.loading import LOADING, WHOLE, Loading
-from pstar_sim.workload.lora import adapter_of, base_of, packed_bytes
+from pstar_sim.workload.lora import adapter_of, base_of, is_stack, packed_bytes
 from pstar_sim.workload.optimizers import MASTERS, OPTIMIZERS
 from pstar_sim.workload.presets import can_vary, has_kernels, variant
 from pstar_sim.workload.workload import Workload, with_optimizer
@@ -131,10 +133,11 @@ class Elsewhere:
                 )
             if shape.causal and w.loss != FUSED and not w.autocast:
                 found["loss"] = iter([_Option(flags=f"--loss {FUSED}", given={"loss": FUSED})])
+        if can_vary(w, self._shape) or adapter_of(w) is None:
             packed = [
                 _Option(flags=f"--base {base}", size=size, given={"base": base})
                 for size, base in enumerate(_BASES, start=1)
-                if shape.experts is not None or not BASES[base].stacks
+                if any(is_stack(t.name, t.shape) for t in w.tensors) or not BASES[base].stacks
             ]
             if adapter_of(w) is None and not w.autocast:
                 lora = _Option(flags=f"--lora {_LORA}", given={"lora": _LORA})
@@ -189,6 +192,12 @@ class Elsewhere:
             if given and smaller:
                 yield _Option(flags=" ".join(f"--{k} {value}" for k, value in given.items()), size=size, given=given)
 
+    def _varied(self, given: dict[str, Any]) -> Workload:
+        """Raises PstarError for what cannot be."""
+        if can_vary(self.workload, self._shape):
+            return variant(self.workload, shape=self._shape, **given)
+        return adapted(self.workload, adapter(given["lora"]), given.get("base"))
+
     def job(self, options: Mapping[str, _Option]) -> _Changed | None:
         """None where no preset is written for the options together."""
         given = {key: value for option in options.values() for key, value in option.given.items()}
@@ -197,7 +206,7 @@ class Elsewhere:
         if key not in self._made:
             optimizer = given.pop("optimizer", None), given.pop("masters", None)
             try:
-                w = variant(self.workload, shape=self._shape, **given) if given else self.workload
+                w = self._varied(given) if given else self.workload
             except PstarError:
                 return None
             self._made[key] = with_optimizer(w, *optimizer)

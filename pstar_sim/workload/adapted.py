@@ -104,8 +104,8 @@ class _Change:
         self._check_saved()
         modules = {self._module(i): i for i in self.products}
         heads = [module for module, i in modules.items() if self._is_head(i)]
-        chosen = chosen_modules(adapter, list(modules), heads)
-        self.pairs = {modules[module]: self._pair(modules[module]) for module in chosen}
+        chosen = [modules[module] for module in chosen_modules(adapter, list(modules), heads)]
+        self.pairs = {i: self._pair(i) for i in self._trained(chosen)}
         self.figures = [_Figures() for _ in w.moments]
         self.shifts = [0] * (len(w.moments) + 1)  # changes of the level from the moment's begin
         self.packed = {i for i, t in enumerate(w.tensors) if self._is_packed(i, t)}
@@ -158,14 +158,26 @@ class _Change:
             w.tensors[i].shape[0] in tables or any(t.tied_to == i for t in w.tensors)
         )
 
+    def _trained(self, chosen: Sequence[int]) -> list[int]:
+        """All of them, or in a trace for adapters those that its capture knew as linear modules. Raises ModelError
+        where others are trained."""
+        w = self.w
+        trained = [i for i in chosen if i in self.gradients]
+        if len(trained) < len(chosen) and (not trained or self.gradients - self.saved.keys() - {*trained}):
+            name = next(w.tensors[i].name for i in chosen if i not in self.gradients)
+            raise ModelError(
+                f"lora: {name} is not trained in this trace, so that it does not say what backward keeps for an "
+                f"adapter; trace the model with --lora, or {OWN_ADAPTERS}"
+            )
+        return trained
+
+    @cached_property
+    def gradients(self) -> set[int]:
+        return {i for row in self.w.gradients for i in row}
+
     def _pair(self, i: int) -> LowRank:
         w, t = self.w, self.w.tensors[i]
         _, _, inputs, outputs = self.products[i]
-        if t.frozen or not any(i in row for row in w.gradients):
-            raise ModelError(
-                f"lora: {t.name} is not trained in this trace, so that it does not say what backward keeps for an "
-                f"adapter; trace the model with --lora, or {OWN_ADAPTERS}"
-            )
         biased = any(other.name == f"{self._module(i)}.bias" for other in w.tensors)
         return low_rank(self.adapter, self._module(i), inputs, outputs, packed=self._is_packed(i, t), biased=biased)
 

@@ -125,6 +125,11 @@ def adapter(given: Adapter | str | int) -> Adapter:
     return Adapter(**said)
 
 
+def is_expression(text: str) -> bool:
+    """Whether it has signs of regular expressions, which no name has."""
+    return _EXPRESSION.search(text) is not None
+
+
 def _value_of(name: str | None, text: str) -> Any:
     if name in ("rs", "dora"):
         return _WORDS.get(text.lower())
@@ -132,7 +137,7 @@ def _value_of(name: str | None, text: str) -> Any:
         return int(text) if text.isdecimal() else None
     if name == "alpha":
         return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
-    if name == "targets" and _EXPRESSION.search(text):
+    if name == "targets" and is_expression(text):
         return text
     names = tuple(part.strip() for part in text.split("+"))
     return names if all(names) else None

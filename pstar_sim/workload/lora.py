@@ -216,7 +216,7 @@ def adapter_note(tensors: Sequence[Tensor], given: Adapter, dtype: str) -> str:
     words += ", planned only: pstar run has no DoRA beside a quantised base" if given.dora else ""
     stacks = sum(t.numel for t in tensors if is_stack(t.name, t.shape) and t.dtype != base)
     if stacks:
-        words += f", {stacks / 1e9:.2f} B of experts stay in {dtype} (nf4-experts quantises their stacks too)"
+        words += f", {stacks / per:.2f} {unit} of experts stay in {dtype} (nf4-experts quantises their stacks too)"
     return words
 
 

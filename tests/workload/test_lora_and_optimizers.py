@@ -11,11 +11,13 @@ from pstar_sim.cli import main
 from pstar_sim.core.layout import build_layout
 from pstar_sim.dtypes import BASES
 from pstar_sim.errors import CannotPlan, ModelError, UnknownName
+from pstar_sim.planner.fits import fits
 from pstar_sim.policy.registry import policies
 from pstar_sim.workload.adapter import Adapter, adapter
 from pstar_sim.workload.loading import WHOLE
 from pstar_sim.workload.lora import adapter_of, base_of, quantised_params
 from pstar_sim.workload.presets import axes_of, preset, variant, workload_of
+from pstar_sim.workload.trace import load_trace
 from pstar_sim.workload.workload import Phase, UseKind, Workload, with_optimizer
 
 
@@ -214,6 +216,12 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert main([*trace, *flags]) == 2
         assert wanted in capsys.readouterr().err
+
+
+def test_a_trace_that_does_not_fit_is_told_of_adapters_and_a_base() -> None:
+    w, m = load_trace("traces/gpt2.parquet", batch=4, checkpointing=True), ps.machine("v100-16", gpu_memory="3.95GB")
+    row = fits(w, m, policies=["all_on_gpu"], times=False).rows[0]
+    assert not row.fits and row.changes and row.changes[0].startswith("with --lora r=16"), row.changes
 
 
 def test_an_adapter_is_read_as_it_is_written() -> None:

@@ -28,6 +28,7 @@ CONFIGURATIONS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**_LLAMA, intermediate_size=160, num_key_value_heads=2),
     "gpt2": lambda: transformers.GPT2Config(**_GPT2),
     "phi": lambda: transformers.PhiConfig(**_LLAMA, intermediate_size=256),
+    "olmoe": lambda: transformers.OlmoeConfig(**_LLAMA, intermediate_size=96, num_experts=4, num_experts_per_tok=2),
     "bloom": lambda: transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=300),
 }
 
@@ -117,6 +118,18 @@ def test_a_quantised_base_of_a_capture() -> None:
     dequantised = (written[1] - written[0]) // 2
     assert 2 * matrices * 2 < dequantised <= 2 * matrices * 3
     assert packed.peak_non_model_bytes >= w.peak_non_model_bytes
+
+
+def test_routers_that_are_no_linear_modules_have_no_adapter() -> None:
+    """Their products look as those of linear modules do; the capture knows better."""
+    w = capture(built("olmoe", checkpointing=False), lora="r=2,targets=all-linear", base="nf4-experts")
+    names = {t.name.split(".")[-3] for t in w.tensors if t.name.endswith("lora_A.weight")}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {t.name.rpartition(".")[2] for t in w.tensors if len(t.shape) == 3 and t.dtype == "nf4-experts"} == {
+        "gate_up_proj",
+        "down_proj",
+    }
+    assert UPPER not in w.notes and "none on stacks of experts and routers" in w.notes
 
 
 def test_what_adapters_cannot_stand_beside() -> None:
