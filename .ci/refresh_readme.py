@@ -843,6 +843,21 @@ def families_bound() -> str:
     return "\n".join(lines)
 
 
+def qlora() -> str:
+    """A row per model and base: from how many tokens on copies of layers hide, and seconds by sequence on each card."""
+    rows = result("qlora")["rows"]
+    cards, sequences = (sorted({r[key] for r in rows}) for key in ("card_gb", "sequence"))
+    heads = ["model", "base", "hides from", *(f"{card} GB" for card in cards)]
+    lines = [f"| {' | '.join(heads)} |", "|---|---|---:|" + "---|" * len(cards)]
+    for model, base in dict.fromkeys((r["model"], r["base"]) for r in rows):
+        of = {(r["card_gb"], r["sequence"]): r for r in rows if (r["model"], r["base"]) == (model, base)}
+        least = max(r["from_tokens"] for r in of.values())
+        seconds = [[of[card, sequence]["iteration_s"] for sequence in sequences] for card in cards]
+        cells = [", ".join("no" if one is None else f"{one:.3g}" for one in row) for row in seconds]
+        lines.append(f"| {model} | {base} | {least:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def overlap() -> str:
     """A row per job: the most that the traffic of copies and collectives in GPU memory costs."""
     lines = ["| machine | sequences | policy | copies, at most | collectives, at most |", "|---|---:|---|---:|---:|"]
@@ -872,6 +887,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
     "disks-published-taken": lambda: link("disks_published"),
     "forms-taken": lambda: link("gemm_forms"),
     "families-taken": lambda: link("families"),
+    "qlora-taken": lambda: link("qlora"),
     "overlap-taken": lambda: link("overlap"),
     "layouts-taken": lambda: link("layouts"),
     "spreads-taken": lambda: link("spreads"),
@@ -908,6 +924,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "overlap": overlap,
     "peers": peers_resident,
     "peers-away": peers_away,
+    "qlora": qlora,
     "search-constants": search_constants,
     "sums": sums,
     "table": policies_table,

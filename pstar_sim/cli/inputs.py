@@ -18,6 +18,7 @@ from pstar_sim.planner.batch_shares import share_out, shares_of_batch
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.ways import Way, candidates
 from pstar_sim.units import MIB
+from pstar_sim.words import meant
 from pstar_sim.workload.adapter import adapter
 from pstar_sim.workload.axes import Axes, AxesGiven, all_axes
 from pstar_sim.workload.presets import default_dtype
@@ -68,7 +69,8 @@ def axes_of(flags: Axes) -> AxesGiven:
         try:
             given["lora"] = adapter(flags.lora)
         except ModelError as error:
-            raise PstarError(f"--{error}") from None
+            meaning = meant(str(flags.lora))
+            raise PstarError(f"--{error}" + (f"; {meaning}" if meaning else "")) from None
     return given
 
 

@@ -37,6 +37,8 @@ KEYS = [
     "certificate",
     "expected_error",
     "trust",
+    "tflops_per_gpu",
+    "mfu",
     "short_of",
     "needed_bytes",
     "available_bytes",

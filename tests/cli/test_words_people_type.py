@@ -116,6 +116,8 @@ def test_more_gpus_than_any_machine_has_are_unknown() -> None:
         (["--liger"], "Liger's kernels are --kernels fused, and its loss is --loss fused"),
         (["--policy", "qlora"], "unknown policy 'qlora'; a base in 4 bits is --base nf4 beside --lora r=16"),
         (["--load-in-4bit"], "a base in 4 bits is --base nf4 beside --lora r=16"),
+        (["--lora", "qlora"], "--lora qlora: 'qlora' is not r=RANK"),
+        (["--lora", "QLoRA"], "a base in 4 bits is --base nf4 beside --lora r=16"),
         (["--zero", "3"], "unknown flag '--zero'; stages are --policy zero1, zero2, zero3"),
         (["--fsdp"], "it is --policy ddp (all_on_gpu), zero2 or fsdp (zero3_resident)"),
         (["--dtype", "fp8"], "products in fp8 are --products fp8, and frozen weights in fp8 --base fp8"),
