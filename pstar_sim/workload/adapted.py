@@ -29,6 +29,7 @@ from pstar_sim.workload.mixing import block_of
 from pstar_sim.workload.tape import Tape
 from pstar_sim.workload.workload import Moment, Phase, Product, Tensor, Use, UseKind, Workload, product_flops
 
+ESTIMATED = "seconds of moments that adapters or a base change are estimated, the others recorded"
 UPPER = "an upper bound: the trace keeps inputs of matrices that are frozen now (pstar trace --lora leaves them out)"
 
 
@@ -192,7 +193,7 @@ class _Change:
 
     def made(self) -> Workload:
         w = self.w
-        late = sum(not t.frozen for i, t in enumerate(w.tensors) if i not in self.pairs and i not in self.saved)
+        late = any(not t.frozen for i, t in enumerate(w.tensors) if i not in self.pairs and i not in self.saved)
         for at, m in enumerate(w.moments):
             self._without_gradients(at, m)
             for i in {*w.reads[at], *w.gradients[at]}:
@@ -204,9 +205,14 @@ class _Change:
         for at, m in enumerate(w.moments):
             level += self.shifts[at]
             moments.append(self._moment(m, self.figures[at], level, level + self.shifts[at + 1]))
-        notes = [adapter_note(tensors, self.adapter, w.dtype), UPPER if late else "", w.notes]
+        recorded = any(m.duration_s is not None for m in w.moments) and ESTIMATED
+        notes = [adapter_note(tensors, self.adapter, w.dtype), late and UPPER, recorded, w.notes]
         return replace(
-            w, tensors=tuple(tensors), moments=tuple(moments), uses=uses, notes="; ".join(filter(None, notes))
+            w,
+            tensors=tuple(tensors),
+            moments=tuple(moments),
+            uses=uses,
+            notes="; ".join(note for note in notes if note),
         )
 
     def _without_gradients(self, at: int, m: Moment) -> None:

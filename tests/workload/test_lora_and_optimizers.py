@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from msgspec import structs
 
@@ -13,6 +15,7 @@ from pstar_sim.dtypes import BASES
 from pstar_sim.errors import CannotPlan, ModelError, UnknownName
 from pstar_sim.planner.fits import fits
 from pstar_sim.policy.registry import policies
+from pstar_sim.workload.adapted import adapted
 from pstar_sim.workload.adapter import Adapter, adapter
 from pstar_sim.workload.loading import WHOLE
 from pstar_sim.workload.lora import adapter_of, base_of, quantised_params
@@ -162,10 +165,10 @@ def test_what_cannot_be_is_refused() -> None:
 )
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_every_policy_plans_them_and_the_checker_agrees(job: str, micro_batches: int, gpus: int) -> None:
-    adapted = job in ("bf16", *BASES)
-    given = Adapter(rank=8, targets=("all-linear",)) if adapted else None
-    w = preset("gpt2", batch=1, seq=64, micro_batches=micro_batches, lora=given, base=job if adapted else None)
-    w = w if adapted else with_optimizer(w, job)
+    lora = job in ("bf16", *BASES)
+    given = Adapter(rank=8, targets=("all-linear",)) if lora else None
+    w = preset("gpt2", batch=1, seq=64, micro_batches=micro_batches, lora=given, base=job if lora else None)
+    w = w if lora else with_optimizer(w, job)
     changes = {"gpu.memory": "450MB", "peer.bandwidth": "5GB/s"} if gpus > 1 else {"gpu.memory": "650MB"}
     m = ps.machine("virtual", overrides={"gpus": gpus, **changes})
     fitting = set()
@@ -222,6 +225,15 @@ def test_a_trace_that_does_not_fit_is_told_of_adapters_and_a_base() -> None:
     w, m = load_trace("traces/gpt2.parquet", batch=4, checkpointing=True), ps.machine("v100-16", gpu_memory="3.95GB")
     row = fits(w, m, policies=["all_on_gpu"], times=False).rows[0]
     assert not row.fits and row.changes and row.changes[0].startswith("with --lora r=16"), row.changes
+
+
+def test_recorded_seconds_stay_where_adapters_change_nothing() -> None:
+    w = load_trace("traces/gpt2.parquet", batch=4, checkpointing=True)
+    timed = adapted(replace(w, moments=tuple(replace(m, duration_s=1e-3) for m in w.moments)), Adapter(rank=8))
+    seconds = {(m.module, m.phase): m.duration_s for m in timed.moments if m.name.startswith("begin")}
+    assert seconds["transformer.h.0.attn.c_attn", Phase.FWD] is None
+    assert seconds["transformer.h.0.mlp.c_fc", Phase.FWD] == 1e-3
+    assert "seconds of moments that adapters or a base change are estimated" in timed.notes
 
 
 def test_an_adapter_is_read_as_it_is_written() -> None:
