@@ -37,7 +37,7 @@ from _results import PLANNED, RESULTS, ROOT, changes_since, write_result
 import pstar_sim as ps
 from pstar_sim.bounds import fluid
 from pstar_sim.bounds.linear import LinearProgram
-from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.machine import Machine, Nvme
 from pstar_sim.core import choose, layout
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
@@ -160,6 +160,8 @@ CHANGES: tuple[Change, ...] = (
     *instead("tide", "core.layout.SMALL_PART", 40, 10**9),
     *instead("tide", "core.layout.MOST_SMALL", 1.0),
     *instead("vocabulary", "policy.passes.parts.LARGE", 1.5, 4.0, none=1e9),
+    *instead("disks", "policy.passes.feasibility.IN_FLIGHT", 1, 3),
+    *instead("disks", "policy.family.disks.LARGE", 1.0, none=1e9),
     *instead("karma", "policy.systems.karma.INTERLEAVES", none_interleaved=((0.0, 0),),
              all_or_none=((0.0, 0), (1.0, 0)), every_other=(*karma.INTERLEAVES[:-1:2], karma.INTERLEAVES[-1]),
              without_the_last=karma.INTERLEAVES[:-1]),
@@ -409,6 +411,25 @@ def of_stronghold() -> dict[str, Job]:
     }
 
 
+def of_disks() -> dict[str, Job]:
+    """Returns jobs whose states have no room on the host, on disks of two rates; one with a large vocabulary."""
+    found = {}
+    for model, host, rate in (
+        ("4B", "40GB", 5e9),
+        ("4B", "40GB", 20e9),
+        ("12B", "128GB", 5e9),
+        ("llama-3-8b", "72GB", 5e9),
+    ):
+        disks = Nvme(
+            name="disks", memory_bytes=10**12, read_bytes_per_s=rate, write_bytes_per_s=rate / 2, latency_s=1e-4,
+            measured=False, source="assumed",
+        )  # fmt: skip
+        machine = replace(ps.machine("rtx4090", host_memory=host), nvme=disks)
+        for word, settings in (("eager", EAGER), ("barrier", BARRIER)):
+            found[f"{model}, rtx4090, {host}, {format_bytes(int(rate))}/s, {word}"] = gpt(model, 4), machine, settings
+    return found
+
+
 def of_karma() -> dict[str, tuple[Workload, Workload, Machine]]:
     """Returns jobs with all activations recomputed, and with all kept, where neither is best."""
     return {
@@ -471,6 +492,7 @@ GROUPS: Mapping[str, tuple[Callable[[], Mapping[str, Any]], Callable[[Any], tupl
     "tide": (of_tide, lambda job: by_policy(tide, job)),
     "vocabulary": (of_vocabulary, lambda job: by_policy(tide, job)),
     "stronghold": (of_stronghold, lambda job: by_policy(stronghold, job)),
+    "disks": (of_disks, lambda job: by_policy(tide, job)),
     "karma": (of_karma, of_ways),
     "variants": (of_variants, of_race),
     "ranks": (of_ranks, lambda job: own(job, POINT)),
