@@ -355,8 +355,8 @@ def semantics(name: str = "semantics") -> str:
     left_out = sum("exception" in cell for row in r["table"].values() for cell in row.values())
     return (
         f"parameters and moments of {r['equal_to_the_bit']} of {r['runs']} runs equal plain PyTorch's to the bit "
-        f"(largest difference {r['largest_relative_difference']:.1e}); cells left out with a reason: {left_out}; "
-        f"{link(name)}"
+        f"(largest relative difference {r['largest_relative_difference']:.1e}); cells left out with a reason: "
+        f"{left_out}; {link(name)}"
     )
 
 
@@ -590,7 +590,7 @@ def mixed_stages() -> str:
 
 
 def spreads() -> str:
-    lines = ["| model, GPUs | tokens/s, offloaded | without offloading | FSDP alone |", "|---|---|---|---|"]
+    lines = ["| model, GPUs | offloaded | without offloading | FSDP alone |", "|---|---|---|---|"]
     for row in result("spreads")["rows"]:
         cells = [_way(row[kind]) for kind in ("offloaded", "resident", "fsdp")]
         gpus = f"`{row['machine']}`" + (f" x {row['nodes']}" if row["nodes"] > 1 else "")
