@@ -272,8 +272,8 @@ def with_nodes(machine: Machine, nodes: int) -> Machine:
     whole(f"machine {machine.name!r}: nodes", nodes, most=MOST_NODES_OF_A_MACHINE, error=CatalogError)
     if nodes > 1 and machine.network is None:
         raise CatalogError(
-            f"machine {machine.name!r}: nodes = {nodes} but it has no network; a machine file gives a "
-            'network with network = NAME, where NAME is a link with connects = "node-node"'
+            f"machine {machine.name!r}: nodes = {nodes}, and no network joins nodes of it; a machine file names one "
+            "(network = NAME, such as ib-ndr-x8; pstar machines --links lists them)"
         )
     return machine.with_nodes(nodes)
 

@@ -127,7 +127,7 @@ def size_inches(text: str) -> Inches:
     both = [width, *([height] if by else [])]
     sizes = [_number(LENGTH, side if side[-1:].isalpha() or unit is None else side + unit[0]) for side in both]
     for size in sizes:
-        _within(size, text, 1.0, 100.0, "a width, or a width and a height, such as 3.3, 3.3x2.5 or 85x60mm")
+        _within(size, text, 1.0, 40.0, "a width, or a width and a height, such as 3.3, 3.3x2.5 or 85x60mm")
     return Inches(sizes[0], sizes[1] if by else None)
 
 

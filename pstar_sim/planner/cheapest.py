@@ -296,7 +296,10 @@ def _exactly(
         where = with_nodes(machine, nodes) if nodes != machine.nodes else machine
     except PstarError as error:
         return replace(base, reason=str(error))
-    row, _ = _so_many(where, asked, usd, what, tokens, deadline_s)
+    row, _ = _so_many(where, asked, usd, what, tokens, None)
+    if deadline_s is not None and row.days is not None:
+        days = row.days * DAY_S / deadline_s
+        row = replace(row, in_time=days <= 1, in_time_is_sure=abs(1 / days - 1) > (row.expected_error or 0.0))
     return replace(row, tried=(nodes,))
 
 

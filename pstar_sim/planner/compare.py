@@ -326,7 +326,7 @@ def _compare(
         known = _with_barrier_cost(best, dict(asked)[name], found.free.get(name, free))
         rows[rows.index(best.row)] = known.row
         planned[name] = known
-    short_of_gpu = {short.place for _, short in failures.values()} == {"gpu"}
+    short_of_gpu = not named and {short.place for _, short in failures.values()} == {"gpu"}
     timelines = {name: p.timeline for name, p in planned.items()}
     return Comparison(
         changes=tuple(dict.fromkeys(as_flags(one.words) for one in sorted(changes, key=lambda one: one.rank))),

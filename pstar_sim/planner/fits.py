@@ -498,10 +498,25 @@ def _changes(
     for way, _ in sorted(found, key=lambda pair: pair[0].rank):
         least.setdefault(way.hardware, way)
     return tuple(
-        SmallestChange(
+        _as_it_comes(one, job, asked)
+        or SmallestChange(
             words=one.words,
             policies=tuple(name for way, name in found if way == one),
             brings_bytes=one.brings_bytes,
         )
         for one in least.values()
     )
+
+
+def _as_it_comes(way: Remedy, job: Asked, asked: Sequence[str]) -> SmallestChange | None:
+    """A machine that one policy takes with more host memory alone, where another takes it as it is."""
+    where = way.machine
+    if where is None:
+        return None
+    fitting = (
+        name
+        for name in asked
+        if can(name).tries_others and job.of(name)(job.workload, where, job.settings, job.loading) is None
+    )
+    name = next(fitting, None)
+    return None if name is None else SmallestChange(words=f"on {where.name}", policies=(name,))

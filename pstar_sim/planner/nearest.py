@@ -52,12 +52,14 @@ class Remedy:
     size: bytes of memory (a machine's: of its GPU), or the distance of the job's options from the job's own.
     words: "with --host-memory 128GB" or "on a100-80".
     brings_bytes: by which a quantised base makes weights smaller.
+    machine: that takes this one's place, with more host memory than it comes with.
     """
 
     kinds: tuple[str, ...]
     size: int
     words: str
     brings_bytes: int = 0
+    machine: Machine | None = None
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -235,7 +237,8 @@ def nearest(
 
 def as_flags(words: str) -> str:
     """Returns the words of a change as flags alone: "--machine a100-80" of "on a100-80"."""
-    return words.removeprefix("with ").replace("on ", "--machine ", words.startswith("on "))
+    flags = words.removeprefix("with ").replace("on ", "--machine ", words.startswith("on "))
+    return flags.replace(" with ", " ")
 
 
 def in_words(found: Sequence[Remedy], fitting: Sequence[str] = ()) -> str:
@@ -421,7 +424,8 @@ def _machines(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNot
         elif short.place == "host":
             more = _host_memory(ask, elsewhere.workload, one, settings, elsewhere.loading, short)
             if more is not None:
-                yield Remedy(kinds=("machine",), size=one.gpu_budget_bytes, words=f"on {one.name} {more.words}")
+                words = f"on {one.name} {more.words}"
+                yield Remedy(kinds=("machine",), size=one.gpu_budget_bytes, words=words, machine=one)
 
 
 def _gpu_memory(

@@ -146,7 +146,7 @@ def _fit_notes(answer: Fits, *, why: bool) -> Iterator[str]:
     if len(answer.rows) > 1 and any(row.policy == "zero3_resident" for row in answer.rows):
         yield "zero3_resident is ZeRO-3 (FSDP) without offloading; `pstar policies` lists the others"
     elsewhere = answer.change is None or answer.change.words.startswith("on ")  # no flag of the job helps
-    short_of_gpu = short == {"gpu"} and not answer.any and elsewhere
+    short_of_gpu = short == {"gpu"} and not (answer.any or answer.named) and elsewhere
     notes = unmodelled_notes(answer.workload, answer.machine, {}, short_of_gpu=short_of_gpu)
     yield from (f"{row.policy}: sequences per GPU {row.shares}" for row in answer.rows if row.fits and row.shares)
     machine = answer.machine
