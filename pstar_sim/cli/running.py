@@ -12,7 +12,6 @@ from pstar_sim.cli.declare import command
 from pstar_sim.cli.executor_parts import executor_module
 from pstar_sim.cli.flag_values import model_names, natural, positive, tokens
 from pstar_sim.cli.flags import MicroBatches, output
-from pstar_sim.cli.inputs import axes_of
 from pstar_sim.cli.output import note, say, say_json, tell
 from pstar_sim.cli.recording import trace_snapshots
 from pstar_sim.cli.run_flags import RunFlags
@@ -132,6 +131,8 @@ def trace(
         return trace_snapshots(snapshot.from_snapshot, snapshot.like, path, device=snapshot.cuda, as_json=json)
     model, batch, seq, path = asked.needed(path)
     capture = executor_module("capture")
+    from pstar_sim.cli.inputs import axes_of
+
     shape = {"batch": batch, "sequence": seq, **axes_of(asked)}
     variants: tuple[Workload, ...]
     if asked.device is None and (asked.machine is not None or asked.gpu_memory is not None):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 
-from pstar_sim.arguments import file_path, number, whole
+from pstar_sim.arguments import file_path, number, refused, text, whole
 from pstar_sim.arguments import names as listed
 from pstar_sim.bounds.shares import AnyShares, any_job, tightest
 from pstar_sim.catalog.entries import MOST_NODES_OF_A_MACHINE
@@ -160,7 +160,9 @@ def cheapest(
     Raises PstarError for an unknown model or machine, and for a wrong price. Machines without a price have no USD and
     stand behind the others.
     """
-    job = kind(model=model, batch=batch, seq=seq, **axes)
+    if not (isinstance(kind, type) and issubclass(kind, Job)):
+        raise refused("kind", kind, "a class of jobs")
+    job = kind(model=text("model", model, "the name of one"), batch=batch, seq=seq, **axes)
     number("tokens", tokens)
     if deadline_s is not None:
         number("deadline_s", deadline_s)

@@ -77,7 +77,7 @@ def test_a_file_of_different_gpus(mixed: Path) -> None:
         ("batch = 2", "batch = 0", "batch = 0; must be a number from 1"),
         ('link = "pcie4-x16"', 'link = "nvlink2"', 'must be a link that connects = "host-gpu"'),
         ('network = "ib-edr-x4"', 'network = "nvlink2"', 'must be a link that connects = "node-node"'),
-        ('network = "ib-edr-x4"\n', "", "nodes = 2 but it has no network"),
+        ('network = "ib-edr-x4"\n', "", "nodes = 2, and no network joins nodes of it"),
         ("nodes = 2", "gpus_per_root = 2", "gpus_per_root = 2; must be a number that divides the 3 GPUs"),
         ("nodes = 2", "root_gb_per_s = 2", "root_gb_per_s = 2; must be given together with gpus_per_root"),
         ("nodes = 2", 'disks = "floppy"', "disks = 'floppy'; must be the name of a set of disks"),
