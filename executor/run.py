@@ -75,6 +75,10 @@ def check_device(plan: Plan, device: str) -> None:
 
 def check_hardware(plan: Plan, device: str) -> None:
     """For any number of ranks."""
+    if plan.workload.products:
+        raise PlanError(
+            f"the plan has products in {plan.workload.products}, which are planned only; plan without --products"
+        )
     if is_cuda(device):
         cuda_device(device)
     elif device != "virtual":
@@ -88,10 +92,6 @@ def check_hardware(plan: Plan, device: str) -> None:
         raise PlanError(
             f"the plan is for {plan.workload.model!r} under autocast, which `pstar run` does not enter; run it in your "
             "own loop, whose loss is under torch.autocast (executor.prepare)"
-        )
-    if plan.workload.products:
-        raise PlanError(
-            f"the plan has products in {plan.workload.products}, which are planned only; plan without --products"
         )
     if plan.workload.source == "preset":
         adapters = any(tensor.frozen for tensor in plan.workload.tensors)

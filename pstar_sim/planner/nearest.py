@@ -136,10 +136,11 @@ class Elsewhere:
             if shape.causal and w.loss != FUSED and not w.autocast:
                 found["loss"] = iter([_Option(flags=f"--loss {FUSED}", given={"loss": FUSED})])
         if can_vary(w, self._shape) or adapter_of(w) is None:
+            stored, stacks = base_of(w), any(is_stack(t.name, t.shape) for t in w.tensors)
             packed = [
                 _Option(flags=f"--base {base}", size=size, given={"base": base})
                 for size, base in enumerate(_BASES, start=1)
-                if any(is_stack(t.name, t.shape) for t in w.tensors) or not BASES[base].stacks
+                if (stacks if BASES[base].stacks else stored is None)
             ]
             if adapter_of(w) is None and not w.autocast:
                 lora = _Option(flags=f"--lora {_LORA}", given={"lora": _LORA})
@@ -148,7 +149,7 @@ class Elsewhere:
                     for one in packed
                 )
                 found["LoRA"] = iter([lora, *both])
-            elif base_of(w) is None and not w.autocast:
+            elif (stored is None or not BASES[stored].stacks) and not w.autocast:
                 found["base"] = iter(packed)
         return {kind: tuple(found[kind]) for kind in (*_EXACT, *_INEXACT) if kind in found}
 

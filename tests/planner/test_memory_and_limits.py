@@ -610,6 +610,8 @@ def test_where_experts_are_the_most_the_base_that_stores_their_stacks_is_advised
     w = preset(f"hf:{path}", batch=1, seq=32, lora="r=16")
     answer = fits(w, machine, policies=["all_on_gpu"], times=False)
     assert answer.rows[0].changes[0] == "with --base nf4-experts"
+    four = fits(preset(f"hf:{path}", batch=1, seq=32, lora="r=16", base="nf4"), machine, policies=["all_on_gpu"])
+    assert four.rows[0].changes[0] == "with --base nf4-experts"
     assert answer.change is not None
     stacked = preset(f"hf:{path}", batch=1, seq=32, lora="r=16", base="nf4-experts")
     assert packed_bytes(stacked) > 201e6 * 1.48
