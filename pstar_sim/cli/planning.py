@@ -566,10 +566,10 @@ def _among_variants(
 
 def _timelines_of(plans: Sequence[str]) -> tuple[list[Timeline], str]:
     from pstar_sim.planner.compare import play_plan
+    from pstar_sim.report.tables import plan_words
 
     loaded = [checked_plan(path)[0] for path in plans]
-    first = loaded[0]
-    return [play_plan(p) for p in loaded], f"{first.workload.model} on {first.machine.name}"
+    return [play_plan(p) for p in loaded], plan_words(loaded[0])
 
 
 def _planned_timelines(
@@ -577,6 +577,7 @@ def _planned_timelines(
 ) -> tuple[list[Timeline], str]:
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.compare import compare as ask
+    from pstar_sim.report.tables import job_words
 
     machine = machine_of(on)
     names = policies or ["static_partition", "tide"]
@@ -593,4 +594,4 @@ def _planned_timelines(
         note(f"not drawn: {reason}")
     w = result.workload
     batch = f"batch {result.batch}" + (f" x {w.micro_batches}" if w.micro_batches > 1 else "")
-    return drawn, f"{w.model}, {batch}, sequence {w.sequence}, {w.dtype}, on {machine.name}"
+    return drawn, job_words(w, machine, batch)

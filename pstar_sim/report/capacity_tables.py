@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pstar_sim.catalog.loader import as_listed
 from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
 from pstar_sim.planner.machine_notes import added_gpus_notes, attention_notes, pinned_notes, thread_notes, units_notes
 from pstar_sim.planner.nearest import as_flags, brings_words
@@ -15,11 +14,12 @@ from pstar_sim.report.tables import (
     format_barred,
     format_percent,
     format_size,
+    machine_words,
     sources_of_times,
     trust_lines,
 )
 from pstar_sim.terminal import table_text, terminal_width, wrap
-from pstar_sim.units import GB, format_bytes, format_error, format_params, format_s
+from pstar_sim.units import format_bytes, format_error, format_params, format_s
 from pstar_sim.validation.published_limits import PublishedLimit, published_limits
 from pstar_sim.workload.kernels import kernels_text
 from pstar_sim.workload.loading import EACH_FP32, Loading, loading_of
@@ -48,18 +48,6 @@ _DATA_PARALLEL = (
     "data parallel only: tensor and pipeline parallelism (--parallel auto) are the likely choice where many GPUs are "
     "needed; expert parallelism is not modelled"
 )
-
-
-def _named(machine: Machine) -> str:
-    listed = as_listed(machine)
-    if listed is None:
-        return machine.name
-    sizes = (
-        (machine.gpu.memory_bytes, listed.gpu.memory_bytes, "GPU"),
-        (machine.host.memory_bytes, listed.host.memory_bytes, "host"),
-    )
-    changed = [f"{round(now / GB, 2):g} GB of {place} memory" for now, usual, place in sizes if now != usual]
-    return machine.name + (f" with {' and '.join(changed)}" if changed else "")
 
 
 def _memory(machine: Machine) -> str:
@@ -169,7 +157,7 @@ def _yes(answer: Fits) -> list[str]:
     under = best.policy if total == 1 else f"{len(fitting)} of the {total} policies"
     undecided = best.loading_short_bytes is not None
     yes = "Yes, if the weights are loaded once per node" if undecided else "Yes"
-    said = [f"{yes}: {answer.workload.model} fits on {_named(answer.machine)} under {under}."]
+    said = [f"{yes}: {answer.workload.model} fits on {machine_words(answer.machine)} under {under}."]
     if best.iteration_s is not None:
         belief = "" if best.expected_error is None else f" ({format_error(best.expected_error)})"
         ties = len(fast) - 1
@@ -208,7 +196,7 @@ def shown_on_card(row: Fit) -> list[str]:
 
 
 def _no(answer: Fits) -> list[str]:
-    name, total, change = _named(answer.machine), len(answer.rows), answer.change
+    name, total, change = machine_words(answer.machine), len(answer.rows), answer.change
     under = answer.rows[0].policy if total == 1 else f"any of the {total} policies"
     said = [f"No: {answer.workload.model} does not fit on {name} under {under}."]
     short = [row for row in answer.rows if row.short_bytes is not None]

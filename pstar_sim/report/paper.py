@@ -110,6 +110,9 @@ def figure_legend(figure: Figure, handles: Mapping[str, Any], look: Look, *, pla
         room = figure.get_figwidth() * 72 / columns - SWATCH * points
         names = [broken_at(name, room, points) for name in names]
     below = place == "below"
+    if below and look != USUAL and look.scale == 1:
+        widest = max(_width(line, points) for name in names for line in name.split("\n")) + SWATCH * points
+        columns = max(1, min(columns, int(width // widest)))
     figure.legend(
         list(handles.values()), names, loc="outside lower left" if below else "outside right upper",
         ncols=columns if below else 1, frameon=False, fontsize=points,

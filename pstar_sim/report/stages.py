@@ -196,7 +196,10 @@ def stages_figure(plans: PlanSet, timelines: Sequence[Timeline], *, look: Look =
     ax.set_ylim(len(names) - 0.5, -0.5)
     ax.set_xlim(0, end_s)
     ax.set_xlabel("time in the iteration [s]")
-    title = f"{plans.plans[0].policy}, {plans.parallelism}: {format_s(end_s)} per iteration"
+    first = plans.plans[0]
+    w, machine = first.workload, first.machine.name.partition(" stage ")[0]
+    job = f"{w.model}, batch {w.batch} x {w.micro_batches}, sequence {w.sequence}, on {machine}"
+    title = f"{job}, {first.policy}, {plans.parallelism}: {format_s(end_s)} per iteration"
     ax.set_title(broken_at(title, figure.get_figwidth() * 54, 10 * look.scale), fontsize=10, loc="left")
     for side in ("top", "right", "left"):
         ax.spines[side].set_visible(False)

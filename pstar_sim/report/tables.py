@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from pstar_sim.catalog.loader import as_listed
 from pstar_sim.core.figures import BINDS_NAMES
 from pstar_sim.errors import NothingFits
 from pstar_sim.planner.confidence import confidence, confidence_line, worst_known
@@ -18,7 +19,7 @@ from pstar_sim.workload.workload import activations_text
 
 if TYPE_CHECKING:
     from pstar_sim.catalog.machine import Machine
-    from pstar_sim.core.plan import Settings
+    from pstar_sim.core.plan import Plan, Settings
     from pstar_sim.planner.compare import Comparison, Row
     from pstar_sim.workload.workload import Workload
 
@@ -83,6 +84,32 @@ def batch_words(answer: TableAnswer) -> str:
     if ranks > 1:
         words += f" ({'' if w.batch * ranks == answer.batch else 'at most '}{w.batch} per GPU)"
     return words
+
+
+def plan_words(plan: Plan) -> str:
+    w, m = plan.workload, plan.machine
+    each = f"{w.batch}{f' on each of {m.world_size} GPUs' if m.world_size > 1 else ''}"
+    batch = f"{format_params(w.params)} parameters, batch {plan.own_batches or each}"
+    return job_words(w, m, batch + (f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""))
+
+
+def job_words(w: Workload, machine: Machine, batch: str) -> str:
+    """Title of a picture or a page."""
+    parts = (w.model, batch, f"sequence {w.sequence}", w.dtype, w.notes)
+    return f"{', '.join(filter(None, parts))}, on {machine_words(machine)}"
+
+
+def machine_words(machine: Machine) -> str:
+    """Its name, and the sizes of memory that are not those of the catalog."""
+    listed = as_listed(machine)
+    if listed is None:
+        return machine.name
+    sizes = (
+        (machine.gpu.memory_bytes, listed.gpu.memory_bytes, "GPU"),
+        (machine.host.memory_bytes, listed.host.memory_bytes, "host"),
+    )
+    changed = [f"{round(now / GB, 2):g} GB of {place} memory" for now, usual, place in sizes if now != usual]
+    return machine.name + (f" with {' and '.join(changed)}" if changed else "")
 
 
 HEADS = (

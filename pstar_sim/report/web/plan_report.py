@@ -26,10 +26,10 @@ from pstar_sim.report.palette import CATEGORY_NAMES, QUEUE_NAMES
 from pstar_sim.report.residence import AWAY, Residence, residence
 from pstar_sim.report.run_figures import Figure
 from pstar_sim.report.step_names import layer_names
-from pstar_sim.report.tables import BINDS_WORDS, format_change, format_percent
+from pstar_sim.report.tables import BINDS_WORDS, format_change, format_percent, plan_words
 from pstar_sim.report.web.charts import Chart, lanes_chart, residence_chart, same_lanes, tide_chart
 from pstar_sim.report.web.document import breakable, chart_place, document, legend_html, table_html, unbroken
-from pstar_sim.units import format_bytes, format_error, format_params, format_s
+from pstar_sim.units import format_bytes, format_error, format_s
 
 XS = ("time", "moment")
 _PLACES = {"gpu": "GPU", "host": "host", "nvme": "disks"}
@@ -125,7 +125,7 @@ class _Page:
         return "\n".join(part() for part in parts)
 
     def _head(self) -> str:
-        said = [_job(subject.plan) for subject in self.subjects]
+        said = [plan_words(subject.plan) for subject in self.subjects]
         rooms = [_budgets(subject.plan.machine) for subject in self.subjects]
         if len(set(rooms)) > 1:
             said = [f"{job} with {room}" for job, room in zip(said, rooms)]
@@ -339,14 +339,6 @@ def _merged(legends: Sequence[Mapping[str, str]]) -> dict[str, str]:
             at = names.index(name) + 1
     colours = {name: colour for legend in legends for name, colour in legend.items()}
     return {name: colours[name] for name in names}
-
-
-def _job(plan: Plan) -> str:
-    w, m = plan.workload, plan.machine
-    each = f"{w.batch}{f' on each of {m.world_size} GPUs' if m.world_size > 1 else ''}"
-    batch = f"batch {plan.own_batches or each}"
-    batch += f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""
-    return f"{w.model}, {format_params(w.params)} parameters, {batch}, sequence {w.sequence}, {w.dtype}, on {m.name}"
 
 
 def _budgets(machine: Machine) -> str:
