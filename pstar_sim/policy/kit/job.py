@@ -60,6 +60,7 @@ class Job:
             workload, chunk_bytes=settings.chunk_bytes, ranks=machine.data_parallel_size, sums=settings.sums
         )
         self.ranks = self.layout.ranks
+        self._states_bytes: dict[int, int] = {}
         self._check_order()
         self.uses = uses = facts_of(workload, self.layout)
         uses.check()
@@ -242,7 +243,10 @@ class Job:
         return self.layout.states_of(chunk).names
 
     def states_bytes(self, chunk: int) -> int:
-        return sum(self.layout.payload_bytes(chunk, name) for name in self.states_of(chunk))
+        """Of a chunk that is trained."""
+        if chunk not in self._states_bytes:
+            self._states_bytes[chunk] = sum(self.layout.payload_bytes(chunk, name) for name in self.states_of(chunk))
+        return self._states_bytes[chunk]
 
     def visiting(self, chunk: int, *, held: bool) -> tuple[str, ...]:
         """Lists that come up for a streamed chunk's update.
