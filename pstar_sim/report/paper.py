@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pstar_sim.arguments import refused
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
@@ -111,8 +113,8 @@ def figure_legend(figure: Figure, handles: Mapping[str, Any], look: Look, *, pla
         names = [broken_at(name, room, points) for name in names]
     below = place == "below"
     if below and look != USUAL and look.scale == 1:
-        widest = max(_width(line, points) for name in names for line in name.split("\n")) + SWATCH * points
-        columns = max(1, min(columns, int(width // widest)))
+        widths = [_width(name, points) + SWATCH * points for name in names]
+        columns = next((n for n in range(columns, 1, -1) if _columns_width(widths, n) <= width), 1)
     figure.legend(
         list(handles.values()), names, loc="outside lower left" if below else "outside right upper",
         ncols=columns if below else 1, frameon=False, fontsize=points,
@@ -120,6 +122,11 @@ def figure_legend(figure: Figure, handles: Mapping[str, Any], look: Look, *, pla
     if below:
         return width
     return width - SWATCH * points - max(_width(line, points) for name in names for line in name.split("\n"))
+
+
+def _columns_width(widths: Sequence[float], columns: int) -> float:
+    """Of a legend that fills its columns one after the other, the first ones with one name more."""
+    return sum(float(max(part)) for part in np.array_split(widths, columns) if len(part))
 
 
 def laid_out(figure: Figure, look: Look) -> Figure:
