@@ -28,6 +28,7 @@ from pstar_sim.planner.asked import OnPart, teller
 from pstar_sim.planner.compare import barrier_cost_of
 from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.trust import trust, validation_digest
+from pstar_sim.planner.utilization import tflops_and_mfu
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import policies
 from pstar_sim.sim.play import play_each, slowest
@@ -140,9 +141,12 @@ class _Notes:
         """Times agree to SECONDS_AGREE, peaks to the byte."""
         plan, timeline = self.plan, self.timeline
         peaks = [each.peak_bytes for each in self.timelines]
+        tflops, mfu = tflops_and_mfu(plan.ranked or (plan.workload,), timeline.iteration_s, plan.machine)
         for name, value, tolerance in (
             ("iteration_s", timeline.iteration_s, SECONDS_AGREE),
             ("tokens_per_s", plan.tokens / timeline.iteration_s, SECONDS_AGREE),
+            ("tflops_per_gpu", tflops, SECONDS_AGREE),
+            ("mfu", mfu or 0.0, SECONDS_AGREE),
             ("peak_gpu_bytes", max(peak["gpu"] for peak in peaks), 0.0),
             ("peak_host_bytes", max(peak["host"] for peak in peaks), 0.0),
         ):

@@ -57,7 +57,7 @@ def test_parts_that_no_catalog_knows(name: str) -> None:
 def test_gpus_that_differ_are_not_multiplied() -> None:
     with pytest.raises(CatalogError, match="differ; write a machine file"):
         load_machine("v100-16+p100-16", gpus=4)
-    with pytest.raises(CatalogError, match="has no network"):
+    with pytest.raises(CatalogError, match="no network joins nodes of it"):
         load_machine("v100-16+p100-16", nodes=2)
 
 

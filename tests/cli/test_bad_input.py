@@ -116,7 +116,7 @@ def test_a_machine_file_without_a_link(
 
 def test_nodes_without_a_network(capsys: pytest.CaptureFixture[str]) -> None:
     said = complaint(capsys, "compare", *SMALL, "--machine", "v100-32", "--nodes", "2")
-    assert "nodes = 2 but it has no network; a machine file gives a network with network = NAME" in said
+    assert "nodes = 2, and no network joins nodes of it; a machine file names one (network = NAME" in said
 
 
 def test_this_machine_says_what_was_found_and_assumed(capsys: pytest.CaptureFixture[str]) -> None:
