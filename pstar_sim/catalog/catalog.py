@@ -453,12 +453,13 @@ def load_catalog(user_file: str | Path | None = None) -> Catalog:
         if named is not None and not isinstance(named, str):
             raise CatalogError(f"{file}: machine = {named!r}; must be the name of one of its machines")
         main = named
-        for table, entries in content.items():
-            if table not in TABLES or not isinstance(entries, dict):
-                known = ", ".join(f"[{t}.NAME]" for t in TABLES)
-                what = f"{table!r} is not a known table; it takes {known} and machine = NAME"
-                wrong.errors.append(CatalogError(f"{file}: {what}"))
-                continue
+        given_tables = {name: rows for name, rows in content.items() if name in TABLES and isinstance(rows, dict)}
+        if unknown := [name for name in content if name not in given_tables]:
+            known = ", ".join(f"[{t}.NAME]" for t in TABLES)
+            are = "is not a known table" if len(unknown) == 1 else "are not known tables"
+            what = f"{', '.join(map(repr, unknown))} {are}; it takes {known} and machine = NAME"
+            wrong.errors.append(CatalogError(f"{file}: {what}"))
+        for table, entries in given_tables.items():
             for name, given in (wrong.of(partial(_in_gb, file, table, entries)) or {}).items():
                 raws[table][name] = (file, _given(file, raws[table].get(name), given))
                 if table == "machines":

@@ -91,6 +91,7 @@ def test_trains_to_the_bit_as_without_disks(kit: Any, start: Callable[..., Any],
     moved = session.timeline().moved_bytes
     assert moved == {lane: plans[0].moved_bytes[lane] for lane in moved}
     assert moved["nvme_read"] and moved["nvme_write"]
+    session.drain()
     logged, booked = kit.byte_changes(session)
     assert logged == booked
     session.close()
