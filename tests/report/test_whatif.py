@@ -48,6 +48,7 @@ def test_every_point_is_on_the_page_with_its_figures_and_its_error(results: Path
     out = results.with_name("whatif.html")
     assert main(["page", str(results), "-o", str(out)]) == 0
     page = page_values(out)
+    assert "; in all: batch 1, tokens per sequence 128, policy zero_offload.</p>" in out.read_text(encoding="utf-8")
     axes, points = load_results(results)
     names = [axis["name"] for axis in page["axes"]]
     assert sorted(names) == sorted(axes) and len(page["rows"]) == len(points) == 8

@@ -7,6 +7,7 @@ largest model lies between the largest that fits and the sweep's next.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import date
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pstar_sim.report.palette import policy_colours
 from pstar_sim.report.tables import BINDS_WORDS
 from pstar_sim.report.web.document import document
 from pstar_sim.units import format_error
+from pstar_sim.version import __version__
 
 TOKENS, DAYS = 3e9, 14.0
 _FIGURES = (
@@ -72,7 +74,12 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
         "tokens": TOKENS,
         "days": DAYS,
     }
-    return document("What if?", _body(), data, script="whatif.js")
+    alone = [axis for axis in axes if len(values[axis]) == 1 and values[axis] != [""]]
+    fixed = [f"{_title(axis)} {_labels(axis, values[axis])[0]}" for axis in alone]
+    said = f"{len(points):,} points of pstar-sim {__version__}, {date.today().isoformat()}" + (
+        f"; in all: {', '.join(fixed)}" if fixed else ""
+    )
+    return document("What if?", _body(said), data, script="whatif.js")
 
 
 def distinct_points(points: Sequence[Mapping[str, object]], axes: Sequence[str]) -> list[Mapping[str, object]]:
@@ -133,10 +140,12 @@ def _costs(points: Sequence[Mapping[str, object]], parts: Sequence[str], prices:
     return found
 
 
-def _body() -> str:
+def _body(said: str) -> str:
+    """said: what is the same in all points."""
     says = "dollars per million tokens and tokens per second of every machine and policy, with their errors"
     return f"""<div class="row"><h1>What if?</h1>
 <button data-theme-button aria-label="change between light and dark">dark</button></div>
+<p>{escape(said)}.</p>
 <p class="soft">Every figure comes from a sweep that pstar-sim has planned and simulated. ± is one standard deviation
 that validation found for this class of machine; without runs of two sources the bar is at least
 {format_error(untuned())}, that of all published runs together. Bytes are those that the plan takes, and a run stays
