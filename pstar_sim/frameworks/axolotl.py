@@ -132,15 +132,9 @@ def read(content: object, file: str) -> Configuration:
         found,
         file,
         notes,
-        model=found.known("model"),
         lora=_adapter(found, notes),
         base=bits_to_base(bits, nested=found["nested"], experts=found["experts"]),
-        products="fp8" if found["fp8"] is True else None,
         optimizer=optimizer,
-        batch_per_gpu=found.known("batch_per_gpu"),
-        micro_batches=found.known("micro_batches"),
-        sequence=found.known("sequence"),
-        clip=found.usual("clip", 1.0) > 0,
         checkpointing=bool(checkpointing),
         attention=_ATTENTION.get(attention or "", named),
         loss="fused" if found["fused_loss"] else "chunked" if found["chunked"] else None,
@@ -154,8 +148,7 @@ def _adapter(found: KeyReading, notes: list[str]) -> str | None:
     if found["adapter"] not in ("lora", "qlora"):
         notes.append(f"not modelled: adapter = {found['adapter']}: predicted as LoRA")
     targets = ALL_LINEAR if found["all_linear"] else found["targets"]
-    rank, save = found["rank"] or Adapter().rank, found["save"]
-    return adapter_text(rank, targets, save=save, rs=found["rs"] is True, dora=found["dora"] is True)
+    return adapter_text(found, found["rank"] or Adapter().rank, targets)
 
 
 def _kernels(found: KeyReading) -> str | None:

@@ -107,26 +107,15 @@ def read(content: object, file: str) -> Configuration:
         found,
         file,
         notes,
-        model=found.known("model"),
-        lora=_adapter(found) if adapted else None,
+        lora=adapter_text(found, found["rank"], found["targets"]) if adapted else None,
         base=_base(found, notes),
         autocast=dtype if upcast else None,
-        products="fp8" if found["fp8"] is True else None,
         optimizer=optimizer,
-        batch_per_gpu=found.known("batch_per_gpu"),
-        micro_batches=found.known("micro_batches"),
-        sequence=found.known("sequence"),
-        clip=found.usual("clip", 1.0) > 0,
         checkpointing=not found["kept"],
         attention=_ATTENTION.get(found["attention"]),
         loss="fused" if found["liger"] else None,
         kernels="fused" if found["liger"] else None,
     )
-
-
-def _adapter(found: KeyReading) -> str:
-    rs, dora = found["rs"] is True, found["dora"] is True
-    return adapter_text(found["rank"], found["targets"], save=found["save"], rs=rs, dora=dora)
 
 
 def _base(found: KeyReading, notes: list[str]) -> str | None:

@@ -73,14 +73,18 @@ def _file(named: str, file: str) -> tuple[object, str]:
         raise PstarError(f"{path}: {fault.in_json()}") from None
 
 
-def adapter_text(rank: int, targets: object, *, save: object, rs: bool, dora: bool) -> str:
-    """targets, save: names between commas or in a list; "all" means all linear modules, None the family's usual; a
-    single text that is neither is a regular expression."""
+def adapter_text(found: KeyReading, rank: int, targets: object) -> str:
+    """targets, and what is trained whole: names between commas or in a list; "all" means all linear modules, None the
+    family's usual; a single text that is neither is a regular expression."""
     named = _names(targets)
     if "all" in named:
         named = (ALL_LINEAR,)
     chosen = named[0] if isinstance(targets, str) and len(named) == 1 and not named[0].isidentifier() else named or None
-    return str(Adapter(rank=rank, targets=chosen, save=_names(save), rs=rs, dora=dora))
+    return str(
+        Adapter(
+            rank=rank, targets=chosen, save=_names(found["save"]), rs=found["rs"] is True, dora=found["dora"] is True
+        )
+    )
 
 
 def _names(given: object) -> tuple[str, ...]:
@@ -102,8 +106,10 @@ def trained(launch: Configuration, found: KeyReading, file: str, notes: list[str
     """The launch with a job's values. Without DeepSpeed, FSDP and autocast, an optimizer updates 16-bit weights
     themselves. Raises PstarError for a value in which launch and job differ.
 
-    job: attributes of `Configuration`, and "sequence"; None for what the file does not say.
+    job: attributes of `Configuration` beside those that both trainers have; None for what the file does not say.
     """
+    job |= {name: found.known(name) for name in ("model", "batch_per_gpu", "micro_batches", "sequence")}
+    job |= {"clip": found.usual("clip", 1.0) > 0, "products": "fp8" if found["fp8"] is True else None}
     said = {name: value for name, value in job.items() if value is not None}
     details = {**launch.detail, **({"sequence": said.pop("sequence")} if "sequence" in said else {})}
     for name in _SAME:
