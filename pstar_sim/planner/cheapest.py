@@ -298,10 +298,7 @@ def _exactly(
         where = with_nodes(machine, nodes) if nodes != machine.nodes else machine
     except PstarError as error:
         return replace(base, reason=str(error))
-    row, _ = _so_many(where, asked, usd, what, tokens, None)
-    if deadline_s is not None and row.days is not None:
-        days = row.days * DAY_S / deadline_s
-        row = replace(row, in_time=days <= 1, in_time_is_sure=abs(1 / days - 1) > (row.expected_error or 0.0))
+    row, _ = _so_many(where, asked, usd, what, tokens, deadline_s, late=True)
     return replace(row, tried=(nodes,))
 
 
@@ -314,8 +311,19 @@ def _no_more(machine: Machine, batch: int, most_nodes: int) -> str:
 
 
 def _so_many(
-    machine: Machine, asked: _Question, usd: float | None, what: str, tokens: float, deadline_s: float | None
+    machine: Machine,
+    asked: _Question,
+    usd: float | None,
+    what: str,
+    tokens: float,
+    deadline_s: float | None,
+    *,
+    late: bool = False,
 ) -> tuple[Offer, bool]:
+    """With whether the reason would be the same with more nodes.
+
+    late: whether to plan what misses the deadline even if it never waits.
+    """
     base = Offer(
         machine=machine.name,
         nodes=machine.nodes,
@@ -327,7 +335,7 @@ def _so_many(
         row: Row | StagesRow
         if asked.parallel is None:
             least_s = _least_s(machine, asked, tokens)
-            if deadline_s is not None and least_s > deadline_s:
+            if not late and deadline_s is not None and least_s > deadline_s:
                 days = least_s / DAY_S
                 reason = f"too slow: {days:.1f} days if it never waited for anything"
                 return replace(base, least_days=days, reason=reason), False

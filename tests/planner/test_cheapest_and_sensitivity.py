@@ -136,6 +136,10 @@ def test_each_number_of_nodes_and_of_gpus_is_a_row_with_what_its_gpus_do(capsys:
         flops_per_s = 6 * ps.preset("gpt2", batch=1, seq=256).params * row["tokens_per_s"] / row["gpus"]
         assert 1 < row["tflops_per_gpu"] * 1e12 / flops_per_s < 1.1
         assert row["mfu"] == pytest.approx(row["tflops_per_gpu"] / 989, rel=0.01)
+    assert main([*job, "--machine", "h100-80x8", "--nodes", "1,2", "--deadline", "1s", "--json"]) == 3
+    late = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["in_time"] for row in late} == {False}
+    assert {row["tokens_per_s"] for row in late} == {row["tokens_per_s"] for row in rows}, "rows although none can"
     assert main([*job, "--machine", "h100-80x8", "--gpus", "4,8", "--nodes", "1"]) == 0
     text = capsys.readouterr().out
     assert "TFLOPS/GPU" in text and "the price is that of a node of 8 GPUs" in text
