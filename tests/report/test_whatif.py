@@ -13,6 +13,7 @@ import pstar_sim as ps
 from pstar_sim.cli import main
 from pstar_sim.planner.grid import load_grid
 from pstar_sim.planner.sweep import load_results
+from pstar_sim.planner.trust import untuned
 from pstar_sim.report.web.whatif import whatif_page
 
 pytest.importorskip("plotly", reason="the extra `report` is not installed")
@@ -48,7 +49,9 @@ def test_every_point_is_on_the_page_with_its_figures_and_its_error(results: Path
     out = results.with_name("whatif.html")
     assert main(["page", str(results), "-o", str(out)]) == 0
     page = page_values(out)
-    assert "; in all: batch 1, tokens per sequence 128, policy zero_offload.</p>" in out.read_text(encoding="utf-8")
+    text = out.read_text(encoding="utf-8")
+    assert "; in all: batch 1, tokens per sequence 128, policy zero_offload.</p>" in text
+    assert f"± {untuned():.0%}".replace("%", " %") in text, "the bar of a class without rows"
     axes, points = load_results(results)
     names = [axis["name"] for axis in page["axes"]]
     assert sorted(names) == sorted(axes) and len(page["rows"]) == len(points) == 8
