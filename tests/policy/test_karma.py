@@ -43,10 +43,10 @@ def variant(*, recomputed: bool, micro_batches: int = 1, layers: int = LAYERS) -
 
 def made(gpu_mib: int, *, layers: int = LAYERS) -> dict[str, str]:
     """Way, a letter per layer -> words of where parameters and states are."""
-    pair = [variant(recomputed=one, layers=layers) for one in (True, False)]
+    recomputed, kept = (variant(recomputed=one, layers=layers) for one in (True, False))
     machine = round_machine(gpu_memory_bytes=gpu_mib * MIB)
     found = {}
-    for way in ways(*pair, machine, CLIPPED):
+    for way in ways(recomputed, kept, machine, CLIPPED):
         plan = karma(way, machine, CLIPPED)
         plan.check()
         found[letters(way)] = str(plan.choices["capacity"])
@@ -133,15 +133,15 @@ def test_frozen_layers_are_not_copied_where_all_of_the_model_fits() -> None:
 
 
 def test_the_planner_races_the_ways_of_the_policy_alone() -> None:
-    pair = [variant(recomputed=one) for one in (True, False)]
+    recomputed, kept = (variant(recomputed=one) for one in (True, False))
     machine = round_machine(gpu_memory_bytes=44 * MIB)
-    every = candidates(pair, 1)
+    every = candidates([recomputed, kept], 1)
     chosen = choose(every, machine, CLIPPED, policy="karma")
-    own = list(ways(*pair, machine, CLIPPED))
+    own = list(ways(recomputed, kept, machine, CLIPPED))
     assert chosen.workload.activations in [way.activations for way in own]
     assert len(chosen.tried) == len(own)
     assert chosen.left_out == ("activations chosen block by block in other ways: karma has a rule of its own",)
-    assert chosen.iteration_s < play(karma(pair[0], machine, CLIPPED)).iteration_s
+    assert chosen.iteration_s < play(karma(recomputed, machine, CLIPPED)).iteration_s
     every_kept = choose([w for w in every if not w.checkpointing], machine, CLIPPED, policy="karma")  # no pair: as ever
     assert every_kept.workload.stashes
 

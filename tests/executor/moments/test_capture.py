@@ -192,8 +192,8 @@ def tiny_config(kind: str) -> Any:
             transformers.LlamaConfig(vocab_size=128, num_key_value_heads=2, use_cache=False, **common)
         )
     return transformers.ViTForImageClassification(
-        transformers.ViTConfig(image_size=32, patch_size=8, num_labels=10, hidden_dropout_prob=0.0,
-                               attention_probs_dropout_prob=0.0, **common)
+        transformers.ViTConfig(image_size=32, patch_size=8, hidden_dropout_prob=0.0,
+                               attention_probs_dropout_prob=0.0, **{"num_labels": 10, **common})
     )  # fmt: skip
 
 
