@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _SPREAD = (
-    "tensor and pipeline parallelism are no policies: `pstar compare --parallel auto` spreads a job, and so does "
-    "--parallel tp=N,pp=N"
+    "tensor, context and pipeline parallelism are no policies: `pstar compare --parallel auto` spreads a job, and so "
+    "does --parallel tp=N,cp=N,pp=N"
 )
 _DEEPSPEED = (
     "stages are --policy zero1, zero2, zero3, zero-offload, zero3-offload or zero-infinity, and a configuration is "
@@ -25,18 +25,19 @@ _GPUS = "GPUs per node are --gpus N"
 _KEPT = "activations are recomputed with --checkpointing, as presets are by default"
 _NOT_MODELLED = {
     "expert parallelism": ("ep", "expertparallel", "moeep", "expertmodelparallelsize"),
-    "context parallelism": ("cp", "contextparallel", "ringattention", "ulysses", "contextparallelsize"),
     "packing": ("packing", "packed", "samplepacking"),
     "this optimizer or adapter": ("galore", "lisa", "lomo", "badam", "apollo", "reft", "ia3"),
     "inference": ("vllm", "sglang", "tensorrt", "kvcache"),
     "asynchronous or low-communication training": ("diloco", "localsgd"),
 }
 _NEAREST = {
-    "context parallelism": "--parallel tp=N,sp splits sequences within tensor ranks",
     "packing": "a full pack is one sequence: --seq its tokens, --batch packs",
 }
 _MEANT: Mapping[str, tuple[str, ...]] = {
     _SPREAD: ("tp", "pp", "sp", "megatron", "megatronlm", "tensor", "pipeline", "3d", "tensorparallel"),
+    "ranks that split each sequence are --parallel cp=N": (
+        *("cp", "contextparallel", "ringattention", "ulysses", "contextparallelsize"),
+    ),
     "stages of a pipeline are --parallel pp=N": ("pipelineparallel", "pipelineparallelsize", "stages"),
     _DEEPSPEED: ("deepspeed", "zero", "zerostage", "zero1", "zero2", "zero3", "ds"),
     _FSDP: ("fsdp", "fsdp2", "ddp", "hsdp", "shardingstrategy"),

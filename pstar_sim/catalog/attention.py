@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 AttentionCall = tuple[int, int, int, int, int, int, int]
-"""(heads of all sequences, queries, keys, width of a key, width of a value, causal, backward); the last two are 0 or 1.
-A causal call with fewer keys than queries has a window of that many."""
+"""(heads of all sequences, queries, keys, width of a key, width of a value, causal, backward). Causal is 0 without a
+mask, else the number of ranks that share the sequence's queries in balanced parts, 1 for all; backward is 0 or 1. A
+causal call with fewer keys than queries has a window of that many."""
 
 
 USUAL = "flash"
@@ -53,7 +54,8 @@ def call_flops(call: AttentionCall) -> int:
 
 def needed_flops(call: AttentionCall) -> float:
     """Flops of the scores that the mask leaves."""
-    _, queries, keys, *_, causal, _ = call
+    _, part, keys, *_, causal, _ = call
     if not causal:
         return float(call_flops(call))
+    queries = part * causal
     return call_flops(call) * (1 - keys / (2 * queries) if keys <= queries else queries / (2 * keys))

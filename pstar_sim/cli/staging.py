@@ -28,8 +28,8 @@ Parallel = Annotated[
     typer.Option(
         "--parallel",
         metavar="TEXT",
-        help="spread a preset over tensor ranks and stages, such as tp=2,sp,pp=4 or pp=2,schedule=gpipe; auto: the "
-        "ways that can be the fastest, all: every one",
+        help="spread a preset over tensor ranks, parts of sequences and stages, such as tp=2,sp,pp=4, cp=2 or "
+        "pp=2,schedule=gpipe; auto: the ways that can be the fastest, all: every one",
     ),
 ]
 
@@ -103,7 +103,7 @@ def spread_like(
     refuse_beside(f"--like {label} ({c.parallelism})", **flags)
     machine = machine_of(on)
     job, setting = likes.fill(job, setting, machine)
-    notes, own = list(c.notes), stands_for(c, c.data_on(machine))
+    notes, own = list(c.notes), stands_for(c, c.data_on(machine) * c.parallelism.context)
     if own != c.policy:
         notes.append(f"not modelled: {c.policy} in a pipeline; predicted as {own}, with whole states on every rank")
     if c.parallelism.pipeline > 1:

@@ -47,6 +47,7 @@ KEYS = (
     used(f"{_PARALLEL}_dp_replicate_size", "replicas", Count, 1),
     used(f"{_PARALLEL}_dp_shard_size", "slices", None),
     used(f"{_PARALLEL}_tp_size", "tensor", Count, 1),
+    used(f"{_PARALLEL}_cp_size", "context", Count, 1),
     used(f"{_FSDP}.fsdp_cpu_ram_efficient_loading", "loads_once", bool, False),
     used(f"{_FSDP}.fsdp_state_dict_type", "saves", _StateDict),
     used(f"{_FSDP}.fsdp_activation_checkpointing", "checkpointing", bool, False),
@@ -151,13 +152,14 @@ def read(content: object, file: str) -> Configuration:
     if found["wrap"] == "NO_WRAP":
         notes.append("not modelled: NO_WRAP gathers the whole model at once; predicted block by block")
     version = found.usual("version", 1)
+    spread = Parallelism(tensor=found["tensor"], context=found["context"])
     return Configuration(
         framework=ACCELERATE,
         policy=fsdp_policy(offload=found.usual("offload", False), reshard=reshard, replicas=replicas),
         dtype=_dtype(found),
         products=products,
         checkpointing=found.known("checkpointing") if "checkpointing" in found.named else None,
-        parallelism=Parallelism(tensor=found["tensor"]) if found["tensor"] > 1 else None,
+        parallelism=spread if spread != Parallelism() else None,
         loading="whole" if found.usual("loads_once", False) else "each",
         details=_details(found, {"type": kind, "version": version, **_saves(found)}),
         notes=tuple(notes),

@@ -166,7 +166,7 @@ KEYS = (
     unmodelled("communication_data_type", "gradients are taken to be exchanged in the working dtype", off=None),
     unmodelled("sparse_gradients", "gradients are taken to be dense"),
     unmodelled("zero_force_ds_cpu_optimizer", "the optimizer on the CPU is taken to be DeepSpeed's", off=True),
-    unmodelled("sequence_parallel_size", PARALLELISM, off=1),
+    used("sequence_parallel_size", "context", Count, 1),
     unmodelled("seq_parallel_communication_data_type", PARALLELISM, off=None),
     unmodelled("use_data_before_expert_parallelism", PARALLELISM),
     unmodelled("disable_allgather", "parameters are taken to be all-gathered"),
@@ -277,6 +277,7 @@ def read(content: object, file: str) -> Configuration:
     optimizer, said = _optimizer(found)
     clip = found.known("clip")
     policy = _policy(found, stage, states, params)
+    spread = Parallelism(tensor=max(1, found["tensor"]), context=found["context"])
     return Configuration(
         framework=DEEPSPEED,
         policy=policy,
@@ -287,7 +288,7 @@ def read(content: object, file: str) -> Configuration:
         train_batch_key="train_batch_size",
         clip=None if clip is None else clip > 0,
         optimizer=optimizer,
-        parallelism=Parallelism(tensor=found["tensor"]) if found["tensor"] > 1 else None,
+        parallelism=spread if spread != Parallelism() else None,
         pinned=states == "none" or found.usual("pinned", True),
         pinned_params=params == "none" or found.usual("pinned_params", True),
         loading=_loading(stage),
@@ -392,6 +393,9 @@ def _notes(found: KeyReading, stage: int, states: str, params: str) -> list[str]
     offloaded3 = zero3 and states == "cpu" and params != "nvme"
     disks, offloads = "nvme" in (states, params), (states, params) != ("none", "none")
     said = {
+        "not modelled: sequence_parallel_size exchanges heads; predicted with gathers of keys and values": (
+            found["context"] > 1
+        ),
         "offloading has no effect with stage 0": stage == 0 and offloads,
         "not modelled: stage 1 keeps whole gradients on every GPU; predicted as stage 2": (stage, states)
         == (1, "none"),

@@ -54,13 +54,20 @@ class Whereabouts:
 def express_set(
     plans: PlanSet, express: Callable[[Plan], Expressed], degrees: Callable[[Parallelism], Parallelism]
 ) -> Expressed:
-    """All stages' plans; the first stage's stands for all.
+    """All stages' plans; the first stage's stands for all. Its tokens are those of a rank.
 
     express, degrees: the framework's (targets.py).
     """
     first, spread = plans.plans[0], replace(plans.parallelism, data=None)
     found, said = express(first), degrees(replace(spread, cut=CUTS[0]))
-    configuration = replace(found.configuration, parallelism=said, micro_batches=first.workload.micro_batches)
+    own, parts = found.configuration, spread.context
+    configuration = replace(
+        own,
+        parallelism=said,
+        micro_batches=first.workload.micro_batches,
+        train_batch=None if own.train_batch is None else own.train_batch // parts,
+        details=(*own.detail.items(), *([("sequence", first.workload.sequence * parts)] if parts > 1 else [])),
+    )
     cannot = [] if said == spread else [f"{spread}: {configuration.framework} has {said}"]
     return Expressed(configuration=configuration, says=(str(said), *found.says), cannot=(*found.cannot, *cannot))
 

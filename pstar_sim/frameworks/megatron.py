@@ -42,6 +42,7 @@ KEYS = (
     used("--optimizer", "optimizer", Literal["adam", "sgd"], "adam"),
     used("--tensor-model-parallel-size", "tensor", Count, 1),
     used("--sequence-parallel", "sequence_parallel", bool, False),
+    used("--context-parallel-size", "context", Count, 1),
     used("--pipeline-model-parallel-size", "pipeline", Count, 1),
     used("--use-distributed-optimizer", "sliced", bool, False),
     used("--optimizer-cpu-offload", "offload", bool, False),
@@ -52,7 +53,6 @@ KEYS = (
     unmodelled("--recompute-method", "every block is taken to be recomputed", off="uniform"),
     unmodelled("--recompute-num-layers", "every block is taken to be recomputed", off=1),
     unmodelled("--num-layers-per-virtual-pipeline-stage", "interleaved schedules are not modelled", off=None),
-    unmodelled("--context-parallel-size", PARALLELISM, off=1),
     unmodelled("--expert-model-parallel-size", PARALLELISM, off=1),
     unmodelled("--use-torch-fsdp2", "give accelerate's YAML or torchtitan's TOML for FSDP 2"),
     unmodelled("--fp8-format", "8-bit training is not modelled", off=None),
@@ -76,7 +76,12 @@ def read(content: object, file: str) -> Configuration:
     if found["bf16"] and found["fp16"]:
         raise PstarError(f"{file}: --bf16 and --fp16 are both given; Megatron-LM takes one of them")
     spread = degrees(
-        Parallelism(tensor=found["tensor"], sequence=found["sequence_parallel"], pipeline=found["pipeline"])
+        Parallelism(
+            tensor=found["tensor"],
+            sequence=found["sequence_parallel"],
+            context=found["context"],
+            pipeline=found["pipeline"],
+        )
     )
     share = found["fraction"] if found["offload"] else 0.0
     if found["sequence_parallel"] and found["tensor"] == 1:
@@ -209,6 +214,8 @@ def write(configuration: Configuration) -> str:
         flags.append(f"--tensor-model-parallel-size {spread.tensor}")
     if spread.sequence:
         flags.append("--sequence-parallel")
+    if spread.context > 1:
+        flags.append(f"--context-parallel-size {spread.context}")
     if spread.pipeline > 1:
         flags.append(f"--pipeline-model-parallel-size {spread.pipeline}")
     if c.recompute == ATTENTION_ALONE:

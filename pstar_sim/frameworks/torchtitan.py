@@ -31,6 +31,7 @@ KEYS = (
     used("parallelism.fsdp_reshard_after_forward", "reshard", Literal["default", "always", "never"], "default"),
     used("parallelism.data_parallel_replicate_degree", "replicas", Count, 1),
     used("parallelism.tensor_parallel_degree", "tensor", Count, 1),
+    used("parallelism.context_parallel_degree", "context", Count, 1),
     used("parallelism.pipeline_parallel_degree", "pipeline", Count, 1),
     used("parallelism.pipeline_parallel_schedule", "schedule", str, "1F1B"),
     used("parallelism.pipeline_parallel_microbatch_size", "pipelined_batch", Count, 1),
@@ -40,7 +41,6 @@ KEYS = (
     unmodelled("training.dtype", "parameters are taken to be fp32", off="float32"),
     unmodelled("optimizer.early_step_in_backward", "all updates are taken to run in optimizer.step()"),
     unmodelled("parallelism.data_parallel_shard_degree", "each replica is taken to slice over all its ranks", off=-1),
-    unmodelled("parallelism.context_parallel_degree", PARALLELISM, off=1),
     unmodelled("parallelism.expert_parallel_degree", PARALLELISM, off=1),
     unmodelled("parallelism.expert_tensor_parallel_degree", PARALLELISM, off=1),
     unmodelled("compile.enable", "compiled kernels are a choice of the model's preset (--kernels compiled)"),
@@ -90,7 +90,7 @@ def read(content: object, file: str) -> Configuration:
         )
     if found["optimizer"] not in _OPTIMIZERS:
         notes.append(f"not modelled: optimizer.name = {found['optimizer']}: predicted as AdamW")
-    spread = found["tensor"] * found["pipeline"] > 1
+    spread = found["tensor"] * found["context"] * found["pipeline"] > 1
     if found["pipeline"] > 1 and found["schedule"] not in _SCHEDULES:
         notes.append(f"not modelled: parallelism.pipeline_parallel_schedule = {found['schedule']}: predicted as 1F1B")
     whole, batch = found["batch_per_gpu"], found["pipelined_batch"] if found["pipeline"] > 1 else found["batch_per_gpu"]
@@ -109,6 +109,7 @@ def read(content: object, file: str) -> Configuration:
         parallelism=Parallelism(
             tensor=found["tensor"],
             sequence=found["tensor"] > 1,
+            context=found["context"],
             pipeline=found["pipeline"],
             schedule=_SCHEDULES.get(found["schedule"], "1f1b"),
         )
@@ -159,7 +160,8 @@ def _degrees(c: Configuration) -> dict[str, object]:
     spread = c.parallelism
     if spread is None:
         return {}
-    said: dict[str, object] = {"tensor": spread.tensor if spread.tensor > 1 else None}
+    degrees = {"tensor": spread.tensor, "context": spread.context}
+    said: dict[str, object] = {name: ranks for name, ranks in degrees.items() if ranks > 1}
     if spread.pipeline > 1:
         said |= {"pipeline": spread.pipeline, "pipelined_batch": c.batch_per_gpu}
         said["schedule"] = next(name for name, here in _SCHEDULES.items() if here == spread.schedule)

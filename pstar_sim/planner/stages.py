@@ -4,9 +4,11 @@
 sequences of an iteration, with the micro-batches asked for (or the nearest number that divides a rank's sequences), and
 with the most, one sequence each: a pipeline then has its smallest bubble, and other ways keep the fewest activations.
 Without a pipeline a quarter as many are tried too: parameters move less often. "auto" takes sequence parallelism
-wherever tensor ranks can split the sequence: the same bytes cross the links, and ranks keep less. It leaves out
-pipelines whose bubble, (p-1)/(m+p-1) of the iteration, costs more than half of it, and plans the others in the order of
-their bounds: a bound above the fastest plan so far ends it. A way's bound: for any stage the first micro-batch has to
+wherever tensor ranks can split the sequence: the same bytes cross the links, and ranks keep less. Ranks that share the
+sequences hold as much of the model as ranks that split each (cp), and gather no keys, so it takes cp only where the
+sequences are too few for all to share, or where one takes LONG of the GPU. It leaves out pipelines whose bubble,
+(p-1)/(m+p-1) of the iteration, costs more than half of it, and plans the others in the order of their bounds: a bound
+above the fastest plan so far ends it. A way's bound: for any stage the first micro-batch has to
 come through the stages before it, the stage computes all micro-batches, and the last has to go back; where optimizer
 steps do not meet, iterations overlap and the stage alone counts. "all" plans every way, schedule, and sequence
 parallelism or not. What is left out is said.
@@ -63,13 +65,15 @@ from pstar_sim.workload.parallelism import CUTS, Parallelism
 from pstar_sim.workload.pipeline import SCHEDULES, cells_of, in_schedule
 from pstar_sim.workload.presets import check_blocks, stage_of
 from pstar_sim.workload.presets.shared import Stage
-from pstar_sim.workload.tape import TENSOR, Crossing
+from pstar_sim.workload.tape import CONTEXT, TENSOR, Crossing
 from pstar_sim.workload.workload import Workload
 
 ASKED = ("auto", "all")
 """Questions about parallelism: the ways that can be the fastest, and every way."""
 _FEWER = 4
 """How many times fewer micro-batches are tried too where there is no pipeline."""
+LONG = 0.5
+"""Share of a GPU, by Korthikanti's terms, that one sequence takes where "auto" splits it."""
 MOST_BUBBLE = 0.5
 """Largest bubble, by its closed form, of a pipeline that "auto" plans."""
 
@@ -233,19 +237,26 @@ def ways_to_spread(
     ways, left_out = [], []
     asked = job.micro_batches or 1
     sequences = job.batch * asked
-    degrees = [(t, p) for t in _divisors(local) for p in _divisors(gpus // t)]
-    for tensor, stages in degrees:
-        data = gpus // stages // tensor
-        one = Parallelism(tensor=tensor, pipeline=stages, data=data)
+    degrees = [(t, p, c) for t in _divisors(local) for p in _divisors(gpus // t) for c in _divisors(gpus // t // p)]
+    enough = 0
+    for tensor, stages, context in degrees:
+        data = gpus // stages // tensor // context
+        one = Parallelism(tensor=tensor, context=context, pipeline=stages, data=data)
         why = ""
+        if context > 1 and not every and sequences % (data * context) == 0:
+            if _bytes_of_sequence(entry, job, tensor, stages) < LONG * machine.gpu.memory_bytes:
+                enough += 1
+                continue
         if stages > entry.layers:
             why = f"the model has {entry.layers} blocks"
         elif tensor > 1 and (entry.experts is not None or entry.latent is not None):
             why = "its layers are not split over ranks"
         elif any(size % tensor for size in (entry.heads, entry.kv_heads, entry.ffn)):
             why = f"{tensor} ranks cannot split {entry.heads} heads, {entry.kv_heads} of keys, and {entry.ffn}"
-        elif (data * tensor) % local and local % (data * tensor):
-            why = f"stages of {data * tensor} GPUs do not fill nodes of {local}"
+        elif context > 1 and (job.seq or 0) % (2 * context):
+            why = f"a sequence of {job.seq} is not {2 * context} equal parts"
+        elif any(n % local and local % n for n in (context * tensor, data * context * tensor)):
+            why = f"stages of {data * context * tensor} GPUs do not fill nodes of {local}"
         elif sequences % data:
             why = f"{data} ranks cannot share {sequences} sequences"
         elif machine.mixed and (unlike := _unlike(machine, one)):
@@ -253,7 +264,7 @@ def ways_to_spread(
         if why:
             left_out.append(f"{one}: {why}")
             continue
-        splits = tensor > 1 and (job.seq or 0) % tensor == 0 and job.autocast is None
+        splits = tensor > 1 and (job.seq or 0) % (tensor * context) == 0 and job.autocast is None
         each = sequences // data
         usual = min(_divisors(each), key=lambda count: (abs(count - asked), count))
         fewer = min(_divisors(each), key=lambda count: (abs(count - usual // _FEWER), count))
@@ -268,7 +279,20 @@ def ways_to_spread(
             for schedule, split, cut in product(schedules, (True, False) if splits and every else (splits,), cuts):
                 spread = replace(one, schedule=schedule, sequence=split, cut=cut)
                 ways.append(Way(parallelism=spread, batch=batch, micro_batches=micro_batches))
+    if enough:
+        left_out.append(
+            f"{format_count(enough, 'way')} with cp: ranks can share the sequences, and each has room for one"
+        )
     return ways, left_out
+
+
+def _bytes_of_sequence(entry: ModelEntry, job: Job, tensor: int, stages: int) -> float:
+    """What a rank keeps of one, by Korthikanti et al., 2022: 34 bytes of an element of the hidden size and layer, or
+    2 and one layer's if it recomputes; and logits in 16 and in 32 bits."""
+    assert job.seq is not None
+    layers, whole = -(-entry.layers // stages), 34 / tensor
+    each = whole * layers if job.checkpointing is False else 2 * layers + whole
+    return job.seq * (entry.hidden * each + 6 * entry.vocab / tensor)
 
 
 def _unlike(machine: Machine, parallelism: Parallelism) -> str:
@@ -599,6 +623,7 @@ def _part(parallelism: Parallelism, number: int, layers: range) -> Stage:
         last=number == parallelism.pipeline - 1,
         tensor=parallelism.tensor,
         sequence=parallelism.sequence,
+        context=parallelism.context,
     )
 
 
@@ -640,7 +665,8 @@ def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> 
     """The ranks of a stage with their part of the nodes, and what joins them with its neighbours. Raises PstarError for
     ranks that differ within a stage, or do not fill nodes."""
     data, local, tensor = parallelism.data_on(machine.world_size), machine.local_ranks, parallelism.tensor
-    gpus = data * tensor
+    summing = data * parallelism.context  # ranks that add up gradients
+    gpus = summing * tensor
     if local % tensor:
         raise PstarError(
             f"parallelism {parallelism}: tp is {tensor}; each layer waits for sums over these ranks, so they are "
@@ -665,10 +691,10 @@ def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> 
     return replace(
         machine,
         name=f"{machine.name} stage {stage}" if parallelism.pipeline > 1 else machine.name,
-        ranks=tuple(replace(rank, batch_share=1 / data) for rank in ranks),
-        nodes=data // here,
+        ranks=tuple(replace(rank, batch_share=1 / summing) for rank in ranks),
+        nodes=summing // here,
         network=network if network is None else replace(network, bytes_per_s=network.bytes_per_s / tensor),
-        groups=(Group(name=TENSOR, ranks=tensor, fabric=_inside(machine)),) if tensor > 1 else (),
+        groups=_groups_of(machine, parallelism),
         host=host if part == 1 else _part_of_host(host, part),
         nvme=disks if disks is None or part == 1 else _part_of_disks(disks, part),
         root_bytes_per_s=_part_of_root(machine, ranks[:here]),
@@ -679,6 +705,22 @@ def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> 
             if 0 <= other < parallelism.pipeline
         ),
     )
+
+
+def _groups_of(machine: Machine, parallelism: Parallelism) -> tuple[Group, ...]:
+    """Raises PstarError for ranks of cp that do not fill nodes."""
+    groups, tensor, context, local = [], parallelism.tensor, parallelism.context, machine.local_ranks
+    if tensor > 1:
+        groups.append(Group(name=TENSOR, ranks=tensor, fabric=_inside(machine)))
+    if context > 1:
+        here = tensor * context
+        if here % local and local % here:
+            raise PstarError(
+                f"parallelism {parallelism}: {here} GPUs split each sequence, which do not fill the nodes of "
+                f"{machine.name}, of {local} GPUs each; take a cp that does"
+            )
+        groups.append(Group(name=CONTEXT, ranks=context, fabric=_between(machine, 0, here - 1, tensor)))
+    return tuple(groups)
 
 
 def _roomy_first(machine: Machine) -> tuple[Rank, ...]:

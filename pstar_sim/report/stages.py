@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.machine import Group, Machine
 from pstar_sim.core.figures import BINDS_NAMES
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.plan_set import PlanSet
@@ -25,7 +25,7 @@ from pstar_sim.units import format_bytes, format_count, format_s
 from pstar_sim.workload.mixing import block_of
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.pipeline import cells_of
-from pstar_sim.workload.tape import TENSOR
+from pstar_sim.workload.tape import CONTEXT, TENSOR
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -137,18 +137,34 @@ def _stage_cells(plan: Plan, timeline: Timeline, spread: Parallelism, stage: int
     )
 
 
-def _sums_s(plan: Plan, machine: Machine) -> float:
+def _sums_s(plan: Plan, machine: Machine, group: str | None = None) -> float:
+    """group: None for all."""
     cost = CostModel(plan.workload, machine, plan.layout)
-    return sum(cost.group_s(m.collectives) for m in plan.workload.moments if m.collectives)
+    return cost.group_s([c for m in plan.workload.moments for c in m.collectives if group in (None, c[1])])
 
 
 def _words_for_sums(plans: Sequence[Plan]) -> list[str]:
     plan = max(plans, key=lambda plan: sum(len(m.collectives) for m in plan.workload.moments))
-    machine, sums = plan.machine, [size for m in plan.workload.moments for _, _, size in m.collectives]
-    group = machine.group(TENSOR)
-    if group is None or not sums:
-        return []
-    here = _sums_s(plan, machine)
+    machine = plan.machine
+    sizes = {
+        group: [size for m in plan.workload.moments for _, name, size in m.collectives if name == group.name]
+        for group in machine.groups
+    }
+    return [
+        *(words for group, sums in sizes.items() if group.name == TENSOR for words in _of_tensor(plan, group, sums)),
+        *(
+            f"Context parallelism: attention waits {len(sums):,} times for keys and values of {group.ranks} ranks, or "
+            f"the sum of their gradients, of {format_bytes(max(sums))} at most: "
+            f"{format_s(_sums_s(plan, machine, CONTEXT))} of the iteration over {group.fabric.name}."
+            for group, sums in sizes.items()
+            if group.name == CONTEXT
+        ),
+    ]
+
+
+def _of_tensor(plan: Plan, group: Group, sums: Sequence[int]) -> list[str]:
+    machine = plan.machine
+    here = _sums_s(plan, machine, TENSOR)
     said = (
         f"Tensor parallelism: layers of a stage wait {len(sums):,} times for sums over {group.ranks} ranks, of "
         f"{format_bytes(max(sums))} at most: {format_s(here)} of the iteration over {group.fabric.name}"
@@ -156,7 +172,7 @@ def _words_for_sums(plans: Sequence[Plan]) -> list[str]:
     if machine.network is None:
         return [f"{said}. Nothing hides them, which is why it stays in a node."]
     network = replace(machine.network, bytes_per_s=machine.network.bytes_per_s / machine.local_ranks)
-    away = format_s(_sums_s(plan, replace(machine, groups=(replace(group, fabric=network),))))
+    away = format_s(_sums_s(plan, replace(machine, groups=(replace(group, fabric=network),)), TENSOR))
     return [f"{said}. Over {network.name} between nodes they would take {away}, which is why it stays in a node."]
 
 

@@ -13,7 +13,8 @@ from pstar_sim.workload.pipeline import SCHEDULES
 __all__ = ["CUTS", "Parallelism", "pipeline", "replica", "split", "stage"]
 
 _KEYS: Mapping[str, str] = {
-    "tp": "tensor", "sp": "sequence", "pp": "pipeline", "dp": "data", "schedule": "schedule", "cut": "cut",
+    "tp": "tensor", "sp": "sequence", "cp": "context", "pp": "pipeline", "dp": "data", "schedule": "schedule",
+    "cut": "cut",
 }  # fmt: skip
 """Key of a text -> field. The key of a switch stands alone."""
 
@@ -27,6 +28,7 @@ class Parallelism:
 
     tensor: ranks that split the tensors of each layer.
     sequence: they also split the sequence beside the products (Megatron's sequence parallelism).
+    context: ranks that split each sequence.
     pipeline: stages, each with a part of the blocks.
     data: ranks that share a stage's batch, None: as many as GPUs allow.
     schedule: of the pipeline, one of SCHEDULES (pipeline.py).
@@ -37,6 +39,7 @@ class Parallelism:
 
     tensor: int = 1
     sequence: bool = False
+    context: int = 1
     pipeline: int = 1
     data: int | None = None
     schedule: str = SCHEDULES[0]
@@ -44,6 +47,7 @@ class Parallelism:
 
     def __post_init__(self) -> None:
         whole("parallelism: tp", self.tensor)
+        whole("parallelism: cp", self.context)
         whole("parallelism: pp", self.pipeline)
         if self.data is not None:
             whole("parallelism: dp", self.data)
@@ -74,9 +78,10 @@ class Parallelism:
     @property
     def composed(self) -> str:
         """With `replica`, `pipeline`, `stage` and `split`."""
-        inner = "stage()"
-        if self.tensor > 1 or self.sequence:
-            inner = f"stage(split({self.tensor}{', sequence=True' if self.sequence else ''}))"
+        ranks = [str(self.tensor)] if self.tensor > 1 or self.sequence else []
+        ranks += ["sequence=True"] if self.sequence else []
+        ranks += [f"context={self.context}"] if self.context > 1 else []
+        inner = f"stage(split({', '.join(ranks)}))" if ranks else "stage()"
         named = ((what, getattr(self, what), usual) for what, usual in (("schedule", SCHEDULES[0]), ("cut", CUTS[0])))
         said = "".join(f', {what}="{value}"' for what, value, usual in named if value != usual)
         if self.pipeline > 1 or said:
@@ -85,27 +90,31 @@ class Parallelism:
 
     def data_on(self, gpus: int) -> int:
         """Ranks that share a stage's batch. Raises PstarError, with the nearest number of stages that works."""
-        data = self.data or max(1, gpus // (self.pipeline * self.tensor))
-        if data * self.pipeline * self.tensor != gpus:
-            near = [p for p in range(1, gpus + 1) if gpus % (p * self.tensor * (self.data or 1)) == 0]
+        each_gpus = self.tensor * self.context
+        data = self.data or max(1, gpus // (self.pipeline * each_gpus))
+        if data * self.pipeline * each_gpus != gpus:
+            near = [p for p in range(1, gpus + 1) if gpus % (p * each_gpus * (self.data or 1)) == 0]
             best = min(near, key=lambda p: (abs(p - self.pipeline), p), default=None)
             hint = f"pp={best} would be" if best is not None else f"take degrees whose product is {gpus}"
-            each = f" of {self.tensor} GPUs" if self.tensor > 1 else ""
+            each = f" of {each_gpus} GPUs" if each_gpus > 1 else ""
             raise PstarError(
                 f"parallelism {self}: {self.pipeline} stages of {data} ranks{each} are not the {gpus} GPUs; {hint}"
             )
         return data
 
 
-def split(ranks: int, *, sequence: bool = False) -> Parallelism:
-    """Ranks that split each layer's tensors and, with `sequence`, tokens beside the products."""
-    return Parallelism(tensor=ranks, sequence=sequence)
+def split(ranks: int = 1, *, sequence: bool = False, context: int = 1) -> Parallelism:
+    """Ranks that split each layer's tensors and, with `sequence`, tokens beside the products.
+
+    context: groups of such ranks that split each sequence.
+    """
+    return Parallelism(tensor=ranks, sequence=sequence, context=context)
 
 
 def stage(inner: Parallelism | None = None) -> Parallelism:
     """A part of the blocks, on one GPU or a `split`. Raises PstarError for anything else."""
     inner = inner or Parallelism()
-    if inner != split(inner.tensor, sequence=inner.sequence):
+    if inner != split(inner.tensor, sequence=inner.sequence, context=inner.context):
         raise PstarError(
             f"stage({inner.composed}): a stage holds a split or nothing; put it around, as in replica(...)"
         )

@@ -8,6 +8,13 @@ each computes norms and residual sums. With sequence parallelism each has its pa
 before the products, a reduce-scatter replaces the sum, and as only the part is kept, backward repeats the gather.
 Source: Korthikanti et al., 2022.
 
+[Note: context parallelism] Ranks that split each sequence have all parameters and meet in attention alone: a rank's
+queries see the keys and values of all, which are gathered before attention and again in backward, whose gradients are
+reduce-scattered. Rank i of c has parts i and 2c - 1 - i of 2c, so under a causal mask all have as many scores. A ring
+moves as many bytes; what it would hide behind the scores is not modelled. Gradients of parameters are summed over these
+ranks as over those of data parallelism.
+Source: Liu et al., 2023 (ring attention); Llama 3, 2024 (gathers); torch, _context_parallel/_load_balancer.py.
+
 [Note: products in fp8] Both factors of a layer's product are read twice, for the largest value and for the cast, and
 written in a byte per element; these copies live until the product ends. What backward needs keeps the working dtype.
 """
@@ -34,6 +41,8 @@ from pstar_sim.workload.workload import (
 
 TENSOR = "tensor"
 """Group of the ranks that split the tensors of each layer."""
+CONTEXT = "context"
+"""Group of the ranks that split each sequence ([Note: context parallelism])."""
 
 
 class Crossing(NamedTuple):
@@ -73,6 +82,7 @@ class Tape:
     level: non-model bytes alive.
     tensor: ranks that split the tensors of a layer.
     sequence: they also split tokens beside the products ([Note: sequence parallelism]).
+    context: ranks that split each sequence ([Note: context parallelism]).
     saving: autograd keeps what backward needs, False in a checkpointed segment.
     low: [Note: products in fp8]
     """
@@ -87,6 +97,7 @@ class Tape:
         self.low = False
         self.tensor = 1
         self.sequence = False
+        self.context = 1
         self.tensors: list[Tensor] = []
         self.moments: list[Moment] = []
         self.uses: list[Use] = []
@@ -220,9 +231,15 @@ class Tape:
     def gather(self, size: int) -> int:
         """Ranks' parts come together before a product. Returns the bytes for the caller to free, 0 where each rank has
         all."""
-        if not self.sequence:
-            return 0
-        self._collectives.append(("all_gather", TENSOR, size))
+        return self._gathered(TENSOR, size) if self.sequence else 0
+
+    def gather_keys(self, size: int) -> int:
+        """Keys and values of one rank's part of the sequences, `size` bytes, become those of all. Returns the bytes of
+        all; 0 where each rank has them."""
+        return self._gathered(CONTEXT, size * self.context) if self.context > 1 else 0
+
+    def _gathered(self, group: str, size: int) -> int:
+        self._collectives.append(("all_gather", group, size))
         self.level += size
         self._peak = max(self._peak, self.level)
         return size
@@ -232,8 +249,16 @@ class Tape:
         if not self.sequence:
             self.all_reduce(size)
             return
-        self._collectives.append(("reduce_scatter", TENSOR, size))
-        self.level += size // self.tensor
+        self._scattered(TENSOR, size, size // self.tensor)
+
+    def reduce_keys(self, size: int) -> None:
+        """Gradients of all keys and values become those of one rank's part, `size` bytes."""
+        if self.context > 1:
+            self._scattered(CONTEXT, size * self.context, size)
+
+    def _scattered(self, group: str, size: int, part: int) -> None:
+        self._collectives.append(("reduce_scatter", group, size))
+        self.level += part
         self._peak = max(self._peak, self.level)
         self.level -= size
 

@@ -270,7 +270,7 @@ class Workload:
     dtype: working dtype of the model.
     batch: sequences per micro-batch. In a workload that stands for a whole job, those of all GPUs together; within a
         plan and in a list of one workload per rank, those of one rank.
-    sequence: tokens of one sequence.
+    sequence: tokens of one sequence; within a plan and in such a list, those that a rank has.
     micro_batches: number of micro-batches per iteration.
     checkpointing: whether the model recomputes activations.
     tensors: all parameters.
@@ -538,8 +538,8 @@ _RULES: tuple[_Rule, ...] = (
     ),
     (
         "attentions",
-        lambda w, m: bool(m.attentions) and any(min(c[:5]) < 1 or not {*c[5:]} <= {0, 1} for c in m.attentions),
-        "heads, queries, keys and widths must be at least 1, causal and backward 0 or 1",
+        lambda w, m: bool(m.attentions) and any(min(c[:5]) < 1 or c[5] < 0 or c[6] not in (0, 1) for c in m.attentions),
+        "heads, queries, keys and widths must be at least 1, causal at least 0, backward 0 or 1",
     ),
     (
         "attentions",

@@ -110,9 +110,12 @@ def test_more_gpus_than_any_machine_has_are_unknown() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--policy", "megatron"], "tensor and pipeline parallelism are no policies: `pstar compare --parallel auto`"),
-        (["--policy", "TP"], "tensor and pipeline parallelism are no policies"),
-        (["--pp", "2"], "unknown flag '--pp'; tensor and pipeline parallelism are no policies"),
+        (
+            ["--policy", "megatron"],
+            "tensor, context and pipeline parallelism are no policies: `pstar compare --parallel auto`",
+        ),
+        (["--policy", "TP"], "tensor, context and pipeline parallelism are no policies"),
+        (["--pp", "2"], "unknown flag '--pp'; tensor, context and pipeline parallelism are no policies"),
         (["--liger"], "Liger's kernels are --kernels fused, and its loss is --loss fused"),
         (["--policy", "qlora"], "unknown policy 'qlora'; a base in 4 bits is --base nf4 beside --lora r=16"),
         (["--load-in-4bit"], "a base in 4 bits is --base nf4 beside --lora r=16"),

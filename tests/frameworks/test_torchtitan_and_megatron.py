@@ -8,11 +8,16 @@ import pytest
 
 import pstar_sim as ps
 from pstar_sim import PstarError, Settings
+from pstar_sim.catalog.loader import load_machine
 from pstar_sim.frameworks import accelerate, deepspeed, megatron, torchtitan
+from pstar_sim.frameworks.express import express_set
 from pstar_sim.frameworks.follows import stands_for
 from pstar_sim.frameworks.prediction import predict
+from pstar_sim.planner.jobs import Job
+from pstar_sim.planner.stages import plan_stages
 from pstar_sim.python310 import toml_loads
 from pstar_sim.testing import chain_workload, round_machine
+from pstar_sim.workload.parallelism import Parallelism
 
 MIB = 2**20
 
@@ -134,6 +139,23 @@ def test_degrees_of_deepspeed_and_accelerate() -> None:
     assert str(found.parallelism) == "tp=4" and not any("autotp" in note for note in found.notes)
     keys = {"parallelism_config": {"parallelism_config_tp_size": 2}, "distributed_type": "FSDP", "fsdp_config": {}}
     assert str(accelerate.read(keys, "a.yaml").parallelism) == "tp=2"
+    keys["parallelism_config"] |= {"parallelism_config_cp_size": 4}  # type: ignore[operator]
+    assert str(accelerate.read(keys, "a.yaml").parallelism) == "tp=2,cp=4"
+    found = deepspeed.read({"sequence_parallel_size": 2}, "ds.json")
+    assert str(found.parallelism) == "cp=2" and any("exchanges heads" in note for note in found.notes)
+
+
+def test_ranks_that_split_a_sequence_are_written_and_read() -> None:
+    """Two of four GPUs: the batch is that of two ranks, the sequence whole."""
+    job, machine = Job(model="tiny-gpt2", batch=4, seq=64), load_machine("a100-40x8", gpus=4)
+    plans = plan_stages(job, machine, "zero3_resident", Parallelism.parse("cp=2,dp=2")).plans
+    for framework in (torchtitan, megatron):
+        made = express_set(plans, framework.express, framework.degrees).configuration
+        assert (made.train_batch, made.batch_per_gpu, made.detail["sequence"]) == (4, 2, 64)
+        text = framework.write(made)
+        content = toml_loads(text) if framework is torchtitan else text
+        found = framework.read(content, "x")
+        assert str(found.parallelism) == "cp=2" and found.detail["sequence"] == 64 and found.train_batch == 4
 
 
 def test_megatron_keeps_parameters_and_gradients_on_the_gpu() -> None:

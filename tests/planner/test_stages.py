@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from pstar_sim.bounds.stages import stages_bound_s
 from pstar_sim.catalog.loader import load_machine
-from pstar_sim.catalog.machine import Fabric, Machine, Neighbour
+from pstar_sim.catalog.machine import Fabric, Group, Machine, Neighbour
+from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.cli import main
 from pstar_sim.core.checker.meetings import prove_set
 from pstar_sim.core.layout import build_layout
@@ -314,11 +316,55 @@ def test_the_ranks_of_a_layer_wait_as_long_with_sequence_parallelism(node: Machi
     assert turns["tp=4,sp"] - turns["tp=4"] == 2 * 2 + 1
 
 
+def test_ranks_that_split_a_sequence_add_up_gradients_as_ranks_that_share_the_batch(node: Machine) -> None:
+    """Slices of states and gathers are those of four ranks; keys and values go round a ring of two."""
+    both, shared = (Parallelism.parse(text) for text in ("cp=2,dp=2", "dp=4"))
+    own, usual = (machine_of_stage(node, spread, 0) for spread in (both, shared))
+    assert own.data_parallel_size == usual.data_parallel_size == 4
+    assert own.group("context") == Group(name="context", ranks=2, fabric=node.peer)
+    job = replace(JOB, batch=4)
+    planned, other = (plan_stages(job, node, "zero3_resident", spread) for spread in (both, shared))
+    (plan,) = planned.plans.plans
+    assert plan.layout.ranks == 4 and plan.layout == other.plans.plans[0].layout
+    assert (plan.workload.batch, plan.workload.sequence) == (2, 32)
+    assert planned.tokens_per_s * planned.iteration_s == other.tokens_per_s * other.iteration_s == 4 * 4 * 64
+    assert examine_set(planned.plans)[1] == planned.iteration_s >= planned.lower_bound_s
+    assert planned.sums > 0 == other.sums
+    with pytest.raises(PlanError, match="stage 0 is of cp=2,dp=2; the set is of dp=4"):
+        prove_set(replace(planned.plans, parallelism=shared))
+
+
+def test_a_sequence_is_split_over_nodes_that_it_fills() -> None:
+    two = load_machine("a100-40x8", nodes=2)
+    assert two.network is not None
+    inside, across = (machine_of_stage(two, Parallelism.parse(text), 0) for text in ("tp=2,cp=4,pp=2", "tp=2,cp=8"))
+    assert [group.fabric for group in inside.groups] == [two.peer, two.peer]
+    assert across.groups[1].fabric.bytes_per_s == two.network.bytes_per_s / 2 and across.nodes == 2
+    with pytest.raises(PstarError, match="12 GPUs split each sequence, which do not fill the nodes of a100-40x8"):
+        machine_of_stage(load_machine("a100-40x8", nodes=3), Parallelism.parse("cp=12,dp=2"), 0)
+
+
+def test_long_sequences_are_split_and_short_ones_shared(node: Machine) -> None:
+    """gpt2 keeps 12 x 2 x 768 bytes of a token, a layer's 34 x 768 and its logits' 6 x 50,257: 347 kB, so that of
+    sequences that many GPUs can share 65,536 tokens fill half of 40 GB. Four GPUs cannot share two sequences."""
+    entry = structs.replace(model_entry("gpt2"), max_seq=1 << 20)
+
+    def degrees(tokens: int, sequences: int, parallel: str = "auto") -> set[int]:
+        job = Job(model="gpt2", batch=sequences, seq=tokens, dtype="bf16")
+        ways, left_out = ways_of(job, node, parallel, shape=entry)
+        assert parallel == "auto" or not any("ways with cp" in words for words in left_out)
+        return {way.parallelism.context for way in ways}
+
+    assert degrees(1024, 4) == {1} and degrees(65_536, 4) == {1, 2, 4} == degrees(1024, 4, "all")
+    assert degrees(1024, 2) == {1, 2, 4}
+
+
 def test_jobs_that_cannot_be_cut_say_why(node: Machine) -> None:
     mixed = load_machine("a100-40x2+v100-32x2")
     for job, machine, text, message in (
         (replace(JOB, batch=3), node, "pp=2", "batch is 3; the 2 ranks of a stage share it, so give a multiple of 2"),
         (JOB, node, "pp=3", "3 stages of 1 ranks are not the 4 GPUs; pp=2 would be"),
+        (replace(JOB, seq=63), node, "cp=2", "sequence is 63; cp=2 cuts it into 4 equal pieces; 64 would do"),
         (JOB, node, "pp=4", "the model has 2 blocks, so at most 2 stages"),
         (
             replace(JOB, batch=4),
@@ -405,7 +451,10 @@ def test_every_way_is_planned_or_said_to_be_left_out(node: Machine) -> None:
         ("tp=4,sp,dp=1", 1, 8),
         ("tp=4,sp,dp=1", 8, 1),
     ]
-    assert left_out == ["pp=4,dp=1: the model has 2 blocks"]
+    assert left_out == [
+        "pp=4,dp=1: the model has 2 blocks",
+        "4 ways with cp: ranks can share the sequences, and each has room for one",
+    ]
     found = compare_stages(JOB, node, ["all_on_gpu", "zero_offload"], ways[2:3], left_out=left_out)
     assert [row.policy for row in found.rows] == ["all_on_gpu"] and found.best is not None
     assert found.left_out[-1].startswith(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from pstar_sim.catalog.attention import needed_flops
 from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.workload.orders import Order
@@ -211,6 +213,69 @@ class TestTensorParallel:
         assert message in str(error.value)
 
 
+class TestContextParallel:
+    """Ranks that split each of two sequences of 256 tokens."""
+
+    def share(self, model: str, ranks: int, *, tensor: int = 1, sequence: bool = False, **axes: Any) -> Workload:
+        part = Stage(layers=range(2), context=ranks, tensor=tensor, sequence=sequence)
+        return stage_of(model_entry(model), part, batch=2, sequence=256, **axes)[0]
+
+    @pytest.mark.parametrize("model", ["gpt2", "llama-3.2-1b", "gemma-3-4b", "deepseek-v3"])
+    @pytest.mark.parametrize("axes", [{}, {"checkpointing": False}, {"recompute": "attention", "loss": "chunked"}])
+    def test_the_ranks_together_do_the_work_of_one(self, model: str, axes: dict[str, Any]) -> None:
+        """Scores too, windows included: parts of 2c are balanced under the causal mask. Each rank has all parameters,
+        and at the end of the iteration what it had at its begin."""
+        whole = self.share(model, 1, **axes)
+        needed = sum(needed_flops(call) for m in whole.moments for call in m.attentions)
+        for ranks in (2, 4):
+            part = self.share(model, ranks, **axes)
+            assert part.flops * ranks == whole.flops and part.tokens * ranks == whole.tokens
+            assert part.params == whole.params and part.moments[0].start_bytes == part.moments[-1].end_bytes
+            mine = sum(needed_flops(call) for m in part.moments for call in m.attentions)
+            assert mine * ranks == pytest.approx(needed, rel=1e-12)
+
+    def test_bytes_of_keys_and_values_are_those_of_the_formula(self) -> None:
+        """A layer's 4 b s h_kv bytes of all ranks, of which each sends its part c - 1 times: once in forward, once in
+        the recompute, and twice in backward, as keys and values and as their gradients."""
+        size = 2 * 2 * 256 * 8 * 64 * 2  # keys and values, sequences, tokens, heads of keys, width, bytes of bf16
+        for checkpointing, forward in ((True, 2), (False, 1)):
+            w = self.share("llama-3.2-1b", 4, checkpointing=checkpointing)
+            rows = Counter(row for m in w.moments for row in m.collectives)
+            assert rows == {
+                ("all_gather", "context", size): 2 * (forward + 1), ("reduce_scatter", "context", size): 2
+            }  # fmt: skip
+
+    @pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, False), (2, True)])
+    def test_what_a_layer_keeps_is_a_part_of_that_of_one_rank(self, tensor: int, sequence: bool) -> None:
+        """Of every tensor a c-th."""
+        kept = []
+        for ranks in (1, 2, 4):
+            ends = []
+            for layers in (1, 2):
+                part = Stage(layers=range(layers), context=ranks, tensor=tensor, sequence=sequence)
+                axes = {"kernels": "megatron", "checkpointing": False}
+                w, _ = stage_of(model_entry("gpt2-medium"), part, batch=2, sequence=256, **axes)
+                ends.append(next(m.start_bytes for m in w.moments if m.name == "begin:transformer.ln_f"))
+            kept.append(ends[1] - ends[0])
+        assert kept[0] == 2 * kept[1] == 4 * kept[2] > 0
+
+    @pytest.mark.parametrize(
+        ("stage", "tokens", "axes", "message"),
+        [
+            (Stage(layers=range(2), context=3), 256, {}, "sequence is 256; cp=3 cuts it into 6 equal pieces; 258 wou"),
+            (Stage(layers=range(2), context=3), 1024, {}, "6 equal pieces; 1020 would do"),  # of 1,024 positions
+            (Stage(layers=range(2), context=2, tensor=3, sequence=True), 256, {}, "12 equal pieces; 252 would do"),
+            (Stage(layers=range(2), context=2), 256, {"attention": "math"}, "ranks that split the sequence (cp) run"),
+        ],
+    )  # fmt: skip
+    def test_a_sequence_that_is_not_split_says_what_would(
+        self, stage: Stage, tokens: int, axes: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(ModelError) as error:
+            stage_of(model_entry("gpt2"), stage, batch=1, sequence=tokens, **axes)
+        assert message in str(error.value)
+
+
 def test_a_stage_has_an_order_of_its_own() -> None:
     w = stage("gpt2", 0, 2, 4)
     assert w.order is Order.PIPELINED and w.relayed and w.micro_batches == 4
@@ -222,7 +287,7 @@ def test_families_that_are_not_cut_say_so() -> None:
 
 
 class TestParallelism:
-    @pytest.mark.parametrize("text", ["pp=1", "tp=2", "tp=2,sp,pp=4", "pp=2,schedule=gpipe", "pp=2,dp=3"])
+    @pytest.mark.parametrize("text", ["pp=1", "tp=2", "tp=2,sp,pp=4", "cp=2", "pp=2,schedule=gpipe", "pp=2,dp=3"])
     def test_a_text_and_its_value_are_each_others_reverse(self, text: str) -> None:
         assert str(Parallelism.parse(text)) == text
 
@@ -232,6 +297,8 @@ class TestParallelism:
             ("pp=1", "replica(stage())"),
             ("tp=4,sp,dp=2", "replica(stage(split(4, sequence=True)), count=2)"),
             ("pp=2", "replica(pipeline(stage(), stage()))"),
+            ("cp=2,dp=2", "replica(stage(split(context=2)), count=2)"),
+            ("tp=2,sp,cp=4", "replica(stage(split(2, sequence=True, context=4)))"),
             ("tp=2,pp=2,dp=4", "replica(pipeline(stage(split(2)), stage(split(2))), count=4)"),
             ("pp=3,schedule=gpipe", 'replica(pipeline(stage(), stage(), stage(), schedule="gpipe"))'),
             ("schedule=gpipe", 'replica(pipeline(stage(), schedule="gpipe"))'),
@@ -256,10 +323,11 @@ class TestParallelism:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("zz=4", "'zz=4' is not one of tp=, sp, pp=, dp=, schedule=, cut= given once"),
+            ("zz=4", "'zz=4' is not one of tp=, sp, cp=, pp=, dp=, schedule=, cut= given once"),
             ("pp=2,pp=4", "'pp=4' is not one of"),
             ("pp=0", "parallelism: pp = 0"),
-            ("tp=2,sp=2", "'sp=2' is not one of tp=, sp, pp=,"),
+            ("cp=0", "parallelism: cp = 0"),
+            ("tp=2,sp=2", "'sp=2' is not one of tp=, sp, cp=, pp=,"),
             ("pp=many", "parallelism: pp = 'many'"),
             ("schedule=zb", "parallelism: schedule"),
         ],
@@ -276,3 +344,6 @@ class TestParallelism:
             Parallelism(pipeline=2, data=3).data_on(8)
         with pytest.raises(PstarError, match="2 stages of 4 ranks of 2 GPUs are not the 8 GPUs; pp=1 would be"):
             Parallelism(tensor=2, pipeline=2, data=4).data_on(8)
+        with pytest.raises(PstarError, match="3 stages of 1 ranks of 4 GPUs are not the 8 GPUs; pp=2 would be"):
+            Parallelism(tensor=2, context=2, pipeline=3).data_on(8)
+        assert Parallelism(tensor=2, context=2).data_on(8) == 2

@@ -20,7 +20,7 @@ from pstar_sim.core.plan_set import PlanSet, meetings_of
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.parallelism import Parallelism
-from pstar_sim.workload.tape import TENSOR
+from pstar_sim.workload.tape import CONTEXT, TENSOR
 
 _Node = int | tuple[int, int]
 """Number of a meeting, or (stage, id of a step)."""
@@ -51,11 +51,18 @@ def _check_jobs(plans: PlanSet) -> None:
                 )
         if plan.settings != first.settings:
             raise PlanError(f"stage {stage} has other settings than stage 0: {plan.settings}")
-        group, data = plan.machine.group(TENSOR), plan.machine.data_parallel_size
-        tensor = 1 if group is None else group.ranks
-        sequence = any(what == "reduce_scatter" for m in plan.workload.moments for what, _, _ in m.collectives)
-        if (tensor, sequence) != (spread.tensor, spread.sequence) or spread.data not in (None, data):
-            here = Parallelism(tensor=tensor, sequence=sequence, data=data)
+        ranks = {group.name: group.ranks for group in plan.machine.groups}
+        scattered = {
+            group for m in plan.workload.moments for what, group, _ in m.collectives if what == "reduce_scatter"
+        }
+        here = Parallelism(
+            tensor=ranks.get(TENSOR, 1),
+            sequence=TENSOR in scattered,
+            context=ranks.get(CONTEXT, 1),
+            data=plan.machine.data_parallel_size // ranks.get(CONTEXT, 1),
+        )
+        same = ("tensor", "sequence", "context", *(() if spread.data is None else ("data",)))
+        if any(getattr(here, what) != getattr(spread, what) for what in same):
             raise PlanError(f"stage {stage} is of {here}; the set is of {spread}")
 
 

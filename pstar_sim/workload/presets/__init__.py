@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import cache, partial
+from math import lcm
 
 from msgspec import structs
 
@@ -187,6 +188,9 @@ def _written(
     _check_switches(name, axes)
     _check_sequence(name, entry, sequence)
     _check_names(name, axes)
+    positions = _positions_note(entry, sequence)
+    if stage is not None and stage.context > 1:
+        sequence = _part_of_sequence(refuse, entry, stage, sequence, axes)
     axes = _recomputed(refuse, axes, given.checkpointing)
     dtype = axes.dtype or (MASTER if axes.autocast else WORKING)
     axes = replace(axes, dtype=dtype, kernels=kernels_of(entry, axes.kernels, model=name))
@@ -198,7 +202,7 @@ def _written(
     tape = adapted or Tape(dtype, axes.autocast)
     tape.low = axes.products is not None
     if stage is not None:
-        tape.tensor, tape.sequence = stage.tensor, stage.sequence
+        tape.tensor, tape.sequence, tape.context = stage.tensor, stage.sequence, stage.context
     if lora is None and axes.base in BASES:
         raise refuse("base", axes.base, "what is trained is not quantised; train adapters beside it, such as lora r=16")
     if not axes.language_head and entry.family != "gpt":
@@ -220,7 +224,7 @@ def _written(
         adapted.check()
     recorded = {what: getattr(axes, what) for what in _recorded()} | {"optimizer": spec}
     note = "" if lora is None else adapter_note(tape.tensors, lora, dtype)
-    own = experts_note(entry), _positions_note(entry, sequence), note, _flash_note(axes), _low_note(axes)
+    own = experts_note(entry), positions, note, _flash_note(axes), _low_note(axes)
     workload = Workload(
         model=name,
         batch=batch,
@@ -344,6 +348,23 @@ def _check_sequence_split(
     if sequence % ranks:
         best = sequence - sequence % ranks or ranks
         raise refuse("sequence", sequence, f"{ranks} ranks split it (sp); {best} would do, or leave sp out")
+
+
+def _part_of_sequence(
+    refuse: Callable[[str, object, str], ModelError], entry: ModelEntry, stage: Stage, sequence: int, axes: Axes
+) -> int:
+    """A rank's tokens."""
+    if axes.attention == "math":
+        raise refuse(
+            "attention", axes.attention, "ranks that split the sequence (cp) run fused attention, such as flash"
+        )
+    pieces = stage.context * lcm(2, stage.tensor if stage.sequence else 1)
+    if over := sequence % pieces:
+        near = [n for n in (sequence - over, sequence - over + pieces) if n and entry.takes(n)]
+        best = min(near, key=lambda n: abs(n - sequence), default=None)
+        hint = f"{best} would do" if best is not None else "take fewer ranks"
+        raise refuse("sequence", sequence, f"cp={stage.context} cuts it into {pieces} equal pieces; {hint}")
+    return sequence // stage.context
 
 
 def _check_sequence(model: str, entry: ModelEntry, sequence: int) -> None:

@@ -61,7 +61,7 @@ def write_bert(t: Tape, s: Shape) -> None:
         t.op(3 * u, products=[s.product(h, h)] * 3, read=3 * u)
         reads = [*linear(f"{block}.attention.output.dense"), *norm(f"{block}.attention.output.LayerNorm")]
         t.open("end", f"{block}.attention.self.value", phase, reads)
-        kept = attend(t, s, 3 * u)
+        kept = attend(t, s, u, 2 * u)
         t.cast(linear(f"{block}.attention.output.dense"))
         t.op(u, unsaved=4 * u + 3 * copied, products=[s.product(h, h)])
         t.op(r, dead=u, read=u + r)
@@ -102,7 +102,7 @@ def write_bert(t: Tape, s: Shape) -> None:
         names = linear(f"{out}.dense")
         t.op(copied, read=s.casts * r)
         t.linear_backward(names, grad_in=u, grad_out=u, saved=u, product=s.product(h, h), dead=copied)
-        attend_backward(t, s, 3 * u, kept)
+        attend_backward(t, s, u, 2 * u, kept)
         separate_qkv_backward(t, s, f"{block}.attention.self", ("value", "key", "query"), u)
         there = s.recomputes(i) or not s.casts
         t.op(r, dead=(3 if there else 2) * r, read=2 * r)  # the layer's input goes with the residual's gradient

@@ -66,7 +66,7 @@ class GroupedAttention:
         rotated = self.norms.rope(q) + self.norms.rope(kv)
         t.op(dead=q + kv)
         t.op(s.casts * (q + kv), read=s.casts * rotated)
-        kept = attend(t, s, q + 2 * kv, window=window)
+        kept = attend(t, s, q, 2 * kv, window=window)
         t.cast(self._weights(block, "o"))
         saved = (3 if s.casts else 1) * self.v + q + 2 * kv - self.normed
         product = s.product(self.q_width, m.hidden)
@@ -87,7 +87,7 @@ class GroupedAttention:
         t.op(low, read=low and self.r)
         gone = (self.v if own else low) + t.gather(u)
         t.linear_backward(o, grad_in=q_bytes, grad_out=u, saved=q_bytes, product=product, dead=gone)
-        attend_backward(t, s, q_bytes + 2 * kv, kept, window=window)
+        attend_backward(t, s, q_bytes, 2 * kv, kept, window=window)
         if m.sinks:
             t.gradient([f"{block}.self_attn.sinks"], allocated=False)
         self.norms.rope_backward(kv)
@@ -163,7 +163,7 @@ class LatentAttention:
         norms.rope(self.k_rot)
         t.op(self.q, dead=self.q + self.q_rot)
         t.op(self.q, dead=2 * self.k_rot)
-        kept = attend(t, s, 2 * self.q + self.v, window=window)
+        kept = attend(t, s, self.q, self.q + self.v, window=window)
         saved = u + 2 * self.q + self.kv + self.q_low + self.kv_low - self.normed
         columns, rows = self.widths["o_proj"]
         t.op(u, unsaved=saved, products=[s.product(rows, columns)], read=self.out_bytes)
@@ -178,7 +178,7 @@ class LatentAttention:
         t, s, norms, u = self.t, self.s, self.norms, self.u
         t.open("grad", f"{block}.self_attn.o_proj", Phase.BWD, [f"{block}.self_attn.o_proj.weight"])
         self._back(block, "o_proj", grad_in=self.out_bytes, grad_out=u, dead=u if own else 0)
-        attend_backward(t, s, 2 * self.q + self.v, kept, window=window)
+        attend_backward(t, s, self.q, self.q + self.v, kept, window=window)
         t.op(self.kv, dead=self.kv)
         norms.rope_backward(self.q_rot)
         t.op(self.k_rot, dead=self.q, read=self.q)  # one rotary part of the keys for all heads

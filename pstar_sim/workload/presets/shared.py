@@ -21,6 +21,7 @@ class Stage:
 
     tensor: ranks that split each layer's heads, feed-forward width and vocabulary.
     sequence: they split tokens beside the products ([Note: sequence parallelism] in tape.py).
+    context: ranks that split each sequence ([Note: context parallelism] in tape.py).
     """
 
     layers: range
@@ -28,11 +29,14 @@ class Stage:
     last: bool = True
     tensor: int = 1
     sequence: bool = False
+    context: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """stage: the part written; None: the whole model.
+
+    sequence: tokens of a sequence that a rank has.
 
     axes: each with a value. Without a language head there are no logits over the vocabulary (a head of a few labels is
         left out). `early_stop`: [Note: early stop].
@@ -99,10 +103,11 @@ class Shape:
 
         window: tokens that a token attends to at most, 0 for all.
         """
-        m, seen = self.model, self.sequence
+        m, parts = self.model, self.part.context
+        seen = self.sequence * parts
         if window and ATTENTION[self.axes.attention or USUAL].windows:
             seen = min(window, seen)
-        return self.batch * m.heads, self.sequence, seen, m.head_dim, m.value_dim, int(m.causal), int(backward)
+        return self.batch * m.heads, self.sequence, seen, m.head_dim, m.value_dim, parts * m.causal, int(backward)
 
     @property
     def attention_products(self) -> tuple[Product, Product]:
@@ -114,12 +119,12 @@ class Shape:
 # Attention, common to all families
 
 
-def attend(t: Tape, s: Shape, qkv: int, *, window: int = 0) -> int:
-    """Of q, k, v (qkv bytes together); returns the bytes that backward needs beside these and the output. Flash and
+def attend(t: Tape, s: Shape, q: int, kv: int, *, window: int = 0) -> int:
+    """Of q and k, v (kv bytes together); returns the bytes that backward needs beside these and the output. Flash and
     efficient keep one fp32 log-sum per query; math computes in fp32, keeps scaled copies of q, k, v and the
     probabilities, and needs the scores too.
     """
-    m = s.model
+    m, qkv = s.model, q + kv
     u = s.tokens * s.attention_width * t.width
     if s.axes.attention == "math":
         scores = s.batch * m.heads * s.sequence**2 * 4
@@ -129,17 +134,20 @@ def attend(t: Tape, s: Shape, qkv: int, *, window: int = 0) -> int:
         t.op(u, unsaved=kept, products=s.attention_products, read=qkv)
     else:
         kept = s.tokens * m.heads * 4
-        t.op(u + kept, unsaved=kept, attention=s.attend(window), read=qkv)
+        gathered = t.gather_keys(kv)
+        t.op(u + kept, unsaved=kept, dead=gathered, attention=s.attend(window), read=q + (gathered or kv))
     if s.recomputes_attention:
         t.op(dead=kept)
     return kept
 
 
-def attend_backward(t: Tape, s: Shape, qkv: int, kept: int, *, window: int = 0) -> None:
+def attend_backward(t: Tape, s: Shape, q: int, kv: int, kept: int, *, window: int = 0) -> None:
     """Gradients of q, k, v replace these, the output, its gradient and what was kept."""
     u = s.tokens * s.attention_width * t.width
+    gathered = t.gather_keys(kv)
+    every = q + (gathered or kv)
     if s.recomputes_attention:
-        _attend_again(t, s, qkv, kept, window)
+        _attend_again(t, s, every, kept, window)
     if s.axes.attention == "math":
         scores = s.batch * s.model.heads * s.sequence**2 * 4
         scored, summed = s.attention_products
@@ -148,7 +156,8 @@ def attend_backward(t: Tape, s: Shape, qkv: int, kept: int, *, window: int = 0) 
         call = None
     else:
         call = s.attend(window, backward=True)
-    t.op(qkv, dead=2 * u + qkv + kept, attention=call, read=2 * qkv + 2 * u)
+    t.op(every, dead=2 * u + q + kv + gathered + kept, attention=call, read=2 * every + 2 * u)
+    t.reduce_keys(kv)
 
 
 def _attend_again(t: Tape, s: Shape, qkv: int, kept: int, window: int) -> None:

@@ -51,7 +51,7 @@ def write_vit(t: Tape, s: Shape) -> None:
         t.op(u + stats, unsaved=stats)
         t.op(3 * u, products=[s.product(h, h)] * 3, read=3 * u)
         t.open("end", f"{block}.attention.v_proj", phase, linear(f"{block}.attention.o_proj"))
-        kept = attend(t, s, 3 * u)
+        kept = attend(t, s, u, 2 * u)
         t.op(u, unsaved=4 * u, products=[s.product(h, h)])
         t.op(u, dead=u, unsaved=u, read=2 * u)
         reads = [*norm(f"{block}.layernorm_after"), *linear(f"{block}.mlp.fc1")]
@@ -78,7 +78,7 @@ def write_vit(t: Tape, s: Shape) -> None:
         names = linear(f"{block}.attention.o_proj")
         t.open("grad", f"{block}.attention.o_proj", Phase.BWD, names)
         t.linear_backward(names, grad_in=u, grad_out=u, saved=u, product=s.product(h, h))
-        attend_backward(t, s, 3 * u, kept)
+        attend_backward(t, s, u, 2 * u, kept)
         separate_qkv_backward(t, s, f"{block}.attention", ("v_proj", "k_proj", "q_proj"), u)
         t.op(dead=u)  # the norm's output, which all three read
         layer_norm_backward(t, f"{block}.layernorm_before", u, stats)
