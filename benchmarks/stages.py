@@ -41,6 +41,7 @@ from pstar_sim.workload.pipeline import SCHEDULES
 
 AGREE = 1e-9
 ITERATIONS = 8
+POLICIES = ("all_on_gpu", "tide", "tide", "static_partition", "zero3_resident", "zero3_offload", "zero_offload")
 MEMORY = ("1.25GB", "1.5GB", "2GB", "3GB", "40GB")
 
 
@@ -71,7 +72,7 @@ def drawn(rng: random.Random) -> tuple[Job, Machine, Parallelism, str, Settings]
         job,
         replace(machine, host=host, ranks=ranks, root_bytes_per_s=None, slowdowns={BY_COLLECTIVES: 1.0}),
         spread,
-        rng.choice(("all_on_gpu", "tide", "tide", "static_partition")),
+        rng.choice(POLICIES),
         settings,
     )
 

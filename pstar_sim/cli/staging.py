@@ -104,8 +104,6 @@ def spread_like(
     machine = machine_of(on)
     job, setting = likes.fill(job, setting, machine)
     notes, own = list(c.notes), stands_for(c, c.data_on(machine) * c.parallelism.context)
-    if own != c.policy:
-        notes.append(f"not modelled: {c.policy} in a pipeline; predicted as {own}, with whole states on every rank")
     if c.parallelism.pipeline > 1:
         notes.append(f"host memory is the policy's, not {c.framework}'s")
     for words in (f"predicted as {own}, {c.parallelism}", *notes):

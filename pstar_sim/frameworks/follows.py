@@ -29,14 +29,9 @@ _GPU_BUFFER = "the framework's own gradients"
 
 
 def stands_for(configuration: Configuration, data: int) -> str:
-    """The policy for a configuration on `data` ranks that share a batch. FSDP over one slices nothing; in a pipeline
-    states stay whole, or leave the GPU as chunks."""
-    spread, resident = configuration.parallelism, configuration.policy_base in ("zero3_resident", "all_on_gpu")
-    if resident and data == 1:
-        return "all_on_gpu"
-    if spread is None or spread.pipeline == 1:
-        return configuration.policy
-    return "all_on_gpu" if resident else "tide"
+    """The policy for a configuration on `data` ranks that share a batch. FSDP over one slices nothing."""
+    sliced = configuration.policy_base == "zero3_resident"
+    return "all_on_gpu" if sliced and data == 1 else configuration.policy
 
 
 def as_run(machine: Machine, configuration: Configuration) -> Machine:

@@ -100,9 +100,10 @@ def read(content: object, file: str) -> Configuration:
             f"parallelism.pipeline_parallel_microbatch_size = {batch}; torchtitan refuses it"
         )
     train_batch = found["train_batch"] if found["train_batch"] > 0 else None
+    reshards = found["pipeline"] == 1 if found["reshard"] == "default" else found["reshard"] == "always"
     return Configuration(
         framework=TORCHTITAN,
-        policy=fsdp_policy(offload=found["offload"], reshard=found["reshard"] != "never", replicas=found["replicas"]),
+        policy=fsdp_policy(offload=found["offload"], reshard=reshards, replicas=found["replicas"]),
         dtype=_DTYPES[found["dtype"]],
         batch_per_gpu=batch,
         micro_batches=whole // batch if train_batch is None and whole > batch else None,

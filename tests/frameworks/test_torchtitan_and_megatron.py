@@ -55,6 +55,9 @@ def test_a_pipelined_batch_of_torchtitan_is_cut_into_micro_batches() -> None:
     found = torchtitan.read({"training": {"local_batch_size": 6}, "parallelism": degrees}, "x.toml")
     assert (found.batch_per_gpu, found.micro_batches, str(found.parallelism)) == (1, 6, "tp=2,sp,pp=4,schedule=gpipe")
     assert torchtitan.read(toml_loads(torchtitan.write(found)), "x.toml") == found
+    for reshard, policy in (("default", "zero3_resident:reshard=off"), ("always", "zero3_resident")):
+        asked = {"parallelism": degrees | {"fsdp_reshard_after_forward": reshard}}
+        assert torchtitan.read(asked, "x.toml").policy == policy  # by default stages keep what they have gathered
     with pytest.raises(PstarError, match=r"local_batch_size = 6 is no multiple of .*microbatch_size = 4"):
         more = degrees | {"pipeline_parallel_microbatch_size": 4}
         torchtitan.read({"training": {"local_batch_size": 6}, "parallelism": more}, "x.toml")
@@ -101,12 +104,12 @@ torchrun x.py "${ARGS[@]}" $GPT --seq-length ${SEQ:-64}
 """
 
 
-def test_what_stands_for_a_configuration_that_no_pipeline_is_planned_for() -> None:
-    """Slices of states need ranks that share a batch, and one stage; what is offloaded leaves the GPU as chunks do."""
+def test_slices_of_states_need_ranks_that_share_a_batch() -> None:
     spread = "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
     for flags, data, policy in (
-        (spread, 4, "all_on_gpu"),
-        (f"{spread} --optimizer-cpu-offload", 4, "tide"),
+        (spread, 4, "zero3_resident:reshard=off"),
+        (spread, 1, "all_on_gpu"),
+        (f"{spread} --optimizer-cpu-offload", 4, "zero_offload"),
         ("--tensor-model-parallel-size 2 --use-distributed-optimizer", 4, "zero3_resident:reshard=off"),
         ("--tensor-model-parallel-size 2 --use-distributed-optimizer", 1, "all_on_gpu"),
         ("--tensor-model-parallel-size 2 --optimizer-cpu-offload", 1, "zero_offload"),

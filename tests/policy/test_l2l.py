@@ -224,7 +224,7 @@ def test_an_ablation_for_session_step_ends_in_the_order_that_optimal_takes() -> 
 def test_refusals() -> None:
     w = relay(chain())
     for spec in ("zero_offload", "patrickstar", "zero3_offload", "zero_infinity"):
-        with pytest.raises(CannotPlan, match=f"{spec} runs micro-batches one after the other"):
+        with pytest.raises(CannotPlan, match=f"{spec} takes gradients one after the other"):
             planned(w, spec)
     with pytest.raises(CannotPlan, match="l2l runs on one GPU, not on 2"):
         find_policy("l2l")(chain(), round_machine(ranks=2, peer_bytes_per_s=MIB), EAGER)

@@ -56,9 +56,9 @@ class GradientLists:
         stay: Collection[int] = (),
         one_by_one: bool = False,
     ) -> None:
-        if not b.workload.order.one_by_one:
+        if not b.workload.order.sums_leave_gpu:
             raise CannotPlan(
-                f"{b.policy} runs micro-batches one after the other; a {b.workload.order} workload is for l2l, tide, "
+                f"{b.policy} takes gradients one after the other; a {b.workload.order} workload is for l2l, tide, "
                 "static_partition and optimal"
             )
         self._b = b
