@@ -30,7 +30,7 @@ from pstar_sim.planner.batch_shares import machine_of
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Row, compare
 from pstar_sim.planner.jobs import Job
-from pstar_sim.planner.memory_needs import shortage
+from pstar_sim.planner.memory_needs import beyond_all, shortage
 from pstar_sim.planner.stages import ASKED, StagesRow, compare_stages, ways_of
 from pstar_sim.policy.registry import STAGED, named
 from pstar_sim.python310 import Unpack
@@ -391,7 +391,9 @@ def _fastest(machine: Machine, asked: _Question) -> tuple[Row, int, int]:
     """(row, batch of all ranks, micro-batches) of the fastest policy with the largest micro-batches that fit. Raises
     the last refusal if none does."""
     worst: PstarError | None = None
-    for micro_batches in (n for n in range(1, min(asked.batch, MOST_MOMENTS) + 1) if asked.batch % n == 0):
+    counts = [n for n in range(1, min(asked.batch, MOST_MOMENTS) + 1) if asked.batch % n == 0]
+    in_vain = beyond_all(asked.workloads(machine, 1)[0], machine)
+    for micro_batches in reversed(counts) if in_vain else counts:
         try:
             ranked = asked.workloads(machine, micro_batches)
         except PstarError:
@@ -405,6 +407,8 @@ def _fastest(machine: Machine, asked: _Question) -> tuple[Row, int, int]:
         roomy, refusals = _with_room(hardest, roomiest, machine, asked)
         for error in refusals:
             worst = error if isinstance(error, DoesNotFit) or worst is None else worst
+        if in_vain:
+            break
         if not roomy:
             continue
         answer = compare(

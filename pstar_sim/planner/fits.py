@@ -294,11 +294,10 @@ def fits(
 
 def _parts(job: Asked, best: Fit | None, timeline: Timeline | None) -> tuple[Part, ...]:
     w, m = job.workload, job.machine
-    trained = sum(t.numel for t in w.tensors if not t.frozen and t.tied_to is None)
     in_all = {
-        "weights": sum(t.bytes for t in w.tensors if t.tied_to is None),
-        "gradients": trained * DTYPES[w.dtype].bytes,
-        "optimizer states": round(trained * w.states_bytes_per_param),
+        "weights": w.weights_bytes,
+        "gradients": w.trainable_params * DTYPES[w.dtype].bytes,
+        "optimizer states": w.states_bytes,
         **_of_tide(w, w.peak_non_model_bytes),
     }
     held = {"gpu": dict[str, int](), "host": dict[str, int]()}

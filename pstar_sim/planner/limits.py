@@ -29,7 +29,7 @@ from pstar_sim.planner.balance import chooses, roomiest_job
 from pstar_sim.planner.batch_shares import least_batch, machine_of, of_shares, share_out, shares_of_batch
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.jobs import Job
-from pstar_sim.planner.memory_needs import shortage
+from pstar_sim.planner.memory_needs import bytes_of_all, shortage
 from pstar_sim.planner.nearest import Elsewhere, nearest
 from pstar_sim.planner.stages import stages_shortage, ways_of
 from pstar_sim.policy.kit.options import split_spec
@@ -281,7 +281,7 @@ class _Models:
         return self.within(disks=_may_use_disks(policy))
 
     def within(self, *, disks: bool) -> int:
-        return int(_all_bytes(self.machine, disks=disks) // self.least_bytes)
+        return int(bytes_of_all(self.machine, disks=disks) // self.least_bytes)
 
     def most_layers(self, policy: str | Policy) -> int:
         one, two = count_params(self.shape(1)), count_params(self.shape(2))
@@ -534,8 +534,3 @@ def _with_nearest_yes(
         return replace(row, reason=f"{row.reason}; {hint}")
 
     return [with_yes(row, policy, error) for row, policy, (_, error) in zip(rows, policies, found)]
-
-
-def _all_bytes(machine: Machine, *, disks: bool) -> int:
-    each = machine.gpu_budget_bytes + machine.host_budget_bytes + (machine.nvme_budget_bytes if disks else 0)
-    return each * machine.world_size

@@ -106,6 +106,17 @@ class Need:
         )
 
 
+def bytes_of_all(machine: Machine, *, disks: bool = True) -> int:
+    """The budgets of all GPUs, hosts and (`disks`) disks."""
+    each = machine.gpu_budget_bytes + machine.host_budget_bytes + (machine.nvme_budget_bytes if disks else 0)
+    return each * machine.world_size
+
+
+def beyond_all(workload: Workload, machine: Machine) -> bool:
+    """Whether weights and states take more than all places together, so that there is no plan."""
+    return workload.weights_bytes + workload.states_bytes > bytes_of_all(machine)
+
+
 def shortage(
     policy: str | Policy,
     workload: Workload,
@@ -248,6 +259,8 @@ def memory_need(
             return _own_need(policy_name(policy), able, workload, machine, settings, loading, fewest=fewest)
         except DoesNotFit as short:
             if not (able.tries_others and others) and (machine.nvme is None or short.place == "gpu"):
+                raise
+            if beyond_all(workload, machine):
                 raise
             refusal = short
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
@@ -392,6 +405,8 @@ def _own_need(
             return _asynchronous_need(job, machine, loading, fewest=fewest)
         except DoesNotFit as short:
             refusal = refusal or short
+            if beyond_all(workload, machine):
+                break
     assert refusal is not None
     raise refusal
 
@@ -486,8 +501,7 @@ def need_with_room(
 
 def with_large_disks(workload: Workload, machine: Machine) -> Machine:
     """Disks get room for at least twice all states; no disks stay none."""
-    trained = sum(t.numel for t in workload.tensors if not t.frozen and t.tied_to is None)
-    size_bytes = round(2 * trained * workload.states_bytes_per_param)
+    size_bytes = 2 * workload.states_bytes
     if machine.nvme is None or machine.nvme.memory_bytes >= size_bytes:
         return machine
     return replace(machine, nvme=replace(machine.nvme, memory_bytes=size_bytes))

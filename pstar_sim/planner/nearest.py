@@ -367,9 +367,7 @@ def _remedy(options: Mapping[str, _Option], last: str, elsewhere: Elsewhere) -> 
 
 def _saved_bytes(before: _Changed, after: _Changed, place: str, m: Machine) -> float:
     def trained_bytes(w: Workload) -> float:
-        gradient_bytes = DTYPES[w.dtype].bytes
-        trained = sum(t.numel for t in w.tensors if not t.frozen and t.tied_to is None)
-        return (w.states_bytes_per_param + gradient_bytes) * trained
+        return w.states_bytes + DTYPES[w.dtype].bytes * w.trainable_params
 
     (one, how), (other, way) = before, after
     stored = sum(t.bytes for t in one.tensors) - sum(t.bytes for t in other.tensors)

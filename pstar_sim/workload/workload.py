@@ -368,6 +368,16 @@ class Workload:
     def trainable_params(self) -> int:
         return sum(t.numel for t in self.tensors if t.tied_to is None and not t.frozen)
 
+    @cached_property
+    def states_bytes(self) -> int:
+        """Of all trainable parameters, without padding."""
+        return round(self.trainable_params * self.states_bytes_per_param)
+
+    @cached_property
+    def weights_bytes(self) -> int:
+        """Of all parameters; tied ones count once."""
+        return sum(t.bytes for t in self.tensors if t.tied_to is None)
+
     @property
     def tokens(self) -> int:
         """Per iteration, of all micro-batches."""

@@ -17,6 +17,7 @@ from pstar_sim.cli import main
 from pstar_sim.cli.flag_values import count, duration_s, share
 from pstar_sim.errors import CatalogError, PstarError
 from pstar_sim.planner.cheapest import bill, cheapest
+from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.sensitivity import AS_NOW, PARTS, PLANNED, REPLAYED, sensitivity
 from pstar_sim.planner.trust import untuned
 from pstar_sim.policy.kit.ties import AS_FAST
@@ -105,6 +106,21 @@ def test_what_does_not_fit_says_why_and_micro_batches_make_room(tmp_path: Path) 
     no = cheapest("18B", tokens=1e9, batch=1, seq=64, machines=["t4"], policies=["tide"], prices=file).rows[0]
     assert no.days is None
     assert no.reason is not None and "short by" in no.reason
+
+
+def test_a_model_beyond_all_memories_is_asked_about_with_the_most_micro_batches_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def short(policy: str, w: ps.Workload, *rest: Any, **named: Any) -> ps.DoesNotFit | None:
+        asked.append(w.micro_batches)
+        return shortage(policy, w, *rest, **named)
+
+    monkeypatch.setattr("pstar_sim.planner.cheapest.shortage", short)
+    (row,) = cheapest("12B", tokens=1e9, batch=12, seq=64, machines=["rtx3090-64gb"]).rows
+    assert asked == [12]
+    assert row.reason is not None and "host needs" in row.reason and "accumulated gradients" in row.reason
 
 
 def test_prices_have_dates_and_sources_and_a_file_comes_first(tmp_path: Path) -> None:

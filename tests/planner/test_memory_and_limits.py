@@ -24,7 +24,7 @@ from pstar_sim.planner.explain import tide_gain
 from pstar_sim.planner.fits import SmallestChange, fits
 from pstar_sim.planner.jobs import _written
 from pstar_sim.planner.limits import _largest, _others_go_on, deeper, max_batch, max_model
-from pstar_sim.planner.memory_needs import least_gpu_bytes, memory_need, need_of_plan, shortage
+from pstar_sim.planner.memory_needs import bytes_of_all, least_gpu_bytes, memory_need, need_of_plan, shortage
 from pstar_sim.planner.trust import untuned
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.report.capacity_tables import fits_text
@@ -217,6 +217,27 @@ def test_optimal_falls_back_on_the_others_where_rounding_or_start_up_is_short(mo
     assert asked == ["own", "own"]
     with pytest.raises(ps.DoesNotFit, match="optimal does not fit: gpu needs"):
         memory_need("optimal", w, ps.machine("virtual", gpu_memory="10MB"), ps.Settings())
+
+
+def test_no_policy_is_planned_for_a_model_beyond_all_memories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte more, and others are asked: their plans may lie where optimal's own cannot."""
+    w = preset("GPT2small", batch=1, seq=64)
+    model_bytes = w.weights_bytes + w.states_bytes
+    assert model_bytes == 14 * w.trainable_params  # bf16, and three fp32 lists
+
+    def asked_others(spare_bytes: int) -> list[str]:
+        m = ps.machine("virtual", gpu_memory="1.5GB", host_memory="2.5GB")
+        usable = m.gpu.context_bytes + model_bytes + spare_bytes - m.host_budget_bytes
+        m = replace(m, ranks=(replace(m.ranks[0], gpu=replace(m.gpu, usable_bytes=usable, memory_bytes=usable)),))
+        assert bytes_of_all(m) == model_bytes + spare_bytes
+        others: list[str] = []
+        monkeypatch.setattr(memory_needs, "built_in", lambda: others.append("asked") or {})
+        with pytest.raises(ps.DoesNotFit, match="optimal does not fit"):
+            memory_need("optimal", w, m, ps.Settings(), fewest=False)
+        return others
+
+    assert not asked_others(-1)
+    assert asked_others(0)
 
 
 def beside_disks(host: str | int, disk_bytes: int) -> ps.Machine:

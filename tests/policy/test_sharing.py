@@ -39,12 +39,24 @@ def test_who_shares_first_shares_longest() -> None:
         assert plan_once(tide, workload, machine, EAGER) is first
 
 
-def test_what_does_not_fit_is_refused_each_time() -> None:
+def test_what_does_not_fit_is_refused_each_time_and_planned_once() -> None:
     workload, machine = ps.preset("1B", batch=2, seq=256), ps.machine("rtx4090", gpu_memory="2GB")
+    calls: list[ps.Machine] = []
+
+    def all_on_gpu(w: ps.Workload, m: ps.Machine, s: Settings) -> Plan:
+        calls.append(m)
+        return find_policy("all_on_gpu")(w, m, s)
+
     with plans_shared(workload):
-        for _ in range(2):
-            with pytest.raises(DoesNotFit):
-                plan_once(find_policy("all_on_gpu"), workload, machine, EAGER)
+        frames = set()
+        for _ in range(3):
+            with pytest.raises(DoesNotFit) as refused:
+                plan_once(all_on_gpu, workload, machine, EAGER)
+            frames.add(len(refused.traceback))
+        assert len(calls) == len(frames) == 1
+        with pytest.raises(DoesNotFit):
+            plan_once(all_on_gpu, workload, replace(machine), EAGER)
+    assert calls == [machine] * 2
 
 
 def test_a_comparison_finds_what_each_policy_finds_alone_and_keeps_no_plans() -> None:

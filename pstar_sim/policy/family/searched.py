@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 
 from pstar_sim.catalog.machine import Machine
@@ -128,7 +128,6 @@ class _Sizes:
         workload = in_order(name, workload, point.order)
         self._job = partial(Job, name, machine=machine, settings=settings)
         self._barrier = settings.barrier(workload.compute_dtype) is not None
-        self._short = shorter(workload, barrier=self._barrier)
         self._workload, self._machine, self._settings, self._point = workload, machine, settings, point
         self._open = sizes and settings.chunk_bytes is None
         self.usual = self._layout(settings.chunk_bytes)
@@ -148,6 +147,10 @@ class _Sizes:
 
     def job(self, layout: Layout, point: Point | None = None) -> Job:
         return self._job(self._workload, point=point or self._point, layout=layout)
+
+    @cached_property
+    def _short(self) -> Workload | None:
+        return shorter(self._workload, barrier=self._barrier)
 
     def run(self) -> None:
         """Raises DoesNotFit if no size fits."""

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.workload.workload import Workload
 
-_PLANS = ("plans",)  # key of `Workload.derived`, for (policy, settings) -> plan
+_PLANS = ("plans",)  # key of `Workload.derived`, for (policy, settings) -> (machine, plan or refusal)
 
 
 @contextlib.contextmanager
@@ -36,7 +37,13 @@ def plan_once(
     known = workload.derived.get(_PLANS)
     if not isinstance(known, dict):
         return policy(workload, machine, settings)
-    plan: Plan | None = known.get((policy, settings))
-    if plan is None or plan.machine is not machine:
-        plan = known[policy, settings] = policy(workload, machine, settings)
-    return plan
+    where, outcome = known.get((policy, settings), (None, None))
+    if where is not machine:
+        try:
+            outcome = policy(workload, machine, settings)
+        except (CannotPlan, DoesNotFit) as refusal:
+            outcome = refusal
+        known[policy, settings] = machine, outcome
+    if isinstance(outcome, Plan):
+        return outcome
+    raise outcome.with_traceback(None)  # its frames hold everything up to here
