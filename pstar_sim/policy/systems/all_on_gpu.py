@@ -10,8 +10,6 @@ clipping, the update first waits for all gradients, because the norm is that of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
@@ -19,8 +17,9 @@ from pstar_sim.core.step import Place
 from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.passes.step_by_step.checks import check_beside_tide
-from pstar_sim.policy.passes.step_by_step.on_all_ranks import all_reduced
 from pstar_sim.policy.systems.gpu_optimizers import ADAM, check_adam, hold_copy
+from pstar_sim.policy.systems.sharded import Sharded
+from pstar_sim.policy.systems.shards import Scheme
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
@@ -41,22 +40,17 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings, *, adam
     """
     whole = build_layout(workload, chunk_bytes=settings.chunk_bytes, sums=settings.sums)
     b = Builder("all_on_gpu", workload, machine, settings, layout=whole)
-    for chunk in b.layout.chunks:
-        b.live(chunk.index, Place.GPU)
     barrier = settings.barrier(workload.compute_dtype)
     at_once = barrier is None and b.ranks == 1  # on several ranks, an eager update would wait for the all-reduce
     via = check_adam(adam, b.policy, workload, at_once=at_once)
+    updated = frozenset(c.index for c in whole.chunks if b.uses.updated(c.index))
+    s = Sharded(b, Scheme(resident=updated, whole=True, at_once=at_once))
     copied = hold_copy(b, adam)
     model = b.held_bytes(Place.GPU)
     check_beside_tide(b, model, f"{format_bytes(model)} of parameters, gradients and optimizer states")
-    final: dict[int, list[int]] = {}  # moment -> chunks whose last gradient arrives in it
-    for chunk in b.layout.chunks:
-        if b.uses.updated(chunk.index):
-            final.setdefault(b.uses.last_gradient(chunk.index), []).append(chunk.index)
-    summed = _moments(b, final, update_at_once=at_once)
+    s.run()
     if not at_once:
-        chunks = [c for row in final.values() for c in row]
-        _optimizer_step(b, chunks if b.ranks > 1 else sorted(chunks), summed, via)
+        _optimizer_step(s, via)
     b.choices["capacity"] = f"everything is resident: {format_bytes(model)} and the tide's peak"
     b.choices["adam"] = "on the GPU, " + (
         "behind each last gradient"
@@ -66,23 +60,9 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings, *, adam
     return b.plan()
 
 
-def _moments(b: Builder, final: Mapping[int, Iterable[int]], *, update_at_once: bool) -> dict[int, Sequence[int]]:
-    """With the all-reduce after each last gradient and, `update_at_once`, Adam. Returns chunk -> steps after which its
-    gradient is the sum over ranks.
-
-    final: moment -> chunks with their last gradient.
-    """
-    summed: dict[int, Sequence[int]] = {}
-    for m in range(len(b.workload.moments)):
-        computed = b.compute(m)
-        for c in final.get(m, ()):
-            summed[c] = all_reduced(b, c, m, [computed])
-            if update_at_once:
-                b.gpu_adam(c)
-    return summed
-
-
-def _optimizer_step(b: Builder, chunks: Iterable[int], summed: Mapping[int, Sequence[int]], via: str | None) -> None:
-    norm = list(summed.values())[-1] if summed and b.settings.clip else []
-    for c in chunks:
-        b.gpu_adam(c, after=[*summed[c], *norm], via=via)
+def _optimizer_step(s: Sharded, via: str | None) -> None:
+    """In order; on several ranks, chunks whose sums end together follow each other."""
+    trained, last = s.shards.trained, s.b.uses.last_gradient
+    first = {last(c): c for c in reversed(trained)} if s.b.ranks > 1 else {}
+    for c in sorted(trained, key=lambda c: (first.get(last(c), c), c)):
+        s.gpu_adam(c, via=via)

@@ -1,4 +1,4 @@
-"""Buckets of the ZeRO-3 family: gradients are summed over the ranks and leave together.
+"""Buckets: gradients are summed over the ranks and leave together.
 
 [Note: gradients of several micro-batches] A resident chunk accumulates in grad32 on the GPU, others on the host
 (cpu_add). DeepSpeed brings the sum up, adds there and sends it down, which uses the link instead of the CPU and is
@@ -7,7 +7,7 @@ hidden by backward as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pstar_sim.core.step import Place
 from pstar_sim.policy.passes.step_by_step.disks import read_in, write_out
@@ -20,6 +20,7 @@ class Buckets:
     """The gradients of one iteration; `before` and `behind` are called once per moment, in order.
 
     lists: of gradients outside working lists.
+    complete: moment -> chunks whose gradient is, behind it.
     arrived: chunk -> steps after which its gradient is at Adam's place.
     peak_bytes: of gradient lists on the GPU.
     """
@@ -31,28 +32,38 @@ class Buckets:
         self.lists = GradientLists(b, listed, stay=shards.on_gpu)
         self.arrived: dict[int, Sequence[int]] = {}
         self.peak_bytes = 0
-        _, self._complete = arrivals(b.uses, shards.trained)
+        _, self.complete = arrivals(b.uses, shards.trained)
         self._bucket: list[int] = []
         self._bucket_params = 0
-        self._free_steps: list[list[int]] = []  # bucket -> steps that freed its lists
-        self._before_bytes = 0  # bytes held by the bucket before
-        self._bucket_bytes = 0  # bytes held by the open bucket, arriving gradients included
+        self._gone: list[dict[int, int]] = []  # per bucket that left: chunk -> step that freed its lists
+        self._gone_bytes = 0  # bytes of the latest
+        self._open: set[int] = set()  # chunks with lists that arrive or are in the bucket
+        self._open_bytes = 0
         self._stall: list[int] = []  # steps for which the next moment waits
 
     def before(self, m: int) -> list[int]:
         """Open lists of gradients that begin to arrive; returns what the moment waits for."""
-        gone = self._free_steps[-2] if len(self._free_steps) >= 2 else []  # at most two buckets are under way
         for c in self.lists.opens.get(m, ()):
-            self.lists.open(c, m, gone)
-            self._bucket_bytes += self.lists.bytes_of(c)
-            self.peak_bytes = max(self.peak_bytes, self._before_bytes + self._bucket_bytes)
+            self.lists.open(c, m, self._make_room(c))
         stall, self._stall = self._stall, []
         return stall
 
+    def _make_room(self, c: int) -> Iterable[int]:
+        """Returns the steps after which two buckets or two lists at most are on the GPU, with this one."""
+        two_lists = self._shards.scheme.two_lists
+        stay = 0 if two_lists and self._open else 1  # buckets that left whose lists may still be there
+        beside = self._gone_bytes if stay and not (two_lists and self._gone and c in self._gone[-1]) else 0
+        self._open.add(c)
+        self._open_bytes += self.lists.bytes_of(c)
+        self.peak_bytes = max(self.peak_bytes, beside + self._open_bytes)
+        return self._gone[-1 - stay].values() if len(self._gone) > stay else ()
+
     def behind(self, m: int, here: int) -> None:
         """The bucket leaves when full, and at a micro-batch's end."""
-        for c in self._complete.get(m, ()):
+        for c in self.complete.get(m, ()):
             self._fill(c, m, here)
+        if not self._bucket:
+            return
         moments = self._b.workload.moments
         following = moments[m + 1] if m + 1 < len(moments) else None
         if following is None or following.phase is Phase.ADAM or following.micro_batch != moments[m].micro_batch:
@@ -68,14 +79,12 @@ class Buckets:
             self._flush(m, here)
 
     def _flush(self, m: int, here: int) -> None:
-        if not self._bucket:
-            return
         for c in self._bucket:
             self.arrived[c] = self._leave(c, m, here)
-        listed = [c for c in self._bucket if c in self.lists.chunks]
-        self._free_steps.append([self.lists.freed[c] for c in listed])
-        self._before_bytes = sum(self.lists.bytes_of(c) for c in listed)
-        self._bucket_bytes -= self._before_bytes
+        self._gone.append({c: self.lists.freed[c] for c in self._bucket if c in self.lists.chunks})
+        self._gone_bytes = sum(map(self.lists.bytes_of, self._gone[-1]))
+        self._open -= self._gone[-1].keys()
+        self._open_bytes -= self._gone_bytes
         self._bucket, self._bucket_params = [], 0
 
     def _leave(self, c: int, m: int, here: int) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Gathers of the ZeRO-3 family: a chunk is whole for a visit.
+"""Gathers: a chunk is whole for a visit.
 
 A slice on disks is read to the host, one there fetched, and others' gathered. Afterwards what came is dropped
 unchanged, but kept after the last visit if the gradient has overwritten the working list.
@@ -61,6 +61,8 @@ class Gathers:
 
     def before(self, m: int) -> list[int]:
         """What moment `m` requests; returns what it waits for."""
+        if not self._opens:
+            return []
         asked = [
             *map(self._read, self._reads.get(m, ())),
             *map(self._fetch, self._fetches.get(m, ())),

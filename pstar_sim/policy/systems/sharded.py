@@ -1,9 +1,9 @@
-"""The ZeRO-3 family's iteration of sharded data parallelism, and parts of the update.
+"""An iteration of all_on_gpu and the ZeRO systems: their choices (shards.py), lowered by passes in a fixed order.
 
-Every rank holds its slice of each chunk on the GPU or the host (shards.py). A chunk is made whole some way ahead of a
-visit, or when the moment before it ends (sharded_visits.py, gathers.py); gradients leave in buckets (buckets.py).
-optimizer.step() blocks, so iterations do not overlap; each policy writes its own (`Sharded.gpu_adam`, `cpu_adam`,
-`copy_up`, `stage`, `finish`).
+Every rank holds its slice of each chunk on the GPU, the host or disks, or all of it (shards.py). A chunk is made whole
+some way ahead of a visit, or when the moment before it ends (sharded_visits.py, gathers.py); gradients leave in buckets
+(buckets.py). optimizer.step() blocks, so iterations do not overlap; each policy writes its own from the parts here
+(`Sharded.gpu_adam`, `cpu_adam`, `copy_up`, `stage`, `finish`).
 
 On one rank there are no collectives, and chunks on the GPU do not move.
 
@@ -57,7 +57,7 @@ def slices_on(machine: Machine, replicas: int | str) -> int:
 
 
 class Sharded:
-    """The constructor writes residents and moments, methods the update."""
+    """The constructor writes residents, `run` moments, the other methods the update."""
 
     def __init__(self, b: Builder, scheme: Scheme) -> None:
         self.b = b
@@ -66,18 +66,23 @@ class Sharded:
         self.buckets = Buckets(self.shards)
         self.last_moment = len(b.workload.moments) - 1
         self.shards.reside(self.buckets.lists.host_list)
-        here = -1
-        for m in range(len(b.workload.moments)):
+        self.barrier = -1  # the latest moment
+
+    def run(self) -> None:
+        at_once = self.shards.scheme.at_once
+        for m in range(len(self.b.workload.moments)):
             waits = [*self.gathers.before(m), *self.buckets.before(m)]
-            here = b.compute(m, after=waits)
+            here = self.barrier = self.b.compute(m, after=waits)
             self.gathers.behind(m, here)
             self.buckets.behind(m, here)
-        self._barrier = here
+            for c in self.buckets.complete.get(m, ()) if at_once else ():
+                if m == self.b.uses.last_gradient(c):
+                    self.gpu_adam(c)
 
     # The update, behind the barrier: optimizer.step().
 
     def before_update(self, c: int) -> list[int]:
-        return [self._barrier, *self.buckets.arrived[c]]
+        return [self.barrier, *self.buckets.arrived[c]]
 
     def cpu_adam(self, c: int, after: Iterable[int] = ()) -> int:
         """After all gradients that the norm needs."""

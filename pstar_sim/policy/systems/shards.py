@@ -1,4 +1,4 @@
-"""A ZeRO-3 system's choices, and where chunks are under them."""
+"""The choices of all_on_gpu or a ZeRO system, and where chunks are under them."""
 
 from __future__ import annotations
 
@@ -35,19 +35,25 @@ class Scheme:
     states: place of states and gradients for updates on the host (host or disks).
     resident: states stay on the GPU, parameters at `home`.
     staged: states come to the GPU for the update, where parameters have to live.
+    whole: every chunk always is, on every GPU.
     bucket_params: of whole chunks whose gradients leave together, 0: each when complete.
+    two_lists: of gradients are on the GPU at most, instead of two buckets, unless more arrive side by side.
+    at_once: a chunk of `resident` is updated behind its last gradient, not behind the barrier.
     sums_wait: the moment after a bucket waits for its sum, as the last micro-batch's flush always does.
     """
 
-    visits: Sequence[Visit]
-    gather_at: Mapping[int, int]
-    fetch_at: Mapping[int, int]
+    visits: Sequence[Visit] = ()
+    gather_at: Mapping[int, int] = field(default_factory=dict)
+    fetch_at: Mapping[int, int] = field(default_factory=dict)
     read_at: Mapping[int, int] = field(default_factory=dict)
     home: Place = Place.GPU
     states: Place = Place.HOST
     resident: frozenset[int] = frozenset()
     staged: frozenset[int] = frozenset()
-    bucket_params: int
+    whole: bool = False
+    bucket_params: int = 0
+    two_lists: bool = False
+    at_once: bool = False
     flush: Flush = Flush.PINNED
     sums_wait: bool = False
 
@@ -55,7 +61,7 @@ class Scheme:
 class Shards:
     """Every rank has its slice of each chunk.
 
-    kept: small, always whole on every GPU.
+    kept: always whole on every GPU: small ones, or all.
     on_gpu: their gradient never leaves.
     unpinned: `via` of unpinned memory, None without a rate for it: it then counts as pinned.
     """
@@ -66,7 +72,7 @@ class Shards:
         self.ranks = b.layout.ranks
         self.several = b.workload.micro_batches > 1
         self.trained = [c.index for c in b.layout.chunks if b.uses.updated(c.index)]
-        self.kept = frozenset(c.index for c in b.layout.chunks if c.small)
+        self.kept = frozenset(c.index for c in b.layout.chunks if c.small or scheme.whole)
         self.on_gpu = scheme.resident if self.several else scheme.resident | scheme.staged
         self.unpinned = None if b.machine.link.pageable_bytes_per_s is None else PAGEABLE
 

@@ -208,6 +208,7 @@ class Offloaded:
             sums_wait=True,
         )
         self.sharded = Sharded(b, scheme)
+        self.sharded.run()
 
     def hold(self, *, host_bytes_per_param: float) -> None:
         """What the system holds beyond the plan's lists, on the host and on the GPU."""

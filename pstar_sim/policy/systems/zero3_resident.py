@@ -54,7 +54,8 @@ def zero3_resident(
     updated = frozenset(c.index for c in b.layout.chunks if b.uses.updated(c.index))
     visits = block_visits(b.uses) if reshard else traced_visits(b.uses, workload.params * len(workload.moments))
     ahead = operators_before(visits, 1)
-    s = Sharded(b, Scheme(visits=visits, gather_at=ahead, fetch_at=ahead, resident=updated, bucket_params=0))
+    s = Sharded(b, Scheme(visits=visits, gather_at=ahead, resident=updated))
+    s.run()
     ends = {c: [s.gpu_adam(c, via=via)] for c in sorted(updated)}
     s.finish([i for row in ends.values() for i in row], ends)
 

@@ -87,6 +87,7 @@ def zero_infinity(
         bucket_params=bucket,
     )
     s = Sharded(b, scheme)
+    s.run()
     groups = sub_groups(b.layout, s.shards.trained, subgroup)
     _optimizer_step(s, groups)
     if scheme.states is Place.HOST:

@@ -56,17 +56,17 @@ class GradientLists:
         stay: Collection[int] = (),
         one_by_one: bool = False,
     ) -> None:
-        if not b.workload.order.sums_leave_gpu:
-            raise CannotPlan(
-                f"{b.policy} takes gradients one after the other; a {b.workload.order} workload is for l2l, tide, "
-                "static_partition and optimal"
-            )
         self._b = b
         self._stay = frozenset(stay)
         self._one_by_one = one_by_one
         self._several = b.workload.micro_batches > 1
         self._names = ("grad", "grad_remote") if b.layout.ranks > 1 else ("grad",)
         listed = [c for c in chunks if b.layout.ranks > 1 or c not in self._stay]
+        if listed and not b.workload.order.sums_leave_gpu:
+            raise CannotPlan(
+                f"{b.policy} takes gradients one after the other; a {b.workload.order} workload is for l2l, tide, "
+                "static_partition and optimal"
+            )
         self.chunks = frozenset(listed)
         self.add_last = not last and self._several and b.settings.clip
         self.opens, self.closes = arrivals(b.uses, listed, last=last)
@@ -107,13 +107,20 @@ class GradientLists:
         return self.add(c, m)
 
     def sum(self, c: int, m: int, after: Sequence[int], list_name: str = "grad_remote") -> Sequence[int]:
-        """Over the ranks; returns the steps after which it is complete (on one rank `after`).
+        """Over the ranks; returns the steps after which it is complete (on one rank `after`); on a replicated layout
+        once accumulated, of what stays.
 
         list_name: "remote" for one in the working list.
         """
-        if self._b.layout.ranks == 1:
+        b = self._b
+        if b.layout.ranks > 1:
+            step = b.reduce_scatter(c, m, after, list_name)
+        elif b.ranks > 1 and c in self._stay and m == b.uses.last_gradient(c):
+            accumulated = "grad32" if self._several else "param"
+            step = b.gather(c, m, [b.reduce_scatter(c, m, after, accumulated)], accumulated)
+        else:
             return after
-        step = self._latest_sums["ranks"] = self._b.reduce_scatter(c, m, after, list_name)
+        self._latest_sums["ranks"] = step
         return [step]
 
     def keep(self, c: int, m: int, after: Iterable[int]) -> int:
