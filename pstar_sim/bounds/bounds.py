@@ -51,9 +51,10 @@ def lower_bound(
 
     A workload that does not fit has the bound with nothing pinned.
     """
+    barrier = settings.barrier(workload.compute_dtype) is not None
     of_rank = partial(_of_rank, workload, machine, settings, layout, max_pinned=max_pinned, stream=stream)
     bounds = [
-        _with_disks(_with_stashes(of_rank(cost), workload, cost), disk_bound_s(workload, layout, cost))
+        _with_disks(_with_stashes(of_rank(cost), workload, cost), disk_bound_s(workload, layout, cost, barrier=barrier))
         for cost in costs or costs_of_ranks(workload, machine, layout, ranked)
     ]
     return max(bounds, key=lambda bound: bound.seconds)

@@ -16,8 +16,10 @@ from bounded import bounds_of, hold, random_job, random_spec
 from drawn import TIME_TO_SHRINK, chances
 from exact_optimum import Tiny, Way, exact_optimum
 from hypothesis import given
-from tiny import compare_tiny, from_text, layer_major, optima_of, random_tiny
+from tiny import as_job, compare_tiny, from_text, layer_major, optima_of, random_tiny
 
+from pstar_sim.bounds.bounds import lower_bound
+from pstar_sim.core.layout import build_layout
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy.registry import find_policy
 
@@ -109,21 +111,37 @@ def test_states_on_disks_by_hand() -> None:
     assert [exact_optimum(replace(t, host=room)) for room in (2, 1)] == [9, 13]
 
 
-@pytest.mark.parametrize("rooms", [1, 2])
-def test_bounds_with_disks_are_below_the_exact_optimum_and_plans_above_it(rooms: int, whole: bool) -> None:
-    """Three layers, whose states are twice as large as their working lists and have no room on the GPU; the host has
-    room for one or two."""
+@pytest.mark.parametrize(("rooms", "parts"), [(1, 1.5), (2, 0.5)])
+def test_behind_a_barrier_what_has_no_room_moves_beside_no_pass_after_the_last_first_read(
+    rooms: int, parts: float
+) -> None:
+    """Three layers with room for one or two states on the host and for half of one on the GPU, beside what it reads.
+    The others are read in 2 units and written in 3, by the bound beside all moments, or behind a barrier not beside the
+    last forward and the backward passes: 1 and 3 * 2 more."""
+    nvme = {}
+    for barrier in (False, True):
+        job = as_job(tiny(layers=3, slots=1, tide=(0,) * 6, wide=2, host=rooms, read=2, write=3, barrier=barrier))
+        layout = build_layout(job[0], chunk_bytes=job[2].chunk_bytes)
+        nvme[barrier] = lower_bound(*job, layout).terms["nvme"]
+    assert nvme == pytest.approx({False: parts * 5, True: parts * 5 + 7})
+
+
+@pytest.mark.parametrize(("layers", "rooms"), [(3, 1), (3, 2), (2, 1)])
+def test_bounds_with_disks_are_below_the_exact_optimum_and_plans_above_it(layers: int, rooms: int, whole: bool) -> None:
+    """States are twice as large as working lists and have no room on the GPU; the host has room for one or two. Two
+    layers have two or three micro-batches."""
     compared: list[float] = []
 
     @hypothesis.settings(max_examples=100 if whole else 3)
     @given(chances())
     def holds(chance: random.Random) -> None:
-        t = random_tiny(chance, layers=3, micro_batches=1)
+        t = random_tiny(chance, layers=layers, micro_batches=1 if layers == 3 else chance.choice((2, 3)))
         t = replace(
             t,
             wide=2,
+            cpu_add=1,
             slots=2,
-            tide=(0,) * 6,
+            tide=(0,) * len(t.tide),
             host=rooms,
             read=chance.choice((1, 2, 12)),
             write=chance.choice((1, 3, 18)),
