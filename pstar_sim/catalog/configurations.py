@@ -16,6 +16,7 @@ from typing import Any
 from pstar_sim.errors import ModelError
 
 MOST_WIDTH = 10**6
+QUANTISATION = "quantization_config"
 _Values = Mapping[str, Any]
 _ENDINGS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForImageClassification")
 
@@ -128,6 +129,17 @@ def every_expert_note(values: _Values) -> str:
     )
 
 
+def stored_note(path: Path, values: _Values) -> str:
+    """Empty for a model whose file says nothing of quantisation. Raises ModelError for what is no such table."""
+    stored = values.get(QUANTISATION)
+    if stored is None:
+        return ""
+    if not isinstance(stored, dict):
+        raise ModelError(f"{path}: {QUANTISATION} = {json.dumps(stored)}; must be an object or null")
+    method = stored.get("quant_method", "bitsandbytes")
+    return f"its {QUANTISATION} ({method}) is left out: --like {path} takes it, or --base one beside --lora"
+
+
 def shape_of(model: str, path: Path, values: _Values) -> dict[str, Any]:
     """Returns a model entry's fields but name, params and source. Raises NoPreset, and ModelError naming file, key and
     value for one that the family cannot have."""
@@ -146,7 +158,8 @@ def shape_of(model: str, path: Path, values: _Values) -> dict[str, Any]:
     layer_types = c.names("layer_types")
     if layer_types and layer_types != _layer_types(shape):
         raise c.no_preset(f"{kind} with other layer_types")
-    return shape
+    stored = stored_note(path, values)
+    return {**shape, "stored": stored} if stored else shape
 
 
 def _layer_types(shape: Mapping[str, Any]) -> list[str]:

@@ -91,6 +91,7 @@ class ModelEntry(Table, frozen=True, kw_only=True):
     params: Annotated[int, between(1, 10**15), says("true parameter count, tied weights once")]
     aliases: Annotated[tuple[Text, ...], says("other names of the same model")] = ()
     notes: Annotated[Text, says("what `pstar models` prints")] = ""
+    stored: Annotated[Text, says("what of the file's quantisation a job leaves out if it says no base")] = ""
     source: Annotated[Text, says("where the figures come from")]
 
     @property

@@ -18,6 +18,7 @@ from pstar_sim.catalog.configurations import (
     every_expert_note,
     is_configuration,
     read_configuration,
+    stored_note,
 )
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import model_entry
@@ -89,8 +90,9 @@ class CapturedJob(Job):
             kept.parent.mkdir(parents=True, exist_ok=True)
             save_trace(captured, kept)
             captured = load_trace(kept)
-        note = every_expert_note(read_configuration(self.model)[1])
-        workload = self.beside(replace(captured, notes=", ".join(filter(None, (captured.notes, note)))))
+        values = read_configuration(self.model)[1]
+        notes = captured.notes, every_expert_note(values), "" if self.base else stored_note(file, values)
+        workload = self.beside(replace(captured, notes=", ".join(filter(None, notes))))
         return workload if self.micro_batches in (None, 1) else repeat_micro_batch(workload, self.micro_batches)
 
 

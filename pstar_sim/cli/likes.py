@@ -143,7 +143,7 @@ class Likes:
                 raise PstarError(f"{label}: {error}") from error
             if configuration.autocast and not job.autocast and job.dtype == configuration.autocast:
                 made = made.noted(_PLAIN.format(configuration.autocast))
-            if configuration.lora is not None:
+            if job.lora is not None:
                 made = made.noted(workloads[0].notes)
             if job.checkpointing is None:
                 made = made.noted(_assumed(recomputed=workloads[0].checkpointing))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pstar_sim.dtypes import WORKING
+from pstar_sim.errors import PstarError
 from pstar_sim.frameworks.configuration import Configuration
-from pstar_sim.frameworks.keys import PARALLELISM, SLIP, Count, KeyReading, ignored, read_keys, unmodelled, used
-from pstar_sim.frameworks.quantization import bits_to_base
+from pstar_sim.frameworks.keys import PARALLELISM, SLIP, Count, KeyReading, Names, ignored, read_keys, unmodelled, used
+from pstar_sim.frameworks.quantization import bits_of, bits_to_base
 from pstar_sim.frameworks.trainers import adapter_text, launched, optimizer_of, trained
 from pstar_sim.schema.fields import least
 from pstar_sim.workload.adapter import ALL_LINEAR, Adapter
@@ -23,8 +24,8 @@ KEYS = (
     used("quantize_moe_experts", "experts", bool, False),
     used("bnb_config_kwargs.bnb_4bit_use_double_quant", "nested", bool, True),
     used("lora_r", "rank", Count),
-    used("lora_target_modules", "targets", None),
-    used("lora_modules_to_save", "save", None),
+    used("lora_target_modules", "targets", Names),
+    used("lora_modules_to_save", "save", Names),
     used("peft_use_rslora", "rs", bool, False),
     used("peft_use_dora", "dora", bool, False),
     used("lora_target_linear", "all_linear", bool, False),
@@ -122,7 +123,9 @@ def read(content: object, file: str) -> Configuration:
     named = next((name for name in ("fa2", "efficient", "flex", "math") if found[name] is True), None)
     if attention is not None and attention not in _ATTENTION:
         notes.append(f"not modelled: attn_implementation = {attention}: predicted with torch's own attention")
-    bits = 4 if found["four"] else 8 if found["eight"] else None
+    bits = bits_of(found)
+    if found["adapter"] == "qlora" and bits != 4:
+        raise PstarError(f"{file}: adapter = qlora is beside a base in four bits: load_in_4bit must be true")
     values = found.known("fsdp_config")
     if found.known("version") is not None and values:
         values = {"version": found["version"], **values}

@@ -21,6 +21,9 @@ SLIP = 0.9
 Count = Annotated[int, least(1)]
 """Type of a value that counts something."""
 
+Names = str | list[str]
+"""Type of a value that names modules, between commas or in a list."""
+
 
 class KeyEffect(Enum):
     """USED: a prediction depends on it.

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pstar_sim.dtypes import WORKING
 from pstar_sim.frameworks.configuration import Configuration
-from pstar_sim.frameworks.keys import SLIP, Count, KeyReading, ignored, read_keys, unmodelled, used
+from pstar_sim.frameworks.keys import SLIP, Count, KeyReading, Names, ignored, read_keys, unmodelled, used
 from pstar_sim.frameworks.quantization import bits_to_base
 from pstar_sim.frameworks.trainers import adapter_text, launched, optimizer_of, trained
 from pstar_sim.schema.fields import least
@@ -23,8 +23,8 @@ KEYS = (
     used("quantization_method", "method", str, "bnb", also=("quant_config.name",)),
     used("double_quantization", "nested", bool, True),
     used("lora_rank", "rank", Count, _RANK, also=("peft_config.r",)),
-    used("lora_target", "targets", None, "all", also=("peft_config.target_modules",)),
-    used("additional_target", "save", None),
+    used("lora_target", "targets", Names, "all", also=("peft_config.target_modules",)),
+    used("additional_target", "save", Names),
     used("use_rslora", "rs", bool, False),
     used("use_dora", "dora", bool, False),
     used("pure_bf16", "pure", bool, False),

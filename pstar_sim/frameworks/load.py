@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import msgspec.yaml
 
+from pstar_sim.catalog.configurations import QUANTISATION
 from pstar_sim.core.plan_file import FORMAT
 from pstar_sim.errors import PstarError
 from pstar_sim.frameworks import axolotl, llama_factory, quantization
@@ -18,7 +19,7 @@ from pstar_sim.schema.reading import Fault
 _TRAINERS = (
     ({"base_model"}, axolotl.read),
     ({"finetuning_type", "cutoff_len", "template", "quantization_bit"}, llama_factory.read),
-    ({"model_type", "architectures", quantization.QUANTISATION}, quantization.read),
+    ({"model_type", "architectures", QUANTISATION}, quantization.read),
 )
 """Keys by which files of trainers and models are known, and their readers: no framework's file has one at the top."""
 _SCRIPT = {"model_name_or_path", "per_device_train_batch_size"}
@@ -57,12 +58,19 @@ def load_configuration(path: str) -> Configuration:
         if reader is not None:
             return reader(content, path)
         if _SCRIPT & content.keys():
-            optim = content.get("optim")
-            also = f", and --optimizer {optim} for its optim" if isinstance(optim, str) else ""
+            also = "".join(f", and {flag} for its {key}" for key, flag in _flags(content))
             raise PstarError(
                 f"{path}: has the arguments of a training script, which are not read; {_launched_with(content)}{also}"
             )
     return read(content, path)
+
+
+def _flags(content: dict[str, object]) -> list[tuple[str, str]]:
+    """(key, flag) of a script's arguments that a job has flags for."""
+    words = {"optim": "--optimizer {}", "lora_r": "--lora r={}", "load_in_4bit": "--base nf4-single"}
+    words["load_in_8bit"] = "--base int8"
+    given = [(key, flag, content.get(key)) for key, flag in words.items()]
+    return [(key, flag.format(value)) for key, flag, value in given if value and isinstance(value, (str, int))]
 
 
 def _launched_with(content: dict[str, object]) -> str:

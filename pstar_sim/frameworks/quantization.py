@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pstar_sim.catalog.configurations import QUANTISATION
 from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import PstarError
 from pstar_sim.frameworks import accelerate
@@ -13,7 +14,6 @@ from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.keys import SLIP, KeyReading, ignored, read_keys, unmodelled, used
 from pstar_sim.schema.reading import brief
 
-QUANTISATION = "quantization_config"
 _NOT_STORED = "bases here are int8, nf4 and fp8"
 
 KEYS = (
@@ -38,6 +38,13 @@ KEYS = (
 )
 
 
+def bits_of(found: KeyReading) -> int | None:
+    """Of the values four and eight. Raises PstarError for both."""
+    if found["four"] is True and found["eight"] is True:
+        raise PstarError(f"{found.file}: load_in_4bit and load_in_8bit are both true; a base has one width")
+    return 4 if found["four"] is True else 8 if found["eight"] is True else None
+
+
 def bits_to_base(bits: int | None, *, nested: bool, experts: bool = False) -> str | None:
     """Of bitsandbytes, None for none. Four bits of either kind, fp4 or nf4, take the same bytes.
 
@@ -57,8 +64,7 @@ def _base(found: KeyReading) -> tuple[str | None, list[str]]:
         said = f"not modelled: weight_block_size = {brief(found['block'])}: predicted with blocks of 128 x 128"
         return "fp8", [said] if other else []
     if method == "bitsandbytes":
-        bits = 4 if found["four"] else 8 if found["eight"] else None
-        return bits_to_base(bits, nested=found["nested"]), []
+        return bits_to_base(bits_of(found), nested=found["nested"]), []
     if found["bits"] in (4, 8):
         base = bits_to_base(found["bits"], nested=True)
         return base, [f"not modelled: quant_method = {method}: predicted in {base}, which is about as wide"]

@@ -104,7 +104,7 @@ def optimizer_of(name: str | None, key: str) -> tuple[str | None, list[str]]:
 
 def trained(launch: Configuration, found: KeyReading, file: str, notes: list[str], **job: Any) -> Configuration:
     """The launch with a job's values. Without DeepSpeed, FSDP and autocast, an optimizer updates 16-bit weights
-    themselves. Raises PstarError for a value in which launch and job differ.
+    themselves. Raises PstarError for a value in which launch and job differ, and for a base without adapters.
 
     job: attributes of `Configuration` beside those that both trainers have; None for what the file does not say.
     """
@@ -112,6 +112,11 @@ def trained(launch: Configuration, found: KeyReading, file: str, notes: list[str
     job |= {"clip": found.usual("clip", 1.0) > 0, "products": "fp8" if found["fp8"] is True else None}
     said = {name: value for name, value in job.items() if value is not None}
     details = {**launch.detail, **({"sequence": said.pop("sequence")} if "sequence" in said else {})}
+    if "base" in said and "lora" not in said:
+        raise PstarError(
+            f"{file}: says a base in {said['base']} without adapters; what is trained is not quantised: name an "
+            "adapter, or leave the quantisation out"
+        )
     for name in _SAME:
         other = getattr(launch, name)
         if other is not None and said.get(name, other) != other:

@@ -100,13 +100,15 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Cheapest(Collection):
-    """rows: offers in time, cheapest first; then late ones, fastest first; then offers without figures."""
+    """rows: offers in time, cheapest first; then late ones, fastest first; then offers without figures.
+    job: what each machine was asked for.
+    """
 
     model: str
     tokens: float
     deadline_s: float | None
     rows: tuple[Offer, ...]
-    kernels: str = ""
+    job: Job
 
     _name = "machine"
 
@@ -120,7 +122,7 @@ class Cheapest(Collection):
         return self.best is None and any(row.days is not None or row.least_days is not None for row in self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
-        return [{**asdict(row), "kernels": self.kernels} for row in self.rows]
+        return [{**asdict(row), "kernels": self.job.flavour} for row in self.rows]
 
 
 def cheapest(
@@ -193,7 +195,7 @@ def cheapest(
         else:
             rows += [_exactly(machine, n, asked, *cost, tokens, deadline_s) for n in counts]
     rows.sort(key=_rank)
-    return Cheapest(model=model, tokens=tokens, deadline_s=deadline_s, rows=tuple(rows), kernels=job.flavour)
+    return Cheapest(model=model, tokens=tokens, deadline_s=deadline_s, rows=tuple(rows), job=job)
 
 
 def _rank(row: Offer) -> tuple[float, ...]:

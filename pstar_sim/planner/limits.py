@@ -225,12 +225,9 @@ def max_model(
         of=f"{shape.family} models of hidden size {shape.hidden}, {shape.heads} heads, sequence {seq}, batch {batch}"
         + (f" x {job.micro_batches}" if (job.micro_batches or 1) > 1 else "")
         + f", {working}"
-        + (", no checkpointing" if job.checkpointing is False else "")
         + f", {kernels_text(flavour)}"
-        + (f", LoRA r={adapter.rank}" if adapter else "")
-        + (f", base in {base}" if base else "")
-        + (f", parallel {parallel}" if parallel else "")
-        + "".join(f", {note}" for note in ([job.states.name] if job.states.name != "adamw" else []) + job.notes),
+        + "".join(f", {words}" for words in replace(job, dtype=None, kernels=None).words)
+        + (f", parallel {parallel}" if parallel else ""),
         machine=machine,
         settings=settings,
         rows=tuple(rows),
@@ -371,7 +368,7 @@ def max_batch(
         + (f", {w.micro_batches} micro-batches" if w.micro_batches > 1 else "")
         + ("" if w.checkpointing else ", no checkpointing")
         + (f", {kernels_text(w.kernels)}" if w.kernels else "")
-        + (f", {w.notes}" if w.notes else ""),
+        + "".join(f", {words}" for words in (w.notes, w.optimizer.words) if words),
         machine=machine,
         settings=settings,
         rows=tuple(rows),

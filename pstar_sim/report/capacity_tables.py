@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
@@ -349,8 +350,10 @@ def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
     """Offers in time come first, the cheapest first."""
     width = terminal_width() if width is None else width
     by = "" if answer.deadline_s is None else f" in {_deadline(answer.deadline_s)}"
-    kernels = f" ({kernels_text(answer.kernels)})" if answer.kernels else ""
-    lines = [*wrap(f"{answer.model}{kernels} on {_tokens(answer.tokens)} tokens{by}", width), ""]
+    job = replace(answer.job, kernels=None)
+    kernels = _kernels(answer.job.flavour)
+    what = ", ".join((answer.model, f"batch {job.batch}", f"sequence {job.seq}", *job.words)) + kernels
+    lines = [*wrap(f"{what}, on {_tokens(answer.tokens)} tokens{by}", width), ""]
     columns = (
         "machine", "nodes", "GPUs", "in time", "policy", "micro-batches", "tokens/s", "error", "TFLOPS/GPU", "MFU",
         "days", "USD/h", "USD", "USD/M tokens",
@@ -454,6 +457,7 @@ def sensitivity_text(answer: Sensitivity, *, width: int | None = None) -> str:
     w = answer.workload
     by = f"{answer.by * 100:+g} %"
     what = f"{by} of each part of {answer.machine.name}: {w.model}, {batch_words(answer)}, sequence {w.sequence}"
+    what += "".join(f", {words}" for words in (w.notes, w.optimizer.words) if words)
     lines = [*wrap(what + _kernels(w.kernels), width), ""]
     columns = ("part", "iteration", "change", "policy", "largest model", "layers", "change ")
     rows = [_effect_cells("as it is", answer.now)]

@@ -244,7 +244,7 @@ class AdaptedTape(Tape):
 
     def check(self) -> None:
         """Raises ModelError for a target that no matrix is, and for `save` that no module is."""
-        check_save(self.adapter, self._index)
+        check_save(self.adapter, (name for name in self._index if not name.endswith((_A, _B, _M))))
         chosen_modules(self._usual, self._linear)
 
     # Parameters
@@ -415,11 +415,12 @@ OWN_ADAPTERS = "trace a model that has its adapters, pstar trace py:MODULE:FACTO
 def low_rank(
     adapter: Adapter, module: str, inputs: int, outputs: int, *, packed: bool, biased: bool = False
 ) -> LowRank:
-    """Raises ModelError for a rank as large as the matrix."""
-    if adapter.rank >= min(inputs, outputs):
+    """Raises ModelError for a rank as large as the matrix. peft takes one above the smaller side, such as that of a
+    router."""
+    if adapter.rank >= max(inputs, outputs):
         raise ModelError(
             f"lora r={adapter.rank}: {module}.weight is {inputs} x {outputs}; the rank must be less than "
-            f"{min(inputs, outputs)}"
+            f"{max(inputs, outputs)}"
         )
     return LowRank(module, adapter.rank, inputs, outputs, dora=adapter.dora, packed=packed, biased=biased)
 

@@ -16,7 +16,7 @@ from pstar_sim.catalog.configurations import _FAMILIES, NoPreset
 from pstar_sim.catalog.model_shapes import is_model, model_entry
 from pstar_sim.cli import main
 from pstar_sim.errors import ModelError, PstarError
-from pstar_sim.workload.presets import variant
+from pstar_sim.workload.presets import preset, variant
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -196,6 +196,17 @@ def test_each_key_may_hold_anything(written: Any, config: dict[str, Any]) -> Non
                 assert model_entry(f"hf:{file}").params > 0, (key, value)
 
 
+def test_a_quantisation_that_a_job_leaves_out_is_noted(written: Any) -> None:
+    file = written({**LLAMA_3_8B, "quantization_config": {"quant_method": "mxfp4"}})
+    left_out = f"its quantization_config (mxfp4) is left out: --like {file} takes it, or --base one beside --lora"
+    job: dict[str, Any] = {"batch": 1, "seq": 64, "lora": "r=4"}
+    assert left_out in preset(f"hf:{file}", **job).notes
+    assert "left out" not in preset(f"hf:{file}", **job, base="bf16").notes
+    assert "left out" not in preset(f"hf:{written({**LLAMA_3_8B, 'quantization_config': None})}", **job).notes
+    with pytest.raises(ModelError, match='quantization_config = "yes"; must be an object or null'):
+        preset(f"hf:{written({**LLAMA_3_8B, 'quantization_config': 'yes'})}", **job)
+
+
 def _shape_or_words(file: Path) -> object:
     try:
         return replace(model_entry(f"hf:{file}"), name="", source="")
@@ -293,7 +304,7 @@ def test_questions_about_adapters_beside_what_is_no_preset(
     assert row["value"] >= 1
     tokens = ["--batch", "2", "--tokens", "1e6", "--machine", "rtx4090-128gb", "--policy", "zero_offload"]
     assert main(["cheapest", "--model", model, *job, *tokens]) == 0
-    assert "(captured kernels) on 1,000,000 tokens" in " ".join(capsys.readouterr().out.split())
+    assert ", captured kernels, on 1,000,000 tokens" in " ".join(capsys.readouterr().out.split())
     assert main(["max-model", "--like", model, "--batch", "2", *job, *on]) == 2
     assert "no preset is written for it, whose layers could be fewer or more" in capsys.readouterr().err
     assert main(["cheapest", "--model", model, *job, *tokens, "--parallel", "auto"]) == 2

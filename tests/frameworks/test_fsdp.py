@@ -178,6 +178,10 @@ _LAUNCHED = "give --like the DeepSpeed file (JSON) or the accelerate file (YAML)
             ),
         ),
         (
+            "lora_r: 8\nload_in_8bit: true",
+            f"{_LAUNCHED}, and --lora r=8 for its lora_r, and --base int8 for its load_in_8bit",
+        ),
+        (
             "fsdp_config: {offload_params: true}",
             "give --like an accelerate file with distributed_type: FSDP and its fsdp_config (keys with fsdp_ before)",
         ),

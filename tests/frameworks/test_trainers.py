@@ -190,7 +190,7 @@ def test_deepspeed_and_fsdp_are_read_as_their_own_files(tmp_path: Path) -> None:
         (f"{FACTORY}quantization_method: hqq", "quantization_method = hqq: predicted in nf4-single"),
         (FACTORY.replace("bit: 4", "bit: 2"), "not modelled: quantization_bit = 2: predicted in the working dtype"),
         (
-            FACTORY.replace("type: lora", "type: freeze"),
+            FACTORY.replace("type: lora", "type: freeze").replace("quantization_bit: 4\n", ""),
             "finetuning_type = freeze: predicted as training all parameters",
         ),
         ("finetuning_type: lora\nflash_attn: fa9", "flash_attn = fa9: predicted with torch's own attention"),
@@ -212,6 +212,15 @@ def test_what_cannot_be_followed_is_a_note(text: str, note: str, tmp_path: Path)
         ),
         (f"{QLORA}lora_rr: 8", "lora_rr is not a known key of an axolotl configuration; did you mean lora_r?"),
         ("model_type: llama\narchitectures: [L]", "is the config.json of a model without quantization_config"),
+        (f"{QLORA}load_in_8bit: true", "load_in_4bit and load_in_8bit are both true; a base has one width"),
+        (QLORA.replace("in_4bit: true", "in_4bit: false"), "adapter = qlora is beside a base in four bits"),
+        (QLORA.replace("adapter: qlora", ""), "says a base in nf4 without adapters"),
+        (FACTORY.replace("_type: lora", "_type: full"), "says a base in nf4-single without adapters"),
+        (FACTORY.replace("q_proj,v_proj", "{q_proj: 1}"), 'lora_target = {"q_proj": 1}; it must be a text | a list'),
+        (
+            "model_type: llama\nquantization_config: {load_in_4bit: true, load_in_8bit: true}",
+            "load_in_4bit and load_in_8bit are both true",
+        ),
     ],
 )
 def test_wrong_files_are_refused_in_one_line(text: str, error: str, tmp_path: Path) -> None:
@@ -251,6 +260,11 @@ def test_the_file_fills_flags_and_names_the_model(tmp_path: Path, capsys: pytest
     assert main(asked) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "LoRA r=32 on all-linear, 6.98 B of 8.11 B parameters in nf4, 0.516 bytes each" in out
+    path.write_text("distributed_type: MULTI_GPU")
+    flags = ["--model", "gpt2", "--batch", "1", "--seq", "64", "--lora", "r=8", "--base", "int8"]
+    assert main([*asked, *flags]) == 0
+    assert "qlora.yml: LoRA r=8 on c_attn, 0.08 B" in " ".join(capsys.readouterr().out.split())
+    path.write_text(QLORA.replace("NousResearch/Meta-Llama-3-8B", MODEL))
     assert main([*asked, "--lora", "r=8"]) == 2
     assert "--lora r=8, but qlora.yml says r=32,targets=all-linear" in capsys.readouterr().err
     path.write_text(QLORA.replace("NousResearch/Meta-Llama-3-8B", "nobody/nothing"))

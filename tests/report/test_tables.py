@@ -14,6 +14,7 @@ import termios
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,6 +108,24 @@ def test_no_figure_is_cut_at_any_width(command: str) -> None:
 @pytest.mark.parametrize("command", ["compare", "explain", "fits", "max-model", "max-batch", "cheapest", "sensitivity"])
 def test_a_heading_names_the_kernels(command: str) -> None:
     assert "eager kernels" in answers()[command](WIDE)
+
+
+def test_a_heading_names_adapters_base_and_optimizer() -> None:
+    job: dict[str, Any] = {"lora": "r=4", "base": "int8", "optimizer": "sgd", "dtype": "fp16"}
+    w, m = ps.preset("gpt2", batch=1, seq=64, **job), ps.machine("v100-16", gpu_memory="1.2GB")
+    asked: dict[str, Any] = {"policies": ["all_on_gpu"]}
+    from_flags = (
+        limits_text(max_model(m, batch=1, seq=64, like="gpt2", catalog=False, **asked, **job), width=WIDE),
+        cheapest_text(cheapest("gpt2", tokens=1e6, batch=1, seq=64, machines=[m], **asked, **job), width=WIDE),
+    )
+    assert all("lora r=4, base int8, optimizer sgd" in text for text in from_flags)
+    written = (
+        limits_text(max_batch(m, lambda b: ps.preset("gpt2", batch=b, seq=64, **job), **asked), width=WIDE),
+        sensitivity_text(sensitivity(w, m, parts=["GPU speed"], **asked), width=WIDE),
+    )
+    assert all(
+        "LoRA r=4 on c_attn, 0.08 B of 0.12 B parameters in int8" in text and ", sgd" in text for text in written
+    )
 
 
 def test_all_commands_are_looked_at() -> None:

@@ -65,4 +65,4 @@ def test_answers_say_an_axis_that_is_not_as_usual() -> None:
     limits = ps.max_model(
         "rtx4090", batch=2, seq=64, like="gpt2", policies="all_on_gpu", catalog=False, attention="math"
     )
-    assert limits.of.endswith(", eager kernels, math attention")
+    assert limits.of.endswith(", eager kernels, attention math")

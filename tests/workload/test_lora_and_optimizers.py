@@ -18,7 +18,7 @@ from pstar_sim.policy.registry import policies
 from pstar_sim.workload.adapted import adapted
 from pstar_sim.workload.adapter import Adapter, adapter
 from pstar_sim.workload.loading import WHOLE
-from pstar_sim.workload.lora import adapter_of, base_of, quantised_params
+from pstar_sim.workload.lora import adapter_of, base_of, low_rank, quantised_params
 from pstar_sim.workload.presets import axes_of, preset, variant, workload_of
 from pstar_sim.workload.trace import load_trace
 from pstar_sim.workload.workload import Phase, UseKind, Workload, with_optimizer
@@ -146,10 +146,14 @@ def test_a_variant_keeps_adapter_base_and_optimizer() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"lora r=768: .* is 768 x 2304; the rank must be less than 768"):
-        preset("gpt2", batch=1, seq=64, lora=Adapter(rank=768))
+    with pytest.raises(ModelError, match=r"lora r=2304: .* is 768 x 2304; the rank must be less than 2304"):
+        preset("gpt2", batch=1, seq=64, lora=Adapter(rank=2304))
     with pytest.raises(ModelError, match=r"lora targets: no linear module is nothing; try c_attn, c_proj, c_fc"):
         preset("gpt2", batch=1, seq=64, lora=Adapter(targets=("nothing",)))
+    with pytest.raises(ModelError, match=r"no module is lm; try .* q_proj, k_proj"):
+        preset("qwen3-8b", batch=1, seq=64, lora=Adapter(save=("lm",)))
+    router = low_rank(Adapter(rank=16), "router", 2048, 8, packed=False)  # peft takes a rank above the smaller side
+    assert router.parameters["router.lora_B.weight"] == (8, 16)
     with pytest.raises(ModelError, match="base is 'nf4'; what is trained is not quantised; train adapters beside it"):
         preset("gpt2", batch=1, seq=64, base="nf4")
     with pytest.raises(ModelError, match="base is 'fp4'; known bases are bf16, int8, nf4, nf4-single, fp8"):
@@ -215,7 +219,7 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         (["--lora", "r=8,targets=("], "'(' is no regular expression"),
         (["--lora", "r=8,save=score"], "lora save: no module is score; try transformer, wte"),
         (["--lora", "r=8,save=lm_head"], "lm_head.weight shares its table with transformer.wte.weight"),
-        (["--lora", "r=768"], "transformer.h.0.attn.c_attn.weight is 768 x 2304; the rank must be less than 768"),
+        (["--lora", "r=2304"], "transformer.h.0.attn.c_attn.weight is 768 x 2304; the rank must be less than 2304"),
     ):
         assert main([*trace, *flags]) == 2
         assert wanted in capsys.readouterr().err

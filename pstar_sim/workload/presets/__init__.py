@@ -224,7 +224,8 @@ def _written(
         adapted.check()
     recorded = {what: getattr(axes, what) for what in _recorded()} | {"optimizer": spec}
     note = "" if lora is None else adapter_note(tape.tensors, lora, dtype)
-    own = experts_note(entry), positions, note, _flash_note(axes), _low_note(axes)
+    stored = "" if given.base else entry.stored
+    own = experts_note(entry), positions, note, _flash_note(axes), _low_note(axes), stored
     workload = Workload(
         model=name,
         batch=batch,
