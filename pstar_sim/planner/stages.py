@@ -234,7 +234,8 @@ def ways_to_spread(
     if job.model is None or job.batch is None:
         raise PstarError("a trace is of a whole model; give --model, whose preset is cut into stages")
     gpus, local, entry = machine.world_size, machine.local_ranks, shape or model_entry(job.model)
-    ways, left_out = [], []
+    ways: list[Way] = []
+    missing: dict[str, list[str]] = {}  # reason -> ways
     asked = job.micro_batches or 1
     sequences = job.batch * asked
     degrees = [(t, p, c) for t in _divisors(local) for p in _divisors(gpus // t) for c in _divisors(gpus // t // p)]
@@ -258,11 +259,11 @@ def ways_to_spread(
         elif any(n % local and local % n for n in (context * tensor, data * context * tensor)):
             why = f"stages of {data * context * tensor} GPUs do not fill nodes of {local}"
         elif sequences % data:
-            why = f"{data} ranks cannot share {sequences} sequences"
+            why = f"dp ranks cannot share {format_count(sequences, 'sequence')}"
         elif machine.mixed and (unlike := _unlike(machine, one)):
             why = unlike
         if why:
-            left_out.append(f"{one}: {why}")
+            missing.setdefault(why, []).append(str(one))
             continue
         splits = tensor > 1 and (job.seq or 0) % (tensor * context) == 0 and job.autocast is None
         each = sequences // data
@@ -271,7 +272,9 @@ def ways_to_spread(
         for micro_batches in dict.fromkeys((usual, each, *((fewer,) if stages == 1 else ()))):
             bubble = (stages - 1) / (micro_batches + stages - 1)
             if bubble > MOST_BUBBLE and not every:
-                left_out.append(f"{one} with {format_count(micro_batches, 'micro-batch')}: a bubble of {bubble:.0%}")
+                why = f"a bubble of more than {MOST_BUBBLE:.0%}"
+                of_way = f"{one} with {format_count(micro_batches, 'micro-batch')} ({bubble:.0%})"
+                missing.setdefault(why, []).append(of_way)
                 continue
             batch = sequences // micro_batches
             schedules = SCHEDULES if every and stages > 1 else SCHEDULES[:1]
@@ -279,6 +282,7 @@ def ways_to_spread(
             for schedule, split, cut in product(schedules, (True, False) if splits and every else (splits,), cuts):
                 spread = replace(one, schedule=schedule, sequence=split, cut=cut)
                 ways.append(Way(parallelism=spread, batch=batch, micro_batches=micro_batches))
+    left_out = [f"{'; '.join(of)}: {why}" for why, of in missing.items()]
     if enough:
         left_out.append(
             f"{format_count(enough, 'way')} with cp: ranks can share the sequences, and each has room for one"
@@ -371,7 +375,7 @@ def compare_stages(
         job=job,
         machine=machine,
         rows=tuple(rows),
-        left_out=(*left_out, *(f"{', '.join(dict.fromkeys(of))} {why}" for why, of in missing.items())),
+        left_out=(*left_out, *(f"{'; '.join(dict.fromkeys(of))} {why}" for why, of in missing.items())),
         slower=tuple(slower),
         notes=tuple(notes),
         best=best,
