@@ -28,6 +28,7 @@ from unittest import mock
 
 import torch
 from _interleavings import MICRO_BATCHES, job_of
+from msgspec import structs
 from torch import nn
 
 from executor import AdamW, VirtualBackend, prepare
@@ -203,7 +204,7 @@ def stuck_step() -> str:
     model, plan = job_of("tide")
     fetch = next(step for step in plan.steps if step.kind is Kind.FETCH)
     last = next(step for step in reversed(plan.steps) if step.queue is Queue.D2H)
-    steps = tuple(replace(s, after=(*s.after, Ref(last.id, 0))) if s.id == fetch.id else s for s in plan.steps)
+    steps = tuple(structs.replace(s, after=(*s.after, Ref(last.id, 0))) if s.id == fetch.id else s for s in plan.steps)
     spec = AdamW(lr=1e-2, max_grad_norm=0.5)
     model, optimizer = prepare(model, replace(plan, steps=steps), spec, check=False, watchdog_s=0.2)
     run = Run(model, optimizer, plan)

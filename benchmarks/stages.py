@@ -24,6 +24,7 @@ from dataclasses import replace
 from functools import partial
 
 from _results import write_result
+from msgspec import structs
 
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import BY_COLLECTIVES, Machine
@@ -213,12 +214,12 @@ def cross_on_queue(plans: PlanSet, rng: random.Random) -> PlanSet:
 def other_border(plans: PlanSet, rng: random.Random) -> PlanSet:
     stage, step = rng.choice(_trips(plans, Kind.SEND, Kind.RECEIVE))
     other = rng.choice([s for n, s in _trips(plans, step.kind) if n == stage and s.id != step.id])
-    return _with_step(plans, stage, replace(step, stash=other.stash))
+    return _with_step(plans, stage, structs.replace(step, stash=other.stash))
 
 
 def other_bytes(plans: PlanSet, rng: random.Random) -> PlanSet:
     stage, step = rng.choice(_trips(plans, Kind.SEND, Kind.RECEIVE))
-    return _with_step(plans, stage, replace(step, bytes=step.bytes + rng.choice((-1, 1))))
+    return _with_step(plans, stage, structs.replace(step, bytes=step.bytes + rng.choice((-1, 1))))
 
 
 MUTATIONS: tuple[Callable[[PlanSet, random.Random], PlanSet], ...] = (

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Queue
 
 
-@dataclass(frozen=True, slots=True)
-class Charge:
+class Charge(Struct, frozen=True):
     """seconds: nominal, of the row alone.
     gpu_take, host_take: at the start.
     gpu_free, host_free: at the end.

@@ -16,6 +16,7 @@ from math import inf, log2, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from pstar_sim.core.step import Part
@@ -46,8 +47,7 @@ SMALL_PART = 400  # in a small model, so do tensors below this part of it
 MOST_SMALL = 0.05  # unless all of them exceed this share: 600 thin layers must not all be resident
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slot:
+class Slot(Struct, frozen=True, kw_only=True):
     """Tensor (index in the workload) at stored elements [offset, offset + numel) of its chunk."""
 
     tensor: int

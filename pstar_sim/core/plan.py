@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from msgspec import Struct
+
 from pstar_sim.arguments import choice, file_path, flag, number, size_bytes
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
@@ -98,8 +100,7 @@ class Settings:
         return "update=step" if self.update == "step" else None
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Resident:
+class Resident(Struct, frozen=True, order=True):
     """One list of one chunk at one place, or a buffer: chunk -1, `list` its name, its bytes in Plan.buffers."""
 
     chunk: int

@@ -46,9 +46,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
+
+from msgspec import Struct, structs
 
 from pstar_sim.errors import PlanError
 from pstar_sim.python310 import StrEnum
@@ -179,8 +181,7 @@ EFFECTS: dict[Kind, Effect] = {
 """[Note: what a step does to memory]"""
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
+class Ref(Struct, frozen=True):
     """A step of this iteration (back 0) or the previous (1). Before the first, all count as done."""
 
     id: int
@@ -204,8 +205,7 @@ class Part(NamedTuple):
         return f"{self.number}/{self.of}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class Step(Struct, frozen=True, kw_only=True):
     """One action.
 
     bytes: see the module's docstring.
@@ -237,48 +237,7 @@ class Step:
         return self.part is None or self.part.last
 
     def waiting_for(self, after: tuple[Ref, ...]) -> Step:
-        return step_with(
-            self.id, self.queue, self.kind, self.bytes, self.chunk, self.list, self.place, self.moment, after, self.via,
-            self.stash, self.part,
-        )  # fmt: skip
-
-
-(
-    _set_id, _set_queue, _set_kind, _set_bytes, _set_chunk, _set_list, _set_place, _set_moment, _set_after, _set_via,
-    _set_stash, _set_part,
-) = (getattr(Step, field.name).__set__ for field in fields(Step))  # fmt: skip
-
-
-def step_with(
-    number: int,
-    queue: Queue,
-    kind: Kind,
-    size_bytes: int,
-    chunk: int | None,
-    list_name: str | None,
-    place: Place | None,
-    moment: int | None,
-    after: tuple[Ref, ...],
-    via: str | None,
-    stash: int | None,
-    part: Part | None = None,
-) -> Step:
-    """In half of the time: a frozen dataclass's constructor looks up each field by name, and plans have hundreds of
-    thousands of steps."""
-    step = object.__new__(Step)
-    _set_id(step, number)
-    _set_queue(step, queue)
-    _set_kind(step, kind)
-    _set_bytes(step, size_bytes)
-    _set_chunk(step, chunk)
-    _set_list(step, list_name)
-    _set_place(step, place)
-    _set_moment(step, moment)
-    _set_after(step, after)
-    _set_via(step, via)
-    _set_stash(step, stash)
-    _set_part(step, part)
-    return step
+        return structs.replace(self, after=after)
 
 
 def part_counts(steps: Iterable[Step]) -> dict[int, int]:
@@ -398,8 +357,4 @@ def _read(line: str) -> Step:
         if not text or name not in _READERS or name in seen:
             raise _WrongWord(word, f"is not one of {', '.join(f + '=' for f in _READERS)} given once")
         seen[name] = _READERS[name](name, text)
-    get = seen.get
-    return step_with(
-        _natural(words[0], words[0]), queue, kind, get("bytes", 0), get("chunk"), get("list"), get("place"),
-        get("moment"), get("after", ()), get("via"), get("stash"), get("part"),
-    )  # fmt: skip
+    return Step(id=_natural(words[0], words[0]), queue=queue, kind=kind, **seen)

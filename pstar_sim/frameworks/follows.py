@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from msgspec import structs
+
 from pstar_sim.catalog.efficiency import fitted
 from pstar_sim.catalog.loader import load_catalog
 from pstar_sim.catalog.machine import Machine
@@ -60,7 +62,7 @@ def _copied(plan: Plan, configuration: Configuration) -> Plan:
     pinned = configuration.pinned or "pinned" in configuration.options
     if pinned or plan.machine.link.pageable_bytes_per_s is None:
         return plan
-    return replace(plan, steps=tuple(replace(s, via=PAGEABLE) if s.kind in COPIES else s for s in plan.steps))
+    return replace(plan, steps=tuple(structs.replace(s, via=PAGEABLE) if s.kind in COPIES else s for s in plan.steps))
 
 
 class Follows:

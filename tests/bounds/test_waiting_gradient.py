@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.fluid import fluid_bound
@@ -46,19 +47,21 @@ def _without_adds(plan: Plan) -> Plan:
     for step in plan.steps:
         if step.id in adds:
             continue
-        after = [replace(r, id=(update if r.back else down)[adds[r.id]]) if r.id in adds else r for r in step.after]
-        step = replace(step, after=tuple(dict.fromkeys(after)))
+        after = [
+            structs.replace(r, id=(update if r.back else down)[adds[r.id]]) if r.id in adds else r for r in step.after
+        ]
+        step = structs.replace(step, after=tuple(dict.fromkeys(after)))
         assert step.chunk is None or step.list != "grad32" or step.kind in (Kind.FETCH, Kind.DROP)
         if step.list == "grad32":
             assert step.chunk is not None
             size = plan.layout.payload_bytes(step.chunk, "grad")
             waits = (Ref(down[step.chunk], 0),) if step.kind is Kind.FETCH else ()
-            step = replace(step, list="grad", bytes=size, after=tuple(dict.fromkeys((*step.after, *waits))))
+            step = structs.replace(step, list="grad", bytes=size, after=tuple(dict.fromkeys((*step.after, *waits))))
         steps.append(step)
         if step.kind is Kind.GPU_UPDATE:
             assert step.chunk is not None
             size = plan.layout.payload_bytes(step.chunk, "grad")
-            free = replace(step, id=new_id, kind=Kind.FREE, list="grad", place=Place.HOST, bytes=size, after=())
+            free = structs.replace(step, id=new_id, kind=Kind.FREE, list="grad", place=Place.HOST, bytes=size, after=())
             steps.append(free)
             new_id += 1
     initial = tuple(r for r in plan.initial if r.list != "grad32")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from pstar_sim.core.checker.check import check_plan
 from pstar_sim.core.layout import build_layout
@@ -428,5 +429,5 @@ def test_numbers_below_zero_are_not_taken_from_the_end(hand_plan: MakePlan, hand
     """Plan files have none; a policy of one's own could."""
     plan = hand_plan(hand_text)
     for at, field in ((0, "chunk"), (13, "moment")):
-        steps = tuple(replace(s, **{field: -1}) if s.id == at else s for s in plan.steps)
+        steps = tuple(structs.replace(s, **{field: -1}) if s.id == at else s for s in plan.steps)
         reject(replace(plan, steps=steps), f"step {at} .*{field}=")

@@ -4,9 +4,9 @@ is played as a part of it."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.choose import choose
@@ -38,7 +38,7 @@ def test_bytes_come_from_the_table(row: DraftRow, size: int) -> None:
     step_of(b, row, ())
     place = Place.GPU if row.kind is Kind.ALLOC else None
     want = Step(id=0, queue=row.queue, kind=row.kind, bytes=size, chunk=row.chunk, list=row.list_name, place=place)
-    assert b.steps[0] == replace(want, moment=row.moment)
+    assert b.steps[0] == structs.replace(want, moment=row.moment)
 
 
 def test_what_is_summed_over_the_ranks_has_the_bytes_of_all_slices() -> None:

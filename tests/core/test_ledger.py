@@ -2,12 +2,13 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import astuple, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 from drawn import TIME_TO_SHRINK, Drawn, jobs, planned, seeds
 from hypothesis import given, settings
+from msgspec import structs
 
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.effects import CATEGORIES, frees, gradient_list, takes, tide_at_cut, tide_moves
@@ -88,7 +89,7 @@ def test_an_iteration_that_is_the_optimizer_step_alone(name: str):
 @pytest.mark.parametrize("chunk", [2, 2**63, 2**64, -(2**64)])
 def test_a_step_of_no_chunk_is_refused(hand_plan: MakePlan, chunk: int):
     plan = hand_plan()
-    steps = [replace(s, chunk=chunk) if s.kind is Kind.FETCH else s for s in plan.steps]
+    steps = [structs.replace(s, chunk=chunk) if s.kind is Kind.FETCH else s for s in plan.steps]
     with pytest.raises(PlanError, match=f"there is no chunk {chunk}; the layout has chunks 0 to 1"):
         play(replace(plan, steps=tuple(steps)))
 
@@ -230,12 +231,12 @@ def test_all_books_say_the_same_of_random_runs(job: Drawn, shake: random.Random)
             (steps.end if ends else steps.begin)(step)
             if step.kind is Kind.COMPUTE:
                 ledger.set_tide(ledger.tide_bytes + (-fall[step.moment] if ends else rise[step.moment]))
-            elif ends and (freed := frees(step)) and (not freed[1] or ledger.holds(*astuple(freed[0]))):
-                ledger.begin_release(*astuple(freed[0]))
-                ledger.end_release(*astuple(freed[0]))
-            elif not ends and (taken := takes(step)) and (not taken[1] or not ledger.holds(*astuple(taken[0]))):
-                ledger.claim(*astuple(taken[0]))
-                ledger.hold(*astuple(taken[0]))
+            elif ends and (freed := frees(step)) and (not freed[1] or ledger.holds(*structs.astuple(freed[0]))):
+                ledger.begin_release(*structs.astuple(freed[0]))
+                ledger.end_release(*structs.astuple(freed[0]))
+            elif not ends and (taken := takes(step)) and (not taken[1] or not ledger.holds(*structs.astuple(taken[0]))):
+                ledger.claim(*structs.astuple(taken[0]))
+                ledger.hold(*structs.astuple(taken[0]))
             now = [ledger.used_bytes(GPU) + ledger.tide_bytes, *map(ledger.used_bytes, PLACES[1:])]
             assert now == [row[n] for row in booked] == steps.used_bytes, (plan.policy, n, step)
         assert steps.changed == ledger.residents ^ {r for r in plan.initial if r.chunk >= 0}
@@ -257,7 +258,7 @@ def test_what_single_steps_take_and_free():
     add = from_text("5 adam cpu_add chunk=2 list=grad bytes=1")
     assert takes(add) == (Resident(2, "grad32", HOST), True)
     assert frees(add) == (Resident(2, "grad", HOST), True)
-    assert frees(replace(add, list="param")) is None  # the last gradient lies in place, which stays
+    assert frees(structs.replace(add, list="param")) is None  # the last gradient lies in place, which stays
     assert takes(from_text("6 d2h writeback chunk=2 list=grad bytes=1")) == (Resident(2, "grad", HOST), True)
     assert takes(from_text("6 adam cpu_adam chunk=2 bytes=1")) is None
     assert takes(from_text("7 net gather chunk=2 list=remote bytes=1")) == (Resident(2, "remote", GPU), True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings, load_plan, steps_from_text
@@ -91,41 +92,45 @@ def part(kind: Kind, number: int) -> Callable[[Step], bool]:
 def swapped(plan: Plan, kind: Kind) -> Plan:
     """The first two parts in each other's place."""
     one, two = (next(s for s in plan.steps if part(kind, n)(s)) for n in (0, 1))
-    new = {one.id: replace(two, id=one.id), two.id: replace(one, id=two.id)}
+    new = {one.id: structs.replace(two, id=one.id), two.id: structs.replace(one, id=two.id)}
     return replace(plan, steps=tuple(new.get(s.id, s) for s in plan.steps))
 
 
 WRONG: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "a part is missing": (
         lambda plan: without(
-            plan, part(Kind.CPU_UPDATE, 1), lambda s: replace(s, queue=Queue.ADAM, part=Part(2, 4), bytes=s.bytes)
+            plan,
+            part(Kind.CPU_UPDATE, 1),
+            lambda s: structs.replace(s, queue=Queue.ADAM, part=Part(2, 4), bytes=s.bytes),
         ),
         "comes where part 1/4 is missing",
     ),
     "a part comes twice": (
-        lambda plan: without(plan, part(Kind.FETCH, 3), lambda s: replace(s, part=Part(2, 4))),
+        lambda plan: without(plan, part(Kind.FETCH, 3), lambda s: structs.replace(s, part=Part(2, 4))),
         "comes where part 3/4 is missing",
     ),
     "parts out of order": (lambda plan: swapped(plan, Kind.CPU_UPDATE), "comes where part 0/4 is missing"),
     "another number of parts": (
-        lambda plan: without(plan, part(Kind.FETCH, 0), lambda s: replace(s, part=Part(0, 2), bytes=2 * s.bytes)),
+        lambda plan: without(
+            plan, part(Kind.FETCH, 0), lambda s: structs.replace(s, part=Part(0, 2), bytes=2 * s.bytes)
+        ),
         "is one of",
     ),
     "bytes of another part": (
-        lambda plan: without(plan, part(Kind.WRITEBACK, 1), lambda s: replace(s, bytes=s.bytes // 2)),
+        lambda plan: without(plan, part(Kind.WRITEBACK, 1), lambda s: structs.replace(s, bytes=s.bytes // 2)),
         "the payload has",
     ),
     "an adam before its gradient": (
-        lambda plan: without(plan, part(Kind.CPU_UPDATE, 2), lambda s: replace(s, after=())),
+        lambda plan: without(plan, part(Kind.CPU_UPDATE, 2), lambda s: structs.replace(s, after=())),
         "cpu_adam chunk 0 part 2/4",
     ),
     "a fetch before its adam": (
-        lambda plan: without(plan, part(Kind.FETCH, 3), lambda s: replace(s, after=())),
+        lambda plan: without(plan, part(Kind.FETCH, 3), lambda s: structs.replace(s, after=())),
         "nothing makes step",
     ),
     "a fetch behind the adam of the part before": (
         lambda plan: without(
-            plan, part(Kind.FETCH, 3), lambda s: replace(s, after=tuple(Ref(r.id - 1, r.back) for r in s.after))
+            plan, part(Kind.FETCH, 3), lambda s: structs.replace(s, after=tuple(Ref(r.id - 1, r.back) for r in s.after))
         ),
         "nothing makes step",
     ),
@@ -133,14 +138,14 @@ WRONG: dict[str, tuple[Callable[[Plan], Plan], str]] = {
         lambda plan: replace(
             plan,
             steps=tuple(
-                replace(s, part=None, bytes=4 * s.bytes) if s.kind is Kind.CPU_UPDATE and s.completes else s
+                structs.replace(s, part=None, bytes=4 * s.bytes) if s.kind is Kind.CPU_UPDATE and s.completes else s
                 for s in plan.steps
             ),
         ),
         "part 3 is missing",
     ),
     "a drop in parts": (
-        lambda plan: without(plan, lambda s: s.kind is Kind.DROP, lambda s: replace(s, part=Part(0, 4))),
+        lambda plan: without(plan, lambda s: s.kind is Kind.DROP, lambda s: structs.replace(s, part=Part(0, 4))),
         "can be parts",
     ),
 }

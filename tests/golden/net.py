@@ -24,6 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import to_text
@@ -280,7 +282,7 @@ def plan_hash(plan: Plan) -> str:
     for step in plan.steps:
         queue, n = place[step.id]
         waits = sorted((*place[ref.id], ref.back) for ref in step.after)
-        lines.append((queue, n, to_text(replace(step, id=0, after=())), waits))
+        lines.append((queue, n, to_text(structs.replace(step, id=0, after=())), waits))
     kept = {
         "steps": sorted(lines),
         "modes": plan.modes,

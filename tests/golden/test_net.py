@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from pstar_sim.core.step import Ref
 
@@ -41,10 +42,10 @@ def test_a_difference_is_seen() -> None:
     steps = plan.steps
     assert net.plan_hash(plan) == KEPT["tide, 1 ranks, 1 micro-batches, clip"]["plan"]
     waiting = next(i for i, s in enumerate(steps) if len(s.after) > 1)
-    less = replace(steps[waiting], after=steps[waiting].after[1:])
+    less = structs.replace(steps[waiting], after=steps[waiting].after[1:])
     assert net.plan_hash(replace(plan, steps=(*steps[:waiting], less, *steps[waiting + 1 :]))) != net.plan_hash(plan)
     renumbered = tuple(
-        replace(s, id=s.id + 7, after=tuple(Ref(ref.id + 7, ref.back) for ref in s.after)) for s in steps
+        structs.replace(s, id=s.id + 7, after=tuple(Ref(ref.id + 7, ref.back) for ref in s.after)) for s in steps
     )
     assert net.plan_hash(replace(plan, steps=renumbered)) == net.plan_hash(plan)
     by_queue = tuple(sorted(steps, key=lambda s: s.queue.value))

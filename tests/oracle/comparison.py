@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import first_edition
+from msgspec import structs
 
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Ref
@@ -56,7 +57,7 @@ def jitter_of(number: int, plan: Plan) -> Jitter:
 def deadlocked(plan: Plan) -> Plan:
     """Returns the plan with a first step that waits for its last."""
     first = plan.steps[0]
-    return replace(plan, steps=(replace(first, after=(*first.after, Ref(plan.steps[-1].id))), *plan.steps[1:]))
+    return replace(plan, steps=(structs.replace(first, after=(*first.after, Ref(plan.steps[-1].id))), *plan.steps[1:]))
 
 
 def compare(plan: Plan, jitter: Jitter | None) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 import pstar_sim as ps
 from pstar_sim.catalog.machine import Machine
@@ -285,7 +286,7 @@ def test_a_policy_of_ones_own_is_not_believed() -> None:
 
     def without_waiting(workload: Any, machine: Any, settings: Settings) -> Plan:
         plan = tide(workload, machine, settings)
-        return replace(plan, steps=tuple(replace(step, after=()) for step in plan.steps))
+        return replace(plan, steps=tuple(structs.replace(step, after=()) for step in plan.steps))
 
     def nothing(workload: Any, machine: Any, settings: Settings) -> None:
         return None

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from changed import put
+from msgspec import structs
 
 import pstar_sim as ps
 from pstar_sim.catalog.machine import Machine
@@ -339,8 +340,11 @@ def test_ranges_hold_for_plans_that_were_never_in_a_file(hand_plan: Callable[...
         ({"modes": ("cpu",)}, "field 'modes' has 1 entries; the layout has 2 chunks"),
         ({"initial": plan.initial | {Resident(-2, "param", Place.HOST)}}, "there is no chunk -2"),
         ({"initial": plan.initial | {Resident(-1, "nobody's", Place.HOST)}}, "there is no chunk -1"),
-        ({"steps": (replace(plan.steps[0], id=-1), *plan.steps[1:])}, "ids are whole numbers from 0|does not have"),
-        ({"steps": (replace(plan.steps[0], chunk=7), *plan.steps[1:])}, "needs chunk=, below 2"),
+        (
+            {"steps": (structs.replace(plan.steps[0], id=-1), *plan.steps[1:])},
+            "ids are whole numbers from 0|does not have",
+        ),
+        ({"steps": (structs.replace(plan.steps[0], chunk=7), *plan.steps[1:])}, "needs chunk=, below 2"),
         ({"buffers": (("x", Place.GPU, -5),)}, "field 'buffers.0.' has -5 bytes"),
     ):
         with pytest.raises(PlanError, match=said):

@@ -106,9 +106,11 @@ def test_no_update_begins_before_all_sums_are_on_the_host_where_the_norm_needs_t
     assert len(drops) == 4
     first = next(s for s in plan.steps if s.kind is Kind.CPU_UPDATE)
     last = max(s.id for s in plan.steps if s.kind is Kind.COMPUTE)
-    early = replace(first, after=tuple(ref for ref in first.after if ref.id not in drops[1:]))
+    early = structs.replace(first, after=tuple(ref for ref in first.after if ref.id not in drops[1:]))
     own = next(s.id for s in plan.steps if s.id in drops and s.chunk == first.chunk)
-    early = replace(early, after=(*early.after, replace(first.after[0], id=own), replace(first.after[0], id=last)))
+    early = structs.replace(
+        early, after=(*early.after, structs.replace(first.after[0], id=own), structs.replace(first.after[0], id=last))
+    )
     steps = tuple(early if s is first else s for s in plan.steps)
     with pytest.raises(PlanError, match=r"the gradient norm .* needs all sums of gradients on the host first"):
         replace(plan, steps=steps).check()

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.catalog.machine import Machine
@@ -231,7 +232,7 @@ def plan(machine: Machine) -> Plan:
 
 
 def _changed(plan: Plan, step: Step, **fields: object) -> Plan:
-    steps = tuple(replace(s, **fields) if s.id == step.id else s for s in plan.steps)  # type: ignore[arg-type]
+    steps = tuple(structs.replace(s, **fields) if s.id == step.id else s for s in plan.steps)
     return replace(plan, steps=steps)
 
 

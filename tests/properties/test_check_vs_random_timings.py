@@ -14,6 +14,7 @@ import pytest
 from drawn import LITTLE_EFFORT, TIME_TO_SHRINK, Drawn, chances, planned, seeds, workloads
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pstar_sim.core.checker.check import check_plan
 from pstar_sim.core.checker.worst_case import closure
@@ -305,7 +306,7 @@ def without_edges(plan: Plan, rng: random.Random, memory_only: bool = False) -> 
     i = rng.choice(able)
     step = plan.steps[i]
     out = rng.randrange(len(step.after))
-    less = replace(step, after=(*step.after[:out], *step.after[out + 1 :]))
+    less = structs.replace(step, after=(*step.after[:out], *step.after[out + 1 :]))
     return replace(plan, steps=(*plan.steps[:i], less, *plan.steps[i + 1 :]))
 
 

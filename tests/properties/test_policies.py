@@ -11,6 +11,7 @@ import pytest
 from drawn import TIME_TO_SHRINK, Drawn, chances, jobs, planned, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
@@ -115,7 +116,7 @@ def without_a_barrier(workload: Workload, machine: Machine, settings: Settings) 
 
 def one_edge_short(workload: Workload, machine: Machine, settings: Settings) -> Plan:
     plan = find_policy("zero_offload")(workload, machine, settings)
-    steps = tuple(replace(s, after=()) if s.kind is Kind.CPU_UPDATE else s for s in plan.steps)
+    steps = tuple(structs.replace(s, after=()) if s.kind is Kind.CPU_UPDATE else s for s in plan.steps)
     return replace(plan, steps=steps)
 
 

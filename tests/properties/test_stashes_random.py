@@ -9,6 +9,7 @@ import pytest
 from bounded import offloaded_chain
 from drawn import TIME_TO_SHRINK, Drawn, chances, planned, seeds
 from hypothesis import given, settings
+from msgspec import structs
 
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.fluid import fluid_bound
@@ -51,7 +52,7 @@ def test_every_policy_on_random_choices(chance: random.Random, shake: random.Ran
         for step in shake.sample(plan.steps, min(6, len(plan.steps))):
             if step.stash is None or not step.after:
                 continue
-            steps = tuple(replace(s, after=s.after[1:]) if s is step else s for s in plan.steps)
+            steps = tuple(structs.replace(s, after=s.after[1:]) if s is step else s for s in plan.steps)
             with pytest.raises(PlanError):
                 replace(plan, steps=steps).check()
     assert checked or not w.stashes or machine.gpu_budget_bytes < 4 * w.peak_non_model_bytes

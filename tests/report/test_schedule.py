@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import matplotlib
+from msgspec import structs
 
 matplotlib.use("Agg")
 
@@ -69,7 +70,7 @@ def test_copies_of_one_chunk_have_names_of_their_own() -> None:
     w, m = chain_workload(2, 16 * MIB, flops=10**12, tide_bytes=MIB), ps.machine("rtx4090", gpu_memory="3GB")
     planned = ps.compare(w, m, policies=["zero_offload"], barrier_cost=False).planned["zero_offload"]
     update = next(step for step in planned.plan.steps if step.kind is Kind.CPU_UPDATE)
-    parts = [replace(step, part=Part(1, 8)) if step is update else step for step in planned.plan.steps]
+    parts = [structs.replace(step, part=Part(1, 8)) if step is update else step for step in planned.plan.steps]
     plan = replace(planned.plan, steps=tuple(parts))
     assert chunk_words(plan)[update.id] == f"chunk {update.chunk} (layers.0), part 2 of 8" and chunk_words(None) == {}
     names = {event["name"] for event in to_perfetto(planned.timeline, plan)["traceEvents"]}

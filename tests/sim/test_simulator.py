@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from msgspec import structs
 
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.catalog.machine import Machine
@@ -65,7 +66,7 @@ class Hand:
         """More `after` edges for a step that exists already."""
         old = self.steps[step]
         more = tuple(a if isinstance(a, Ref) else Ref(a) for a in refs)
-        self.steps[step] = replace(old, after=(*old.after, *more))
+        self.steps[step] = structs.replace(old, after=(*old.after, *more))
 
     def compute(self, moment: int, *after: int | Ref) -> int:
         return self.add(Queue.COMPUTE, Kind.COMPUTE, after, moment=moment)

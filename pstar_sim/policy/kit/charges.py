@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec import structs
 
 from pstar_sim.core.draft import Charge
 from pstar_sim.core.effects import frees, takes
@@ -64,7 +64,9 @@ class Charges:
         if not folds:
             return charge
         add = self.cost.update_adds.of_update(kind, chunk)
-        return replace(charge, seconds=charge.seconds + add.seconds, dram_bytes=charge.dram_bytes + add.dram_bytes)
+        return structs.replace(
+            charge, seconds=charge.seconds + add.seconds, dram_bytes=charge.dram_bytes + add.dram_bytes
+        )
 
     def of_trip(self, kind: Kind, number: int) -> Charge:
         """A stash's room on the host is a buffer of the plan."""

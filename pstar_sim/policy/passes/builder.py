@@ -17,7 +17,7 @@ from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.ledger import Holdings
 from pstar_sim.core.plan import STASHES, Plan, Resident, Settings
 from pstar_sim.core.rules import Rates
-from pstar_sim.core.step import Kind, Place, Queue, Ref, Step, step_with
+from pstar_sim.core.step import Kind, Place, Queue, Ref, Step
 from pstar_sim.core.trips import TRIPS
 from pstar_sim.cost import cost_of
 from pstar_sim.errors import CannotPlan, DoesNotFit
@@ -134,7 +134,10 @@ class Builder:
             size_bytes = step_bytes(self.cost, kind, chunk, list_name, stash)
         refs = tuple([r if isinstance(r, Ref) else Ref(r) for r in after])
         number = len(self._steps)
-        step = step_with(number, queue, kind, size_bytes, chunk, list_name, place, moment, refs, via, stash)
+        step = Step(
+            id=number, queue=queue, kind=kind, bytes=size_bytes, chunk=chunk, list=list_name, place=place,
+            moment=moment, after=refs, via=via, stash=stash,
+        )  # fmt: skip
         self._steps.append(step)
         if self._holdings is not None and chunk is not None:
             self._holdings.run(step)

@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan, Resident
-from pstar_sim.core.step import Kind, Part, Place, Ref, Step, step_with
+from pstar_sim.core.step import Kind, Part, Place, Ref, Step
 from pstar_sim.policy.passes.edges import without_implied
 from pstar_sim.units import MIB
 
@@ -115,7 +117,4 @@ def _split(steps: Sequence[Step], layout: Layout, chains: Sequence[_Chain]) -> l
 
 
 def _numbered(step: Step, number: int, size_bytes: int, after: tuple[Ref, ...], part: Part | None) -> Step:
-    return step_with(
-        number, step.queue, step.kind, size_bytes, step.chunk, step.list, step.place, step.moment, after, step.via,
-        step.stash, part,
-    )  # fmt: skip
+    return structs.replace(step, id=number, bytes=size_bytes, after=after, part=part)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import nn
 
 import executor
@@ -281,7 +282,7 @@ class TestPrepareRefuses:
         self.refused(model, small, DoesNotFit, "tide does not fit: host needs .* short by")
 
     def test_an_edited_plan(self, model: Any, small: Plan) -> None:
-        steps = tuple(replace(s, after=()) for s in small.steps)
+        steps = tuple(structs.replace(s, after=()) for s in small.steps)
         self.refused(model, replace(small, steps=steps), PlanError, None)
 
     def test_another_machine(self, kit: Any, model: Any, small: Plan) -> None:
@@ -431,7 +432,9 @@ class TestTrouble:
         last = next(s for s in reversed(small.steps) if s.queue is Queue.COMPUTE)
         from pstar_sim.core.step import Ref
 
-        steps = tuple(replace(s, after=(*s.after, Ref(last.id))) if s.id == fetch.id else s for s in small.steps)
+        steps = tuple(
+            structs.replace(s, after=(*s.after, Ref(last.id))) if s.id == fetch.id else s for s in small.steps
+        )
         model, draw = kit.build("mlp")
         model, optimizer = executor.prepare(
             model, replace(small, steps=steps), executor.AdamW(), check=False, watchdog_s=0.2

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 import executor
 from pstar_sim.core.plan import Settings
@@ -82,7 +83,7 @@ def test_a_missing_edge_does_not_pass(kit: Any) -> None:
     broken = replace(
         plan,
         steps=tuple(
-            replace(step, after=tuple(r for r in step.after if not (r.back and r.id in adam)))
+            structs.replace(step, after=tuple(r for r in step.after if not (r.back and r.id in adam)))
             if step.kind is Kind.FETCH
             else step
             for step in plan.steps
