@@ -37,7 +37,6 @@ from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.stages import ASKED
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.schema.fields import (
-    Natural,
     Positive,
     Table,
     between,
@@ -52,6 +51,7 @@ from pstar_sim.schema.fields import (
 from pstar_sim.schema.parsing import read_toml
 from pstar_sim.schema.reading import Fault, convert, nearest
 from pstar_sim.version import __version__
+from pstar_sim.workload.adapter import adapter
 from pstar_sim.workload.axes import Axis, all_axes
 from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.parallelism import Parallelism
@@ -63,6 +63,7 @@ SCHEMA = 1
 CODE = ("schema", "catalog", "workload", "core", "policy", "sim", "bounds", "planner")
 """Folders of this package that determine the result of a point."""
 
+NO_ADAPTER = "none"
 Value = str | int | float | bool
 _Count = Annotated[int, between(1, MOST)]
 
@@ -89,7 +90,7 @@ class _Training(Table, frozen=True, kw_only=True):
 
 def _of_work(name: str, axis: Axis) -> tuple[str, Any, Any]:
     if name == "lora":
-        return name, Annotated[Natural, says(axis.values)], 0
+        return name, Annotated[str, says(axis.values)], NO_ADAPTER
     kind: Any = bool if isinstance(axis.default, bool) else str
     notes = (choice(axis.names), says(axis.values)) if axis.names else (says(axis.values),)
     return name, Annotated[(kind if axis.default is not None else kind | None, *notes)], axis.default
@@ -246,11 +247,25 @@ def _values(file: str, name: str, given: object) -> tuple[Value, ...]:
     for value in values:
         if not isinstance(value, (str, int, float, bool)):
             raise PstarError(f"{file}: axis {name} has the value {value!r}; a value is a text, a number, true or false")
+    values = [_as_flags_mean(file, name, value) for value in values]
     keys = [(type(v).__name__, v) for v in values]
     for key in keys:
         if keys.count(key) > 1:
             raise PstarError(f"{file}: axis {name} has the value {key[1]!r} twice")
     return tuple(values)
+
+
+def _as_flags_mean(file: str, name: str, value: Any) -> Any:
+    """Raises PstarError for what is no adapter."""
+    axis = _WORK_AXES.get(name)
+    if axis is None or name != "lora":
+        return value if axis is None else axis.words.get(str(value).lower(), value)
+    if value in (0, "0", NO_ADAPTER):
+        return NO_ADAPTER
+    try:
+        return str(adapter(value))
+    except PstarError as error:
+        raise PstarError(f"{file}: {error}") from None
 
 
 def _file_of(value: str) -> None:
@@ -317,7 +332,7 @@ def job_of(group: Group) -> tuple[Job, Machine, Settings]:
         sums=str(given.get("sums", "32-bit")),
         effort=float(given.get("effort", 1.0)),
     )
-    axes = {name: given[name] for name in _OF_JOB if name in given and (name, given[name]) != ("lora", 0)}
+    axes = {name: given[name] for name in _OF_JOB if name in given and (name, given[name]) != ("lora", NO_ADAPTER)}
     return Job(**axes), machine, settings  # type: ignore[arg-type]
 
 

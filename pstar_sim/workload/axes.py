@@ -158,7 +158,7 @@ class Axes:
             help=_LORA,
             metavar="r=R",
             suggested=("r=8", "r=16", "r=64"),
-            values="rank of the adapters, 0 for none",
+            values="adapters, such as r=16, or none",
             of_modules=_LORA,
         ),
     ] = None

@@ -16,7 +16,7 @@ import pstar_sim as ps
 from pstar_sim.cli import main
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.grid import CODE, job_of, load_grid, point_hash
-from pstar_sim.planner.sweep import COLUMNS, sweep
+from pstar_sim.planner.sweep import COLUMNS, load_results, sweep
 from pstar_sim.units import MIB
 
 GRID: dict[str, object] = {
@@ -84,6 +84,19 @@ def test_every_setting_is_an_axis() -> None:
     assert asdict(job_of(load_grid(GRID).groups()[0])[2]) == asdict(ps.Settings())
 
 
+def test_adapters_and_bases_are_axes_in_the_words_of_flags(tmp_path: Path) -> None:
+    given = {"lora": ["none", 4, "rank=4,targets=c_fc"], "base": ["bf16", "QLoRA"], "policy": "all_on_gpu"}
+    grid = load_grid(changed(**given, batch=4, dtype="bf16", machine="virtual", set=None))
+    assert grid.axes["lora"] == ("none", "r=4", "r=4,targets=c_fc") and grid.axes["base"] == ("bf16", "nf4")
+    answer = sweep(grid, tmp_path / "r.parquet", jobs=1)
+    adapters = [None if job.adapter is None else job.adapter.targets for job, *_ in map(job_of, grid.groups())]
+    assert adapters == [None, None, None, None, ("c_fc",), ("c_fc",)]
+    whole, none, *rest = (row["peak_gpu_bytes"] for row in answer.rows)
+    assert none is None and "what is trained is not quantised" in str(answer.rows[1]["reason"])
+    assert whole > rest[0] > rest[1] and rest[2] > rest[3]
+    assert load_results(tmp_path / "r.parquet")[1] == [dict(row) for row in answer.rows]
+
+
 def test_a_point_file_that_was_cut_off_is_computed_again(tmp_path: Path) -> None:
     sweep(GRID, tmp_path / "r.parquet", jobs=1)
     points = sorted((tmp_path / "r.parquet.points").glob("*.json"))
@@ -105,7 +118,8 @@ def test_a_point_is_named_by_everything_that_determines_it() -> None:
         {"effort": 2},
         {"update": "eager"},
         {"set": {"host.memory": "32GB"}},
-        {"lora": 4},
+        {"lora": 4, "dtype": "fp16"},
+        {"lora": 4, "dtype": "fp16", "base": "nf4"},
         {"clip": False},
     ):
         assert not names() & names(**axes), axes
@@ -191,6 +205,10 @@ def test_a_backend_nobody_knows_is_one_clear_error(tmp_path: Path) -> None:
         ),
         ({"trace": "x.parquet", "model": None}, "trace = 'x.parquet': there is no such file"),
         ({"optimizer": "adamv"}, "unknown optimizer 'adamv'"),
+        ({"lora": "r=0"}, "lora r=0: rank must be at least 1"),
+        ({"lora": ["r=4", 4]}, "axis lora has the value 'r=4' twice"),
+        ({"lora": 2.5}, "lora = 2.5: it must be an adapter, such as 'r=16'"),
+        ({"lora": 4, "base": "nf5"}, "base = 'nf5'; it must be one of bf16, int8, nf4"),
         ({"seq": [[1, 2]]}, r"axis seq has the value \[1, 2\]; a value is a text, a number"),
     ],
 )
