@@ -47,7 +47,8 @@ policy's: the weakest GPU and link, and what is left of a PCIe switch when all i
 node, then between nodes. Every rank sends and receives (P-1)/P of S, so
     seconds = (L-1) * latency inside + (N-1) * latency between + (P-1)/P * S / (rate of the slowest hop)
 with N nodes of L ranks. A hop between nodes has the node's whole network rate. The P ranks are those that slice a
-chunk; if fewer than the machine's (hybrid sharding), they are neighbours, and each such group is a replica. A
+chunk; if fewer than the machine's (hybrid sharding), they are neighbours, and each such group is a replica. Of e ranks
+that share experts every e-th has the same: such groups lie across each other, and share what they pass. A
 reduce-scatter then also adds each slice over the R replicas, twice a ring over R ranks, at the same time as a node's
 other slices. A hop measured by size (`Fabric.table`) has the rate of S. Without a peer link, hops in a node use the
 GPUs' links (and a shared PCIe switch), at the GPU's `peer_share`; the model leaves out that this slows copies to the
@@ -418,22 +419,26 @@ class CostModel:
             rate = min(rate, link.pageable_bytes_per_s)
         return link.latency_s + fixed_s + size_bytes / rate
 
-    def collective_s(self, size_bytes: int) -> float:
+    def collective_s(self, size_bytes: int, chunk: int | None = None) -> float:
         """Of a gather, or a reduce-scatter within one replica ([Note: collectives]).
 
         size_bytes: all slices together.
+        chunk: whose; None for one that all ranks have.
         """
-        return self._ring_s(size_bytes, *self._slices)
+        spread = 1 if chunk is None else self.layout.chunks[chunk].spread
+        inside, nodes = self._slices
+        beside = min(spread, inside)
+        return self._ring_s(size_bytes * beside, inside // beside, nodes * beside // spread, beside=beside)
 
-    def reduce_s(self, size_bytes: int) -> float:
-        """Of a reduce-scatter whose slices are sums over all ranks ([Note: collectives]).
+    def reduce_s(self, size_bytes: int, chunk: int | None = None) -> float:
+        """Of a reduce-scatter whose slices are sums over all ranks that have the chunk ([Note: collectives]).
 
         size_bytes: all slices together.
         """
         inside, nodes = self._slices
         summed = (self.machine.local_ranks // inside, self.machine.nodes // nodes)
         if summed == (1, 1):
-            return self.collective_s(size_bytes)
+            return self.collective_s(size_bytes, chunk)
         return self.collective_s(size_bytes) + 2 * self._ring_s(size_bytes // nodes, *summed, beside=inside)
 
     @cached_property
@@ -452,7 +457,7 @@ class CostModel:
         size_bytes: of all rings that pass a node together.
         beside: rings that pass a node, each over ranks of its own.
         """
-        if size_bytes == 0:
+        if size_bytes == 0 or inside * nodes == 1:
             return 0.0
         m, rates, latency_s = self.machine, [], 0.0
         if inside > 1 and m.peer is not None:
@@ -511,7 +516,7 @@ class CostModel:
             if states.cpu_core_params_per_s is not None:
                 elements_s = max(elements_s, params / (m.update_threads * states.cpu_core_params_per_s))
         flops = sum(map(product_flops, self._update_products(chunk)))
-        return elements_s + flops / self.layout.ranks / (CPU_CORE_FLOPS * m.host.cores / m.local_ranks)
+        return elements_s + flops / self.layout.slices_of(chunk) / (CPU_CORE_FLOPS * m.host.cores / m.local_ranks)
 
     def cpu_add_bytes(self, chunk: int) -> int:
         """Traffic of grad32 += grad: read the gradient (working dtype), read and write the sum."""
@@ -532,7 +537,7 @@ class CostModel:
             rate = _rate_of(self.gpu, WORKING if WORKING in self.gpu.flops_per_s else self.workload.dtype)
             size = _product_bytes(product, DTYPES[WORKING].bytes)
             products_s += product_flops(product) / rate if shape is None else shape.seconds(product, rate, size)
-        return self.gpu_adam_bytes(chunk) / self.gpu.hbm_bytes_per_s + products_s / self.layout.ranks
+        return self.gpu_adam_bytes(chunk) / self.gpu.hbm_bytes_per_s + products_s / self.layout.slices_of(chunk)
 
     def _update_products(self, chunk: int) -> list[Product]:
         of_tensor = self.layout.states_of(chunk).products
@@ -555,7 +560,9 @@ class CostModel:
         if route == "h2d" or route == "d2h":
             return self.transfer_s(step.bytes, route, step.via)
         if route == "net":
-            return self.reduce_s(step.bytes) if kind is Kind.REDUCE_SCATTER else self.collective_s(step.bytes)
+            assert step.chunk is not None
+            summed = self.reduce_s if kind is Kind.REDUCE_SCATTER else self.collective_s
+            return summed(step.bytes, step.chunk)
         if route in _OF_GPUS:
             assert step.stash is not None
             return self.border_s(self.workload.borders[step.stash])

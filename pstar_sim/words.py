@@ -24,7 +24,6 @@ _MICRO_BATCHES = "accumulation is --micro-batches N"
 _GPUS = "GPUs per node are --gpus N"
 _KEPT = "activations are recomputed with --checkpointing, as presets are by default"
 _NOT_MODELLED = {
-    "expert parallelism": ("ep", "expertparallel", "moeep", "expertmodelparallelsize"),
     "packing": ("packing", "packed", "samplepacking"),
     "this optimizer or adapter": ("galore", "lisa", "lomo", "badam", "apollo", "reft", "ia3"),
     "inference": ("vllm", "sglang", "tensorrt", "kvcache"),
@@ -38,6 +37,7 @@ _MEANT: Mapping[str, tuple[str, ...]] = {
     "ranks that split each sequence are --parallel cp=N": (
         *("cp", "contextparallel", "ringattention", "ulysses", "contextparallelsize"),
     ),
+    "ranks that share experts are --parallel ep=N": ("ep", "expertparallel", "moeep", "expertmodelparallelsize"),
     "stages of a pipeline are --parallel pp=N": ("pipelineparallel", "pipelineparallelsize", "stages"),
     _DEEPSPEED: ("deepspeed", "zero", "zerostage", "zero1", "zero2", "zero3", "ds"),
     _FSDP: ("fsdp", "fsdp2", "ddp", "hsdp", "shardingstrategy"),

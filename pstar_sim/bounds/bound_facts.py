@@ -90,7 +90,7 @@ class BoundFacts:
         self.phases = [m.phase for m in w.moments]
         # An iteration turns between two micro-batches. If they run side by side, it turns once.
         self.micro_batch = [m.micro_batch if w.order.one_by_one else 0 for m in w.moments]
-        self.read_bytes: Array = np.array(job.read_bytes, dtype=float) * layout.ranks
+        self.read_bytes: Array = np.array(job.read_bytes, dtype=float)
         self.spans = _gradient_spans(w)
         ends = [moments[-1] for moments in reads if moments]
         self.late = (

@@ -160,8 +160,8 @@ class FluidFacts:
         self.read_at = {c: job.reads_until_final(c) or job.reads[c][:1] for c in (*chunks, *job.only_read)}
         self.read: Array = np.zeros(self.intervals)  # units that the moment of each point reads
         for k, m in enumerate(self.points):
-            own = sum(size for c, size in self.payload.items() if c in job.read_in[m])
-            self.read[k] = own * self.layout.ranks  # a moment reads all slices
+            whole = (size * self.layout.slices_of(c) for c, size in self.payload.items() if c in job.read_in[m])
+            self.read[k] = sum(whole)  # a moment reads all slices
 
     def _speeds(self, dram_bytes_per_s: float) -> None:
         cost, link, layout = self.cost, self.cost.link, self.layout

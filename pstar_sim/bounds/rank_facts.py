@@ -77,10 +77,10 @@ class NetFacts:
         self.frozen_bytes = float(sum(self.others[c] for c in job.only_read))
         self.most_others = max((self.others[c] / whole[c] for c in chunks if whole[c]), default=0.0)
         together = cost.machine.data_parallel_size > 1
-        once_s = {c: cost.collective_s(layout.whole_bytes(c)) if together else 0.0 for c in chunks}
+        once_s = {c: cost.collective_s(layout.whole_bytes(c), c) if together else 0.0 for c in chunks}
         sliced = layout.ranks > 1
         each = np.array([once_s[c] for c in job.trained], dtype=float)
-        summed = [cost.reduce_s(layout.whole_bytes(c)) if together else 0.0 for c in job.trained]
+        summed = [cost.reduce_s(layout.whole_bytes(c), c) if together else 0.0 for c in job.trained]
         self.reduce_s: Array = np.array(summed, dtype=float) if sliced else 2 * each
         self.gather_s: Array = each if sliced else 0 * each
         times = [len(job.spans[c]) if sliced else 1 for c in job.trained]

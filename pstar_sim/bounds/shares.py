@@ -232,7 +232,7 @@ class AnyShares:
         return _Box(seconds, 2, box.low, box.high, bound)
 
     def _has_room(self, hardest: Workload) -> bool:
-        read = (size * self.layout.ranks for size in facts_of(hardest, self.layout).read_bytes)
+        read = facts_of(hardest, self.layout).read_bytes
         budget = self.machine.gpu_budget_bytes
         return all(m.peak_bytes + size <= budget for m, size in zip(hardest.moments, read))
 

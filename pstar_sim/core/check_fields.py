@@ -20,6 +20,10 @@ def check_fields(plan: Plan) -> None:
     ranks = plan.machine.data_parallel_size
     if plan.layout.ranks < 1 or ranks % plan.layout.ranks:
         raise PlanError(f"field 'layout.ranks' is {plan.layout.ranks}; it must divide the machine's {ranks} ranks")
+    for i, chunk in enumerate(plan.layout.chunks):
+        if chunk.spread < 1 or ranks % chunk.spread:
+            want = f"it must divide the machine's {ranks} ranks"
+            raise PlanError(f"field 'layout.chunks[{i}].spread' is {chunk.spread}; {want}")
     width = sum_bytes_of(plan.workload, plan.settings.sums)
     if plan.layout.sum_bytes != width:
         raise PlanError(
@@ -102,7 +106,9 @@ def _check_layout(plan: Plan) -> None:
             seen.add(s.tensor)
             kind = 0 if t.frozen else w.optimizer.kind_of(t.name, t.shape)
             size = STORAGE[c.dtype].stored(t.shape)
-            if (size, t.dtype, t.frozen, t.group, kind) != (s.numel, c.dtype, c.frozen, c.group, c.kind):
+            if (size, t.dtype, t.frozen, t.group, kind, t.spread) != (
+                s.numel, c.dtype, c.frozen, c.group, c.kind, c.spread
+            ):  # fmt: skip
                 want = "in size, dtype, freezing, group or states"
                 raise PlanError(f"field '{where}' does not fit tensor {t.name!r} {want}")
             if s.offset < end or s.offset + s.numel > c.numel:

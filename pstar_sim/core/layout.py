@@ -3,7 +3,7 @@
 [Note: why the chunk size is searched] Power-of-two chunks filled in order waste 20-110 % once biases, norms and
 vocabulary matrices are counted. So small tensors go into resident chunks, a tensor larger than a chunk gets one of its
 exact size, and the uniform size is the multiple of a granule that wastes least. Tensors share a chunk only if alike in
-being frozen, dtype, optimizer group and states (optimizers.py); a tied tensor takes no room.
+being frozen, dtype, optimizer group, states (optimizers.py) and the ranks that have them; a tied tensor takes no room.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Chunk:
     """numel: with waste.
     small: of tensors too small to be worth moving; stays resident.
     kind: position of its states in `OptimizerSpec.all_states`.
+    spread: as of its tensors.
     """
 
     index: int
@@ -71,6 +72,7 @@ class Chunk:
     small: bool = False
     group: int = 0
     kind: int = 0
+    spread: int = 1
 
     @property
     def params(self) -> int:
@@ -84,8 +86,8 @@ class Layout:
 
     chunk_bytes: the working list of a uniform chunk.
     ranks: equal slices of each list, one per rank (fewer than the machine has where each of several replicas has all
-        slices). Payloads are one rank's. With several slices there are also "remote" and "grad_remote", the other
-        ranks' slices.
+        slices). A chunk of spread tensors has fewer (`slices_of`). Payloads are one rank's. With several slices there
+        are also "remote" and "grad_remote", the other ranks' slices.
     sum_bytes: bytes per parameter of "grad32": 4, or 2 if it has the dtype of a 2-byte chunk.
     """
 
@@ -122,6 +124,10 @@ class Layout:
         c = self.chunks[chunk]
         return self._states[c.dtype][c.kind]
 
+    def slices_of(self, chunk: int) -> int:
+        """Equal parts of each of its lists: those of the ranks that have the chunk."""
+        return max(1, self.ranks // self.chunks[chunk].spread)
+
     def is_own_master(self, chunk: int) -> bool:
         """As wide as its masters: fp32, or without fp32 masters."""
         c = self.chunks[chunk]
@@ -130,7 +136,7 @@ class Layout:
     @cached_property
     def own_params(self) -> tuple[int, ...]:
         """Per chunk, of one rank's slice, without padding."""
-        return tuple([-(-c.params // self.ranks) for c in self.chunks])
+        return tuple([-(-c.params // self.slices_of(c.index)) for c in self.chunks])
 
     @cached_property
     def trained_params(self) -> tuple[int, ...]:
@@ -142,7 +148,7 @@ class Layout:
         """Per chunk, memory traffic of one rank's update without padding; 0 if frozen."""
         return tuple(
             [
-                self.states_of(c).update_bytes(params, self._shapes(c), self.ranks) if params else 0
+                self.states_of(c).update_bytes(params, self._shapes(c), self.slices_of(c)) if params else 0
                 for c, params in enumerate(self.trained_params)
             ]
         )
@@ -152,7 +158,8 @@ class Layout:
 
     def unpadded_states_bytes(self, chunk: int) -> int:
         """All states of one rank's slice, without padding."""
-        return sum(self.states_of(chunk).list_bytes(self.own_params[chunk], self._shapes(chunk), self.ranks).values())
+        params, slices = self.own_params[chunk], self.slices_of(chunk)
+        return sum(self.states_of(chunk).list_bytes(params, self._shapes(chunk), slices).values())
 
     @cached_property
     def lists(self) -> tuple[str, ...]:
@@ -163,16 +170,16 @@ class Layout:
     def _payloads(self) -> dict[tuple[int, str], int]:
         table: dict[tuple[int, str], int] = {}
         for c in self.chunks:
-            numel, width = self.slice_numel(c.index), STORAGE[c.dtype].bytes
+            numel, width, slices = self.slice_numel(c.index), STORAGE[c.dtype].bytes, self.slices_of(c.index)
             table[c.index, "param"] = numel * width
             if self.ranks > 1:
-                table[c.index, "remote"] = numel * width * (self.ranks - 1)
+                table[c.index, "remote"] = numel * width * (slices - 1)
             if not c.frozen:
                 table[c.index, "grad"] = numel * width
                 table[c.index, "grad32"] = numel * self.sum_width(c.index)
                 if self.ranks > 1:
-                    table[c.index, "grad_remote"] = numel * width * (self.ranks - 1)
-                states = self.states_of(c.index).list_bytes(numel, self._shapes(c.index), self.ranks)
+                    table[c.index, "grad_remote"] = numel * width * (slices - 1)
+                states = self.states_of(c.index).list_bytes(numel, self._shapes(c.index), slices)
                 table |= {(c.index, name): size for name, size in states.items()}
         return table
 
@@ -187,15 +194,15 @@ class Layout:
 
     def slice_numel(self, chunk: int) -> int:
         """Elements of a rank's slice, rounded up: equal and aligned."""
-        numel = self.chunks[chunk].numel
-        if self.ranks == 1:
+        numel, slices = self.chunks[chunk].numel, self.slices_of(chunk)
+        if slices == 1:
             return numel
         align = _alignment(self.states_of(chunk))
-        unit = self.ranks * align
+        unit = slices * align
         return (numel + unit - 1) // unit * align
 
     def whole_bytes(self, chunk: int) -> int:
-        return self.payload_bytes(chunk, "param") * self.ranks
+        return self.payload_bytes(chunk, "param") * self.slices_of(chunk)
 
     def payload_bytes(self, chunk: int, list_name: str) -> int:
         """Bytes of one rank's slice; for "remote" and "grad_remote", of all others'. A frozen chunk has only "param"
@@ -244,6 +251,7 @@ class Layout:
                     "frozen": c.frozen,
                     "small": c.small,
                     "group": c.group,
+                    **({"spread": c.spread} if c.spread > 1 else {}),
                     "slots": [[s.tensor, s.offset, s.numel] for s in c.slots],
                 }
                 for c in self.chunks
@@ -266,6 +274,7 @@ class _Class(NamedTuple):
     dtype: str
     group: int
     kind: int
+    spread: int
 
     @property
     def width(self) -> int:
@@ -391,6 +400,7 @@ def _chunk(index: int, key: _Class, items: Iterable[_Item], numel: int, small: b
         dtype=key.dtype,
         group=key.group,
         kind=key.kind,
+        spread=key.spread,
     )
 
 
@@ -418,7 +428,7 @@ def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
         if tensor.dtype not in STORAGE:
             raise PlanError(f"tensor {tensor.name!r} has dtype {tensor.dtype!r}; chunks can hold {', '.join(STORAGE)}")
         kind = 0 if tensor.frozen else optimizer.kind_of(tensor.name, tensor.shape)
-        key = _Class(tensor.frozen, tensor.dtype, tensor.group, kind)
+        key = _Class(tensor.frozen, tensor.dtype, tensor.group, kind, tensor.spread)
         align, numel = aligns[tensor.dtype][kind], STORAGE[tensor.dtype].stored(tensor.shape)
         item = _Item(first[index], index, numel, -(-numel // align) * align, tensor.shape)
         classes.setdefault(key, []).append(item)

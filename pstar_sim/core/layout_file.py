@@ -21,6 +21,7 @@ class ChunkForm(Table, frozen=True, kw_only=True):
     frozen: Annotated[bool, says("whether its parameters are frozen")]
     small: Annotated[bool, says("holds tensors too small to be worth moving; stays on the GPU")]
     group: Annotated[Natural, says("optimizer parameter group")]
+    spread: Annotated[Natural, says("ranks that have other tensors in place of these, such as experts")] = 1
     slots: Annotated[tuple[_SlotForm, ...], says("[tensor, first element, elements] of each parameter")]
 
 
@@ -61,6 +62,7 @@ def layout_of(form: LayoutForm, workload: Workload) -> Layout:
                 group=chunk.group,
                 slots=tuple(Slot(tensor=t, offset=o, numel=n, shape=shape(t)) for t, o, n in chunk.slots),
                 kind=kind(chunk),
+                spread=chunk.spread,
             )
             for index, chunk in enumerate(form.chunks)
         ),

@@ -23,7 +23,7 @@ from pstar_sim.frameworks.host_memory import (
     tensor_allocations,
     trained,
 )
-from pstar_sim.frameworks.keys import PARALLELISM, Count, read_keys, unmodelled, used
+from pstar_sim.frameworks.keys import Count, read_keys, unmodelled, used
 from pstar_sim.schema.fields import between, least
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.pipeline import SCHEDULES
@@ -43,6 +43,7 @@ KEYS = (
     used("--tensor-model-parallel-size", "tensor", Count, 1),
     used("--sequence-parallel", "sequence_parallel", bool, False),
     used("--context-parallel-size", "context", Count, 1),
+    used("--expert-model-parallel-size", "experts", Count, 1),
     used("--pipeline-model-parallel-size", "pipeline", Count, 1),
     used("--use-distributed-optimizer", "sliced", bool, False),
     used("--optimizer-cpu-offload", "offload", bool, False),
@@ -53,7 +54,7 @@ KEYS = (
     unmodelled("--recompute-method", "every block is taken to be recomputed", off="uniform"),
     unmodelled("--recompute-num-layers", "every block is taken to be recomputed", off=1),
     unmodelled("--num-layers-per-virtual-pipeline-stage", "interleaved schedules are not modelled", off=None),
-    unmodelled("--expert-model-parallel-size", PARALLELISM, off=1),
+    unmodelled("--expert-tensor-parallel-size", "experts are taken to be split as the layers are", off=None),
     unmodelled("--use-torch-fsdp2", "give accelerate's YAML or torchtitan's TOML for FSDP 2"),
     unmodelled("--fp8-format", "8-bit training is not modelled", off=None),
 )
@@ -80,6 +81,7 @@ def read(content: object, file: str) -> Configuration:
             tensor=found["tensor"],
             sequence=found["sequence_parallel"],
             context=found["context"],
+            experts=found["experts"],
             pipeline=found["pipeline"],
         )
     )
@@ -216,6 +218,8 @@ def write(configuration: Configuration) -> str:
         flags.append("--sequence-parallel")
     if spread.context > 1:
         flags.append(f"--context-parallel-size {spread.context}")
+    if spread.experts > 1:
+        flags.append(f"--expert-model-parallel-size {spread.experts}")
     if spread.pipeline > 1:
         flags.append(f"--pipeline-model-parallel-size {spread.pipeline}")
     if c.recompute == ATTENTION_ALONE:

@@ -14,7 +14,7 @@ from pstar_sim.errors import PstarError
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.express import Expressed
 from pstar_sim.frameworks.fsdp import express_as, fsdp_policy, offloads, reshards
-from pstar_sim.frameworks.keys import PARALLELISM, Count, ignored, nested, read_keys, unmodelled, used
+from pstar_sim.frameworks.keys import Count, ignored, nested, read_keys, unmodelled, used
 from pstar_sim.schema.fields import least
 from pstar_sim.workload.parallelism import Parallelism
 
@@ -32,6 +32,7 @@ KEYS = (
     used("parallelism.data_parallel_replicate_degree", "replicas", Count, 1),
     used("parallelism.tensor_parallel_degree", "tensor", Count, 1),
     used("parallelism.context_parallel_degree", "context", Count, 1),
+    used("parallelism.expert_parallel_degree", "experts", Count, 1),
     used("parallelism.pipeline_parallel_degree", "pipeline", Count, 1),
     used("parallelism.pipeline_parallel_schedule", "schedule", str, "1F1B"),
     used("parallelism.pipeline_parallel_microbatch_size", "pipelined_batch", Count, 1),
@@ -41,8 +42,9 @@ KEYS = (
     unmodelled("training.dtype", "parameters are taken to be fp32", off="float32"),
     unmodelled("optimizer.early_step_in_backward", "all updates are taken to run in optimizer.step()"),
     unmodelled("parallelism.data_parallel_shard_degree", "each replica is taken to slice over all its ranks", off=-1),
-    unmodelled("parallelism.expert_parallel_degree", PARALLELISM, off=1),
-    unmodelled("parallelism.expert_tensor_parallel_degree", PARALLELISM, off=1),
+    unmodelled(
+        "parallelism.expert_tensor_parallel_degree", "experts are taken to be split as the layers are", off=None
+    ),
     unmodelled("compile.enable", "compiled kernels are a choice of the model's preset (--kernels compiled)"),
     unmodelled("quantize.*", "8-bit training is not modelled", off=None),
     unmodelled("activation_checkpoint.memory_budget", "which activations a budget keeps is not known", off=0.5),
@@ -90,7 +92,7 @@ def read(content: object, file: str) -> Configuration:
         )
     if found["optimizer"] not in _OPTIMIZERS:
         notes.append(f"not modelled: optimizer.name = {found['optimizer']}: predicted as AdamW")
-    spread = found["tensor"] * found["context"] * found["pipeline"] > 1
+    spread = any(found[name] > 1 for name in ("tensor", "context", "experts", "pipeline"))
     if found["pipeline"] > 1 and found["schedule"] not in _SCHEDULES:
         notes.append(f"not modelled: parallelism.pipeline_parallel_schedule = {found['schedule']}: predicted as 1F1B")
     whole, batch = found["batch_per_gpu"], found["pipelined_batch"] if found["pipeline"] > 1 else found["batch_per_gpu"]
@@ -111,6 +113,7 @@ def read(content: object, file: str) -> Configuration:
             tensor=found["tensor"],
             sequence=found["tensor"] > 1,
             context=found["context"],
+            experts=found["experts"],
             pipeline=found["pipeline"],
             schedule=_SCHEDULES.get(found["schedule"], "1f1b"),
         )
@@ -161,7 +164,7 @@ def _degrees(c: Configuration) -> dict[str, object]:
     spread = c.parallelism
     if spread is None:
         return {}
-    degrees = {"tensor": spread.tensor, "context": spread.context}
+    degrees = {"tensor": spread.tensor, "context": spread.context, "experts": spread.experts}
     said: dict[str, object] = {name: ranks for name, ranks in degrees.items() if ranks > 1}
     if spread.pipeline > 1:
         said |= {"pipeline": spread.pipeline, "pipelined_batch": c.batch_per_gpu}

@@ -19,8 +19,8 @@ from pstar_sim.workload.presets import default_dtype, variant
 from pstar_sim.workload.workload import Workload, retype
 
 UNMODELLED = (
-    "every GPU has the whole model and a share of the batch; tensor, sequence and pipeline parallelism are another "
-    "question (--parallel auto), expert parallelism is not modelled"
+    "every GPU has the whole model and a share of the batch; tensor, context, expert and pipeline parallelism are "
+    "another question (--parallel auto)"
 )
 WAITING = 0.25
 """From this share of an iteration that GPUs wait, splitting layers or depth instead of data may be faster."""

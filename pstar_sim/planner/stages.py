@@ -6,7 +6,8 @@ with the most, one sequence each: a pipeline then has its smallest bubble, and o
 Without a pipeline a quarter as many are tried too: parameters move less often. "auto" takes sequence parallelism
 wherever tensor ranks can split the sequence: the same bytes cross the links, and ranks keep less. Ranks that share the
 sequences hold as much of the model as ranks that split each (cp), and gather no keys, so it takes cp only where the
-sequences are too few for all to share, or where one takes LONG of the GPU. It leaves out pipelines whose bubble,
+sequences are too few for all to share, or where one takes LONG of the GPU. Experts it leaves whole on each rank, or has
+as many ranks share them as a node or all have. It leaves out pipelines whose bubble,
 (p-1)/(m+p-1) of the iteration, costs more than half of it, and plans the others in the order of their bounds: a bound
 above the fastest plan so far ends it. A way's bound: for any stage the first micro-batch has to
 come through the stages before it, the stage computes all micro-batches, and the last has to go back; where optimizer
@@ -63,9 +64,9 @@ from pstar_sim.units import format_count, format_s
 from pstar_sim.workload.loading import WHOLE, Loading
 from pstar_sim.workload.parallelism import CUTS, Parallelism
 from pstar_sim.workload.pipeline import SCHEDULES, cells_of, in_schedule
-from pstar_sim.workload.presets import check_blocks, stage_of
+from pstar_sim.workload.presets import check_blocks, split_widths, stage_of
 from pstar_sim.workload.presets.shared import Stage
-from pstar_sim.workload.tape import CONTEXT, TENSOR, Crossing
+from pstar_sim.workload.tape import CONTEXT, EXPERTS, TENSOR, Crossing
 from pstar_sim.workload.workload import Workload
 
 ASKED = ("auto", "all")
@@ -250,10 +251,11 @@ def ways_to_spread(
                 continue
         if stages > entry.layers:
             why = f"the model has {entry.layers} blocks"
-        elif tensor > 1 and (entry.experts is not None or entry.latent is not None):
+        elif tensor > 1 and entry.latent is not None:
             why = "its layers are not split over ranks"
-        elif any(size % tensor for size in (entry.heads, entry.kv_heads, entry.ffn)):
-            why = f"{tensor} ranks cannot split {entry.heads} heads, {entry.kv_heads} of keys, and {entry.ffn}"
+        elif any(size % tensor for size in split_widths(entry).values()):
+            widths = ", ".join(f"{size} {what}" for what, size in split_widths(entry).items())
+            why = f"{tensor} ranks cannot split {widths}"
         elif context > 1 and (job.seq or 0) % (2 * context):
             why = f"a sequence of {job.seq} is not {2 * context} equal parts"
         elif any(n % local and local % n for n in (context * tensor, data * context * tensor)):
@@ -279,8 +281,10 @@ def ways_to_spread(
             batch = sequences // micro_batches
             schedules = SCHEDULES if every and stages > 1 else SCHEDULES[:1]
             cuts = CUTS if machine.mixed and stages > 1 else CUTS[:1]
-            for schedule, split, cut in product(schedules, (True, False) if splits and every else (splits,), cuts):
-                spread = replace(one, schedule=schedule, sequence=split, cut=cut)
+            splitting = (True, False) if splits and every else (splits,)
+            experts = _degrees_of_experts(entry, data * context, local // tensor, every=every)
+            for schedule, split, cut, share in product(schedules, splitting, cuts, experts):
+                spread = replace(one, schedule=schedule, sequence=split, cut=cut, experts=share)
                 ways.append(Way(parallelism=spread, batch=batch, micro_batches=micro_batches))
     left_out = [f"{'; '.join(of)}: {why}" for why, of in missing.items()]
     if enough:
@@ -288,6 +292,13 @@ def ways_to_spread(
             f"{format_count(enough, 'way')} with cp: ranks can share the sequences, and each has room for one"
         )
     return ways, left_out
+
+
+def _degrees_of_experts(entry: ModelEntry, sharing: int, local: int, *, every: bool) -> list[int]:
+    """Of ranks that share sequences or split them, `local` of them in a node."""
+    count = 1 if entry.experts is None else entry.experts.count
+    degrees = [n for n in _divisors(sharing) if count % n == 0 and (local % n == 0 or n % local == 0)]
+    return degrees if every else sorted({1, max(n for n in degrees if n <= local), degrees[-1]})
 
 
 def _bytes_of_sequence(entry: ModelEntry, job: Job, tensor: int, stages: int) -> float:
@@ -628,6 +639,7 @@ def _part(parallelism: Parallelism, number: int, layers: range) -> Stage:
         tensor=parallelism.tensor,
         sequence=parallelism.sequence,
         context=parallelism.context,
+        experts=parallelism.experts,
     )
 
 
@@ -712,18 +724,28 @@ def machine_of_stage(machine: Machine, parallelism: Parallelism, stage: int) -> 
 
 
 def _groups_of(machine: Machine, parallelism: Parallelism) -> tuple[Group, ...]:
-    """Raises PstarError for ranks of cp that do not fill nodes."""
-    groups, tensor, context, local = [], parallelism.tensor, parallelism.context, machine.local_ranks
+    """Raises PstarError for ranks of cp or ep that do not fill nodes. What an all-to-all has for ranks of its own node
+    stays inside, beside what leaves it by a share of the network."""
+    groups, tensor, local = [], parallelism.tensor, machine.local_ranks
     if tensor > 1:
         groups.append(Group(name=TENSOR, ranks=tensor, fabric=_inside(machine)))
-    if context > 1:
-        here = tensor * context
+    for name, key, ranks, what in (
+        (CONTEXT, "cp", parallelism.context, "split each sequence"),
+        (EXPERTS, "ep", parallelism.experts, "share experts"),
+    ):
+        here = tensor * ranks
         if here % local and local % here:
             raise PstarError(
-                f"parallelism {parallelism}: {here} GPUs split each sequence, which do not fill the nodes of "
-                f"{machine.name}, of {local} GPUs each; take a cp that does"
+                f"parallelism {parallelism}: {here} GPUs {what}, which do not fill the nodes of {machine.name}, of "
+                f"{local} GPUs each; take {key} so that they do"
             )
-        groups.append(Group(name=CONTEXT, ranks=context, fabric=_between(machine, 0, here - 1, tensor)))
+        if ranks > 1 and name == EXPERTS and here > local:
+            away = here // local
+            fabric = _between(machine, 0, here - 1, local)
+            share = (ranks - 1) / ranks * away / (away - 1)
+            groups.append(Group(name=name, ranks=ranks, fabric=replace(fabric, bytes_per_s=fabric.bytes_per_s * share)))
+        elif ranks > 1:
+            groups.append(Group(name=name, ranks=ranks, fabric=_between(machine, 0, here - 1, tensor)))
     return tuple(groups)
 
 

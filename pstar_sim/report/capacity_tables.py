@@ -46,8 +46,7 @@ def _notes(texts: Sequence[str], width: int) -> list[str]:
 
 
 _DATA_PARALLEL = (
-    "data parallel only: tensor and pipeline parallelism (--parallel auto) are the likely choice where many GPUs are "
-    "needed; expert parallelism is not modelled"
+    "data parallel only: other parallelism (--parallel auto) is the likely choice where many GPUs are needed"
 )
 
 

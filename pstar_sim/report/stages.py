@@ -25,7 +25,7 @@ from pstar_sim.units import format_bytes, format_count, format_s
 from pstar_sim.workload.mixing import block_of
 from pstar_sim.workload.parallelism import Parallelism
 from pstar_sim.workload.pipeline import cells_of
-from pstar_sim.workload.tape import CONTEXT, TENSOR
+from pstar_sim.workload.tape import CONTEXT, EXPERTS, TENSOR
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -153,13 +153,19 @@ def _words_for_sums(plans: Sequence[Plan]) -> list[str]:
     return [
         *(words for group, sums in sizes.items() if group.name == TENSOR for words in _of_tensor(plan, group, sums)),
         *(
-            f"Context parallelism: attention waits {len(sums):,} times for keys and values of {group.ranks} ranks, or "
-            f"the sum of their gradients, of {format_bytes(max(sums))} at most: "
-            f"{format_s(_sums_s(plan, machine, CONTEXT))} of the iteration over {group.fabric.name}."
+            f"{_WAITS[group.name].format(len(sums), group.ranks)}, of {format_bytes(max(sums))} at most: "
+            f"{format_s(_sums_s(plan, machine, group.name))} of the iteration over {group.fabric.name}."
             for group, sums in sizes.items()
-            if group.name == CONTEXT
+            if group.name in _WAITS and sums
         ),
     ]
+
+
+_WAITS = {
+    CONTEXT: "Context parallelism: attention waits {:,} times for keys and values of {} ranks, or the sum of their "
+    "gradients",
+    EXPERTS: "Expert parallelism: layers wait {:,} times until rows have gone to {} ranks' experts, or have come back",
+}
 
 
 def _of_tensor(plan: Plan, group: Group, sums: Sequence[int]) -> list[str]:

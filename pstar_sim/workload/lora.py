@@ -249,12 +249,12 @@ class AdaptedTape(Tape):
 
     # Parameters
 
-    def parameter(self, name: str, *shape: int) -> None:
-        super().parameter(name, *shape)
+    def parameter(self, name: str, *shape: int, spread: int = 1) -> None:
+        super().parameter(name, *shape, spread=spread)
         self.tensors[-1] = replace(self.tensors[-1], frozen=True)
         saved = saved_part(self.adapter, name)
         if saved is not None:
-            super().parameter(saved_name(name, saved), *shape)
+            super().parameter(saved_name(name, saved), *shape, spread=spread)
             self._index[name] = len(self.tensors) - 1
         module, _, kind = name.rpartition(".")
         inside = any(part.isdigit() for part in module.split("."))
@@ -277,7 +277,7 @@ class AdaptedTape(Tape):
             inputs, outputs = shape if self.input_first else shape[::-1]
             pair = low_rank(self.adapter, module, inputs, outputs, packed=packed)
             for adapted, extents in pair.parameters.items():
-                super().parameter(adapted, *extents)
+                super().parameter(adapted, *extents, spread=spread)
             self._targets[name] = pair
 
     def tie(self, name: str, to: str) -> None:

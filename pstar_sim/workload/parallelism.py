@@ -13,8 +13,8 @@ from pstar_sim.workload.pipeline import SCHEDULES
 __all__ = ["CUTS", "Parallelism", "pipeline", "replica", "split", "stage"]
 
 _KEYS: Mapping[str, str] = {
-    "tp": "tensor", "sp": "sequence", "cp": "context", "pp": "pipeline", "dp": "data", "schedule": "schedule",
-    "cut": "cut",
+    "tp": "tensor", "sp": "sequence", "cp": "context", "ep": "experts", "pp": "pipeline", "dp": "data",
+    "schedule": "schedule", "cut": "cut",
 }  # fmt: skip
 """Key of a text -> field. The key of a switch stands alone."""
 
@@ -29,6 +29,7 @@ class Parallelism:
     tensor: ranks that split the tensors of each layer.
     sequence: they also split the sequence beside the products (Megatron's sequence parallelism).
     context: ranks that split each sequence.
+    experts: of the ranks that share sequences or split them, those that share each layer's experts.
     pipeline: stages, each with a part of the blocks.
     data: ranks that share a stage's batch, None: as many as GPUs allow.
     schedule: of the pipeline, one of SCHEDULES (pipeline.py).
@@ -40,6 +41,7 @@ class Parallelism:
     tensor: int = 1
     sequence: bool = False
     context: int = 1
+    experts: int = 1
     pipeline: int = 1
     data: int | None = None
     schedule: str = SCHEDULES[0]
@@ -48,6 +50,7 @@ class Parallelism:
     def __post_init__(self) -> None:
         whole("parallelism: tp", self.tensor)
         whole("parallelism: cp", self.context)
+        whole("parallelism: ep", self.experts)
         whole("parallelism: pp", self.pipeline)
         if self.data is not None:
             whole("parallelism: dp", self.data)
@@ -80,7 +83,7 @@ class Parallelism:
         """With `replica`, `pipeline`, `stage` and `split`."""
         ranks = [str(self.tensor)] if self.tensor > 1 or self.sequence else []
         ranks += ["sequence=True"] if self.sequence else []
-        ranks += [f"context={self.context}"] if self.context > 1 else []
+        ranks += [f"{name}={getattr(self, name)}" for name in ("context", "experts") if getattr(self, name) > 1]
         inner = f"stage(split({', '.join(ranks)}))" if ranks else "stage()"
         named = ((what, getattr(self, what), usual) for what, usual in (("schedule", SCHEDULES[0]), ("cut", CUTS[0])))
         said = "".join(f', {what}="{value}"' for what, value, usual in named if value != usual)
@@ -100,21 +103,27 @@ class Parallelism:
             raise PstarError(
                 f"parallelism {self}: {self.pipeline} stages of {data} ranks{each} are not the {gpus} GPUs; {hint}"
             )
+        sharing = data * self.context
+        if sharing % self.experts:
+            near = [n for n in range(1, sharing + 1) if sharing % n == 0]
+            best = min(near, key=lambda n: (abs(n - self.experts), n))
+            raise PstarError(f"parallelism {self}: ep divides the {sharing} ranks of dp and cp, as ep={best} would")
         return data
 
 
-def split(ranks: int = 1, *, sequence: bool = False, context: int = 1) -> Parallelism:
+def split(ranks: int = 1, *, sequence: bool = False, context: int = 1, experts: int = 1) -> Parallelism:
     """Ranks that split each layer's tensors and, with `sequence`, tokens beside the products.
 
     context: groups of such ranks that split each sequence.
+    experts: groups of such ranks that share each layer's experts.
     """
-    return Parallelism(tensor=ranks, sequence=sequence, context=context)
+    return Parallelism(tensor=ranks, sequence=sequence, context=context, experts=experts)
 
 
 def stage(inner: Parallelism | None = None) -> Parallelism:
     """A part of the blocks, on one GPU or a `split`. Raises PstarError for anything else."""
     inner = inner or Parallelism()
-    if inner != split(inner.tensor, sequence=inner.sequence, context=inner.context):
+    if inner != split(inner.tensor, sequence=inner.sequence, context=inner.context, experts=inner.experts):
         raise PstarError(
             f"stage({inner.composed}): a stage holds a split or nothing; put it around, as in replica(...)"
         )

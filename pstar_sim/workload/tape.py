@@ -43,6 +43,8 @@ TENSOR = "tensor"
 """Group of the ranks that split the tensors of each layer."""
 CONTEXT = "context"
 """Group of the ranks that split each sequence ([Note: context parallelism])."""
+EXPERTS = "experts"
+"""Group of the ranks that share the experts of a layer ([Note: experts on several ranks] in presets/llama_mlp.py)."""
 
 
 class Crossing(NamedTuple):
@@ -83,6 +85,7 @@ class Tape:
     tensor: ranks that split the tensors of a layer.
     sequence: they also split tokens beside the products ([Note: sequence parallelism]).
     context: ranks that split each sequence ([Note: context parallelism]).
+    experts: ranks that share the experts of a layer.
     saving: autograd keeps what backward needs, False in a checkpointed segment.
     low: [Note: products in fp8]
     """
@@ -97,7 +100,7 @@ class Tape:
         self.low = False
         self.tensor = 1
         self.sequence = False
-        self.context = 1
+        self.context = self.experts = 1
         self.tensors: list[Tensor] = []
         self.moments: list[Moment] = []
         self.uses: list[Use] = []
@@ -118,11 +121,14 @@ class Tape:
 
     # Parameters
 
-    def parameter(self, name: str, *shape: int) -> None:
-        """Its index is its place in the order of declaration."""
+    def parameter(self, name: str, *shape: int, spread: int = 1) -> None:
+        """Its index is its place in the order of declaration.
+
+        spread: as in `Tensor`.
+        """
         size = math.prod(shape) * self.wide
         self._index[name] = len(self.tensors)
-        self.tensors.append(Tensor(name=name, shape=shape, dtype=self.dtype, bytes=size))
+        self.tensors.append(Tensor(name=name, shape=shape, dtype=self.dtype, bytes=size, spread=spread))
 
     def tie(self, name: str, to: str) -> None:
         """`name` shares the storage of the earlier parameter `to`."""
@@ -261,6 +267,14 @@ class Tape:
         self.level += part
         self._peak = max(self._peak, self.level)
         self.level -= size
+
+    def exchange(self, size: int) -> None:
+        """Rows, `size` bytes of a rank, go to the ranks of their experts, or come back; as many arrive."""
+        if self.experts > 1:
+            self._collectives.append(("all_to_all", EXPERTS, size))
+            self.level += size
+            self._peak = max(self._peak, self.level)
+            self.level -= size
 
     def sum_at_end(self, names: Iterable[str]) -> None:
         """Gradients of parameters that ranks have whole, but compute from part of the tokens: one all-reduce before the

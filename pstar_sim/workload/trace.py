@@ -193,9 +193,10 @@ def _words(w: Workload) -> str:
     return f"batch {w.batch} x {w.sequence}, {micro_batches}, {w.dtype}, {recompute}"
 
 
-_SINCE = {"kernels": 2, "products": 2, "attentions": 3, "operators": 3, "collectives": SCHEMA_VERSION + 1}
-"""Fields of a workload or of its moments that files of earlier versions lack. A trace is of a whole model, whose ranks
-split no tensor."""
+_NEVER = SCHEMA_VERSION + 1
+_SINCE = {"kernels": 2, "products": 2, "attentions": 3, "operators": 3, "collectives": _NEVER, "spread": _NEVER}
+"""Fields of a workload, its moments or tensors that files of earlier versions lack. A trace is of a whole model, whose
+ranks split no tensor."""
 
 
 def _version(w: Workload) -> int:
@@ -267,7 +268,8 @@ def _row(w: Workload, version: int = SCHEMA_VERSION, optional: Collection[str] =
     }
     names = _columns(Moment, version)
     row["moments"] = [{name: getattr(m, name) for name in names} | {"phase": m.phase.value} for m in w.moments]
-    row["tensors"] = [{name: getattr(t, name) for name in _names(Tensor)} | {"shape": list(t.shape)} for t in w.tensors]
+    names = _columns(Tensor, version)
+    row["tensors"] = [{name: getattr(t, name) for name in names} | {"shape": list(t.shape)} for t in w.tensors]
     row["uses"] = [{"moment": u.moment, "tensor": u.tensor, "kind": u.kind.value} for u in w.uses]
     if "activations" in optional:
         row["activations"] = [{"block": block, "how": how} for block, how in w.activations]

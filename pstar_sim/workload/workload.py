@@ -67,8 +67,9 @@ Product = tuple[int, int, int, int]
 
 Collective = tuple[str, str, int]
 """(operation, group, bytes): an exchange between the ranks of a group, for which a moment waits. The operation is one
-of COLLECTIVES, the bytes are those of the whole tensor, and the machine names the ranks (`Machine.groups`)."""
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+of COLLECTIVES, the bytes are those of the whole tensor, in an all-to-all those of a rank, and the machine names the
+ranks (`Machine.groups`)."""
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def in_low_dtype(product: Product) -> bool:
@@ -106,6 +107,8 @@ class Tensor:
     tied_to: index of the tensor whose storage it shares. A tied tensor has no bytes of its own, and uses name the other
         tensor.
     group: optimizer parameter group.
+    spread: ranks that have other tensors in its place, such as experts. Every spread-th of the ranks that share a batch
+        has this one, and adds up its gradient with the others that have it.
     """
 
     name: str
@@ -115,6 +118,7 @@ class Tensor:
     frozen: bool = False
     tied_to: int | None = None
     group: int = 0
+    spread: int = 1
 
     @property
     def numel(self) -> int:
@@ -592,6 +596,8 @@ def _check_tensor(w: Workload, i: int, t: Tensor, bad: _Bad) -> None:
         raise bad(f"tensors[{i}].frozen", t.frozen, f"a tensor of {t.dtype} is not trained")
     if t.group < 0:
         raise bad(f"tensors[{i}].group", t.group, "it must be the number of an optimizer group, from 0")
+    if t.spread < 1:
+        raise bad(f"tensors[{i}].spread", t.spread, "it must be the number of ranks with such tensors, at least 1")
     if t.tied_to is not None and not (0 <= t.tied_to < len(w.tensors) and w.tensors[t.tied_to].tied_to is None):
         raise bad(f"tensors[{i}].tied_to", t.tied_to, "it must be the index of a tensor that is not tied itself")
 

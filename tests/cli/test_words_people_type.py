@@ -124,7 +124,7 @@ def test_more_gpus_than_any_machine_has_are_unknown() -> None:
         (["--zero", "3"], "unknown flag '--zero'; stages are --policy zero1, zero2, zero3"),
         (["--fsdp"], "it is --policy ddp (all_on_gpu), zero2 or fsdp (zero3_resident)"),
         (["--dtype", "fp8"], "products in fp8 are --products fp8, and frozen weights in fp8 --base fp8"),
-        (["--ep", "8"], "unknown flag '--ep'; not modelled: expert parallelism"),
+        (["--ep", "8"], "unknown flag '--ep'; ranks that share experts are --parallel ep=N"),
         (["--vram", "24GB"], "the GPU's memory is --gpu-memory SIZE"),
         (["--grad-accum", "4"], "accumulation is --micro-batches N"),
         (["--optimizer", "galore"], "unknown optimizer 'galore'; known: "),

@@ -152,6 +152,11 @@ def test_ranks_that_split_a_sequence_are_written_and_read() -> None:
     """Two of four GPUs: the batch is that of two ranks, the sequence whole."""
     job, machine = Job(model="tiny-gpt2", batch=4, seq=64), load_machine("a100-40x8", gpus=4)
     plans = plan_stages(job, machine, "zero3_resident", Parallelism.parse("cp=2,dp=2")).plans
+    flags = "--expert-model-parallel-size 4 --context-parallel-size 2"
+    assert str(megatron.read(flags, "x.sh").parallelism) == "cp=2,ep=4"
+    assert flags.split()[0] in megatron.write(megatron.read(flags, "x.sh"))
+    shared = torchtitan.read({"parallelism": {"expert_parallel_degree": 8}}, "x.toml")
+    assert str(shared.parallelism) == "ep=8" and "expert_parallel_degree = 8" in torchtitan.write(shared)
     for framework in (torchtitan, megatron):
         made = express_set(plans, framework.express, framework.degrees).configuration
         assert (made.train_batch, made.batch_per_gpu, made.detail["sequence"]) == (4, 2, 64)

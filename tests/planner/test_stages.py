@@ -15,7 +15,7 @@ from msgspec import structs
 from pstar_sim.bounds.stages import stages_bound_s
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Fabric, Group, Machine, Neighbour
-from pstar_sim.catalog.model_shapes import model_entry
+from pstar_sim.catalog.model_shapes import ExpertsShape, model_entry
 from pstar_sim.cli import main
 from pstar_sim.core.checker.meetings import prove_set
 from pstar_sim.core.layout import build_layout
@@ -24,12 +24,13 @@ from pstar_sim.core.plan_set import Meeting, PlanSet, meetings_of
 from pstar_sim.core.set_file import read_plans, save_set
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.cost import CostModel
-from pstar_sim.errors import DoesNotFit, PlanError, PstarError
+from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, PstarError
 from pstar_sim.planner.cheapest import cheapest
 from pstar_sim.planner.grid import load_grid
 from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.limits import Limit, deeper, max_model
 from pstar_sim.planner.stages import (
+    PlannedStages,
     Way,
     compare_stages,
     examine_set,
@@ -336,6 +337,117 @@ def test_ranks_that_split_a_sequence_add_up_gradients_as_ranks_that_share_the_ba
     assert planned.sums > 0 == other.sums
     with pytest.raises(PlanError, match="stage 0 is of cp=2,dp=2; the set is of dp=4"):
         prove_set(replace(planned.plans, parallelism=shared))
+
+
+class TestExperts:
+    """Four layers of 8 experts of 3 x 256 x 128, of which a token takes two, on 8 GPUs."""
+
+    JOB = Job(model="qwen3-30b-a3b", batch=8, seq=64, micro_batches=2, dtype="bf16")
+    SHAPE = structs.replace(
+        model_entry("qwen3-30b-a3b"), layers=4, hidden=256, heads=8, kv_heads=4, own_head_dim=32, ffn=512, vocab=1000,
+        experts=ExpertsShape(count=8, per_token=2, ffn=128),
+    )  # fmt: skip
+
+    def plan(self, policy: str, text: str) -> PlannedStages:
+        machine = load_machine("a100-40x8")
+        return plan_stages(self.JOB, machine, policy, Parallelism.parse(text), shape=self.SHAPE)
+
+    @pytest.mark.parametrize(
+        ("policy", "text"),
+        [
+            ("all_on_gpu", "ep=8"),
+            ("zero3_resident", "ep=4"),
+            ("zero3_offload", "tp=2,sp,ep=2"),
+            ("zero_infinity", "cp=2,ep=8"),
+            ("tide", "ep=8"),
+            ("tide", "ep=2,pp=2"),
+            ("tide", "tp=2,ep=4"),
+        ],
+    )
+    def test_ranks_that_share_experts_are_planned_and_proved(self, policy: str, text: str, tmp_path: Path) -> None:
+        """Each expert's slices are those of the ranks that have it: together all states are there once."""
+        planned, spread = self.plan(policy, text), Parallelism.parse(text)
+        assert examine_set(planned.plans)[1] == planned.iteration_s >= planned.lower_bound_s
+        experts, sliced = 4 * 8 * 3 * 256 * 128 // spread.pipeline, policy != "all_on_gpu"
+        for plan in planned.plans.plans:
+            layout, ranks = plan.layout, plan.machine.data_parallel_size
+            own = [c.index for c in layout.chunks if c.spread > 1]
+            assert {layout.slices_of(c) for c in own} == {ranks // spread.experts if sliced else 1}
+            holders = ranks * spread.tensor if sliced else spread.experts
+            assert sum(layout.own_params[c] for c in own) * holders == experts
+        file = tmp_path / "plan.json"
+        save_set(planned.plans, file)
+        again = read_plans(file)
+        assert isinstance(again, PlanSet) and again.plans[0].layout == planned.plans.plans[0].layout
+        with pytest.raises(PlanError, match="; the set is of "):
+            prove_set(replace(planned.plans, parallelism=replace(spread, experts=1)))
+
+    def test_gradients_of_experts_are_summed_by_the_ranks_that_have_them(self) -> None:
+        """Of 8 ranks in a ring each pair has the same experts: half of the bytes over one hop, where all of them send
+        7/8 over seven. Four pairs at a time have each its own links, and share the network between two nodes."""
+        node = load_machine("a100-40x8")
+        (plan,) = self.plan("all_on_gpu", "ep=4").plans.plans
+        cost, peer = CostModel(plan.workload, plan.machine, plan.layout), node.peer
+        assert peer is not None
+        dense, shared = (next(c.index for c in plan.layout.chunks if c.spread == n) for n in (1, 4))
+        rate, size = peer.rate_of(MIB), MIB
+        assert cost.collective_s(size, dense) == pytest.approx(7 * peer.latency_s + 7 / 8 * size / rate)
+        assert cost.collective_s(size, shared) == cost.reduce_s(size, shared)
+        assert cost.collective_s(size, shared) == pytest.approx(peer.latency_s + 1 / 2 * size / rate)
+        two = machine_of_stage(load_machine("a100-40x8", nodes=2), Parallelism.parse("ep=8"), 0)
+        (workload,) = stages_of(
+            replace(self.JOB, batch=16), load_machine("a100-40x8", nodes=2), Parallelism.parse("ep=8"), shape=self.SHAPE
+        )
+        across, between = CostModel(workload, two, build_layout(workload)), two.network
+        assert between is not None
+        wanted = between.latency_s + 1 / 2 * 8 * size / between.rate_of(8 * size)
+        assert across.collective_s(size, shared) == pytest.approx(wanted)
+
+    def test_an_all_to_all_between_nodes_leaves_them_with_a_part(self) -> None:
+        """Of 16 ranks' rows on two nodes, half leaves a node, through a share of its network for each of 8 GPUs."""
+        machine = load_machine("a100-40x8", nodes=2)
+        own = machine_of_stage(machine, Parallelism.parse("ep=16"), 0)
+        (workload,) = stages_of(
+            replace(self.JOB, batch=16),
+            machine,
+            Parallelism.parse("ep=16"),
+            shape=structs.replace(self.SHAPE, experts=ExpertsShape(count=16, per_token=2, ffn=128)),
+        )
+        assert machine.network is not None
+        seconds = CostModel(workload, own, build_layout(workload)).group_s([("all_to_all", "experts", MIB)])
+        share = machine.network.bytes_per_s / 8
+        assert seconds == pytest.approx(15 * machine.network.latency_s + MIB / 2 / share)
+        with pytest.raises(
+            PstarError, match="6 GPUs share experts, which do not fill the nodes of a100-40x8, of 4 GPUs"
+        ):
+            machine_of_stage(load_machine("a100-40x8", gpus=4, nodes=3), Parallelism.parse("ep=6"), 0)
+
+    def test_policies_that_cannot_say_so(self) -> None:
+        with pytest.raises(
+            CannotPlan, match="a group has a chunk of each rank, and ranks with other experts have none"
+        ):
+            self.plan("patrickstar", "ep=4")
+        with pytest.raises(CannotPlan, match="replicas have all experts each; leave replicas or ep out"):
+            self.plan("zero3_resident:replicas=2", "ep=4")
+
+    def test_a_file_with_experts_of_other_ranks_is_refused(self) -> None:
+        (plan,) = self.plan("all_on_gpu", "ep=4").plans.plans
+        chunks = tuple(replace(c, spread=3) if c.spread > 1 else c for c in plan.layout.chunks)
+        with pytest.raises(PlanError, match=r"spread' is 3; it must divide the machine's 8 ranks"):
+            replace(plan, layout=replace(plan.layout, chunks=chunks)).check()
+        whole = tuple(replace(c, spread=1) for c in plan.layout.chunks)
+        with pytest.raises(
+            PlanError, match=r"does not fit tensor 'model\.layers\.0\.mlp\.experts\.0\.gate_up_proj' in size, dtype"
+        ):
+            replace(plan, layout=replace(plan.layout, chunks=whole)).check()
+
+    def test_ways_to_share_experts_are_none_those_of_a_node_and_all(self) -> None:
+        machine = load_machine("a100-40x8", nodes=2)
+        for parallel, wanted in (("auto", {1, 8}), ("all", {1, 2, 4, 8})):
+            ways, _ = ways_of(replace(self.JOB, batch=16), machine, parallel, shape=self.SHAPE)
+            assert {
+                way.parallelism.experts for way in ways if way.parallelism.tensor == way.parallelism.pipeline == 1
+            } == wanted
 
 
 def test_a_sequence_is_split_over_nodes_that_it_fills() -> None:

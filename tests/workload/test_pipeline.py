@@ -202,9 +202,10 @@ class TestTensorParallel:
     @pytest.mark.parametrize(
         ("model", "ranks", "message"),
         [
-            ("gpt2", 5, "tp is 5; it divides 12 heads, 12 heads of keys and a feed-forward width of 3072, as 4 would"),
+            ("gpt2", 5, "tp is 5; it divides 12 heads, 12 heads of keys and 3072 feed-forward columns, as 4 would"),
             ("llama-3.1-8b", 16, "as 8 would"),
-            ("qwen3-30b-a3b", 2, "layers with experts are not split over ranks"),
+            ("deepseek-v3", 2, "layers with latent attention are not split over ranks"),
+            ("qwen3-30b-a3b", 8, "6144 feed-forward columns and 768 columns of an expert, as 4 would"),
         ],
     )
     def test_a_model_that_does_not_split_says_what_would(self, model: str, ranks: int, message: str) -> None:
@@ -276,6 +277,74 @@ class TestContextParallel:
         assert message in str(error.value)
 
 
+class TestExperts:
+    """Ranks that share, or split, the experts of two layers, with two sequences of 64 tokens each."""
+
+    def share(self, model: str, *, axes: dict[str, Any] | None = None, **ranks: Any) -> Workload:
+        return stage_of(model_entry(model), Stage(layers=range(2), **ranks), batch=2, sequence=64, **(axes or {}))[0]
+
+    @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b"])
+    @pytest.mark.parametrize("axes", [{}, {"checkpointing": False}, {"kernels": "fused"}])
+    def test_the_ranks_together_do_the_work_of_one(self, model: str, axes: dict[str, Any]) -> None:
+        """Loads are balanced: the rows that a rank's experts get are as many as it sends. Ranks that split layers and
+        not the tokens all route all of them: two products in forward and recompute, four in backward."""
+        whole, entry = self.share(model, axes=axes), model_entry(model)
+        assert entry.experts is not None
+        routed = 2 * (2 * 64) * entry.hidden * entry.experts.count * 2  # flops of two layers
+        for ranks in ({"experts": 4}, {"tensor": 2, "sequence": True}, {"tensor": 2}, {"tensor": 2, "experts": 4}):
+            part = self.share(model, axes=axes, **ranks)
+            passes = 3 if axes.get("checkpointing") is False else 4
+            beside = routed * passes if ranks.get("tensor") and not ranks.get("sequence") else 0
+            assert part.flops * ranks.get("tensor", 1) == whole.flops + beside
+            assert part.moments[0].start_bytes == part.moments[-1].end_bytes
+            assert part.peak_non_model_bytes <= whole.peak_non_model_bytes
+
+    @pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, True), (2, False)])
+    def test_each_has_a_part_of_the_experts_and_all_else(self, tensor: int, sequence: bool) -> None:
+        def params(ranks: int) -> tuple[int, int]:
+            w = self.share("qwen3-30b-a3b", experts=ranks, tensor=tensor, sequence=sequence)
+            of = {t.spread: 0 for t in w.tensors}
+            for t in w.tensors:
+                of[t.spread] += t.numel
+            assert ranks == 1 or all((t.spread == ranks) == (".experts." in t.name) for t in w.tensors)
+            return of[ranks] if ranks > 1 else 0, w.params
+
+        _, whole = params(1)
+        experts = 2 * 128 * 3 * 768 * 2048 // tensor
+        for ranks in (2, 8, 128):
+            assert params(ranks) == (experts // ranks, whole - experts + experts // ranks)
+
+    def test_bytes_of_the_all_to_alls_are_those_of_the_formula(self) -> None:
+        """A rank has tokens x 8 rows of 2,048: dispatch and combine, once in forward, once in the recompute and twice
+        in backward, of two layers. Ranks that split layers and the tokens have their part of the rows, and gather
+        those of the others, or sum them."""
+        rows = 2 * 64 * 8 * 2048 * 2
+        for axes, times in (({}, 3), ({"checkpointing": False}, 2)):
+            (found,) = Counter(
+                row for m in self.share("qwen3-30b-a3b", axes=axes, experts=4).moments for row in m.collectives
+            ).items()
+            assert found == (("all_to_all", "experts", rows), 2 * 2 * times)
+        both = Counter(
+            row
+            for m in self.share("qwen3-30b-a3b", experts=4, tensor=2, sequence=True).moments
+            for row in m.collectives
+        )
+        assert both["all_to_all", "experts", rows // 2] == 12
+        assert both["all_gather", "tensor", rows] == both["reduce_scatter", "tensor", rows] == 2 * 3
+
+    @pytest.mark.parametrize(
+        ("model", "ranks", "message"),
+        [
+            ("qwen3-30b-a3b", 24, "ep is 24; it divides the 128 experts of a layer, as 16 would"),
+            ("llama-3.2-1b", 2, "ep is 2; the model has no experts; leave ep out"),
+        ],
+    )
+    def test_experts_that_are_not_shared_say_what_would(self, model: str, ranks: int, message: str) -> None:
+        with pytest.raises(ModelError) as error:
+            self.share(model, experts=ranks)
+        assert message in str(error.value)
+
+
 def test_a_stage_has_an_order_of_its_own() -> None:
     w = stage("gpt2", 0, 2, 4)
     assert w.order is Order.PIPELINED and w.relayed and w.micro_batches == 4
@@ -287,7 +356,7 @@ def test_families_that_are_not_cut_say_so() -> None:
 
 
 class TestParallelism:
-    @pytest.mark.parametrize("text", ["pp=1", "tp=2", "tp=2,sp,pp=4", "cp=2", "pp=2,schedule=gpipe", "pp=2,dp=3"])
+    @pytest.mark.parametrize("text", ["pp=1", "tp=2", "tp=2,sp,pp=4", "cp=2,ep=4", "pp=2,schedule=gpipe", "pp=2,dp=3"])
     def test_a_text_and_its_value_are_each_others_reverse(self, text: str) -> None:
         assert str(Parallelism.parse(text)) == text
 
@@ -299,6 +368,7 @@ class TestParallelism:
             ("pp=2", "replica(pipeline(stage(), stage()))"),
             ("cp=2,dp=2", "replica(stage(split(context=2)), count=2)"),
             ("tp=2,sp,cp=4", "replica(stage(split(2, sequence=True, context=4)))"),
+            ("ep=4", "replica(stage(split(experts=4)))"),
             ("tp=2,pp=2,dp=4", "replica(pipeline(stage(split(2)), stage(split(2))), count=4)"),
             ("pp=3,schedule=gpipe", 'replica(pipeline(stage(), stage(), stage(), schedule="gpipe"))'),
             ("schedule=gpipe", 'replica(pipeline(stage(), schedule="gpipe"))'),
@@ -323,11 +393,11 @@ class TestParallelism:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("zz=4", "'zz=4' is not one of tp=, sp, cp=, pp=, dp=, schedule=, cut= given once"),
+            ("zz=4", "'zz=4' is not one of tp=, sp, cp=, ep=, pp=, dp=, schedule=, cut= given once"),
             ("pp=2,pp=4", "'pp=4' is not one of"),
             ("pp=0", "parallelism: pp = 0"),
             ("cp=0", "parallelism: cp = 0"),
-            ("tp=2,sp=2", "'sp=2' is not one of tp=, sp, cp=, pp=,"),
+            ("tp=2,sp=2", "'sp=2' is not one of tp=, sp, cp=, ep=,"),
             ("pp=many", "parallelism: pp = 'many'"),
             ("schedule=zb", "parallelism: schedule"),
         ],
@@ -346,4 +416,6 @@ class TestParallelism:
             Parallelism(tensor=2, pipeline=2, data=4).data_on(8)
         with pytest.raises(PstarError, match="3 stages of 1 ranks of 4 GPUs are not the 8 GPUs; pp=2 would be"):
             Parallelism(tensor=2, context=2, pipeline=3).data_on(8)
-        assert Parallelism(tensor=2, context=2).data_on(8) == 2
+        with pytest.raises(PstarError, match="ep divides the 4 ranks of dp and cp, as ep=2 would"):
+            Parallelism(tensor=2, context=2, experts=3).data_on(8)
+        assert Parallelism(tensor=2, context=2, experts=4).data_on(8) == 2

@@ -91,7 +91,8 @@ def test_attention_that_does_not_fit_its_moment_is_refused() -> None:
     first, *others = w.moments
     for call, words in (
         ((1, 0, 2, 2, 2, 1, 0), "must be at least 1"),
-        ((1, 2, 2, 2, 2, 2, 0), "0 or 1"),
+        ((1, 2, 2, 2, 2, -1, 0), "causal at least 0"),
+        ((1, 2, 2, 2, 2, 1, 2), "backward 0 or 1"),
         ((1, 9, 9, 1, first.flops, 1, 1), "more flops than"),
     ):
         with pytest.raises(TraceError, match=words):

@@ -20,7 +20,7 @@ from pstar_sim.core.plan_set import PlanSet, meetings_of
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.parallelism import Parallelism
-from pstar_sim.workload.tape import CONTEXT, TENSOR
+from pstar_sim.workload.tape import CONTEXT, EXPERTS, TENSOR
 
 _Node = int | tuple[int, int]
 """Number of a meeting, or (stage, id of a step)."""
@@ -59,9 +59,10 @@ def _check_jobs(plans: PlanSet) -> None:
             tensor=ranks.get(TENSOR, 1),
             sequence=TENSOR in scattered,
             context=ranks.get(CONTEXT, 1),
+            experts=ranks.get(EXPERTS, 1),
             data=plan.machine.data_parallel_size // ranks.get(CONTEXT, 1),
         )
-        same = ("tensor", "sequence", "context", *(() if spread.data is None else ("data",)))
+        same = ("tensor", "sequence", "context", "experts", *(() if spread.data is None else ("data",)))
         if any(getattr(here, what) != getattr(spread, what) for what in same):
             raise PlanError(f"stage {stage} is of {here}; the set is of {spread}")
 

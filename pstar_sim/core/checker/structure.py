@@ -170,7 +170,8 @@ def _check_collective(plan: Plan, step: Step) -> None:
         allowed = ("remote",) if step.kind is Kind.GATHER else ("remote", "grad_remote")
     if step.list not in allowed:
         raise PlanError(f"{label(step)} needs list= one of {', '.join(allowed)}")
-    whole = plan.layout.payload_bytes(step.chunk, OTHERS.get(step.list, step.list)) * plan.layout.ranks
+    slices = plan.layout.slices_of(step.chunk)
+    whole = plan.layout.payload_bytes(step.chunk, OTHERS.get(step.list, step.list)) * slices
     if step.bytes != whole:
         raise PlanError(f"{label(step)} has bytes={step.bytes}; the whole chunk has {whole} bytes")
 

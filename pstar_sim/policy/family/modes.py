@@ -128,7 +128,7 @@ def _least_net_s(job: Job) -> float:
     """Each updated chunk is gathered once, its gradient summed in each micro-batch."""
     if job.ranks == 1:
         return 0.0
-    each = sum(job.cost.collective_s(job.whole_bytes(c)) for c in job.candidates)
+    each = sum(job.cost.collective_s(job.whole_bytes(c), c) for c in job.candidates)
     return each * (1 + job.workload.micro_batches)
 
 

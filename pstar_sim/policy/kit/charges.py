@@ -28,7 +28,7 @@ def step_bytes(cost: CostModel, kind: Kind, chunk: int | None, list_name: str | 
     assert list_name is not None
     layout = cost.layout
     if ROUTES.get(kind) == "net":
-        return layout.payload_bytes(chunk, OTHERS.get(list_name, list_name)) * layout.ranks
+        return layout.payload_bytes(chunk, OTHERS.get(list_name, list_name)) * layout.slices_of(chunk)
     return layout.payload_bytes(chunk, list_name)
 
 

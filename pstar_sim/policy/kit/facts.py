@@ -112,8 +112,8 @@ class Facts:
 
     @cached_property
     def read_bytes(self) -> tuple[int, ...]:
-        """Working lists that each moment reads."""
-        return tuple(sum(self.layout.payload_bytes(c, "param") for c in chunks) for chunks in self.read_in)
+        """Working lists that each moment reads, all slices."""
+        return tuple(sum(map(self.layout.whole_bytes, chunks)) for chunks in self.read_in)
 
     def width(self, chunk: int) -> int:
         return STORAGE[self.layout.chunks[chunk].dtype].bytes

@@ -272,7 +272,7 @@ class Job:
         n = self.block_of[max(self.uses.last_gradient(chunk), self.uses.touched[chunk][-1])]
         if self.ranks == 1:
             return n
-        left_s = self.cost.collective_s(self.whole_bytes(chunk))
+        left_s = self.cost.collective_s(self.whole_bytes(chunk), chunk)
         while left_s > 0 and n < len(self.blocks) - 1:
             n += 1
             left_s -= self.blocks[n].seconds

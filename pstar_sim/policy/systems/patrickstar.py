@@ -111,6 +111,10 @@ def _layout(workload: Workload, settings: Settings, ranks: int, msc: bool) -> La
     single = build_layout(workload, chunk_bytes=settings.chunk_bytes, sums=settings.sums)
     if ranks == 1:
         return single
+    if any(chunk.spread > 1 for chunk in single.chunks):
+        raise CannotPlan(
+            "patrickstar: a group has a chunk of each rank, and ranks with other experts have none; leave ep out"
+        )
     count = sum(not c.small for c in single.chunks)
     if count < ranks:
         raise CannotPlan(

@@ -48,6 +48,7 @@ __all__ = [
     "has_kernels",
     "kernels_of",
     "preset",
+    "split_widths",
     "stage_of",
     "variant",
     "without_autocast",
@@ -150,24 +151,24 @@ def stage_of(
     if entry.family not in CUT:
         want = f"presets of the families {' and '.join(CUT)} are cut into stages"
         raise _refusal(name, "family", entry.family, want)
-    share = _share_of(entry, name, stage.tensor)
-    return _written(share, name, Axes(**given), batch=batch, sequence=sequence, stage=stage)
+    _check_experts(entry, name, stage)
+    return _written(entry, name, Axes(**given), batch=batch, sequence=sequence, stage=stage)
 
 
 def _share_of(entry: ModelEntry, model: str, ranks: int) -> ModelEntry:
-    """Heads, feed-forward width and vocabulary divided by the ranks. Raises ModelError, with the nearest number that
-    works."""
+    """Heads, widths of feed-forward layers and experts, and vocabulary divided by the ranks. Raises ModelError, with
+    the nearest number that works."""
     if ranks == 1:
         return entry
-    if entry.experts is not None or entry.latent is not None:
-        what = "experts" if entry.experts is not None else "latent attention"
-        raise _refusal(model, "tp", ranks, f"layers with {what} are not split over ranks")
-    split = entry.heads, entry.kv_heads, entry.ffn
-    if any(size % ranks for size in split):
-        near = [n for n in range(1, entry.kv_heads + 1) if not any(size % n for size in split)]
+    if entry.latent is not None:
+        raise _refusal(model, "tp", ranks, "layers with latent attention are not split over ranks")
+    widths = split_widths(entry)
+    if any(size % ranks for size in widths.values()):
+        near = [n for n in range(1, entry.kv_heads + 1) if not any(size % n for size in widths.values())]
         best = min(near, key=lambda n: (abs(n - ranks), n))
-        want = f"it divides {entry.heads} heads, {entry.kv_heads} heads of keys and a feed-forward width of {entry.ffn}"
-        raise _refusal(model, "tp", ranks, f"{want}, as {best} would")
+        *first, last = (f"{size} {what}" for what, size in widths.items())
+        raise _refusal(model, "tp", ranks, f"it divides {', '.join(first)} and {last}, as {best} would")
+    x = entry.experts
     return structs.replace(
         entry,
         heads=entry.heads // ranks,
@@ -175,7 +176,23 @@ def _share_of(entry: ModelEntry, model: str, ranks: int) -> ModelEntry:
         own_head_dim=entry.head_dim,
         ffn=entry.ffn // ranks,
         vocab=-(-entry.vocab // ranks),
+        experts=None if x is None else structs.replace(x, ffn=x.ffn // ranks),
     )
+
+
+def split_widths(entry: ModelEntry) -> dict[str, int]:
+    """What each of ranks that split a layer has a part of."""
+    widths = {"heads": entry.heads, "heads of keys": entry.kv_heads, "feed-forward columns": entry.ffn}
+    return widths if entry.experts is None else widths | {"columns of an expert": entry.experts.ffn}
+
+
+def _check_experts(entry: ModelEntry, model: str, stage: Stage) -> None:
+    ranks, count = stage.experts, 1 if entry.experts is None else entry.experts.count
+    if count % ranks:
+        if entry.experts is None:
+            raise _refusal(model, "ep", ranks, "the model has no experts; leave ep out")
+        best = min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: (abs(n - ranks), n))
+        raise _refusal(model, "ep", ranks, f"it divides the {count} experts of a layer, as {best} would")
 
 
 def _written(
@@ -203,6 +220,7 @@ def _written(
     tape.low = axes.products is not None
     if stage is not None:
         tape.tensor, tape.sequence, tape.context = stage.tensor, stage.sequence, stage.context
+        tape.experts = stage.experts
     if lora is None and axes.base in BASES:
         raise refuse("base", axes.base, "what is trained is not quantised; train adapters beside it, such as lora r=16")
     if not axes.language_head and entry.family != "gpt":
@@ -217,7 +235,8 @@ def _written(
         _check_sequence_split(refuse, stage.tensor, sequence, axes)
     if not axes.early_stop and entry.family not in ("gpt", "llama"):
         raise refuse("early_stop", axes.early_stop, "only a gpt or llama can leave it out")
-    shape = Shape(model=entry, batch=batch, sequence=sequence, axes=axes, stage=stage)
+    share = entry if stage is None else _share_of(entry, name, stage.tensor)
+    shape = Shape(model=share, batch=batch, sequence=sequence, axes=axes, stage=stage)
     _WRITERS[entry.family](tape, shape)
     tape.close()
     if adapted is not None:

@@ -136,7 +136,6 @@ class _LayerWriter:
             self._recompute_ends(mlp, last)
             return kept
         mlp.finish(phase)
-        t.reduce(u)
         if self.post:
             t.open("begin", last, phase, [f"{last}.weight"])
             norms.forward(v, s.rows, inner=True)
@@ -155,7 +154,6 @@ class _LayerWriter:
         t, s, u, v = self.t, self.s, self.u, self.v
         if mlp.whole or self.post:
             mlp.finish(Phase.RECOMPUTE)
-            t.reduce(u)
             if self.post:
                 t.open("begin", last, Phase.RECOMPUTE, [f"{last}.weight"])
                 self.norms.forward(v, s.rows, inner=True)
@@ -173,7 +171,6 @@ class _LayerWriter:
             t.open("grad", last, Phase.BWD, [f"{last}.weight"])
             norms.backward(f"{last}.weight", v, s.rows, residual=False, shared=True)
         self.mlp(i).backward(block, own=self.post)
-        t.reduce(u)
         t.open("grad", second, Phase.BWD, [f"{second}.weight"])
         norms.backward(f"{second}.weight", r, s.rows)
         if self.post:

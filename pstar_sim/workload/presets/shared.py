@@ -22,6 +22,7 @@ class Stage:
     tensor: ranks that split each layer's heads, feed-forward width and vocabulary.
     sequence: they split tokens beside the products ([Note: sequence parallelism] in tape.py).
     context: ranks that split each sequence ([Note: context parallelism] in tape.py).
+    experts: ranks that share the experts of each layer ([Note: experts on several ranks] in llama_mlp.py).
     """
 
     layers: range
@@ -30,6 +31,7 @@ class Stage:
     tensor: int = 1
     sequence: bool = False
     context: int = 1
+    experts: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
