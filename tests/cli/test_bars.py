@@ -7,6 +7,7 @@ import fcntl
 import io
 import os
 import pty
+import re
 import shutil
 import struct
 import subprocess
@@ -21,7 +22,7 @@ import pytest
 from rich.progress import Progress
 
 import pstar_sim as ps
-from pstar_sim.cli import main
+from pstar_sim.cli import bars, main
 from pstar_sim.cli.bars import bar
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.cheapest import cheapest
@@ -58,10 +59,21 @@ def test_a_bar_is_shown_on_a_terminal_unless_quiet(quiet: bool, shown: bool, mon
     assert ("GPU memory" in out.getvalue()) == shown
 
 
-def test_a_file_gets_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_gets_lines_of_long_parts_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with bar("starting", quiet=False) as on_part:
         on_part("GPU memory", 1, 4)
     assert capsys.readouterr().err == ""
+    monkeypatch.setattr(bars, "LINE_EVERY_S", 0.01)
+    said, threads = "", threading.active_count()
+    with bar("starting", quiet=False) as on_part:
+        on_part("GPU memory", 1, 4)
+        while "GPU memory" not in said:
+            said += capsys.readouterr().err
+    assert re.fullmatch(r"(pstar: (starting|GPU memory, 1 of 4 done), after [\d.]+ [mu]?s\n)+", said)
+    with bar("starting", quiet=True):
+        assert threading.active_count() == threads
 
 
 @pytest.fixture(scope="module")
