@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pstar_sim.cli.exit_status import NO
 from pstar_sim.errors import PstarError
 from pstar_sim.terminal import narrow_encoding, table_text, terminal_width, wrap
 
@@ -62,9 +63,23 @@ class Header:
 def say_answer(header: Header, **answer: object) -> None:
     """JSON: command, version, header, then the answer."""
     from pstar_sim.cli.usage import words_typed
+
+    _say_object(words_typed(), header, answer)
+
+
+def say_error(words: Sequence[str], reason: str, status: int) -> None:
+    """JSON of a command that ends with an error, if `words` ask for it. verdict: "no", or None for no answer.
+
+    words: as typed, the program first.
+    """
+    if "--json" in words:
+        _say_object(words, Header(verdict="no" if status == NO else None, reason=reason), {"exit_status": status})
+
+
+def _say_object(words: Sequence[str], header: Header, answer: Mapping[str, object]) -> None:
     from pstar_sim.version import __version__
 
-    asked = {"command": shlex.join(words_typed()), "version": __version__}
+    asked = {"command": shlex.join(words), "version": __version__}
     said = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(header).items()}
     say_json({**asked, **said, **answer})
 

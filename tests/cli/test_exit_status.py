@@ -3,6 +3,8 @@ not known."""
 
 from __future__ import annotations
 
+import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +64,24 @@ def test_a_mistake_is_named(argv: list[str], said: str, capsys: pytest.CaptureFi
     assert main(argv) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
+    if argv[0] != "plot":
+        assert main([*argv, "--json"]) == 2
+        assert_an_object(capsys, [*argv, "--json"], None, 2)
+
+
+def test_a_no_without_a_table_is_an_object_too(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["ablate", *TIGHT, "--policy", "tide", "--json"]
+    assert main(argv) == 3
+    assert_an_object(capsys, argv, "no", 3)
+
+
+def assert_an_object(capsys: pytest.CaptureFixture[str], argv: list[str], verdict: str | None, status: int) -> None:
+    """On stdout: what the line on stderr says."""
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert answer["command"] == shlex.join(["pstar", *argv])
+    assert (answer["verdict"], answer["exit_status"]) == (verdict, status)
+    assert err == f"pstar: {answer['reason']}\n"
 
 
 def test_help_and_version_say_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ JOB = ["--model", "1B", "--batch", "1", "--seq", "128", "--machine", "v100-32"]
         (["--versoin"], "unknown flag '--versoin'; did you mean --version? (see `pstar --help`)"),
         (["compare", *JOB, "--certify=yes"], "argument --certify: takes no value, not 'yes'"),
         (["compare", *JOB, "--chunk"], "argument --chunk: needs a value, SIZE (see `pstar compare --help`)"),
-        (["plan", *JOB, "-o", "--json"], "argument -o/--output: needs a value, FILE"),
+        (["plan", *JOB, "-o", "--clip"], "argument -o/--output: needs a value, FILE"),
         (["plan", *JOB, "--output=no/plan.json"], "argument -o/--output: no/plan.json: there is no folder 'no'"),
         (["plan", *JOB, "-ono/plan.json"], "argument -o/--output: no/plan.json: there is no folder 'no'"),
         (["compare", *JOB, "--update", "stepp"], "'stepp' (choose from step, eager); did you mean step?"),
