@@ -91,6 +91,10 @@ class Settings:
         if self.chunk_bytes is not None:
             object.__setattr__(self, "chunk_bytes", size_bytes("chunk_bytes", self.chunk_bytes, error=PlanError))
 
+    @property
+    def any_will_do(self) -> bool:
+        return self.effort <= ANY_PLAN
+
     def barrier(self, dtype: str) -> str | None:
         """Why no Adam may run before all gradients are there ("clip", "loss scaling", "update=step")."""
         if self.clip:

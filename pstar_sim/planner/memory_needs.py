@@ -190,21 +190,22 @@ def _from_disks(
     short = _shortage_of(plan, machine, loading)
     if short is None:
         return plan
-    refused, high, budget_bytes = 0, machine.host_budget_bytes, 1
+    refused, high, budget_bytes, uses_disks = 0, machine.host_budget_bytes, 1, True
     for _ in range(2 * MOST_SHORT):
         try:
             found = plan_on(_with_host_budget(machine, budget_bytes))
         except DoesNotFit as refusal:
             refused = budget_bytes
-            # what has no room on the disks has to stay on the host
-            wanted = {"host": refusal.needed_bytes, "nvme": refused + refusal.short_bytes}.get(refusal.place, 0)
-            budget_bytes = wanted if refused < wanted < high else (refused + high) // 2
+            wanted_bytes = _wanted_bytes(refusal, refused)
+            if wanted_bytes >= high and not uses_disks:
+                raise short from None  # there is a plan only where there is no room
+            budget_bytes = wanted_bytes if refused < wanted_bytes < high else (refused + high) // 2
             continue
         still = _shortage_of(found, machine, loading)
         if still is None:
             break
         short = min(short, still, key=lambda one: one.needed_bytes)
-        high = budget_bytes
+        high, uses_disks = budget_bytes, found.nvme_budget_bytes > 0
         budget_bytes = (refused + high) // 2
     else:
         raise short
@@ -217,6 +218,28 @@ def _from_disks(
         else:
             high = budget_bytes
     return _moved(found, machine)
+
+
+def _least_need(plan_on: Callable[[Machine], Plan], machine: Machine, loading: Loading) -> Need | None:
+    """Of the plan for the least host memory; None if that has no room, or is not found in a few tries."""
+    budget_bytes, wanted_bytes = 0, 1
+    for _ in range(MOST_SHORT):
+        if not budget_bytes < wanted_bytes <= machine.host_budget_bytes:
+            break
+        budget_bytes = wanted_bytes
+        try:
+            need = need_of_plan(plan_on(_with_host_budget(machine, budget_bytes)), loading)
+        except DoesNotFit as refusal:
+            wanted_bytes = _wanted_bytes(refusal, budget_bytes)
+            continue
+        assert need.plan is not None
+        return replace(need, plan=_moved(need.plan, machine)) if host_shortage(need, machine) is None else None
+    return None
+
+
+def _wanted_bytes(refusal: DoesNotFit, budget_bytes: int) -> int:
+    """Of the host, after a refusal with this budget: what has no room on the disks has to stay there."""
+    return {"host": refusal.needed_bytes, "nvme": budget_bytes + refusal.short_bytes}.get(refusal.place, 0)
 
 
 def _planned_within(plan_on: Callable[[Machine], Plan], machine: Machine, budget_bytes: int) -> Plan | None:
@@ -270,13 +293,20 @@ def memory_need(
     asked = settings if fewest else replace(settings, effort=ANY_PLAN)
     function = find_policy(policy) if isinstance(policy, str) else policy
     try:
-        plan = function(workload, machine, asked)
-        if machine.nvme is not None and not able.counts_host:
-            halves = HALVES if fewest else 0
-            plan = _from_disks(lambda where: function(workload, where, asked), plan, machine, loading, halves=halves)
-        need = replace(need_of_plan(plan, loading), policy=name)
-        if not able.counts_host:
-            _check_host(need, machine)
+        on_disks = machine.nvme is not None and not able.counts_host
+
+        def plan_on(where: Machine) -> Plan:
+            return function(workload, where, asked)
+
+        # A host known to be short has disks beside it, or the policy would have been refused above.
+        need = None if refusal is None or fewest or not on_disks else _least_need(plan_on, machine, loading)
+        if need is None:
+            plan = plan_on(machine)
+            if on_disks:
+                plan = _from_disks(plan_on, plan, machine, loading, halves=HALVES if fewest else 0)
+            need = need_of_plan(plan, loading)
+            if not able.counts_host:
+                _check_host(need, machine)
     except DoesNotFit:
         if refusal is None or machine.nvme is not None:
             raise
@@ -285,8 +315,8 @@ def memory_need(
         )
         if of_others is None:
             raise refusal from None
-        return replace(of_others, policy=name)
-    return need
+        need = of_others
+    return replace(need, policy=name)
 
 
 def _need_of_others(

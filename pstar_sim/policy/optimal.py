@@ -94,10 +94,10 @@ def optimal(
             found += own_plans(workload, machine, settings, replace(point, order=order), "optimal", sizes=True)
         except DoesNotFit as short:
             reason = reason or short
-    if not changes:
+    if not changes and not settings.any_will_do:
         found += _others(workload, machine, settings, found, orders)
-        if not found and machine.nvme is not None:
-            found += _from_disks(workload, machine, settings)
+    if not changes and not found and machine.nvme is not None:
+        found += _from_disks(workload, machine, settings)
     if not found:
         assert reason is not None
         raise reason

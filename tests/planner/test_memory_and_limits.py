@@ -273,6 +273,20 @@ def test_with_disks_a_yes_stays_a_yes_as_the_host_grows_and_has_a_plan(disk_byte
         assert kept == sorted(kept, reverse=True) and kept[0] > 2 * kept[3] > kept[-1] == 0
 
 
+def test_a_policy_that_leaves_the_disks_alone_is_asked_for_its_smallest_plan_alone() -> None:
+    """With 1.3 GB: as the host is, then with the fewest bytes, of which a byte less is refused."""
+    w, hosts = preset("gpt2", batch=1, seq=64), list[int]()
+
+    def patrickstar(w: ps.Workload, m: ps.Machine, s: ps.Settings) -> ps.Plan:
+        hosts.append(m.host_budget_bytes)
+        return find_policy("patrickstar")(w, m, s)
+
+    short = shortage(patrickstar, w, beside_disks("3.3GB", 10 * GB), ps.Settings())
+    assert short is not None and short.place == "host" and "while they are loaded" in short.what
+    whole, least, smallest, below = hosts
+    assert whole == 1300 * MB and least == 1 and least < below < smallest < whole
+
+
 def test_with_disks_the_need_is_that_of_the_smallest_plan() -> None:
     """With it the job fits, and with a MB less it does not."""
     w, settings = preset("gpt2", batch=1, seq=64), ps.Settings()

@@ -62,9 +62,15 @@ class Asynchronous:
 
     @without_garbage_collection()
     def plan(self) -> Plan:
-        check_gpu(self.job)
+        g = self.job
+        check_gpu(g)
+        if g.settings.any_will_do and not isinstance(self.point.pins, int):
+            most = most_pins_of(g)  # which leaves least on the host
+            if self._refusal(most) is None:
+                attempts = [self._attempt(most)]
+                return self._emit(attempts[0], attempts, most, attempts[0].iteration_s)
         best, most, bound_s = self._scan()
-        if self.job.follow_tide and not self.job.several and (rival := self._static()) is not None:
+        if g.follow_tide and not g.several and not g.settings.any_will_do and (rival := self._static()) is not None:
             # [Note: one micro-batch] Every gap between forward and backward contains the peak, so the room of low tide
             # helps no chunk in such a gap. Both policies decide the pins at the peak, so both copy the same chunks.
             attempts = [self._attempt(rival.pins, linger=rival.linger)]
@@ -85,9 +91,7 @@ class Asynchronous:
             nonlocal error
             if not 0 <= p <= most or p in attempts:
                 return
-            try:
-                check_host(g, self._modes(p))
-            except DoesNotFit as reason:
+            if (reason := self._refusal(p)) is not None:
                 error = error or reason
                 return
             attempts[p] = self._attempt(p)
@@ -161,6 +165,13 @@ class Asynchronous:
 
     def _modes(self, pins: int) -> Modes:
         return with_disks(self.job, Modes(frozenset(self.job.candidates[:pins])))
+
+    def _refusal(self, pins: int) -> DoesNotFit | None:
+        try:
+            check_host(self.job, self._modes(pins))
+        except DoesNotFit as reason:
+            return reason
+        return None
 
     def _attempt(self, pins: int, *, linger: bool = True, like: Attempt | None = None) -> Attempt:
         g = self.job

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from heapq import nlargest
+from heapq import heappushpop
 from statistics import median
 
 from pstar_sim.policy.kit.job import Job
@@ -35,9 +35,10 @@ def with_disks(job: Job, modes: Modes) -> Modes:
     order = sorted(sizes, key=lambda c: sizes[c] > LARGE * usual_bytes)
     moved = len(order)
     for in_flight in range(IN_FLIGHT, 0, -1):
-        moved_bytes, passing = 0, list[int]()
+        moved_bytes, passing = 0, [0] * in_flight  # a heap of the largest
         for count, c in enumerate(order, start=1):
-            moved_bytes, passing = moved_bytes + sizes[c], nlargest(in_flight, (*passing, sizes[c]))
+            moved_bytes += sizes[c]
+            heappushpop(passing, sizes[c])
             if needed_bytes - moved_bytes + sum(passing) <= budget_bytes:
                 moved = count
                 break

@@ -24,7 +24,7 @@ from itertools import pairwise
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
-from pstar_sim.core.plan import ANY_PLAN, Plan, Settings
+from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt
 from pstar_sim.policy.family.plan_visits import schedule_visits
@@ -150,10 +150,6 @@ class _Solver:
         self.tried: dict[int, Attempt] = {}
         self.refused: dict[int, DoesNotFit] = {}
 
-    @property
-    def any_will_do(self) -> bool:
-        return self.layers.job.settings.effort <= ANY_PLAN
-
     def attempt(self, w: int) -> Attempt:
         """Raises DoesNotFit."""
         if w not in self.tried:
@@ -216,10 +212,10 @@ class _Solver:
         """The smallest window as fast as the fastest: powers of two and the largest, then halfway between the best and
         its neighbours. Where any plan will do, the largest of the first that fits leaves least on the host. Raises
         DoesNotFit if none fits."""
-        most = self.most()
-        for w in sorted({most, *(1 << n for n in range(most.bit_length()))}, reverse=self.any_will_do):
+        most, any_will_do = self.most(), self.layers.job.settings.any_will_do
+        for w in sorted({most, *(1 << n for n in range(most.bit_length()))}, reverse=any_will_do):
             self._try(w)
-            if self.any_will_do and self.tried:
+            if any_will_do and self.tried:
                 return w
         if not self.tried:
             raise self.refused[most]
@@ -259,7 +255,7 @@ def _choices(solver: _Solver, w: int, *, auto: bool) -> dict[str, object]:
         "window": f"{w} of {layers.words}" + (f" ({solver.most()} would fit)" if auto else ""),
         "capacity": solver.describe(w),
     }
-    if job.barrier is not None and not solver.any_will_do:
+    if job.barrier is not None and not job.settings.any_will_do:
         free_s = _without_barrier(solver, w)
         choices["barrier"] = (
             f"{job.barrier}: no Adam beside the backward pass; without it this window would take {format_s(free_s)}, "
